@@ -1,0 +1,35 @@
+"""Every error that `lenet` raises on purpose.
+
+    LeNetError
+    ├── InvalidModel            a network that cannot exist, or a name nobody knows
+    ├── InvalidWeightFile       a weight file that must not be served: which file, which tensor, why
+    ├── BackendUnavailable      the asked-for backend cannot run on this machine
+    ├── GoldenMismatch          the backend computes other logits than the trainer saw
+    └── WrongThread             an execution context used outside the thread that made it
+
+A message says what happened, what was found, what was expected and what to do next.
+"""
+
+
+class LeNetError(Exception):
+    """The root of the tree; catching it catches what `lenet` foresaw and nothing else."""
+
+
+class InvalidModel(LeNetError):
+    """The described network cannot be built."""
+
+
+class InvalidWeightFile(LeNetError):
+    """The weight file is refused; the message starts with its path."""
+
+
+class BackendUnavailable(LeNetError):
+    """The backend cannot run here."""
+
+
+class GoldenMismatch(LeNetError):
+    """The weights on this backend do not reproduce the trainer's golden logits."""
+
+
+class WrongThread(LeNetError):
+    """A thread-bound object was used from another thread."""

@@ -1,0 +1,249 @@
+"""The network as frozen data, at block level.
+
+`lenet.blocks` says what a block is; a model is blocks that fit together. It refuses to hold
+weights or to compute anything but shapes.
+
+The letters used everywhere: n images, c channels in, h height, w width, k channels (or units)
+out, r filter height, s filter width.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
+from typing import Any, TypeAlias
+
+from lenet.blocks import IDENTITY, Activation, Block, ConvBlock, DenseBlock, Pool
+from lenet.errors import InvalidModel
+from lenet.pixels import HEIGHT, WIDTH
+
+Shape: TypeAlias = tuple[int, ...]
+"""(c, h, w) of an image-like value or (units,) of a flat one; n is never part of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """The shapes along one block: `input`, `linear` (before pooling) and `output`."""
+
+    name: str
+    input: Shape
+    linear: Shape
+    output: Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """Blocks in order, from an image of shape `input` to logits; softmax is understood.
+
+    Raises:
+        InvalidModel: a block that does not fit what comes before it; the message names it.
+    """
+
+    name: str
+    blocks: tuple[Block, ...]
+    input: Shape = (1, HEIGHT, WIDTH)
+
+    def __post_init__(self) -> None:
+        if not self.blocks:
+            raise InvalidModel(f"model {self.name!r}: it has no blocks")
+        last = self.blocks[-1]
+        if not isinstance(last, DenseBlock) or last.batch_norm or last.activation != IDENTITY:
+            raise InvalidModel(
+                f"model {self.name!r}: the last block must be dense, without batch norm and with "
+                "the identity as activation: it makes the logits"
+            )
+        self.shapes()
+
+    @property
+    def classes(self) -> int:
+        """The number of logits."""
+        (units,) = self.shapes()[-1].output
+        return units
+
+    @property
+    def folded(self) -> Model:
+        """The same network without batch norm: what is served."""
+        return replace(
+            self, blocks=tuple(replace(block, batch_norm=False) for block in self.blocks)
+        )
+
+    def shapes(self) -> tuple[BlockShape, ...]:
+        """One `BlockShape` for each block, named conv1, conv2, ..., dense1, ... in order."""
+        return tuple(self._shapes())
+
+    def _shapes(self) -> Iterator[BlockShape]:
+        shape = self.input
+        counts = {"conv": 0, "dense": 0}
+        for block in self.blocks:
+            kind = "conv" if isinstance(block, ConvBlock) else "dense"
+            counts[kind] += 1
+            name = f"{kind}{counts[kind]}"
+            if isinstance(block, DenseBlock):
+                linear: Shape = (block.units,)
+                output = linear
+            else:
+                linear, output = _conv_shapes(f"model {self.name!r}, {name}", block, shape)
+            yield BlockShape(name, shape, linear, output)
+            shape = output
+
+    def parameters(self) -> dict[str, Shape]:
+        """Shapes by tensor name, in order.
+
+        `<block>.weight` is (k, c, r, s) or (units, inputs). With batch norm follow `gamma`,
+        `beta`, `mean` and `variance` of shape (k,), without it `bias` of shape (k,).
+        """
+        found: dict[str, Shape] = {}
+        for block, shape in zip(self.blocks, self.shapes(), strict=True):
+            if isinstance(block, ConvBlock):
+                weight: Shape = (block.channels, shape.input[0], *block.kernel)
+            else:
+                weight = (block.units, math.prod(shape.input))
+            found[f"{shape.name}.weight"] = weight
+            rest = ("gamma", "beta", "mean", "variance") if block.batch_norm else ("bias",)
+            found.update({f"{shape.name}.{part}": weight[:1] for part in rest})
+        return found
+
+    def to_json(self) -> str:
+        """The canonical description: sorted keys, no spaces."""
+        blocks = [
+            {"type": "conv" if isinstance(block, ConvBlock) else "dense", **asdict(block)}
+            for block in self.blocks
+        ]
+        description = {"name": self.name, "input": self.input, "blocks": blocks}
+        return json.dumps(description, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> Model:
+        """Read what `to_json` wrote.
+
+        Raises:
+            InvalidModel: not JSON, an unknown or missing key, or an impossible network.
+        """
+        try:
+            description = json.loads(text)
+            blocks = tuple(_block(entry) for entry in description.pop("blocks"))
+            shape = tuple(description.pop("input"))
+            if len(shape) != 3 or any(type(size) is not int or size < 1 for size in shape):
+                raise InvalidModel(f"model: input is {shape!r}, expected three integers >= 1")
+            return cls(blocks=blocks, input=shape, **description)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+            raise InvalidModel(f"model: the description cannot be read ({exc!r})") from exc
+
+    def fingerprint(self) -> str:
+        """SHA-256 in hex over the served network; two files with the same one are exchangeable."""
+        return hashlib.sha256(replace(self.folded, name="").to_json().encode()).hexdigest()
+
+
+def _block(entry: dict[str, Any]) -> Block:
+    fields = {**entry, "activation": Activation(**entry["activation"])}
+    kind = fields.pop("type")
+    if type(fields.get("batch_norm")) is not bool:
+        raise InvalidModel(
+            f"{kind}: batch_norm is {fields.get('batch_norm')!r}, expected a boolean"
+        )
+    if kind == "dense":
+        return DenseBlock(**fields)
+    if kind == "conv":
+        pool = fields.pop("pool")
+        return ConvBlock(**fields, pool=None if pool is None else Pool(**pool))
+    raise InvalidModel(f"model: a block has type {kind!r}, expected conv or dense")
+
+
+def window_count(size: int, window: int, stride: int, padding: int, dilation: int = 1) -> int:
+    """How often a window fits: o = floor((i + 2 p - d (k - 1) - 1) / s) + 1; below 1 if never."""
+    return (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
+
+
+def _conv_shapes(owner: str, block: ConvBlock, shape: Shape) -> tuple[Shape, Shape]:
+    if len(shape) != 3:
+        raise InvalidModel(f"{owner}: a convolution cannot follow a dense block")
+    geometry = zip(
+        shape[1:], block.kernel, block.stride, block.padding, block.dilation, strict=True
+    )
+    size = tuple(window_count(*axis) for axis in geometry)
+    if min(size) < 1:
+        raise InvalidModel(
+            f"{owner}: a kernel of {block.kernel} with dilation {block.dilation} does not fit an "
+            f"image of {shape[1:]} with padding {block.padding}"
+        )
+    linear = (block.channels, *size)
+    pool = block.pool
+    if pool is None:
+        return linear, linear
+    if pool.kind == "global_average":
+        return linear, (block.channels, 1, 1)
+    windows = zip(size, pool.size, pool.stride, pool.padding, strict=True)
+    pooled = tuple(window_count(*axis) for axis in windows)
+    if min(pooled) < 1:
+        raise InvalidModel(
+            f"{owner}: a pooling window of {pool.size} with padding {pool.padding} does not fit "
+            f"an image of {size}"
+        )
+    return linear, (block.channels, *pooled)
+
+
+_MAX = Pool("max")
+_LOGITS = DenseBlock(10, activation=IDENTITY)
+
+ARCHITECTURES: Mapping[str, Model] = MappingProxyType(
+    {
+        model.name: model
+        for model in (
+            Model(
+                "lenet",
+                (
+                    ConvBlock(20, (5, 5), batch_norm=True, pool=_MAX),
+                    ConvBlock(50, (5, 5), batch_norm=True, pool=_MAX),
+                    DenseBlock(500, batch_norm=True),
+                    _LOGITS,
+                ),
+            ),
+            Model(
+                "lenet-classic",
+                (
+                    ConvBlock(20, (5, 5), activation=IDENTITY, pool=_MAX),
+                    ConvBlock(50, (5, 5), activation=IDENTITY, pool=_MAX),
+                    DenseBlock(500),
+                    _LOGITS,
+                ),
+            ),
+            Model(
+                "lenet-6-16",
+                (
+                    ConvBlock(6, (5, 5), pool=_MAX),
+                    ConvBlock(16, (5, 5), pool=_MAX),
+                    DenseBlock(120),
+                    _LOGITS,
+                ),
+            ),
+            Model(
+                "cnn-32-64",
+                (
+                    ConvBlock(32, (3, 3), padding=(1, 1), pool=_MAX),
+                    ConvBlock(64, (3, 3), padding=(1, 1), pool=_MAX),
+                    DenseBlock(128),
+                    _LOGITS,
+                ),
+            ),
+            Model("mlp", (DenseBlock(500), _LOGITS)),
+        )
+    }
+)
+"""The named architectures, all trainable and servable."""
+
+
+def named(name: str) -> Model:
+    """The architecture called `name`.
+
+    Raises:
+        InvalidModel: there is none; the message lists those there are.
+    """
+    try:
+        return ARCHITECTURES[name]
+    except KeyError:
+        known = ", ".join(ARCHITECTURES)
+        raise InvalidModel(f"model: {name!r} is unknown, expected one of {known}") from None

@@ -1,0 +1,59 @@
+"""NVTX ranges along the path of a request and of a training step.
+
+`span("name")` is a context manager and a decorator. Where the `nvtx` package is absent it is
+nothing at all: a decorated function is returned unchanged. It refuses to be a tracing framework:
+names only, no payloads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Protocol, TypeVar
+
+try:
+    import nvtx as _nvtx
+except ImportError:
+    _nvtx = None
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+class Span(Protocol):
+    """A named range: `with span("queue"):` or `@span("decode")`."""
+
+    def __enter__(self) -> object: ...
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+        /,
+    ) -> bool | None: ...
+
+    def __call__(self, function: Function, /) -> Function:
+        """Wrap `function` in the range."""
+        ...
+
+
+class _Nothing:
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+    def __call__(self, function: Function, /) -> Function:
+        return function
+
+
+_NOTHING = _Nothing()
+
+
+def span(name: str) -> Span:
+    """Open a range called `name` in the NVTX domain `lenet`."""
+    if _nvtx is None:
+        return _NOTHING
+    annotation: Span = _nvtx.annotate(name, domain="lenet")
+    return annotation

@@ -1,0 +1,118 @@
+"""The forward pass in NumPy, in plain sight: what every backend is compared with.
+
+It computes in the dtype of the tensors it is given, so float64 tensors make a float64 reference.
+It refuses to be fast where that would cost clarity; `convolve_directly` is the definition,
+`convolve` the same thing as one matrix product (im2col), and a test holds them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lenet.blocks import Activation, ConvBlock, Pair, Pool
+from lenet.model import Model
+from lenet.pixels import SCALE, Images
+
+Array: TypeAlias = NDArray[Any]
+
+
+def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair) -> Array:
+    """Every place a kernel is laid: a view (n, c, oh, ow, r, s) of x (n, c, h, w), no copy."""
+    reach = tuple(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))
+    view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=(2, 3))
+    return view[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
+
+
+def pad(x: Array, padding: Pair, value: float = 0.0) -> Array:
+    """Surround x (n, c, h, w) with `padding` rows above and below and columns at the sides."""
+    if padding == (0, 0):
+        return x
+    (rows, columns) = padding
+    return np.pad(x, ((0, 0), (0, 0), (rows, rows), (columns, columns)), constant_values=value)
+
+
+def convolve_directly(x: Array, weight: Array, block: ConvBlock) -> Array:
+    """Convolution by its definition, a loop over output pixels: (n, c, h, w) -> (n, k, oh, ow)."""
+    x = pad(x, block.padding)
+    (r, s), (down, right), (dr, ds) = block.kernel, block.stride, block.dilation
+    height = (x.shape[2] - dr * (r - 1) - 1) // down + 1
+    width = (x.shape[3] - ds * (s - 1) - 1) // right + 1
+    y = np.empty((len(x), len(weight), height, width), x.dtype)
+    for i in range(height):
+        for j in range(width):
+            rows = slice(i * down, i * down + dr * (r - 1) + 1, dr)
+            columns = slice(j * right, j * right + ds * (s - 1) + 1, ds)
+            patch = x[:, np.newaxis, :, rows, columns]  # (n, 1, c, r, s) against (k, c, r, s)
+            y[:, :, i, j] = (patch * weight).sum(axis=(2, 3, 4))
+    return y
+
+
+def convolve(x: Array, weight: Array, block: ConvBlock) -> Array:
+    """The same as one matrix product: each window is a row of c r s numbers."""
+    view = windows(pad(x, block.padding), block.kernel, block.stride, block.dilation)
+    n, _, height, width = view.shape[:4]
+    columns = view.transpose(0, 2, 3, 1, 4, 5).reshape(n * height * width, -1)
+    y: Array = columns @ weight.reshape(len(weight), -1).T
+    return y.reshape(n, height, width, -1).transpose(0, 3, 1, 2)
+
+
+def activate(x: Array, activation: Activation) -> Array:
+    """The activation, elementwise."""
+    parameter = activation.parameter
+    y: Array
+    match activation.kind:
+        case "identity":
+            y = x
+        case "relu":
+            y = np.maximum(x, 0)
+        case "clipped_relu":
+            y = np.clip(x, 0, parameter)
+        case "elu":
+            y = np.where(x > 0, x, parameter * np.expm1(np.minimum(x, 0)))
+        case "sigmoid":
+            # exp of a negative number only: no overflow on either side.
+            e = np.exp(-np.abs(x))
+            y = np.where(x >= 0, 1 / (1 + e), e / (1 + e))
+        case "tanh":
+            y = np.tanh(x)
+    return y
+
+
+def pool(x: Array, window: Pool) -> Array:
+    """Pooling of x (n, k, h, w)."""
+    if window.kind == "global_average":
+        average: Array = x.mean(axis=(2, 3), keepdims=True)
+        return average
+    outside = -np.inf if window.kind == "max" else 0.0
+    view = windows(pad(x, window.padding, outside), window.size, window.stride, (1, 1))
+    y: Array = view.max(axis=(4, 5)) if window.kind == "max" else view.mean(axis=(4, 5))
+    return y
+
+
+def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
+    """Logits (n, classes) of a folded model, in the dtype of `tensors`.
+
+    `images`: uint8 (n, 28, 28), ink high.
+    """
+    dtype = next(iter(tensors.values())).dtype
+    x = (images.astype(dtype) * dtype.type(SCALE)).reshape(len(images), *model.input)
+    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+        weight, bias = tensors[f"{shape.name}.weight"], tensors[f"{shape.name}.bias"]
+        if isinstance(block, ConvBlock):
+            x = activate(convolve(x, weight, block) + bias[:, None, None], block.activation)
+            if block.pool is not None:
+                x = pool(x, block.pool)
+        else:
+            x = activate(x.reshape(len(x), -1) @ weight.T + bias, block.activation)
+    return x
+
+
+def softmax(x: Array) -> Array:
+    """exp(x_i) / sum_j exp(x_j) along the last axis; shifted by the maximum, so none overflows."""
+    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
+    total: Array = e.sum(axis=-1, keepdims=True)
+    return e / total

@@ -1,0 +1,291 @@
+"""The weight file: safetensors with metadata that must be there and must be true.
+
+It holds canonical float32 tensors, NCHW, batch norm folded in, and ten golden images with the
+logits that the trainer saw, so that a server can prove its own arithmetic. It refuses pickle,
+anything it cannot account for to the byte, and to convert for a device: backends pack.
+
+What a hostile or broken file may try, and what meets it: a huge or sparse file (size limit before
+reading), a header that is no JSON or too long, tensors that overlap or leave holes (safetensors),
+a wrong name, dtype or shape, NaN or infinity, metadata that contradicts the tensors, a flipped bit
+anywhere (sha256 over metadata and tensors), a symlink or a device file (the caller's path policy
+and the regular-file check), a file swapped while it is read (read once, then only the bytes).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import stat
+import struct
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, deserialize
+from safetensors.numpy import save
+
+from lenet.errors import InvalidModel, InvalidWeightFile
+from lenet.model import Model
+from lenet.pixels import HEIGHT, WIDTH, Images, Logits
+
+FORMAT_VERSION = 1
+MAX_FILE_BYTES = 256 * 1024 * 1024
+MAX_HEADER_BYTES = 1024 * 1024
+GOLDEN_IMAGES = 10
+
+_DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "U8": np.dtype(np.uint8)}
+_SHA256 = re.compile("[0-9a-f]{64}")
+
+Float32 = NDArray[np.float32]
+
+
+@dataclass(frozen=True, slots=True)
+class Training:
+    """Where the weights come from.
+
+    `accuracy` is the share of the test set, 0 to 1, that the exported weights classify correctly;
+    `dataset_sha256` is over the uncompressed dataset files; `labels` name the classes in order.
+    """
+
+    dataset_sha256: str
+    seed: int
+    command: str
+    epochs: int
+    accuracy: float
+    labels: tuple[str, ...]
+
+    def __post_init__(self) -> None:
+        digest, accuracy = self.dataset_sha256, self.accuracy
+        for field, good, expected in (
+            ("dataset_sha256", _SHA256.fullmatch(str(digest)), "64 hex digits"),
+            ("seed", type(self.seed) is int and self.seed >= 0, "an integer >= 0"),
+            ("command", isinstance(self.command, str), "a string"),
+            ("epochs", type(self.epochs) is int and self.epochs >= 0, "an integer >= 0"),
+            (
+                "accuracy",
+                type(accuracy) is float and 0 <= accuracy <= 1,
+                "a number from 0.0 to 1.0",
+            ),
+            ("labels", all(isinstance(label, str) for label in self.labels), "strings"),
+        ):
+            if not good:
+                raise ValueError(f"{field} is {getattr(self, field)!r}, expected {expected}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Golden:
+    """Ten real images with what the trainer made of them.
+
+    `images` uint8 (10, 28, 28), `labels` uint8 (10,) the true classes, `logits` float32
+    (10, classes) of the folded network in the trainer's arithmetic.
+    """
+
+    images: Images
+    labels: NDArray[np.uint8]
+    logits: Logits
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WeightFile:
+    """A folded model, its tensors by the names of `Model.parameters`, and their pedigree."""
+
+    model: Model
+    tensors: Mapping[str, Float32]
+    golden: Golden
+    training: Training
+
+    def to_bytes(self) -> bytes:
+        """The file: the same content gives the same bytes."""
+        tensors = {name: np.ascontiguousarray(value) for name, value in self._all_tensors().items()}
+        metadata = {
+            "format_version": str(FORMAT_VERSION),
+            "model": self.model.to_json(),
+            "batch_norm": "folded",
+            "training": json.dumps(asdict(self.training), sort_keys=True, separators=(",", ":")),
+        }
+        metadata["sha256"] = _digest(metadata, tensors)
+        return _with_sorted_header(save(tensors, metadata))
+
+    def digest(self) -> str:
+        """SHA-256 in hex of the file's bytes; names the exact weights in logs and metrics."""
+        return hashlib.sha256(self.to_bytes()).hexdigest()
+
+    def write(self, path: Path) -> None:
+        """Write atomically: a reader sees the old file or the whole new one, also after a crash.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        content = self.to_bytes()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+        try:
+            with os.fdopen(descriptor, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            Path(temporary).chmod(0o644)
+            Path(temporary).replace(path)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                Path(temporary).unlink()
+            raise
+        folder = os.open(path.parent, os.O_RDONLY)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)
+
+    @classmethod
+    def read(cls, path: Path) -> WeightFile:
+        """Read and doubt everything.
+
+        Raises:
+            InvalidWeightFile: missing, unreadable or not exactly what `to_bytes` writes; the
+                message names the file, the tensor or metadata key, and what was expected.
+        """
+        try:
+            return cls._from_bytes(_read_bounded(path))
+        except OSError as exc:
+            raise InvalidWeightFile(f"{path}: cannot be read ({exc.strerror})") from exc
+        except (_Flaw, InvalidModel) as exc:
+            raise InvalidWeightFile(f"{path}: {exc}") from exc
+
+    @classmethod
+    def _from_bytes(cls, content: bytes) -> WeightFile:
+        metadata, tensors = _parse(content)
+        model, training = _read_metadata(metadata)
+        golden_shape = (GOLDEN_IMAGES, HEIGHT, WIDTH)
+        expected: dict[str, tuple[type[np.generic], tuple[int, ...]]] = {
+            name: (np.float32, shape) for name, shape in model.parameters().items()
+        }
+        expected["golden.images"] = (np.uint8, golden_shape)
+        expected["golden.labels"] = (np.uint8, (GOLDEN_IMAGES,))
+        expected["golden.logits"] = (np.float32, (GOLDEN_IMAGES, model.classes))
+        for name in tensors.keys() - expected.keys():
+            raise _Flaw(f"tensor {name}: unknown, model {model.name!r} has no such tensor")
+        for name, (dtype, shape) in expected.items():
+            _check_tensor(name, tensors.get(name), np.dtype(dtype), shape)
+        if metadata["sha256"] != _digest(metadata, tensors):
+            raise _Flaw(
+                "metadata sha256 does not match the content: the file was damaged or edited"
+            )
+        if len(training.labels) != model.classes:
+            raise _Flaw(
+                f"metadata labels are {len(training.labels)}, expected {model.classes} "
+                f"as model {model.name!r} has classes"
+            )
+        golden = Golden(*(tensors.pop(f"golden.{part.name}") for part in fields(Golden)))
+        if int(golden.labels.max()) >= model.classes:
+            raise _Flaw(
+                f"tensor golden.labels: holds {int(golden.labels.max())}, "
+                f"expected classes 0 to {model.classes - 1}"
+            )
+        ordered = {name: tensors[name] for name in model.parameters()}
+        return cls(model, MappingProxyType(ordered), golden, training)
+
+    def _all_tensors(self) -> dict[str, NDArray[Any]]:
+        golden = {f"golden.{part.name}": getattr(self.golden, part.name) for part in fields(Golden)}
+        return {**self.tensors, **golden}
+
+
+class _Flaw(Exception):
+    """What is wrong with the content; `read` adds the path."""
+
+
+def _read_bounded(path: Path) -> bytes:
+    with path.open("rb") as file:
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise _Flaw("is not a regular file")
+        if status.st_size > MAX_FILE_BYTES:
+            raise _Flaw(f"has {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
+        return file.read(MAX_FILE_BYTES)
+
+
+def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    (length,) = struct.unpack("<Q", content[:8].ljust(8, b"\0"))
+    if length > min(MAX_HEADER_BYTES, len(content) - 8):
+        raise _Flaw(
+            f"is not a safetensors file: its header claims {length} bytes, the file has "
+            f"{len(content)} and a header at most {MAX_HEADER_BYTES}"
+        )
+    try:
+        # safetensors refuses overlaps, holes, wrong sizes and trailing bytes.
+        entries: list[tuple[str, dict[str, Any]]] = deserialize(content)  # type: ignore[no-untyped-call]
+        metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
+    except (SafetensorError, ValueError, RecursionError) as exc:
+        raise _Flaw(f"is not a valid safetensors file ({exc})") from exc
+    tensors: dict[str, NDArray[Any]] = {}
+    for name, entry in entries:
+        dtype = _DTYPES.get(entry["dtype"])
+        if dtype is None:
+            raise _Flaw(f"tensor {name}: has dtype {entry['dtype']}, expected F32 or U8")
+        tensors[name] = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
+    return metadata or {}, tensors
+
+
+def _read_metadata(metadata: dict[str, str]) -> tuple[Model, Training]:
+    keys = ("format_version", "model", "batch_norm", "training", "sha256")
+    for key in keys:
+        if key not in metadata:
+            raise _Flaw(f"metadata {key} is missing")
+    for key in metadata.keys() - set(keys):
+        raise _Flaw(f"metadata {key!r} is unknown")
+    for key, expected in (("format_version", str(FORMAT_VERSION)), ("batch_norm", "folded")):
+        if metadata[key] != expected:
+            raise _Flaw(f"metadata {key} is {metadata[key]!r}, expected {expected!r}")
+    model = Model.from_json(metadata["model"])
+    if model != model.folded:
+        raise _Flaw("metadata model still has batch norm, expected it folded")
+    try:
+        training = json.loads(metadata["training"])
+        labels = tuple(training.pop("labels"))
+        return model, Training(**training, labels=labels)
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
+        raise _Flaw(f"metadata training cannot be read ({exc})") from exc
+
+
+def _check_tensor(
+    name: str, value: NDArray[Any] | None, dtype: np.dtype[Any], shape: tuple[int, ...]
+) -> None:
+    if value is None:
+        raise _Flaw(f"tensor {name}: missing")
+    if value.dtype != dtype:
+        raise _Flaw(f"tensor {name}: has dtype {value.dtype}, expected {dtype}")
+    if value.shape != shape:
+        raise _Flaw(f"tensor {name}: has shape {value.shape}, expected {shape}")
+    if not np.isfinite(value).all():
+        index = tuple(int(i) for i in np.argwhere(~np.isfinite(value))[0])
+        raise _Flaw(f"tensor {name}: holds {value[index]} at {index}, expected finite numbers")
+
+
+def _digest(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
+    told = {key: value for key, value in metadata.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for name in sorted(tensors):
+        value = tensors[name]
+        digest.update(f"{name} {value.dtype.str} {value.shape}\n".encode())
+        digest.update(value.tobytes())
+    return digest.hexdigest()
+
+
+def _with_sorted_header(content: bytes) -> bytes:
+    """The same file with the header's keys in order.
+
+    safetensors 0.8.0 writes metadata in the random order of a Rust hash map.
+    """
+    (length,) = struct.unpack("<Q", content[:8])
+    header = json.dumps(
+        json.loads(content[8 : 8 + length]), sort_keys=True, separators=(",", ":")
+    ).encode()
+    header += b" " * (-len(header) % 8)
+    return struct.pack("<Q", len(header)) + header + content[8 + length :]
