@@ -113,6 +113,6 @@ def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
 
 def softmax(x: Array) -> Array:
     """exp(x_i) / sum_j exp(x_j) along the last axis; shifted by the maximum, so none overflows."""
-    e: Array = np.exp(x - x.max(axis=-1, keepdims=True))
-    total: Array = e.sum(axis=-1, keepdims=True)
-    return e / total
+    e = np.exp(x - x.max(axis=-1, keepdims=True))
+    y: Array = e / e.sum(axis=-1, keepdims=True)
+    return y

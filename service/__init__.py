@@ -1,0 +1,1 @@
+"""The server: digits in over HTTP and gRPC, batched inference, probabilities out."""
