@@ -99,7 +99,7 @@ def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
     `images`: uint8 (n, 28, 28), ink high.
     """
     dtype = next(iter(tensors.values())).dtype
-    x = (images.astype(dtype) * dtype.type(SCALE)).reshape(len(images), *model.input)
+    x: Array = (images.astype(dtype) * dtype.type(SCALE)).reshape(len(images), *model.input)
     for block, shape in zip(model.blocks, model.shapes(), strict=True):
         weight, bias = tensors[f"{shape.name}.weight"], tensors[f"{shape.name}.bias"]
         if isinstance(block, ConvBlock):

@@ -1,0 +1,55 @@
+"""The narrow waist: what a device must offer to serve a weight file.
+
+Whole-model level, so that a backend may fuse what it likes and the service never learns what a
+kernel is.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from lenet.pixels import Images, Logits, Probabilities
+from lenet.weightfile import WeightFile
+
+
+class Plan(Protocol):
+    """One network made ready for batches of up to `batch` rows, on the thread that made it."""
+
+    @property
+    def batch(self) -> int:
+        """The largest number of rows."""
+        ...
+
+    def run(self, images: Images) -> Probabilities:
+        """Probabilities of `images`, uint8 (n, 28, 28), 1 <= n <= batch."""
+        ...
+
+    def logits(self, images: Images) -> Logits:
+        """Logits of the same rows, computed by the same arithmetic; for proof, not for serving."""
+        ...
+
+    def computed_rows(self, rows: int) -> int:
+        """How many rows the device works on when given `rows`; the difference is padding."""
+        ...
+
+
+class Backend(Protocol):
+    """A device and the precision it computes in."""
+
+    @property
+    def name(self) -> str:
+        """As `LENET_DEVICE` spells it."""
+        ...
+
+    @property
+    def tolerance(self) -> float:
+        """The largest |logit - golden logit| / max |golden logits| that its precision explains."""
+        ...
+
+    def plan(self, weights: WeightFile, batch: int) -> Plan:
+        """Make the network ready for up to `batch` rows.
+
+        Raises:
+            BackendUnavailable: the device cannot run this network; the message says why.
+        """
+        ...

@@ -1,0 +1,65 @@
+"""The CPU backend: ONNX Runtime, the embedded default, what a laptop serves with.
+
+One session takes every batch size, so its plans share it and pad nothing. It refuses to use a GPU
+provider: that would be another backend under this one's name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import onnxruntime
+
+from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
+from lenet.pixels import Images, Logits, Probabilities
+from lenet.weightfile import WeightFile
+
+
+@dataclass(frozen=True, slots=True)
+class CpuPlan:
+    """A view of a session; see `lenet.backend.Plan`."""
+
+    batch: int
+    session: Any
+
+    def run(self, images: Images) -> Probabilities:
+        """Probabilities; any thread, the runtime releases the interpreter lock."""
+        probabilities: Probabilities = self.session.run([PROBABILITIES], {IMAGES: images})[0]
+        return probabilities
+
+    def logits(self, images: Images) -> Logits:
+        """Logits of the same rows."""
+        logits: Logits = self.session.run([LOGITS], {IMAGES: images})[0]
+        return logits
+
+    def computed_rows(self, rows: int) -> int:
+        """All of them and no more."""
+        return rows
+
+
+class CpuBackend:
+    """ONNX Runtime in float32, `threads` threads for one batch."""
+
+    name = "cpu"
+    tolerance = 1e-4
+
+    def __init__(self, threads: int = 1) -> None:
+        self._options = onnxruntime.SessionOptions()
+        self._options.intra_op_num_threads = threads
+        self._options.inter_op_num_threads = 1
+        # A spinning worker takes the core that the event loop needs.
+        self._options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        self._options.log_severity_level = 3
+        self._latest: tuple[WeightFile, Any] | None = None
+
+    def plan(self, weights: WeightFile, batch: int) -> CpuPlan:
+        """A plan for up to `batch` rows; the plans of one weight file share a session."""
+        if self._latest is None or self._latest[0] is not weights:
+            session = onnxruntime.InferenceSession(
+                onnx_model(weights).SerializeToString(),
+                self._options,
+                providers=["CPUExecutionProvider"],
+            )
+            self._latest = (weights, session)
+        return CpuPlan(batch, self._latest[1])

@@ -1,0 +1,116 @@
+"""A weight file as an ONNX model: uint8 images in, logits and probabilities out.
+
+The division by 255 is folded into the first layer's weights, so a pixel is only ever cast. It
+refuses to optimise further: that is the runtime's work.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
+
+from lenet.blocks import Activation, ConvBlock, Pool
+from lenet.pixels import HEIGHT, SCALE, WIDTH
+from lenet.weightfile import WeightFile
+
+IMAGES = "images"
+LOGITS = "logits"
+PROBABILITIES = "probabilities"
+
+_OPSET = 17
+_IR_VERSION = 8  # the oldest that holds opset 17, so that older runtimes read it
+
+_ACTIVATIONS = {
+    "relu": "Relu",
+    "elu": "Elu",
+    "sigmoid": "Sigmoid",
+    "tanh": "Tanh",
+    "clipped_relu": "Clip",
+}
+
+
+def onnx_model(weights: WeightFile) -> ModelProto:
+    """The network as ONNX.
+
+    Input `images` uint8 (n, 28, 28); outputs `logits` and `probabilities` float32 (n, classes).
+    """
+    graph = _Graph()
+    model = weights.model
+    value = graph.add("Cast", [IMAGES], to=TensorProto.FLOAT)
+    value = graph.add("Reshape", [value, graph.constant(np.array([-1, *model.input]), "input")])
+    flat = False
+    for index, (block, shape) in enumerate(zip(model.blocks, model.shapes(), strict=True)):
+        scale = np.float32(SCALE if index == 0 else 1.0)
+        weight = graph.constant(weights.tensors[f"{shape.name}.weight"] * scale, shape.name)
+        bias = graph.constant(weights.tensors[f"{shape.name}.bias"], f"{shape.name}.bias")
+        if isinstance(block, ConvBlock):
+            value = graph.add(
+                "Conv",
+                [value, weight, bias],
+                strides=block.stride,
+                pads=block.padding * 2,
+                dilations=block.dilation,
+            )
+        else:
+            if not flat:
+                value, flat = graph.add("Flatten", [value]), True
+            value = graph.add("Gemm", [value, weight, bias], transB=1)
+        value = graph.activation(value, block.activation)
+        if isinstance(block, ConvBlock) and block.pool is not None:
+            value = graph.pool(value, block.pool)
+    graph.nodes[-1].output[0] = LOGITS
+    graph.nodes.append(helper.make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1))
+    image = helper.make_tensor_value_info(IMAGES, TensorProto.UINT8, ["n", HEIGHT, WIDTH])
+    outputs = [
+        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", model.classes])
+        for name in (LOGITS, PROBABILITIES)
+    ]
+    return helper.make_model(
+        helper.make_graph(graph.nodes, model.name, [image], outputs, graph.constants),
+        opset_imports=[helper.make_opsetid("", _OPSET)],
+        ir_version=_IR_VERSION,
+        producer_name="lenet-serve",
+    )
+
+
+class _Graph:
+    """Nodes in order, each with one output named after its place."""
+
+    def __init__(self) -> None:
+        self.nodes: list[NodeProto] = []
+        self.constants: list[TensorProto] = []
+
+    def constant(self, value: NDArray[Any], name: str) -> str:
+        self.constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+        return name
+
+    def add(self, operation: str, inputs: Sequence[str], **attributes: Any) -> str:
+        output = f"{operation.lower()}_{len(self.nodes)}"
+        self.nodes.append(helper.make_node(operation, inputs, [output], **attributes))
+        return output
+
+    def activation(self, value: str, activation: Activation) -> str:
+        if activation.kind == "identity":
+            return value
+        inputs, attributes = [value], {}
+        if activation.kind == "clipped_relu":
+            name = f"ceiling_{len(self.nodes)}"
+            bounds = {f"floor_{name}": 0.0, name: activation.parameter}
+            inputs += [
+                self.constant(np.array(bound, np.float32), key) for key, bound in bounds.items()
+            ]
+        if activation.kind == "elu":
+            attributes["alpha"] = activation.parameter
+        return self.add(_ACTIVATIONS[activation.kind], inputs, **attributes)
+
+    def pool(self, value: str, pool: Pool) -> str:
+        if pool.kind == "global_average":
+            return self.add("GlobalAveragePool", [value])
+        window = {"kernel_shape": pool.size, "strides": pool.stride, "pads": pool.padding * 2}
+        if pool.kind == "max":
+            return self.add("MaxPool", [value], **window)
+        return self.add("AveragePool", [value], count_include_pad=1, **window)
