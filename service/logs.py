@@ -1,0 +1,14 @@
+"""Logging: one line a life event, to standard error. What happens per request is a metric."""
+
+from __future__ import annotations
+
+import logging
+
+
+def configure(level: str) -> None:
+    """Send every log line of at least `level` to standard error."""
+    logging.basicConfig(
+        level=level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        force=True,
+    )

@@ -1,0 +1,177 @@
+"""Every series that the service exposes: its name, its unit, its buckets, in one place.
+
+Observed once a request or once a batch, never once a row. Labels come from closed sets, so strange
+requests make no new series. Several workers share a folder in prometheus_client's multiprocess
+mode, and any one of them answers for all.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Literal
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.multiprocess import MultiProcessCollector
+
+Protocol = Literal["http", "grpc"]
+Stage = Literal["decode", "queue", "compute", "encode"]
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_REQUEST_BOUNDS_S = tuple(
+    round(mantissa * 10.0**exponent, 9)
+    for exponent in (-5, -4, -3, -2, -1, 0)
+    for mantissa in (1, 1.5, 2, 3, 5, 7)
+    if 5e-5 <= mantissa * 10.0**exponent <= 5
+)
+_STAGE_BOUNDS_S = (1e-5, 2e-5, 3e-5, *_REQUEST_BOUNDS_S)
+_ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
+
+
+class Metrics:
+    """The service's series in `registry`; also what a `Batcher` tells of its batches."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        disable_created_metrics()
+        self._registry = registry
+        # Set by the parent of several workers before this library is imported in them.
+        self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        if not self._shared:
+            ProcessCollector(registry=registry)
+        self._requests = Counter(
+            "lenet_requests",
+            "Requests answered, by outcome: ok or the code of the error.",
+            ("protocol", "outcome"),
+            registry=registry,
+        )
+        self._duration = Histogram(
+            "lenet_request_duration_seconds",
+            "From the first byte of a request read to its answer made; predictions only.",
+            ("protocol",),
+            buckets=_REQUEST_BOUNDS_S,
+            registry=registry,
+        )
+        self._stage = Histogram(
+            "lenet_stage_duration_seconds",
+            "Where the time of a predicted request went.",
+            ("stage",),
+            buckets=_STAGE_BOUNDS_S,
+            registry=registry,
+        )
+        self._batch_rows = Histogram(
+            "lenet_batch_rows", "Rows in a batch.", buckets=_ROW_BOUNDS, registry=registry
+        )
+        self._batch_duration = Histogram(
+            "lenet_batch_duration_seconds",
+            "Time of one batch on its context.",
+            buckets=_STAGE_BOUNDS_S,
+            registry=registry,
+        )
+        self._cuts = Counter(
+            "lenet_batches", "Batches cut, by reason.", ("model", "reason"), registry=registry
+        )
+        self._images = Counter("lenet_images", "Images classified.", ("model",), registry=registry)
+        self._dropped = Counter(
+            "lenet_rows_dropped",
+            "Rows that left the queue without a batch.",
+            ("reason",),
+            registry=registry,
+        )
+        self._queue_rows = self._gauge("lenet_queue_rows", "Rows left waiting by the last cut.")
+        self._contexts = self._gauge("lenet_contexts", "Execution contexts.")
+        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.")
+        self._golden_error = self._gauge(
+            "lenet_golden_error",
+            "Largest golden logit difference at start, relative to the largest golden logit.",
+        )
+        self._start_phase = Gauge(
+            "lenet_start_phase_seconds",
+            "Time of each phase of the start.",
+            ("phase",),
+            multiprocess_mode="max",
+            registry=registry,
+        )
+        self._model = Gauge(
+            "lenet_model_info",
+            "1 for each loaded model.",
+            ("model", "version", "sha256"),
+            multiprocess_mode="max",
+            registry=registry,
+        )
+
+    def _gauge(self, name: str, help_text: str) -> Gauge:
+        return Gauge(
+            name, help_text, ("model",), multiprocess_mode="livesum", registry=self._registry
+        )
+
+    def request_done(self, protocol: Protocol, outcome: str) -> None:
+        """A request was answered: `outcome` is ok or the code of a `ServiceError`."""
+        self._requests.labels(protocol, outcome).inc()
+
+    def request_timed(self, protocol: Protocol, stages: dict[Stage, float], total_s: float) -> None:
+        """Seconds of a predicted request, by stage and in all."""
+        for stage, seconds in stages.items():
+            self._stage.labels(stage).observe(seconds)
+        self._duration.labels(protocol).observe(total_s)
+
+    def started(self, phase: str, seconds: float) -> None:
+        """A phase of the start took `seconds`."""
+        self._start_phase.labels(phase).set(seconds)
+
+    def model_loaded(
+        self, model: str, version: str, sha256: str, contexts: int, golden_error: float
+    ) -> None:
+        """A model is ready on `contexts` contexts."""
+        self._model.labels(model, version, sha256).set(1)
+        self._contexts.labels(model).set(contexts)
+        self._busy.labels(model).set(0)
+        self._queue_rows.labels(model).set(0)
+        self._golden_error.labels(model).set(golden_error)
+
+    def of_model(self, model: str) -> ModelMetrics:
+        """The observer for the batcher of `model`."""
+        return ModelMetrics(self, model)
+
+    def exposition(self) -> bytes:
+        """All series in the Prometheus text format, of all workers where there are several."""
+        registry = self._registry
+        if self._shared:
+            registry = CollectorRegistry()
+            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+        return generate_latest(registry)
+
+
+class ModelMetrics:
+    """The series of one model's batcher; see `service.batcher.BatchObserver`."""
+
+    def __init__(self, metrics: Metrics, model: str) -> None:
+        self._metrics = metrics
+        self._model = model
+        self._images = metrics._images.labels(model)
+        self._busy = metrics._busy.labels(model)
+        self._queue_rows = metrics._queue_rows.labels(model)
+
+    def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
+        """A batch left the queue."""
+        self._metrics._cuts.labels(self._model, reason).inc()
+        self._metrics._batch_rows.observe(rows)
+        self._queue_rows.set(waiting_rows)
+        self._busy.set(busy)
+
+    def batch_done(self, rows: int, compute_s: float, busy: int) -> None:
+        """A context finished a batch."""
+        self._metrics._batch_duration.observe(compute_s)
+        self._images.inc(rows)
+        self._busy.set(busy)
+
+    def rows_dropped(self, rows: int, reason: str) -> None:
+        """Waiting rows were forgotten."""
+        self._metrics._dropped.labels(reason).inc(rows)

@@ -1,0 +1,139 @@
+"""When to cut a batch, whom to drop, how to split: the queue's policy without I/O.
+
+Pure: time is an argument, nothing waits, nothing is called back. It refuses to know what an image
+or an answer is; it counts rows.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Generic, Literal, TypeVar
+
+from service.errors import Overloaded
+
+CutReason = Literal["full", "idle", "waited", "drain"]
+
+
+@dataclass(slots=True, eq=False)
+class Entry:
+    """One waiting request of `rows` rows; `deadline_s` is on the queue's clock.
+
+    `cut_rows` of them have left in batches. Subclassed by whoever hangs an answer on it.
+    """
+
+    rows: int
+    deadline_s: float
+    arrived_s: float
+    cut_rows: int = field(default=0, init=False)
+
+
+E = TypeVar("E", bound=Entry)
+
+
+@dataclass(frozen=True, slots=True)
+class Segment(Generic[E]):
+    """Rows `start` to `stop` of one entry, in one batch."""
+
+    entry: E
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Cut(Generic[E]):
+    """A batch, and the entries found late on the way, which are in the queue no more."""
+
+    segments: tuple[Segment[E], ...]
+    late: tuple[E, ...]
+    rows: int
+    reason: CutReason
+
+
+class BatchQueue(Generic[E]):
+    """First come, first served, by rows.
+
+    A request larger than a batch is split; after each of its parts it goes to the back, so that
+    those behind it wait for one batch of it and not for all of them.
+
+    Args:
+        max_batch_rows: the most rows in one batch.
+        max_queue_rows: the most rows waiting; one more request is refused, be it of one row or
+            of many.
+        max_wait_s: how long a batch that is not full may wait for more rows.
+    """
+
+    def __init__(self, max_batch_rows: int, max_queue_rows: int, max_wait_s: float = 0.0) -> None:
+        assert max_batch_rows > 0, "bug: a batch must hold a row"
+        self._max_batch_rows = max_batch_rows
+        self._max_queue_rows = max_queue_rows
+        self._max_wait_s = max_wait_s
+        self._entries: OrderedDict[E, None] = OrderedDict()
+        self._rows = 0
+
+    @property
+    def rows(self) -> int:
+        """Rows waiting."""
+        return self._rows
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def push(self, entry: E) -> None:
+        """Let `entry` wait.
+
+        Raises:
+            Overloaded: its rows do not fit beside those that wait.
+        """
+        if self._rows + entry.rows > self._max_queue_rows:
+            raise Overloaded(
+                f"{self._rows} rows wait and {entry.rows} more would pass the limit of "
+                f"{self._max_queue_rows}; try again later or send fewer at a time",
+                retry_after_s=1,
+            )
+        self._entries[entry] = None
+        self._rows += entry.rows
+
+    def discard(self, entry: E) -> int:
+        """Forget what still waits of `entry`; returns how many rows that was."""
+        if entry not in self._entries:
+            return 0
+        del self._entries[entry]
+        waiting = entry.rows - entry.cut_rows
+        self._rows -= waiting
+        return waiting
+
+    def cut_due_s(self) -> float | None:
+        """From when on `cut` is due; None if nothing waits. In the past means now."""
+        if not self._entries:
+            return None
+        first = next(iter(self._entries)).arrived_s
+        return first if self._rows >= self._max_batch_rows else first + self._max_wait_s
+
+    def cut(self, now_s: float, *, draining: bool = False) -> Cut[E]:
+        """Take the next batch out, of at most `max_batch_rows` rows, dropping the late."""
+        reason: CutReason = "idle" if self._max_wait_s == 0 else "waited"
+        if draining:
+            reason = "drain"
+        segments: list[Segment[E]] = []
+        late: list[E] = []
+        room = self._max_batch_rows
+        while self._entries and room:
+            entry = next(iter(self._entries))
+            if entry.deadline_s <= now_s:
+                self.discard(entry)
+                late.append(entry)
+                continue
+            start = entry.cut_rows
+            stop = min(entry.rows, start + room)
+            segments.append(Segment(entry, start, stop))
+            entry.cut_rows = stop
+            room -= stop - start
+            self._rows -= stop - start
+            if stop == entry.rows:
+                del self._entries[entry]
+            else:
+                self._entries.move_to_end(entry)
+        if not room:
+            reason = "full"
+        return Cut(tuple(segments), tuple(late), self._max_batch_rows - room, reason)

@@ -1,0 +1,110 @@
+"""The service's settings: one frozen object, read once, from flags and `LENET_` variables.
+
+A flag wins over a variable. Below `app` only small values travel, never this object.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, PositiveInt, model_validator
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+
+Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+class Settings(BaseSettings):
+    """lenet-serve: recognise handwritten digits over HTTP and gRPC."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="LENET_",
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        cli_kebab_case=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        cli_prog_name="python -m service",
+        nested_model_default_partial_update=False,
+    )
+
+    host: str = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 for every interface."""
+
+    port: Port = 8000
+    """HTTP port, /metrics included; 0 takes a free one."""
+
+    grpc_port: Port = 8001
+    """gRPC port; 0 takes a free one."""
+
+    workers: PositiveInt = 1
+    """Processes, each with its own contexts, on the same ports."""
+
+    weights: Path = Path("weights")
+    """Folder of weight files, MODEL/VERSION.safetensors."""
+
+    models: Annotated[tuple[str, ...], NoDecode] = ()
+    """Models to load, separated by commas, the highest version of each; none given: all."""
+
+    default_model: str = "lenet"
+    """Model that answers requests which name none."""
+
+    device: Literal["auto", "cpu"] = "auto"
+    """Backend: auto takes the best that runs here."""
+
+    contexts: PositiveInt = 1
+    """Execution contexts for each model in each worker: batches in flight at a time."""
+
+    cpu_threads: PositiveInt = 1
+    """Threads that compute one batch on the CPU backend."""
+
+    max_batch_rows: Annotated[int, Field(ge=1, le=65536)] = 64
+    """Most images in one batch; a larger request is split."""
+
+    max_queue_rows: PositiveInt = 32768
+    """Most images waiting for one model; beyond, requests are refused with 429."""
+
+    max_wait_us: Annotated[int, Field(ge=0, le=1_000_000)] = 0
+    """Microseconds a batch that is not full waits for more images."""
+
+    max_images: PositiveInt = 16384
+    """Most images in one request."""
+
+    max_body_bytes: Annotated[int, Field(ge=784, le=2**31 - 1)] = 32 * 1024 * 1024
+    """Largest request body."""
+
+    request_timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] = 30_000
+    """Time to answer a request that states none; also the most that it may state."""
+
+    drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
+    """At stop: how long accepted requests may take to finish."""
+
+    grace_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
+    """At stop: how long to serve on after /readyz says no, for load balancers to notice."""
+
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least severe level that is logged."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_models(cls, values: dict[str, object]) -> dict[str, object]:
+        models = values.get("models")
+        if isinstance(models, str):
+            names = tuple(name.strip() for name in models.split(",") if name.strip())
+            return {**values, "models": names}
+        return values
+
+    @model_validator(mode="after")
+    def _check_bounds(self) -> Self:
+        if self.max_images > self.max_queue_rows:
+            raise ValueError(
+                f"max_images is {self.max_images}, expected at most max_queue_rows, "
+                f"{self.max_queue_rows}: a larger request could never be accepted"
+            )
+        if self.models and self.default_model not in self.models:
+            raise ValueError(
+                f"default_model is {self.default_model!r}, expected one of models, "
+                f"{', '.join(self.models)}"
+            )
+        return self
