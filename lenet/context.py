@@ -23,16 +23,16 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH, Images, Probabilities
 from lenet.weightfile import WeightFile
 
-BACKENDS = ("cpu",)
+BACKENDS = ("auto", "cpu")
 
 
 def open_backend(name: str, *, cpu_threads: int = 1) -> Backend:
     """The backend called `name`, one of `BACKENDS`.
 
     Raises:
-        BackendUnavailable: unknown here; the message lists what there is.
+        BackendUnavailable: unknown; the message lists what there is.
     """
-    if name != "cpu":
+    if name not in BACKENDS:
         raise BackendUnavailable(f"backend {name!r} is unknown, expected one of {BACKENDS}")
     return CpuBackend(cpu_threads)
 

@@ -40,7 +40,7 @@ class Metrics:
     """The service's series in `registry`; also what a `Batcher` tells of its batches."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry
         # Set by the parent of several workers before this library is imported in them.
         self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ

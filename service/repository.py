@@ -1,0 +1,178 @@
+"""Which models and versions are loaded, and what serves each.
+
+A model is a folder under the weights folder, a version a file in it: MODEL/VERSION.safetensors,
+VERSION a positive integer. The highest version of each model is served. It refuses files that
+leave the weights folder through a symlink, and models whose folder bears another name.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from lenet.context import ExecutionContext, open_backend
+from lenet.errors import InvalidWeightFile
+from lenet.weightfile import WeightFile
+from service.batcher import Batcher
+from service.errors import UnknownModel
+from service.metrics import Metrics
+from service.policy import BatchQueue
+from service.pool import ContextPool
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFile:
+    """A weight file found and read."""
+
+    name: str
+    version: str
+    path: Path
+    weights: WeightFile
+
+
+@dataclass(frozen=True, slots=True)
+class Batching:
+    """How each model is run: see the settings of the same names."""
+
+    device: str
+    contexts: int
+    cpu_threads: int
+    max_batch_rows: int
+    max_queue_rows: int
+    max_wait_s: float
+    drain_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """A model with the batcher that answers for it."""
+
+    file: ModelFile
+    batcher: Batcher
+    pool: ContextPool
+
+
+def read_models(folder: Path, wanted: Sequence[str]) -> tuple[ModelFile, ...]:
+    """Read the highest version of each model in `wanted`, or of every model in `folder`.
+
+    Raises:
+        InvalidWeightFile: there is none, or one of them must not be served.
+    """
+    if not folder.is_dir():
+        raise InvalidWeightFile(
+            f"{folder}: no such folder, expected MODEL/VERSION.safetensors in it"
+        )
+    names = wanted or sorted(entry.parent.name for entry in folder.glob("*/*.safetensors"))
+    if not names:
+        raise InvalidWeightFile(f"{folder}: holds no MODEL/VERSION.safetensors")
+    return tuple(_read_model(folder, name) for name in dict.fromkeys(names))
+
+
+def _read_model(folder: Path, name: str) -> ModelFile:
+    versions = {
+        int(path.stem): path
+        for path in (folder / name).glob("*.safetensors")
+        if path.stem.isascii() and path.stem.isdigit() and not path.stem.startswith("0")
+    }
+    if not versions:
+        raise InvalidWeightFile(
+            f"{folder / name}: holds no VERSION.safetensors with VERSION a positive integer"
+        )
+    version, path = max(versions.items())
+    if not path.resolve().is_relative_to(folder.resolve()):
+        raise InvalidWeightFile(f"{path}: leads out of {folder} through a symlink")
+    weights = WeightFile.read(path)
+    if weights.model.name != name:
+        raise InvalidWeightFile(
+            f"{path}: metadata model is {weights.model.name!r}, expected {name!r} as its folder"
+        )
+    return ModelFile(name, str(version), path, weights)
+
+
+class Repository:
+    """The loaded models.
+
+    Use it as an async context manager: entering makes and proves every context, leaving drains the
+    queues and closes them.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[ModelFile],
+        default_model: str,
+        batching: Batching,
+        metrics: Metrics,
+    ) -> None:
+        self._files = files
+        self._default_model = default_model
+        self._batching = batching
+        self._metrics = metrics
+        self._stack = AsyncExitStack()
+        self._models: dict[str, ServedModel] = {}
+
+    @property
+    def models(self) -> tuple[ServedModel, ...]:
+        """What is loaded, the default model first."""
+        return tuple(self._models.values())
+
+    def get(self, name: str = "", version: str = "") -> ServedModel:
+        """The model called `name`, the default one for ""; `version` "" is whatever is served.
+
+        Raises:
+            UnknownModel: not loaded; the message lists what is.
+        """
+        model = self._models.get(name or self._default_model)
+        if model is None:
+            raise UnknownModel(
+                f"model {name!r} is not loaded, expected one of {', '.join(self._models)}",
+                field="model",
+            )
+        if version not in ("", model.file.version):
+            raise UnknownModel(
+                f"version {version!r} of model {model.file.name!r} is not loaded, "
+                f"expected {model.file.version!r}",
+                field="version",
+            )
+        return model
+
+    async def __aenter__(self) -> Self:
+        try:
+            for file in sorted(self._files, key=lambda file: file.name != self._default_model):
+                self._models[file.name] = await self._load(file)
+        except BaseException:
+            await self._stack.aclose()
+            raise
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def _load(self, file: ModelFile) -> ServedModel:
+        batching = self._batching
+
+        def make_context() -> ExecutionContext:
+            backend = open_backend(batching.device, cpu_threads=batching.cpu_threads)
+            return ExecutionContext(backend, file.weights, batching.max_batch_rows)
+
+        pool = ContextPool(make_context, batching.contexts, f"context-{file.name}")
+        await self._stack.enter_async_context(pool)
+        batcher = Batcher(
+            BatchQueue(batching.max_batch_rows, batching.max_queue_rows, batching.max_wait_s),
+            pool,
+            self._metrics.of_model(file.name),
+        )
+        self._stack.push_async_callback(batcher.drain, batching.drain_timeout_s)
+        digest = file.weights.digest()
+        error = max(statistics.golden_error for statistics in pool.statistics())
+        self._metrics.model_loaded(file.name, file.version, digest, batching.contexts, error)
+        _log.info(
+            "model %s version %s (sha256 %s) ready on %d contexts, golden error %.1e",
+            *(file.name, file.version, digest[:12], batching.contexts, error),
+        )
+        return ServedModel(file, batcher, pool)
