@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-from lenet.nvtx import span
 from lenet.pixels import Images, Probabilities
 from service.errors import ServiceError
 from service.metrics import Metrics, Protocol, Stage
@@ -87,7 +86,6 @@ class Predictor:
         """Start the clock of a request that came in over `protocol`."""
         return RequestClock(self._metrics, protocol)
 
-    @span("predict")
     async def predict(
         self,
         images: Images,
