@@ -1,0 +1,153 @@
+"""The command line: `python -m trainer` trains `lenet` with the default recipe.
+
+    python -m trainer                                      the same as fit
+    python -m trainer fit --model mlp --data FOLDER ...    train, prove, write weights/MODEL/VERSION
+    python -m trainer export --weights FILE --out FILE     a weight file as ONNX
+    python -m trainer fit --help                           every setting and its default
+
+Exit codes:
+    0    done
+    2    the command line or the environment holds something that cannot be
+    3    the digits are not there, cannot be downloaded or are broken
+    4    the training diverged
+    5    the result was refused: what would be served is not what was trained
+    6    a file cannot be read or written
+    130  interrupted; the same command resumes after the last whole epoch
+
+An error is one sentence on the standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Sequence
+
+if __name__ == "__main__":
+    # The order in which a BLAS sums depends on its number of threads, and it reads that number
+    # once, when NumPy is loaded. With one thread the result does not depend on the machine's
+    # cores; a second would have saved a quarter of a step's time.
+    for _variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
+        os.environ[_variable] = "1"
+
+import numpy as np
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
+
+from lenet.cpu import CpuBackend
+from lenet.errors import InvalidModel, LeNetError
+from lenet.model import named
+from lenet.weightfile import Training, WeightFile
+from trainer.download import obtain
+from trainer.errors import (
+    DatasetUnavailable,
+    ExportRefused,
+    InvalidCheckpoint,
+    InvalidDataset,
+    NotTrainable,
+    TrainerError,
+    TrainingDiverged,
+)
+from trainer.exporter import export_onnx, export_weights
+from trainer.loop import Checkpoint, train
+from trainer.mnist import CLASSES
+from trainer.network import Network, initial_tensors
+from trainer.ops_cpu import CpuOps
+from trainer.settings import Export, Fit
+
+_EXIT_CODES: dict[type[Exception], int] = {
+    ValidationError: 2,
+    SettingsError: 2,
+    InvalidModel: 2,
+    NotTrainable: 2,
+    DatasetUnavailable: 3,
+    InvalidDataset: 3,
+    TrainingDiverged: 4,
+    ExportRefused: 5,
+    InvalidCheckpoint: 6,
+    LeNetError: 6,
+    OSError: 6,
+}
+
+
+def fit(settings: Fit) -> None:
+    """Train, export, report."""
+    model = named(settings.model)
+    dataset = obtain(settings.data, print)
+    training, validation = dataset.hold_out(settings.validation_images)
+    checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
+    ops = CpuOps()
+    tensors = initial_tensors(model, np.random.default_rng(settings.seed))
+    network = Network(model, tensors, ops, settings.dropout)
+    print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
+    start = time.monotonic()
+    epochs = train(network, settings, training, validation, checkpoint)
+    seconds = time.monotonic() - start
+    pedigree = Training(
+        dataset_sha256=dataset.sha256,
+        seed=settings.seed,
+        command=settings.command(),
+        epochs=settings.epochs,
+        accuracy=0.0,
+        labels=tuple(str(digit) for digit in range(CLASSES)),
+    )
+    folder = settings.out / model.name
+    exported = export_weights(
+        network, ops, validation, dataset.test, pedigree, folder, CpuBackend()
+    )
+    checkpoint.discard()
+    parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
+    print(
+        f"{exported.path}: {parameters} parameters, "
+        f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
+        f"test accuracy {exported.weights.training.accuracy:.2%} "
+        f"({exported.errors} of {len(dataset.test)} wrong), trained in {seconds:.0f} s, "
+        f"sha256 {exported.weights.digest()}"
+    )
+
+
+def export(settings: Export) -> None:
+    """Write the ONNX model."""
+    export_onnx(WeightFile.read(settings.weights), settings.out)
+    print(f"{settings.out}: written, its logits agree with the trainer's")
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command and return the exit code."""
+    command, rest = "fit", list(arguments)
+    if rest and not rest[0].startswith("-"):
+        command = rest.pop(0)
+    elif rest and rest[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    try:
+        match command:
+            case "fit":
+                fit(CliApp.run(Fit, cli_args=rest))
+            case "export":
+                export(CliApp.run(Export, cli_args=rest))
+            case _:
+                print(f"the command is {command!r}, expected fit or export", file=sys.stderr)
+                return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command resumes after the last whole epoch", file=sys.stderr)
+        return 130
+    except (ValidationError, SettingsError, TrainerError, LeNetError, OSError) as exc:
+        print(_sentence(exc), file=sys.stderr)
+        return next(code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind))
+    return 0
+
+
+def _sentence(error: Exception) -> str:
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors()[0]
+    flag = "--" + "-".join(str(part) for part in first["loc"]).replace("_", "-")
+    if first["type"] == "missing":
+        return f"{flag} is missing; --help lists every setting"
+    return f"{flag} is {first['input']!r}, expected otherwise: {first['msg']}"
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

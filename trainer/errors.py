@@ -1,0 +1,40 @@
+"""Every error that `trainer` raises on purpose.
+
+    TrainerError
+    ├── DatasetUnavailable      the digits are neither on disk nor to be had from a mirror
+    ├── InvalidDataset          a file that is not what it should be: which file, what was found
+    ├── NotTrainable            a network that the trainer's operations cannot differentiate
+    ├── TrainingDiverged        the loss is no longer a number: which step, what to try
+    ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
+    └── ExportRefused           the exported network does not compute what was trained
+
+A message says what happened, what was found, what was expected and what to do next.
+"""
+
+
+class TrainerError(Exception):
+    """The root of the tree; catching it catches what `trainer` foresaw and nothing else."""
+
+
+class DatasetUnavailable(TrainerError):
+    """The dataset is not on disk and could not be downloaded."""
+
+
+class InvalidDataset(TrainerError):
+    """A dataset file is refused; the message starts with its path."""
+
+
+class NotTrainable(TrainerError):
+    """The network asks for an operation that has no backward pass here."""
+
+
+class TrainingDiverged(TrainerError):
+    """The loss became NaN or infinite."""
+
+
+class InvalidCheckpoint(TrainerError):
+    """The checkpoint is refused; the message starts with its path."""
+
+
+class ExportRefused(TrainerError):
+    """What would be served differs from what was trained, so no file was written."""

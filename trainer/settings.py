@@ -1,0 +1,114 @@
+"""What can be set, once, on the command line or in the environment.
+
+`Recipe` is what the result depends on, and nothing else: two runs of one recipe on one dataset
+give the same bytes, and its `command` goes into the weight file. `Fit` adds where things lie,
+`Export` is the other command. A variable LENET_TRAINER_EPOCHS does what --epochs does; the
+command line wins.
+"""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Annotated, Literal, TypeAlias
+
+from pydantic import Field
+from pydantic_settings import BaseSettings, SettingsConfigDict
+
+Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+
+
+class _Command(BaseSettings):
+    model_config = SettingsConfigDict(
+        frozen=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+        env_prefix="LENET_TRAINER_",
+        extra="ignore",
+        cli_kebab_case=True,
+        cli_avoid_json=True,
+        cli_hide_none_type=True,
+        cli_exit_on_error=False,
+    )
+
+
+class Recipe(_Command):
+    """How a network is trained. The defaults were chosen on the validation images alone."""
+
+    model: str = "lenet"
+    """The architecture, one of those that lenet.model names."""
+
+    seed: int = Field(1, ge=0, lt=2**63)
+    """Where the initial weights, the order of images, augmentation and dropout come from."""
+
+    epochs: int = Field(30, ge=1, le=10_000)
+    """How often every training image is met."""
+
+    batch: int = Field(128, ge=2, le=60_000)
+    """Images in one step; what is left over at the end of an epoch waits for the next."""
+
+    schedule: Literal["one-cycle", "step"] = "one-cycle"
+    """How the learning rate runs: up and down once, or down tenfold at 50 % and at 75 %."""
+
+    rate: float = Field(0.1, gt=0, le=100)
+    """The highest learning rate."""
+
+    momentum: Share = 0.9
+    """How much of the last update the next one keeps."""
+
+    nesterov: bool = True
+    """Look ahead along the momentum."""
+
+    weight_decay: Share = 5e-4
+    """The pull of weights towards zero; biases and batch norm are left alone."""
+
+    dropout: Share = 0.0
+    """The share of each hidden dense layer's units that is zeroed in a step."""
+
+    rotation: float = Field(12.0, ge=0, le=45)
+    """Augmentation: degrees, to either side."""
+
+    scale: float = Field(0.1, ge=0, le=0.5)
+    """Augmentation: each axis stretched or shrunk by up to this share."""
+
+    shear: float = Field(8.0, ge=0, le=45)
+    """Augmentation: degrees, to either side."""
+
+    shift: float = Field(2.0, ge=0, le=14)
+    """Augmentation: pixels, in any direction."""
+
+    validation_images: int = Field(5_000, ge=1)
+    """The last so many of the training images are held out for validation."""
+
+    def command(self) -> str:
+        """The canonical command line: every field of the recipe in order, no path."""
+        words = ["python", "-m", "trainer", "fit"]
+        for name in Recipe.model_fields:
+            value = getattr(self, name)
+            words += [f"--{name.replace('_', '-')}", str(value).lower()]
+        return shlex.join(words)
+
+
+class Fit(Recipe):
+    """Train a network on MNIST and write its weight file."""
+
+    data: Path = Path("data/mnist")
+    """The folder of the four MNIST files; what is missing there is downloaded."""
+
+    out: Path = Path("weights")
+    """The weight file becomes OUT/MODEL/VERSION.safetensors, with the next free version."""
+
+    checkpoints: Path = Path("data/checkpoints")
+    """Where an interrupted run is kept; the same command resumes it."""
+
+
+class Export(_Command):
+    """Write a weight file as an ONNX model."""
+
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_EXPORT_")
+
+    weights: Path
+    """The weight file to read."""
+
+    out: Path = Path("model.onnx")
+    """The ONNX file to write."""
