@@ -14,6 +14,10 @@ ServiceError
 
 from __future__ import annotations
 
+from enum import IntEnum
+
+from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, InvalidWeightFile
+
 
 class ServiceError(Exception):
     """An answer that is not a prediction.
@@ -83,3 +87,23 @@ class InferenceFailed(ServiceError):
     """The batch that held these rows failed."""
 
     code = "inference_failed"
+
+
+class ExitCode(IntEnum):
+    """What the process ends with; README.md tells them to whoever writes a supervisor."""
+
+    STOPPED = 0
+    SETTINGS = 2
+    WEIGHTS = 3
+    BACKEND = 4
+    ADDRESS = 5
+    WORKERS = 6
+
+
+def exit_code(error: Exception) -> ExitCode:
+    """The code of a start that failed with `error`, a `LeNetError` or an `OSError`."""
+    if isinstance(error, (InvalidWeightFile, InvalidModel, GoldenMismatch)):
+        return ExitCode.WEIGHTS
+    if isinstance(error, BackendUnavailable):
+        return ExitCode.BACKEND
+    return ExitCode.ADDRESS

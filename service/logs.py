@@ -12,3 +12,5 @@ def configure(level: str) -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    # uvicorn's own story of its start and stop would tell ours twice.
+    logging.getLogger("uvicorn.error").setLevel("WARNING")

@@ -8,6 +8,7 @@ leave the weights folder through a symlink, and models whose folder bears anothe
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -58,19 +59,22 @@ class ServedModel:
     pool: ContextPool
 
 
-def read_models(folder: Path, wanted: Sequence[str]) -> tuple[ModelFile, ...]:
+def read_models(folder: Path, wanted: Sequence[str], default_model: str) -> tuple[ModelFile, ...]:
     """Read the highest version of each model in `wanted`, or of every model in `folder`.
 
     Raises:
-        InvalidWeightFile: there is none, or one of them must not be served.
+        InvalidWeightFile: one of them or the default model is missing or must not be served.
     """
     if not folder.is_dir():
         raise InvalidWeightFile(
             f"{folder}: no such folder, expected MODEL/VERSION.safetensors in it"
         )
     names = wanted or sorted(entry.parent.name for entry in folder.glob("*/*.safetensors"))
-    if not names:
-        raise InvalidWeightFile(f"{folder}: holds no MODEL/VERSION.safetensors")
+    if default_model not in names:
+        raise InvalidWeightFile(
+            f"{folder}: the default model {default_model!r} is not among the models "
+            f"[{', '.join(names)}]; expected {folder / default_model}/VERSION.safetensors"
+        )
     return tuple(_read_model(folder, name) for name in dict.fromkeys(names))
 
 
@@ -85,7 +89,8 @@ def _read_model(folder: Path, name: str) -> ModelFile:
             f"{folder / name}: holds no VERSION.safetensors with VERSION a positive integer"
         )
     version, path = max(versions.items())
-    if not path.resolve().is_relative_to(folder.resolve()):
+    # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
+    if not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
         raise InvalidWeightFile(f"{path}: leads out of {folder} through a symlink")
     weights = WeightFile.read(path)
     if weights.model.name != name:

@@ -1,0 +1,145 @@
+"""The composition root: settings in, an application out; everything is made and closed here.
+
+Start: weight files are read and doubted, contexts warmed and proven, gRPC and HTTP opened, ready.
+Stop is the exact reverse. It refuses to do any work of its own.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from service.decode import Limits
+from service.http import errors
+from service.http.operations import operations_router
+from service.http.predict import predict_router
+from service.http.schemas import InfoResponse, LoadedModel
+from service.metrics import Metrics
+from service.predictor import Predictor
+from service.repository import Batching, Repository, ServedModel, read_models
+from service.rpc import server as rpc
+from service.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """The service as an ASGI application; its lifespan opens and closes all it needs.
+
+    While it runs, `app.state.predictor` answers and `app.state.grpc_port` is the bound port.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with AsyncExitStack() as stack:
+            await _start(app, settings, stack)
+            try:
+                yield
+            finally:
+                app.state.predictor.ready = False
+
+    app = FastAPI(
+        title="lenet-serve",
+        summary="Handwritten digits, recognised over HTTP and gRPC.",
+        version=_version(),
+        lifespan=lifespan,
+        redoc_url=None,
+    )
+    errors.install(app)
+    return app
+
+
+async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> None:
+    metrics = Metrics(CollectorRegistry())
+    began = time.perf_counter()
+    files = read_models(settings.weights, settings.models, settings.default_model)
+    metrics.started("weights", time.perf_counter() - began)
+
+    began = time.perf_counter()
+    repository = Repository(files, settings.default_model, _batching(settings), metrics)
+    await stack.enter_async_context(repository)
+    metrics.started("contexts", time.perf_counter() - began)
+
+    predictor = Predictor(repository, metrics, settings.request_timeout_ms / 1e3)
+    app.state.predictor = predictor
+    app.state.grpc_port = await stack.enter_async_context(
+        rpc.serve(
+            predictor,
+            repository,
+            host=settings.host,
+            port=settings.grpc_port,
+            max_body_bytes=settings.max_body_bytes,
+            max_images=settings.max_images,
+            stop_timeout_s=settings.drain_timeout_s,
+            shared=settings.workers > 1,
+        )
+    )
+    limits = Limits(settings.max_images)
+    info = _info(settings, repository.models)
+    app.include_router(predict_router(predictor, limits, settings.max_body_bytes))
+    app.include_router(operations_router(predictor, metrics, info))
+    # What the start left behind lives as long as the process: a collection in the middle of
+    # traffic need not look at it.
+    gc.collect()
+    gc.freeze()
+    predictor.ready = True
+
+
+def _batching(settings: Settings) -> Batching:
+    return Batching(
+        device=settings.device,
+        contexts=settings.contexts,
+        cpu_threads=settings.cpu_threads,
+        max_batch_rows=settings.max_batch_rows,
+        max_queue_rows=settings.max_queue_rows,
+        max_wait_s=settings.max_wait_us / 1e6,
+        drain_timeout_s=settings.drain_timeout_s,
+    )
+
+
+def _info(settings: Settings, models: tuple[ServedModel, ...]) -> InfoResponse:
+    return InfoResponse(
+        name="lenet-serve",
+        version=_version(),
+        device=settings.device,
+        default_model=settings.default_model,
+        models=[_loaded(model) for model in models],
+        limits={
+            "max_batch_rows": settings.max_batch_rows,
+            "max_queue_rows": settings.max_queue_rows,
+            "max_images": settings.max_images,
+            "max_body_bytes": settings.max_body_bytes,
+            "request_timeout_ms": settings.request_timeout_ms,
+        },
+    )
+
+
+def _loaded(model: ServedModel) -> LoadedModel:
+    weights = model.file.weights
+    training = weights.training
+    return LoadedModel(
+        name=model.file.name,
+        version=model.file.version,
+        sha256=weights.digest(),
+        parameters=sum(math.prod(shape) for shape in weights.model.parameters().values()),
+        accuracy=training.accuracy,
+        epochs=training.epochs,
+        seed=training.seed,
+        dataset_sha256=training.dataset_sha256,
+        labels=list(training.labels),
+    )
+
+
+def _version() -> str:
+    try:
+        return version("lenet-serve")
+    except PackageNotFoundError:
+        return "0"

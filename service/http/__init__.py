@@ -1,0 +1,1 @@
+"""The way in over HTTP: reads requests, writes answers, decides nothing."""

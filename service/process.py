@@ -1,0 +1,133 @@
+"""One serving process: its event loop, its listeners, its signals.
+
+Start and stop in the order that loses no request: warm, listen, ready; not ready, grace, listeners
+closed, requests answered, contexts closed. It refuses to start others: that is the supervisor's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import multiprocessing
+import signal
+import socket
+from collections.abc import Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from lenet.errors import LeNetError
+from service.app import create_app
+from service.errors import ExitCode, exit_code
+from service.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its signal handlers, which would end the process before the contexts."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(settings: Settings) -> ExitCode:
+    """Serve until told to stop; a start that fails is one line in the log and an exit code."""
+    try:
+        asyncio.run(_serve(settings))
+    except (LeNetError, OSError) as exc:
+        _log.error("%s", exc)
+        return exit_code(exc)
+    _log.info("stopped")
+    return ExitCode.STOPPED
+
+
+def listen(host: str, port: int, *, shared: bool) -> socket.socket:
+    """A bound TCP socket; `shared` lets the other workers bind the same port.
+
+    Raises:
+        OSError: the address is taken or not this machine's; the message names it.
+    """
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            # One accept queue a worker: the kernel spreads connections over them by hash.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        listener.bind((host, port))
+    except OSError as exc:
+        listener.close()
+        raise OSError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+    return listener
+
+
+async def _serve(settings: Settings) -> None:
+    """Serve until SIGTERM or SIGINT; a second signal waits for nobody."""
+    main = asyncio.current_task()
+    assert main is not None, "bug: outside a task"
+    stop = asyncio.Event()
+    server: _Server | None = None
+
+    def begin_stop() -> None:
+        if server is None:
+            main.cancel()
+        elif stop.is_set():
+            server.should_exit = server.force_exit = True
+        stop.set()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, begin_stop)
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        # A supervisor that died without a word must not leave its workers behind.
+        loop.add_reader(parent.sentinel, begin_stop)
+    try:
+        # Bound before the work of the start, so that a taken port is told at once.
+        with listen(settings.host, settings.port, shared=settings.workers > 1) as listener:
+            app = create_app(settings)
+            async with app.router.lifespan_context(app):
+                server = _server(app, settings)
+                await _answer(app, server, listener, stop, settings)
+    except asyncio.CancelledError:
+        if not stop.is_set():
+            raise
+
+
+async def _answer(
+    app: FastAPI,
+    server: _Server,
+    listener: socket.socket,
+    stop: asyncio.Event,
+    settings: Settings,
+) -> None:
+    host, port = listener.getsockname()[:2]
+    grpc_port = app.state.grpc_port
+    _log.info("ready: HTTP on http://%s:%d, gRPC on %s:%d", host, port, host, grpc_port)
+    serving = asyncio.create_task(server.serve([listener]))
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    _log.info("stopping: not ready, %g s of grace", settings.grace_s)
+    app.state.predictor.ready = False
+    await asyncio.wait((serving,), timeout=settings.grace_s)
+    server.should_exit = True
+    stopping.cancel()
+    await serving
+
+
+def _server(app: FastAPI, settings: Settings) -> _Server:
+    return _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            timeout_keep_alive=75,
+            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
+        )
+    )

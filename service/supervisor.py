@@ -1,0 +1,128 @@
+"""Several serving processes on the same ports, and one that watches over them.
+
+Each worker is a whole service with contexts of its own. A worker that dies is started again, up to
+a budget; past it, or when a start fails for a reason that a second try would not change, all stop.
+It refuses to talk to the workers: what they share is the ports and the folder of their metrics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import deque
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
+
+from prometheus_client.multiprocess import mark_process_dead
+
+from lenet.errors import LeNetError
+from service import logs
+from service.errors import ExitCode, exit_code
+from service.process import listen, run
+from service.repository import read_models
+from service.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+RESTARTS = 3
+RESTART_WINDOW_S = 60.0
+"""More than `RESTARTS` deaths within the window end the service: its supervisor must know."""
+
+_FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRESS}
+
+
+def supervise(settings: Settings) -> ExitCode:
+    """Run `settings.workers` workers until told to stop or until they die too often."""
+    folder = tempfile.mkdtemp(prefix="lenet-serve-metrics-")
+    # Read by prometheus_client when a worker imports it.
+    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+    try:
+        read_models(settings.weights, settings.models, settings.default_model)
+        with contextlib.ExitStack() as stack:
+            ports = {
+                name: stack.enter_context(_reserve(settings.host, port)).getsockname()[1]
+                for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
+            }
+            return _Supervisor(settings.model_copy(update=ports)).run()
+    except (LeNetError, OSError) as exc:
+        _log.error("%s", exc)
+        return exit_code(exc)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _reserve(host: str, port: int) -> socket.socket:
+    """A socket that keeps the port for the workers and takes no connection."""
+    # Without SO_REUSEPORT first: with it, another lenet-serve's port would be shared unnoticed.
+    with listen(host, port, shared=False) as probe:
+        port = probe.getsockname()[1]
+    return listen(host, port, shared=True)
+
+
+class _Supervisor:
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._spawn = multiprocessing.get_context("spawn")
+        self._workers: list[BaseProcess] = []
+        self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
+        self._stopping = False
+        self._wake, self._woken = socket.socketpair()
+
+    def run(self) -> ExitCode:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._on_signal)
+        self._workers = [self._start() for _ in range(self._settings.workers)]
+        outcome = ExitCode.STOPPED
+        while self._workers:
+            wait([self._woken, *(worker.sentinel for worker in self._workers)])
+            for worker in [worker for worker in self._workers if not worker.is_alive()]:
+                self._workers.remove(worker)
+                mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
+                if not self._stopping:
+                    outcome = self._after_death(worker)
+        self._wake.close()
+        self._woken.close()
+        return outcome
+
+    def _start(self) -> BaseProcess:
+        worker = self._spawn.Process(target=_work, args=(self._settings,), daemon=True)
+        worker.start()
+        _log.info("worker %d started", worker.pid)
+        return worker
+
+    def _after_death(self, worker: BaseProcess) -> ExitCode:
+        """Replace `worker`, or stop all; the code to end with if that was the end."""
+        code = worker.exitcode or 0
+        if code in _FINAL:
+            self._stop()
+            return ExitCode(code)
+        _log.error("worker %d ended with %d", worker.pid, code)
+        self._deaths.append(time.monotonic())
+        if len(self._deaths) > RESTARTS and self._deaths[-1] - self._deaths[0] < RESTART_WINDOW_S:
+            _log.error("more than %d deaths in %g s: giving up", RESTARTS, RESTART_WINDOW_S)
+            self._stop()
+            return ExitCode.WORKERS
+        self._workers.append(self._start())
+        return ExitCode.STOPPED
+
+    def _on_signal(self, number: int, frame: object) -> None:
+        self._stop()
+        self._wake.send(b"!")
+
+    def _stop(self) -> None:
+        self._stopping = True
+        for worker in self._workers:
+            worker.terminate()
+
+
+def _work(settings: Settings) -> None:
+    logs.configure(settings.log_level)
+    sys.exit(run(settings))
