@@ -78,7 +78,7 @@ class Batcher:
         self._observer = observer
         self._dispatching = False
         self._timer: asyncio.TimerHandle | None = None
-        self._in_flight: set[asyncio.Future[BatchResult]] = set()
+        self._in_flight: dict[asyncio.Future[BatchResult], Cut[Request]] = {}
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -108,25 +108,24 @@ class Batcher:
         finally:
             timer.cancel()
             dropped = self._queue.discard(request)
+            self._note_idle()
             if dropped:
                 self._observer.rows_dropped(dropped, "cancelled")
-            self._note_idle()
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`."""
         self._closing = True
+        if self._timer is not None:
+            self._timer.cancel()
         self._schedule()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             while len(self._queue):
                 cut = self._queue.cut(self._loop.time(), draining=True)
-                owners = [segment.entry for segment in cut.segments] + list(cut.late)
-                self._fail(owners, _stopping)
-            if self._in_flight:
-                await asyncio.wait(self._in_flight, timeout=timeout_s)
-        if self._timer is not None:
-            self._timer.cancel()
+                self._fail([*_owners(cut), *cut.late], _stopping)
+            for cut in self._in_flight.values():
+                self._fail(_owners(cut), _stopping)
 
     def _schedule(self) -> None:
         # Not at once: every request that arrives in this turn of the loop joins the batch.
@@ -151,7 +150,7 @@ class Batcher:
         now = self._loop.time()
         cut = self._queue.cut(now, draining=self._closing)
         for request in cut.late:
-            self._fail_late(request, request.rows - request.cut_rows)
+            self._fail_late(request)
         future: asyncio.Future[BatchResult] | None = None
         try:
             if cut.segments:
@@ -159,11 +158,13 @@ class Batcher:
                 for segment in cut.segments:
                     if segment.start == 0:
                         segment.entry.queue_s = now - segment.entry.arrived_s
-                self._in_flight.add(future)
+                self._in_flight[future] = cut
                 future.add_done_callback(partial(self._finish, worker, cut))
                 self._observer.batch_cut(cut.rows, cut.reason, self._queue.rows, self._pool.busy)
+            for request in cut.late:
+                self._observer.rows_dropped(request.rows - request.cut_rows, "late")
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
-            self._fail((segment.entry for segment in cut.segments), _batch_failed, exc)
+            self._fail(_owners(cut), _batch_failed, exc)
         finally:
             if future is None:
                 self._pool.release(worker)
@@ -172,11 +173,13 @@ class Batcher:
     def _finish(
         self, worker: Worker, cut: Cut[Request], future: asyncio.Future[BatchResult]
     ) -> None:
-        self._in_flight.discard(future)
+        del self._in_flight[future]
         self._pool.release(worker)
         self._schedule()
         try:
             result = future.result()
+            answered = len(result.probabilities)
+            assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             self._observer.batch_done(cut.rows, result.compute_s, self._pool.busy)
             row = 0
             for segment in cut.segments:
@@ -184,15 +187,16 @@ class Batcher:
                 _deliver(segment, result.probabilities[row : row + rows], result.compute_s)
                 row += rows
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
-            self._fail((segment.entry for segment in cut.segments), _batch_failed, exc)
+            self._fail(_owners(cut), _batch_failed, exc)
         self._note_idle()
 
     def _expire(self, request: Request) -> None:
-        self._fail_late(request, self._queue.discard(request))
-
-    def _fail_late(self, request: Request, dropped: int) -> None:
+        dropped = self._queue.discard(request)
+        self._fail_late(request)
         if dropped:
             self._observer.rows_dropped(dropped, "late")
+
+    def _fail_late(self, request: Request) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
         self._fail([request], lambda: DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
@@ -212,6 +216,10 @@ class Batcher:
     def _note_idle(self) -> None:
         if not len(self._queue) and not self._in_flight:
             self._idle.set()
+
+
+def _owners(cut: Cut[Request]) -> list[Request]:
+    return [segment.entry for segment in cut.segments]
 
 
 def _stopping() -> ServiceError:

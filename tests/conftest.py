@@ -1,0 +1,177 @@
+"""What every test may ask for: weights that prove themselves, real digits, time that jumps."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import math
+import os
+import selectors
+from collections.abc import Callable, Coroutine
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+
+from lenet import reference
+from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
+from lenet.errors import InvalidModel
+from lenet.model import Model, named
+from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
+
+# One machine's luck must not be another's failure: examples come from the test's own name.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
+
+ROOT = Path(__file__).parents[1]
+
+
+def _draw_weights(model: Model | str, seed: int = 0) -> WeightFile:
+    """A valid weight file: He-scaled random tensors, random images, float64 golden logits."""
+    model = (named(model) if isinstance(model, str) else model).folded
+    generator = np.random.default_rng(seed)
+    tensors = {}
+    for name, shape in model.parameters().items():
+        spread = 0.1 if len(shape) == 1 else math.sqrt(2 / math.prod(shape[1:]))
+        tensors[name] = (generator.standard_normal(shape) * spread).astype(np.float32)
+    images = generator.integers(0, 256, (GOLDEN_IMAGES, 28, 28), np.uint8)
+    exact = {name: tensor.astype(np.float64) for name, tensor in tensors.items()}
+    logits = reference.logits(model, exact, images)
+    golden = Golden(images, logits.argmax(axis=1).astype(np.uint8), logits.astype(np.float32))
+    training = Training(
+        dataset_sha256="0" * 64,
+        seed=seed,
+        command="python -m trainer",
+        epochs=1,
+        accuracy=0.5,
+        labels=tuple(str(label) for label in range(model.classes)),
+    )
+    return WeightFile(model, tensors, golden, training)
+
+
+@pytest.fixture(scope="session")
+def random_weights() -> Callable[..., WeightFile]:
+    """`random_weights(model_or_name, seed=0)`; the same arguments give the same object."""
+    return cache(_draw_weights)
+
+
+@pytest.fixture(scope="session")
+def tiny() -> Model:
+    """The smallest network that is one: 784 pixels, ten logits."""
+    return Model("tiny", (DenseBlock(10, activation=IDENTITY),))
+
+
+def _activations() -> st.SearchStrategy[Activation]:
+    kinds = st.sampled_from(["identity", "relu", "clipped_relu", "elu", "sigmoid", "tanh"])
+    return st.builds(Activation, kinds, st.sampled_from([0.25, 1.0, 6.0]))
+
+
+@st.composite
+def _networks(draw: st.DrawFn) -> Model:
+    def pair(least: int, most: int) -> st.SearchStrategy[tuple[int, int]]:
+        return st.tuples(st.integers(least, most), st.integers(least, most))
+
+    @st.composite
+    def pools(draw: st.DrawFn) -> Pool:
+        kind = draw(st.sampled_from(["max", "average", "global_average"]))
+        size = draw(pair(1, 3))
+        padding = tuple(draw(st.integers(0, side // 2)) for side in size)
+        return Pool(kind, size, draw(pair(1, 3)), padding)
+
+    convolution = st.builds(
+        ConvBlock,
+        channels=st.integers(1, 4),
+        kernel=pair(1, 4),
+        stride=pair(1, 2),
+        padding=pair(0, 2),
+        dilation=pair(1, 2),
+        batch_norm=st.booleans(),
+        activation=_activations(),
+        pool=st.none() | pools(),
+    )
+    dense = st.builds(DenseBlock, st.integers(1, 8), st.booleans(), _activations())
+    while True:
+        blocks = [
+            *draw(st.lists(convolution, max_size=2)),
+            *draw(st.lists(dense, max_size=1)),
+            DenseBlock(draw(st.integers(2, 12)), activation=IDENTITY),
+        ]
+        try:
+            return Model("drawn", tuple(blocks))
+        except InvalidModel:
+            continue
+
+
+@pytest.fixture(scope="session")
+def networks() -> st.SearchStrategy[Model]:
+    """Described networks with every activation, pooling, stride, padding and dilation."""
+    return _networks()
+
+
+class VirtualTimeLoop(asyncio.SelectorEventLoop):
+    """Never waits: when nothing is ready, time jumps to the next timer.
+
+    Where no timer is left either, everybody waits for ever, and it says so. `before_jump` is
+    called when everything that could be done at one time has been done.
+    """
+
+    def __init__(self) -> None:
+        self._now_s = 0.0
+        self.before_jump: Callable[[], None] = lambda: None
+        super().__init__(_JumpingSelector(self._jump))
+
+    def time(self) -> float:
+        return self._now_s
+
+    def pending_timers(self) -> list[asyncio.TimerHandle]:
+        return [timer for timer in self._scheduled if not timer.cancelled()]
+
+    def _jump(self) -> None:
+        self.before_jump()
+        if not self._scheduled:
+            raise RuntimeError("nothing is ready and no timer is set: somebody waits for ever")
+        self._now_s = max(self._now_s, self._scheduled[0].when())
+
+
+class _JumpingSelector(selectors.DefaultSelector):
+    def __init__(self, jump: Callable[[], None]) -> None:
+        super().__init__()
+        self._jump = jump
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        events = super().select(0)
+        if not events and timeout != 0:
+            self._jump()
+        return events
+
+
+def _run_virtually(main: Callable[[VirtualTimeLoop], Coroutine[Any, Any, Any]]) -> Any:
+    with asyncio.Runner(loop_factory=VirtualTimeLoop) as runner:
+        return runner.run(main(runner.get_loop()))
+
+
+@pytest.fixture(scope="session")
+def run_virtually() -> Callable[[Callable[[VirtualTimeLoop], Coroutine[Any, Any, Any]]], Any]:
+    """`run_virtually(main)` runs `main(loop)` to its end on a loop whose time is virtual."""
+    return _run_virtually
+
+
+@pytest.fixture(scope="session")
+def mnist() -> tuple[np.ndarray, np.ndarray]:
+    """The 10,000 real test images, uint8 (10000, 28, 28), and their labels, uint8 (10000,)."""
+    folder = Path(os.environ.get("LENET_TEST_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
+    parts = []
+    for name, header_bytes in (("t10k-images-idx3-ubyte", 16), ("t10k-labels-idx1-ubyte", 8)):
+        packed, plain = folder / f"{name}.gz", folder / name
+        if packed.is_file():
+            content = gzip.decompress(packed.read_bytes())
+        elif plain.is_file():
+            content = plain.read_bytes()
+        else:
+            pytest.skip(f"no real digits: {packed} is missing; set LENET_TEST_MNIST to a folder")
+        parts.append(np.frombuffer(content, np.uint8, offset=header_bytes))
+    return parts[0].reshape(-1, 28, 28), parts[1]

@@ -1,0 +1,704 @@
+"""The batcher on virtual time, with puppets for contexts: by example, then under random storms."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import event, given, settings
+from hypothesis import strategies as st
+
+from service.batcher import Answer, Batcher
+from service.errors import (
+    DeadlineExceeded,
+    InferenceFailed,
+    Overloaded,
+    ServiceError,
+    Unavailable,
+)
+from service.policy import BatchQueue
+from service.pool import BatchResult
+
+
+class Boom(Exception):
+    """What a puppet fails with."""
+
+
+@dataclass(frozen=True)
+class Act:
+    """How a puppet plays one batch: after `delay_s` it is ok, fails or answers too few rows.
+
+    `raise` fails at once, instead of starting the batch.
+    """
+
+    delay_s: float = 1.0
+    outcome: str = "ok"
+
+
+OK = Act()
+
+
+def images(tag: int, rows: int) -> np.ndarray:
+    """Images that bear the tags `tag`, `tag` + 1, ... in their first four bytes."""
+    made = np.zeros((rows, 28, 28), np.uint8)
+    tags = np.arange(tag, tag + rows, dtype="<u4")
+    made.reshape(rows, -1)[:, :4] = tags.view(np.uint8).reshape(rows, 4)
+    return made
+
+
+def tags_of(made: np.ndarray) -> list[int]:
+    first = np.ascontiguousarray(made.reshape(len(made), -1)[:, :4])
+    return first.view("<u4").ravel().tolist()
+
+
+def tags_in(answer: Answer) -> list[int]:
+    assert (answer.probabilities == answer.probabilities[:, :1]).all()
+    return answer.probabilities[:, 0].astype(int).tolist()
+
+
+class PuppetWorker:
+    def __init__(self, pool: PuppetPool) -> None:
+        self.pool = pool
+        self.working = False
+
+    def run(self, batch: np.ndarray) -> asyncio.Future[BatchResult]:
+        assert not self.working, "two batches at once on one context"
+        act = next(self.pool.script, OK)
+        self.pool.batches.append(tags_of(batch))
+        if act.outcome == "raise":
+            raise Boom("run raised")
+        self.working = True
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[BatchResult] = loop.create_future()
+        loop.call_later(act.delay_s, self.finish, act, batch, future)
+        return future
+
+    def finish(self, act: Act, batch: np.ndarray, future: asyncio.Future[BatchResult]) -> None:
+        self.working = False
+        if act.outcome == "fail":
+            future.set_exception(Boom("the batch failed"))
+            return
+        rows = tags_of(batch)[: -1 if act.outcome == "short" else None]
+        probabilities = np.repeat(np.array(rows, np.float32)[:, None], 10, axis=1)
+        future.set_result(BatchResult(probabilities, act.delay_s))
+
+
+class PuppetPool:
+    def __init__(self, size: int, script: Iterator[Act]) -> None:
+        self.script = script
+        self.workers = [PuppetWorker(self) for _ in range(size)]
+        self.idle = list(self.workers)
+        self.batches: list[list[int]] = []
+
+    @property
+    def busy(self) -> int:
+        return len(self.workers) - len(self.idle)
+
+    def acquire(self) -> PuppetWorker | None:
+        return self.idle.pop() if self.idle else None
+
+    def release(self, worker: PuppetWorker) -> None:
+        assert worker not in self.idle, "released twice"
+        assert not worker.working, "released at work"
+        self.idle.append(worker)
+
+
+@dataclass
+class Watcher:
+    """Notes what a batcher tells; raises at the calls named in `raises_at`."""
+
+    raises_at: frozenset[int] = frozenset()
+    raises_in: str = ""
+    calls: int = 0
+    cuts: list[tuple[int, str, int, int]] = field(default_factory=list)
+    done: list[tuple[int, float, int]] = field(default_factory=list)
+    dropped: dict[str, int] = field(default_factory=lambda: {"cancelled": 0, "late": 0})
+
+    def maybe_raise(self, place: str) -> None:
+        self.calls += 1
+        if self.calls in self.raises_at or place == self.raises_in:
+            raise Boom(place)
+
+    def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
+        self.cuts.append((rows, reason, waiting_rows, busy))
+        self.maybe_raise("batch_cut")
+
+    def batch_done(self, rows: int, compute_s: float, busy: int) -> None:
+        self.done.append((rows, compute_s, busy))
+        self.maybe_raise("batch_done")
+
+    def rows_dropped(self, rows: int, reason: str) -> None:
+        assert rows > 0
+        self.dropped[reason] += rows
+        self.maybe_raise(reason)
+
+
+@dataclass
+class Stage:
+    """A batcher among puppets."""
+
+    loop: asyncio.AbstractEventLoop
+    acts: tuple[Act, ...] = ()
+    contexts: int = 1
+    max_batch_rows: int = 4
+    max_queue_rows: int = 100
+    max_wait_s: float = 0.0
+    watcher: Watcher = field(default_factory=Watcher)
+
+    def __post_init__(self) -> None:
+        self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
+        self.pool = PuppetPool(self.contexts, iter(self.acts))
+        self.batcher = Batcher(self.queue, self.pool, self.watcher)
+        self.complaints: list[BaseException] = []
+        self.loop.set_exception_handler(
+            lambda _, context: self.complaints.append(context["exception"])
+        )
+
+    def submit(self, tag: int, rows: int = 1, timeout_s: float = 100.0) -> asyncio.Task[Answer]:
+        return self.loop.create_task(self.batcher.submit(images(tag, rows), timeout_s))
+
+    async def until(self, time_s: float) -> None:
+        await asyncio.sleep(time_s - self.loop.time())
+
+    def assert_clean(self) -> None:
+        """Nothing is left behind, once everybody has an answer and every context has finished."""
+        assert (self.queue.rows, len(self.queue)) == (0, 0)
+        assert self.pool.busy == 0
+        assert not self.batcher._in_flight
+        assert self.batcher._idle.is_set()
+        assert self.loop.pending_timers() == []
+
+
+# --- by example
+
+
+def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(run_virtually):
+    async def main(loop):
+        stage = Stage(loop)
+        answers = await asyncio.gather(*(stage.submit(10 * n, n) for n in (1, 2)))
+        assert [tags_in(answer) for answer in answers] == [[10], [20, 21]]
+        assert stage.pool.batches == [[10, 20, 21]]
+        assert stage.watcher.cuts == [(3, "idle", 0, 1)]
+        assert stage.watcher.done == [(3, 1.0, 0)]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_batch_grows_while_every_context_is_busy(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, contexts=2, max_batch_rows=3)
+        tasks = []
+        for tag in range(8):
+            tasks.append(stage.submit(tag))
+            await asyncio.sleep(0.1)
+        answers = await asyncio.gather(*tasks)
+        assert [tags_in(answer) for answer in answers] == [[tag] for tag in range(8)]
+        assert stage.pool.batches == [[0], [1], [2, 3, 4], [5, 6, 7]]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_an_answer_says_where_its_time_went_when_it_waited(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(2.0), Act(0.5), Act(0.75)), max_batch_rows=2)
+        first = stage.submit(1)
+        await stage.until(0.5)
+        second = stage.submit(2, rows=4)
+        assert (await first).queue_s == 0.0
+        answer = await second
+        assert answer.queue_s == 1.5
+        assert answer.compute_s == 0.75, "the longest of its batches"
+
+    run_virtually(main)
+
+
+def test_a_large_request_is_split_and_joined_when_its_parts_finish_out_of_order(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(5.0), Act(1.0), Act(3.0)), contexts=3)
+        answer = await stage.submit(100, rows=10)
+        assert tags_in(answer) == list(range(100, 110))
+        assert [len(batch) for batch in stage.pool.batches] == [4, 4, 2]
+        assert loop.time() == 5.0
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_small_request_waits_for_one_batch_only_when_a_large_one_is_before_it(run_virtually):
+    async def main(loop):
+        stage = Stage(loop)
+        large = stage.submit(100, rows=40)
+        small = stage.submit(7)
+        await small
+        assert loop.time() == 2.0
+        await large
+        assert loop.time() == 11.0
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_request_is_refused_and_nothing_changes_when_the_queue_is_full(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, max_queue_rows=5)
+        with pytest.raises(Overloaded):
+            await stage.submit(0, rows=6)
+        stage.assert_clean()
+        assert tags_in(await stage.submit(1, rows=5)) == [1, 2, 3, 4, 5]
+
+    run_virtually(main)
+
+
+def test_waiting_rows_leave_the_queue_when_their_caller_is_cancelled(run_virtually):
+    async def main(loop):
+        stage = Stage(loop)
+        mate = stage.submit(1, rows=4)
+        gone = stage.submit(50, rows=3)
+        await stage.until(0.5)
+        gone.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await gone
+        assert stage.queue.rows == 0
+        assert tags_in(await mate) == [1, 2, 3, 4]
+        assert stage.watcher.dropped == {"cancelled": 3, "late": 0}
+        assert stage.pool.batches == [[1, 2, 3, 4]]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_batch_mates_get_their_rows_when_a_caller_is_cancelled_in_flight(run_virtually):
+    async def main(loop):
+        stage = Stage(loop)
+        before, gone, after = stage.submit(1), stage.submit(50, rows=2), stage.submit(2)
+        await stage.until(0.5)
+        gone.cancel()
+        answers = await asyncio.gather(before, gone, after, return_exceptions=True)
+        assert tags_in(answers[0]) == [1]
+        assert isinstance(answers[1], asyncio.CancelledError)
+        assert tags_in(answers[2]) == [2]
+        assert stage.watcher.dropped == {"cancelled": 0, "late": 0}, "its rows were computed"
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize(("rows", "dropped"), [(4, 0), (6, 2)])
+def test_a_caller_is_told_at_its_deadline_when_its_batch_still_runs(run_virtually, rows, dropped):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(5.0),))
+        late = stage.submit(1, rows=rows, timeout_s=2.0)
+        with pytest.raises(DeadlineExceeded, match="no answer within 2000 ms"):
+            await late
+        assert loop.time() == 2.0
+        assert stage.watcher.dropped == {"cancelled": 0, "late": dropped}
+        await stage.until(6.0)
+        assert len(stage.pool.batches) == 1
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_late_request_is_not_computed_when_a_context_comes_free(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(2.0), OK))
+        first = stage.submit(1)
+        await stage.until(0.5)
+        late, patient = stage.submit(2, timeout_s=1.0), stage.submit(3)
+        answers = await asyncio.gather(first, late, patient, return_exceptions=True)
+        assert isinstance(answers[1], DeadlineExceeded)
+        assert stage.pool.batches == [[1], [3]]
+        assert stage.watcher.dropped == {"cancelled": 0, "late": 1}
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_request_without_any_time_is_late_and_no_context_works(run_virtually):
+    async def main(loop):
+        stage = Stage(loop)
+        with pytest.raises(DeadlineExceeded):
+            await stage.submit(1, rows=2, timeout_s=0.0)
+        assert stage.pool.batches == []
+        assert stage.watcher.dropped == {"cancelled": 0, "late": 2}
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
+def test_each_caller_gets_an_error_of_its_own_when_their_batch_fails(run_virtually, outcome):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(1.0, outcome),))
+        errors = await asyncio.gather(stage.submit(1), stage.submit(2), return_exceptions=True)
+        assert all(type(error) is InferenceFailed for error in errors)
+        assert errors[0] is not errors[1]
+        cause = AssertionError if outcome == "short" else Boom
+        assert all(isinstance(error.__cause__, cause) for error in errors)
+        assert tags_in(await stage.submit(3)) == [3], "the batcher lives"
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_the_rest_of_a_request_is_not_computed_when_one_of_its_batches_fails(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(1.0, "fail"), OK))
+        broken, other = stage.submit(100, rows=10), stage.submit(1)
+        with pytest.raises(InferenceFailed):
+            await broken
+        assert tags_in(await other) == [1]
+        assert stage.pool.batches == [[100, 101, 102, 103], [1]]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_request_fails_once_when_two_of_its_batches_fail(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(2.0, "fail"), Act(1.0, "fail")), contexts=2)
+        with pytest.raises(InferenceFailed):
+            await stage.submit(1, rows=8)
+        assert loop.time() == 1.0
+        await stage.until(3.0)
+        stage.assert_clean()
+        assert stage.complaints == []
+
+    run_virtually(main)
+
+
+def test_later_requests_are_answered_when_the_observer_raised_at_a_cut(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, watcher=Watcher(raises_at=frozenset({1})))
+        with pytest.raises(InferenceFailed) as caught:
+            await stage.submit(1)
+        assert isinstance(caught.value.__cause__, Boom)
+        assert stage.pool.busy == 1, "the context is not given back before its batch ends"
+        assert tags_in(await stage.submit(2)) == [2]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_later_requests_are_answered_when_the_observer_raised_at_an_end(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, watcher=Watcher(raises_at=frozenset({2})))
+        with pytest.raises(InferenceFailed):
+            await stage.submit(1)
+        assert tags_in(await stage.submit(2)) == [2]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_late_caller_is_told_when_the_observer_raises_about_it(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(5.0),), watcher=Watcher(raises_in="late"))
+        first = stage.submit(1)
+        await stage.until(0.5)
+        with pytest.raises(DeadlineExceeded):
+            await stage.submit(2, timeout_s=1.0)
+        assert loop.time() == 1.5
+        assert [str(complaint) for complaint in stage.complaints] == ["late"]
+        assert tags_in(await first) == [1]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_late_callers_are_told_when_the_observer_raises_at_their_cut(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, watcher=Watcher(raises_in="late"))
+        late = [stage.submit(tag, timeout_s=0.0) for tag in (1, 2)]
+        on_time = stage.submit(3)
+        outcomes = await asyncio.gather(*late, on_time, return_exceptions=True)
+        kinds = [type(outcome) for outcome in outcomes]
+        assert kinds == [DeadlineExceeded, DeadlineExceeded, InferenceFailed]
+        await stage.until(2.0)
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_the_batcher_comes_to_rest_when_the_observer_raises_at_a_cancellation(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, watcher=Watcher(raises_in="cancelled"))
+        stage.pool.idle.clear()
+        gone = stage.submit(1)
+        await asyncio.sleep(0)
+        gone.cancel()
+        with pytest.raises(Boom):
+            await gone
+        await stage.batcher.drain(1.0)
+        assert loop.time() == 0.0, "nothing was left to wait for"
+
+    run_virtually(main)
+
+
+def test_a_batch_waits_for_more_rows_when_it_may(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, max_wait_s=0.5)
+        first = stage.submit(1)
+        await stage.until(0.3)
+        second = stage.submit(2)
+        await first
+        assert loop.time() == 1.5
+        assert tags_in(await second) == [2]
+        assert stage.watcher.cuts == [(2, "waited", 0, 1)]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_full_batch_does_not_wait_when_it_might(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, max_wait_s=0.5)
+        first = stage.submit(1)
+        await stage.until(0.25)
+        second = stage.submit(2, rows=3)
+        await asyncio.gather(first, second)
+        assert loop.time() == 1.25
+        assert stage.watcher.cuts == [(4, "full", 0, 1)]
+
+    run_virtually(main)
+
+
+def test_waiting_requests_are_answered_at_once_and_new_ones_refused_when_draining(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(1.0), Act(1.0)), max_wait_s=50.0)
+        waiting = stage.submit(1, rows=2)
+        await stage.until(0.5)
+        drained = loop.create_task(stage.batcher.drain(10.0))
+        await asyncio.sleep(0)
+        with pytest.raises(Unavailable) as refused:
+            await stage.submit(9)
+        assert refused.value.retry_after_s == 1
+        assert tags_in(await waiting) == [1, 2]
+        await drained
+        assert loop.time() == 1.5
+        assert stage.watcher.cuts == [(2, "drain", 0, 1)]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_too_long(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(50.0),))
+        in_flight, split = stage.submit(1, rows=3), stage.submit(20, rows=3)
+        waiting, late = stage.submit(40, rows=9), stage.submit(60, timeout_s=2.0)
+        await stage.until(1.0)
+        await stage.batcher.drain(1.0)
+        assert loop.time() == 2.0
+        tasks = (in_flight, split, waiting, late)
+        errors = await asyncio.gather(*tasks, return_exceptions=True)
+        assert [type(error) for error in errors[:3]] == [Unavailable] * 3
+        assert isinstance(errors[3], (Unavailable, DeadlineExceeded))
+        assert len({id(error) for error in errors}) == 4
+        assert loop.time() == 2.0
+        assert stage.queue.rows == 0
+        await stage.until(60.0)
+        assert len(stage.pool.batches) == 1
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_draining_is_immediate_when_nothing_waits(run_virtually):
+    async def main(loop):
+        stage = Stage(loop)
+        await stage.batcher.drain(0.0)
+        await stage.batcher.drain(5.0)
+        assert loop.time() == 0.0
+
+    run_virtually(main)
+
+
+# --- under random storms
+
+
+@dataclass(frozen=True)
+class Caller:
+    arrives_s: float
+    rows: int
+    timeout_s: float
+    leaves_s: float | None
+
+
+@dataclass(frozen=True)
+class Storm:
+    callers: tuple[Caller, ...]
+    acts: tuple[Act, ...]
+    contexts: int
+    max_batch_rows: int
+    max_queue_rows: int
+    max_wait_s: float
+    raises_at: frozenset[int]
+    drain_s: float | None
+    drain_timeout_s: float
+
+
+# Eighths of a second, few of them: many things happen at the very same time, in every order.
+TICKS = st.integers(0, 24).map(lambda tick: tick / 8)
+
+CALLERS = st.builds(
+    Caller,
+    arrives_s=TICKS,
+    rows=st.integers(1, 4) | st.integers(1, 17),
+    timeout_s=st.just(1000.0) | TICKS,
+    leaves_s=st.none() | TICKS,
+)
+
+ACTS = st.builds(Act, TICKS, st.sampled_from(["ok"] * 5 + ["fail", "short", "raise"]))
+
+STORMS = st.builds(
+    Storm,
+    callers=st.lists(CALLERS, min_size=1, max_size=14).map(tuple),
+    acts=st.lists(ACTS, max_size=20).map(tuple),
+    contexts=st.integers(1, 3),
+    max_batch_rows=st.integers(1, 5),
+    max_queue_rows=st.sampled_from([6, 20, 1000]),
+    max_wait_s=st.sampled_from([0.0, 0.0, 0.5]),
+    raises_at=st.just(frozenset()) | st.frozensets(st.integers(1, 30), max_size=4),
+    drain_s=st.none() | TICKS,
+    drain_timeout_s=TICKS,
+)
+
+
+async def weather(storm: Storm, loop) -> Stage:
+    """Play `storm` and hold the batcher to everything that it promises."""
+    stage = Stage(
+        loop,
+        acts=storm.acts,
+        contexts=storm.contexts,
+        max_batch_rows=storm.max_batch_rows,
+        max_queue_rows=storm.max_queue_rows,
+        max_wait_s=storm.max_wait_s,
+        watcher=Watcher(storm.raises_at),
+    )
+    loop.before_jump = lambda: assert_no_idle_hands(stage)
+    drained_s = None if storm.drain_s is None else storm.drain_s + storm.drain_timeout_s
+    ended_s: dict[int, float] = {}
+
+    async def call(number: int, caller: Caller) -> Answer:
+        await stage.until(caller.arrives_s)
+        try:
+            return await stage.batcher.submit(images(100 * number, caller.rows), caller.timeout_s)
+        finally:
+            ended_s[number] = loop.time()
+
+    async def leave(task: asyncio.Task[Answer], caller: Caller) -> None:
+        if caller.leaves_s is not None:
+            await stage.until(caller.arrives_s + caller.leaves_s)
+            task.cancel()
+
+    async def drain() -> None:
+        if storm.drain_s is not None:
+            await stage.until(storm.drain_s)
+            await stage.batcher.drain(storm.drain_timeout_s)
+            assert loop.time() <= drained_s
+            assert stage.queue.rows == 0
+
+    tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(storm.callers)]
+    others = [leave(*pair) for pair in zip(tasks, storm.callers, strict=True)]
+    others.append(drain())
+    await asyncio.gather(*others)
+    outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+    await stage.batcher.drain(1000.0)
+    await asyncio.sleep(10.0)  # the contexts that nobody waits for finish
+    stage.assert_clean()
+
+    computed = [tag for batch in stage.pool.batches for tag in batch]
+    assert len(computed) == len(set(computed)), "a row was computed twice"
+    assert all(0 < len(batch) <= storm.max_batch_rows for batch in stage.pool.batches)
+    errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
+    assert len({id(error) for error in errors}) == len(errors), "an error was shared"
+    assert all(isinstance(complaint, Boom) for complaint in stage.complaints)
+    assert storm.raises_at or not stage.complaints
+    fails = {act.outcome for act in storm.acts} - {"ok"} or storm.raises_at
+
+    computed = set(computed)
+    for number, (caller, outcome) in enumerate(zip(storm.callers, outcomes, strict=True)):
+        event(type(outcome).__name__)
+        rows = range(100 * number, 100 * number + caller.rows)
+        deadline_s = caller.arrives_s + caller.timeout_s
+        match outcome:
+            case Answer():
+                assert tags_in(outcome) == list(rows)
+                assert computed.issuperset(rows)
+                assert ended_s[number] <= deadline_s
+            case DeadlineExceeded():
+                assert ended_s[number] == deadline_s
+            case Overloaded():
+                assert caller.rows <= storm.max_queue_rows or not computed.intersection(rows)
+                assert ended_s[number] == caller.arrives_s
+                assert not computed.intersection(rows)
+            case Unavailable():
+                assert storm.drain_s is not None
+                assert ended_s[number] >= storm.drain_s
+                assert ended_s[number] in (caller.arrives_s, drained_s)
+            case InferenceFailed():
+                assert fails
+            case asyncio.CancelledError():
+                assert caller.leaves_s is not None
+            case _:
+                assert isinstance(outcome, Boom), repr(outcome)
+                assert caller.leaves_s is not None
+                assert storm.raises_at
+    if not fails and storm.drain_s is None:
+        admitted = sum(
+            caller.rows
+            for caller, outcome, number in zip(
+                storm.callers, outcomes, range(len(outcomes)), strict=True
+            )
+            if number in ended_s and not isinstance(outcome, Overloaded)
+        )
+        dropped = sum(stage.watcher.dropped.values())
+        assert len(computed) + dropped == admitted, "rows appeared or vanished"
+        assert sum(rows for rows, *_ in stage.watcher.cuts) == len(computed)
+        assert sum(rows for rows, *_ in stage.watcher.done) == len(computed)
+    return stage
+
+
+def assert_no_idle_hands(stage: Stage) -> None:
+    """Before time passes: if rows wait and a context is free, then only for more rows."""
+    if len(stage.queue) and stage.pool.idle:
+        assert stage.max_wait_s, "rows wait beside a free context"
+        assert stage.queue.rows < stage.max_batch_rows
+        timer = stage.batcher._timer
+        assert timer is not None
+        assert not timer.cancelled()
+        assert stage.loop.time() <= timer.when() <= stage.loop.time() + stage.max_wait_s
+    if not len(stage.queue) and not stage.batcher._in_flight:
+        assert stage.batcher._idle.is_set()
+
+
+@settings(max_examples=700)
+@given(STORMS)
+def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
+    run_virtually(lambda loop: weather(storm, loop))
+
+
+@settings(max_examples=150)
+@given(st.lists(st.tuples(TICKS, st.integers(1, 17)), min_size=1, max_size=20), st.lists(TICKS))
+def test_every_caller_is_answered_when_nothing_fails(run_virtually, callers, delays):
+    async def main(loop):
+        stage = Stage(loop, acts=tuple(map(Act, delays)), contexts=2, max_queue_rows=1000)
+
+        async def call(number, arrives_s, rows):
+            await stage.until(arrives_s)
+            return tags_in(await stage.batcher.submit(images(100 * number, rows), 1000.0))
+
+        told = await asyncio.gather(*(call(n, *caller) for n, caller in enumerate(callers)))
+        assert told == [
+            list(range(100 * number, 100 * number + rows))
+            for number, (_, rows) in enumerate(callers)
+        ]
+        stage.assert_clean()
+
+    run_virtually(main)
