@@ -140,6 +140,8 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _sentence(error: Exception) -> str:
+    if isinstance(error, SettingsError):
+        return f"{error}; --help lists every setting"
     if not isinstance(error, ValidationError):
         return str(error)
     first = error.errors()[0]

@@ -19,8 +19,8 @@ from lenet.pixels import HEIGHT, WIDTH, Images
 class Limits:
     """The widest map; each image draws uniformly between minus and plus each limit.
 
-    `rotation` and `shear` in degrees, `scale` as a share (0.1: from 0.9 to 1.1, each axis by
-    itself), `shift` in pixels.
+    `rotation` and `shear`, the slant of upright strokes, in degrees, `scale` as a share (0.1: from
+    0.9 to 1.1, each axis by itself), `shift` in pixels.
     """
 
     rotation: float = 0.0
@@ -39,9 +39,9 @@ def random_affine(images: Images, limits: Limits, random: np.random.Generator) -
     shear = np.tan(np.deg2rad(limits.shear) * draw[1])
     wide, high = 1 / (1 + limits.scale * draw[2:4])
     cos, sin = np.cos(angle), np.sin(angle)
-    # From a pixel of the result back to where it comes from: R(angle) shear scale, rows (y, x).
+    # From a pixel of the result back to where it comes from, (y, x): scaled, turned, slanted.
     back = np.array([[cos * high, -sin * wide], [sin * high, cos * wide]])
-    back[:, 1] += shear * back[:, 0]
+    back[:, 0] += shear * back[:, 1]
     return _sample(images, back.transpose(2, 0, 1), limits.shift * draw[4:6].T)
 
 

@@ -26,7 +26,6 @@ MIRRORS = (
 """Where the files lie, as NAME.gz; tried in order."""
 
 _TIMEOUT_S = 20.0
-_CHUNK_BYTES = 64 * 1024
 
 
 def obtain(folder: Path, tell: Callable[[str], None]) -> Dataset:
@@ -119,7 +118,8 @@ def _transfer(part: Path, url: str, client: httpx.Client) -> None:
         span = response.headers.get("Content-Range", "")
         resumes = response.status_code == 206 and span.startswith(f"bytes {start}-")
         with part.open("ab" if resumes else "wb") as file:
-            for chunk in response.iter_raw(_CHUNK_BYTES):
+            # As they come: a chunk size would hold back, and lose, the last bytes before a break.
+            for chunk in response.iter_raw():
                 file.write(chunk)
 
 

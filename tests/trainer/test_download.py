@@ -1,0 +1,182 @@
+import gzip
+import hashlib
+import sys
+
+import httpx
+import pytest
+
+from trainer import download as module
+from trainer.download import MIRRORS, download, obtain
+from trainer.errors import DatasetUnavailable
+from trainer.mnist import FILES, IdxFile
+
+CONTENT = bytes(range(256)) * 40
+PACKED = gzip.compress(CONTENT, mtime=0)
+FILE = IdxFile("digits-idx1-ubyte", hashlib.sha256(CONTENT).hexdigest())
+MIRROR = ("http://one/",)
+
+
+def quiet(line):
+    pass
+
+
+class Server:
+    """Serves `content` with ranges; keeps the Range header of each request."""
+
+    def __init__(self, content=PACKED, ranges=True, status=None):
+        self.content, self.ranges, self.status = content, ranges, status
+        self.asked = []
+
+    def __call__(self, request):
+        wanted = request.headers.get("Range")
+        self.asked.append(wanted)
+        if self.status:
+            return httpx.Response(self.status)
+        if wanted and self.ranges:
+            start = int(wanted.removeprefix("bytes=").removesuffix("-"))
+            if start >= len(self.content):
+                return httpx.Response(416)
+            span = f"bytes {start}-{len(self.content) - 1}/{len(self.content)}"
+            return httpx.Response(
+                206,
+                stream=httpx.ByteStream(self.content[start:]),
+                headers={"Content-Range": span},
+            )
+        return httpx.Response(200, stream=httpx.ByteStream(self.content))
+
+
+def client(server):
+    return httpx.Client(transport=httpx.MockTransport(server))
+
+
+def fetch(folder, server, mirrors=MIRROR):
+    with client(server) as session:
+        download(folder, [FILE], session, quiet, mirrors)
+    return (folder / f"{FILE.name}.gz").read_bytes()
+
+
+def test_a_file_is_downloaded_under_its_name_and_leaves_nothing_else(tmp_path):
+    lines = []
+    with client(Server()) as session:
+        download(tmp_path / "new", [FILE], session, lines.append, MIRROR)
+    assert [path.name for path in (tmp_path / "new").iterdir()] == [f"{FILE.name}.gz"]
+    assert lines == [f"downloading http://one/{FILE.name}.gz"]
+
+
+def test_a_partial_file_is_resumed_where_it_stopped(tmp_path):
+    (tmp_path / f"{FILE.name}.gz.part").write_bytes(PACKED[:50])
+    server = Server()
+    assert fetch(tmp_path, server) == PACKED
+    assert server.asked == ["bytes=50-"]
+
+
+def test_a_partial_file_is_replaced_when_the_server_knows_no_ranges(tmp_path):
+    (tmp_path / f"{FILE.name}.gz.part").write_bytes(PACKED[:50])
+    assert fetch(tmp_path, Server(ranges=False)) == PACKED
+
+
+def test_a_partial_file_of_something_else_is_fetched_again_from_the_start(tmp_path):
+    (tmp_path / f"{FILE.name}.gz.part").write_bytes(b"x" * 50)
+    server = Server()
+    assert fetch(tmp_path, server) == PACKED
+    assert server.asked == ["bytes=50-", None]
+
+
+def test_a_partial_file_that_was_already_whole_is_kept(tmp_path):
+    (tmp_path / f"{FILE.name}.gz.part").write_bytes(PACKED)
+    server = Server()
+    assert fetch(tmp_path, server) == PACKED
+    assert server.asked == [f"bytes={len(PACKED)}-"]
+
+
+class CutShort:
+    """Breaks the connection after 60 bytes the first time."""
+
+    def __init__(self):
+        self.server, self.times = Server(), 0
+
+    def __call__(self, request):
+        self.times += 1
+        if self.times > 1:
+            return self.server(request)
+
+        def body():
+            yield PACKED[:60]
+            raise httpx.RemoteProtocolError("peer closed connection")
+
+        return httpx.Response(200, content=body())
+
+
+def test_the_next_mirror_goes_on_where_the_first_one_broke_off(tmp_path):
+    cut = CutShort()
+    assert fetch(tmp_path, cut, ("http://one/", "http://two/")) == PACKED
+    assert cut.server.asked == ["bytes=60-"]
+
+
+@pytest.mark.parametrize(
+    ("server", "reason"),
+    [
+        (Server(gzip.compress(b"something else")), "its content has SHA-256"),
+        (Server(b"<html>not here</html>"), "its content has SHA-256"),
+        (Server(PACKED[:-4]), "the file is not a whole gzip file"),
+        (Server(status=404), "HTTP 404"),
+        (Server(status=503), "HTTP 503"),
+    ],
+)
+def test_what_is_not_the_file_is_refused_and_not_left_behind(tmp_path, server, reason):
+    with pytest.raises(DatasetUnavailable) as caught:
+        fetch(tmp_path, server, ("http://one/", "http://two/"))
+    message = str(caught.value)
+    assert f"http://one/: {reason}" in message
+    assert f"http://two/: {reason}" in message
+    assert "--data FOLDER" in message
+    assert list(tmp_path.iterdir()) == []
+
+
+def no_network(request):
+    raise httpx.ConnectError("[Errno -2] Name or service not known")
+
+
+def test_without_a_network_one_sentence_says_what_to_put_where(tmp_path):
+    with (
+        client(no_network) as session,
+        pytest.raises(DatasetUnavailable) as caught,
+    ):
+        download(tmp_path, FILES, session, quiet)
+    message = str(caught.value)
+    assert "\n" not in message
+    for part in (*(file.name for file in FILES), *MIRRORS, str(tmp_path), "Name or service"):
+        assert part in message
+
+
+def test_a_folder_that_cannot_be_written_is_said_so(tmp_path):
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(DatasetUnavailable, match=r"Not a directory|File exists"):
+        fetch(tmp_path / "file" / "below", Server())
+
+
+def test_obtain_asks_nobody_when_the_files_are_there(tiny, write_idx, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    assert len(obtain(write_idx(tiny), quiet).train) == 400
+
+
+def test_obtain_says_what_to_install_when_httpx_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "httpx", None)
+    with pytest.raises(DatasetUnavailable, match="pip install"):
+        obtain(tmp_path, quiet)
+
+
+def test_obtain_downloads_only_what_is_missing(tiny, write_idx, monkeypatch):
+    folder = write_idx(tiny)
+    kept = (folder / FILES[2].name).read_bytes()
+    (folder / FILES[2].name).unlink()
+
+    def fake(folder, files, client, tell):
+        for file in files:
+            tell(file.name)
+            (folder / f"{file.name}.gz").write_bytes(gzip.compress(kept))
+
+    monkeypatch.setattr(module, "download", fake)
+    lines = []
+    assert len(obtain(folder, lines.append).test) == 60
+    assert lines == [FILES[2].name]

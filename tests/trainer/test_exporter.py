@@ -1,0 +1,160 @@
+import hashlib
+from dataclasses import replace
+
+import numpy as np
+import onnxruntime
+import pytest
+
+from lenet.cpu import CpuBackend
+from lenet.model import named
+from lenet.weightfile import Training, WeightFile
+from trainer import exporter
+from trainer.errors import ExportRefused, InvalidDataset
+from trainer.exporter import export_onnx, export_weights
+from trainer.mnist import Digits
+from trainer.network import Network, initial_tensors
+from trainer.ops_cpu import CpuOps
+
+TRAINING = Training(
+    dataset_sha256="0" * 64,
+    seed=1,
+    command="python -m trainer fit",
+    epochs=1,
+    accuracy=0.0,
+    labels=tuple("0123456789"),
+)
+
+
+def network_of(name):
+    tensors = initial_tensors(named(name), np.random.default_rng(0))
+    random = np.random.default_rng(1)
+    for key, value in tensors.items():
+        if not key.endswith(".weight"):
+            value[:] = random.uniform(0.5, 1.5, value.shape)
+    return Network(named(name), tensors, CpuOps())
+
+
+def export(dataset, folder, name="lenet", backend=None):
+    return export_weights(
+        network_of(name),
+        CpuOps(),
+        dataset.train,
+        dataset.test,
+        TRAINING,
+        folder,
+        backend or CpuBackend(),
+    )
+
+
+class Distorting(CpuBackend):
+    """A backend that changes the logits of one kind of batch."""
+
+    def __init__(self, rows, change):
+        super().__init__()
+        self._rows, self._change = rows, change
+
+    def plan(self, weights, batch):
+        plan, rows, change = super().plan(weights, batch), self._rows, self._change
+
+        class Plan:
+            def __init__(self):
+                self.batch = batch
+
+            def logits(self, images):
+                logits = plan.logits(images)
+                return change(logits) if len(images) == rows else logits
+
+        return Plan()
+
+
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+def test_the_written_file_is_what_was_trained_without_batch_norm(tiny, tmp_path, name):
+    exported = export(tiny, tmp_path / name, name)
+    assert exported.path == tmp_path / name / "1.safetensors"
+    assert [path.name for path in exported.path.parent.iterdir()] == ["1.safetensors"]
+    read = WeightFile.read(exported.path)
+    assert read.model == named(name).folded
+    assert read.tensors.keys() == named(name).folded.parameters().keys()
+    logits = CpuBackend().plan(read, 60).logits(tiny.test.images)
+    trained = network_of(name).logits(tiny.test.images)
+    assert (logits.argmax(axis=1) == trained.argmax(axis=1)).all()
+    right = int((logits.argmax(axis=1) == tiny.test.labels).sum())
+    assert exported.errors == 60 - right
+    assert read.training.accuracy == right / 60
+    assert hashlib.sha256(exported.path.read_bytes()).hexdigest() == exported.weights.digest()
+
+
+def test_the_golden_images_are_the_first_of_each_digit(tiny, tmp_path):
+    golden = export(tiny, tmp_path).weights.golden
+    assert golden.labels.tolist() == list(range(10))
+    first = int(np.flatnonzero(tiny.test.labels == 7)[0])
+    np.testing.assert_array_equal(golden.images[7], tiny.test.images[first])
+
+
+def test_each_export_takes_the_next_free_version(tiny, tmp_path):
+    (tmp_path / "7.safetensors").write_bytes(b"")
+    (tmp_path / "draft.safetensors").write_bytes(b"")
+    assert export(tiny, tmp_path, "mlp").path.name == "8.safetensors"
+    assert export(tiny, tmp_path, "mlp").path.name == "9.safetensors"
+
+
+@pytest.mark.parametrize("rows", [10, 150])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda logits: logits * np.float32(1.001), "differ by 0.001 relative"),
+        (lambda logits: logits * np.float32(np.nan), "differ by nan"),
+    ],
+)
+def test_nothing_is_written_when_the_backend_disagrees(tiny, tmp_path, rows, change, message):
+    which = "golden" if rows == 10 else "validation"
+    with pytest.raises(ExportRefused, match=f"{which} image .*{message}.*no file was written"):
+        export(tiny, tmp_path, backend=Distorting(rows, change))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_another_answer_is_refused_however_close_the_logits_are():
+    trained, served = np.array([[1.0, 1.00001]]), np.array([[1.00001, 1.0]])
+    with pytest.raises(ExportRefused, match="image 0: served as 0, trained as 1"):
+        exporter._compare("validation", trained, served)
+
+
+def test_a_folding_that_is_wrong_is_refused(tiny, tmp_path, monkeypatch):
+    right = exporter.fold
+
+    def wrong(model, tensors):
+        folded = right(model, tensors)
+        folded["conv2.bias"] += 0.01
+        return folded
+
+    monkeypatch.setattr(exporter, "fold", wrong)
+    with pytest.raises(ExportRefused, match="validation image"):
+        export(tiny, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_test_set_without_each_digit_is_refused(tiny, tmp_path):
+    labels = np.minimum(tiny.test.labels, 8)
+    dataset = type(tiny)(tiny.train, Digits(tiny.test.images, labels), tiny.sha256)
+    with pytest.raises(InvalidDataset, match="no 9"):
+        export(dataset, tmp_path)
+
+
+def test_an_onnx_model_computes_what_the_weight_file_does(tiny, tmp_path):
+    weights = export(tiny, tmp_path).weights
+    path = tmp_path / "new" / "model.onnx"
+    export_onnx(weights, path)
+    assert [entry.name for entry in path.parent.iterdir()] == ["model.onnx"]
+    session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
+    (logits,) = session.run(["logits"], {"images": weights.golden.images})
+    np.testing.assert_allclose(logits, weights.golden.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_no_onnx_model_is_written_when_it_disagrees(tiny, tmp_path):
+    weights = export(tiny, tmp_path).weights
+    logits = weights.golden.logits.copy()
+    logits[3] += 1
+    weights = replace(weights, golden=replace(weights.golden, logits=logits))
+    with pytest.raises(ExportRefused, match="golden image 3"):
+        export_onnx(weights, tmp_path / "model.onnx")
+    assert not (tmp_path / "model.onnx").exists()

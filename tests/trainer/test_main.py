@@ -1,0 +1,143 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lenet.model import named
+from lenet.weightfile import WeightFile
+from trainer import __main__ as program
+from trainer.__main__ import main
+from trainer.errors import DatasetUnavailable, ExportRefused, NotTrainable, TrainingDiverged
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def arguments(tiny, write_idx, tmp_path):
+    """A run of seconds over files that the test made."""
+    return [
+        *("--model", "mlp", "--epochs", "2", "--batch", "20", "--rate", "0.02"),
+        *("--validation-images", "100", "--data", str(write_idx(tiny))),
+        *("--out", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "checkpoints")),
+    ]
+
+
+def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, capsys):
+    assert main(["fit", *arguments]) == 0
+    path = tmp_path / "out/mlp/1.safetensors"
+    weights = WeightFile.read(path)
+    training = weights.training
+    assert weights.model == named("mlp").folded
+    assert training.command.startswith("python -m trainer fit --model mlp --seed 1 --epochs 2 ")
+    assert str(tmp_path) not in training.command
+    assert (training.seed, training.epochs, training.labels[9]) == (1, 2, "9")
+    assert training.accuracy > 0.9
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith(f"{path}: 397510 parameters, validation accuracy ")
+    assert f"sha256 {weights.digest()}" in last
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_fit_is_the_command_when_none_is_given(arguments, tmp_path):
+    assert main(arguments) == 0
+    assert (tmp_path / "out/mlp/1.safetensors").exists()
+
+
+def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
+    arguments, tmp_path
+):
+    for threads in ("1", "2"):
+        environment = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
+        subprocess.run(
+            [sys.executable, "-m", "trainer", "fit", *arguments, "--model", "lenet"],
+            env=environment,
+            check=True,
+            capture_output=True,
+        )
+    first, second = ((tmp_path / f"out/lenet/{version}.safetensors") for version in (1, 2))
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_another_seed_gives_other_bytes(arguments, tmp_path):
+    for seed in ("1", "2"):
+        assert main([*arguments, "--seed", seed]) == 0
+    first, second = ((tmp_path / f"out/mlp/{version}.safetensors") for version in (1, 2))
+    assert first.read_bytes() != second.read_bytes()
+
+
+def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
+    main(arguments)
+    weights, out = tmp_path / "out/mlp/1.safetensors", tmp_path / "model.onnx"
+    assert main(["export", "--weights", str(weights), "--out", str(out)]) == 0
+    assert out.stat().st_size > 397_510 * 4
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{out}: written")
+
+
+@pytest.mark.parametrize(
+    ("line", "code", "sentence"),
+    [
+        (["--epochs", "0"], 2, "--epochs is '0', expected otherwise"),
+        (["fit", "--weight-decay", "x"], 2, "--weight-decay is 'x'"),
+        (["--epoch", "3"], 2, "unrecognized arguments: --epoch"),
+        (["--epochs"], 2, "expected one argument"),
+        (["retrain"], 2, "the command is 'retrain', expected fit or export"),
+        (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
+        (["export"], 2, "--weights is missing"),
+        (["export", "--weights", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be read"),
+    ],
+)
+def test_an_error_is_one_sentence_and_an_exit_code(capsys, line, code, sentence):
+    assert main(line) == code
+    error = capsys.readouterr().err
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (DatasetUnavailable("no digits"), 3),
+        (TrainingDiverged("nan"), 4),
+        (ExportRefused("differs"), 5),
+        (NotTrainable("elu"), 2),
+        (PermissionError(13, "Permission denied", "weights"), 6),
+        (KeyboardInterrupt(), 130),
+    ],
+)
+def test_every_foreseen_end_has_its_exit_code(monkeypatch, capsys, error, code):
+    def failing(settings):
+        raise error
+
+    monkeypatch.setattr(program, "fit", failing)
+    assert main([]) == code
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+def test_broken_digits_end_with_their_exit_code(arguments, tmp_path, capsys):
+    (tmp_path / "digits/t10k-labels-idx1-ubyte").write_bytes(b"broken")
+    assert main(arguments) == 3
+    assert "t10k-labels-idx1-ubyte: " in capsys.readouterr().err
+
+
+def test_a_broken_checkpoint_ends_with_its_exit_code(arguments, tmp_path, monkeypatch, capsys):
+    def refused(*_):
+        raise ExportRefused("differs")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(program, "export_weights", refused)
+        assert main(arguments) == 5
+    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
+    checkpoint.write_bytes(b"broken")
+    capsys.readouterr()
+    assert main(arguments) == 6
+    assert capsys.readouterr().err.startswith(str(checkpoint))
+
+
+def test_help_is_the_documentation(capsys):
+    assert main(["--help"]) == 0
+    assert capsys.readouterr().out.strip() == program.__doc__.strip()
+    with pytest.raises(SystemExit, match="0"):
+        main(["fit", "--help"])
+    assert "--weight-decay" in capsys.readouterr().out
