@@ -14,3 +14,5 @@ def configure(level: str) -> None:
     )
     # uvicorn's own story of its start and stop would tell ours twice.
     logging.getLogger("uvicorn.error").setLevel("WARNING")
+    # It warns of each malformed body: a bad client could fill the log.
+    logging.getLogger("python_multipart").setLevel("ERROR")
