@@ -21,17 +21,14 @@ Integer-Arithmetic-Only Inference", section 3.2.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lenet.model import Model
+from lenet.reference import Array
 
 EPSILON = 1e-5
 """Added to every variance, in training as in folding."""
-
-Array = NDArray[Any]
 
 
 def scale_and_shift(gamma: Array, beta: Array, mean: Array, variance: Array) -> tuple[Array, Array]:

@@ -137,11 +137,8 @@ class BatchNorm(_Plain):
             scale, shift = scale_and_shift(gamma, beta, self._mean, self._variance)
             return self._ops.affine(x, scale.astype(x.dtype), shift.astype(x.dtype))
         y, mean, variance, self._saved = self._ops.batch_norm(x, gamma, beta, EPSILON)
-        m = x.size // len(gamma)
-        # The batch's own variance is biased; the running one estimates that of the data.
-        unbiased = variance * (m / max(m - 1, 1))
         self._mean += RUNNING_SHARE * (mean - self._mean)
-        self._variance += RUNNING_SHARE * (unbiased - self._variance)
+        self._variance += RUNNING_SHARE * (variance - self._variance)
         return y
 
     def backward(self, dy: Array) -> Array:

@@ -29,7 +29,11 @@ Labels: TypeAlias = NDArray[np.uint8]
 
 
 class Normalized(NamedTuple):
-    """What batch norm gives: `mean` and `variance` (k,) are those of this batch, biased."""
+    """What batch norm gives: y, and the data's mean and variance (k,) as this batch suggests them.
+
+    `variance` is the unbiased estimate, a sum divided by m - 1, while y was divided by the root of
+    the batch's own, a sum divided by m.
+    """
 
     y: Array
     mean: Array

@@ -30,7 +30,7 @@ class _Convolved(NamedTuple):
     shape: tuple[int, ...]  # of x
 
 
-class _Normalised(NamedTuple):
+class _Standardized(NamedTuple):
     normal: Array  # mean 0, variance 1
     scale: Array  # gamma / standard deviation, (k,)
 
@@ -130,15 +130,16 @@ class CpuOps:
         flat = _rows(x)
         mean = flat.mean(axis=1)
         normal = flat - mean[:, np.newaxis]
-        variance = np.vecdot(normal, normal) / flat.shape[1]
+        m = flat.shape[1]
+        variance = np.vecdot(normal, normal) / m
         inverse = 1 / np.sqrt(variance + epsilon)
         normal *= inverse[:, np.newaxis]
         y = normal * gamma[:, np.newaxis]
         y += beta[:, np.newaxis]
-        saved = _Normalised(normal, gamma * inverse)
-        return Normalized(y.reshape(x.shape), mean, variance, saved)
+        saved = _Standardized(normal, gamma * inverse)
+        return Normalized(y.reshape(x.shape), mean, variance * (m / max(m - 1, 1)), saved)
 
-    def batch_norm_backward(self, dy: Array, saved: _Normalised) -> tuple[Array, Array, Array]:
+    def batch_norm_backward(self, dy: Array, saved: _Standardized) -> tuple[Array, Array, Array]:
         """Through the batch's mean and variance, m values in each.
 
         dx = gamma / sigma (dy - sum(dy) / m - normal sum(dy normal) / m).

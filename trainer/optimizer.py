@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array = NDArray[Any]
+from trainer.ops import Array
 
 WARM_UP = 0.3
 """The share of a one-cycle run in which the rate rises."""
