@@ -5,7 +5,6 @@ They check themselves one by one; whether they fit together is `lenet.model`'s t
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -13,6 +12,12 @@ from lenet.errors import InvalidModel
 
 Pair: TypeAlias = tuple[int, int]
 """(vertical, horizontal)."""
+
+MAX_FIELD = 1 << 16
+"""The largest size, count or step that a block may state; far above sense, far below overflow."""
+
+MAX_PARAMETER = 1e30
+"""The largest activation parameter; float32 holds it."""
 
 ActivationKind = Literal["identity", "relu", "clipped_relu", "elu", "sigmoid", "tanh"]
 PoolKind = Literal["max", "average", "global_average"]
@@ -22,15 +27,19 @@ def _integers(owner: str, field: str, value: object, least: int) -> Pair:
     if (
         not isinstance(value, (tuple, list))
         or len(value) != 2
-        or any(type(item) is not int or item < least for item in value)
+        or any(type(item) is not int or not least <= item <= MAX_FIELD for item in value)
     ):
-        raise InvalidModel(f"{owner}: {field} is {value!r}, expected two integers >= {least}")
+        raise InvalidModel(
+            f"{owner}: {field} is {value!r}, expected two integers from {least} to {MAX_FIELD}"
+        )
     return value[0], value[1]
 
 
 def _integer(owner: str, field: str, value: object) -> None:
-    if type(value) is not int or value < 1:
-        raise InvalidModel(f"{owner}: {field} is {value!r}, expected an integer >= 1")
+    if type(value) is not int or not 1 <= value <= MAX_FIELD:
+        raise InvalidModel(
+            f"{owner}: {field} is {value!r}, expected an integer from 1 to {MAX_FIELD}"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +59,13 @@ class Activation:
                 f"activation: kind is {self.kind!r}, expected one of "
                 f"{', '.join(get_args(ActivationKind))}"
             )
-        number = type(self.parameter) in (int, float) and math.isfinite(self.parameter)
-        if not number or self.parameter <= 0:
+        # Compared, not converted: an integer too long for a float must end here too.
+        if type(self.parameter) not in (int, float) or not 0 < self.parameter <= MAX_PARAMETER:
             raise InvalidModel(
                 f"activation {self.kind}: parameter is {self.parameter!r}, "
-                "expected a finite number > 0"
+                f"expected a number > 0 and <= {MAX_PARAMETER:.0e}"
             )
+        object.__setattr__(self, "parameter", float(self.parameter))
 
 
 IDENTITY = Activation("identity")

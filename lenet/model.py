@@ -21,6 +21,9 @@ from lenet.blocks import IDENTITY, Activation, Block, ConvBlock, DenseBlock, Poo
 from lenet.errors import InvalidModel
 from lenet.pixels import HEIGHT, WIDTH
 
+MAX_VALUES = 1 << 24
+"""The most values that one block may make of one image: a small file must not cost all memory."""
+
 Shape: TypeAlias = tuple[int, ...]
 """(c, h, w) of an image-like value or (units,) of a flat one; n is never part of it."""
 
@@ -48,6 +51,8 @@ class Model:
     input: Shape = (1, HEIGHT, WIDTH)
 
     def __post_init__(self) -> None:
+        if not isinstance(self.name, str):
+            raise InvalidModel(f"model: name is {self.name!r}, expected a string")
         if not self.blocks:
             raise InvalidModel(f"model {self.name!r}: it has no blocks")
         last = self.blocks[-1]
@@ -87,6 +92,11 @@ class Model:
                 output = linear
             else:
                 linear, output = _conv_shapes(f"model {self.name!r}, {name}", block, shape)
+            if math.prod(linear) > MAX_VALUES:
+                raise InvalidModel(
+                    f"model {self.name!r}, {name}: it makes values of shape {linear} from an "
+                    f"image, expected at most {MAX_VALUES} of them"
+                )
             yield BlockShape(name, shape, linear, output)
             shape = output
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import stat
@@ -34,7 +35,7 @@ from safetensors.numpy import save
 
 from lenet.errors import InvalidModel, InvalidWeightFile
 from lenet.model import Model
-from lenet.pixels import HEIGHT, WIDTH, Images, Logits
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Logits
 
 FORMAT_VERSION = 1
 MAX_FILE_BYTES = 256 * 1024 * 1024
@@ -65,7 +66,7 @@ class Training:
     def __post_init__(self) -> None:
         digest, accuracy = self.dataset_sha256, self.accuracy
         for field, good, expected in (
-            ("dataset_sha256", _SHA256.fullmatch(str(digest)), "64 hex digits"),
+            ("dataset_sha256", type(digest) is str and _SHA256.fullmatch(digest), "64 hex digits"),
             ("seed", type(self.seed) is int and self.seed >= 0, "an integer >= 0"),
             ("command", isinstance(self.command, str), "a string"),
             ("epochs", type(self.epochs) is int and self.epochs >= 0, "an integer >= 0"),
@@ -171,7 +172,7 @@ class WeightFile:
         expected["golden.labels"] = (np.uint8, (GOLDEN_IMAGES,))
         expected["golden.logits"] = (np.float32, (GOLDEN_IMAGES, model.classes))
         for name in tensors.keys() - expected.keys():
-            raise _Flaw(f"tensor {name}: unknown, model {model.name!r} has no such tensor")
+            raise _Flaw(f"tensor {name!r}: unknown, model {model.name!r} has no such tensor")
         for name, (dtype, shape) in expected.items():
             _check_tensor(name, tensors.get(name), np.dtype(dtype), shape)
         if metadata["sha256"] != _digest(metadata, tensors):
@@ -201,8 +202,13 @@ class _Flaw(Exception):
     """What is wrong with the content; `read` adds the path."""
 
 
+def _open_at_once(path: str, flags: int) -> int:
+    # Opening a FIFO would otherwise wait for a writer, before it can be seen to be one.
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
 def _read_bounded(path: Path) -> bytes:
-    with path.open("rb") as file:
+    with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
             raise _Flaw("is not a regular file")
@@ -228,7 +234,7 @@ def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     for name, entry in entries:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise _Flaw(f"tensor {name}: has dtype {entry['dtype']}, expected F32 or U8")
+            raise _Flaw(f"tensor {name!r}: has dtype {entry['dtype']}, expected F32 or U8")
         tensors[name] = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
     return metadata or {}, tensors
 
@@ -246,6 +252,8 @@ def _read_metadata(metadata: dict[str, str]) -> tuple[Model, Training]:
     model = Model.from_json(metadata["model"])
     if model != model.folded:
         raise _Flaw("metadata model still has batch norm, expected it folded")
+    if math.prod(model.input) != PIXELS:
+        raise _Flaw(f"metadata model has input {model.input}, expected {PIXELS} pixels")
     try:
         training = json.loads(metadata["training"])
         labels = tuple(training.pop("labels"))

@@ -1,0 +1,54 @@
+"""The backends that one body of tests runs over, and a device that pads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+
+from lenet import reference
+from lenet.context import open_backend
+from lenet.weightfile import WeightFile
+
+
+@dataclass
+class ReferencePlan:
+    batch: int
+    weights: WeightFile
+
+    def logits(self, images: np.ndarray) -> np.ndarray:
+        assert 1 <= len(images) <= self.batch
+        return reference.logits(self.weights.model, self.weights.tensors, images)
+
+    def run(self, images: np.ndarray) -> np.ndarray:
+        return reference.softmax(self.logits(images))
+
+    def computed_rows(self, rows: int) -> int:
+        """As on a device with one captured graph a bucket: always all of the bucket."""
+        return self.batch
+
+
+class ReferenceBackend:
+    """NumPy in plain sight, float32."""
+
+    name = "reference"
+    tolerance = 1e-4
+
+    def __init__(self) -> None:
+        self.planned: list[int] = []
+
+    def plan(self, weights: WeightFile, batch: int) -> ReferencePlan:
+        self.planned.append(batch)
+        return ReferencePlan(batch, weights)
+
+
+@pytest.fixture
+def reference_backend():
+    return ReferenceBackend()
+
+
+@pytest.fixture(params=["reference", "cpu"])
+def backend(request):
+    """Every backend that this machine has."""
+    return ReferenceBackend() if request.param == "reference" else open_backend(request.param)

@@ -1,0 +1,229 @@
+from __future__ import annotations
+
+import dataclasses
+import gc
+import threading
+
+import numpy as np
+import pytest
+
+from lenet.context import BACKENDS, ExecutionContext, buckets, open_backend
+from lenet.errors import (
+    BackendUnavailable,
+    GoldenMismatch,
+    InvalidModel,
+    LeNetError,
+    WrongThread,
+)
+from lenet.model import Model
+from lenet.reference import softmax
+
+
+def on_another_thread(function, *arguments):
+    """The error that `function` raises on a thread of its own."""
+    errors = []
+
+    def work():
+        try:
+            function(*arguments)
+        except LeNetError as exc:
+            errors.append(exc)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    (error,) = errors
+    return error
+
+
+def edited(weights, *, logits=None, scale=1.0):
+    """`weights` whose golden logits are others."""
+    golden = weights.golden
+    logits = golden.logits * np.float32(scale) if logits is None else logits
+    return dataclasses.replace(weights, golden=dataclasses.replace(golden, logits=logits))
+
+
+@pytest.mark.parametrize(
+    ("largest", "expected"),
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (3, (1, 2, 3)),
+        (6, (1, 2, 4, 6)),
+        (8, (1, 2, 4, 8)),
+        (9, (1, 2, 4, 8, 9)),
+        (64, (1, 2, 4, 8, 16, 32, 64)),
+    ],
+)
+def test_buckets_are_powers_of_two_and_the_largest(largest, expected):
+    assert buckets(largest) == expected
+
+
+@pytest.mark.parametrize("largest", [0, -1])
+def test_there_are_no_buckets_when_the_largest_is_below_one(largest):
+    with pytest.raises(ValueError, match=f"largest bucket is {largest}"):
+        buckets(largest)
+
+
+def test_a_backend_is_opened_by_its_name_or_refused():
+    assert [open_backend(name).name for name in BACKENDS] == ["cpu", "cpu"]
+    with pytest.raises(BackendUnavailable, match=r"'tpu' is unknown, expected one of .*cpu"):
+        open_backend("tpu")
+
+
+def test_a_context_answers_any_number_of_rows_up_to_its_largest(backend, random_weights, tiny):
+    weights = random_weights(tiny)
+    images = np.random.default_rng(3).integers(0, 256, (6, 28, 28), np.uint8)
+    with ExecutionContext(backend, weights, 6) as context:
+        context.warm_up()
+        expected = backend.plan(weights, 6).run(images)
+        for rows in range(1, 7):
+            np.testing.assert_allclose(context.run(images[:rows]), expected[:rows], rtol=1e-5)
+        for rows in (0, 7):
+            with pytest.raises(AssertionError, match=f"bug: a batch of {rows} rows"):
+                context.run(np.zeros((rows, 28, 28), np.uint8))
+
+
+def test_every_bucket_is_planned_before_the_first_request(reference_backend, random_weights, tiny):
+    with ExecutionContext(reference_backend, random_weights(tiny), 6) as context:
+        context.warm_up()
+        assert reference_backend.planned == [1, 2, 4, 6]
+        context.run(np.zeros((3, 28, 28), np.uint8))
+        assert reference_backend.planned == [1, 2, 4, 6]
+
+
+def test_statistics_count_batches_rows_and_padding_when_the_device_pads(
+    reference_backend, random_weights, tiny
+):
+    with ExecutionContext(reference_backend, random_weights(tiny), 6) as context:
+        context.warm_up()
+        assert context.statistics.batches == 0, "warming up is not counted"
+        for rows in (1, 2, 3, 5, 6):
+            context.run(np.zeros((rows, 28, 28), np.uint8))
+        assert context.statistics.batches == 5
+        assert context.statistics.rows == 17
+        assert context.statistics.padding_rows == (4 - 3) + (6 - 5)
+        assert 0 < context.statistics.golden_error < 1e-5
+
+
+def test_weights_are_refused_when_the_backend_computes_other_logits(backend, random_weights, tiny):
+    wrong = edited(random_weights(tiny), scale=1.001)
+    with (
+        ExecutionContext(backend, wrong, 4) as context,
+        pytest.raises(GoldenMismatch, match=r"'tiny' on backend .*: golden logits differ by \d"),
+    ):
+        context.warm_up()
+
+
+@pytest.mark.parametrize("row", [0, 9])
+def test_weights_are_refused_when_a_single_golden_logit_differs(backend, random_weights, tiny, row):
+    weights = random_weights(tiny)
+    logits = weights.golden.logits.copy()
+    logits[row, 3] += np.abs(logits).max() * np.float32(1e-3)
+    with (
+        ExecutionContext(backend, edited(weights, logits=logits), 3) as context,
+        pytest.raises(GoldenMismatch),
+    ):
+        context.warm_up()
+
+
+def test_weights_are_refused_when_the_device_answers_nan(reference_backend, random_weights, tiny):
+    weights = random_weights(tiny)
+    tensors = {name: np.full_like(tensor, np.nan) for name, tensor in weights.tensors.items()}
+    with (
+        ExecutionContext(
+            reference_backend, dataclasses.replace(weights, tensors=tensors), 1
+        ) as context,
+        pytest.raises(GoldenMismatch, match="nan"),
+    ):
+        context.warm_up()
+
+
+def test_silent_weights_are_accepted_when_all_logits_are_zero(backend, random_weights, tiny):
+    weights = random_weights(tiny)
+    tensors = {name: np.zeros_like(tensor) for name, tensor in weights.tensors.items()}
+    golden = np.zeros_like(weights.golden.logits)
+    silent = dataclasses.replace(edited(weights, logits=golden), tensors=tensors)
+    with ExecutionContext(backend, silent, 2) as context:
+        context.warm_up()
+        assert context.statistics.golden_error == 0.0
+
+
+def test_new_weights_answer_from_the_next_batch_on_when_they_are_replaced(
+    backend, random_weights, tiny
+):
+    old, new = random_weights(tiny, 1), random_weights(tiny, 2)
+    images = new.golden.images[:4]
+    with ExecutionContext(backend, old, 4) as context:
+        context.warm_up()
+        before = context.run(images)
+        context.replace_weights(new)
+        assert context.weights is new
+        np.testing.assert_allclose(context.run(images), softmax(new.golden.logits[:4]), rtol=1e-4)
+        assert np.abs(context.run(images) - before).max() > 1e-3
+
+
+def test_the_old_weights_stay_when_the_new_ones_fail_their_proof(backend, random_weights, tiny):
+    old = random_weights(tiny, 1)
+    images = old.golden.images[:4]
+    with ExecutionContext(backend, old, 4) as context:
+        context.warm_up()
+        before, error = context.run(images), context.statistics.golden_error
+        with pytest.raises(GoldenMismatch):
+            context.replace_weights(edited(random_weights(tiny, 2), scale=2.0))
+        assert context.weights is old
+        assert context.statistics.golden_error == error
+        np.testing.assert_array_equal(context.run(images), before)
+
+
+def test_the_old_weights_stay_when_the_new_ones_are_of_another_network(
+    backend, random_weights, tiny
+):
+    old = random_weights(tiny)
+    other = random_weights("mlp")
+    with ExecutionContext(backend, old, 1) as context:
+        context.warm_up()
+        with pytest.raises(InvalidModel, match=r"'mlp' has another architecture .* 'tiny'"):
+            context.replace_weights(other)
+        assert context.weights is old
+        context.replace_weights(random_weights(Model("renamed", tiny.blocks)))
+
+
+def test_a_context_refuses_when_another_thread_uses_it(reference_backend, random_weights, tiny):
+    weights = random_weights(tiny)
+    with ExecutionContext(reference_backend, weights, 2) as context:
+        context.warm_up()
+        images = weights.golden.images[:1]
+        for method, arguments in (
+            (context.run, (images,)),
+            (context.warm_up, ()),
+            (context.replace_weights, (weights,)),
+            (context.close, ()),
+        ):
+            assert isinstance(on_another_thread(method, *arguments), WrongThread)
+        context.run(images)
+
+
+def test_a_closed_context_is_a_bug_when_used_and_closes_again(
+    reference_backend, random_weights, tiny
+):
+    context = ExecutionContext(reference_backend, random_weights(tiny), 1)
+    context.warm_up()
+    context.close()
+    context.close()
+    with pytest.raises(RuntimeError, match="bug: the execution context is closed"):
+        context.run(np.zeros((1, 28, 28), np.uint8))
+    with pytest.raises(RuntimeError, match="bug"):
+        context.warm_up()
+
+
+def test_a_context_warns_when_it_is_dropped_open(reference_backend, random_weights, tiny):
+    context = ExecutionContext(reference_backend, random_weights(tiny), 1)
+    with pytest.warns(ResourceWarning, match=r"ExecutionContext object at .* was not closed"):
+        del context
+
+
+def test_a_context_is_silent_when_it_could_not_be_made(reference_backend, random_weights, tiny):
+    with pytest.raises(ValueError, match="largest bucket"):
+        ExecutionContext(reference_backend, random_weights(tiny), 0)
+    gc.collect()

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import threading
+
+import numpy as np
+import pytest
+
+from lenet.cpu import CpuBackend
+from lenet.model import ARCHITECTURES
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_answer_is_the_same_to_the_bit_when_its_batch_differs(random_weights, name):
+    weights = random_weights(name)
+    images = np.random.default_rng(7).integers(0, 256, (64, 28, 28), np.uint8)
+    plan = CpuBackend().plan(weights, 64)
+    together = plan.run(images)
+    for rows in (1, 2, 3, 5, 8, 13, 31):
+        for start in (0, 17, 64 - rows):
+            part = slice(start, start + rows)
+            np.testing.assert_array_equal(plan.run(images[part]), together[part])
+    mixed = np.random.default_rng(8).permutation(64)
+    np.testing.assert_array_equal(plan.run(images[mixed]), together[mixed])
+
+
+def test_plans_share_a_session_when_their_weights_are_one_file(random_weights, tiny):
+    backend = CpuBackend()
+    one, two = backend.plan(random_weights(tiny), 1), backend.plan(random_weights(tiny), 2)
+    assert one.session is two.session
+    assert (one.batch, two.batch) == (1, 2)
+    assert backend.plan(random_weights(tiny, 5), 1).session is not one.session
+
+
+def test_nothing_is_padded_when_the_cpu_computes(random_weights, tiny):
+    plan = CpuBackend().plan(random_weights(tiny), 8)
+    assert [plan.computed_rows(rows) for rows in (1, 5, 8)] == [1, 5, 8]
+
+
+def test_several_threads_give_the_same_answers_when_they_compute_one_batch(random_weights):
+    weights = random_weights("lenet-6-16")
+    images = weights.golden.images
+    alone, threads = (CpuBackend(count).plan(weights, 10).run(images) for count in (1, 2))
+    np.testing.assert_allclose(threads, alone, rtol=1e-5)
+
+
+def test_a_session_answers_right_when_two_threads_run_it(random_weights):
+    weights = random_weights("lenet-6-16")
+    plan = CpuBackend().plan(weights, 10)
+    expected = plan.run(weights.golden.images)
+    found = []
+
+    def work():
+        found.extend(plan.run(weights.golden.images) for _ in range(20))
+
+    threads = [threading.Thread(target=work) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 40
+    assert all((answer == expected).all() for answer in found)

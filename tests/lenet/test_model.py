@@ -1,0 +1,268 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
+from lenet.errors import InvalidModel
+from lenet.model import ARCHITECTURES, Model, named, window_count
+
+LOGITS = DenseBlock(10, activation=IDENTITY)
+
+
+@pytest.mark.parametrize(
+    ("name", "outputs", "batch_norms", "parameters"),
+    [
+        ("lenet", [(20, 12, 12), (50, 4, 4), (500,), (10,)], 3, 432_790),
+        ("lenet-classic", [(20, 12, 12), (50, 4, 4), (500,), (10,)], 0, 431_080),
+        ("lenet-6-16", [(6, 12, 12), (16, 4, 4), (120,), (10,)], 0, 34_622),
+        ("cnn-32-64", [(32, 14, 14), (64, 7, 7), (128,), (10,)], 0, 421_642),
+        ("mlp", [(500,), (10,)], 0, 397_510),
+    ],
+)
+def test_an_architecture_is_what_its_source_says_when_it_is_named(
+    name, outputs, batch_norms, parameters
+):
+    model = named(name)
+    assert [shape.output for shape in model.shapes()] == outputs
+    assert sum(block.batch_norm for block in model.blocks) == batch_norms
+    sizes = [1] * len(model.parameters())
+    for place, shape in enumerate(model.parameters().values()):
+        for side in shape:
+            sizes[place] *= side
+    assert sum(sizes) == parameters
+    assert model.classes == 10
+
+
+def test_only_the_classic_lenet_has_no_activation_when_it_convolves():
+    linear = {
+        name
+        for name, model in ARCHITECTURES.items()
+        for block in model.blocks
+        if isinstance(block, ConvBlock) and block.activation != RELU
+    }
+    assert linear == {"lenet-classic"}
+
+
+def test_parameters_have_the_shapes_of_the_blocks_when_batch_norm_is_there():
+    model = Model("m", (ConvBlock(6, (5, 3), batch_norm=True), DenseBlock(7), LOGITS))
+    assert model.parameters() == {
+        "conv1.weight": (6, 1, 5, 3),
+        "conv1.gamma": (6,),
+        "conv1.beta": (6,),
+        "conv1.mean": (6,),
+        "conv1.variance": (6,),
+        "dense1.weight": (7, 6 * 24 * 26),
+        "dense1.bias": (7,),
+        "dense2.weight": (10, 7),
+        "dense2.bias": (10,),
+    }
+    assert list(model.folded.parameters())[:2] == ["conv1.weight", "conv1.bias"]
+
+
+def test_shapes_name_the_linear_value_when_pooling_follows():
+    (conv, _) = Model("m", (ConvBlock(6, (5, 5), pool=Pool("max")), LOGITS)).shapes()
+    assert (conv.name, conv.input, conv.linear, conv.output) == (
+        *("conv1", (1, 28, 28), (6, 24, 24)),
+        (6, 12, 12),
+    )
+
+
+def test_a_global_average_leaves_one_value_a_channel_when_it_pools():
+    model = Model("m", (ConvBlock(6, (5, 5), pool=Pool("global_average")), LOGITS))
+    assert model.shapes()[0].output == (6, 1, 1)
+
+
+def places(size, window, stride, padding, dilation):
+    """By the definition: every start at which the last tap is still inside the padded axis."""
+    reach = dilation * (window - 1) + 1
+    return sum(
+        start + reach <= size + 2 * padding for start in range(0, size + 2 * padding, stride)
+    )
+
+
+@given(
+    size=st.integers(1, 40),
+    window=st.integers(1, 8),
+    stride=st.integers(1, 5),
+    padding=st.integers(0, 5),
+    dilation=st.integers(1, 4),
+)
+def test_a_window_fits_as_often_as_one_can_count(size, window, stride, padding, dilation):
+    counted = places(size, window, stride, padding, dilation)
+    assert max(window_count(size, window, stride, padding, dilation), 0) == counted
+
+
+@given(data=st.data())
+def test_shapes_follow_the_formula_when_the_geometry_is_drawn(networks, data):
+    model = data.draw(networks)
+    size = (28, 28)
+    channels = 1
+    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+        if isinstance(block, DenseBlock):
+            assert shape.output == shape.linear == (block.units,)
+            continue
+        assert shape.input == (channels, *size)
+        axes = zip(size, block.kernel, block.stride, block.padding, block.dilation, strict=True)
+        size, channels = tuple(places(*axis) for axis in axes), block.channels
+        assert shape.linear == (channels, *size)
+        if block.pool is not None and block.pool.kind == "global_average":
+            size = (1, 1)
+        elif block.pool is not None:
+            pool = block.pool
+            axes = zip(size, pool.size, pool.stride, pool.padding, (1, 1), strict=True)
+            size = tuple(places(*axis) for axis in axes)
+        assert shape.output == (channels, *size)
+
+
+@given(data=st.data())
+def test_a_description_is_read_back_alike_when_it_was_written(networks, data):
+    model = data.draw(networks)
+    assert Model.from_json(model.to_json()) == model
+    assert Model.from_json(model.to_json()).to_json() == model.to_json()
+
+
+@pytest.mark.parametrize(
+    ("blocks", "sentence"),
+    [
+        ((), "it has no blocks"),
+        ((ConvBlock(6, (5, 5)),), "the last block must be dense"),
+        ((DenseBlock(10),), "the last block must be dense"),
+        ((DenseBlock(10, True, IDENTITY),), "the last block must be dense"),
+        (
+            (DenseBlock(5), ConvBlock(6, (5, 5)), LOGITS),
+            "model 'm', conv1: a convolution cannot follow a dense block",
+        ),
+        (
+            (ConvBlock(6, (5, 5)), ConvBlock(6, (13, 3), dilation=(2, 1)), LOGITS),
+            r"conv2: a kernel of \(13, 3\) with dilation \(2, 1\) does not fit an image of \(24, ",
+        ),
+        (
+            (ConvBlock(6, (27, 27), pool=Pool("max", (3, 3))), LOGITS),
+            r"conv1: a pooling window of \(3, 3\) with padding \(0, 0\) does not fit an image of",
+        ),
+        (
+            (ConvBlock(1, (1, 1), padding=(5000, 5000)), LOGITS),
+            r"conv1: it makes values of shape \(1, 10028, 10028\) from an image, expected at most",
+        ),
+        (
+            (ConvBlock(60000, (1, 1)), LOGITS),
+            r"conv1: it makes values of shape \(60000, 28, 28\)",
+        ),
+    ],
+)
+def test_a_network_is_refused_in_a_sentence_when_it_is_impossible(blocks, sentence):
+    with pytest.raises(InvalidModel, match=sentence):
+        Model("m", blocks)
+
+
+def test_an_unknown_name_is_refused_with_those_there_are_when_asked_for():
+    with pytest.raises(InvalidModel, match="'alexnet' is unknown, expected one of lenet, lenet-cl"):
+        named("alexnet")
+
+
+def test_a_fingerprint_tells_networks_apart_and_nothing_else_when_served():
+    lenet = named("lenet")
+    assert lenet.fingerprint() == lenet.folded.fingerprint()
+    assert lenet.fingerprint() == Model("other", lenet.blocks).fingerprint()
+    prints = {model.fingerprint() for model in ARCHITECTURES.values()}
+    assert len(prints) == len(ARCHITECTURES)
+
+
+def described(**changes):
+    return {**json.loads(named("lenet-6-16").to_json()), **changes}
+
+
+def with_block(index, **changes):
+    description = described()
+    description["blocks"][index].update(changes)
+    return description
+
+
+def without(description, *path):
+    inner = description
+    for key in path[:-1]:
+        inner = inner[key]
+    del inner[path[-1]]
+    return description
+
+
+@pytest.mark.parametrize(
+    "description",
+    [
+        "",
+        "[]",
+        "7",
+        "null",
+        "{",
+        "[" * 100_000,
+        described(name=5),
+        described(name=None),
+        described(input=[1, 28]),
+        described(input=[1, 28, 28.0]),
+        described(input=[1, 28, 0]),
+        described(input=None),
+        described(input=7),
+        described(blocks=None),
+        described(blocks=[]),
+        described(blocks=[7]),
+        described(blocks={"type": "dense"}),
+        described(extra=1),
+        without(described(), "name"),
+        without(described(), "input"),
+        without(described(), "blocks"),
+        without(described(), "blocks", 0, "type"),
+        without(described(), "blocks", 0, "channels"),
+        without(described(), "blocks", 0, "pool"),
+        without(described(), "blocks", 0, "activation"),
+        without(described(), "blocks", 0, "batch_norm"),
+        with_block(0, type="lstm"),
+        with_block(0, type=["conv"]),
+        with_block(0, batch_norm=0),
+        with_block(0, batch_norm="false"),
+        with_block(0, channels="6"),
+        with_block(0, extra=1),
+        with_block(0, activation="relu"),
+        with_block(0, activation={"kind": "relu", "parameter": None}),
+        with_block(0, activation={"kind": "relu", "parameter": 10**400}),
+        with_block(0, activation={"kind": "relu", "slope": 1.0}),
+        with_block(0, pool={"kind": "max", "size": 2}),
+        with_block(0, pool=[]),
+        with_block(0, dilation=[2**70, 1]),
+        with_block(0, kernel=["5", 5]),
+    ],
+)
+def test_a_description_is_refused_when_it_describes_no_network(description):
+    text = description if isinstance(description, str) else json.dumps(description)
+    with pytest.raises(InvalidModel):
+        Model.from_json(text)
+
+
+@given(data=st.data())
+def test_a_description_is_read_or_refused_when_any_value_in_it_is_replaced(networks, data):
+    description = json.loads(data.draw(networks).to_json())
+    description["blocks"][0].setdefault("pool", None)
+    spot = data.draw(st.sampled_from(["name", "input", "blocks", *description["blocks"][0]]))
+    anything = st.recursive(
+        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+        max_leaves=4,
+    )
+    owner = description if spot in description else description["blocks"][0]
+    owner[spot] = data.draw(anything)
+    try:
+        model = Model.from_json(json.dumps(description))
+    except InvalidModel:
+        return
+    assert Model.from_json(model.to_json()) == model
+
+
+def test_activations_tell_models_apart_when_their_parameters_differ():
+    def model(parameter):
+        return Model("m", (DenseBlock(5, activation=Activation("elu", parameter)), LOGITS))
+
+    assert model(1.0).fingerprint() != model(2.0).fingerprint()
+    assert model(1).fingerprint() == model(1.0).fingerprint()

@@ -1,0 +1,509 @@
+"""The weight file: what it keeps, and every attack that its docstring names.
+
+`signed` writes a file by the format's own description, not by `WeightFile.to_bytes`: a lie with a
+true checksum is the hostile one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+import pickle
+import random
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.numpy import load, save
+
+from lenet.errors import InvalidWeightFile
+from lenet.model import ARCHITECTURES, named
+from lenet.weightfile import MAX_FILE_BYTES, MAX_HEADER_BYTES, Training, WeightFile
+
+
+@pytest.fixture(scope="module")
+def weights(random_weights, tiny):
+    return random_weights(tiny)
+
+
+@pytest.fixture(scope="module")
+def content(weights):
+    return weights.to_bytes()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("weights")
+
+
+def parts_of(content):
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def assembled(header, data):
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def signed(content, *, metadata=(), tensors=(), drop=()):
+    """A file with changed metadata and tensors, less those in `drop`, and a true sha256."""
+    header, _ = parts_of(content)
+    arrays = {
+        name: value
+        for name, value in {**load(content), **dict(tensors)}.items()
+        if name not in drop
+    }
+    told = {
+        key: value
+        for key, value in {**header["__metadata__"], **dict(metadata)}.items()
+        if key not in drop
+    }
+    told.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    for name in sorted(arrays):
+        value = arrays[name]
+        digest.update(f"{name} {value.dtype.str} {value.shape}\n".encode() + value.tobytes())
+    return save(arrays, {**told, "sha256": digest.hexdigest()})
+
+
+def refusal(path: Path, content: bytes | None = None) -> str:
+    """What `read` says to a file of `content`, less the path it starts with."""
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(InvalidWeightFile) as caught:
+        WeightFile.read(path)
+    start, _, rest = str(caught.value).partition(": ")
+    assert start == str(path), "the message starts with the file"
+    assert rest
+    return rest
+
+
+# --- what it keeps
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_everything_is_read_back_when_it_was_written(random_weights, tmp_path, name):
+    weights = random_weights(name)
+    path = tmp_path / "deep" / "folder" / "1.safetensors"
+    weights.write(path)
+    found = WeightFile.read(path)
+    assert found.model == weights.model
+    assert found.training == weights.training
+    assert list(found.tensors) == list(weights.model.parameters())
+    for key, tensor in weights.tensors.items():
+        np.testing.assert_array_equal(found.tensors[key], tensor)
+    for part in ("images", "labels", "logits"):
+        stored, drawn = getattr(found.golden, part), getattr(weights.golden, part)
+        np.testing.assert_array_equal(stored, drawn)
+        assert stored.dtype == drawn.dtype
+    assert found.to_bytes() == path.read_bytes()
+    assert found.digest() == hashlib.sha256(path.read_bytes()).hexdigest() == weights.digest()
+
+
+def test_the_bytes_are_the_same_when_written_again(weights, content, tmp_path):
+    assert all(weights.to_bytes() == content for _ in range(20))
+    reordered = dataclasses.replace(
+        weights, tensors={name: weights.tensors[name].copy() for name in reversed(weights.tensors)}
+    )
+    reordered.write(tmp_path / "1.safetensors")
+    assert (tmp_path / "1.safetensors").read_bytes() == content
+
+
+def test_the_file_can_be_read_by_all_when_it_was_written(weights, tmp_path):
+    path = tmp_path / "1.safetensors"
+    weights.write(path)
+    assert path.stat().st_mode & 0o777 == 0o644
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_description_of_the_format_is_enough_when_one_writes_a_file(content, folder):
+    path = folder / "by-hand.safetensors"
+    path.write_bytes(signed(content))
+    assert WeightFile.read(path).to_bytes() == content
+
+
+def test_tensors_cannot_be_exchanged_when_they_were_read(content, folder):
+    path = folder / "frozen.safetensors"
+    path.write_bytes(content)
+    found = WeightFile.read(path)
+    with pytest.raises(TypeError):
+        found.tensors["dense1.bias"] = 0
+    with pytest.raises(ValueError, match="read-only"):
+        found.tensors["dense1.bias"][0] = 0
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), KeyboardInterrupt()])
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_the_old_file_stays_alone_when_writing_fails_in_the_middle(
+    random_weights, weights, tiny, tmp_path, monkeypatch, error, failing
+):
+    path = tmp_path / "1.safetensors"
+    weights.write(path)
+
+    def fail(*_):
+        raise error
+
+    if failing == "fsync":
+        monkeypatch.setattr(os, "fsync", fail)
+    else:
+        monkeypatch.setattr(Path, "replace", fail)
+    with pytest.raises(type(error)):
+        random_weights(tiny, 9).write(path)
+    monkeypatch.undo()
+    assert path.read_bytes() == weights.to_bytes()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_writing_fails_with_its_own_error_when_the_temporary_is_gone_too(
+    weights, tmp_path, monkeypatch
+):
+    def vanish(self, _):
+        self.unlink()
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(Path, "replace", vanish)
+    with pytest.raises(OSError, match="Input/output error"):
+        weights.write(tmp_path / "1.safetensors")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- what is no file, or no such file
+
+
+def test_a_missing_file_is_refused(folder):
+    assert refusal(folder / "absent.safetensors") == "cannot be read (No such file or directory)"
+
+
+def test_a_folder_is_refused(folder):
+    assert refusal(folder) == "cannot be read (Is a directory)"
+
+
+def test_an_unreadable_file_is_refused(content, folder, monkeypatch):
+    def refuse(*_, **__):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr("lenet.weightfile.os.open", refuse)
+    assert refusal(folder / "any.safetensors") == "cannot be read (Permission denied)"
+
+
+def test_a_link_to_itself_is_refused(folder):
+    path = folder / "loop.safetensors"
+    path.symlink_to(path)
+    assert "Too many levels of symbolic links" in refusal(path)
+
+
+def test_a_fifo_is_refused_without_waiting_when_nobody_writes_to_it(folder):
+    path = folder / "fifo.safetensors"
+    os.mkfifo(path)
+    assert refusal(path) == "is not a regular file"
+
+
+def test_a_device_is_refused():
+    assert refusal(Path("/dev/zero")) == "is not a regular file"
+
+
+def test_a_sparse_file_of_ten_gigabytes_is_refused_unread(content, folder):
+    path = folder / "sparse.safetensors"
+    path.write_bytes(content)
+    try:
+        os.truncate(path, 10 * 2**30)
+    except OSError as exc:
+        pytest.skip(f"this filesystem holds no sparse files: {exc}")
+    assert refusal(path) == f"has {10 * 2**30} bytes, expected at most {MAX_FILE_BYTES}"
+
+
+# --- bytes that are no weight file
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps({"dense1.weight": [1.0]}, protocol=4),
+        pickle.dumps({"dense1.weight": [1.0]}, protocol=0),
+        b"\x93NUMPY\x01\x00v\x00{'descr': '<f4'}",
+        b"PK\x03\x04" + bytes(100),
+        b"",
+        b"\0",
+        bytes(8),
+        bytes(100),
+        struct.pack("<Q", 2) + b"{}",
+        struct.pack("<Q", 2) + b"[]",
+        struct.pack("<Q", 2) + b"\xff\xff",
+        struct.pack("<Q", 100_000) + b"[" * 100_000,
+        struct.pack("<Q", 2**63) + b"{}" + bytes(100),
+        struct.pack("<Q", 2**64 - 1) + b"{}" + bytes(100),
+        struct.pack("<Q", 103) + b"{}" + bytes(100),
+        struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}".ljust(MAX_HEADER_BYTES + 1),
+    ],
+    ids=lambda data: repr(data[:12]),
+)
+def test_foreign_bytes_are_refused(folder, data):
+    message = refusal(folder / "foreign.safetensors", data)
+    assert "safetensors file" in message or "metadata format_version is missing" in message
+
+
+def test_a_pickle_is_not_run_when_it_is_disguised(folder, tmp_path):
+    class Bomb:
+        def __reduce__(self):
+            return (os.mkdir, (str(tmp_path / "bang"),))
+
+    assert "safetensors" in refusal(folder / "bomb.safetensors", pickle.dumps(Bomb()))
+    assert not (tmp_path / "bang").exists()
+
+
+def test_a_header_is_refused_unread_when_it_claims_too_much(folder):
+    message = refusal(folder / "header.safetensors", struct.pack("<Q", 2**62) + b"{}")
+    assert f"its header claims {2**62} bytes, the file has 10" in message
+
+
+def test_a_file_is_refused_when_it_is_cut_off_anywhere(content, folder):
+    header_end = 8 + struct.unpack("<Q", content[:8])[0]
+    draw = random.Random(1)
+    lengths = [*range(0, header_end, 7), *range(header_end - 3, header_end + 3), len(content) - 1]
+    lengths += [draw.randrange(header_end, len(content)) for _ in range(100)]
+    for length in lengths:
+        refusal(folder / "cut.safetensors", content[:length])
+
+
+def test_a_file_is_refused_when_bytes_follow_it(content, folder):
+    refusal(folder / "longer.safetensors", content + b"\0")
+
+
+def test_a_file_is_refused_when_any_bit_is_flipped(content, folder):
+    header_end = 8 + struct.unpack("<Q", content[:8])[0]
+    draw = random.Random(2)
+    places = [*range(header_end), *(draw.randrange(header_end, len(content)) for _ in range(400))]
+    for place in places:
+        flipped = bytearray(content)
+        flipped[place] ^= 1 << draw.randrange(8)
+        refusal(folder / "flipped.safetensors", bytes(flipped))
+
+
+@given(data=st.binary(max_size=300))
+def test_noise_is_refused_when_it_pretends_to_have_a_header(folder, data):
+    refusal(folder / "noise.safetensors", data)
+    refusal(folder / "noise.safetensors", struct.pack("<Q", len(data)) + data)
+
+
+# --- tensors that are not the model's
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.logits"])
+def test_a_tensor_is_refused_by_name_and_place_when_it_holds_no_number(
+    content, folder, name, value
+):
+    tensor = load(content)[name].copy()
+    place = tuple(side - 1 for side in tensor.shape)
+    tensor[place] = value
+    message = refusal(folder / "nan.safetensors", signed(content, tensors={name: tensor}))
+    assert message == f"tensor {name}: holds {value} at {place}, expected finite numbers"
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("dense1.bias", np.zeros(11, np.float32), r"has shape (11,), expected (10,)"),
+        ("dense1.bias", np.zeros((10, 1), np.float32), r"has shape (10, 1), expected (10,)"),
+        ("dense1.bias", np.zeros((), np.float32), r"has shape (), expected (10,)"),
+        ("dense1.weight", np.zeros((784, 10), np.float32), "has shape (784, 10), expected (10, 7"),
+        ("dense1.bias", np.zeros(10, np.uint8), "has dtype uint8, expected float32"),
+        ("golden.images", np.zeros((10, 28, 28), np.float32), "has dtype float32, expected uint8"),
+        ("golden.images", np.zeros((9, 28, 28), np.uint8), "has shape (9, 28, 28), expected (10,"),
+        ("golden.labels", np.full(10, 10, np.uint8), "holds 10, expected classes 0 to 9"),
+        ("golden.logits", np.zeros((10, 9), np.float32), "has shape (10, 9), expected (10, 10)"),
+    ],
+)
+def test_a_tensor_is_refused_by_name_when_it_is_not_the_models(
+    content, folder, name, tensor, message
+):
+    told = refusal(folder / "tensor.safetensors", signed(content, tensors={name: tensor}))
+    assert told.startswith(f"tensor {name}: {message}")
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "int64", "bool"])
+def test_a_tensor_is_refused_when_its_dtype_has_no_place_in_the_format(content, folder, dtype):
+    lie = signed(content, tensors={"dense1.bias": np.zeros(10, dtype)})
+    message = refusal(folder / "dtype.safetensors", lie)
+    assert message.startswith("tensor 'dense1.bias': has dtype ")
+    assert message.endswith("expected F32 or U8")
+
+
+@pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.images", "golden.logits"])
+def test_a_file_is_refused_when_a_tensor_is_missing(content, folder, name):
+    told = refusal(folder / "missing.safetensors", signed(content, drop=[name]))
+    assert told == f"tensor {name}: missing"
+
+
+@pytest.mark.parametrize("name", ["dense2.weight", "dense1.mean", "a\nb", ""])
+def test_a_file_is_refused_when_a_tensor_is_unknown(content, folder, name):
+    lie = signed(content, tensors={name: np.zeros(3, np.float32)})
+    told = refusal(folder / "unknown.safetensors", lie)
+    assert told == f"tensor {name!r}: unknown, model 'tiny' has no such tensor"
+
+
+def moved(content, name, change):
+    """The file with the offsets of one tensor changed, and nothing else."""
+    header, data = parts_of(content)
+    header[name]["data_offsets"] = change(*header[name]["data_offsets"])
+    return assembled(header, data)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda start, stop: [start - 4, stop - 4],
+        lambda start, stop: [start + 4, stop + 4],
+        lambda start, stop: [8, 8 + stop - start],
+        lambda start, stop: [stop, start],
+        lambda start, stop: [start, stop + 2**40],
+        lambda start, stop: [-4, stop],
+        lambda start, stop: [start, 2**64 - 1],
+    ],
+)
+@pytest.mark.parametrize("name", ["dense1.bias", "golden.labels"])
+def test_a_file_is_refused_when_tensors_overlap_or_leave_holes(content, folder, name, change):
+    told = refusal(folder / "offsets.safetensors", moved(content, name, change))
+    assert told.startswith("is not a valid safetensors file (")
+
+
+def test_a_file_is_refused_when_a_hole_hides_between_its_tensors(content, folder):
+    header, data = parts_of(content)
+    entries = [entry for name, entry in header.items() if name != "__metadata__"]
+    last = max(entries, key=lambda entry: entry["data_offsets"][0])
+    last["data_offsets"] = [offset + 8 for offset in last["data_offsets"]]
+    cut = last["data_offsets"][0] - 8
+    told = refusal(
+        folder / "hole.safetensors", assembled(header, data[:cut] + b"payload!" + data[cut:])
+    )
+    assert told.startswith("is not a valid safetensors file (")
+
+
+@pytest.mark.parametrize("shape", [[2**62, 2**62], [-10], [10.0], "10", [[10]]])
+def test_a_file_is_refused_when_a_shape_overflows_or_is_none(content, folder, shape):
+    header, data = parts_of(content)
+    header["dense1.bias"]["shape"] = shape
+    told = refusal(folder / "shape.safetensors", assembled(header, data))
+    assert told.startswith("is not a valid safetensors file (")
+
+
+# --- metadata that is missing, unknown or lies
+
+
+KEYS = ["format_version", "model", "batch_norm", "training"]
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_a_file_is_refused_when_metadata_is_missing(content, folder, key):
+    told = refusal(folder / "metadata.safetensors", signed(content, drop=[key]))
+    assert told == f"metadata {key} is missing"
+
+
+def test_a_file_is_refused_when_it_bears_no_checksum_or_no_metadata(content, folder):
+    header, data = parts_of(content)
+    del header["__metadata__"]["sha256"]
+    told = refusal(folder / "metadata.safetensors", assembled(header, data))
+    assert told == "metadata sha256 is missing"
+    for empty in ({"__metadata__": {}}, {"__metadata__": None}, {}):
+        header.pop("__metadata__", None)
+        told = refusal(folder / "metadata.safetensors", assembled({**header, **empty}, data))
+        assert told == "metadata format_version is missing"
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"extra": "1"}, "metadata 'extra' is unknown"),
+        ({"format_version": "2"}, "metadata format_version is '2', expected '1'"),
+        ({"batch_norm": "present"}, "metadata batch_norm is 'present', expected 'folded'"),
+        ({"model": "{}"}, "model: the description cannot be read"),
+        ({"model": "[" * 50_000}, "model: the description cannot be read"),
+        ({"training": "{}"}, "metadata training cannot be read"),
+        ({"training": "[]"}, "metadata training cannot be read"),
+        ({"training": "7"}, "metadata training cannot be read"),
+        ({"training": "["}, "metadata training cannot be read"),
+        ({"training": "[" * 50_000}, "metadata training cannot be read"),
+    ],
+)
+def test_metadata_is_refused_when_it_is_not_the_formats(content, folder, metadata, message):
+    told = refusal(folder / "metadata.safetensors", signed(content, metadata=metadata))
+    assert told.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("dataset_sha256", "0" * 63, "dataset_sha256 is .* expected 64 hex digits"),
+        ("dataset_sha256", int("1" * 64), "dataset_sha256 is .* expected 64 hex digits"),
+        ("seed", -1, "seed is -1, expected an integer >= 0"),
+        ("seed", 1.5, "seed is 1.5"),
+        ("seed", True, "seed is True"),
+        ("command", None, "command is None, expected a string"),
+        ("epochs", "3", "epochs is '3'"),
+        ("accuracy", 1.01, "accuracy is 1.01, expected a number from 0.0 to 1.0"),
+        ("accuracy", float("nan"), "accuracy is nan"),
+        ("accuracy", "0.99", "accuracy is '0.99'"),
+        ("labels", list(range(10)), "labels is .*, expected strings"),
+        ("labels", 10, "metadata training cannot be read"),
+        ("labels", ["0"] * 9, "metadata labels are 9, expected 10 as model 'tiny' has classes"),
+        ("labels", ["0"] * 11, "metadata labels are 11, expected 10"),
+        ("extra", 1, "metadata training cannot be read"),
+    ],
+)
+def test_a_pedigree_is_refused_when_it_lies(content, weights, folder, key, value, message):
+    training = {**dataclasses.asdict(weights.training), key: value}
+    lie = signed(content, metadata={"training": json.dumps(training)})
+    path = folder / "training.safetensors"
+    path.write_bytes(lie)
+    with pytest.raises(InvalidWeightFile, match=message):
+        WeightFile.read(path)
+
+
+def test_a_file_is_refused_when_its_model_still_has_batch_norm(random_weights, folder):
+    lenet = random_weights("lenet")
+    lie = signed(lenet.to_bytes(), metadata={"model": named("lenet").to_json()})
+    told = refusal(folder / "unfolded.safetensors", lie)
+    assert told == "metadata model still has batch norm, expected it folded"
+
+
+def test_a_file_is_refused_when_it_names_another_model(content, folder):
+    lie = signed(content, metadata={"model": named("mlp").to_json()})
+    told = refusal(folder / "model.safetensors", lie)
+    assert told == "tensor dense1.weight: has shape (10, 784), expected (500, 784)"
+
+
+@pytest.mark.parametrize("shape", [[1, 14, 14], [1, 56, 56], [3, 28, 28]])
+def test_a_file_is_refused_when_its_model_takes_other_images(content, weights, folder, shape):
+    model = {**json.loads(weights.model.to_json()), "input": shape}
+    tensors = {"dense1.weight": np.zeros((10, int(np.prod(shape))), np.float32)}
+    lie = signed(content, metadata={"model": json.dumps(model)}, tensors=tensors)
+    told = refusal(folder / "input.safetensors", lie)
+    assert told == f"metadata model has input {tuple(shape)}, expected 784 pixels"
+
+
+def test_a_file_is_refused_when_a_small_model_would_take_all_memory(content, weights, folder):
+    model = json.loads(named("lenet-6-16").to_json())
+    model["blocks"][0]["padding"] = [60_000, 60_000]
+    told = refusal(
+        folder / "vast.safetensors", signed(content, metadata={"model": json.dumps(model)})
+    )
+    assert "conv1: it makes values of shape (6, 120024, 120024)" in told
+
+
+def test_a_file_is_refused_when_content_was_edited_after_it_was_signed(content, folder):
+    header, data = parts_of(content)
+    changes = {"training": header["__metadata__"]["training"].replace("0.5", "0.9")}
+    edited = {**header, "__metadata__": {**header["__metadata__"], **changes}}
+    told = refusal(folder / "edited.safetensors", assembled(edited, data))
+    assert told == "metadata sha256 does not match the content: the file was damaged or edited"
+
+
+def test_training_is_refused_where_it_is_known_when_a_value_is_wrong():
+    with pytest.raises(ValueError, match="epochs is -1, expected an integer >= 0"):
+        Training("0" * 64, 0, "", -1, 0.5, ("0",))
