@@ -1,4 +1,3 @@
-# syntax=docker/dockerfile:1
 # The service on its committed weights. EXTRAS picks what it can run on:
 #   docker build .                                   the CPU backend
 #   docker build --build-arg EXTRAS='[cuda12]' .     NVIDIA GPUs, CUDA 12
