@@ -6,10 +6,9 @@ provider: that would be another backend under this one's name.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
-
-import onnxruntime
 
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
 from lenet.pixels import Images, Logits, Probabilities
@@ -45,6 +44,12 @@ class CpuBackend:
     tolerance = 1e-4
 
     def __init__(self, threads: int = 1) -> None:
+        # Since 1.29 the runtime sends usage data and stores an identifier unless this is set
+        # before it is loaded; whoever wants that sets it to 0.
+        os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
+        import onnxruntime
+
+        self._open_session = onnxruntime.InferenceSession
         self._options = onnxruntime.SessionOptions()
         self._options.intra_op_num_threads = threads
         self._options.inter_op_num_threads = 1
@@ -56,7 +61,7 @@ class CpuBackend:
     def plan(self, weights: WeightFile, batch: int) -> CpuPlan:
         """A plan for up to `batch` rows; the plans of one weight file share a session."""
         if self._latest is None or self._latest[0] is not weights:
-            session = onnxruntime.InferenceSession(
+            session = self._open_session(
                 onnx_model(weights).SerializeToString(),
                 self._options,
                 providers=["CPUExecutionProvider"],
