@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from lenet.model import ARCHITECTURES
+from service import errors
+from service.errors import ServiceError
+from service.metrics import CONTENT_TYPE, Metrics, Protocol, Stage
+from service.policy import CutReason
+
+ROOT = Path(__file__).parents[2]
+
+# facts: 1 - 1.5 - 2 - 3 - 5 - 7 a decade, from 50 us to 5 s.
+REQUEST_BOUNDS = [
+    *("5e-05", "7e-05", "0.0001", "0.00015", "0.0002", "0.0003", "0.0005", "0.0007"),
+    *("0.001", "0.0015", "0.002", "0.003", "0.005", "0.007"),
+    *("0.01", "0.015", "0.02", "0.03", "0.05", "0.07"),
+    *("0.1", "0.15", "0.2", "0.3", "0.5", "0.7", "1.0", "1.5", "2.0", "3.0", "5.0", "+Inf"),
+]
+
+
+@pytest.fixture
+def registry():
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry):
+    return Metrics(registry)
+
+
+def samples(metrics):
+    return [
+        sample
+        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for sample in family.samples
+    ]
+
+
+def bounds(metrics, name):
+    return [sample.labels["le"] for sample in samples(metrics) if sample.name == f"{name}_bucket"]
+
+
+def codes():
+    return {
+        kind.code
+        for kind in vars(errors).values()
+        if isinstance(kind, type) and issubclass(kind, ServiceError)
+    }
+
+
+def test_the_series_stay_below_600_when_everything_has_been_seen(metrics):
+    for protocol in get_args(Protocol):
+        for outcome in ("ok", *codes()):
+            metrics.request_done(protocol, outcome)
+        metrics.request_timed(protocol, dict.fromkeys(get_args(Stage), 0.1), 0.4)
+    for phase in ("weights", "contexts", "listen", "total"):
+        metrics.started(phase, 1.0)
+    for model in ARCHITECTURES:
+        metrics.model_loaded(model, "1", "0" * 64, 2, 1e-7)
+        observer = metrics.of_model(model)
+        for reason in get_args(CutReason):
+            observer.batch_cut(3, reason, 4, 1)
+        observer.batch_done(3, 0.1, 0)
+        for reason in ("cancelled", "late"):
+            observer.rows_dropped(1, reason)
+    seen = samples(metrics)
+    assert len(codes()) >= 10
+    assert 300 < len(seen) < 600
+    assert not [sample.name for sample in seen if sample.name.endswith("_created")]
+
+
+def test_labels_come_from_closed_sets_when_their_names_are_listed(metrics):
+    test_the_series_stay_below_600_when_everything_has_been_seen(metrics)
+    names = {
+        label
+        for sample in samples(metrics)
+        if sample.name.startswith("lenet_")
+        for label in sample.labels
+    }
+    assert names == {
+        *("protocol", "outcome", "stage", "le", "model", "reason"),
+        *("phase", "version", "sha256"),
+    }
+
+
+def test_every_series_of_ours_bears_the_name_of_its_unit(metrics):
+    test_the_series_stay_below_600_when_everything_has_been_seen(metrics)
+    families = text_string_to_metric_families(metrics.exposition().decode())
+    for family in families:
+        if family.name.startswith("lenet_") and "duration" in family.name:
+            assert family.name.endswith("_seconds")
+        assert family.documentation
+
+
+def test_latency_bounds_are_the_agreed_ones_when_exposed(metrics):
+    metrics.request_timed("http", {"decode": 0.001}, 0.002)
+    assert bounds(metrics, "lenet_request_duration_seconds") == REQUEST_BOUNDS
+    with_device = ["1e-05", "2e-05", "3e-05", *REQUEST_BOUNDS]
+    assert bounds(metrics, "lenet_stage_duration_seconds") == with_device
+    assert bounds(metrics, "lenet_batch_duration_seconds") == with_device
+
+
+def test_batch_sizes_have_a_bucket_for_each_power_of_two_when_exposed(metrics):
+    expected = [str(float(2**exponent)) for exponent in range(11)] + ["+Inf"]
+    assert bounds(metrics, "lenet_batch_rows") == expected
+
+
+def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, registry):
+    observer = metrics.of_model("lenet")
+    observer.batch_cut(48, "full", 7, 2)
+    value = registry.get_sample_value
+    assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
+    observer.batch_done(48, 0.0015, 1)
+    observer.rows_dropped(5, "late")
+    assert value("lenet_batches_total", {"model": "lenet", "reason": "full"}) == 1
+    assert value("lenet_batch_rows_count") == 1
+    assert value("lenet_batch_rows_sum") == 48
+    assert value("lenet_batch_rows_bucket", {"le": "32.0"}) == 0
+    assert value("lenet_batch_rows_bucket", {"le": "64.0"}) == 1
+    assert value("lenet_batch_duration_seconds_sum") == 0.0015
+    assert value("lenet_images_total", {"model": "lenet"}) == 48
+    assert value("lenet_queue_rows", {"model": "lenet"}) == 7
+    assert value("lenet_contexts_busy", {"model": "lenet"}) == 1
+    assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
+
+
+def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, registry):
+    metrics.model_loaded("mlp", "7", "ab" * 32, 3, 2e-7)
+    metrics.started("weights", 0.5)
+    value = registry.get_sample_value
+    told = {"model": "mlp", "version": "7", "sha256": "ab" * 32}
+    assert value("lenet_model_info", told) == 1
+    assert value("lenet_contexts", {"model": "mlp"}) == 3
+    assert value("lenet_contexts_busy", {"model": "mlp"}) == 0
+    assert value("lenet_queue_rows", {"model": "mlp"}) == 0
+    assert value("lenet_golden_error", {"model": "mlp"}) == 2e-7
+    assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
+
+
+def test_the_process_is_watched_when_it_is_alone(metrics):
+    assert "process_resident_memory_bytes" in metrics.exposition().decode()
+    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
+
+
+def test_two_registries_do_not_meet_when_two_services_run_in_one_process():
+    one, two = Metrics(CollectorRegistry()), Metrics(CollectorRegistry())
+    one.request_done("http", "ok")
+    assert b'outcome="ok"' in one.exposition()
+    assert b'outcome="ok"' not in two.exposition()
+
+
+def test_the_shared_folder_alone_is_told_when_there_is_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    metrics = Metrics(CollectorRegistry())
+    metrics.request_done("http", "ok")
+    assert metrics.exposition() == b"", "this process was not started as one of several"
+
+
+WORKER = """
+import sys
+from prometheus_client import CollectorRegistry
+from service.metrics import Metrics
+rows = int(sys.argv[1])
+metrics = Metrics(CollectorRegistry())
+if rows:
+    metrics.model_loaded("lenet", "1", "ab", 2, 1e-7)
+    metrics.started("weights", rows / 10)
+    metrics.request_done("http", "ok")
+    metrics.request_timed("http", {"decode": 0.1}, 0.5)
+    observer = metrics.of_model("lenet")
+    observer.batch_cut(rows, "full", rows, 1)
+    observer.batch_done(rows, 0.1, 1)
+sys.stdout.buffer.write(metrics.exposition())
+"""
+
+
+def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
+    }
+    told = b""
+    for rows in (3, 4, 0):
+        told = subprocess.run(
+            [sys.executable, "-c", WORKER, str(rows)],
+            env=environment,
+            check=True,
+            stdout=subprocess.PIPE,
+        ).stdout
+    values = {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(told.decode())
+        for sample in family.samples
+    }
+    lenet = ("model", "lenet")
+    assert values["lenet_requests_total", (("outcome", "ok"), ("protocol", "http"))] == 2
+    assert values["lenet_images_total", (lenet,)] == 7
+    assert values["lenet_batches_total", (lenet, ("reason", "full"))] == 2
+    assert values["lenet_request_duration_seconds_sum", (("protocol", "http"),)] == 1.0
+    assert values["lenet_batch_rows_count", ()] == 2
+    assert values["lenet_contexts", (lenet,)] == 4
+    assert values["lenet_contexts_busy", (lenet,)] == 2
+    assert values["lenet_queue_rows", (lenet,)] == 7
+    assert values["lenet_start_phase_seconds", (("phase", "weights"),)] == 0.4
+    assert values["lenet_model_info", (lenet, ("sha256", "ab"), ("version", "1"))] == 1
+    assert not [name for name, _ in values if name.endswith("_created")]
+    assert not [labels for _, labels in values if "pid" in dict(labels)]
