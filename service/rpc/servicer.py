@@ -1,0 +1,282 @@
+# ruff: noqa: N802 - methods are named as the protocol names its calls
+"""`inference.GRPCInferenceService` and `grpc.health.v1.Health`: thin translations.
+
+A message becomes tensors, tensors become images (`service.tensors`), the predictor answers, and
+the answer goes out in the form the request used: raw if it was raw, typed if it was typed. The
+deadline is the call's own; a client that cancels takes its waiting rows out of the queue, because
+gRPC cancels the task that waits for them. A deadline that passes at the client first arrives here
+as a cancel, and is counted as one. It refuses Triton's additions to the service.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, NoReturn, TypeAlias
+
+import grpc
+import numpy as np
+from grpc_health.v1 import health_pb2
+from numpy.typing import DTypeLike
+
+from lenet.nvtx import span
+from lenet.pixels import Images
+from service.errors import InvalidInput, UnknownModel
+from service.metrics import Stage
+from service.predictor import Prediction, Predictor, RequestClock
+from service.repository import Repository
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.errors import abort
+from service.rpc.open_inference_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
+from service.rpc.wire import read_infer_request
+from service.tensors import (
+    InputTensor,
+    OutputTensor,
+    TensorMetadata,
+    Values,
+    answer,
+    check_parameters,
+    model_metadata,
+    read_images,
+    requested_outputs,
+)
+
+SERVER = "lenet-serve"
+SERVICE = "inference.GRPCInferenceService"
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+_INPUT_CONTENTS: dict[str, tuple[str, DTypeLike]] = {
+    "UINT8": ("uint_contents", np.uint32),
+    "FP32": ("fp32_contents", np.float32),
+}
+_STAGES_TOLD: tuple[Stage, ...] = ("queue", "compute")
+_OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents"}
+
+
+class InferenceServicer(GRPCInferenceServiceServicer):
+    """The six calls of the protocol on top of a predictor.
+
+    A model that is not loaded is not ready rather than an error, as in Triton, whose clients poll
+    `ModelReady` until a model is there; every other call answers NOT_FOUND.
+    """
+
+    def __init__(self, predictor: Predictor, repository: Repository, max_images: int) -> None:
+        self._predictor = predictor
+        self._repository = repository
+        self._max_images = max_images
+
+    async def ServerLive(
+        self, request: pb.ServerLiveRequest, context: Context
+    ) -> pb.ServerLiveResponse:
+        """True: it answers."""
+        return pb.ServerLiveResponse(live=True)
+
+    async def ServerReady(
+        self, request: pb.ServerReadyRequest, context: Context
+    ) -> pb.ServerReadyResponse:
+        """What /readyz says."""
+        return pb.ServerReadyResponse(ready=self._predictor.ready)
+
+    async def ModelReady(
+        self, request: pb.ModelReadyRequest, context: Context
+    ) -> pb.ModelReadyResponse:
+        """Whether the model is loaded and the server ready."""
+        try:
+            self._repository.get(request.name, request.version)
+        except UnknownModel:
+            return pb.ModelReadyResponse(ready=False)
+        return pb.ModelReadyResponse(ready=self._predictor.ready)
+
+    async def ServerMetadata(
+        self, request: pb.ServerMetadataRequest, context: Context
+    ) -> pb.ServerMetadataResponse:
+        """Name and version; no extension of the protocol works here yet."""
+        return pb.ServerMetadataResponse(name=SERVER, version=server_version(), extensions=())
+
+    async def ModelMetadata(
+        self, request: pb.ModelMetadataRequest, context: Context
+    ) -> pb.ModelMetadataResponse:
+        """The model's tensors."""
+        try:
+            metadata = model_metadata(self._repository.get(request.name, request.version).file)
+        except UnknownModel as exc:
+            await abort(context, exc)
+        return pb.ModelMetadataResponse(
+            name=metadata.name,
+            versions=metadata.versions,
+            platform=metadata.platform,
+            inputs=map(_tensor_metadata, metadata.inputs),
+            outputs=map(_tensor_metadata, metadata.outputs),
+        )
+
+    async def ModelInfer(
+        self, request: pb.ModelInferRequest | InvalidInput, context: Context
+    ) -> pb.ModelInferResponse:
+        """Classify the images of a request, or answer what `read_infer_request` found wrong."""
+        try:
+            with self._predictor.clock("grpc") as clock:
+                if isinstance(request, InvalidInput):
+                    raise request
+                return await self._infer(request, context, clock)
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            await abort(context, exc)
+
+    async def _infer(
+        self, request: pb.ModelInferRequest, context: Context, clock: RequestClock
+    ) -> pb.ModelInferResponse:
+        clock.lap()
+        images, wanted = _decode(request, self._max_images)
+        clock.record("decode")
+        prediction = await self._predictor.predict(
+            images,
+            clock,
+            model=request.model_name,
+            version=request.model_version,
+            timeout_s=context.time_remaining(),
+        )
+        clock.lap()
+        response = _encode(request, prediction, answer(prediction, wanted))
+        for stage in _STAGES_TOLD:
+            response.parameters[f"{stage}_us"].int64_param = round(1e6 * clock.stages[stage])
+        clock.record("encode")
+        return response
+
+
+def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
+    """Serve the six calls on `server`, ModelInfer with a reader of our own."""
+    add_GRPCInferenceServiceServicer_to_server(servicer, server)
+    infer = grpc.unary_unary_rpc_method_handler(
+        servicer.ModelInfer,
+        request_deserializer=read_infer_request,
+        response_serializer=pb.ModelInferResponse.SerializeToString,
+    )
+    # Takes the place of the generated one; grpc-stubs 1.53 does not know the method.
+    server.add_registered_method_handlers(SERVICE, {"ModelInfer": infer})  # type: ignore[attr-defined]
+
+
+class HealthServicer:
+    """`Check` for grpc-health-probe and Kubernetes; it reads the predictor, so nothing goes stale.
+
+    Known are "" and the inference service, and each model by its name. `Watch` is UNIMPLEMENTED,
+    which the health protocol allows: whoever watches also sees the connection close at the stop.
+    """
+
+    def __init__(self, predictor: Predictor, repository: Repository) -> None:
+        self._predictor = predictor
+        self._repository = repository
+
+    async def check(
+        self, request: health_pb2.HealthCheckRequest, context: Context
+    ) -> health_pb2.HealthCheckResponse:
+        """SERVING from the last step of the start to the first of the stop."""
+        known = {"", SERVICE, *(model.file.name for model in self._repository.models)}
+        if request.service not in known:
+            names = ", ".join(sorted(known - {""}))
+            message = f"service: got an unknown name, expected one of {names}"
+            await abort(context, UnknownModel(message, field="service"))
+        serving = health_pb2.HealthCheckResponse.SERVING
+        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
+        return health_pb2.HealthCheckResponse(
+            status=serving if self._predictor.ready else not_serving
+        )
+
+    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
+        """What to add to a server."""
+        check = grpc.unary_unary_rpc_method_handler(
+            self.check,
+            request_deserializer=health_pb2.HealthCheckRequest.FromString,
+            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+        )
+        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
+
+
+def server_version() -> str:
+    """The installed version of this distribution, "0" where it is not installed."""
+    try:
+        return version(SERVER)
+    except PackageNotFoundError:
+        return "0"
+
+
+@span("decode")
+def _decode(request: pb.ModelInferRequest, max_images: int) -> tuple[Images, tuple[str, ...]]:
+    return read_images(_inputs(request), max_images), requested_outputs(_outputs(request))
+
+
+# Tensors are made one by one, as they are asked for: the first that is wrong ends the request.
+
+
+def _outputs(request: pb.ModelInferRequest) -> Iterator[str]:
+    for position, output in enumerate(request.outputs):
+        check_parameters(output.parameters, f"outputs[{position}]")
+        yield output.name
+
+
+def _inputs(request: pb.ModelInferRequest) -> Iterator[InputTensor]:
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        _refuse(
+            "raw_input_contents",
+            f"{len(raw)} entries for {len(request.inputs)} inputs",
+            "one for each input",
+        )
+    for position, tensor in enumerate(request.inputs):
+        field = f"inputs[{position}]"
+        check_parameters(tensor.parameters, field)
+        given = ", ".join(descriptor.name for descriptor, _ in tensor.contents.ListFields())
+        if raw:
+            if given:
+                _refuse(
+                    f"{field}.contents",
+                    f"{given} beside raw_input_contents",
+                    "all inputs in one form",
+                )
+            source = f"raw_input_contents[{position}]"
+            data: bytes | Values = raw[position]
+        else:
+            source = f"{field}.contents"
+            data = _numbers(tensor, given, source)
+        yield InputTensor(tensor.name, tensor.datatype, tensor.shape, data, source)
+
+
+def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: str) -> Values:
+    if tensor.datatype not in _INPUT_CONTENTS:
+        return np.empty(0, np.uint8)  # refused by its datatype before anybody looks
+    expected, dtype = _INPUT_CONTENTS[tensor.datatype]
+    if given != expected:
+        _refuse(
+            source, given or "no data", f"{expected} for {tensor.datatype}, or raw_input_contents"
+        )
+    return np.array(getattr(tensor.contents, expected), dtype)
+
+
+def _encode(
+    request: pb.ModelInferRequest, prediction: Prediction, outputs: Sequence[OutputTensor]
+) -> pb.ModelInferResponse:
+    response = pb.ModelInferResponse(
+        model_name=prediction.model, model_version=prediction.version, id=request.id
+    )
+    for output in outputs:
+        tensor = response.outputs.add(
+            name=output.name, datatype=output.datatype, shape=output.shape
+        )
+        if request.raw_input_contents:
+            response.raw_output_contents.append(output.values.tobytes())
+        else:
+            contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
+            contents.extend(output.values.ravel().tolist())
+    return response
+
+
+def _tensor_metadata(tensor: TensorMetadata) -> pb.ModelMetadataResponse.TensorMetadata:
+    return pb.ModelMetadataResponse.TensorMetadata(
+        name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
+    )
+
+
+def _refuse(field: str, got: str, expected: str) -> NoReturn:
+    raise InvalidInput(f"{field}: got {got}, expected {expected}", field=field)

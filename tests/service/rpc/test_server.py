@@ -1,0 +1,161 @@
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from contextlib import AsyncExitStack
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+
+from service.rpc import open_inference_pb2 as pb
+from service.rpc import server
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+
+SERVING = health_pb2.HealthCheckResponse.SERVING
+NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def health(stub, service=""):
+    check = stub.channel.unary_unary(
+        "/grpc.health.v1.Health/Check",
+        request_serializer=health_pb2.HealthCheckRequest.SerializeToString,
+        response_deserializer=health_pb2.HealthCheckResponse.FromString,
+    )
+    return (await check(health_pb2.HealthCheckRequest(service=service))).status
+
+
+@pytest.mark.parametrize("service", ["", "inference.GRPCInferenceService", "tiny", "mlp"])
+async def test_health_follows_the_predictor_when_checked(stub, house, service):
+    assert await health(stub, service) == SERVING
+    house.predictor.ready = False
+    assert await health(stub, service) == NOT_SERVING
+
+
+async def test_health_is_not_found_when_the_name_is_unknown(stub):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await health(stub, "vgg")
+    assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+    assert caught.value.details() == (
+        "service: got an unknown name, expected one of inference.GRPCInferenceService, mlp, tiny"
+    )
+
+
+async def test_a_message_is_refused_unread_when_it_is_over_the_limit(house, raw_request):
+    async with house.connect(max_body_bytes=4096) as stub:
+        await stub.ModelInfer(raw_request())
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ModelInfer(raw_request(raw_input_contents=[bytes(4097)]))
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "larger than max" in caught.value.details()
+        assert house.requests("ok") == 1
+
+
+async def test_a_message_is_refused_packed_when_it_is_compressed(stub, house, raw_request):
+    bomb = raw_request(raw_input_contents=[bytes(1 << 22)])
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.ModelInfer(bomb, compression=grpc.Compression.Gzip)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    await stub.ModelInfer(raw_request())
+
+
+@pytest.mark.parametrize("shared", [False, True])
+async def test_a_server_says_which_port_is_taken_when_another_program_has_it(house, capfd, shared):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match="Address already in use") as caught:
+            async with house.serve(port=port, shared=shared):
+                raise AssertionError
+    assert caught.value.errno == errno.EADDRINUSE
+    assert f"gRPC cannot listen on 127.0.0.1:{port}: " in str(caught.value)
+    assert "LENET_GRPC_PORT" in str(caught.value)
+    assert "add_port" not in capfd.readouterr().err
+
+
+async def test_a_server_is_refused_the_port_when_one_that_shares_has_it(house):
+    async with house.serve(shared=True) as port:
+        with pytest.raises(OSError, match="Address already in use"):
+            async with house.serve(port=port, shared=False):
+                raise AssertionError
+
+
+async def test_a_server_says_why_when_the_address_is_not_of_this_machine(house):
+    with pytest.raises(OSError, match=r"gRPC cannot listen on \[2001:db8::1\]:0: "):
+        async with house.serve(host="2001:db8::1"):
+            raise AssertionError
+
+
+async def test_a_server_says_so_when_the_port_goes_between_probe_and_bind(house, monkeypatch):
+    monkeypatch.setattr(server, "_probe", lambda *_: None)
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(OSError, match="gRPC cannot listen on") as caught:
+            async with house.serve(port=port):
+                raise AssertionError
+    assert caught.value.errno == errno.EADDRINUSE
+
+
+def resolving_to(*addresses):
+    def getaddrinfo(host, port, **_):
+        return [
+            (family, socket.SOCK_STREAM, 0, "", (address, port)) for family, address in addresses
+        ]
+
+    return getaddrinfo
+
+
+async def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(house, monkeypatch):
+    here, elsewhere = (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "2001:db8::1")
+    monkeypatch.setattr(socket, "getaddrinfo", resolving_to(here, elsewhere))
+    async with house.serve() as port:
+        assert port
+
+
+async def test_two_servers_answer_on_one_port_when_they_share_it(house, raw_request):
+    async with house.serve(shared=True) as port, house.connect(shared=True, port=port) as stub:
+        assert stub.port == port
+        await stub.ModelInfer(raw_request())
+
+
+async def test_a_running_call_is_answered_when_the_server_stops(house, raw_request):
+    house.predictor.gate.clear()
+    async with AsyncExitStack() as clients:
+        opened = AsyncExitStack()
+        port = await opened.enter_async_context(house.serve())
+        stubs = [
+            GRPCInferenceServiceStub(
+                await clients.enter_async_context(
+                    grpc.aio.insecure_channel(
+                        f"127.0.0.1:{port}", (("grpc.use_local_subchannel_pool", 1),)
+                    )
+                )
+            )
+            for _ in range(2)
+        ]
+        accepted = stubs[0].ModelInfer(raw_request())
+        await asyncio.wait_for(house.predictor.entered.wait(), 5)
+        stopping = asyncio.create_task(opened.aclose())
+        await asyncio.sleep(0)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stubs[1].ServerLive(pb.ServerLiveRequest())
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert not stopping.done()
+        house.predictor.gate.set()
+        assert (await accepted).model_name == "tiny"
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_a_stuck_call_is_cut_off_when_the_stop_takes_too_long(house, raw_request):
+    house.predictor.gate.clear()
+    async with AsyncExitStack() as clients:
+        async with house.serve(stop_timeout_s=0.05) as port:
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+            stub = GRPCInferenceServiceStub(await clients.enter_async_context(channel))
+            call = stub.ModelInfer(raw_request())
+            await asyncio.wait_for(house.predictor.entered.wait(), 5)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await call
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    await asyncio.wait_for(house.predictor.left.wait(), 5)
+    assert house.requests("cancelled") == 1

@@ -1,0 +1,354 @@
+from __future__ import annotations
+
+import asyncio
+from importlib.metadata import PackageNotFoundError
+
+import grpc
+import numpy as np
+import pytest
+
+from lenet import reference
+from service.errors import InferenceFailed
+from service.rpc import open_inference_pb2 as pb
+from service.rpc import servicer
+
+Tensor = pb.ModelInferRequest.InferInputTensor
+Output = pb.ModelInferRequest.InferRequestedOutputTensor
+Parameter = pb.InferParameter
+
+
+def expected(weights, images):
+    return reference.softmax(reference.logits(weights.model, weights.tensors, images))
+
+
+def typed_request(contents, datatype="UINT8", shape=(5, 28, 28), **fields):
+    tensor = Tensor(name="image", datatype=datatype, shape=shape, contents=contents)
+    return pb.ModelInferRequest(inputs=[tensor], **fields)
+
+
+async def failure(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    error = caught.value
+    return error.code(), dict(error.trailing_metadata()), error.details()
+
+
+async def test_raw_images_get_raw_answers_when_inferred(
+    stub, house, raw_request, images, tiny, random_weights
+):
+    response = await stub.ModelInfer(raw_request(id="a request", model_name="tiny"))
+    assert (response.model_name, response.model_version) == ("tiny", "3")
+    assert response.id == "a request"
+    share, label = response.outputs
+    assert (share.name, share.datatype, list(share.shape)) == ("probabilities", "FP32", [5, 10])
+    assert (label.name, label.datatype, list(label.shape)) == ("label", "INT64", [5])
+    assert not share.HasField("contents")
+    raw_share, raw_label = response.raw_output_contents
+    probabilities = np.frombuffer(raw_share, "<f4").reshape(5, 10)
+    np.testing.assert_allclose(probabilities, expected(random_weights(tiny), images), atol=1e-5)
+    assert np.frombuffer(raw_label, "<i8").tolist() == probabilities.argmax(axis=1).tolist()
+    assert set(response.parameters) == {"queue_us", "compute_us"}
+    assert response.parameters["compute_us"].int64_param > 0
+    assert house.requests("ok") == 1
+    for stage in ("decode", "queue", "compute", "encode"):
+        name = "lenet_stage_duration_seconds_count"
+        assert house.registry.get_sample_value(name, {"stage": stage}) == 1
+
+
+@pytest.mark.parametrize("form", ["UINT8 contents", "FP32 contents", "FP32 raw", "flat"])
+async def test_the_answer_is_the_same_when_the_images_come_in_another_form(
+    stub, raw_request, images, form
+):
+    reference_response = await stub.ModelInfer(raw_request())
+    pixels = images.ravel().tolist()
+    request = {
+        "UINT8 contents": typed_request(pb.InferTensorContents(uint_contents=pixels)),
+        "FP32 contents": typed_request(pb.InferTensorContents(fp32_contents=pixels), "FP32"),
+        "FP32 raw": typed_request(
+            None, "FP32", raw_input_contents=[images.astype("<f4").tobytes()]
+        ),
+        "flat": typed_request(None, shape=(5, 784), raw_input_contents=[images.tobytes()]),
+    }[form]
+    response = await stub.ModelInfer(request)
+    raw_share, raw_label = reference_response.raw_output_contents
+    if request.raw_input_contents:
+        assert list(response.raw_output_contents) == [raw_share, raw_label]
+    else:
+        assert not response.raw_output_contents
+        share, label = (output.contents for output in response.outputs)
+        assert np.array(share.fp32_contents, "<f4").tobytes() == raw_share
+        assert np.array(label.int64_contents, "<i8").tobytes() == raw_label
+
+
+async def test_the_named_model_answers_when_several_are_loaded(
+    stub, raw_request, images, random_weights
+):
+    response = await stub.ModelInfer(raw_request(model_name="mlp", model_version="3"))
+    assert response.model_name == "mlp"
+    probabilities = np.frombuffer(response.raw_output_contents[0], "<f4").reshape(5, 10)
+    np.testing.assert_allclose(probabilities, expected(random_weights("mlp"), images), atol=1e-5)
+
+
+async def test_only_the_outputs_asked_for_come_back_when_named(stub, raw_request):
+    response = await stub.ModelInfer(raw_request(outputs=[Output(name="label")]))
+    assert [output.name for output in response.outputs] == ["label"]
+    assert len(response.raw_output_contents) == 1
+
+
+def contents(**fields):
+    return pb.InferTensorContents(**fields)
+
+
+MALFORMED = {
+    "no input": (lambda make: pb.ModelInferRequest(), "inputs"),
+    "fewer raw entries than inputs": (
+        lambda make: make(inputs=[Tensor(name="image")] * 2),
+        "raw_input_contents",
+    ),
+    "more raw entries than inputs": (
+        lambda make: make(raw_input_contents=[b"", b""]),
+        "raw_input_contents",
+    ),
+    "raw and typed": (
+        lambda make: typed_request(
+            contents(uint_contents=[1]), shape=(1, 28, 28), raw_input_contents=[bytes(784)]
+        ),
+        "inputs[0].contents",
+    ),
+    "no data": (lambda make: typed_request(None), "inputs[0].contents"),
+    "the wrong contents": (
+        lambda make: typed_request(contents(int_contents=[0] * 784)),
+        "inputs[0].contents",
+    ),
+    "two contents": (
+        lambda make: typed_request(contents(uint_contents=[0] * 784, fp32_contents=[0])),
+        "inputs[0].contents",
+    ),
+    "typed contents of a strange datatype": (
+        lambda make: typed_request(contents(bytes_contents=[b""]), "BYTES"),
+        "inputs[0].datatype",
+    ),
+    "too few numbers": (
+        lambda make: typed_request(contents(uint_contents=[0] * 783), shape=(1, 28, 28)),
+        "inputs[0].contents",
+    ),
+    "a number beyond a byte": (
+        lambda make: typed_request(contents(uint_contents=[2**32 - 1] * 784), shape=(1, 28, 28)),
+        "inputs[0].contents",
+    ),
+    "too few bytes": (lambda make: make(raw_input_contents=[bytes(7)]), "raw_input_contents[0]"),
+    "a shape that lies": (
+        lambda make: typed_request(None, shape=(-1, 28, 28), raw_input_contents=[bytes(784)]),
+        "inputs[0].shape",
+    ),
+    "an unknown output": (
+        lambda make: make(outputs=[Output(name="digit")]),
+        "outputs[0].name",
+    ),
+    "an output twice": (
+        lambda make: make(outputs=[Output(name="label")] * 2),
+        "outputs[1].name",
+    ),
+    "classification": (
+        lambda make: make(
+            outputs=[Output(name="label", parameters={"classification": Parameter(int64_param=3)})]
+        ),
+        "outputs[0].parameters.classification",
+    ),
+    "shared memory": (
+        lambda make: pb.ModelInferRequest(
+            inputs=[
+                Tensor(
+                    name="image",
+                    parameters={"shared_memory_region": Parameter(string_param="region")},
+                )
+            ]
+        ),
+        "inputs[0].parameters.shared_memory_region",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "field"), MALFORMED.values(), ids=MALFORMED)
+async def test_the_client_is_told_the_field_when_a_request_is_malformed(
+    stub, house, raw_request, make, field
+):
+    code, metadata, details = await failure(stub.ModelInfer(make(raw_request)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-code"] == "invalid_input"
+    assert metadata["lenet-error-field"] == field
+    assert details.startswith(field)
+    assert house.requests("invalid_input") == 1
+
+
+async def test_too_many_images_are_refused_as_an_argument_when_over_the_limit(stub, house):
+    request = typed_request(None, shape=(65, 28, 28), raw_input_contents=[bytes(65 * 784)])
+    code, metadata, _ = await failure(stub.ModelInfer(request))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-code"] == "too_large"
+    assert house.requests("too_large") == 1
+
+
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x2a\x7f", b"\x0a\x01\xff"])
+async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house, caplog, message):
+    infer = stub.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    code, metadata, details = await failure(infer(message))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-field"] == "message"
+    assert details == "message: got bytes that are no ModelInferRequest"
+    assert house.requests("invalid_input") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("names", [{"model_name": "x" * 10_000}, {"model_version": "\u00e9" * 999}])
+async def test_a_model_is_not_found_when_it_is_not_loaded(stub, house, raw_request, names):
+    code, metadata, _ = await failure(stub.ModelInfer(raw_request(**names)))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert metadata["lenet-error-code"] == "unknown_model"
+    assert house.requests("unknown_model") == 1
+
+
+async def test_the_call_is_exhausted_with_a_delay_when_the_queue_is_full(open_house, raw_request):
+    async with open_house(max_queue_rows=4) as house, house.connect() as stub:
+        code, metadata, _ = await failure(stub.ModelInfer(raw_request()))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert metadata["lenet-error-code"] == "overloaded"
+        assert metadata["grpc-retry-pushback-ms"] == "1000"
+        assert house.requests("overloaded") == 1
+
+
+@pytest.fixture
+async def busy(house):
+    """The only context of the default model is taken, so requests wait in the queue."""
+    pool = house.repository.get().pool
+    worker = pool.acquire()
+    yield house
+    pool.release(worker)
+
+
+async def test_the_call_ends_in_time_when_the_service_has_a_limit_of_its_own(
+    open_house, raw_request
+):
+    async with open_house(timeout_s=0.05) as house, house.connect() as stub:
+        pool = house.repository.get().pool
+        worker = pool.acquire()
+        code, _, details = await failure(stub.ModelInfer(raw_request()))
+        pool.release(worker)
+        assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
+        assert house.predictor.timeouts_s == [None]
+        assert house.requests("deadline_exceeded") == 1
+
+
+async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_request):
+    code, _, _ = await failure(stub.ModelInfer(raw_request(), timeout=0.1))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(busy.predictor.left.wait(), 5)
+    (timeout_s,) = busy.predictor.timeouts_s
+    assert 0 < timeout_s < 0.2  # the header carries it rounded up
+    # Whichever comes first, our timer or gRPC's: one outcome, no row left behind.
+    assert busy.requests("deadline_exceeded") + busy.requests("cancelled") == 1
+    assert dropped_rows(busy) == 5
+
+
+async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_request, caplog):
+    call = stub.ModelInfer(raw_request())
+    await asyncio.wait_for(busy.predictor.entered.wait(), 5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.wait_for(busy.predictor.left.wait(), 5)
+    assert dropped_rows(busy) == 5
+    assert busy.requests("cancelled") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+def dropped_rows(house):
+    name = "lenet_rows_dropped_total"
+    counts = [
+        house.registry.get_sample_value(name, {"reason": why}) for why in ("cancelled", "late")
+    ]
+    return sum(count or 0 for count in counts)
+
+
+async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_request):
+    house.predictor.gate.clear()
+    calls = [stub.ModelInfer(raw_request(id=str(number))) for number in range(4)]
+    await asyncio.wait_for(house.predictor.entered.wait(), 5)
+    calls[1].cancel()
+    house.predictor.gate.set()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(answers.pop(1), asyncio.CancelledError)
+    assert [answer.id for answer in answers] == ["0", "2", "3"]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("secret of /srv"), InferenceFailed("batch failed")])
+async def test_the_client_learns_nothing_of_the_inside_when_the_service_is_at_fault(
+    stub, house, raw_request, caplog, error
+):
+    house.predictor.error = error
+    code, metadata, details = await failure(stub.ModelInfer(raw_request()))
+    assert code is grpc.StatusCode.INTERNAL
+    foreign = isinstance(error, RuntimeError)
+    assert metadata["lenet-error-code"] == ("internal" if foreign else "inference_failed")
+    assert details == ("internal error; the server's log says more" if foreign else "batch failed")
+    assert house.requests("internal") == foreign
+    assert ("secret of /srv" in caplog.text) == foreign
+
+
+async def test_the_server_is_live_and_ready_when_asked(stub, house):
+    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+    assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+    house.predictor.ready = False
+    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
+    assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert not (await stub.ModelReady(pb.ModelReadyRequest(name="mlp"))).ready
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "ready"),
+    [("mlp", "", True), ("tiny", "3", True), ("mlp", "4", False), ("vgg", "", False)],
+)
+async def test_a_model_is_ready_when_it_is_loaded(stub, name, version, ready):
+    response = await stub.ModelReady(pb.ModelReadyRequest(name=name, version=version))
+    assert response.ready == ready
+
+
+async def test_the_server_names_itself_when_asked_for_metadata(stub, monkeypatch):
+    monkeypatch.setattr(servicer, "version", lambda name: f"1.2.3 of {name}")
+    metadata = await stub.ServerMetadata(pb.ServerMetadataRequest())
+    assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3 of lenet-serve")
+    assert not metadata.extensions
+
+
+def test_the_version_is_zero_when_the_distribution_is_not_installed(monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(servicer, "version", version)
+    assert servicer.server_version() == "0"
+
+
+async def test_a_model_is_described_when_asked_for_metadata(stub):
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="mlp"))
+    assert (metadata.name, list(metadata.versions)) == ("mlp", ["3"])
+    assert metadata.platform == "lenet_safetensors"
+    described = [
+        (tensor.name, tensor.datatype, list(tensor.shape))
+        for tensor in (*metadata.inputs, *metadata.outputs)
+    ]
+    assert described == [
+        ("image", "UINT8", [-1, 28, 28]),
+        ("probabilities", "FP32", [-1, 10]),
+        ("label", "INT64", [-1]),
+    ]
+
+
+async def test_metadata_are_not_found_when_the_model_is_not_loaded(stub):
+    code, _, _ = await failure(stub.ModelMetadata(pb.ModelMetadataRequest(name="vgg")))
+    assert code is grpc.StatusCode.NOT_FOUND
+
+
+async def test_triton_s_additions_are_unimplemented_when_called(stub):
+    call = stub.channel.unary_unary("/inference.GRPCInferenceService/ModelConfig")
+    code, _, _ = await failure(call(b""))
+    assert code is grpc.StatusCode.UNIMPLEMENTED
