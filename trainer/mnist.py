@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -124,7 +125,9 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
     if len(content) < start:
         raise InvalidDataset(f"{path}: ends within its header, expected {dimensions} sizes")
     shape = struct.unpack(f">{dimensions}I", content[4:start])
-    expected = start + int(np.prod(shape, dtype=object))
+    if dimensions not in (1, 3) or 0 in shape:
+        raise InvalidDataset(f"{path}: its header says {shape}, expected 1 or 3 sizes above 0")
+    expected = start + math.prod(shape)
     if len(content) != expected:
         raise InvalidDataset(
             f"{path}: has {len(content)} bytes uncompressed, expected {expected} as its header "
@@ -181,7 +184,7 @@ def load(folder: Path, files: Sequence[IdxFile] = FILES) -> Dataset:
 
 
 def _pair(folder: Path, part: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Digits:
-    if images.shape[1:] != (HEIGHT, WIDTH) or not len(images):
+    if images.shape[1:] != (HEIGHT, WIDTH):
         raise InvalidDataset(
             f"{folder}: the {part} images are {images.shape}, expected (n, {HEIGHT}, {WIDTH})"
         )

@@ -4,8 +4,10 @@ import pytest
 from lenet.blocks import IDENTITY, ConvBlock, DenseBlock, Pool
 from lenet.model import ARCHITECTURES, Model, named
 from trainer.fold import fold
+from trainer.mnist import load
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
+from trainer.optimizer import Sgd
 
 MIXED = Model(
     "mixed",
@@ -57,3 +59,21 @@ def test_folding_copies_what_it_does_not_change():
     folded = fold(named("mlp"), tensors)
     np.testing.assert_array_equal(folded["dense1.weight"], tensors["dense1.weight"])
     assert not np.shares_memory(folded["dense1.weight"], tensors["dense1.weight"])
+
+
+def test_folding_changes_no_answer_on_the_10_000_test_images(mnist_folder):
+    dataset, model = load(mnist_folder), named("lenet")
+    network = Network(model, initial_tensors(model, np.random.default_rng(0)), CpuOps())
+    sgd, random = Sgd(network.parameters), np.random.default_rng(0)
+    for start in range(0, 1920, 64):
+        rows = slice(start, start + 64)
+        network.forward(dataset.train.images[rows], dataset.train.labels[rows], random)
+        network.backward()
+        sgd.step(network.gradients, 0.01)
+    unfolded = network.logits(dataset.test.images)
+    assert (unfolded.argmax(axis=1) == dataset.test.labels).mean() > 0.9
+    folded = Network(model.folded, fold(model, network.tensors), CpuOps())
+    logits = folded.logits(dataset.test.images)
+    np.testing.assert_array_equal(logits.argmax(axis=1), unfolded.argmax(axis=1))
+    difference = np.abs(logits - unfolded).max(axis=1) / np.abs(unfolded).max(axis=1)
+    assert difference.max() <= 1e-5

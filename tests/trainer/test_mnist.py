@@ -84,6 +84,8 @@ def test_holding_out_everything_is_refused(tiny):
             struct.pack(">HBBIII", 0, 8, 3, *[2**32 - 1] * 3),
             "expected 79228162458924105385300197391",
         ),
+        (struct.pack(">HBBI", 0, 8, 1, 0), "header says (0,), expected 1 or 3 sizes above 0"),
+        (struct.pack(">HBB255I", 0, 8, 255, *[1] * 255) + b"a", "expected 1 or 3 sizes"),
         (gzip.compress(bytes(100))[:-9], "cannot be read"),
         (b"\x1f\x8b" + bytes(20), "cannot be read"),
     ],
@@ -120,7 +122,7 @@ def test_any_bytes_are_either_an_array_or_refused(content, tmp_path_factory):
     ("change", "message"),
     [
         (lambda images, labels: (images[:, :27], labels), r"images are \(400, 27, 28\)"),
-        (lambda images, labels: (images[:0], labels[:0]), r"images are \(0, 28, 28\)"),
+        (lambda images, labels: (images[:0], labels[:0]), r"header says \(0, 28, 28\)"),
         (lambda images, labels: (images, labels[:-1]), r"labels are \(399,\)"),
         (lambda images, labels: (images, labels + 5), "label is 14"),
     ],

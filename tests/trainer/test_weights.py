@@ -1,0 +1,34 @@
+"""The weight files that the repository carries are what their card says."""
+
+import hashlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lenet.cpu import CpuBackend
+from lenet.weightfile import WeightFile
+from trainer.mnist import load
+
+WEIGHTS = Path(__file__).parents[2] / "weights"
+FILES = sorted(WEIGHTS.glob("*/*.safetensors"))
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(WEIGHTS)))
+def test_a_weight_file_is_as_accurate_as_it_and_its_card_say(path, mnist_folder):
+    weights, dataset = WeightFile.read(path), load(mnist_folder)
+    plan = CpuBackend().plan(weights, 500)
+    starts = range(0, len(dataset.test), 500)
+    answers = [plan.logits(dataset.test.images[at : at + 500]).argmax(axis=1) for at in starts]
+    right = int(np.count_nonzero(np.concatenate(answers) == dataset.test.labels))
+    assert weights.training.accuracy == right / len(dataset.test)
+    assert weights.training.accuracy >= 0.992
+    assert weights.training.dataset_sha256 == dataset.sha256
+    card = (WEIGHTS / "README.md").read_text()
+    for fact in (
+        hashlib.sha256(path.read_bytes()).hexdigest(),
+        weights.training.command,
+        weights.training.dataset_sha256,
+        f"{weights.training.accuracy:.2%} ({len(dataset.test) - right} of 10,000 wrong)",
+    ):
+        assert fact in card
