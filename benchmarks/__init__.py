@@ -1,0 +1,1 @@
+"""Programs that measure; nothing here is imported by what they measure."""

@@ -1,0 +1,1 @@
+"""What other people would have written, to measure ours against."""
