@@ -667,6 +667,9 @@ async def weather(storm: Storm, loop) -> Stage:
 
 def assert_no_idle_hands(stage: Stage) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
+    dispatch = stage.batcher._dispatch
+    cuts = sum(timer._callback == dispatch for timer in stage.loop.pending_timers())
+    assert cuts <= 1, "timers pile up"
     if len(stage.queue) and stage.pool.idle:
         assert stage.max_wait_s, "rows wait beside a free context"
         assert stage.queue.rows < stage.max_batch_rows

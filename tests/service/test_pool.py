@@ -176,6 +176,8 @@ async def test_a_running_batch_is_finished_when_the_pool_closes(stage):
 
 
 async def test_nothing_happens_when_a_batch_ends_that_nobody_waits_for(stage):
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     stage.may_finish.clear()
     async with stage.pool(1) as pool:
         worker = pool.acquire()
@@ -185,6 +187,7 @@ async def test_nothing_happens_when_a_batch_ends_that_nobody_waits_for(stage):
         stage.may_finish.set()
         assert (await worker.run(batch(2))).probabilities[0, 0] == 2
     assert all(future.cancelled() for future in forgotten)
+    assert complaints == []
 
 
 async def test_the_warming_context_is_closed_when_the_start_is_cancelled(stage):

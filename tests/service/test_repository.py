@@ -78,8 +78,9 @@ def test_the_highest_version_is_a_number_when_there_are_many(folder, write):
     "stem", ["01", "0", "-3", "1.5", "latest", "", "\N{FULLWIDTH DIGIT TWO}", "+7", "1e3"]
 )
 def test_a_file_is_no_version_when_its_name_is_no_positive_integer(folder, write, stem):
-    write("a/1")
     write(f"a/{stem}")
+    assert "holds no VERSION.safetensors with VERSION a positive integer" in refusal(folder)
+    write("a/1")
     (file,) = read_models(folder, (), "a")
     assert file.version == "1"
 
