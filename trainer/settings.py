@@ -41,7 +41,7 @@ class Recipe(_Command):
     seed: int = Field(1, ge=0, lt=2**63)
     """Where the initial weights, the order of images, augmentation and dropout come from."""
 
-    epochs: int = Field(30, ge=1, le=10_000)
+    epochs: int = Field(20, ge=1, le=10_000)
     """How often every training image is met."""
 
     batch: int = Field(128, ge=2, le=60_000)
@@ -50,7 +50,7 @@ class Recipe(_Command):
     schedule: Literal["one-cycle", "step"] = "one-cycle"
     """How the learning rate runs: up and down once, or down tenfold at 50 % and at 75 %."""
 
-    rate: float = Field(0.1, gt=0, le=100)
+    rate: float = Field(0.2, gt=0, le=100)
     """The highest learning rate."""
 
     momentum: Share = 0.9
