@@ -9,6 +9,7 @@ and reads time only from its event loop.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,12 +23,14 @@ from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unav
 from service.policy import BatchQueue, Cut, CutReason, Entry, Segment
 from service.pool import BatchResult, ContextPool, Worker
 
+_log = logging.getLogger(__name__)
+
 
 @dataclass(frozen=True, slots=True)
 class Answer:
     """Probabilities of one request's rows, and where its time went.
 
-    `queue_s` until its first rows were cut, `compute_s` the longest of its batches.
+    `queue_s` until its first rows were cut, `compute_s` from then until the last were answered.
     """
 
     probabilities: Probabilities
@@ -43,8 +46,7 @@ class Request(Entry):
     answer: asyncio.Future[Answer]
     parts: dict[int, Probabilities] = field(default_factory=dict, init=False)
     missing_rows: int = field(init=False)
-    queue_s: float = field(default=0.0, init=False)
-    compute_s: float = field(default=0.0, init=False)
+    first_cut_s: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         self.missing_rows = self.rows
@@ -157,14 +159,14 @@ class Batcher:
                 future = worker.run(_rows(cut.segments))
                 for segment in cut.segments:
                     if segment.start == 0:
-                        segment.entry.queue_s = now - segment.entry.arrived_s
+                        segment.entry.first_cut_s = now
                 self._in_flight[future] = cut
                 future.add_done_callback(partial(self._finish, worker, cut))
                 self._observer.batch_cut(cut.rows, cut.reason, self._queue.rows, self._pool.busy)
             for request in cut.late:
                 self._observer.rows_dropped(request.rows - request.cut_rows, "late")
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
-            self._fail(_owners(cut), _batch_failed, exc)
+            self._fail_batch(cut, exc)
         finally:
             if future is None:
                 self._pool.release(worker)
@@ -181,13 +183,14 @@ class Batcher:
             answered = len(result.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             self._observer.batch_done(cut.rows, result.compute_s, self._pool.busy)
+            now = self._loop.time()
             row = 0
             for segment in cut.segments:
                 rows = segment.stop - segment.start
-                _deliver(segment, result.probabilities[row : row + rows], result.compute_s)
+                _deliver(segment, result.probabilities[row : row + rows], now)
                 row += rows
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
-            self._fail(_owners(cut), _batch_failed, exc)
+            self._fail_batch(cut, exc)
         self._note_idle()
 
     def _expire(self, request: Request) -> None:
@@ -199,6 +202,11 @@ class Batcher:
     def _fail_late(self, request: Request) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
         self._fail([request], lambda: DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
+
+    def _fail_batch(self, cut: Cut[Request], cause: Exception) -> None:
+        # Once a batch: once a request would flood the log.
+        _log.error("a batch of %d rows failed", cut.rows, exc_info=cause)
+        self._fail(_owners(cut), _batch_failed, cause)
 
     def _fail(
         self,
@@ -236,15 +244,15 @@ def _rows(segments: tuple[Segment[Request], ...]) -> Images:
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-def _deliver(segment: Segment[Request], probabilities: Probabilities, compute_s: float) -> None:
+def _deliver(segment: Segment[Request], probabilities: Probabilities, now_s: float) -> None:
     request = segment.entry
     if request.answer.done():
         return  # cancelled, late or failed in another batch
     request.parts[segment.start] = probabilities
     request.missing_rows -= len(probabilities)
-    request.compute_s = max(request.compute_s, compute_s)
     if not request.missing_rows:
         # Batches of one request can finish in any order on several contexts.
         parts = [request.parts[start] for start in sorted(request.parts)]
         joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        request.answer.set_result(Answer(joined, request.queue_s, request.compute_s))
+        queue_s = request.first_cut_s - request.arrived_s
+        request.answer.set_result(Answer(joined, queue_s, now_s - request.first_cut_s))
