@@ -73,4 +73,4 @@ def send_from_processes(load: Load, requests: Sequence[PreparedRequest], process
 def _work(
     load: Load, requests: Sequence[PreparedRequest], start: Barrier, sender: Connection
 ) -> None:
-    sender.send(send_load(load, requests, lambda: start.wait(_START_TIMEOUT_S)))
+    sender.send(send_load(load, requests, ready=lambda: start.wait(_START_TIMEOUT_S)))

@@ -11,10 +11,10 @@ from __future__ import annotations
 import argparse
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnxruntime
+import orjson
 import uvicorn
 from fastapi import FastAPI, Request, Response
 from numpy.typing import NDArray
@@ -25,23 +25,9 @@ from lenet.weightfile import WeightFile
 
 
 class PredictRequest(BaseModel):
-    """Images of 784 integers, or of 28 rows of 28."""
+    """Images of 784 integers. Taking 28 rows of 28 as well would cost another microsecond."""
 
-    images: list[list[int]] | list[list[list[int]]]
-
-
-class Prediction(BaseModel):
-    """What one image was taken for."""
-
-    label: int
-    confidence: float
-    probabilities: list[float]
-
-
-class PredictResponse(BaseModel):
-    """The predictions, in the order of the images."""
-
-    predictions: list[Prediction]
+    images: list[list[int]]
 
 
 def create_app(session: onnxruntime.InferenceSession) -> FastAPI:
@@ -51,19 +37,19 @@ def create_app(session: onnxruntime.InferenceSession) -> FastAPI:
     def answer(images: NDArray[np.uint8]) -> Response:
         probabilities = session.run([PROBABILITIES], {IMAGES: images})[0]
         labels = probabilities.argmax(axis=1).tolist()
+        # A response model takes 6 us more (EPYC, 2026-11-20).
         predictions = [
-            Prediction.model_construct(label=label, confidence=row[label], probabilities=row)
+            {"label": label, "confidence": row[label], "probabilities": row}
             for label, row in zip(labels, probabilities.tolist(), strict=True)
         ]
-        content = PredictResponse.model_construct(predictions=predictions).model_dump_json()
-        return Response(content, media_type="application/json")
+        return Response(orjson.dumps({"predictions": predictions}), media_type="application/json")
 
-    @app.post("/predict", response_model=PredictResponse)
-    async def predict(request: PredictRequest) -> Any:
+    @app.post("/predict")
+    async def predict(request: PredictRequest) -> Response:
         return answer(np.array(request.images, np.uint8).reshape(-1, 28, 28))
 
-    @app.post("/predict/raw", response_model=PredictResponse)
-    async def predict_raw(request: Request) -> Any:
+    @app.post("/predict/raw")
+    async def predict_raw(request: Request) -> Response:
         return answer(np.frombuffer(await request.body(), np.uint8).reshape(-1, 28, 28))
 
     @app.get("/readyz")

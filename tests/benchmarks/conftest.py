@@ -1,0 +1,136 @@
+"""A service that answers as it is told to, in memory and on a port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+import uvicorn
+
+from benchmarks.digits import LabelledDigits, PreparedRequest, prepare_requests
+
+TIMING = "decode;dur=0.250, queue;dur=0.5, compute;dur=1.000, total;dur=1.75"
+
+
+def answer(labels: Sequence[int]) -> bytes:
+    """A well-formed answer that takes the images for `labels`."""
+    predictions = []
+    for label in labels:
+        probabilities = [0.01] * 10
+        probabilities[label] = 0.91
+        predictions.append({"label": label, "confidence": 0.91, "probabilities": probabilities})
+    return orjson.dumps({"model": "lenet", "version": "1", "predictions": predictions})
+
+
+class FakeService:
+    """Answers each known body with the labels that the local model gives it.
+
+    Replace `behave(number, labels)`, with the number of the request from 0, to make it answer
+    something else: status, body, seconds to wait.
+    """
+
+    def __init__(self, requests: Sequence[PreparedRequest], sha256: str) -> None:
+        self._labels = {request.body: request.own_labels for request in requests}
+        self.info = {
+            "default_model": "lenet",
+            "device": "cpu",
+            "models": [{"name": "lenet", "version": "1", "sha256": sha256}],
+        }
+        self.ready = 200
+        self.behave: Callable[[int, Sequence[int]], tuple[int, bytes, float]] = lambda _, labels: (
+            200,
+            answer(labels),
+            0.0,
+        )
+        self.scopes: list[dict] = []
+
+    async def __call__(self, scope, receive, send) -> None:
+        status, content = 404, b"{}"
+        if scope["path"] == "/readyz":
+            status = self.ready
+        elif scope["path"] == "/info":
+            status, content = 200, orjson.dumps(self.info)
+        elif scope["path"] == "/predict":
+            body, more = b"", True
+            while more:
+                message = await receive()
+                body += message["body"]
+                more = message.get("more_body", False)
+            self.scopes.append(scope)
+            number = len(self.scopes) - 1
+            status, content, delay_s = self.behave(number, self._labels[body])
+            await asyncio.sleep(delay_s)
+        headers = [(b"server-timing", TIMING.encode()), (b"content-type", b"application/json")]
+        headers.append((b"content-length", str(len(content)).encode()))
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": content})
+
+    def transport(self) -> httpx.ASGITransport:
+        return httpx.ASGITransport(self)
+
+
+@contextlib.contextmanager
+def listening(service: FakeService) -> Iterator[str]:
+    """The URL at which `service` answers, from a thread."""
+    config = uvicorn.Config(service, port=0, lifespan="off", log_config=None, ws="none")
+    server = uvicorn.Server(config)
+    with config.bind_socket() as listener:
+        port = listener.getsockname()[1]
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{port}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture
+def serve():
+    return listening
+
+
+@pytest.fixture(scope="session")
+def say():
+    """`say(labels)`: the body of a well-formed answer."""
+    return answer
+
+
+@pytest.fixture(scope="session")
+def weights(random_weights):
+    return random_weights("lenet")
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """Twelve images of a bright box, each elsewhere; none of the labels means anything."""
+    generator = np.random.default_rng(3)
+    images = np.zeros((12, 28, 28), np.uint8)
+    for image in images:
+        top, left, height, width = generator.integers((2, 2, 4, 4), (12, 12, 14, 14))
+        image[top : top + height, left : left + width] = 254
+    return LabelledDigits(images, (np.arange(12) % 10).astype(np.uint8), "boxes")
+
+
+@pytest.fixture(scope="session")
+def requests(digits, weights):
+    """One image each."""
+    return prepare_requests(digits, weights, "raw", 1)
+
+
+@pytest.fixture
+def service(requests, weights):
+    return FakeService(requests, weights.digest())
+
+
+@pytest.fixture
+def golden_service(weights):
+    """Knows the bodies that the load test sends when it has no other digits."""
+    golden = LabelledDigits(weights.golden.images, weights.golden.labels, "golden")
+    return FakeService(prepare_requests(golden, weights, "json", 1), weights.digest())
