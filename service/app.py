@@ -6,7 +6,6 @@ Stop is the exact reverse. It refuses to do any work of its own.
 
 from __future__ import annotations
 
-import gc
 import logging
 import math
 import time
@@ -52,6 +51,7 @@ def create_app(settings: Settings) -> FastAPI:
         version=_version(),
         lifespan=lifespan,
         redoc_url=None,
+        redirect_slashes=False,  # a redirect would be made of the Host header
     )
     errors.install(app)
     return app
@@ -68,7 +68,8 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
     await stack.enter_async_context(repository)
     metrics.started("contexts", time.perf_counter() - began)
 
-    predictor = Predictor(repository, metrics, settings.request_timeout_ms / 1e3)
+    timeout_s = settings.request_timeout_ms / 1e3
+    predictor = Predictor(repository, metrics, timeout_s)
     app.state.predictor = predictor
     app.state.grpc_port = await stack.enter_async_context(
         rpc.serve(
@@ -84,12 +85,8 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
     )
     limits = Limits(settings.max_images)
     info = _info(settings, repository.models)
-    app.include_router(predict_router(predictor, limits, settings.max_body_bytes))
+    app.include_router(predict_router(predictor, limits, settings.max_body_bytes, timeout_s))
     app.include_router(operations_router(predictor, metrics, info))
-    # What the start left behind lives as long as the process: a collection in the middle of
-    # traffic need not look at it.
-    gc.collect()
-    gc.freeze()
     predictor.ready = True
 
 

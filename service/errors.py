@@ -7,6 +7,7 @@ ServiceError
 ├── UnknownModel            no such model or version is loaded
 ├── Overloaded              the queue is full; try again after `retry_after_s`
 ├── DeadlineExceeded        the caller's time ran out before the answer
+│   └── BodyTimeout         while its body was still on the way
 ├── Cancelled               the caller went away
 ├── Unavailable             not ready, stopping, or a context died; try again
 └── InferenceFailed         the batch failed for a reason of ours
@@ -69,6 +70,12 @@ class DeadlineExceeded(ServiceError):
     """The deadline passed before the answer was there."""
 
     code = "deadline_exceeded"
+
+
+class BodyTimeout(DeadlineExceeded):
+    """The body did not arrive in the time that a whole request may take."""
+
+    code = "body_timeout"
 
 
 class Cancelled(ServiceError):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import logging
-
 import orjson
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -13,6 +11,7 @@ from service.errors import ServiceError
 STATUS = {
     "invalid_input": 400,
     "unknown_model": 404,
+    "body_timeout": 408,
     "too_large": 413,
     "unsupported_media_type": 415,
     "overloaded": 429,
@@ -25,15 +24,13 @@ STATUS = {
 
 _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
-_log = logging.getLogger(__name__)
-
 
 def error_response(error: ServiceError) -> Response:
     """The answer that tells of `error`."""
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    if error.code == "too_large":
+    if error.code in ("too_large", "body_timeout"):
         # The rest of the body is not read, so the connection cannot be used again.
         headers["Connection"] = "close"
     return _response(STATUS[error.code], error.code, error.field, error.message, headers)
@@ -62,7 +59,7 @@ def install(app: FastAPI) -> None:
         return _response(error.status_code, code, "", message, dict(error.headers or {}))
 
     async def on_surprise(_: Request, error: Exception) -> Response:
-        _log.error("unforeseen error in a request", exc_info=error)
+        # Starlette raises it again after this answer, and uvicorn logs it.
         return _response(500, "internal", "", "an unforeseen error; it was logged", {})
 
     app.add_exception_handler(ServiceError, on_service_error)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from service.errors import Cancelled, InvalidInput, TooLarge
+from service.errors import BodyTimeout, Cancelled, InvalidInput, TooLarge, Unavailable
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 3_600_000
@@ -21,11 +21,12 @@ _WATCH_AFTER_S = 0.02
 """A request is answered sooner than this unless the service is busy; watching costs a task."""
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+async def read_body(request: Request, max_bytes: int, within_s: float) -> bytes:
     """The whole body, at most `max_bytes` long.
 
     Raises:
         TooLarge: by its Content-Length, before any of it is read, or by what arrived.
+        BodyTimeout: it was not there after `within_s`.
         Cancelled: the client went away in the middle of it.
     """
     declared = request.headers.get("content-length", "")
@@ -34,13 +35,18 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     try:
-        async for chunk in request.stream():
-            size += len(chunk)
-            if size > max_bytes:
-                raise _too_large("more", max_bytes)
-            chunks.append(chunk)
+        async with asyncio.timeout(within_s):
+            async for chunk in request.stream():
+                size += len(chunk)
+                if size > max_bytes:
+                    raise _too_large("more", max_bytes)
+                chunks.append(chunk)
     except ClientDisconnect as exc:
         raise Cancelled("the client went away while it sent the body") from exc
+    except TimeoutError as exc:
+        raise BodyTimeout(
+            f"{size} bytes of the body arrived in {within_s:g} s, expected all of it", field="body"
+        ) from exc
     return chunks[0] if size == len(chunks[0]) else b"".join(chunks)
 
 
@@ -72,6 +78,20 @@ def timeout_s(request: Request) -> float | None:
 
 
 @contextmanager
+def unavailable_on_stop() -> Iterator[None]:
+    """A request that outlasts the stop is cancelled by the server; let its caller know.
+
+    Raises:
+        Unavailable: it was.
+    """
+    try:
+        yield
+    except asyncio.CancelledError:
+        message = "the service stopped before the answer; send this to another instance"
+        raise Unavailable(message, retry_after_s=1) from None
+
+
+@contextmanager
 def cancelled_on_disconnect(request: Request) -> Iterator[None]:
     """Cancel the block when the client goes away; its body must have been read.
 
@@ -98,9 +118,8 @@ def cancelled_on_disconnect(request: Request) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if not gone:
+        if not gone or task.uncancel():
             raise  # the server stops
-        task.uncancel()
         raise Cancelled("the client went away before the answer") from None
     finally:
         timer.cancel()

@@ -12,7 +12,12 @@ from lenet.nvtx import span
 from lenet.pixels import Images
 from service.decode import Invert, Limits, decode
 from service.errors import InvalidInput
-from service.http.limits import cancelled_on_disconnect, read_body, timeout_s
+from service.http.limits import (
+    cancelled_on_disconnect,
+    read_body,
+    timeout_s,
+    unavailable_on_stop,
+)
 from service.http.schemas import ErrorResponse, PredictResponse, predict_openapi
 from service.predictor import Prediction, Predictor, RequestClock
 
@@ -20,14 +25,16 @@ BINARY = "application/octet-stream"
 
 _PARAMETERS = ("model", "version", "invert")
 _ERRORS: dict[int | str, dict[str, Any]] = {
-    status: {"model": ErrorResponse} for status in (400, 404, 413, 415, 429, 500, 503, 504)
+    status: {"model": ErrorResponse} for status in (400, 404, 408, 413, 415, 429, 500, 503, 504)
 }
 
 # Decoding holds the event loop up: at about 10 us an image in JSON, this much is 2 ms.
 _DECODE_HERE_BYTES = 256 * 1024
 
 
-def predict_router(predictor: Predictor, limits: Limits, max_body_bytes: int) -> APIRouter:
+def predict_router(
+    predictor: Predictor, limits: Limits, max_body_bytes: int, body_timeout_s: float
+) -> APIRouter:
     """The route, bound to what answers it."""
     router = APIRouter(tags=["predict"])
 
@@ -40,10 +47,10 @@ def predict_router(predictor: Predictor, limits: Limits, max_body_bytes: int) ->
     )
     async def predict(request: Request) -> Response:
         """One or many images of 28x28 pixels, ink high; or a picture of any size."""
-        with predictor.clock("http") as clock:
+        with predictor.clock("http") as clock, unavailable_on_stop():
             parameters = _parameters(request)
             timeout = timeout_s(request)
-            body = await read_body(request, max_body_bytes)
+            body = await read_body(request, max_body_bytes, body_timeout_s)
             clock.lap()
             content_type = request.headers.get("content-type", "")
             images = await _decode(body, content_type, _invert(parameters), limits)

@@ -1,0 +1,193 @@
+"""The real application: in this process without sockets, or behind a real uvicorn."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import threading
+from contextlib import asynccontextmanager
+
+import httpx
+import numpy as np
+import orjson
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from lenet.context import ExecutionContext
+from service import process
+from service.app import create_app
+from service.batcher import Batcher
+from service.http.schemas import ErrorResponse
+from service.settings import Settings
+
+
+class Served:
+    """An application whose lifespan is entered, and a client of it."""
+
+    def __init__(self, app, settings, client):
+        self.app = app
+        self.settings = settings
+        self.client = client
+
+    @property
+    def predictor(self):
+        return self.app.state.predictor
+
+    async def post(self, body, content_type="application/octet-stream", query="", **headers):
+        """`post(body, type, "?model=lenet", x_request_timeout_ms="5")`."""
+        named = {name.replace("_", "-"): value for name, value in headers.items()}
+        return await self.client.post(
+            f"/predict{query}", content=body, headers={"Content-Type": content_type, **named}
+        )
+
+    async def families(self):
+        response = await self.client.get("/metrics")
+        assert response.status_code == 200
+        return {family.name: family for family in text_string_to_metric_families(response.text)}
+
+    async def value(self, name, **labels):
+        """The sample `name` with exactly `labels`, 0 where there is none."""
+        samples = [s for family in (await self.families()).values() for s in family.samples]
+        found = [s.value for s in samples if (s.name, s.labels) == (name, labels)]
+        assert len(found) <= 1
+        return found[0] if found else 0
+
+    async def requests(self, outcome):
+        return await self.value("lenet_requests_total", protocol="http", outcome=outcome)
+
+
+@pytest.fixture
+def weights(tmp_path, tiny, random_weights):
+    """A folder with the one model `tiny`, version 3."""
+    random_weights(tiny).write(tmp_path / "weights" / "tiny" / "3.safetensors")
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def open_app(weights):
+    """`open_app(max_images=2)`: an async context manager that gives a `Served` without sockets."""
+
+    @asynccontextmanager
+    async def open_(**changes):
+        options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
+        settings = Settings(port=0, grpc_port=0, **options)
+        app = create_app(settings)
+        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+        async with (
+            app.router.lifespan_context(app),
+            httpx.AsyncClient(transport=transport, base_url="http://service") as client,
+        ):
+            yield Served(app, settings, client)
+
+    return open_
+
+
+@pytest.fixture
+async def served(open_app):
+    async with open_app() as served:
+        yield served
+
+
+@pytest.fixture
+def listen(open_app):
+    """As `open_app`, behind uvicorn as the service configures it; `served.port` is its port."""
+
+    @asynccontextmanager
+    async def listen_(**changes):
+        async with open_app(**changes) as served:
+            server = process._server(served.app, served.settings)
+            with process.listen("127.0.0.1", 0, shared=False) as listener:
+                listener.listen()
+                served.port = listener.getsockname()[1]
+                serving = asyncio.create_task(server.serve([listener]))
+                url = f"http://127.0.0.1:{served.port}"
+                try:
+                    async with httpx.AsyncClient(base_url=url, trust_env=False) as client:
+                        served.client = client
+                        yield served
+                finally:
+                    server.should_exit = True
+                    await serving
+
+    return listen_
+
+
+class Hold:
+    """Batches that have begun wait for `release`; `submitted` counts requests at the queue."""
+
+    def __init__(self, monkeypatch):
+        run, submit = ExecutionContext.run, Batcher.submit
+        self._begun = threading.Semaphore(0)
+        self._released = threading.Event()
+        self._submitted = asyncio.Semaphore(0)
+        self._left = asyncio.Semaphore(0)
+
+        def held_run(context, images):
+            self._begun.release()
+            assert self._released.wait(20), "nobody released the batch"
+            return run(context, images)
+
+        async def watched_submit(batcher, images, timeout_s):
+            self._submitted.release()
+            try:
+                return await submit(batcher, images, timeout_s)
+            finally:
+                self._left.release()
+
+        monkeypatch.setattr(ExecutionContext, "run", held_run)
+        monkeypatch.setattr(Batcher, "submit", watched_submit)
+
+    def release(self):
+        self._released.set()
+
+    async def begun(self):
+        """Wait until one more batch is on its context."""
+        assert await asyncio.to_thread(self._begun.acquire, timeout=20)
+
+    async def submitted(self):
+        """Wait until one more request stands in the queue."""
+        async with asyncio.timeout(20):
+            await self._submitted.acquire()
+
+    async def left(self):
+        """Wait until one more request has its answer or gave up."""
+        async with asyncio.timeout(20):
+            await self._left.acquire()
+
+
+@pytest.fixture
+def hold(monkeypatch):
+    hold = Hold(monkeypatch)
+    yield hold
+    hold.release()
+
+
+@pytest.fixture
+def refusal():
+    """`refusal(response, status, code)`: the error, which must have the one shape."""
+
+    def check(response, status, code):
+        assert response.status_code == status, response.text
+        assert response.headers["content-type"] == "application/json"
+        document = orjson.loads(response.content)
+        assert set(document) == {"error"}
+        assert set(document["error"]) == {"code", "field", "message"}
+        error = ErrorResponse.model_validate(document, strict=True).error
+        assert error.code == code
+        assert error.message
+        assert not re.search(r"Traceback|\.py\b|/work|/tmp|0x[0-9a-f]{6}", response.text)
+        return error
+
+    return check
+
+
+@pytest.fixture(scope="session")
+def images():
+    """Five random images, uint8 (5, 28, 28)."""
+    return np.random.default_rng(7).integers(0, 256, (5, 28, 28), np.uint8)
+
+
+@pytest.fixture(scope="session")
+def one(images):
+    """784 bytes."""
+    return images[0].tobytes()
