@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     summary = summarise(rounds)
     print(table(summary))
     print(f"\nMedians of {options.rounds} rounds of {options.duration} s (least..most).")
+    print("CPU us: the server's processor time a request. ratio: requests/s, ours over the peer's.")
     print("wrk ran on the same cores: take the ratios.")
     if options.json is not None:
         document = {

@@ -4,10 +4,10 @@ The labels are held against what the same weight file says here, on ONNX Runtime
 differs is wrong, whatever the digit shows. Exit code: 0 when there was no error and no wrong
 label, 1 when there was, 2 when nothing could be sent, 130 after Ctrl-C.
 
-One process of httpx sends at most some 2,000 requests a second (370 to 430 us of processor time
-each, measured against canned answers on an EPYC core, 2026-11-20), and on the service's own machine
-takes that from the service. Closer to the service's limit: `--processes`, more `--images` a
-request, or `python -m benchmarks.http`, which drives wrk.
+One process of httpx sends at most 2,000 to 3,000 requests a second (some 370 us of processor time
+each, on an EPYC core, 2026-11-20), and on the service's own machine takes that time from the
+service. Closer to the service's limit: `--processes`, more `--images` a request, or
+`python -m benchmarks.http`, which drives wrk.
 """
 
 from __future__ import annotations
