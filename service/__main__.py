@@ -22,8 +22,9 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
     except ValidationError as exc:
         for error in exc.errors():
             name = ".".join(str(part) for part in error["loc"])
+            message = error["msg"].removeprefix("Value error, ")
             found = f"{name} is {error['input']!r}: " if name else ""
-            print(f"settings: {found}{error['msg']}", file=sys.stderr)
+            print(f"settings: {found}{message}", file=sys.stderr)
         return ExitCode.SETTINGS
     logs.configure(settings.log_level)
     # Imported late: --help and a wrong flag should not wait for the runtime to load.

@@ -62,6 +62,7 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
     began = time.perf_counter()
     files = read_models(settings.weights, settings.models, settings.default_model)
     metrics.started("weights", time.perf_counter() - began)
+    _log.info("read %s: warming up", ", ".join(str(file.path) for file in files))
 
     began = time.perf_counter()
     repository = Repository(files, settings.default_model, _batching(settings), metrics)

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import multiprocessing
+import os
 import signal
 import socket
 from collections.abc import Iterator
@@ -68,41 +70,54 @@ async def _serve(settings: Settings) -> None:
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
-    server: _Server | None = None
+    warm = False
 
     def begin_stop() -> None:
-        if server is None:
+        if not warm and not stop.is_set():
             main.cancel()
-        elif stop.is_set():
-            server.should_exit = server.force_exit = True
         stop.set()
+
+    def on_signal(number: signal.Signals) -> None:
+        if stop.is_set():
+            # No step of the stop could be trusted to end: a context may hang in its library.
+            _log.warning("a second signal: waiting for nobody")
+            os._exit(128 + number)
+        begin_stop()
 
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, begin_stop)
+        loop.add_signal_handler(number, on_signal, number)
     parent = multiprocessing.parent_process()
     if parent is not None:
+        sentinel = parent.sentinel
+
+        def on_orphaned() -> None:
+            loop.remove_reader(sentinel)  # it stays readable
+            begin_stop()
+
         # A supervisor that died without a word must not leave its workers behind.
-        loop.add_reader(parent.sentinel, begin_stop)
+        loop.add_reader(sentinel, on_orphaned)
     try:
         # Bound before the work of the start, so that a taken port is told at once.
         with listen(settings.host, settings.port, shared=settings.workers > 1) as listener:
             app = create_app(settings)
             async with app.router.lifespan_context(app):
-                server = _server(app, settings)
-                await _answer(app, server, listener, stop, settings)
+                warm = True
+                await _answer(app, listener, stop, settings)
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
 
 
 async def _answer(
-    app: FastAPI,
-    server: _Server,
-    listener: socket.socket,
-    stop: asyncio.Event,
-    settings: Settings,
+    app: FastAPI, listener: socket.socket, stop: asyncio.Event, settings: Settings
 ) -> None:
+    # What the start left behind lives as long as the process: a collection in the middle of
+    # traffic need not look at it.
+    gc.collect()
+    gc.freeze()
+    server = _server(app, settings)
+    listener.listen(server.config.backlog)  # so that whoever reads "ready" can connect
     host, port = listener.getsockname()[:2]
     grpc_port = app.state.grpc_port
     _log.info("ready: HTTP on http://%s:%d, gRPC on %s:%d", host, port, host, grpc_port)

@@ -18,6 +18,8 @@ import sys
 import tempfile
 import time
 from collections import deque
+from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
 
@@ -41,22 +43,46 @@ _FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRES
 
 def supervise(settings: Settings) -> ExitCode:
     """Run `settings.workers` workers until told to stop or until they die too often."""
-    folder = tempfile.mkdtemp(prefix="lenet-serve-metrics-")
-    # Read by prometheus_client when a worker imports it.
-    os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
     try:
-        read_models(settings.weights, settings.models, settings.default_model)
         with contextlib.ExitStack() as stack:
+            signals = stack.enter_context(_signals())
+            folder = tempfile.mkdtemp(prefix="lenet-serve-metrics-")
+            stack.callback(shutil.rmtree, folder, ignore_errors=True)
+            # Read by prometheus_client when a worker imports it.
+            os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+            read_models(settings.weights, settings.models, settings.default_model)
             ports = {
                 name: stack.enter_context(_reserve(settings.host, port)).getsockname()[1]
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
             }
-            return _Supervisor(settings.model_copy(update=ports)).run()
+            return _Supervisor(settings.model_copy(update=ports), signals).run()
     except (LeNetError, OSError) as exc:
         _log.error("%s", exc)
         return exit_code(exc)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """A socket with a byte to read for each SIGTERM or SIGINT.
+
+    The handler does nothing else: it may run between any two steps of the supervisor.
+    """
+    told, tell = socket.socketpair()
+
+    def on_signal(number: int, frame: object) -> None:
+        with contextlib.suppress(BlockingIOError):  # full: it was told often enough
+            tell.send(b"!")
+
+    with told, tell:
+        tell.setblocking(False)
+        before = {
+            number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield told
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
 
 def _reserve(host: str, port: int) -> socket.socket:
@@ -68,33 +94,40 @@ def _reserve(host: str, port: int) -> socket.socket:
 
 
 class _Supervisor:
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, signals: socket.socket) -> None:
         self._settings = settings
+        self._signals = signals
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._stopping = False
-        self._wake, self._woken = socket.socketpair()
 
     def run(self) -> ExitCode:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._on_signal)
+        # Made with the first worker otherwise, and it unblocks SIGINT, which `_start` blocks.
+        resource_tracker.ensure_running()
         self._workers = [self._start() for _ in range(self._settings.workers)]
         outcome = ExitCode.STOPPED
         while self._workers:
-            wait([self._woken, *(worker.sentinel for worker in self._workers)])
+            events = wait([self._signals, *(worker.sentinel for worker in self._workers)])
+            if self._signals in events:
+                self._signals.recv(1)
+                self._stop()
             for worker in [worker for worker in self._workers if not worker.is_alive()]:
                 self._workers.remove(worker)
                 mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
                 if not self._stopping:
                     outcome = self._after_death(worker)
-        self._wake.close()
-        self._woken.close()
         return outcome
 
     def _start(self) -> BaseProcess:
         worker = self._spawn.Process(target=_work, args=(self._settings,), daemon=True)
-        worker.start()
+        # What is blocked here stays so in the child. Ctrl-C in a terminal reaches every process:
+        # to the worker it would be the first signal, and our SIGTERM the second.
+        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        try:
+            worker.start()
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
         _log.info("worker %d started", worker.pid)
         return worker
 
@@ -112,10 +145,6 @@ class _Supervisor:
             return ExitCode.WORKERS
         self._workers.append(self._start())
         return ExitCode.STOPPED
-
-    def _on_signal(self, number: int, frame: object) -> None:
-        self._stop()
-        self._wake.send(b"!")
 
     def _stop(self) -> None:
         self._stopping = True

@@ -264,7 +264,7 @@ async def test_one_image_too_many_is_a_413(open_app, refusal, images):
 @pytest.mark.parametrize(
     ("query", "field", "words"),
     [
-        ("?modle=tiny", "modle", "is unknown"),
+        ("?models=tiny", "models", "is unknown"),
         ("?model=tiny&model=tiny", "model", "given twice"),
         ("?invert=yes", "invert", "'yes', expected one of auto, true, false"),
         ("?invert=", "invert", "''"),

@@ -1,0 +1,52 @@
+from __future__ import annotations
+
+import errno
+
+import pytest
+
+from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, InvalidWeightFile
+from service import errors
+from service.errors import ExitCode, Overloaded, ServiceError, exit_code
+
+
+def every(kind=ServiceError):
+    return [kind, *(found for child in kind.__subclasses__() for found in every(child))]
+
+
+def test_codes_tell_the_errors_apart():
+    codes = [kind.code for kind in every()]
+    assert len(set(codes)) == len(codes) > 9
+
+
+@pytest.mark.parametrize("kind", every())
+def test_an_error_carries_what_a_transport_needs(kind):
+    error = kind("what, expected, next", field="images", retry_after_s=2)
+    assert (str(error), error.message) == ("what, expected, next",) * 2
+    assert (error.field, error.retry_after_s) == ("images", 2)
+    assert (kind("x").field, kind("x").retry_after_s) == ("", None)
+
+
+def test_the_tree_in_the_docstring_is_the_tree():
+    for kind in every():
+        assert kind.__name__ in errors.__doc__
+    assert issubclass(Overloaded, ServiceError)
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (InvalidWeightFile("x"), ExitCode.WEIGHTS),
+        (InvalidModel("x"), ExitCode.WEIGHTS),
+        (GoldenMismatch("x"), ExitCode.WEIGHTS),
+        (BackendUnavailable("x"), ExitCode.BACKEND),
+        (OSError(errno.EADDRINUSE, "x"), ExitCode.ADDRESS),
+    ],
+)
+def test_each_reason_not_to_start_has_its_exit_code(error, code):
+    assert exit_code(error) is code
+
+
+def test_no_exit_code_is_one_of_pythons_own():
+    assert 1 not in list(ExitCode)  # a traceback
+    assert ExitCode.SETTINGS == 2  # as argparse ends
+    assert max(ExitCode) < 126  # the shell's

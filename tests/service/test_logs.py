@@ -1,0 +1,50 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from service import logs
+
+
+@pytest.fixture(autouse=True)
+def restored():
+    """What pytest and others have set."""
+    root = logging.getLogger()
+    before = root.level, root.handlers[:]
+    quieted = [logging.getLogger(name) for name in ("uvicorn.error", "python_multipart")]
+    levels = [logger.level for logger in quieted]
+    # `basicConfig` closes the handlers that it finds; pytest's are still needed.
+    root.handlers = []
+    yield
+    root.setLevel(before[0])
+    root.handlers[:] = before[1]
+    for logger, level in zip(quieted, levels, strict=True):
+        logger.setLevel(level)
+
+
+@pytest.mark.parametrize("level", ["debug", "info", "warning", "error"])
+def test_lines_from_the_asked_for_level_on_are_written_to_standard_error(capsys, level):
+    logs.configure(level)
+    for name in ("debug", "info", "warning", "error"):
+        logging.getLogger("service.test").log(getattr(logging, name.upper()), "a %s line", name)
+    lines = capsys.readouterr().err.splitlines()
+    order = ["debug", "info", "warning", "error"]
+    assert [line.rpartition("a ")[2].split()[0] for line in lines] == order[order.index(level) :]
+    assert f"{level.upper()} service.test: a {level} line" in lines[0]
+
+
+def test_a_line_is_written_once_when_logs_are_configured_twice(capsys):
+    logs.configure("info")
+    logs.configure("info")
+    logging.getLogger("service.test").info("once")
+    assert capsys.readouterr().err.count("once") == 1
+
+
+def test_libraries_do_not_tell_our_story_again(capsys):
+    logs.configure("info")
+    logging.getLogger("uvicorn.error").info("Started server process")
+    logging.getLogger("python_multipart.multipart").warning("Skipping data after last boundary")
+    assert capsys.readouterr().err == ""
+    logging.getLogger("uvicorn.error").error("Exception in ASGI application")
+    assert "Exception in ASGI" in capsys.readouterr().err

@@ -1,0 +1,114 @@
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+from pydantic_settings import CliApp
+
+from service.settings import Settings
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for variable in [name for name in os.environ if name.startswith("LENET_")]:
+        monkeypatch.delenv(variable)
+
+
+def parsed(*arguments):
+    return CliApp.run(Settings, cli_args=list(arguments))
+
+
+def test_the_defaults_are_those_of_a_laptop():
+    settings = Settings()
+    assert (settings.host, settings.port, settings.grpc_port) == ("127.0.0.1", 8000, 8001)
+    assert settings.weights == Path("weights")
+    assert settings.default_model == "lenet"
+    assert settings.max_wait_us == 0
+
+
+@pytest.mark.parametrize("name", sorted(Settings.model_fields))
+def test_every_setting_is_described_and_is_both_flag_and_variable(name, monkeypatch):
+    field = Settings.model_fields[name]
+    assert re.fullmatch(r"[A-Zg].*\.", field.description, re.DOTALL)
+    texts = {"models": "lenet,mlp", "device": "cpu", "log_level": "debug", "weights": "elsewhere"}
+    text = texts.get(name) or ("lenet" if field.annotation is str else "785")
+    if name in ("max_images", "max_queue_rows"):
+        monkeypatch.setenv("LENET_MAX_IMAGES", "700")
+    flag = getattr(parsed(f"--{name.replace('_', '-')}", text), name)
+    monkeypatch.setenv(f"LENET_{name.upper()}", text)
+    assert getattr(Settings(), name) == flag
+    shown = ",".join(flag) if name == "models" else str(flag)
+    assert shown.removesuffix(".0") == text
+
+
+def test_a_flag_wins_over_a_variable(monkeypatch):
+    monkeypatch.setenv("LENET_PORT", "1")
+    assert Settings().port == 1
+    assert parsed("--port", "2").port == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "models"),
+    [("lenet", ("lenet",)), ("mlp, lenet", ("mlp", "lenet")), (" , ", ()), ("", ())],
+)
+def test_models_are_separated_by_commas(monkeypatch, text, models):
+    assert parsed("--models", text).models == models
+    monkeypatch.setenv("LENET_MODELS", text)
+    assert Settings().models == models
+
+
+def test_models_stay_as_they_are_when_they_are_given_as_values():
+    assert Settings(models=("mlp", "lenet")).models == ("mlp", "lenet")
+
+
+@pytest.mark.parametrize(
+    ("name", "wrong"),
+    [
+        ("port", -1),
+        ("port", 65536),
+        ("grpc_port", "x"),
+        ("workers", 0),
+        ("contexts", 0),
+        ("cpu_threads", -1),
+        ("max_batch_rows", 0),
+        ("max_batch_rows", 65537),
+        ("max_queue_rows", 0),
+        ("max_wait_us", -1),
+        ("max_wait_us", 1_000_001),
+        ("max_images", 0),
+        ("max_body_bytes", 783),
+        ("max_body_bytes", 2**31),
+        ("request_timeout_ms", 0),
+        ("request_timeout_ms", 3_600_001),
+        ("drain_timeout_s", -0.1),
+        ("grace_s", float("nan")),
+        ("device", "cuda"),
+        ("log_level", "loud"),
+    ],
+)
+def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
+    with pytest.raises(ValidationError) as caught:
+        Settings(**{name: wrong})
+    (error,) = caught.value.errors()
+    assert error["loc"] == (name,)
+
+
+def test_an_unknown_setting_is_refused():
+    with pytest.raises(ValidationError, match="prot"):
+        Settings(prot=1)
+
+
+def test_bounds_that_contradict_each_other_are_refused():
+    with pytest.raises(ValidationError, match="max_images is 11, expected at most max_queue_rows"):
+        Settings(max_images=11, max_queue_rows=10)
+    with pytest.raises(ValidationError, match="default_model is 'lenet', expected one of models"):
+        Settings(models="mlp")
+    assert Settings(models="mlp", default_model="mlp", max_images=10, max_queue_rows=10)
+
+
+def test_settings_cannot_be_changed_once_they_are_read():
+    with pytest.raises(ValidationError, match="frozen"):
+        Settings().port = 1

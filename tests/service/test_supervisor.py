@@ -1,0 +1,226 @@
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from prometheus_client.mmap_dict import MmapedDict
+from prometheus_client.parser import text_string_to_metric_families
+
+from lenet.model import Model
+from service import supervisor
+from service.errors import ExitCode
+from service.supervisor import RESTARTS, supervise
+
+
+@pytest.fixture
+def start_two(start):
+    def start_two_(*arguments):
+        return start("--workers", "2", *arguments)
+
+    return start_two_
+
+
+def values(service):
+    """The sum over labels of each sample, as any worker answers it."""
+    found = {}
+    for family in text_string_to_metric_families(service.get("/metrics")[1]):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    return found
+
+
+def metric_files(service):
+    (folder,) = service.temporary.iterdir()
+    return folder
+
+
+def answered_by(service, pid):
+    """How many requests the worker has counted."""
+    file = metric_files(service) / f"counter_{pid}.db"
+    found = MmapedDict.read_all_values_from_file(str(file))
+    return sum(value for key, value, *_ in found if "lenet_requests_total" in key)
+
+
+def test_both_workers_answer_and_either_tells_of_both_when_they_share_a_port(start_two):
+    service = start_two().ready(workers=2)
+    for _ in range(40):
+        assert service.predict()[0] == 200
+    counts = [answered_by(service, pid) for pid in service.started_workers()]
+    assert all(counts)
+    assert sum(counts) == 40
+    for _ in range(5):
+        found = values(service)
+        assert found["lenet_requests_total"] == 40
+        assert found["lenet_request_duration_seconds_count"] == 40
+        assert found["lenet_contexts"] == 2
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "ERROR" not in service.log
+
+
+def test_a_killed_worker_is_replaced_and_its_live_gauges_vanish(start_two):
+    service = start_two().ready(workers=2)
+    for _ in range(10):
+        service.predict()
+    killed, other = service.started_workers()
+    os.kill(killed, signal.SIGKILL)
+    service.wait_for(f"ERROR .* worker {killed} ended with -9")
+    service.ready(workers=3)
+    assert len(service.started_workers()) == 3
+    assert other in service.started_workers()
+    found = values(service)
+    assert found["lenet_contexts"] == 2
+    assert found["lenet_requests_total"] == 10
+    assert not list(metric_files(service).glob(f"gauge_live*_{killed}.db"))
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_more_deaths_than_the_budget_end_the_service_with_6(start_two):
+    service = start_two()
+    for number in range(1, RESTARTS + 2):
+        service.wait_for("worker [0-9]+ started", number + 1)
+        os.kill(service.started_workers()[number], signal.SIGKILL)
+        service.wait_for("ended with -9", number)
+    assert service.wait() == ExitCode.WORKERS
+    assert len(service.started_workers()) == 2 + RESTARTS
+    assert service.lines[-1].endswith("more than 3 deaths in 60 s: giving up")
+
+
+def test_weights_that_fail_their_proof_end_all_with_3_and_nobody_tries_again(
+    start_two, tiny_weights, tiny, random_weights
+):
+    weights = random_weights(Model("lenet", tiny.blocks))
+    golden = dataclasses.replace(weights.golden, logits=weights.golden.logits + 1)
+    dataclasses.replace(weights, golden=golden).write(tiny_weights / "lenet" / "2.safetensors")
+    service = start_two()
+    assert service.wait() == ExitCode.WEIGHTS
+    assert len(service.started_workers()) == 2
+    assert "golden logits differ" in service.log
+    assert "Traceback" not in service.log
+
+
+def test_requests_in_flight_are_answered_when_ctrl_c_reaches_every_process(start_two):
+    service = start_two().ready(workers=2)
+    with service.in_flight() as connection:
+        service.interrupt_all()
+        service.wait_for("stopping", 2)
+        connection.sendall(bytes(784))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    assert service.wait() == ExitCode.STOPPED
+    assert "second signal" not in service.log
+    assert "Traceback" not in service.log
+
+
+def test_a_second_signal_reaches_the_workers(start_two):
+    service = start_two("--drain-timeout-s", "60").ready(workers=2)
+    with service.in_flight() as stuck:
+        service.signal()
+        service.wait_for("stopping", 2)
+        service.signal()
+        assert stuck.recv(1000) == b""
+    assert service.wait() == ExitCode.STOPPED
+    assert service.stopped_after_s() < 5
+
+
+def test_a_signal_is_not_lost_when_workers_are_being_started(start):
+    service = start("--workers", "4")
+    service.wait_for("worker [0-9]+ started")
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert service.stopped_after_s() < 10
+    assert "ERROR" not in service.log
+
+
+def test_no_worker_outlives_a_killed_supervisor_and_none_drops_its_requests(start_two):
+    service = start_two().ready(workers=2)
+    with service.in_flight() as connection:
+        service.signal(signal.SIGKILL)
+        service.wait_for("stopping", 2)
+        connection.sendall(bytes(784))
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+    # Waits for the end of the log, too, which every process of the service holds.
+    assert service.wait() == -signal.SIGKILL
+    assert len([line for line in service.lines if line.endswith(" stopped")]) == 2
+
+
+# Without processes
+
+
+class Puppet:
+    """A worker that is told of signals and dies at once."""
+
+    def __init__(self, pid, exitcode):
+        self.pid = pid
+        self.exitcode = exitcode
+        self.terminated = 0
+        self.sentinel, self._end = os.pipe()
+        os.close(self._end)
+
+    def is_alive(self):
+        return False
+
+    def terminate(self):
+        self.terminated += 1
+
+
+@pytest.fixture
+def puppets(monkeypatch, tmp_path):
+    """`puppets(*codes)`: workers that end with these codes, one after another."""
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
+    made = []
+
+    def install(*codes):
+        left = iter(codes)
+
+        def start(_):
+            made.append(Puppet(len(made) + 1, next(left)))
+            return made[-1]
+
+        monkeypatch.setattr(supervisor._Supervisor, "_start", start)
+        return made
+
+    yield install
+    for puppet in made:
+        os.close(puppet.sentinel)
+
+
+@pytest.fixture
+def settings(tiny_weights):
+    from service.settings import Settings
+
+    return Settings(port=0, grpc_port=0, workers=2, weights=tiny_weights)
+
+
+def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
+    made = puppets(*[-9] * 10, ExitCode.BACKEND, -9)
+    clock = iter(range(0, 2000, 61))
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
+    assert supervise(settings) is ExitCode.BACKEND
+    assert len(made) == 12
+
+
+def test_the_first_reason_is_told_when_the_stop_brings_others(puppets, settings):
+    made = puppets(ExitCode.WEIGHTS, ExitCode.ADDRESS)
+    assert supervise(settings) is ExitCode.WEIGHTS
+    assert made[1].terminated == 1
+
+
+def test_signals_and_folders_are_given_back_when_it_ends(puppets, settings, monkeypatch, tmp_path):
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(tmp_path / "folder"))
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    puppets(ExitCode.WEIGHTS, ExitCode.WEIGHTS)
+    supervise(settings)
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
+    assert list(Path(tmp_path / "folder").iterdir()) == []
+
+
+def test_a_storm_of_signals_is_taken_when_nobody_reads_them():
+    with supervisor._signals() as told:
+        for _ in range(2000):
+            signal.raise_signal(signal.SIGTERM)
+        assert told.recv(1) == b"!"

@@ -1,0 +1,89 @@
+"""What only a test can hold of docs and conventions."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import lenet
+import service
+import trainer
+from service.errors import ExitCode
+from service.http.errors import STATUS
+
+ROOT = Path(__file__).parents[1]
+GPU = {"cupy", "cupyx", "cudnn"}
+WEB = {"fastapi", "starlette", "uvicorn", "grpc", "prometheus_client"}
+
+
+def modules(package):
+    """Every module that needs no GPU."""
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    names = [package.__name__, *(module.name for module in found)]
+    return [name for name in names if ".cuda" not in name and "ops_cuda" not in name]
+
+
+@pytest.mark.parametrize(
+    ("package", "absent"),
+    [
+        (lenet, GPU | WEB | {"trainer", "service"}),
+        (service, GPU | {"trainer"}),
+        (trainer, GPU | WEB | {"service"}),
+    ],
+    ids=lambda found: getattr(found, "__name__", ""),
+)
+def test_importing_a_package_does_nothing_and_loads_no_more_than_it_needs(
+    package, absent, tmp_path
+):
+    code = (
+        "import sys, threading, os\n"
+        f"for name in {modules(package)!r}: __import__(name)\n"
+        "print(' '.join({name.partition('.')[0] for name in sys.modules}))\n"
+        "assert threading.active_count() == 1, threading.enumerate()\n"
+        "assert os.listdir() == [], os.listdir()\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == ""
+    loaded = set(result.stdout.split())
+    assert package.__name__ in loaded
+    assert not loaded & absent
+
+
+@pytest.mark.parametrize("package", [lenet, service, trainer], ids=lambda found: found.__name__)
+def test_every_module_says_why_it_exists(package):
+    for name in modules(package):
+        if not re.search(r"_pb2(_grpc)?$", name):
+            assert importlib.import_module(name).__doc__, name
+
+
+def readme_rows(first_cell):
+    """Rows of the README's tables whose first cell matches."""
+    text = (ROOT / "README.md").read_text()
+    return re.findall(rf"^\| {first_cell} \|.*$", text, re.MULTILINE)
+
+
+def test_the_readme_tells_every_exit_code():
+    codes = [int(row.split("|")[1]) for row in readme_rows(r"\d{1,2}")]
+    assert codes == [int(code) for code in ExitCode]
+
+
+def test_the_readme_tells_every_answer_that_is_not_a_prediction():
+    told = " ".join(readme_rows(r"[45]\d\d[\d, ]*"))
+    missing = {code for code in STATUS if f"`{code}`" not in told}
+    assert missing <= {"cancelled", "body_timeout"}  # nobody is left to read the first
+    for code, status in STATUS.items():
+        assert code in missing or str(status) in told
