@@ -3,6 +3,10 @@ import os
 import struct
 from pathlib import Path
 
+# As the trainer itself has it, and before NumPy is loaded: two BLAS threads wait for each other
+# when other programs want the cores, and the tests take three times as long.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import numpy as np
 import pytest
 
