@@ -43,8 +43,8 @@ def test_a_taken_port_is_named(shared):
 def test_workers_share_a_port_and_others_do_not():
     with listen("127.0.0.1", 0, shared=True) as first:
         port = first.getsockname()[1]
-        listen("127.0.0.1", port, shared=True).close()
         first.listen()
+        listen("127.0.0.1", port, shared=True).close()
         with pytest.raises(OSError, match="in use"):
             listen("127.0.0.1", port, shared=False)
 

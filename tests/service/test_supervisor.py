@@ -12,6 +12,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import Model
 from service import supervisor
 from service.errors import ExitCode
+from service.process import listen
+from service.settings import Settings
 from service.supervisor import RESTARTS, supervise
 
 
@@ -190,9 +192,14 @@ def puppets(monkeypatch, tmp_path):
 
 @pytest.fixture
 def settings(tiny_weights):
-    from service.settings import Settings
-
     return Settings(port=0, grpc_port=0, workers=2, weights=tiny_weights)
+
+
+def test_the_port_of_another_service_is_not_shared_with_it():
+    with listen("127.0.0.1", 0, shared=True) as other:
+        other.listen()
+        with pytest.raises(OSError, match="in use"):
+            supervisor._reserve("127.0.0.1", other.getsockname()[1])
 
 
 def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):

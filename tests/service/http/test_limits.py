@@ -216,7 +216,10 @@ async def test_an_answer_is_given_when_the_client_stays(impatient):
 async def test_the_block_is_cancelled_when_the_client_leaves(impatient):
     caller = Caller()
     await caller.watched.wait()
+    caller.watched.clear()
     caller.messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+    await caller.watched.wait()
+    assert not caller.answer.cancelled()
     caller.messages.put_nowait(GONE)
     assert await caller.task == "gone"
     assert caller.answer.cancelled()
@@ -268,9 +271,10 @@ async def test_a_stop_wins_when_the_client_leaves_at_the_same_time(impatient):
         await caller.task
 
 
-async def test_nobody_watches_when_the_answer_is_quick():
-    receive = asyncio.Event()  # awaiting it would fail: it is no coroutine function
-    with cancelled_on_disconnect(SimpleNamespace(receive=receive)):
+async def test_nobody_watches_when_the_answer_is_quick(impatient):
+    with cancelled_on_disconnect(SimpleNamespace(receive=asyncio.Event().wait)):
+        pass
+    for _ in range(5):
         await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
 
