@@ -53,9 +53,9 @@ async def test_metrics_are_prometheus_text_when_scraped(served, images, one):
     families = {f.name: f for f in text_string_to_metric_families(response.text)}
     latency = families["lenet_request_duration_seconds"]
     assert latency.type == "histogram"
-    values = {(s.name, s.labels.get("le")): s.value for s in latency.samples}
-    assert values["lenet_request_duration_seconds_bucket", "+Inf"] == 2
-    assert values["lenet_request_duration_seconds_count", None] == 2
+    labels = {"protocol": "http", "le": "+Inf"}
+    assert await served.value(f"{latency.name}_bucket", **labels) == 2
+    assert await served.value(f"{latency.name}_count", protocol="http") == 2
     assert await served.requests("ok") == 2
     assert await served.requests("invalid_input") == 1
     assert await served.value("lenet_images_total", model="tiny") == 6
