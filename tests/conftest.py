@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gzip
 import math
 import os
 import selectors
@@ -11,6 +10,11 @@ from collections.abc import Callable, Coroutine
 from functools import cache
 from pathlib import Path
 from typing import Any
+
+# Both before NumPy and ONNX Runtime are loaded: two BLAS threads wait for each other when other
+# programs want the cores, and tests need tell nobody of themselves.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 import pytest
@@ -22,6 +26,7 @@ from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.errors import InvalidModel
 from lenet.model import Model, named
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
+from trainer.mnist import FILES, load
 
 # One machine's luck must not be another's failure: examples come from the test's own name.
 settings.register_profile("suite", deadline=None, derandomize=True)
@@ -161,17 +166,16 @@ def run_virtually() -> Callable[[Callable[[VirtualTimeLoop], Coroutine[Any, Any,
 
 
 @pytest.fixture(scope="session")
-def mnist() -> tuple[np.ndarray, np.ndarray]:
+def mnist_folder() -> Path:
+    """Where the four real MNIST files are, or a skip."""
+    folder = Path(os.environ.get("LENET_TEST_MNIST", ROOT / "data" / "mnist"))
+    if any(file.find(folder) is None for file in FILES):
+        pytest.skip(f"MNIST is not in {folder}; set LENET_TEST_MNIST to its folder")
+    return folder
+
+
+@pytest.fixture(scope="session")
+def mnist(mnist_folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The 10,000 real test images, uint8 (10000, 28, 28), and their labels, uint8 (10000,)."""
-    folder = Path(os.environ.get("LENET_TEST_MNIST", ROOT.parent / "shared" / "data" / "mnist"))
-    parts = []
-    for name, header_bytes in (("t10k-images-idx3-ubyte", 16), ("t10k-labels-idx1-ubyte", 8)):
-        packed, plain = folder / f"{name}.gz", folder / name
-        if packed.is_file():
-            content = gzip.decompress(packed.read_bytes())
-        elif plain.is_file():
-            content = plain.read_bytes()
-        else:
-            pytest.skip(f"no real digits: {packed} is missing; set LENET_TEST_MNIST to a folder")
-        parts.append(np.frombuffer(content, np.uint8, offset=header_bytes))
-    return parts[0].reshape(-1, 28, 28), parts[1]
+    test = load(mnist_folder).test
+    return test.images, test.labels

@@ -110,7 +110,7 @@ def fit(settings: Fit) -> None:
 
 def export(settings: Export) -> None:
     """Write the ONNX model."""
-    export_onnx(WeightFile.read(settings.weights), settings.out)
+    export_onnx(WeightFile.read(settings.weights), settings.out, CpuBackend())
     print(f"{settings.out}: written, its logits agree with the trainer's")
 
 

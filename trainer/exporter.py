@@ -12,10 +12,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import onnxruntime
 
 from lenet.backend import Backend, Plan
-from lenet.onnx_graph import IMAGES, LOGITS, onnx_model
+from lenet.cpu import CpuBackend
+from lenet.onnx_graph import onnx_model
 from lenet.pixels import Images
 from lenet.weightfile import Golden, Training, WeightFile
 from trainer.errors import ExportRefused, InvalidDataset
@@ -75,20 +75,21 @@ def export_weights(
     return Exported(final, len(test) - right, weights)
 
 
-def export_onnx(weights: WeightFile, path: Path) -> None:
+def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:
     """Write `weights` as an ONNX model that reproduces the golden logits, or write nothing.
+
+    `backend` runs the very model that is written.
 
     Raises:
         ExportRefused: the model computes something else than the trainer saw.
         OSError: `path` cannot be written.
     """
-    content = onnx_model(weights).SerializeToString()
-    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
-    (logits,) = session.run([LOGITS], {IMAGES: weights.golden.images})
-    _compare("golden", weights.golden.logits, logits)
+    images = weights.golden.images
+    plan = backend.plan(weights, len(images))
+    _compare("golden", weights.golden.logits, _served(plan, images))
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(content)
+    part.write_bytes(onnx_model(weights).SerializeToString())
     part.replace(path)
 
 

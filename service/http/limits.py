@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from fastapi import Request
-from starlette.requests import ClientDisconnect
 
 from service.errors import BodyTimeout, Cancelled, InvalidInput, TooLarge, Unavailable
 
@@ -34,20 +33,23 @@ async def read_body(request: Request, max_bytes: int, within_s: float) -> bytes:
         raise _too_large(f"{declared} bytes", max_bytes)
     chunks: list[bytes] = []
     size = 0
+    more = True
     try:
         async with asyncio.timeout(within_s):
-            async for chunk in request.stream():
-                size += len(chunk)
+            while more:
+                message = await request.receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the client went away while it sent the body")
+                chunks.append(message.get("body", b""))
+                more = message.get("more_body", False)
+                size += len(chunks[-1])
                 if size > max_bytes:
                     raise _too_large("more", max_bytes)
-                chunks.append(chunk)
-    except ClientDisconnect as exc:
-        raise Cancelled("the client went away while it sent the body") from exc
     except TimeoutError as exc:
         raise BodyTimeout(
             f"{size} bytes of the body arrived in {within_s:g} s, expected all of it", field="body"
         ) from exc
-    return chunks[0] if size == len(chunks[0]) else b"".join(chunks)
+    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
 
 
 def _too_large(found: str, max_bytes: int) -> TooLarge:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from typing import Any, cast, get_args
 
 import orjson
-from fastapi import APIRouter, Request, Response
+from fastapi import Request, Response
+from fastapi.routing import APIRoute
 
 from lenet.nvtx import span
 from lenet.pixels import Images
@@ -32,19 +34,22 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _DECODE_HERE_BYTES = 256 * 1024
 
 
-def predict_router(
-    predictor: Predictor, limits: Limits, max_body_bytes: int, body_timeout_s: float
-) -> APIRouter:
-    """The route, bound to what answers it."""
-    router = APIRouter(tags=["predict"])
+class _BareRoute(APIRoute):
+    """A documented route whose endpoint gets the request as it is.
 
-    @router.post(
-        "/predict",
-        summary="Recognise digits",
-        response_model=None,
-        responses={200: {"model": PredictResponse}, **_ERRORS},
-        openapi_extra=predict_openapi(),
-    )
+    FastAPI solves no dependencies and validates nothing on the way: a fifth of a request's time.
+    """
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The endpoint itself."""
+        return self.endpoint
+
+
+def predict_route(
+    predictor: Predictor, limits: Limits, max_body_bytes: int, body_timeout_s: float
+) -> APIRoute:
+    """The route, bound to what answers it."""
+
     async def predict(request: Request) -> Response:
         """One or many images of 28x28 pixels, ink high; or a picture of any size."""
         with predictor.clock("http") as clock, unavailable_on_stop():
@@ -70,7 +75,16 @@ def predict_router(
             headers = {"Server-Timing": _server_timing(clock)}
         return Response(content, 200, headers, BINARY if binary else "application/json")
 
-    return router
+    return _BareRoute(
+        "/predict",
+        predict,
+        methods=["POST"],
+        tags=["predict"],
+        summary="Recognise digits",
+        response_model=None,
+        responses={200: {"model": PredictResponse}, **_ERRORS},
+        openapi_extra=predict_openapi(),
+    )
 
 
 def _parameters(request: Request) -> dict[str, str]:

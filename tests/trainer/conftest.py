@@ -1,27 +1,10 @@
 import gzip
-import os
 import struct
-from pathlib import Path
-
-# As the trainer itself has it, and before NumPy is loaded: two BLAS threads wait for each other
-# when other programs want the cores, and the tests take three times as long.
-os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import numpy as np
 import pytest
 
 from trainer.mnist import FILES, Dataset, Digits
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="session")
-def mnist_folder():
-    """Where the real digits are, or a skip."""
-    folder = Path(os.environ.get("LENET_TEST_MNIST", ROOT / "../shared/data/mnist"))
-    if any(file.find(folder) is None for file in FILES):
-        pytest.skip(f"MNIST is not in {folder}; set LENET_TEST_MNIST to its folder")
-    return folder
 
 
 def idx_bytes(array):

@@ -143,7 +143,7 @@ def test_a_test_set_without_each_digit_is_refused(tiny, tmp_path):
 def test_an_onnx_model_computes_what_the_weight_file_does(tiny, tmp_path):
     weights = export(tiny, tmp_path).weights
     path = tmp_path / "new" / "model.onnx"
-    export_onnx(weights, path)
+    export_onnx(weights, path, CpuBackend())
     assert [entry.name for entry in path.parent.iterdir()] == ["model.onnx"]
     session = onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"])
     (logits,) = session.run(["logits"], {"images": weights.golden.images})
@@ -156,5 +156,5 @@ def test_no_onnx_model_is_written_when_it_disagrees(tiny, tmp_path):
     logits[3] += 1
     weights = replace(weights, golden=replace(weights.golden, logits=logits))
     with pytest.raises(ExportRefused, match="golden image 3"):
-        export_onnx(weights, tmp_path / "model.onnx")
+        export_onnx(weights, tmp_path / "model.onnx", CpuBackend())
     assert not (tmp_path / "model.onnx").exists()
