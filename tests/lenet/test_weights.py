@@ -1,4 +1,4 @@
-"""The weight files that this repository ships, on this machine's backend; their accuracy is the trainer's."""
+"""The weight files that this repository ships; their accuracy is the trainer's to test."""
 
 from __future__ import annotations
 
