@@ -94,12 +94,8 @@ def find_service(url: str, model: str | None) -> dict[str, Any]:
             raise CannotStart(f"{url} is not ready (/readyz says {ready}): wait and try again")
         if wanted not in models:
             raise CannotStart(f"{url} serves {', '.join(models)}, not {wanted!r}: mend --model")
-        return {
-            "model": wanted,
-            "version": models[wanted]["version"],
-            "sha256": models[wanted]["sha256"],
-            "device": info["device"],
-        }
+        told = {key: models[wanted][key] for key in ("version", "sha256", "device")}
+        return {"model": wanted, **told}
     except httpx.ConnectError as exc:
         raise CannotStart(
             f"nothing answers at {url} ({exc}): start the service with `make serve` in another "

@@ -49,6 +49,7 @@ def buckets(largest: int) -> tuple[int, ...]:
 class ContextStatistics:
     """What a context has done since it was made; written by its thread, read by any."""
 
+    device: str = ""
     batches: int = 0
     rows: int = 0
     padding_rows: int = 0
@@ -72,7 +73,7 @@ class ExecutionContext:
         self._buckets = buckets(largest)
         self._plans: dict[int, Plan] = {}
         self._open = True
-        self.statistics = ContextStatistics()
+        self.statistics = ContextStatistics(backend.name)
 
     @property
     def weights(self) -> WeightFile:

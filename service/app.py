@@ -110,7 +110,6 @@ def _info(settings: Settings, models: tuple[ServedModel, ...]) -> InfoResponse:
     return InfoResponse(
         name="lenet-serve",
         version=_version(),
-        device=settings.device,
         default_model=settings.default_model,
         models=[_loaded(model) for model in models],
         limits={
@@ -129,6 +128,7 @@ def _loaded(model: ServedModel) -> LoadedModel:
     return LoadedModel(
         name=model.file.name,
         version=model.file.version,
+        device=model.pool.statistics()[0].device,
         sha256=weights.digest(),
         parameters=sum(math.prod(shape) for shape in weights.model.parameters().values()),
         accuracy=training.accuracy,

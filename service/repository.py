@@ -174,10 +174,11 @@ class Repository:
         )
         self._stack.push_async_callback(batcher.drain, batching.drain_timeout_s)
         digest = file.weights.digest()
-        error = max(statistics.golden_error for statistics in pool.statistics())
+        contexts = pool.statistics()
+        error = max(context.golden_error for context in contexts)
         self._metrics.model_loaded(file.name, file.version, digest, batching.contexts, error)
         _log.info(
-            "model %s version %s (sha256 %s) ready on %d contexts, golden error %.1e",
-            *(file.name, file.version, digest[:12], batching.contexts, error),
+            "model %s version %s (sha256 %s) ready on %d %s contexts, golden error %.1e",
+            *(file.name, file.version, digest[:12], len(contexts), contexts[0].device, error),
         )
         return ServedModel(file, batcher, pool)

@@ -48,6 +48,7 @@ class LoadedModel(BaseModel):
 
     name: str
     version: str
+    device: str = Field(description="The backend that computes it.", examples=["cpu"])
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="How many numbers it learned.")
     accuracy: float = Field(description="Share of the MNIST test set it classifies correctly.")
@@ -62,7 +63,6 @@ class InfoResponse(BaseModel):
 
     name: str
     version: str
-    device: str
     default_model: str
     models: list[LoadedModel]
     limits: dict[str, int]

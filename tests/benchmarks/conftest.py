@@ -39,8 +39,9 @@ class FakeService:
         self._labels = {request.body: request.own_labels for request in requests}
         self.info = {
             "default_model": "lenet",
-            "device": "cpu",
-            "models": [{"name": "lenet", "version": "1", "sha256": sha256}],
+            "models": [
+                {"name": "lenet", "version": "1", "sha256": sha256, "device": "cpu"},
+            ],
         }
         self.ready = 200
         self.behave: Callable[[int, Sequence[int]], tuple[int, bytes, float]] = lambda _, labels: (

@@ -170,7 +170,7 @@ async def test_models_answer_by_name_and_version_when_they_are_loaded(
             assert repository.get("a", "3") is a
             assert repository.get() is repository.get("b") is repository.get("", "1")
     digest = files[0].weights.digest()
-    assert f"model a version 3 (sha256 {digest[:12]}) ready on 2 contexts" in caplog.text
+    assert f"model a version 3 (sha256 {digest[:12]}) ready on 2 cpu contexts" in caplog.text
     exposition = metrics.exposition().decode()
     assert f'lenet_model_info{{model="a",sha256="{digest}",version="3"}} 1.0' in exposition
     assert 'lenet_contexts{model="b"} 2.0' in exposition
