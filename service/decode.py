@@ -10,19 +10,18 @@ those are bounded by `Limits.max_picture_pixels` for all pictures of one request
 
 from __future__ import annotations
 
-import binascii
 import re
 from dataclasses import dataclass
 from typing import Literal, NoReturn
 
 import numpy as np
-import orjson
 from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
+from service.errors import InvalidInput, UnsupportedMediaType
+from service.json_images import check_count, json_images, refuse, shown
 from service.raster import Invert, digit, sniff
 
 __all__ = ["ACCEPTED", "Invert", "Limits", "decode"]
@@ -31,8 +30,6 @@ _BINARY = ("application/octet-stream", "application/x-npy", "image/png", "image/
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """The content types of a request's body."""
 
-_SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes"
-_SHOWN = 40
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_MAX_HEADER = 1024
 _NPY_ITEM = re.compile(
@@ -70,12 +67,12 @@ def decode(body: bytes, content_type: str, *, invert: Invert = "auto", limits: L
     Raises: InvalidInput, TooLarge, UnsupportedMediaType.
     """
     if invert not in ("auto", "true", "false"):
-        _refuse("invert", _shown(invert), "auto, true or false")
+        refuse("invert", shown(invert), "auto, true or false")
     kind = content_type.partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
         return _multipart(body, content_type, invert, limits)
     if kind == "application/json":
-        images = _json(body, limits)
+        images = json_images(body, limits.max_images)
         return ~images if invert == "true" else images
     if kind not in _BINARY:
         _unsupported("content-type", kind, ACCEPTED)
@@ -95,8 +92,8 @@ def _binary(
 def _octets(body: bytes, field: str, limits: Limits) -> Images:
     count, rest = divmod(len(body), PIXELS)
     if rest or not count:
-        _refuse(field, f"{len(body)} bytes", "n x 784 bytes, one a pixel, n at least 1")
-    _check_count(count, field, limits)
+        refuse(field, f"{len(body)} bytes", "n x 784 bytes, one a pixel, n at least 1")
+    check_count(count, field, limits.max_images)
     return np.frombuffer(body, np.uint8).reshape(count, HEIGHT, WIDTH)
 
 
@@ -106,29 +103,29 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
     `numpy.lib.format` evaluates the header as a Python literal and warns about some it reads.
     """
     if not body.startswith(_NPY_MAGIC) or len(body) < 12:
-        _refuse(field, f"bytes that begin with {body[:8]!r}", "an npy file")
+        refuse(field, f"bytes that begin with {body[:8]!r}", "an npy file")
     start = 10 if body[6] == 1 else 12
     length = int.from_bytes(body[8:start], "little")
     if body[6] not in (1, 2, 3) or length > min(_NPY_MAX_HEADER, len(body) - start):
         got = f"npy version {body[6]} with a header of {length} bytes"
-        _refuse(field, got, f"version 1 to 3, and at most {_NPY_MAX_HEADER} bytes, all sent")
+        refuse(field, got, f"version 1 to 3, and at most {_NPY_MAX_HEADER} bytes, all sent")
     header = "".join(body[start : start + length].decode("latin-1").replace('"', "'").split())
     items = {item.lastgroup: item[item.lastindex or 0] for item in _NPY_ITEM.finditer(header)}
     if len(items) != 3 or _NPY_ITEM.sub("x", header) not in ("{x,x,x}", "{x,x,x,}"):
-        _refuse(field, f"npy header {_shown(header)}", "descr, fortran_order and shape of an array")
+        refuse(field, f"npy header {shown(header)}", "descr, fortran_order and shape of an array")
     dtype = items["descr"].lstrip("|<>=")
     if dtype != "u1":
-        _refuse(field, f"dtype {_NPY_DTYPES.get(dtype, _shown(dtype))}", "uint8")
+        refuse(field, f"dtype {_NPY_DTYPES.get(dtype, shown(dtype))}", "uint8")
     shape = tuple(int(side) for side in items["shape"].split(",") if side)
     one = shape in ((HEIGHT, WIDTH), (PIXELS,))
     if not one and shape[1:] not in ((HEIGHT, WIDTH), (PIXELS,)):
-        got = f"shape {_shown(items['shape'])}"
-        _refuse(field, got, "(28, 28), (784,), (n, 28, 28) or (n, 784)")
+        got = f"shape {shown(items['shape'])}"
+        refuse(field, got, "(28, 28), (784,), (n, 28, 28) or (n, 784)")
     count = 1 if one else shape[0]
-    _check_count(count, field, limits)
+    check_count(count, field, limits.max_images)
     data = memoryview(body)[start + length :]
     if len(data) != count * PIXELS:
-        _refuse(field, f"{len(data)} bytes of data", f"{count * PIXELS}, as its shape says")
+        refuse(field, f"{len(data)} bytes of data", f"{count * PIXELS}, as its shape says")
     order: Literal["F", "C"] = "F" if items["order"] == "True" else "C"
     array = np.frombuffer(data, np.uint8).reshape(shape, order=order)
     return np.ascontiguousarray(array).reshape(count, HEIGHT, WIDTH)
@@ -148,7 +145,7 @@ def _multipart(body: bytes, content_type: str, invert: Invert, limits: Limits) -
         rows, cost = _binary(content, kind, field, invert, Limits(limits.max_images, pixels))
         images.append(rows)
         pixels -= cost
-        _check_count(sum(map(len, images)), "parts", limits)
+        check_count(sum(map(len, images)), "parts", limits.max_images)
     return images[0] if len(images) == 1 else np.concatenate(images)
 
 
@@ -159,7 +156,7 @@ def _parts(body: bytes, content_type: str, limits: Limits) -> list[tuple[str, by
     name, value, ends = bytearray(), bytearray(), list[bool]()
 
     def part_begin() -> None:
-        _check_count(len(kinds) + 1, "parts", limits)
+        check_count(len(kinds) + 1, "parts", limits.max_images)
         kinds.append("")
         contents.append(bytearray())
 
@@ -172,7 +169,7 @@ def _parts(body: bytes, content_type: str, limits: Limits) -> list[tuple[str, by
     try:
         boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
         if not boundary:
-            _refuse("content-type", "no boundary", "multipart/form-data; boundary=...")
+            refuse("content-type", "no boundary", "multipart/form-data; boundary=...")
         parser = MultipartParser(
             boundary,
             {
@@ -189,110 +186,11 @@ def _parts(body: bytes, content_type: str, limits: Limits) -> list[tuple[str, by
         raise InvalidInput(f"body: not multipart/form-data: {exc}", field="body") from exc
     if not ends or not kinds:
         got = f"{len(kinds)} parts" + ("" if ends else " and no closing boundary")
-        _refuse("body", got, "at least one part and a boundary after the last")
+        refuse("body", got, "at least one part and a boundary after the last")
     return list(zip(kinds, map(bytes, contents), strict=True))
 
 
-def _json(body: bytes, limits: Limits) -> Images:
-    """One or many images under `images`; `_pixels` says what an image may be."""
-    try:
-        document = orjson.loads(body)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
-    if type(document) is not dict:
-        _refuse("body", _shown(document), 'an object, {"images": [...]}')
-    if len(document) != 1 or "images" not in document:
-        for key in document:
-            if key != "images":
-                _refuse(_shown(key), "an unknown key", 'only "images"')
-        _refuse("images", "nothing", f"one image or a list of them, each {_SHAPES}")
-    images = document["images"]
-    # bytes([True]) is b"\x01": where these words occur at all, each pixel is looked at.
-    doubt = b"true" in body or b"false" in body
-    if type(images) is not list or _is_one_image(images):
-        content = _pixels(images, "images", doubt)
-        return np.frombuffer(content, np.uint8).reshape(1, HEIGHT, WIDTH)
-    _check_count(len(images), "images", limits)
-    content = b"".join([_pixels(image, f"images[{i}]", doubt) for i, image in enumerate(images)])
-    return np.frombuffer(content, np.uint8).reshape(len(images), HEIGHT, WIDTH)
-
-
-def _is_one_image(images: list[object]) -> bool:
-    """Whether `images` is itself an image: 784 numbers, or rows of numbers."""
-    first = images[0] if images else None
-    if type(first) is not list:
-        return isinstance(first, (int, float))
-    if first and type(first[0]) is list:
-        return False
-    return len(first) == WIDTH or (len(images) == HEIGHT and len(first) != PIXELS)
-
-
-def _pixels(image: object, field: str, doubt: bool) -> bytes:
-    """784 bytes. Quick where the image is right; where it is not, `_inspected` says why."""
-    if type(image) is list and not doubt:
-        try:
-            if len(image) == PIXELS:
-                return bytes(image)
-            # `bytes` of a number is that many zeros: `len` makes sure there is none among the rows.
-            if len(image) == HEIGHT and set(map(len, image)) == {WIDTH}:
-                return b"".join(map(bytes, image))
-        except (TypeError, ValueError):
-            pass
-    return _inspected(image, field)
-
-
-def _inspected(image: object, field: str) -> bytes:
-    """The slow road: element by element, to name the one that is wrong."""
-    if type(image) is str:
-        try:
-            content = binascii.a2b_base64(image, strict_mode=True)
-        except ValueError as exc:
-            raise InvalidInput(f"{field}: not base64: {exc}", field=field) from exc
-        if len(content) != PIXELS:
-            _refuse(field, f"base64 of {len(content)} bytes", "784")
-        return content
-    if type(image) is not list:
-        _refuse(field, _shown(image), _SHAPES)
-    place, values = "[{0}]", image
-    if image and type(image[0]) is list:
-        if len(image) != HEIGHT:
-            _refuse(field, f"{len(image)} rows", _SHAPES)
-        for y, row in enumerate(image):
-            if type(row) is not list or len(row) != WIDTH:
-                _refuse(f"{field}[{y}]", _shown(row), "a list of 28 integers 0 to 255")
-        place, values = "[{1}][{2}]", [value for row in image for value in row]
-    if len(values) != PIXELS:
-        _refuse(field, f"{len(values)} values", _SHAPES)
-    for i, value in enumerate(values):
-        if type(value) is not int or not 0 <= value <= 255:
-            hint = "; for fractions 0 to 1 send round(255 * x)" if type(value) is float else ""
-            where = field + place.format(i, *divmod(i, WIDTH))
-            _refuse(where, _shown(value), f"an integer 0 to 255{hint}")
-    return bytes(values)
-
-
-def _check_count(count: int, field: str, limits: Limits) -> None:
-    if not count:
-        _refuse(field, "0 images", "at least 1")
-    if count > limits.max_images:
-        message = f"{field}: got {count} images, expected at most {limits.max_images} in a request"
-        raise TooLarge(message, field=field)
-
-
-def _refuse(field: str, got: str, expected: str) -> NoReturn:
-    raise InvalidInput(f"{field}: got {got}, expected {expected}", field=field)
-
-
 def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> NoReturn:
-    got = _shown(kind) if kind else "nothing"
+    got = shown(kind) if kind else "nothing"
     message = f"{field}: got {got}, expected one of {', '.join(accepted)}"
     raise UnsupportedMediaType(message, field=field)
-
-
-def _shown(value: object) -> str:
-    """A value as JSON has it, cut to 40 characters; a container by its length alone."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if type(value) is list else 'an object'} of {len(value)}"
-    if isinstance(value, str):
-        return repr(value[:_SHOWN]) + ("..." if len(value) > _SHOWN else "")
-    return orjson.dumps(value).decode()

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from service import decode as module
+from service import json_images
 from service.decode import ACCEPTED, Limits, decode
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 
@@ -220,7 +221,7 @@ def test_an_unknown_key_is_named(document):
 
 
 def test_more_images_than_allowed_are_too_large_before_any_is_looked_at(monkeypatch):
-    monkeypatch.setattr(module, "_pixels", None)
+    monkeypatch.setattr(json_images, "_pixels", None)
     with pytest.raises(TooLarge, match="got 9 images, expected at most 8"):
         decode(as_json([TEXT] * 9), JSON, limits=LIMITS)
 
@@ -611,3 +612,12 @@ def test_base64_is_as_strict_as_python_offers():
     with pytest.raises(binascii.Error):
         binascii.a2b_base64("QQ==QQ==", strict_mode=True)
     refused(as_json(TEXT[:-4] + "QQ==QQ=="), JSON)
+
+
+@pytest.mark.parametrize("inner", [b"[],", b"{},", b'{"a":1},', b"[[]],"])
+def test_a_large_body_of_containers_is_refused_before_it_is_built(monkeypatch, inner):
+    monkeypatch.setattr(json_images.orjson, "loads", None)
+    body = b'{"images":[' + inner * 100_000 + b"0]}"
+    with pytest.raises((InvalidInput, TooLarge)) as caught:
+        decode(body, "application/json", limits=Limits(max_images=100))
+    assert caught.value.field == "body"
