@@ -18,6 +18,7 @@ from prometheus_client import CollectorRegistry
 
 from service.decode import Limits
 from service.http import errors
+from service.http.limits import Bodies
 from service.http.operations import operations_router
 from service.http.predict import predict_route
 from service.http.schemas import InfoResponse, LoadedModel
@@ -84,11 +85,11 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
             shared=settings.workers > 1,
         )
     )
-    limits = Limits(settings.max_images)
+    bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes)
     info = _info(settings, repository.models)
     # First among the routes, and not through a router of its own: each costs every request.
     app.router.routes.insert(
-        0, predict_route(predictor, limits, settings.max_body_bytes, timeout_s)
+        0, predict_route(predictor, Limits(settings.max_images), bodies, timeout_s)
     )
     app.include_router(operations_router(predictor, metrics, info))
     predictor.ready = True

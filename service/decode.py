@@ -69,13 +69,16 @@ def decode(body: bytes, content_type: str, *, invert: Invert = "auto", limits: L
     if invert not in ("auto", "true", "false"):
         refuse("invert", shown(invert), "auto, true or false")
     kind = content_type.partition(";")[0].strip().lower()
+    kind = "image/jpeg" if kind == "image/jpg" else kind  # not registered, and often sent
+    if kind not in ACCEPTED:
+        _unsupported("content-type", kind, ACCEPTED)
+    if not body:
+        refuse("body", "nothing", "at least one image")
     if kind == "multipart/form-data":
         return _multipart(body, content_type, invert, limits)
     if kind == "application/json":
         images = json_images(body, limits.max_images)
         return ~images if invert == "true" else images
-    if kind not in _BINARY:
-        _unsupported("content-type", kind, ACCEPTED)
     return _binary(body, kind, "body", invert, limits)[0]
 
 
@@ -115,7 +118,8 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
         refuse(field, f"npy header {shown(header)}", "descr, fortran_order and shape of an array")
     dtype = items["descr"].lstrip("|<>=")
     if dtype != "u1":
-        refuse(field, f"dtype {_NPY_DTYPES.get(dtype, shown(dtype))}", "uint8")
+        got = f"dtype {_NPY_DTYPES.get(dtype, shown(dtype))}"
+        refuse(field, got, "uint8, 0 to 255; for fractions 0 to 1 save (255 * x).astype('uint8')")
     shape = tuple(int(side) for side in items["shape"].split(",") if side)
     one = shape in ((HEIGHT, WIDTH), (PIXELS,))
     if not one and shape[1:] not in ((HEIGHT, WIDTH), (PIXELS,)):

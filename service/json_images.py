@@ -36,7 +36,7 @@ def json_images(body: bytes, max_images: int) -> Images:
     if len(document) != 1 or "images" not in document:
         for key in document:
             if key != "images":
-                refuse(shown(key), "an unknown key", 'only "images"')
+                refuse(key[:_SHOWN], "an unknown key", 'only "images"')
         refuse("images", "nothing", f"one image or a list of them, each {_SHAPES}")
     images = document["images"]
     # bytes([True]) is b"\x01": where these words occur at all, each pixel is looked at.

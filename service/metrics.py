@@ -93,9 +93,12 @@ class Metrics:
         self._queue_rows = self._gauge("lenet_queue_rows", "Rows left waiting by the last cut.")
         self._contexts = self._gauge("lenet_contexts", "Execution contexts.")
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.")
-        self._golden_error = self._gauge(
+        self._golden_error = Gauge(
             "lenet_golden_error",
             "Largest golden logit difference at start, relative to the largest golden logit.",
+            ("model",),
+            multiprocess_mode="livemax",
+            registry=registry,
         )
         self._start_phase = Gauge(
             "lenet_start_phase_seconds",

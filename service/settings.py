@@ -48,7 +48,7 @@ class Settings(BaseSettings):
     """Models to load, separated by commas, the highest version of each; none given: all."""
 
     default_model: str = "lenet"
-    """Model that answers requests which name none."""
+    """Model that answers requests which name none; if only one is loaded, that one."""
 
     device: Literal["auto", "cpu"] = "auto"
     """Backend: auto takes the best that runs here."""
@@ -74,8 +74,11 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=784, le=2**31 - 1)] = 32 * 1024 * 1024
     """Largest request body."""
 
+    max_bodies_bytes: Annotated[int, Field(ge=784)] = 128 * 1024 * 1024
+    """Most bytes of all HTTP bodies being read or decoded at a time; beyond, 429."""
+
     request_timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] = 30_000
-    """Time to answer a request that states none; also the most that it may state."""
+    """Time to answer a request that states none, or more."""
 
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """At stop: how long accepted requests may take to finish."""
@@ -91,12 +94,19 @@ class Settings(BaseSettings):
     def _split_models(cls, values: dict[str, object]) -> dict[str, object]:
         models = values.get("models")
         if isinstance(models, str):
-            names = tuple(name.strip() for name in models.split(",") if name.strip())
-            return {**values, "models": names}
+            models = tuple(name.strip() for name in models.split(",") if name.strip())
+            values = {**values, "models": models}
+        if isinstance(models, tuple) and len(models) == 1:
+            values = {"default_model": models[0], **values}
         return values
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
+        if self.max_body_bytes > self.max_bodies_bytes:
+            raise ValueError(
+                f"max_body_bytes is {self.max_body_bytes}, expected at most max_bodies_bytes, "
+                f"{self.max_bodies_bytes}: the largest body could never be accepted"
+            )
         if self.max_images > self.max_queue_rows:
             raise ValueError(
                 f"max_images is {self.max_images}, expected at most max_queue_rows, "

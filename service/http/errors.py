@@ -30,7 +30,8 @@ def error_response(error: ServiceError) -> Response:
     headers = {}
     if error.retry_after_s is not None:
         headers["Retry-After"] = str(error.retry_after_s)
-    if error.code in ("too_large", "body_timeout"):
+    unread = error.code == "overloaded" and error.field == "body"
+    if unread or error.code in ("too_large", "body_timeout"):
         # The rest of the body is not read, so the connection cannot be used again.
         headers["Connection"] = "close"
     return _response(STATUS[error.code], error.code, error.field, error.message, headers)

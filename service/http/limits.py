@@ -11,45 +11,91 @@ from contextlib import contextmanager
 
 from fastapi import Request
 
-from service.errors import BodyTimeout, Cancelled, InvalidInput, TooLarge, Unavailable
+from service.errors import (
+    BodyTimeout,
+    Cancelled,
+    InvalidInput,
+    Overloaded,
+    TooLarge,
+    Unavailable,
+    UnsupportedMediaType,
+)
+from service.http.schemas import MAX_TIMEOUT_MS
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-MAX_TIMEOUT_MS = 3_600_000
 
 _WATCH_AFTER_S = 0.02
 """A request is answered sooner than this unless the service is busy; watching costs a task."""
 
 
-async def read_body(request: Request, max_bytes: int, within_s: float) -> bytes:
-    """The whole body, at most `max_bytes` long.
+class Bodies:
+    """Reads bodies of at most `max_bytes` each, at most `max_total_bytes` of them held at once.
 
-    Raises:
-        TooLarge: by its Content-Length, before any of it is read, or by what arrived.
-        BodyTimeout: it was not there after `within_s`.
-        Cancelled: the client went away in the middle of it.
+    A body is held from its first byte until `release`: the memory of what is read but not yet
+    admitted as rows has a bound too.
     """
-    declared = request.headers.get("content-length", "")
-    if declared.isdecimal() and int(declared) > max_bytes:
-        raise _too_large(f"{declared} bytes", max_bytes)
-    chunks: list[bytes] = []
-    size = 0
-    more = True
-    try:
-        async with asyncio.timeout(within_s):
-            while more:
-                message = await request.receive()
-                if message["type"] == "http.disconnect":
-                    raise Cancelled("the client went away while it sent the body")
-                chunks.append(message.get("body", b""))
-                more = message.get("more_body", False)
-                size += len(chunks[-1])
-                if size > max_bytes:
-                    raise _too_large("more", max_bytes)
-    except TimeoutError as exc:
-        raise BodyTimeout(
-            f"{size} bytes of the body arrived in {within_s:g} s, expected all of it", field="body"
-        ) from exc
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def __init__(self, max_bytes: int, max_total_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._max_total_bytes = max_total_bytes
+        self._held_bytes = 0
+
+    async def read(self, request: Request, within_s: float) -> bytes:
+        """The whole body; the caller gives its length to `release` once it is decoded.
+
+        Raises:
+            TooLarge: by its Content-Length, before any of it is read, or by what arrived.
+            UnsupportedMediaType: it is compressed.
+            Overloaded: the bodies in hand leave no room for it.
+            BodyTimeout: it was not there after `within_s`.
+            Cancelled: the client went away in the middle of it.
+        """
+        encoding = request.headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedMediaType(
+                f"content-encoding: got {encoding[:40]!r}, expected the body as it is",
+                field="content-encoding",
+            )
+        declared = request.headers.get("content-length", "")
+        if declared.isdecimal() and int(declared) > self._max_bytes:
+            raise _too_large(f"{declared} bytes", self._max_bytes)
+        chunks: list[bytes] = []
+        size = 0
+        more = True
+        try:
+            async with asyncio.timeout(within_s):
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise Cancelled("the client went away while it sent the body")
+                    chunk = message.get("body", b"")
+                    more = message.get("more_body", False)
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    self._held_bytes += len(chunk)
+                    if size > self._max_bytes:
+                        raise _too_large("more", self._max_bytes)
+                    if self._held_bytes > self._max_total_bytes:
+                        raise Overloaded(
+                            f"the bodies that are read or decoded passed {self._max_total_bytes} "
+                            "bytes with this one; try again later",
+                            field="body",
+                            retry_after_s=1,
+                        )
+        except TimeoutError as exc:
+            self.release(size)
+            raise BodyTimeout(
+                f"{size} bytes of the body arrived in {within_s:g} s, expected all of it",
+                field="body",
+            ) from exc
+        except BaseException:
+            self.release(size)
+            raise
+        return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+
+    def release(self, size: int) -> None:
+        """A body of `size` bytes is decoded or given up."""
+        self._held_bytes -= size
 
 
 def _too_large(found: str, max_bytes: int) -> TooLarge:
@@ -59,7 +105,7 @@ def _too_large(found: str, max_bytes: int) -> TooLarge:
     )
 
 
-def timeout_s(request: Request) -> float | None:
+def asked_timeout_s(request: Request) -> float | None:
     """What `X-Request-Timeout-Ms` asks for, in seconds; None without it.
 
     Raises:

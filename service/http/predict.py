@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine
 from typing import Any, cast, get_args
 
@@ -13,11 +14,11 @@ from fastapi.routing import APIRoute
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.decode import Invert, Limits, decode
-from service.errors import InvalidInput
+from service.errors import DeadlineExceeded, InvalidInput
 from service.http.limits import (
+    Bodies,
+    asked_timeout_s,
     cancelled_on_disconnect,
-    read_body,
-    timeout_s,
     unavailable_on_stop,
 )
 from service.http.schemas import ErrorResponse, PredictResponse, predict_openapi
@@ -26,6 +27,9 @@ from service.predictor import Prediction, Predictor, RequestClock
 BINARY = "application/octet-stream"
 
 _PARAMETERS = ("model", "version", "invert")
+_BINARY_ANSWER = {
+    BINARY: {"schema": {"type": "string", "format": "binary"}}  # float32, ten an image
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 404, 408, 413, 415, 429, 500, 503, 504)
 }
@@ -46,19 +50,22 @@ class _BareRoute(APIRoute):
 
 
 def predict_route(
-    predictor: Predictor, limits: Limits, max_body_bytes: int, body_timeout_s: float
+    predictor: Predictor, limits: Limits, bodies: Bodies, timeout_s: float
 ) -> APIRoute:
-    """The route, bound to what answers it."""
+    """The route, bound to what answers it; `timeout_s` is the most that a request may take."""
 
     async def predict(request: Request) -> Response:
         """One or many images of 28x28 pixels, ink high; or a picture of any size."""
         with predictor.clock("http") as clock, unavailable_on_stop():
             parameters = _parameters(request)
-            timeout = timeout_s(request)
-            body = await read_body(request, max_body_bytes, body_timeout_s)
-            clock.lap()
-            content_type = request.headers.get("content-type", "")
-            images = await _decode(body, content_type, _invert(parameters), limits)
+            within_s = min(asked_timeout_s(request) or timeout_s, timeout_s)
+            body = await bodies.read(request, within_s)
+            try:
+                clock.lap()
+                content_type = request.headers.get("content-type", "")
+                images = await _decode(body, content_type, _invert(parameters), limits)
+            finally:
+                bodies.release(len(body))
             clock.record("decode")
             with cancelled_on_disconnect(request):
                 prediction = await predictor.predict(
@@ -66,10 +73,10 @@ def predict_route(
                     clock,
                     model=parameters.get("model", ""),
                     version=parameters.get("version", ""),
-                    timeout_s=timeout,
+                    timeout_s=_left(within_s, clock),
                 )
             clock.lap()
-            binary = BINARY in request.headers.get("accept", "")
+            binary = _accepts_binary(request.headers.get("accept", ""))
             content = _as_bytes(prediction) if binary else _as_json(prediction)
             clock.record("encode")
             headers = {"Server-Timing": _server_timing(clock)}
@@ -82,9 +89,26 @@ def predict_route(
         tags=["predict"],
         summary="Recognise digits",
         response_model=None,
-        responses={200: {"model": PredictResponse}, **_ERRORS},
+        responses={200: {"model": PredictResponse, "content": _BINARY_ANSWER}, **_ERRORS},
+        operation_id="predict",
         openapi_extra=predict_openapi(),
     )
+
+
+def _left(within_s: float, clock: RequestClock) -> float:
+    left_s = within_s - clock.total_s
+    if left_s <= 0:
+        raise DeadlineExceeded(f"reading and decoding took more than {within_s * 1e3:.0f} ms")
+    return left_s
+
+
+def _accepts_binary(accept: str) -> bool:
+    """Whether `accept` lists `BINARY`, and not with a quality of 0 (RFC 9110, 12.5.1)."""
+    for choice in accept.lower().split(","):
+        kind, *parameters = (part.strip() for part in choice.split(";"))
+        if kind == BINARY:
+            return not any(re.fullmatch(r"q=0(\.0*)?", part) for part in parameters)
+    return False
 
 
 def _parameters(request: Request) -> dict[str, str]:

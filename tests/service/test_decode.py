@@ -187,7 +187,6 @@ def test_a_wrong_structure_is_refused_with_its_place(images, field, words):
 @pytest.mark.parametrize(
     "body",
     [
-        b"",
         b"{",
         b"\xff",
         b'{"images": "\xff"}',
@@ -217,7 +216,7 @@ def test_missing_images_are_refused():
 
 @pytest.mark.parametrize("document", [{"image": FLAT}, {"images": FLAT, "image": 1}])
 def test_an_unknown_key_is_named(document):
-    assert refused(orjson.dumps(document), JSON).field == "'image'"
+    assert refused(orjson.dumps(document), JSON).field == "image"
 
 
 def test_more_images_than_allowed_are_too_large_before_any_is_looked_at(monkeypatch):
@@ -255,7 +254,7 @@ def test_memory_stays_linear_in_the_body_when_json_is_hostile(body):
 
 def test_a_million_keys_are_refused_by_the_first():
     body = b"{" + b",".join(b'"k%d":0' % i for i in range(1_000_000)) + b"}"
-    assert refused(body, JSON).field == "'k0'"
+    assert refused(body, JSON).field == "k0"
 
 
 def test_a_million_values_are_refused_without_looking_at_each():
@@ -273,7 +272,7 @@ def test_octets_are_read_without_a_copy(n):
     assert np.shares_memory(images, np.frombuffer(body, np.uint8))
 
 
-@pytest.mark.parametrize("size", [0, 1, 783, 785])
+@pytest.mark.parametrize("size", [1, 783, 785])
 def test_octets_are_refused_when_they_are_no_multiple_of_784(size):
     assert f"got {size} bytes" in refused(bytes(size), RAW).message
 
@@ -621,3 +620,17 @@ def test_a_large_body_of_containers_is_refused_before_it_is_built(monkeypatch, i
     with pytest.raises((InvalidInput, TooLarge)) as caught:
         decode(body, "application/json", limits=Limits(max_images=100))
     assert caught.value.field == "body"
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_an_empty_body_is_told_apart_from_a_wrong_one(kind):
+    assert "got nothing" in refused(b"", kind).message
+
+
+def test_the_unregistered_name_of_jpeg_is_understood():
+    file = io.BytesIO()
+    Image.fromarray(IMAGES[0]).resize((56, 56)).save(file, "JPEG")
+    as_jpg, as_jpeg = (
+        decode(file.getvalue(), kind, limits=LIMITS) for kind in ("image/jpg", "image/jpeg")
+    )
+    np.testing.assert_array_equal(as_jpg, as_jpeg)

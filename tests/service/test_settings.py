@@ -37,6 +37,8 @@ def test_every_setting_is_described_and_is_both_flag_and_variable(name, monkeypa
     text = texts.get(name) or ("lenet" if field.annotation is str else "785")
     if name in ("max_images", "max_queue_rows"):
         monkeypatch.setenv("LENET_MAX_IMAGES", "700")
+    if name == "max_bodies_bytes":
+        monkeypatch.setenv("LENET_MAX_BODY_BYTES", "784")
     flag = getattr(parsed(f"--{name.replace('_', '-')}", text), name)
     monkeypatch.setenv(f"LENET_{name.upper()}", text)
     assert getattr(Settings(), name) == flag
@@ -105,8 +107,16 @@ def test_bounds_that_contradict_each_other_are_refused():
     with pytest.raises(ValidationError, match="max_images is 11, expected at most max_queue_rows"):
         Settings(max_images=11, max_queue_rows=10)
     with pytest.raises(ValidationError, match="default_model is 'lenet', expected one of models"):
-        Settings(models="mlp")
-    assert Settings(models="mlp", default_model="mlp", max_images=10, max_queue_rows=10)
+        Settings(models="mlp,cnn-32-64")
+    with pytest.raises(ValidationError, match="max_body_bytes is 2000, expected at most"):
+        Settings(max_body_bytes=2000, max_bodies_bytes=1999)
+    assert Settings(models="mlp,lenet", max_images=10, max_queue_rows=10)
+
+
+def test_the_only_model_is_the_default_one():
+    assert Settings(models="mlp").default_model == "mlp"
+    with pytest.raises(ValidationError, match="default_model is 'lenet', expected one of models"):
+        Settings(models="mlp", default_model="lenet")
 
 
 def test_settings_cannot_be_changed_once_they_are_read():

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from service import predictor
 from service.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.http import limits
 from service.http.limits import cancelled_on_disconnect, unavailable_on_stop
@@ -91,7 +92,52 @@ async def test_a_body_of_exactly_the_limit_is_read_in_either_way(listen, one):
         assert (await served.post(one + b"0")).status_code == 413
 
 
+async def test_bodies_in_hand_have_a_common_bound(listen, one):
+    async with listen(max_body_bytes=2000, max_bodies_bytes=2000) as served:
+        async with connect(served) as (_, holder), connect(served) as (reader, writer):
+            holder.write(head(b"Content-Length: 2000\r\n") + bytes(1500))
+            await holder.drain()
+            async with asyncio.timeout(20):
+                while (refused := await served.post(one)).status_code != 429:
+                    pass  # until the server has read what is held
+            assert refused.headers["retry-after"] == "1"
+            writer.write(head(b"Content-Length: 784\r\n") + one)
+            status, headers, error = await answer(reader)
+            assert (status, error["code"], error["field"]) == (429, "overloaded", "body")
+            assert headers["connection"] == "close"
+        async with asyncio.timeout(20):
+            while (await served.post(one)).status_code != 200:
+                pass  # until the server has seen the holder leave
+        for body in (b"", one + one, one[:-1], bytes(2001)):
+            await served.post(body)
+        assert (await served.post(one + one)).status_code == 200, "every kind of end gives back"
+
+
+async def test_a_compressed_body_is_a_415(served, one, refusal):
+    response = await served.post(one, content_encoding="gzip")
+    error = refusal(response, 415, "unsupported_media_type")
+    assert error.field == "content-encoding"
+    assert (await served.post(one, content_encoding="Identity")).status_code == 200
+
+
 # The time of a body
+
+
+async def test_the_time_that_a_request_may_take_begins_with_its_body(listen, monkeypatch, one):
+    clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
+    monkeypatch.setattr(predictor, "time", clock)
+    read = limits.Bodies.read
+
+    async def slow_read(bodies, request, within_s):
+        assert within_s == 0.05
+        clock.now_s += 0.06
+        return await read(bodies, request, within_s)
+
+    async with listen() as served:
+        monkeypatch.setattr(limits.Bodies, "read", slow_read)
+        response = await served.post(one, x_request_timeout_ms="50")
+        assert response.status_code == 504
+        assert "more than 50 ms" in response.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(100)], ids=["nothing", "a part"])

@@ -182,7 +182,7 @@ async def test_a_large_body_is_decoded_beside_the_loop(served, monkeypatch, imag
 
 ONE = [[0] * 28 for _ in range(28)]
 MALFORMED = {
-    "no body": (JSON, b"", "body", "not JSON"),
+    "no body": (JSON, b"", "body", "got nothing, expected"),
     "half a document": (JSON, b'{"images": [', "body", "not JSON"),
     "not utf-8": (JSON, b'{"images": "\xff"}', "body", "not JSON"),
     "a lone surrogate": (JSON, b'{"images": "\\ud800"}', "body", "not JSON"),
@@ -191,7 +191,7 @@ MALFORMED = {
     "nested too deep, closed": (JSON, b"[" * 100_000 + b"]" * 100_000, "body", "not JSON"),
     "not an object": (JSON, b"[1, 2]", "body", "a list of 2"),
     "no images": (JSON, b"{}", "images", "got nothing"),
-    "an unknown key": (JSON, b'{"images": [], "invert": true}', "'invert'", "an unknown key"),
+    "an unknown key": (JSON, b'{"images": [], "invert": true}', "invert", "an unknown key"),
     "null": (JSON, b'{"images": null}', "images", "got null"),
     "0 images": (JSON, b'{"images": []}', "images", "0 images, expected at least 1"),
     "783 pixels": (JSON, as_json([[0] * 783]), "images[0]", "783 values"),
@@ -206,7 +206,7 @@ MALFORMED = {
     "a word": (JSON, as_json([[*[0] * 783, "7"]]), "images[0][783]", "got '7'"),
     "not base64": (JSON, as_json(["?" * 1048]), "images[0]", "not base64"),
     "base64 of 3 bytes": (JSON, as_json(["AAAA"]), "images[0]", "base64 of 3 bytes"),
-    "0 bytes": (RAW, b"", "body", "0 bytes, expected n x 784"),
+    "0 bytes": (RAW, b"", "body", "got nothing, expected"),
     "785 bytes": (RAW, bytes(785), "body", "785 bytes, expected n x 784"),
     "not npy": (NPY, bytes(784), "body", "an npy file"),
     "npy of floats": (NPY, npy(np.zeros((28, 28), np.float32)), "body", "float32"),
@@ -217,7 +217,7 @@ MALFORMED = {
     "a JPEG called PNG": (PNG, picture("JPEG"), "body", "got image/jpeg"),
     "half a PNG": (PNG, picture("PNG")[:60], "body", "not a readable image/png"),
     "half a JPEG": (JPEG, picture("JPEG")[:100], "body", "not a readable image/jpeg"),
-    "an empty PNG": (PNG, b"", "body", "expected image/png"),
+    "an empty PNG": (PNG, b"", "body", "got nothing, expected"),
     "no boundary": ("multipart/form-data", form((RAW, bytes(784))), "content-type", "no boundary"),
     "no parts": (FORM, b"--x--\r\n", "body", "at least one part"),
     "half a form": (FORM, form((RAW, bytes(784)))[:-9], "body", "no closing boundary"),
@@ -518,3 +518,19 @@ async def test_an_unread_body_is_not_taken_for_the_next_request(listen, one):
         await writer.wait_closed()
     assert re.findall(r"HTTP/1.1 (\d+)", answers) == ["400", "200"]
     assert '"live":true' in answers
+
+
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/octet-stream", RAW),
+        ("Application/Octet-Stream ; q=0.1, text/html", RAW),
+        ("application/json, application/octet-stream;q=0", JSON),
+        ("application/octet-stream;q=0.000", JSON),
+        ("application/octet-streams", JSON),
+        ("*/*", JSON),
+    ],
+)
+async def test_bytes_are_answered_only_to_those_who_accept_them(served, one, accept, kind):
+    response = await served.post(one, accept=accept)
+    assert response.headers["content-type"] == kind
