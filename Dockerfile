@@ -1,6 +1,4 @@
-# The service on its committed weights. EXTRAS picks what it can run on:
-#   docker build .                                   the CPU backend
-#   docker build --build-arg EXTRAS='[cuda12]' .     NVIDIA GPUs, CUDA 12
+# The service on its committed weights and the CPU backend. EXTRAS names more of pyproject's extras.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS build

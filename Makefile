@@ -14,7 +14,7 @@ help: ## list every target
 serve: .venv/serve.stamp ## run the service on the committed weights (ARGS="--port 9000")
 	$(BIN)/python -m service $(ARGS)
 
-train: .venv/dev.stamp ## train with the default recipe (ARGS="fit --epochs 1")
+train: .venv/dev.stamp ## train with the default recipe (ARGS="fit --out /tmp/weights")
 	$(BIN)/python -m trainer $(ARGS)
 
 load-test: .venv/dev.stamp ## drive a running service (ARGS="--mode open --rate 500")
@@ -50,15 +50,19 @@ docker-down: ## stop them
 	docker-compose down
 
 clean: ## remove what this Makefile made
-	rm -rf .venv build *.egg-info .coverage* .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
+	rm -rf .venv build *.egg-info .coverage* .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache
 
 # Two stamps on one environment: serving needs a fraction of what developing needs.
-.venv/serve.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/serve.stamp: pyproject.toml constraints.txt | .venv
+	@echo 'installing what serving needs into .venv'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
 	@touch $@
 
-.venv/dev.stamp: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
+.venv/dev.stamp: pyproject.toml constraints.txt | .venv
+	@echo 'installing what developing needs into .venv'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ .venv/serve.stamp
+
+.venv:
+	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] < (3, 14) or sys.exit(f"this is Python {sys.version.split()[0]}, expected 3.11 to 3.13: name one with PYTHON=python3.12")'
+	$(PYTHON) -m venv .venv

@@ -13,7 +13,6 @@ and the regular-file check), a file swapped while it is read (read once, then on
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
@@ -21,7 +20,6 @@ import os
 import re
 import stat
 import struct
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -34,6 +32,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from lenet.errors import InvalidModel, InvalidWeightFile
+from lenet.files import write_atomically
 from lenet.model import Model
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Logits
 
@@ -120,30 +119,12 @@ class WeightFile:
         return hashlib.sha256(self.to_bytes()).hexdigest()
 
     def write(self, path: Path) -> None:
-        """Write atomically: a reader sees the old file or the whole new one, also after a crash.
+        """Write atomically.
 
         Raises:
             OSError: the folder cannot be written.
         """
-        content = self.to_bytes()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).chmod(0o644)
-            Path(temporary).replace(path)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                Path(temporary).unlink()
-            raise
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        write_atomically(path, self.to_bytes())
 
     @classmethod
     def read(cls, path: Path) -> WeightFile:
@@ -191,7 +172,10 @@ class WeightFile:
                 f"expected classes 0 to {model.classes - 1}"
             )
         ordered = {name: tensors[name] for name in model.parameters()}
-        return cls(model, MappingProxyType(ordered), golden, training)
+        weights = cls(model, MappingProxyType(ordered), golden, training)
+        if weights.to_bytes() != content:
+            raise _Flaw("is not in the canonical form that the trainer writes")
+        return weights
 
     def _all_tensors(self) -> dict[str, NDArray[Any]]:
         golden = {f"golden.{part.name}": getattr(self.golden, part.name) for part in fields(Golden)}

@@ -45,7 +45,7 @@ def random_affine(images: Images, limits: Limits, random: np.random.Generator) -
     return _sample(images, back.transpose(2, 0, 1), limits.shift * draw[4:6].T)
 
 
-def _sample(images: Images, back: NDArray[np.float32], shift: NDArray[np.float32]) -> Images:
+def _sample(images: Images, back: NDArray[np.float64], shift: NDArray[np.float32]) -> Images:
     """Bilinear values at back (n, 2, 2) applied to each pixel, about the centre, plus shift (n, 2).
 
     Images are surrounded by paper: one row above, two below, so that every clipped place has four

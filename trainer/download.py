@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import DatasetUnavailable, InvalidDataset
-from trainer.mnist import FILES, Dataset, IdxFile, load, uncompressed, what_to_do
+from trainer.mnist import FILES, MAX_FILE_BYTES, Dataset, IdxFile, load, uncompressed, what_to_do
 
 if TYPE_CHECKING:
     import httpx
@@ -121,6 +121,8 @@ def _transfer(part: Path, url: str, client: httpx.Client) -> None:
             # As they come: a chunk size would hold back, and lose, the last bytes before a break.
             for chunk in response.iter_raw():
                 file.write(chunk)
+                if file.tell() > MAX_FILE_BYTES:
+                    return  # no mirror of ours: verification says so, and the disk is not filled
 
 
 def _trouble(part: Path, file: IdxFile) -> str | None:

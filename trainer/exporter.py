@@ -15,6 +15,7 @@ import numpy as np
 
 from lenet.backend import Backend, Plan
 from lenet.cpu import CpuBackend
+from lenet.files import write_atomically
 from lenet.onnx_graph import onnx_model
 from lenet.pixels import Images
 from lenet.weightfile import Golden, Training, WeightFile
@@ -70,8 +71,7 @@ def export_weights(
         right = int(np.count_nonzero(_served(plan, test.images).argmax(axis=1) == test.labels))
         proven = replace(draft, training=replace(training, accuracy=right / len(test)))
         weights, _ = _write_and_read_back(proven, path, backend)
-        final = folder / f"{_next_version(folder)}.safetensors"
-        path.replace(final)
+        final = _publish(path, folder)
     return Exported(final, len(test) - right, weights)
 
 
@@ -87,10 +87,7 @@ def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:
     images = weights.golden.images
     plan = backend.plan(weights, len(images))
     _compare("golden", weights.golden.logits, _served(plan, images))
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.part")
-    part.write_bytes(onnx_model(weights).SerializeToString())
-    part.replace(path)
+    write_atomically(path, onnx_model(weights).SerializeToString())
 
 
 def _write_and_read_back(
@@ -137,6 +134,13 @@ def _compare(which: str, trained: Array, served: Array) -> None:
         )
 
 
-def _next_version(folder: Path) -> int:
-    taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
-    return max(taken, default=0) + 1
+def _publish(proven: Path, folder: Path) -> Path:
+    """Give the file the next free version; a link, unlike a rename, overwrites nothing."""
+    while True:
+        taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
+        final = folder / f"{max(taken, default=0) + 1}.safetensors"
+        try:
+            final.hardlink_to(proven)
+        except FileExistsError:
+            continue  # another run took it in between
+        return final

@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 from tqdm import tqdm
 
+from lenet.files import write_atomically
 from lenet.nvtx import span
 from trainer.augment import Limits, random_affine
 from trainer.errors import InvalidCheckpoint, InvalidDataset, TrainingDiverged
@@ -61,10 +62,7 @@ class Checkpoint:
         state = {name: np.ascontiguousarray(a) for name, a in _state(network, optimizer).items()}
         history = [[one.loss, one.accuracy, one.validation_accuracy] for one in epochs]
         content = save(state, {"run": self._run, "epochs": json.dumps(history)})
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        part = self.path.with_suffix(".part")
-        part.write_bytes(content)
-        part.replace(self.path)
+        write_atomically(self.path, content)
 
     def resume(self, network: Network, optimizer: Sgd) -> list[Epoch]:
         """Put the saved state, if there is one, into both and return the epochs it has behind it.

@@ -133,6 +133,21 @@ def test_what_is_not_the_file_is_refused_and_not_left_behind(tmp_path, server, r
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_mirror_that_does_not_end_does_not_fill_the_disk(tmp_path, monkeypatch):
+    sent = []
+
+    class Endless(httpx.SyncByteStream):
+        def __iter__(self):
+            while True:
+                sent.append(b"0" * 1000)
+                yield sent[-1]
+
+    monkeypatch.setattr(module, "MAX_FILE_BYTES", 10_000)
+    with pytest.raises(DatasetUnavailable, match="its content has SHA-256"):
+        fetch(tmp_path, lambda _: httpx.Response(200, stream=Endless()))
+    assert len(sent) < 20
+
+
 def no_network(request):
     raise httpx.ConnectError("[Errno -2] Name or service not known")
 

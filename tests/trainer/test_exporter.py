@@ -1,5 +1,6 @@
 import hashlib
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import onnxruntime
@@ -96,6 +97,19 @@ def test_each_export_takes_the_next_free_version(tiny, tmp_path):
     (tmp_path / "draft.safetensors").write_bytes(b"")
     assert export(tiny, tmp_path, "mlp").path.name == "8.safetensors"
     assert export(tiny, tmp_path, "mlp").path.name == "9.safetensors"
+
+
+def test_a_version_that_another_run_takes_meanwhile_is_not_overwritten(tiny, tmp_path, monkeypatch):
+    link = Path.hardlink_to
+
+    def late(final, proven):
+        if final.stem == "1" and not final.exists():
+            final.write_bytes(b"another run's")
+        link(final, proven)
+
+    monkeypatch.setattr(Path, "hardlink_to", late)
+    assert export(tiny, tmp_path).path.name == "2.safetensors"
+    assert (tmp_path / "1.safetensors").read_bytes() == b"another run's"
 
 
 @pytest.mark.parametrize("rows", [10, 150])

@@ -141,3 +141,30 @@ def test_help_is_the_documentation(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help"])
     assert "--weight-decay" in capsys.readouterr().out
+
+
+def test_a_folder_that_cannot_be_made_is_told_before_the_training(
+    arguments, tmp_path, capsys, monkeypatch
+):
+    (tmp_path / "out").write_bytes(b"")
+    monkeypatch.setattr(program, "train", None)
+    assert main(["fit", *arguments]) == 6
+    assert str(tmp_path / "out") in capsys.readouterr().err
+
+
+def test_a_missing_extra_is_one_sentence(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'tqdm' else find(name, *rest)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    run = subprocess.run(
+        [sys.executable, "-m", "trainer", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert run.stderr.startswith("training needs more than serving: make train")

@@ -1,6 +1,7 @@
 """The weight files that the repository carries are what their card says."""
 
 import hashlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,9 @@ from lenet.weightfile import WeightFile
 from trainer.mnist import load
 
 WEIGHTS = Path(__file__).parents[2] / "weights"
-FILES = sorted(WEIGHTS.glob("*/*.safetensors"))
+CARD = (WEIGHTS / "README.md").read_text()
+# What the card names: whoever trains in this folder has files of their own beside them.
+FILES = [WEIGHTS / name for name in re.findall(r"`([\w-]+/\d+\.safetensors)`", CARD)]
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(WEIGHTS)))
@@ -24,11 +27,14 @@ def test_a_weight_file_is_as_accurate_as_it_and_its_card_say(path, mnist_folder)
     assert weights.training.accuracy == right / len(dataset.test)
     assert weights.training.accuracy >= 0.992
     assert weights.training.dataset_sha256 == dataset.sha256
-    card = (WEIGHTS / "README.md").read_text()
     for fact in (
         hashlib.sha256(path.read_bytes()).hexdigest(),
         weights.training.command,
         weights.training.dataset_sha256,
         f"{weights.training.accuracy:.2%} ({len(dataset.test) - right} of 10,000 wrong)",
     ):
-        assert fact in card
+        assert fact in CARD
+
+
+def test_the_card_names_a_file():
+    assert FILES
