@@ -117,6 +117,7 @@ def _info(settings: Settings, models: tuple[ServedModel, ...]) -> InfoResponse:
             "max_batch_rows": settings.max_batch_rows,
             "max_queue_rows": settings.max_queue_rows,
             "max_images": settings.max_images,
+            "max_picture_pixels": Limits(settings.max_images).max_picture_pixels,
             "max_body_bytes": settings.max_body_bytes,
             "request_timeout_ms": settings.request_timeout_ms,
         },
