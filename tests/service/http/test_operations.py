@@ -34,6 +34,7 @@ async def test_info_tells_what_is_loaded_and_within_which_limits(served, weights
     assert model.labels == list("0123456789")
     assert model.accuracy == 0.5
     assert info.default_model == "tiny"
+    assert info.limits.pop("max_picture_pixels") == 16_777_216
     assert info.limits == {
         name: getattr(served.settings, name)
         for name in (
