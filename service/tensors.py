@@ -2,8 +2,8 @@
 
 The gRPC and the HTTP form of the protocol differ in spelling only; what a tensor may be called,
 what shape and values it may have and what comes back is decided here. A shape is a claim: it is
-compared with the bytes that came and nothing is ever allocated from it. It refuses to know
-messages, JSON and status codes.
+compared with what came, before any of that is read, and nothing is ever allocated from it. It
+refuses to know messages, JSON and status codes.
 
 Source: https://github.com/kserve/open-inference-protocol
 """
@@ -27,6 +27,7 @@ INPUT = "image"
 OUTPUTS = ("probabilities", "label")
 
 _DTYPES: dict[str, np.dtype[Any]] = {"UINT8": np.dtype(np.uint8), "FP32": np.dtype("<f4")}
+_NUMBERS_AT_ONCE = 16 * PIXELS
 _ONE_IMAGE = ((HEIGHT, WIDTH), (PIXELS,))
 _MANY_IMAGES = ((HEIGHT, WIDTH), (PIXELS,), (1, HEIGHT, WIDTH))
 _LONGEST_SHAPE = 1 + max(map(len, _MANY_IMAGES))
@@ -39,6 +40,9 @@ _UNSUPPORTED = {
 
 Values: TypeAlias = NDArray[Any]
 """Numbers of one real dtype, flat, row-major."""
+
+Numbers: TypeAlias = Sequence[float]
+"""Numbers of a message, flat, row-major; each one that is read costs an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +76,7 @@ class InputTensor:
     name: str
     datatype: str
     shape: Sequence[int]
-    data: bytes | memoryview | Values
+    data: bytes | memoryview | Numbers
     source: str
 
 
@@ -178,18 +182,18 @@ def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
             "send fewer at a time",
             field=f"{field}.shape",
         )
-    data = tensor.data
+    data, numbers = tensor.data, rows * PIXELS
     expected = f"for shape {_shown(tensor.shape)} of {tensor.datatype}"
-    if isinstance(data, np.ndarray):
-        if data.size != rows * PIXELS:
-            _refuse(tensor.source, f"{data.size} numbers", f"{rows * PIXELS} {expected}")
-        values = data
-    else:
+    if isinstance(data, (bytes, memoryview)):
         size = memoryview(data).nbytes
-        if size != rows * PIXELS * dtype.itemsize:
-            _refuse(tensor.source, f"{size} bytes", f"{rows * PIXELS * dtype.itemsize} {expected}")
-        values = np.frombuffer(data, dtype)
-    return _pixels(values, tensor.source).reshape(rows, HEIGHT, WIDTH)
+        if size != numbers * dtype.itemsize:
+            _refuse(tensor.source, f"{size} bytes", f"{numbers * dtype.itemsize} {expected}")
+        pixels = _pixels(np.frombuffer(data, dtype), tensor.source)
+    else:
+        if len(data) != numbers:
+            _refuse(tensor.source, f"{len(data)} numbers", f"{numbers} {expected}")
+        pixels = _typed_pixels(data, tensor.source)
+    return pixels.reshape(rows, HEIGHT, WIDTH)
 
 
 def _rows(shape: Sequence[int], field: str) -> int:
@@ -207,8 +211,18 @@ def _rows(shape: Sequence[int], field: str) -> int:
     return sizes[0]
 
 
-def _pixels(values: Values, source: str) -> NDArray[np.uint8]:
-    """The values as uint8 if each of them is one: whole and 0 to 255."""
+def _typed_pixels(numbers: Numbers, source: str) -> NDArray[np.uint8]:
+    pixels = np.empty(len(numbers), np.uint8)
+    # A slice at a time, between which other threads may run: reading holds the interpreter's lock,
+    # and 16,384 images take 0.3 s (2 cores, 2026-11).
+    for start in range(0, len(numbers), _NUMBERS_AT_ONCE):
+        end = start + _NUMBERS_AT_ONCE
+        pixels[start:end] = _pixels(np.array(numbers[start:end]), source, start)
+    return pixels
+
+
+def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
+    """The values, of which `first` is the first's index, as uint8 if each is whole and 0 to 255."""
     if values.dtype == np.uint8:
         return values
     # A cast of NaN, infinity or 300.0 gives some byte or other, which then differs from it.
@@ -218,6 +232,7 @@ def _pixels(values: Values, source: str) -> NDArray[np.uint8]:
     if wrong.any():
         index = int(wrong.argmax())
         value = values.flat[index]
+        index += first
         hint = ""
         if 0 < value < 1:
             hint = "; values from 0 to 1 are a common mistake: multiply by 255 and round"

@@ -124,6 +124,36 @@ def test_data_are_refused_when_they_do_not_fit_the_shape(datatype, data, got, ex
     assert f"got {got}, expected {expected} for shape [1, 28, 28] of {datatype}" in error.message
 
 
+class Read(list):
+    """Numbers that remember how many were read at once."""
+
+    def __init__(self, numbers):
+        super().__init__(numbers)
+        self.at_once = []
+
+    def __getitem__(self, part):
+        numbers = super().__getitem__(part)
+        self.at_once.append(len(numbers))
+        return numbers
+
+    def __iter__(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((1, 784), InvalidInput), ((17, 784), TooLarge)])
+def test_numbers_are_refused_unread_when_they_do_not_fit_the_shape(shape, kind):
+    numbers = Read([0] * 784 * 17 + [0])
+    refused(uint8(shape, numbers), kind=kind)
+    assert not numbers.at_once
+
+
+def test_numbers_are_read_in_slices_when_they_are_many():
+    images = drawn(40)
+    numbers = Read(images.ravel().tolist())
+    np.testing.assert_array_equal(read_images([uint8((40, 784), numbers)], 40), images)
+    assert numbers.at_once == [16 * 784, 16 * 784, 8 * 784]
+
+
 @pytest.mark.parametrize("value", [-1.0, 0.5, 256.0, 1e30, np.nan, np.inf, -np.inf, 254.99998])
 def test_a_float_is_refused_when_it_is_no_pixel(value):
     values = drawn(2).astype(np.float32).ravel()
@@ -138,6 +168,19 @@ def test_a_number_is_refused_when_it_passes_255():
     values = np.zeros(784, np.uint32)
     values[5] = 256
     assert "got 256 at index 5" in refused(uint8(data=values)).message
+
+
+def test_the_place_of_a_number_is_told_when_it_is_far_from_the_first():
+    values = [0] * 784 * 40
+    values[784 * 33 + 28 * 3 + 4] = 256
+    message = refused_by(values, 40)
+    assert "got 256 at index 25960 (image 33, row 3, column 4)" in message
+
+
+def refused_by(values, rows):
+    with pytest.raises(InvalidInput) as caught:
+        read_images([uint8((rows, 784), values)], rows)
+    return caught.value.message
 
 
 def test_a_negative_zero_is_paper_when_it_comes_as_a_float():

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+import tracemalloc
 from importlib.metadata import PackageNotFoundError
 
 import grpc
@@ -8,7 +10,7 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from service.errors import InferenceFailed
+from service.errors import InferenceFailed, InvalidInput
 from service.rpc import open_inference_pb2 as pb
 from service.rpc import servicer
 
@@ -179,6 +181,43 @@ async def test_the_client_is_told_the_field_when_a_request_is_malformed(
     assert metadata["lenet-error-field"] == field
     assert details.startswith(field)
     assert house.requests("invalid_input") == 1
+
+
+@pytest.mark.parametrize("name", ["uint_contents", "fp32_contents"])
+def test_numbers_are_refused_unread_when_they_are_more_than_the_shape_claims(name):
+    datatype = {"uint_contents": "UINT8", "fp32_contents": "FP32"}[name]
+    request = typed_request(contents(**{name: [1] * 200_000}), datatype, shape=(1, 28, 28))
+    tracemalloc.start()
+    with pytest.raises(InvalidInput, match="got 200000 numbers, expected 784"):
+        servicer._decode(request, 64)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000  # one object of 8 bytes for each would be more
+
+
+@pytest.mark.parametrize(("rows", "elsewhere"), [(80, False), (81, True)])
+async def test_images_are_decoded_beside_the_event_loop_when_they_are_many(
+    house, monkeypatch, rows, elsewhere
+):
+    threads = []
+    decode = servicer._decode
+
+    def watched(*arguments):
+        threads.append(threading.get_ident())
+        return decode(*arguments)
+
+    monkeypatch.setattr(servicer, "_decode", watched)
+    async with house.connect(max_images=100) as stub:
+        typed = contents(uint_contents=[1] * rows * 784)
+        response = await stub.ModelInfer(typed_request(typed, shape=(rows, 28, 28)))
+    assert list(response.outputs[1].shape) == [rows]
+    assert [thread != threading.get_ident() for thread in threads] == [elsewhere]
+
+
+async def test_a_flat_image_is_decoded_here_when_its_only_size_is_784(stub, images, monkeypatch):
+    monkeypatch.setattr(asyncio, "to_thread", None)
+    request = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
+    assert list((await stub.ModelInfer(request)).outputs[1].shape) == [1]
 
 
 async def test_too_many_images_are_refused_as_an_argument_when_over_the_limit(stub, house):
