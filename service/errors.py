@@ -11,6 +11,9 @@ ServiceError
 ├── Cancelled               the caller went away
 ├── Unavailable             not ready, stopping, or a context died; try again
 └── InferenceFailed         the batch failed for a reason of ours
+
+OSError
+└── CannotListen            the start: an address is taken or not this machine's
 """
 
 from __future__ import annotations
@@ -96,6 +99,10 @@ class InferenceFailed(ServiceError):
     code = "inference_failed"
 
 
+class CannotListen(OSError):
+    """The service cannot listen where it is told to; the message names the address."""
+
+
 class ExitCode(IntEnum):
     """What the process ends with; README.md tells them to whoever writes a supervisor."""
 
@@ -107,10 +114,16 @@ class ExitCode(IntEnum):
     WORKERS = 6
 
 
+_WEIGHTS = (InvalidWeightFile, InvalidModel, GoldenMismatch)
+FORESEEN = (*_WEIGHTS, BackendUnavailable, CannotListen)
+"""The reasons not to start that have an exit code; any other error is a traceback and 1."""
+
+
 def exit_code(error: Exception) -> ExitCode:
-    """The code of a start that failed with `error`, a `LeNetError` or an `OSError`."""
-    if isinstance(error, (InvalidWeightFile, InvalidModel, GoldenMismatch)):
+    """The code of a start that failed with `error`, one of `FORESEEN`."""
+    if isinstance(error, _WEIGHTS):
         return ExitCode.WEIGHTS
     if isinstance(error, BackendUnavailable):
         return ExitCode.BACKEND
+    assert isinstance(error, CannotListen), f"bug: {error!r} has no exit code"
     return ExitCode.ADDRESS

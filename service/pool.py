@@ -7,6 +7,7 @@ A context is bound to its thread for life, so the pool hands out threads. It ref
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -17,6 +18,11 @@ from typing import Self, TypeAlias, TypeVar
 
 from lenet.context import ContextStatistics, ExecutionContext
 from lenet.pixels import Images, Probabilities
+
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+"""A context that takes longer to finish its batch and close hangs in its library."""
 
 MakeContext: TypeAlias = Callable[[], ExecutionContext]
 T = TypeVar("T")
@@ -49,9 +55,11 @@ class Worker:
         return future
 
     async def close(self) -> None:
-        """Close the context on its thread and end the thread."""
+        """Close the context on its thread and end the thread, or leave it behind if it hangs."""
         self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.error("%s hangs: not closed after %g s", self._thread.name, CLOSE_TIMEOUT_S)
 
     def _drive(self) -> None:
         try:
@@ -120,8 +128,8 @@ class ContextPool:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        for worker in reversed(self._workers):
-            await worker.close()
+        # All at once: contexts of one device hang together, and each is waited for.
+        await asyncio.gather(*(worker.close() for worker in self._workers))
         self._workers, self._free = [], []
 
     @property

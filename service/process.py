@@ -10,36 +10,54 @@ import asyncio
 import contextlib
 import gc
 import logging
-import multiprocessing
 import os
 import signal
 import socket
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 
 import uvicorn
 from fastapi import FastAPI
 
-from lenet.errors import LeNetError
 from service.app import create_app
-from service.errors import ExitCode, exit_code
+from service.errors import FORESEEN, CannotListen, ExitCode, exit_code
+from service.repository import Stop
 from service.settings import Settings
 
 _log = logging.getLogger(__name__)
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the contexts."""
+    """uvicorn without its signal handlers, which would end the process before the contexts.
+
+    At its end requests have what is left of the service's stop.
+    """
+
+    def __init__(self, config: uvicorn.Config, stop: Stop) -> None:
+        super().__init__(config)
+        self._stop = stop
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stop.begin()  # from here on gRPC refuses new calls, too
+        # Never 0: Python 3.11's wait_for then gives up, and uvicorn logs it, before it looks.
+        # An int only for uvicorn's command line.
+        left_s = max(1e-3, self._stop.left_s())
+        self.config.timeout_graceful_shutdown = left_s  # type: ignore[assignment]
+        await super().shutdown(sockets)
 
-def run(settings: Settings) -> ExitCode:
-    """Serve until told to stop; a start that fails is one line in the log and an exit code."""
+
+def run(settings: Settings, told: Connection | None = None) -> ExitCode:
+    """Serve until told to stop; a start that fails is one line in the log and an exit code.
+
+    SIGTERM and SIGINT tell it, or with `told` the end of that pipe and nothing else.
+    """
     try:
-        asyncio.run(_serve(settings))
-    except (LeNetError, OSError) as exc:
+        asyncio.run(_serve(settings, told))
+    except FORESEEN as exc:
         _log.error("%s", exc)
         return exit_code(exc)
     _log.info("stopped")
@@ -50,7 +68,7 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
     """A bound TCP socket; `shared` lets the other workers bind the same port.
 
     Raises:
-        OSError: the address is taken or not this machine's; the message names it.
+        CannotListen: the address is taken or not this machine's; the message names it.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # TCP by name: asyncio sets TCP_NODELAY only where the protocol is not left to be guessed, and
@@ -64,12 +82,17 @@ def listen(host: str, port: int, *, shared: bool) -> socket.socket:
         listener.bind((host, port))
     except OSError as exc:
         listener.close()
-        raise OSError(f"cannot listen on {host}:{port}: {exc.strerror}") from exc
+        raise cannot_listen(host, port, exc) from exc
     return listener
 
 
-async def _serve(settings: Settings) -> None:
-    """Serve until SIGTERM or SIGINT; a second signal waits for nobody."""
+def cannot_listen(host: str, port: int, cause: OSError) -> CannotListen:
+    """The error that tells why `host` and `port` cannot be listened on."""
+    return CannotListen(f"cannot listen on {host}:{port}: {cause.strerror}")
+
+
+async def _serve(settings: Settings, told: Connection | None = None) -> None:
+    """Serve until told to stop; a second signal waits for nobody."""
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
@@ -88,21 +111,22 @@ async def _serve(settings: Settings) -> None:
         begin_stop()
 
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number)
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        sentinel = parent.sentinel
+    if told is None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, on_signal, number)
+    else:
+        pipe = told.fileno()
 
-        def on_orphaned() -> None:
-            loop.remove_reader(sentinel)  # it stays readable
+        def on_told() -> None:
+            loop.remove_reader(pipe)  # it stays readable
             begin_stop()
 
-        # A supervisor that died without a word must not leave its workers behind.
-        loop.add_reader(sentinel, on_orphaned)
+        loop.add_reader(pipe, on_told)
+    shared = settings.workers > 1
     try:
-        # Bound before the work of the start, so that a taken port is told at once.
-        with listen(settings.host, settings.port, shared=settings.workers > 1) as listener:
+        # Both before the work of the start, so that a taken port is told at once.
+        listen(settings.host, settings.grpc_port, shared=shared).close()  # gRPC binds its own
+        with listen(settings.host, settings.port, shared=shared) as listener:
             app = create_app(settings)
             async with app.router.lifespan_context(app):
                 warm = True
@@ -119,9 +143,13 @@ async def _answer(
     # traffic need not look at it.
     gc.collect()
     gc.freeze()
-    server = _server(app, settings)
-    listener.listen(server.config.backlog)  # so that whoever reads "ready" can connect
+    # The way to it while `app.state` has no name for it.
+    server = _server(app, app.state.predictor._repository.stop)
     host, port = listener.getsockname()[:2]
+    try:
+        listener.listen(server.config.backlog)  # so that whoever reads "ready" can connect
+    except OSError as exc:  # another bound the port, too, and was faster
+        raise cannot_listen(host, port, exc) from exc
     grpc_port = app.state.grpc_port
     _log.info("ready: HTTP on http://%s:%d, gRPC on %s:%d", host, port, host, grpc_port)
     serving = asyncio.create_task(server.serve([listener]))
@@ -135,7 +163,7 @@ async def _answer(
     await serving
 
 
-def _server(app: FastAPI, settings: Settings) -> _Server:
+def _server(app: FastAPI, stop: Stop) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
@@ -146,6 +174,6 @@ def _server(app: FastAPI, settings: Settings) -> _Server:
             access_log=False,
             server_header=False,
             timeout_keep_alive=75,
-            timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
-        )
+        ),
+        stop,
     )

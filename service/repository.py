@@ -7,6 +7,7 @@ leave the weights folder through a symlink, and models whose folder bears anothe
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 from collections.abc import Sequence
@@ -100,8 +101,32 @@ def _read_model(folder: Path, name: str) -> ModelFile:
     return ModelFile(name, str(version), path, weights)
 
 
+class Stop:
+    """When the stop began, and so how much time is left to each of its stages."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._begun = asyncio.Event()
+        self._deadline_s = 0.0
+
+    def begin(self) -> None:
+        """The time of all stages runs from here; only the first call counts."""
+        if not self._begun.is_set():
+            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
+            self._begun.set()
+
+    async def begun(self) -> None:
+        """Wait for the beginning."""
+        await self._begun.wait()
+
+    def left_s(self) -> float:
+        """Seconds from now to the end of the stop, once it has begun; 0 past it."""
+        assert self._begun.is_set(), "bug: the stop has not begun"
+        return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
+
+
 class Repository:
-    """The loaded models.
+    """The loaded models, and the `stop` that whatever serves them shares with them.
 
     Use it as an async context manager: entering makes and proves every context, leaving drains the
     queues and closes them.
@@ -119,6 +144,7 @@ class Repository:
         self._batching = batching
         self._metrics = metrics
         self._stack = AsyncExitStack()
+        self.stop = Stop(batching.drain_timeout_s)
         self._models: dict[str, ServedModel] = {}
 
     @property
@@ -156,7 +182,12 @@ class Repository:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        await self._stack.aclose()
+        self.stop.begin()
+        left_s = self.stop.left_s()
+        try:
+            await asyncio.gather(*(model.batcher.drain(left_s) for model in self.models))
+        finally:
+            await self._stack.aclose()
 
     async def _load(self, file: ModelFile) -> ServedModel:
         batching = self._batching
@@ -172,7 +203,6 @@ class Repository:
             pool,
             self._metrics.of_model(file.name),
         )
-        self._stack.push_async_callback(batcher.drain, batching.drain_timeout_s)
         digest = file.weights.digest()
         contexts = pool.statistics()
         error = max(context.golden_error for context in contexts)

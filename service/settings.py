@@ -81,7 +81,7 @@ class Settings(BaseSettings):
     """Time to answer a request that states none, or more."""
 
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
-    """At stop: how long accepted requests may take to finish."""
+    """At stop, after the grace: how long accepted requests may take to finish."""
 
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """At stop: how long to serve on after /readyz says no, for load balancers to notice."""
@@ -102,6 +102,11 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_bounds(self) -> Self:
+        if self.port == self.grpc_port != 0:
+            raise ValueError(
+                f"grpc_port is {self.grpc_port}, expected another than port, {self.port}: "
+                "HTTP and gRPC cannot share one"
+            )
         if self.max_body_bytes > self.max_bodies_bytes:
             raise ValueError(
                 f"max_body_bytes is {self.max_body_bytes}, expected at most max_bodies_bytes, "

@@ -2,7 +2,9 @@
 
 Each worker is a whole service with contexts of its own. A worker that dies is started again, up to
 a budget; past it, or when a start fails for a reason that a second try would not change, all stop.
-It refuses to talk to the workers: what they share is the ports and the folder of their metrics.
+A signal is the supervisor's alone, however many processes it reaches: workers are deaf to SIGTERM
+and SIGINT and stop when a pipe that they share is closed, be it by a supervisor that was killed.
+It refuses to talk to them otherwise: what they share is the ports and the folder of their metrics.
 """
 
 from __future__ import annotations
@@ -20,15 +22,14 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from multiprocessing import resource_tracker
-from multiprocessing.connection import wait
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from lenet.errors import LeNetError
 from service import logs
-from service.errors import ExitCode, exit_code
-from service.process import listen, run
+from service.errors import FORESEEN, ExitCode, exit_code
+from service.process import cannot_listen, listen, run
 from service.repository import read_models
 from service.settings import Settings
 
@@ -38,11 +39,16 @@ RESTARTS = 3
 RESTART_WINDOW_S = 60.0
 """More than `RESTARTS` deaths within the window end the service: its supervisor must know."""
 
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRESS}
 
 
 def supervise(settings: Settings) -> ExitCode:
-    """Run `settings.workers` workers until told to stop or until they die too often."""
+    """Run `settings.workers` workers until told to stop or until they die too often.
+
+    Raises:
+        SystemExit: 128 plus the number of a second signal.
+    """
     try:
         with contextlib.ExitStack() as stack:
             signals = stack.enter_context(_signals())
@@ -52,18 +58,18 @@ def supervise(settings: Settings) -> ExitCode:
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
             read_models(settings.weights, settings.models, settings.default_model)
             ports = {
-                name: stack.enter_context(_reserve(settings.host, port)).getsockname()[1]
+                name: stack.enter_context(_reserve(settings.host, port))
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
             }
             return _Supervisor(settings.model_copy(update=ports), signals).run()
-    except (LeNetError, OSError) as exc:
+    except FORESEEN as exc:
         _log.error("%s", exc)
         return exit_code(exc)
 
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """A socket with a byte to read for each SIGTERM or SIGINT.
+    """A socket with a byte to read, the signal's number, for each SIGTERM or SIGINT.
 
     The handler does nothing else: it may run between any two steps of the supervisor.
     """
@@ -71,13 +77,11 @@ def _signals() -> Iterator[socket.socket]:
 
     def on_signal(number: int, frame: object) -> None:
         with contextlib.suppress(BlockingIOError):  # full: it was told often enough
-            tell.send(b"!")
+            tell.send(bytes([number]))
 
     with told, tell:
         tell.setblocking(False)
-        before = {
-            number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)
-        }
+        before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
         try:
             yield told
         finally:
@@ -85,12 +89,25 @@ def _signals() -> Iterator[socket.socket]:
                 signal.signal(number, handler)
 
 
-def _reserve(host: str, port: int) -> socket.socket:
-    """A socket that keeps the port for the workers and takes no connection."""
+@contextlib.contextmanager
+def _reserve(host: str, port: int) -> Iterator[int]:
+    """Keep the port for the workers, by a socket that takes no connection; yields its number.
+
+    Raises:
+        CannotListen: another program has it, or another supervisor keeps it.
+    """
     # Without SO_REUSEPORT first: with it, another lenet-serve's port would be shared unnoticed.
     with listen(host, port, shared=False) as probe:
         port = probe.getsockname()[1]
-    return listen(host, port, shared=True)
+    # The probe fails only where somebody listens, and during the warm-up nobody does. A name in
+    # Linux' abstract namespace has one owner, is as wide as the ports (one network namespace) and
+    # goes with the process.
+    with listen(host, port, shared=True), socket.socket(socket.AF_UNIX) as name:
+        try:
+            name.bind(f"\0lenet-serve {host}:{port}")
+        except OSError as exc:
+            raise cannot_listen(host, port, exc) from exc
+        yield port
 
 
 class _Supervisor:
@@ -101,33 +118,46 @@ class _Supervisor:
         self._workers: list[BaseProcess] = []
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._stopping = False
+        self._told, self._tell = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
-        # Made with the first worker otherwise, and it unblocks SIGINT, which `_start` blocks.
+        with self._told, self._tell:
+            return self._watch()
+
+    def _watch(self) -> ExitCode:
+        # Made with the first worker otherwise, and it unblocks the signals that `_start` blocks.
         resource_tracker.ensure_running()
         self._workers = [self._start() for _ in range(self._settings.workers)]
         outcome = ExitCode.STOPPED
+        first = second = 0  # signals
         while self._workers:
             events = wait([self._signals, *(worker.sentinel for worker in self._workers)])
             if self._signals in events:
-                self._signals.recv(1)
-                self._stop()
+                (number,) = self._signals.recv(1)
+                if first:
+                    second = number
+                    self._kill()
+                else:
+                    first = number
+                    self._stop()
             for worker in [worker for worker in self._workers if not worker.is_alive()]:
                 self._workers.remove(worker)
                 mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
                 if not self._stopping:
                     outcome = self._after_death(worker)
+        if second:
+            sys.exit(128 + second)
         return outcome
 
     def _start(self) -> BaseProcess:
-        worker = self._spawn.Process(target=_work, args=(self._settings,), daemon=True)
-        # What is blocked here stays so in the child. Ctrl-C in a terminal reaches every process:
-        # to the worker it would be the first signal, and our SIGTERM the second.
-        signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT,))
+        worker = self._spawn.Process(target=_work, args=(self._settings, self._told), daemon=True)
+        # What is blocked here stays so in the child, for life. Ctrl-C in a terminal reaches every
+        # process, and so does the SIGTERM of systemd or `timeout`.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             worker.start()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT,))
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         _log.info("worker %d started", worker.pid)
         return worker
 
@@ -148,10 +178,14 @@ class _Supervisor:
 
     def _stop(self) -> None:
         self._stopping = True
+        self._tell.close()
+
+    def _kill(self) -> None:
+        _log.warning("a second signal: waiting for nobody")
         for worker in self._workers:
-            worker.terminate()
+            worker.kill()
 
 
-def _work(settings: Settings) -> None:
+def _work(settings: Settings, told: Connection) -> None:
     logs.configure(settings.log_level)
-    sys.exit(run(settings))
+    sys.exit(run(settings, told))

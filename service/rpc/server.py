@@ -8,6 +8,7 @@ in front.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import socket
@@ -16,8 +17,9 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from service.errors import CannotListen
 from service.predictor import Predictor
-from service.repository import Repository
+from service.repository import Repository, Stop
 from service.rpc.servicer import HealthServicer, InferenceServicer, add_inference
 
 _log = logging.getLogger(__name__)
@@ -42,11 +44,12 @@ async def serve(
 
     With `shared` other processes of this user may open the same port and the kernel spreads
     connections over them (SO_REUSEPORT); whoever starts them must have made sure that the port
-    was free before the first. On leaving, new calls are refused at once and running ones have
-    `stop_timeout_s` to finish.
+    was free before the first. When the repository's stop begins, at the latest on leaving, new
+    calls are refused at once and running ones have what is left of it to finish, `stop_timeout_s`
+    at most.
 
     Raises:
-        OSError: the address cannot be listened on; the message says which, why and what to do.
+        CannotListen: the address cannot be listened on; the message says which, why and what to do.
     """
     server = grpc.aio.server(
         options=(
@@ -60,10 +63,17 @@ async def serve(
     bound = _listen(server, host, port, shared)
     await server.start()
     _log.info("gRPC on %s port %d", host, bound)
+    stopping = asyncio.create_task(_stop(server, repository.stop, stop_timeout_s))
     try:
         yield bound
     finally:
-        await server.stop(stop_timeout_s)
+        repository.stop.begin()
+        await stopping
+
+
+async def _stop(server: grpc.aio.Server, stop: Stop, timeout_s: float) -> None:
+    await stop.begun()
+    await server.stop(min(timeout_s, stop.left_s()))
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, shared: bool) -> int:
@@ -73,7 +83,7 @@ def _listen(server: grpc.aio.Server, host: str, port: int, shared: bool) -> int:
         return server.add_insecure_port(address)
     except (OSError, RuntimeError) as exc:  # RuntimeError: grpcio's, if the port went just now
         number, reason = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (0, str(exc))
-        raise OSError(
+        raise CannotListen(
             number or errno.EADDRINUSE,
             f"gRPC cannot listen on {address}: {reason}; stop what listens there or choose "
             "another with LENET_HOST or LENET_GRPC_PORT",

@@ -110,9 +110,10 @@ class Service:
         self._signalled_s = time.monotonic()
         self.process.send_signal(number)
 
-    def interrupt_all(self):
-        """What Ctrl-C in a terminal does: SIGINT to the service and all its children."""
-        os.killpg(self.process.pid, signal.SIGINT)
+    def signal_all(self, number):
+        """To the service and all its children, as Ctrl-C, systemd and `timeout` do."""
+        self._signalled_s = time.monotonic()
+        os.killpg(self.process.pid, number)
 
     def wait(self):
         """The exit code; and that nothing was left in the folder of temporary files."""

@@ -4,9 +4,22 @@ import errno
 
 import pytest
 
-from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, InvalidWeightFile
+from lenet.errors import (
+    BackendUnavailable,
+    GoldenMismatch,
+    InvalidModel,
+    InvalidWeightFile,
+    WrongThread,
+)
 from service import errors
-from service.errors import ExitCode, Overloaded, ServiceError, exit_code
+from service.errors import (
+    FORESEEN,
+    CannotListen,
+    ExitCode,
+    Overloaded,
+    ServiceError,
+    exit_code,
+)
 
 
 def every(kind=ServiceError):
@@ -29,6 +42,7 @@ def test_an_error_carries_what_a_transport_needs(kind):
 def test_the_tree_in_the_docstring_is_the_tree():
     for kind in every():
         assert kind.__name__ in errors.__doc__
+    assert CannotListen.__name__ in errors.__doc__
     assert issubclass(Overloaded, ServiceError)
 
 
@@ -39,11 +53,19 @@ def test_the_tree_in_the_docstring_is_the_tree():
         (InvalidModel("x"), ExitCode.WEIGHTS),
         (GoldenMismatch("x"), ExitCode.WEIGHTS),
         (BackendUnavailable("x"), ExitCode.BACKEND),
-        (OSError(errno.EADDRINUSE, "x"), ExitCode.ADDRESS),
+        (CannotListen(errno.EADDRINUSE, "x"), ExitCode.ADDRESS),
     ],
 )
 def test_each_reason_not_to_start_has_its_exit_code(error, code):
+    assert isinstance(error, FORESEEN)
     assert exit_code(error) is code
+
+
+@pytest.mark.parametrize("error", [OSError(errno.ENOSPC, "x"), WrongThread("x"), ValueError("x")])
+def test_an_error_that_nobody_foresaw_has_no_exit_code(error):
+    assert not isinstance(error, FORESEEN)
+    with pytest.raises(AssertionError, match=r"bug: .* has no exit code"):
+        exit_code(error)
 
 
 def test_no_exit_code_is_one_of_pythons_own():

@@ -60,7 +60,14 @@ def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, mo
             ["--max-images", "9", "--max-queue-rows", "8"],
             "max_images is 9, expected at most max_queue_rows, 8: a larger request could never",
         ),
-        (["--models", "mlp"], "default_model is 'lenet', expected one of models, mlp"),
+        (
+            ["--models", "mlp", "--default-model", "lenet"],
+            "default_model is 'lenet', expected one of models, mlp",
+        ),
+        (
+            ["--port", "9000", "--grpc-port", "9000"],
+            "grpc_port is 9000, expected another than port, 9000: HTTP and gRPC cannot share one",
+        ),
     ],
 )
 def test_a_wrong_value_is_one_line_that_names_setting_value_and_expectation(
@@ -136,7 +143,9 @@ def test_a_broken_weight_file_ends_the_process_with_3_and_names_the_tensor(
     assert name.decode().lower() in line.lower()
 
 
-@pytest.mark.parametrize(("which", "workers"), [("port", "1"), ("grpc_port", "1"), ("port", "2")])
+@pytest.mark.parametrize(
+    ("which", "workers"), [("port", "1"), ("grpc_port", "1"), ("port", "2"), ("grpc_port", "2")]
+)
 def test_a_taken_port_ends_the_process_with_5_and_is_named(start, which, workers):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]

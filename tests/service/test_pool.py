@@ -175,6 +175,22 @@ async def test_a_running_batch_is_finished_when_the_pool_closes(stage):
     assert stage.made[0].closed
 
 
+async def test_the_pool_closes_without_a_context_that_hangs(stage, monkeypatch, caplog):
+    monkeypatch.setattr("service.pool.CLOSE_TIMEOUT_S", 0.05)
+    async with stage.pool(2) as pool:
+        stage.may_finish.clear()
+        hung = pool.acquire()
+        hung.run(batch(1)).cancel()
+        assert stage.running.wait(LONG_S)
+    (record,) = caplog.records
+    assert record.message == f"{hung._thread.name} hangs: not closed after 0.05 s"
+    assert hung._thread.daemon, "the process can end without it"
+    assert sorted(context.closed for context in stage.made) == [False, True]
+    stage.may_finish.set()
+    hung._thread.join(LONG_S)
+    assert threads() == []
+
+
 async def test_nothing_happens_when_a_batch_ends_that_nobody_waits_for(stage):
     complaints = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))

@@ -1,14 +1,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import signal
 import socket
+import threading
 
+import grpc
 import pytest
+from fastapi import FastAPI
 
 from service import process
-from service.errors import ExitCode
+from service.errors import CannotListen, ExitCode
 from service.process import listen, run
+from service.repository import Stop
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.settings import Settings
 
 
@@ -36,7 +43,8 @@ def test_a_port_is_taken_at_once_but_takes_no_connection():
 def test_a_taken_port_is_named(shared):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=f"cannot listen on 127.0.0.1:{port}: Address already"):
+        refusal = f"cannot listen on 127.0.0.1:{port}: Address already"
+        with pytest.raises(CannotListen, match=refusal):
             listen("127.0.0.1", port, shared=shared)
 
 
@@ -73,6 +81,36 @@ def test_a_missing_folder_of_weights_is_one_line_and_a_code(tmp_path, caplog):
         f"{tmp_path / 'nowhere'}: no such folder, expected MODEL/VERSION.safetensors in it"
     )
     assert record.exc_info is None
+
+
+def test_a_taken_grpc_port_is_told_before_the_work_of_the_start(tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        settings = Settings(port=0, grpc_port=port, weights=tmp_path / "nowhere")
+        assert run(settings) is ExitCode.ADDRESS
+    (record,) = caplog.records
+    assert f"127.0.0.1:{port}" in record.message
+
+
+def test_a_port_is_named_when_another_program_listened_there_first(start):
+    with listen("127.0.0.1", 0, shared=False) as other:
+        port = other.getsockname()[1]
+        service = start("--contexts", "100", port=port)
+        service.wait_for("warming up")
+        other.listen()
+        assert service.wait() == ExitCode.ADDRESS
+    (error,) = [line for line in service.lines if "ERROR" in line]
+    assert error.endswith(f"cannot listen on 127.0.0.1:{port}: Address already in use")
+    assert "Traceback" not in service.log
+
+
+def test_an_error_that_nobody_foresaw_is_no_exit_code(tiny_weights, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(process, "create_app", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(Settings(port=0, grpc_port=0, weights=tiny_weights))
 
 
 def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(start):
@@ -135,6 +173,60 @@ def test_a_stuck_client_is_told_and_cut_when_the_stop_has_waited_long_enough(sta
     assert '"code":"unavailable"' in answer
     assert service.wait() == ExitCode.STOPPED
     assert "Traceback" not in service.log
+
+
+def test_grpc_refuses_new_calls_when_http_is_still_being_answered(start):
+    service = start("--drain-timeout-s", "60").ready()
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+        service.in_flight() as slow,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+
+        def call_while_it_lives():
+            while service.process.poll() is None:
+                assert stub.ServerLive(pb.ServerLiveRequest()).live
+
+        service.signal()
+        with pytest.raises(grpc.RpcError) as caught:
+            call_while_it_lives()
+        # The latter where a call meets the server's goodbye half-way.
+        assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+        slow.sendall(bytes(784))
+        assert received(slow).startswith("HTTP/1.1 200 ")
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_all_that_is_stuck_has_the_same_time_left_when_the_stop_begins(start):
+    service = start("--drain-timeout-s", "2").ready()
+    over = threading.Event()
+
+    def never():
+        over.wait()
+        yield from ()
+
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+        service.in_flight() as stuck,
+    ):
+        call = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(never())
+        assert GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest()).live
+        service.signal()
+        assert received(stuck).startswith("HTTP/1.1 503 ")
+        assert call.exception().code() is grpc.StatusCode.UNAVAILABLE
+        over.set()
+        assert service.wait() == ExitCode.STOPPED
+    assert 2 <= service.stopped_after_s() < 3.8  # 4 if one waited after the other
+    assert "Traceback" not in service.log
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.4])
+async def test_http_has_what_is_left_of_the_stop_and_no_more(caplog, timeout_s):
+    server = process._server(FastAPI(), Stop(timeout_s))
+    server.should_exit = True
+    await server.serve([listen("127.0.0.1", 0, shared=False)])
+    assert 0 < server.config.timeout_graceful_shutdown <= max(timeout_s, 1e-3)
+    assert not caplog.records, "nothing was left to cancel"
 
 
 def test_a_second_signal_waits_for_nobody(start):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 import threading
@@ -11,9 +12,10 @@ from prometheus_client import CollectorRegistry
 from lenet.errors import GoldenMismatch, InvalidWeightFile
 from lenet.model import Model
 from lenet.reference import softmax
+from service.batcher import Batcher
 from service.errors import Unavailable, UnknownModel
 from service.metrics import Metrics
-from service.repository import Batching, Repository, read_models
+from service.repository import Batching, Repository, Stop, read_models
 
 BATCHING = Batching(
     device="cpu",
@@ -216,3 +218,42 @@ async def test_the_loaded_models_are_closed_when_a_later_one_fails_its_proof(
         async with Repository((bad, good), "a", BATCHING, metrics):
             pass
     assert not any(thread.name.startswith("context-") for thread in threading.enumerate())
+
+
+def test_the_time_of_a_stop_runs_from_its_beginning_and_never_below_zero(run_virtually):
+    async def main(loop):
+        stop = Stop(10.0)
+        waiting = loop.create_task(stop.begun())
+        await asyncio.sleep(3)
+        assert not waiting.done()
+        with pytest.raises(AssertionError, match="bug: the stop has not begun"):
+            stop.left_s()
+        stop.begin()
+        await waiting
+        assert stop.left_s() == 10.0
+        await asyncio.sleep(4)
+        stop.begin()
+        assert stop.left_s() == 6.0
+        await asyncio.sleep(40)
+        assert stop.left_s() == 0.0
+
+    run_virtually(main)
+
+
+async def test_models_drain_at_the_same_time_with_what_is_left_of_the_stop(
+    folder, write, metrics, monkeypatch
+):
+    write("a/1")
+    write("b/1")
+    both, found = asyncio.Barrier(2), []
+
+    async def drain(_, timeout_s):
+        found.append(timeout_s)
+        await asyncio.wait_for(both.wait(), 5)
+
+    monkeypatch.setattr(Batcher, "drain", drain)
+    async with Repository(read_models(folder, (), "a"), "a", BATCHING, metrics) as repository:
+        repository.stop.begin()
+        await asyncio.sleep(0.001)  # real time passes
+    assert len(found) == 2
+    assert all(5 < left_s < 10 for left_s in found)

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import os
 import signal
 from pathlib import Path
@@ -11,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.model import Model
 from service import supervisor
-from service.errors import ExitCode
+from service.errors import CannotListen, ExitCode
 from service.process import listen
 from service.settings import Settings
 from service.supervisor import RESTARTS, supervise
@@ -89,7 +91,7 @@ def test_more_deaths_than_the_budget_end_the_service_with_6(start_two):
         service.wait_for("ended with -9", number)
     assert service.wait() == ExitCode.WORKERS
     assert len(service.started_workers()) == 2 + RESTARTS
-    assert service.lines[-1].endswith("more than 3 deaths in 60 s: giving up")
+    service.wait_for("ERROR .* more than 3 deaths in 60 s: giving up")
 
 
 def test_weights_that_fail_their_proof_end_all_with_3_and_nobody_tries_again(
@@ -105,10 +107,11 @@ def test_weights_that_fail_their_proof_end_all_with_3_and_nobody_tries_again(
     assert "Traceback" not in service.log
 
 
-def test_requests_in_flight_are_answered_when_ctrl_c_reaches_every_process(start_two):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_requests_in_flight_are_answered_when_a_signal_reaches_every_process(start_two, number):
     service = start_two().ready(workers=2)
     with service.in_flight() as connection:
-        service.interrupt_all()
+        service.signal_all(number)
         service.wait_for("stopping", 2)
         connection.sendall(bytes(784))
         assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
@@ -117,21 +120,26 @@ def test_requests_in_flight_are_answered_when_ctrl_c_reaches_every_process(start
     assert "Traceback" not in service.log
 
 
-def test_a_second_signal_reaches_the_workers(start_two):
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_waits_for_no_worker_and_is_the_exit_code(start_two, number):
     service = start_two("--drain-timeout-s", "60").ready(workers=2)
     with service.in_flight() as stuck:
         service.signal()
         service.wait_for("stopping", 2)
-        service.signal()
-        assert stuck.recv(1000) == b""
-    assert service.wait() == ExitCode.STOPPED
+        service.signal_all(number)
+        with contextlib.suppress(ConnectionResetError):
+            assert stuck.recv(1000) == b""
+    assert service.wait() == 128 + number
     assert service.stopped_after_s() < 5
+    assert "a second signal: waiting for nobody" in service.log
+    assert "Traceback" not in service.log
 
 
-def test_a_signal_is_not_lost_when_workers_are_being_started(start):
+@pytest.mark.parametrize("to", ["signal", "signal_all"])
+def test_a_signal_is_not_lost_when_workers_are_being_started(start, to):
     service = start("--workers", "4")
     service.wait_for("worker [0-9]+ started")
-    service.signal()
+    getattr(service, to)(signal.SIGTERM)
     assert service.wait() == ExitCode.STOPPED
     assert service.stopped_after_s() < 10
     assert "ERROR" not in service.log
@@ -153,20 +161,16 @@ def test_no_worker_outlives_a_killed_supervisor_and_none_drops_its_requests(star
 
 
 class Puppet:
-    """A worker that is told of signals and dies at once."""
+    """A worker that dies at once."""
 
     def __init__(self, pid, exitcode):
         self.pid = pid
         self.exitcode = exitcode
-        self.terminated = 0
         self.sentinel, self._end = os.pipe()
         os.close(self._end)
 
     def is_alive(self):
         return False
-
-    def terminate(self):
-        self.terminated += 1
 
 
 @pytest.fixture
@@ -198,8 +202,18 @@ def settings(tiny_weights):
 def test_the_port_of_another_service_is_not_shared_with_it():
     with listen("127.0.0.1", 0, shared=True) as other:
         other.listen()
-        with pytest.raises(OSError, match="in use"):
-            supervisor._reserve("127.0.0.1", other.getsockname()[1])
+        reserved = supervisor._reserve("127.0.0.1", other.getsockname()[1])
+        with pytest.raises(CannotListen, match="in use"), reserved:
+            raise AssertionError
+
+
+def test_the_port_of_another_service_is_not_shared_when_nobody_listens_there_yet():
+    with supervisor._reserve("127.0.0.1", 0) as port:
+        refusal = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+        with pytest.raises(CannotListen, match=refusal), supervisor._reserve("127.0.0.1", port):
+            raise AssertionError
+    with supervisor._reserve("127.0.0.1", port) as again:
+        assert again == port
 
 
 def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
@@ -211,9 +225,17 @@ def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
 
 
 def test_the_first_reason_is_told_when_the_stop_brings_others(puppets, settings):
-    made = puppets(ExitCode.WEIGHTS, ExitCode.ADDRESS)
+    puppets(ExitCode.WEIGHTS, ExitCode.ADDRESS)
     assert supervise(settings) is ExitCode.WEIGHTS
-    assert made[1].terminated == 1
+
+
+def test_an_error_that_nobody_foresaw_is_no_exit_code(settings, monkeypatch):
+    def full(**_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(supervisor.tempfile, "mkdtemp", full)
+    with pytest.raises(OSError, match="No space left"):
+        supervise(settings)
 
 
 def test_signals_and_folders_are_given_back_when_it_ends(puppets, settings, monkeypatch, tmp_path):
@@ -230,4 +252,5 @@ def test_a_storm_of_signals_is_taken_when_nobody_reads_them():
     with supervisor._signals() as told:
         for _ in range(2000):
             signal.raise_signal(signal.SIGTERM)
-        assert told.recv(1) == b"!"
+        signal.raise_signal(signal.SIGINT)
+        assert told.recv(1) == bytes([signal.SIGTERM])

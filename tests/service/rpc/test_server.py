@@ -9,12 +9,16 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from service.errors import CannotListen
+from service.repository import Stop
 from service.rpc import open_inference_pb2 as pb
 from service.rpc import server
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+REFUSED = {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+"""The latter where a call on an open connection meets the server's goodbye half-way."""
 
 
 async def health(stub, service=""):
@@ -64,7 +68,7 @@ async def test_a_message_is_refused_packed_when_it_is_compressed(stub, house, ra
 async def test_a_server_says_which_port_is_taken_when_another_program_has_it(house, capfd, shared):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match="Address already in use") as caught:
+        with pytest.raises(CannotListen, match="Address already in use") as caught:
             async with house.serve(port=port, shared=shared):
                 raise AssertionError
     assert caught.value.errno == errno.EADDRINUSE
@@ -75,13 +79,13 @@ async def test_a_server_says_which_port_is_taken_when_another_program_has_it(hou
 
 async def test_a_server_is_refused_the_port_when_one_that_shares_has_it(house):
     async with house.serve(shared=True) as port:
-        with pytest.raises(OSError, match="Address already in use"):
+        with pytest.raises(CannotListen, match="Address already in use"):
             async with house.serve(port=port, shared=False):
                 raise AssertionError
 
 
 async def test_a_server_says_why_when_the_address_is_not_of_this_machine(house):
-    with pytest.raises(OSError, match=r"gRPC cannot listen on \[2001:db8::1\]:0: "):
+    with pytest.raises(CannotListen, match=r"gRPC cannot listen on \[2001:db8::1\]:0: "):
         async with house.serve(host="2001:db8::1"):
             raise AssertionError
 
@@ -90,7 +94,7 @@ async def test_a_server_says_so_when_the_port_goes_between_probe_and_bind(house,
     monkeypatch.setattr(server, "_probe", lambda *_: None)
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match="gRPC cannot listen on") as caught:
+        with pytest.raises(CannotListen, match="gRPC cannot listen on") as caught:
             async with house.serve(port=port):
                 raise AssertionError
     assert caught.value.errno == errno.EADDRINUSE
@@ -144,6 +148,28 @@ async def test_a_running_call_is_answered_when_the_server_stops(house, raw_reque
         house.predictor.gate.set()
         assert (await accepted).model_name == "tiny"
         await asyncio.wait_for(stopping, 5)
+
+
+async def test_new_calls_are_refused_when_the_stop_begins_elsewhere(stub, house):
+    await stub.ServerLive(pb.ServerLiveRequest())
+    house.repository.stop.begin()
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await stub.ServerLive(pb.ServerLiveRequest())
+    assert caught.value.code() in REFUSED
+
+
+@pytest.mark.parametrize(("left_s", "timeout_s", "given_s"), [(0.0, 5.0, 0.0), (60.0, 5.0, 5.0)])
+async def test_running_calls_have_what_is_left_of_the_stop(left_s, timeout_s, given_s):
+    given = []
+
+    class Puppet:
+        async def stop(self, grace):
+            given.append(grace)
+
+    stop = Stop(left_s)
+    stop.begin()
+    await server._stop(Puppet(), stop, timeout_s)
+    assert given == [given_s]
 
 
 async def test_a_stuck_call_is_cut_off_when_the_stop_takes_too_long(house, raw_request):
