@@ -27,6 +27,9 @@ _log = logging.getLogger(__name__)
 _IDENTITY_ONLY = 1
 """Bit set of grpc_compression_algorithm: none but "identity"."""
 
+MAX_CALLS = 1024
+"""That run at once, each with a message in memory; one more is RESOURCE_EXHAUSTED."""
+
 
 @asynccontextmanager
 async def serve(
@@ -52,11 +55,12 @@ async def serve(
         CannotListen: the address cannot be listened on; the message says which, why and what to do.
     """
     server = grpc.aio.server(
+        maximum_concurrent_rpcs=MAX_CALLS,
         options=(
             ("grpc.so_reuseport", int(shared)),
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
-        )
+        ),
     )
     add_inference(InferenceServicer(predictor, repository, max_images), server)
     server.add_generic_rpc_handlers((HealthServicer(predictor, repository).handlers(),))

@@ -266,3 +266,12 @@ async def test_a_request_is_answered_in_silence_when_it_asks_for_an_upgrade(conn
         writer.write(b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n")
         assert (await answer(reader))[0] == 200
     assert not caplog.records
+
+
+async def test_the_service_speaks_so_when_it_runs(start):
+    service = start().ready()
+    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
+    writer.write(b"hello\r\n\r\n")
+    refused(*await answer(reader))
+    writer.close()
+    await writer.wait_closed()

@@ -12,7 +12,7 @@ import pytest
 from lenet import reference
 from service.errors import InferenceFailed, InvalidInput
 from service.rpc import open_inference_pb2 as pb
-from service.rpc import servicer
+from service.rpc import server, servicer
 
 Tensor = pb.ModelInferRequest.InferInputTensor
 Output = pb.ModelInferRequest.InferRequestedOutputTensor
@@ -218,6 +218,22 @@ async def test_a_flat_image_is_decoded_here_when_its_only_size_is_784(stub, imag
     monkeypatch.setattr(asyncio, "to_thread", None)
     request = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
     assert list((await stub.ModelInfer(request)).outputs[1].shape) == [1]
+
+
+async def test_a_call_is_exhausted_when_too_many_are_running(house, raw_request, monkeypatch):
+    monkeypatch.setattr(server, "MAX_CALLS", 2)
+    house.predictor.gate.clear()
+    async with house.connect() as stub:
+        running = []
+        for _ in range(2):
+            running.append(stub.ModelInfer(raw_request()))
+            await asyncio.wait_for(house.predictor.entered.wait(), 5)
+            house.predictor.entered.clear()
+        code, _, _ = await failure(stub.ModelInfer(raw_request()))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        house.predictor.gate.set()
+        await asyncio.gather(*running)
+        await stub.ModelInfer(raw_request())
 
 
 async def test_too_many_images_are_refused_as_an_argument_when_over_the_limit(stub, house):
