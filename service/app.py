@@ -11,11 +11,11 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
-from importlib.metadata import PackageNotFoundError, version
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
+from service import distribution_version
 from service.decode import Limits
 from service.http import errors
 from service.http.limits import Bodies
@@ -34,7 +34,8 @@ _log = logging.getLogger(__name__)
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application; its lifespan opens and closes all it needs.
 
-    While it runs, `app.state.predictor` answers and `app.state.grpc_port` is the bound port.
+    While it runs, `app.state.predictor` answers, `app.state.grpc_port` is the bound port, and
+    `app.state.stop` tells how much time a stop has left.
     """
 
     @asynccontextmanager
@@ -49,7 +50,7 @@ def create_app(settings: Settings) -> FastAPI:
     app = FastAPI(
         title="lenet-serve",
         summary="Handwritten digits, recognised over HTTP and gRPC.",
-        version=_version(),
+        version=distribution_version(),
         lifespan=lifespan,
         redoc_url=None,
         redirect_slashes=False,  # a redirect would be made of the Host header
@@ -73,6 +74,7 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
     timeout_s = settings.request_timeout_ms / 1e3
     predictor = Predictor(repository, metrics, timeout_s)
     app.state.predictor = predictor
+    app.state.stop = repository.stop
     app.state.grpc_port = await stack.enter_async_context(
         rpc.serve(
             predictor,
@@ -110,7 +112,7 @@ def _batching(settings: Settings) -> Batching:
 def _info(settings: Settings, models: tuple[ServedModel, ...]) -> InfoResponse:
     return InfoResponse(
         name="lenet-serve",
-        version=_version(),
+        version=distribution_version(),
         default_model=settings.default_model,
         models=[_loaded(model) for model in models],
         limits={
@@ -139,10 +141,3 @@ def _loaded(model: ServedModel) -> LoadedModel:
         dataset_sha256=training.dataset_sha256,
         labels=list(training.labels),
     )
-
-
-def _version() -> str:
-    try:
-        return version("lenet-serve")
-    except PackageNotFoundError:
-        return "0"

@@ -133,11 +133,6 @@ class ContextPool:
         self._workers, self._free = [], []
 
     @property
-    def free(self) -> int:
-        """Contexts without a batch."""
-        return len(self._free)
-
-    @property
     def busy(self) -> int:
         """Contexts with a batch in flight."""
         return len(self._workers) - len(self._free)

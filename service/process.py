@@ -144,15 +144,14 @@ async def _answer(
     # traffic need not look at it.
     gc.collect()
     gc.freeze()
-    # The way to it while `app.state` has no name for it.
-    server = _server(app, app.state.predictor._repository.stop)
+    server = _server(app, app.state.stop)
     host, port = listener.getsockname()[:2]
     try:
         listener.listen(server.config.backlog)  # so that whoever reads "ready" can connect
     except OSError as exc:  # another bound the port, too, and was faster
         raise cannot_listen(host, port, exc) from exc
-    grpc_port = app.state.grpc_port
-    _log.info("ready: HTTP on http://%s:%d, gRPC on %s:%d", host, port, host, grpc_port)
+    at = f"[{host}]" if ":" in host else host
+    _log.info("ready: HTTP on http://%s:%d, gRPC on %s:%d", at, port, at, app.state.grpc_port)
     serving = asyncio.create_task(server.serve([listener]))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

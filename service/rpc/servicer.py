@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -20,6 +19,7 @@ from grpc_health.v1 import health_pb2
 
 from lenet.nvtx import span
 from lenet.pixels import Images
+from service import DISTRIBUTION, distribution_version
 from service.errors import InvalidInput, UnknownModel
 from service.metrics import Stage
 from service.predictor import Prediction, Predictor, RequestClock
@@ -43,7 +43,6 @@ from service.tensors import (
     requested_outputs,
 )
 
-SERVER = "lenet-serve"
 SERVICE = "inference.GRPCInferenceService"
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
@@ -94,7 +93,9 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         self, request: pb.ServerMetadataRequest, context: Context
     ) -> pb.ServerMetadataResponse:
         """Name and version; no extension of the protocol works here yet."""
-        return pb.ServerMetadataResponse(name=SERVER, version=server_version(), extensions=())
+        return pb.ServerMetadataResponse(
+            name=DISTRIBUTION, version=distribution_version(), extensions=()
+        )
 
     async def ModelMetadata(
         self, request: pb.ModelMetadataRequest, context: Context
@@ -195,14 +196,6 @@ class HealthServicer:
             response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
         )
         return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
-
-
-def server_version() -> str:
-    """The installed version of this distribution, "0" where it is not installed."""
-    try:
-        return version(SERVER)
-    except PackageNotFoundError:
-        return "0"
 
 
 def _claims_many(request: pb.ModelInferRequest) -> bool:

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
+import service
 from lenet import context
 from lenet.errors import GoldenMismatch, InvalidWeightFile
 from service import app as module
@@ -152,7 +153,7 @@ async def test_only_the_asked_for_models_are_loaded_when_some_are_named(lifespan
 
 def test_the_version_is_0_when_the_distribution_is_not_installed(settings, monkeypatch):
     def missing(name):
-        raise module.PackageNotFoundError(name)
+        raise service.PackageNotFoundError(name)
 
-    monkeypatch.setattr(module, "version", missing)
+    monkeypatch.setattr(service, "version", missing)
     assert create_app(settings).version == "0"

@@ -95,7 +95,7 @@ def listen(open_app):
     @asynccontextmanager
     async def listen_(**changes):
         async with open_app(**changes) as served:
-            server = process._server(served.app, served.settings)
+            server = process._server(served.app, served.app.state.stop)
             with process.listen("127.0.0.1", 0, shared=False) as listener:
                 listener.listen()
                 served.port = listener.getsockname()[1]

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import threading
 import tracemalloc
-from importlib.metadata import PackageNotFoundError
 
 import grpc
 import numpy as np
@@ -369,18 +368,10 @@ async def test_a_model_is_ready_when_it_is_loaded(stub, name, version, ready):
 
 
 async def test_the_server_names_itself_when_asked_for_metadata(stub, monkeypatch):
-    monkeypatch.setattr(servicer, "version", lambda name: f"1.2.3 of {name}")
+    monkeypatch.setattr(servicer, "distribution_version", lambda: "1.2.3")
     metadata = await stub.ServerMetadata(pb.ServerMetadataRequest())
-    assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3 of lenet-serve")
+    assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3")
     assert not metadata.extensions
-
-
-def test_the_version_is_zero_when_the_distribution_is_not_installed(monkeypatch):
-    def version(name):
-        raise PackageNotFoundError(name)
-
-    monkeypatch.setattr(servicer, "version", version)
-    assert servicer.server_version() == "0"
 
 
 async def test_a_model_is_described_when_asked_for_metadata(stub):
