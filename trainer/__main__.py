@@ -49,7 +49,6 @@ from trainer.errors import (
     ExportRefused,
     InvalidCheckpoint,
     InvalidDataset,
-    NotTrainable,
     TrainerError,
     TrainingDiverged,
 )
@@ -64,7 +63,6 @@ _EXIT_CODES: dict[type[Exception], int] = {
     ValidationError: 2,
     SettingsError: 2,
     InvalidModel: 2,
-    NotTrainable: 2,
     DatasetUnavailable: 3,
     InvalidDataset: 3,
     TrainingDiverged: 4,

@@ -3,7 +3,6 @@
     TrainerError
     ├── DatasetUnavailable      the digits are neither on disk nor to be had from a mirror
     ├── InvalidDataset          a file that is not what it should be: which file, what was found
-    ├── NotTrainable            a network that the trainer's operations cannot differentiate
     ├── TrainingDiverged        the loss is no longer a number: which step, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
     └── ExportRefused           the exported network does not compute what was trained
@@ -22,10 +21,6 @@ class DatasetUnavailable(TrainerError):
 
 class InvalidDataset(TrainerError):
     """A dataset file is refused; the message starts with its path."""
-
-
-class NotTrainable(TrainerError):
-    """The network asks for an operation that has no backward pass here."""
 
 
 class TrainingDiverged(TrainerError):

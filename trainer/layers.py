@@ -180,7 +180,7 @@ class Pooling(_Plain):
         return y
 
     def backward(self, dy: Array) -> Array:
-        """Back to where the value came from."""
+        """Back to where each value came from."""
         return self._ops.pool_backward(dy, self._take())
 
 

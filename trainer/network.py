@@ -56,9 +56,6 @@ class Network:
     """The layers of `model` on `ops`, over `tensors`, which training changes in place.
 
     `dropout` is the share of units zeroed after each hidden dense block, 0 for none.
-
-    Raises:
-        NotTrainable: at the first forward, when `ops` cannot differentiate a block.
     """
 
     def __init__(

@@ -77,27 +77,22 @@ class TrainingOps(Protocol):
         ...
 
     def activation(self, x: Array, activation: Activation) -> tuple[Array, Saved]:
-        """The elementwise function.
-
-        Raises:
-            NotTrainable: it has no backward here.
-        """
+        """The elementwise function, any of `lenet.blocks.Activation`; finite for any finite x."""
         ...
 
     def activation_backward(self, dy: Array, saved: Saved) -> Array:
-        """The gradient dx; zero where ReLU was given exactly zero."""
-        ...
+        """The gradient dx.
 
-    def pool(self, x: Array, window: Pool) -> tuple[Array, Saved]:
-        """Pooling.
-
-        Raises:
-            NotTrainable: this kind has no backward here.
+        At a kink: zero where ReLU or clipped ReLU meets its floor or ceiling, alpha for ELU at 0.
         """
         ...
 
+    def pool(self, x: Array, window: Pool) -> tuple[Array, Saved]:
+        """Pooling of each channel; padding is never the largest and counts as zeros in a mean."""
+        ...
+
     def pool_backward(self, dy: Array, saved: Saved) -> Array:
-        """The gradient dx; the first of equal maxima receives all of it."""
+        """The gradient dx; the first of equal maxima, in reading order, receives all of it."""
         ...
 
     def dense(self, x: Array, weight: Array, bias: Array | None) -> tuple[Array, Saved]:

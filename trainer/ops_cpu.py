@@ -3,13 +3,12 @@
 Activations lie as (c, h, w, n), batch innermost, flat ones as (units, n). With n = 128 every copy
 of im2col, every pooling window and every sum of batch norm then walks over long contiguous runs,
 and no product needs a transposition before it. Python loops run over the r s taps of a kernel or
-window only, never over pixels or images.
-
-It refuses average pooling and all activations but ReLU and the identity.
+window only, never over pixels or images. It refuses to know what is fast on a GPU.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -19,7 +18,7 @@ from numpy.typing import DTypeLike
 from lenet.blocks import Activation, ConvBlock, Pair, Pool
 from lenet.model import window_count
 from lenet.pixels import SCALE, Images
-from trainer.errors import NotTrainable
+from trainer.activations import Activated, activate, activate_backward
 from trainer.ops import Array, Labels, Normalized
 
 
@@ -35,9 +34,14 @@ class _Standardized(NamedTuple):
     scale: Array  # gamma / standard deviation, (k,)
 
 
-class _Pooled(NamedTuple):
+class _Largest(NamedTuple):
     x: Array  # padded
     y: Array
+    window: Pool
+
+
+class _Averaged(NamedTuple):
+    shape: tuple[int, ...]  # of x
     window: Pool
 
 
@@ -67,6 +71,19 @@ def _crop(x: Array, padding: Pair) -> Array:
 
 def _rows(x: Array) -> Array:
     return x.reshape(len(x), -1)
+
+
+def _spread(dy: Array, shape: tuple[int, ...], window: Pool) -> Array:
+    """The gradient of an average: every place of a window receives the same share."""
+    (c, h, w, n) = shape
+    if window.kind == "global_average":
+        return np.full(shape, dy / (h * w))
+    (pr, pc) = window.padding
+    dx = np.zeros((c, h + 2 * pr, w + 2 * pc, n), dy.dtype)
+    share = dy / math.prod(window.size)
+    for rows, cols in _taps(window.size, window.stride, (1, 1), (dy.shape[1], dy.shape[2])):
+        dx[:, rows, cols] += share
+    return _crop(dx, window.padding)
 
 
 class CpuOps:
@@ -161,35 +178,37 @@ class CpuOps:
         y += shift[:, np.newaxis]
         return y.reshape(x.shape)
 
-    def activation(self, x: Array, activation: Activation) -> tuple[Array, Array | None]:
-        """ReLU keeps its result; the identity nothing."""
-        if activation.kind == "identity":
-            return x, None
-        if activation.kind == "relu":
-            y = np.maximum(x, 0)
-            return y, y
-        raise NotTrainable(
-            f"activation {activation.kind!r} cannot be trained, expected relu or identity"
-        )
+    def activation(self, x: Array, activation: Activation) -> tuple[Array, Activated]:
+        """Of any shape."""
+        return activate(x, activation)
 
-    def activation_backward(self, dy: Array, saved: Array | None) -> Array:
-        """Where ReLU let x through, dy."""
-        return dy if saved is None else dy * (saved > 0)
+    def activation_backward(self, dy: Array, saved: Activated) -> Array:
+        """Of any shape."""
+        return activate_backward(dy, saved)
 
-    def pool(self, x: Array, window: Pool) -> tuple[Array, _Pooled]:
-        """(c, h, w, n) -> (c, oh, ow, n), the largest of each window."""
-        if window.kind != "max":
-            raise NotTrainable(f"pooling {window.kind!r} cannot be trained, expected max")
+    def pool(self, x: Array, window: Pool) -> tuple[Array, _Largest | _Averaged]:
+        """(c, h, w, n) -> (c, oh, ow, n), of the global average (c, 1, 1, n)."""
+        if window.kind == "global_average":
+            return x.mean(axis=(1, 2), keepdims=True), _Averaged(x.shape, window)
         geometry = zip(x.shape[1:3], window.size, window.stride, window.padding, strict=True)
         height, width = (window_count(*axis) for axis in geometry)
-        padded = _pad(x, window.padding, -np.inf)
-        y = np.full((len(x), height, width, x.shape[3]), -np.inf, x.dtype)
-        for rows, cols in _taps(window.size, window.stride, (1, 1), (height, width)):
+        taps = _taps(window.size, window.stride, (1, 1), (height, width))
+        outside = -np.inf if window.kind == "max" else 0.0
+        padded = _pad(x, window.padding, outside)
+        y = np.full((len(x), height, width, x.shape[3]), outside, x.dtype)
+        if window.kind == "average":
+            for rows, cols in taps:
+                y += padded[:, rows, cols]
+            y /= math.prod(window.size)
+            return y, _Averaged(x.shape, window)
+        for rows, cols in taps:
             np.maximum(y, padded[:, rows, cols], out=y)
-        return y, _Pooled(padded, y, window)
+        return y, _Largest(padded, y, window)
 
-    def pool_backward(self, dy: Array, saved: _Pooled) -> Array:
-        """Each window's gradient goes to the first tap that holds its maximum."""
+    def pool_backward(self, dy: Array, saved: _Largest | _Averaged) -> Array:
+        """Each window's gradient goes to the first tap that holds its maximum, or to all alike."""
+        if isinstance(saved, _Averaged):
+            return _spread(dy, *saved)
         x, y, window = saved
         dx = np.zeros_like(x)
         free = np.ones(y.shape, bool)

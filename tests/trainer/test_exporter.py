@@ -1,4 +1,5 @@
 import hashlib
+import runpy
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from trainer.exporter import export_onnx, export_weights
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
+from trainer.optimizer import Sgd
 
 TRAINING = Training(
     dataset_sha256="0" * 64,
@@ -24,6 +26,8 @@ TRAINING = Training(
     accuracy=0.0,
     labels=tuple("0123456789"),
 )
+
+INPUTS = runpy.run_path(str(Path(__file__).parent / "golden" / "inputs.py"))
 
 
 def network_of(name):
@@ -83,6 +87,27 @@ def test_the_written_file_is_what_was_trained_without_batch_norm(tiny, tmp_path,
     assert exported.errors == 60 - right
     assert read.training.accuracy == right / 60
     assert hashlib.sha256(exported.path.read_bytes()).hexdigest() == exported.weights.digest()
+
+
+def test_a_network_of_every_other_layer_is_trained_and_served(tiny, tmp_path):
+    model = INPUTS["MODELS"]["every-other-layer"]
+    network = Network(model, INPUTS["initial"](model), CpuOps())
+    sgd, random = Sgd(network.parameters), np.random.default_rng(0)
+    for _ in range(3):
+        network.forward(tiny.train.images, tiny.train.labels, random)
+        network.backward()
+        sgd.step(network.gradients, 0.1)
+    exported = export_weights(
+        network, CpuOps(), tiny.train, tiny.test, TRAINING, tmp_path, CpuBackend()
+    )
+    read = WeightFile.read(exported.path)
+    assert read.model == model.folded
+    logits, trained = (
+        CpuBackend().plan(read, 60).logits(tiny.test.images),
+        network.logits(tiny.test.images),
+    )
+    # Two float32 sums in other orders, of networks that differ by folding.
+    assert np.abs(logits - trained).max() <= 1e-5 * np.abs(trained).max()
 
 
 def test_the_golden_images_are_the_first_of_each_digit(tiny, tmp_path):

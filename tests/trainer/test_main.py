@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from lenet.model import named
+from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from trainer import __main__ as program
 from trainer.__main__ import main
-from trainer.errors import DatasetUnavailable, ExportRefused, NotTrainable, TrainingDiverged
+from trainer.errors import DatasetUnavailable, ExportRefused, TrainingDiverged
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,6 +38,12 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert last.startswith(f"{path}: 397510 parameters, validation accuracy ")
     assert f"sha256 {weights.digest()}" in last
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_fit_trains_and_proves_every_named_architecture(arguments, tmp_path, name):
+    assert main([*arguments, "--model", name, "--epochs", "1"]) == 0
+    assert WeightFile.read(tmp_path / f"out/{name}/1.safetensors").model == named(name).folded
 
 
 def test_fit_is_the_command_when_none_is_given(arguments, tmp_path):
@@ -101,7 +107,6 @@ def test_an_error_is_one_sentence_and_an_exit_code(capsys, line, code, sentence)
         (DatasetUnavailable("no digits"), 3),
         (TrainingDiverged("nan"), 4),
         (ExportRefused("differs"), 5),
-        (NotTrainable("elu"), 2),
         (PermissionError(13, "Permission denied", "weights"), 6),
         (KeyboardInterrupt(), 130),
     ],

@@ -1,19 +1,23 @@
 import math
 import runpy
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from lenet import reference
 from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.model import ARCHITECTURES, Model, named
-from trainer.errors import NotTrainable
+from trainer.fold import fold
 from trainer.network import EVALUATION_BATCH, Network, initial_tensors
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd
 
 GOLDEN = Path(__file__).parent / "golden"
+INPUTS = runpy.run_path(str(GOLDEN / "inputs.py"))
 
 
 def new_network(model, dtype=np.float32, seed=0, dropout=0.0):
@@ -27,29 +31,32 @@ def some_images(count, seed=0):
     return images, random.integers(0, 10, count).astype(np.uint8)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("name", ["lenet", "mlp"])
-def test_one_training_step_agrees_with_pytorch(name, dtype):
-    inputs = runpy.run_path(str(GOLDEN / "inputs.py"))
-    model = named(name)
-    tensors = {key: value.astype(dtype) for key, value in inputs["initial"](model).items()}
+# Golden values are float64; sums in float32 lose up to 4e-6 of them, most of it in batch norm.
+@pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
+@pytest.mark.parametrize("name", INPUTS["MODELS"])
+def test_logits_and_one_training_step_agree_with_pytorch(name, dtype, tolerance):
+    model = INPUTS["MODELS"][name]
+    tensors = {key: value.astype(dtype) for key, value in INPUTS["initial"](model).items()}
     network = Network(model, tensors, CpuOps())
-    images, labels = inputs["batch"]()
-    loss, _ = network.forward(images, labels, np.random.default_rng(0))
+    images, labels = INPUTS["batch"]()
+    found = {"logits": network.logits(images)}
+    found["loss"], _ = network.forward(images, labels, np.random.default_rng(0))
     network.backward()
     gradients = network.gradients
-    Sgd(network.parameters, inputs["MOMENTUM"], inputs["WEIGHT_DECAY"]).step(
-        gradients, inputs["RATE"]
+    found |= {f"gradient.{key}": value for key, value in gradients.items()}
+    Sgd(network.parameters, INPUTS["MOMENTUM"], INPUTS["WEIGHT_DECAY"]).step(
+        gradients, INPUTS["RATE"]
     )
-    found = {f"gradient.{key}": value for key, value in gradients.items()}
     found |= {f"after.{key}": value for key, value in network.tensors.items()}
-    found["loss"] = np.asarray(loss)
     with np.load(GOLDEN / f"{name}.npz") as golden:
-        assert found.keys() == set(golden.files)
-        for key in golden.files:
-            # Golden values are float64 results stored in float32; float32 sums lose a little more.
-            difference = np.abs(found[key] - golden[key]).max() / np.abs(golden[key]).max()
-            assert difference <= 1e-5, key
+        parts = {f"{part}{key}" for key in found for part in ("", "sums.", "norm.")}
+        assert parts == set(golden.files)
+        for key, value in found.items():
+            values, sums = INPUTS["digest"](value)
+            scale = np.abs(golden[key]).max()
+            assert np.abs(values - golden[key]).max() <= tolerance * scale, key
+            error = np.abs(sums - golden[f"sums.{key}"]).max()
+            assert error <= tolerance * golden[f"norm.{key}"], key
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -65,6 +72,31 @@ def test_every_named_architecture_learns_a_batch_by_heart(name, digits):
     assert losses[-1] < losses[0] / 2
 
 
+def assert_gradients_agree(model, tolerance, step):
+    """The slope along a random direction of each parameter, against a central difference."""
+    network = new_network(model, np.float64)
+    images, labels = some_images(5)
+    labels %= model.classes
+    network.forward(images, labels, np.random.default_rng(0))
+    network.backward()
+    gradients = {name: value.copy() for name, value in network.gradients.items()}
+    random = np.random.default_rng(1)
+    for name, parameter in network.parameters.items():
+        direction = random.standard_normal(parameter.shape)
+        direction /= np.linalg.norm(direction)
+        around = []
+        kept = parameter.copy()
+        for sign in (1, -1):
+            parameter[...] = kept + sign * step * direction
+            around.append(network.forward(images, labels, np.random.default_rng(0))[0])
+        parameter[...] = kept
+        expected = (around[0] - around[1]) / (2 * step)
+        computed = float((gradients[name] * direction).sum())
+        # The rounding of a loss of 2, 4e-16, divided by the step of 1e-6: 1e-3 is the floor.
+        scale = max(np.linalg.norm(gradients[name]), 1e-3)
+        assert abs(computed - expected) <= tolerance * scale, name
+
+
 def test_the_whole_gradient_agrees_with_differences_through_batch_norm_and_pooling():
     model = Model(
         "small",
@@ -74,23 +106,37 @@ def test_the_whole_gradient_agrees_with_differences_through_batch_norm_and_pooli
             DenseBlock(3, activation=IDENTITY),
         ),
     )
-    network = new_network(model, np.float64)
-    images, labels = some_images(6)
-    labels %= 3
-    network.forward(images, labels, np.random.default_rng(0))
-    network.backward()
-    gradients = {name: value.copy() for name, value in network.gradients.items()}
-    random = np.random.default_rng(1)
-    for name, parameter in network.parameters.items():
-        direction = random.standard_normal(parameter.shape)
-        around = []
-        for step in (1e-6, -1e-6):
-            parameter += step * direction
-            around.append(network.forward(images, labels, np.random.default_rng(0))[0])
-            parameter -= step * direction
-        expected = (around[0] - around[1]) / 2e-6
-        computed = float((gradients[name] * direction).sum())
-        assert computed == pytest.approx(expected, rel=1e-5, abs=1e-8), name
+    assert_gradients_agree(model, 1e-6, 1e-6)
+
+
+def without_kinks(model):
+    """The same network with sigmoid for what has a kink, and average for max."""
+
+    def smooth(block):
+        kind = block.activation.kind
+        if kind not in ("identity", "sigmoid", "tanh"):
+            block = replace(block, activation=Activation("sigmoid"))
+        if isinstance(block, ConvBlock) and block.pool and block.pool.kind == "max":
+            block = replace(block, pool=replace(block.pool, kind="average"))
+        return block
+
+    return Model(model.name, tuple(smooth(block) for block in model.blocks))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_the_whole_gradient_of_any_network_without_kinks_agrees_with_differences(networks, data):
+    assert_gradients_agree(without_kinks(data.draw(networks)), 1e-6, 1e-5)
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_the_forward_pass_of_any_network_agrees_with_the_reference(networks, data):
+    network = new_network(data.draw(networks), np.float64)
+    images, labels = some_images(3)
+    network.forward(images, labels % network.model.classes, np.random.default_rng(0))
+    expected = reference.logits(network.model.folded, fold(network.model, network.tensors), images)
+    np.testing.assert_allclose(network.logits(images), expected, rtol=1e-9, atol=1e-9)
 
 
 def test_initial_weights_have_the_variance_of_he_and_batch_norm_does_nothing():
@@ -127,10 +173,3 @@ def test_dropout_follows_each_hidden_dense_block_and_never_the_logits():
     same = [network.forward(images, labels, np.random.default_rng(3))[0] for _ in range(2)]
     assert same[0] == same[1]
     assert network.forward(images, labels, np.random.default_rng(4))[0] != same[0]
-
-
-def test_a_network_that_cannot_be_trained_is_refused_with_a_sentence():
-    model = Model("odd", (DenseBlock(4, activation=Activation("elu")), named("mlp").blocks[-1]))
-    images, labels = some_images(2)
-    with pytest.raises(NotTrainable, match="elu"):
-        new_network(model).forward(images, labels, np.random.default_rng(0))
