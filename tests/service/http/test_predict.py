@@ -371,7 +371,7 @@ async def test_a_batch_that_fails_is_a_500_that_tells_nothing_of_the_inside(
     served, monkeypatch, refusal, one
 ):
     def fail(context, images):
-        raise RuntimeError("CUDA error 700 in /work/secret.py")
+        raise RuntimeError("CUDA error 700 in /srv/secret.py")
 
     monkeypatch.setattr("lenet.context.ExecutionContext.run", fail)
     refusal(await served.post(one), 500, "inference_failed")
@@ -384,7 +384,7 @@ async def test_an_unforeseen_error_is_a_500_without_trace_or_path(
     served, monkeypatch, refusal, one
 ):
     async def fail(*_):
-        raise RuntimeError("surprise in /work/secret.py")
+        raise RuntimeError("surprise in /srv/secret.py")
 
     with monkeypatch.context() as patch:
         patch.setattr(Batcher, "submit", fail)
