@@ -68,7 +68,7 @@ def read_models(folder: Path, wanted: Sequence[str], default_model: str) -> tupl
     """
     if not folder.is_dir():
         raise InvalidWeightFile(
-            f"{folder}: no such folder, expected MODEL/VERSION.safetensors in it"
+            f"{folder}: is not a folder, expected one with MODEL/VERSION.safetensors in it"
         )
     names = wanted or sorted(entry.parent.name for entry in folder.glob("*/*.safetensors"))
     if default_model not in names:

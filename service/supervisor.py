@@ -101,10 +101,11 @@ def _reserve(host: str, port: int) -> Iterator[int]:
         port = probe.getsockname()[1]
     # The probe fails only where somebody listens, and during the warm-up nobody does. A name in
     # Linux' abstract namespace has one owner, is as wide as the ports (one network namespace) and
-    # goes with the process.
+    # goes with the process. Elsewhere two services started within one warm-up are not told apart.
     with listen(host, port, shared=True), socket.socket(socket.AF_UNIX) as name:
         try:
-            name.bind(f"\0lenet-serve {host}:{port}")
+            if sys.platform == "linux":
+                name.bind(f"\0lenet-serve {host}:{port}")
         except OSError as exc:
             raise cannot_listen(host, port, exc) from exc
         yield port

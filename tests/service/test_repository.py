@@ -96,8 +96,12 @@ def test_only_the_wanted_are_read_once_each_when_models_are_named(folder, write)
     assert [file.name for file in found] == ["b", "a"]
 
 
-def test_the_start_is_refused_when_the_folder_is_missing(folder):
-    assert refusal(folder / "absent").endswith("expected MODEL/VERSION.safetensors in it")
+def test_the_start_is_refused_when_the_folder_is_missing_or_a_file(folder):
+    (folder / "file").write_bytes(b"")
+    for name in ("absent", "file"):
+        assert refusal(folder / name) == (
+            f"{folder / name}: is not a folder, expected one with MODEL/VERSION.safetensors in it"
+        )
 
 
 def test_the_start_is_refused_when_the_default_model_is_missing(folder, write):
