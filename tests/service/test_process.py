@@ -78,7 +78,8 @@ def test_a_missing_folder_of_weights_is_one_line_and_a_code(tmp_path, caplog):
     assert run(settings) is ExitCode.WEIGHTS
     (record,) = caplog.records
     assert record.message == (
-        f"{tmp_path / 'nowhere'}: is not a folder, expected one with MODEL/VERSION.safetensors in it"
+        f"{tmp_path / 'nowhere'}: is not a folder, "
+        "expected one with MODEL/VERSION.safetensors in it"
     )
     assert record.exc_info is None
 
