@@ -5,6 +5,8 @@
     ├── InvalidWeightFile       a weight file that must not be served: which file, which tensor, why
     ├── BackendUnavailable      the asked-for backend cannot run on this machine
     ├── GoldenMismatch          the backend computes other logits than the trainer saw
+    ├── DeviceError             CUDA, cuDNN, cuBLAS or NCCL failed; `sticky` if the process is lost
+    │   └── OutOfDeviceMemory   the device has too little memory left
     └── WrongThread             an execution context used outside the thread that made it
 
 A message says what happened, what was found, what was expected and what to do next.
@@ -29,6 +31,22 @@ class BackendUnavailable(LeNetError):
 
 class GoldenMismatch(LeNetError):
     """The weights on this backend do not reproduce the trainer's golden logits."""
+
+
+class DeviceError(LeNetError):
+    """A call to the device failed.
+
+    After a sticky one (a fault inside a kernel, a hardware error) every later call of the process
+    fails too: only a new process helps. After any other the device is as it was.
+    """
+
+    def __init__(self, message: str, sticky: bool = False) -> None:
+        super().__init__(message)
+        self.sticky = sticky
+
+
+class OutOfDeviceMemory(DeviceError):
+    """The device has too little memory left; not sticky."""
 
 
 class WrongThread(LeNetError):

@@ -1,0 +1,179 @@
+"""cuDNN's operation graphs, built and described, not yet planned or run.
+
+An operation is frozen data: it is what a plan is cached under. Everything is channels last:
+images (n, h, w, c), filters (k, r, s, c), though cuDNN names dimensions in the order n c h w and
+is told the order in memory by strides. It refuses to choose an engine: that is `plans`.
+cuDNN is loaded when a graph is built, not before: shapes need no GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any, Literal, TypeAlias
+
+from lenet.blocks import Pair
+from lenet.model import window_count
+
+Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
+"""How a plan multiplies: float32 on ordinary units, float32 rounded to TF32 or float16 on tensor
+cores. Sums are float32 in all three."""
+
+
+class Uid(IntEnum):
+    """The tensors of a graph; the keys under which a plan is given their addresses."""
+
+    INPUT = 1
+    WEIGHT = 2
+    BIAS = 3
+    OUTPUT = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Convolution:
+    """A cross-correlation or one of its gradients.
+
+    `forward` takes the images as INPUT and gives (n, oh, ow, k), with the bias and ReLU that are
+    asked for in the same kernel; `data` takes the output's gradient as INPUT and gives that of the
+    images; `filter` takes the images as INPUT and the output's gradient as WEIGHT and gives that of
+    the filters.
+    """
+
+    direction: Literal["forward", "data", "filter"]
+    precision: Precision
+    image: tuple[int, int, int, int]  # n, h, w, c
+    filters: tuple[int, int, int, int]  # k, r, s, c
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    bias: bool = False
+    relu: bool = False
+
+    @property
+    def output(self) -> tuple[int, int, int, int]:
+        """(n, oh, ow, k), the shape of the forward result."""
+        n, h, w, _ = self.image
+        k, r, s, _ = self.filters
+        geometry = zip((h, w), (r, s), self.stride, self.padding, self.dilation, strict=True)
+        oh, ow = (window_count(*axis) for axis in geometry)
+        return n, oh, ow, k
+
+    def tensor_bytes(self) -> dict[Uid, int]:
+        """The size of each tensor that a plan is given."""
+        width = _width(self.precision)
+        image, filters, output = (
+            width * math.prod(shape) for shape in (self.image, self.filters, self.output)
+        )
+        if self.direction == "filter":
+            return {Uid.INPUT: image, Uid.WEIGHT: output, Uid.OUTPUT: filters}
+        if self.direction == "data":
+            return {Uid.INPUT: output, Uid.WEIGHT: filters, Uid.OUTPUT: image}
+        sizes = {Uid.INPUT: image, Uid.WEIGHT: filters, Uid.OUTPUT: output}
+        return sizes | ({Uid.BIAS: width * self.filters[0]} if self.bias else {})
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * math.prod(self.output) * math.prod(self.filters[1:])
+
+    def graph(self, handle: Any) -> Any:
+        """The cuDNN graph, validated."""
+        graph = _graph(self.precision, handle)
+        options = {
+            "padding": list(self.padding),
+            "stride": list(self.stride),
+            "dilation": list(self.dilation),
+        }
+        image, filters = _channels_last(self.image), _channels_last(self.filters)
+        output = _channels_last(self.output)
+        if self.direction == "forward":
+            x = _tensor(graph, Uid.INPUT, image)
+            y = graph.conv_fprop(image=x, weight=_tensor(graph, Uid.WEIGHT, filters), **options)
+            if self.bias:
+                k = self.filters[0]
+                bias = _tensor(graph, Uid.BIAS, ([1, k, 1, 1], [k, 1, k, k]))
+                y = graph.bias(input=y, bias=bias)
+            if self.relu:
+                y = graph.relu(input=y)
+            return _finished(graph, y, output)
+        if self.direction == "data":
+            dy = _tensor(graph, Uid.INPUT, output)
+            weight = _tensor(graph, Uid.WEIGHT, filters)
+            return _finished(graph, graph.conv_dgrad(loss=dy, filter=weight, **options), image)
+        x, dy = _tensor(graph, Uid.INPUT, image), _tensor(graph, Uid.WEIGHT, output)
+        return _finished(graph, graph.conv_wgrad(image=x, loss=dy, **options), filters)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """INPUT (m, k) times the transpose of WEIGHT (n, k), plus BIAS (n,), then ReLU, as asked."""
+
+    precision: Precision
+    m: int
+    n: int
+    k: int
+    bias: bool = False
+    relu: bool = False
+
+    def tensor_bytes(self) -> dict[Uid, int]:
+        """The size of each tensor that a plan is given."""
+        width, m, n, k = _width(self.precision), self.m, self.n, self.k
+        sizes = {Uid.INPUT: width * m * k, Uid.WEIGHT: width * n * k, Uid.OUTPUT: width * m * n}
+        return sizes | ({Uid.BIAS: width * n} if self.bias else {})
+
+    @property
+    def operations(self) -> int:
+        """Multiplications and additions."""
+        return 2 * self.m * self.n * self.k
+
+    def graph(self, handle: Any) -> Any:
+        """The cuDNN graph, validated."""
+        m, n, k = self.m, self.n, self.k
+        graph = _graph(self.precision, handle)
+        a = _tensor(graph, Uid.INPUT, ([1, m, k], [m * k, k, 1]))
+        b = _tensor(graph, Uid.WEIGHT, ([1, k, n], [n * k, 1, k]))
+        y = graph.matmul(A=a, B=b)
+        if self.bias:
+            y = graph.bias(input=y, bias=_tensor(graph, Uid.BIAS, ([1, 1, n], [n, n, 1])))
+        if self.relu:
+            y = graph.relu(input=y)
+        return _finished(graph, y, ([1, m, n], [m * n, n, 1]))
+
+
+Operation: TypeAlias = Convolution | Product
+
+
+def _width(precision: Precision) -> int:
+    return 2 if precision == "fp16" else 4
+
+
+def _graph(precision: Precision, handle: Any) -> Any:
+    import cudnn
+
+    half = precision == "fp16"
+    return cudnn.pygraph(
+        io_data_type=cudnn.data_type.HALF if half else cudnn.data_type.FLOAT,
+        intermediate_data_type=cudnn.data_type.FLOAT,
+        compute_data_type=cudnn.data_type.FLOAT,
+        handle=handle,
+    )
+
+
+def _channels_last(shape: Sequence[int]) -> tuple[list[int], list[int]]:
+    """(dimensions, strides) as cuDNN names them, n c h w, of an (n, h, w, c) in memory."""
+    n, h, w, c = shape
+    return [n, c, h, w], [h * w * c, 1, w * c, c]
+
+
+def _tensor(graph: Any, uid: Uid, geometry: tuple[list[int], list[int]]) -> Any:
+    dimensions, strides = geometry
+    return graph.tensor(name=uid.name, dim=dimensions, stride=strides, uid=int(uid))
+
+
+def _finished(graph: Any, output: Any, geometry: tuple[list[int], list[int]]) -> Any:
+    dimensions, strides = geometry
+    output.set_output(True).set_dim(dimensions).set_stride(strides).set_uid(int(Uid.OUTPUT))
+    graph.validate()
+    return graph

@@ -1,0 +1,53 @@
+"""Which cuDNN plan was the fastest, kept on disk between runs; no GPU library is needed to read it.
+
+One JSON object, key to plan name. It refuses to trust the file: what cannot be read is measured
+anew, and a name that cuDNN does not offer any more is never found.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+from pathlib import Path
+
+from lenet.files import write_atomically
+
+_log = logging.getLogger(__name__)
+
+
+def default_cache() -> Path:
+    """Where plans are kept unless told otherwise: below XDG_CACHE_HOME or ~/.cache."""
+    root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(root) / "lenet-serve" / "plans.json"
+
+
+class PlanCache:
+    """Chosen plans by name, in one JSON file; whatever cannot be read there is measured anew."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._names: dict[str, str] = {}
+        try:
+            names = json.loads(path.read_text())
+            if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+                raise ValueError("it is not an object of strings")
+            self._names = names
+        except FileNotFoundError:
+            pass
+        except (OSError, ValueError) as exc:
+            _log.warning("%s: the cache of cuDNN plans is dropped: %s", path, exc)
+
+    def get(self, key: str) -> str | None:
+        """The name of the plan chosen under `key`."""
+        return self._names.get(key)
+
+    def put(self, key: str, name: str) -> None:
+        """Keep a choice; a folder that cannot be written costs the next start its time, no more."""
+        self._names[key] = name
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            content = json.dumps(self._names, indent=1, sort_keys=True)
+            write_atomically(self._path, content.encode())
+        except OSError as exc:
+            _log.warning("%s: the cache of cuDNN plans cannot be written: %s", self._path, exc)

@@ -1,0 +1,156 @@
+"""The choice of a cuDNN plan for an operation: by heuristic, or by trying all of them once.
+
+cuDNN offers some ten plans for an operation, and the one it would take is often not the fastest:
+455 us against 287 for a 24 -> 50 channel 5x5 convolution (fp16, H200, 2026-11-20). What was
+measured is kept on disk under GPU, cuDNN version and operation. Plans whose sums come out in
+another order each time are never taken: the same seed gives the same weights. It refuses to take
+memory while a captured graph holds the workspace.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import cudnn
+import cupy
+import numpy as np
+
+from lenet.cuda.graphs import Operation, Uid
+from lenet.cuda.handle import Handle, translated
+from lenet.cuda.memory import Workspace
+from lenet.cuda.plan_cache import PlanCache
+
+MAX_WORKSPACE_BYTES = 256 << 20
+
+_REPEATS = 20  # executions in one captured graph: launches must not be what is timed
+_ROUNDS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """An operation made ready; `run` may be captured into a CUDA graph."""
+
+    operation: Operation
+    name: str
+    workspace_bytes: int
+    _graph: Any
+    _handle: Handle
+    _workspace: Workspace
+
+    def run(self, addresses: Mapping[Uid, Any]) -> None:
+        """Queue it on the handle's stream; `addresses` holds a CuPy array for each tensor."""
+        pointers = {int(uid): int(array.data.ptr) for uid, array in addresses.items()}
+        with translated(f"running {self.operation}"):
+            self._graph.execute(pointers, self._workspace.pointer, self._handle.cudnn)
+
+
+class Planner:
+    """Makes the plan of an operation, each once; all share one workspace."""
+
+    def __init__(
+        self, handle: Handle, workspace: Workspace, cache: PlanCache | None, autotune: bool
+    ) -> None:
+        self._handle = handle
+        self._workspace = workspace
+        self._cache = cache
+        self._autotune = autotune
+        self.plans: dict[Operation, Plan] = {}
+
+    def plan(self, operation: Operation) -> Plan:
+        """The plan of `operation`, measured or remembered if this planner autotunes.
+
+        Raises:
+            DeviceError: cuDNN has no plan for it.
+        """
+        if operation not in self.plans:
+            with translated(f"planning {operation}"):
+                self.plans[operation] = self._made(operation)
+        return self.plans[operation]
+
+    def _made(self, operation: Operation) -> Plan:
+        self._handle.check()
+        graph = operation.graph(self._handle.cudnn)
+        graph.build_operation_graph()
+        graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+        unwanted = [cudnn.numerical_note.NONDETERMINISTIC]
+        if operation.precision == "fp32":
+            unwanted.append(cudnn.numerical_note.TENSOR_CORE)
+        graph.deselect_numeric_notes(unwanted)
+        graph.deselect_workspace_greater_than(MAX_WORKSPACE_BYTES)
+        graph.check_support()
+        index = self._choice(operation, graph)
+        name = graph.get_plan_name_at_index(index)
+        size = graph.get_workspace_size_plan_at_index(index)
+        self._workspace.reserve(size)
+        return Plan(operation, name, size, graph, self._handle, self._workspace)
+
+    def _choice(self, operation: Operation, graph: Any) -> int:
+        """The index of the chosen plan, built."""
+        count = graph.get_execution_plan_count()
+        if not self._autotune:
+            return _first(graph, range(count))
+        key = f"{self._handle.name} | cuDNN {self._handle.cudnn_version} | {operation}"
+        known = self._cache.get(key) if self._cache else None
+        names = [graph.get_plan_name_at_index(index) for index in range(count)]
+        if known in names:
+            return _first(graph, [names.index(known)])
+        times = {index: self._time_us(operation, graph, index) for index in range(count)}
+        best = min(times, key=times.__getitem__)
+        graph.build_plan_at_index(best)
+        if self._cache:
+            self._cache.put(key, names[best])
+        return best
+
+    def _time_us(self, operation: Operation, graph: Any, index: int) -> float:
+        """The median time of plan `index`, infinite if it cannot be built or run."""
+        try:
+            graph.build_plan_at_index(index)
+            size = graph.get_workspace_size_plan_at_index(index)
+            return _replayed_us(self._handle, graph, operation, size)
+        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
+            return float("inf")
+
+
+def _first(graph: Any, indices: Iterable[int]) -> int:
+    """Build the first of the plans that can be built."""
+    problem: Exception | None = None
+    for index in indices:
+        try:
+            graph.build_plan_at_index(index)
+        except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
+            problem = exc
+        else:
+            return index
+    raise RuntimeError(f"no plan can be built: {problem}")
+
+
+def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_bytes: int) -> float:
+    # Neither zeros, on which a GPU runs faster, nor NaN: halves, which read as floats are small.
+    random = np.random.default_rng(0)
+    buffers = {
+        int(uid): cupy.asarray(random.uniform(-1, 1, size // 2).astype(np.float16))
+        for uid, size in operation.tensor_bytes().items()
+    }
+    workspace = cupy.empty(max(workspace_bytes, 1), cupy.uint8)
+    pointers = {uid: int(buffer.data.ptr) for uid, buffer in buffers.items()}
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with handle.on(stream):
+        graph.execute(pointers, workspace.data.ptr, handle.cudnn)
+        stream.synchronize()
+        stream.begin_capture()
+        for _ in range(_REPEATS):
+            graph.execute(pointers, workspace.data.ptr, handle.cudnn)
+        captured = stream.end_capture()
+        captured.launch(stream)
+        times = []
+        for _ in range(_ROUNDS):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            captured.launch(stream)
+            stop.record(stream)
+            stop.synchronize()
+            times.append(1e3 * cupy.cuda.get_elapsed_time(start, stop) / _REPEATS)
+    return statistics.median(times)
