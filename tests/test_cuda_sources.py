@@ -1,0 +1,127 @@
+"""The CUDA sources compile for every supported GPU, without spilling: no GPU is needed to see it.
+
+One compilation a specialisation makes the code of all three architectures. It refuses to say that
+a kernel is right: that takes a GPU.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
+ARCHITECTURES = ("75", "80", "90")  # Turing: the oldest of CUDA 13; Ampere; Hopper
+SCALARS = ("float", "__half")
+
+needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
+
+
+def pair(name, values):
+    """The macros of both axes, vertical first."""
+    return dict(zip((f"{name}H", f"{name}W"), values, strict=True))
+
+
+def tail(height, channels, window=(1, 1), pool="NONE", activation="relu", norm=1, **fields):
+    """Macros of tail.cu for a square image; `fields`: stride, by default window, and padding."""
+    stride = fields.get("stride", window)
+    padding = fields.get("padding", (0, 0))
+    out = [(height + 2 * p - w) // s + 1 for w, s, p in zip(window, stride, padding, strict=True)]
+    axes = pair("", (height, height)) | pair("O", out) | pair("WINDOW_", window)
+    return axes | pair("STRIDE_", stride) | pair("PAD_", padding) | {
+        "C": -(-channels // 8) * 8,
+        "CHANNELS": channels,
+        "POOL": pool,
+        "NORM": norm,
+        "ACTIVATION": activation,
+        "PARAMETER": "1.0f",
+        "INDEX": "uint8" if window[0] * window[1] <= 256 else "uint16",
+    }  # fmt: skip
+
+
+def first_filter(kernel, channels, stride=1, padding=0, dilation=1):
+    """Macros of first_filter.cu for a 28 x 28 image."""
+    out = (28 + 2 * padding - dilation * (kernel - 1) - 1) // stride + 1
+    axes = pair("STRIDE_", (stride,) * 2) | pair("PAD_", (padding,) * 2)
+    axes |= pair("DILATION_", (dilation,) * 2) | pair("", (28, 28)) | pair("O", (out, out))
+    return axes | {"C": channels, "R": kernel, "S": kernel}
+
+
+# What the networks of this project ask for: here nothing may spill.
+LENET = {
+    "tail-conv1": (SERVING / "tail.cu", tail(24, 32, (2, 2), "MAX")),
+    "tail-conv2": (SERVING / "tail.cu", tail(8, 64, (2, 2), "MAX")),
+    "tail-dense": (SERVING / "tail.cu", tail(1, 512)),
+    "tail-logits": (SERVING / "tail.cu", tail(1, 10, activation="identity", norm=0)),
+    "tail-classic": (SERVING / "tail.cu", tail(24, 6, (2, 2), "AVERAGE", "tanh", norm=0)),
+    "first-filter": (TRAINING / "first_filter.cu", first_filter(5, 32)),
+    "batch": (TRAINING / "batch.cu", {}),
+    "loss": (TRAINING / "loss.cu", {"CLASSES": 10, "PADDED": 16}),
+    "update": (TRAINING / "update.cu", {"CHUNK": 1024}),
+    "dropout": (TRAINING / "dropout.cu", {"C": 512, "UNITS": 500}),
+}
+
+# What a described network may ask for besides.
+OTHERS = {
+    "tail-overlapping": (
+        SERVING / "tail.cu",
+        tail(13, 20, (3, 2), "MAX", "elu", stride=(2, 1), padding=(1, 1)),
+    ),
+    "tail-padded-average": (
+        SERVING / "tail.cu",
+        tail(13, 24, (3, 3), "AVERAGE", "sigmoid", stride=(1, 1), padding=(1, 1)),
+    ),
+    "tail-global-average": (SERVING / "tail.cu", tail(8, 16, (8, 8), "AVERAGE", "clipped_relu")),
+    "tail-wide-window": (SERVING / "tail.cu", tail(24, 8, (24, 24), "MAX", norm=0)),
+    "first-filter-largest": (
+        TRAINING / "first_filter.cu",
+        first_filter(7, 40, stride=2, padding=3, dilation=2),
+    ),
+    "first-filter-smallest": (TRAINING / "first_filter.cu", first_filter(1, 8)),
+    "loss-unpadded": (TRAINING / "loss.cu", {"CLASSES": 8, "PADDED": 8}),
+    "dropout-odd": (TRAINING / "dropout.cu", {"C": 88, "UNITS": 83}),
+}
+
+
+def compile_source(source, macros, to):
+    """What nvcc and ptxas say of one specialisation; fails if it does not compile."""
+    options = ["-std=c++17", "-fatbin", "--threads=2", "--Werror=all-warnings", "-Xptxas=-v"]
+    options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    options += [f"-I{SERVING}", f"-I{TRAINING}"]
+    options += [f"-D{name}={value}" for name, value in macros.items()]
+    result = subprocess.run(
+        ["nvcc", *options, source, "-o", to / "kernels.fatbin"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@needs_nvcc
+@pytest.mark.parametrize("scalar", SCALARS)
+@pytest.mark.parametrize("case", LENET)
+def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(case, scalar, tmp_path):
+    source, macros = LENET[case]
+    said = compile_source(source, {**macros, "SCALAR": scalar}, tmp_path)
+    kernels = len(re.findall(r"Compiling entry function", said))
+    assert kernels == len(ARCHITECTURES) * source.read_text().count("__global__")
+    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)
+    assert stacks == [("0", "0")] * kernels, said
+
+
+@needs_nvcc
+@pytest.mark.parametrize("case", OTHERS)
+def test_a_kernel_compiles_for_other_networks(case, tmp_path):
+    source, macros = OTHERS[case]
+    compile_source(source, {**macros, "SCALAR": "__half"}, tmp_path)
+
+
+def test_every_cuda_source_is_compiled_here():
+    found = {*SERVING.glob("*.cu"), *TRAINING.glob("*.cu")}
+    assert found == {source for source, _ in LENET.values()}

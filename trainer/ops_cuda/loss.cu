@@ -1,0 +1,68 @@
+// The softmax cross-entropy of a batch and its gradient: one operation, because together they are
+// simply softmax - onehot, and neither can overflow.
+//
+// logits, dlogits: SCALAR (rows, PADDED), CLASSES of them true, the rest of dlogits written as 0.
+// losses (float), hits (int): one entry a step, of this GPU's rows: the sum of -log p[label] over
+// `total_rows`, the rows of all GPUs; and how many first maxima are the label. A logit that is not
+// finite makes the loss NaN. dlogits carries scale[0], which keeps small gradients above half's
+// smallest number.
+
+#include "vector.cuh"
+
+static_assert(CLASSES <= PADDED && PADDED % 8 == 0 && PADDED <= 64, "a thread holds a whole row");
+
+// One block, a multiple of 32 threads up to 1024, one row each at a time: enough for a batch, and
+// the sums have one order. rows PADDED < 2^31.
+extern "C" __global__ void __launch_bounds__(1024)
+softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict__ labels,
+                      SCALAR* __restrict__ dlogits, float* losses, int* hits,
+                      const int* __restrict__ step, const float* __restrict__ scale, int rows,
+                      int total_rows) {
+    __shared__ float warp_loss[WARP];
+    __shared__ int warp_hits[WARP];
+    float loss = 0;
+    int right = 0;
+    const float factor = scale[0] / total_rows;
+    for (int row = threadIdx.x; row < rows; row += blockDim.x) {
+        float p[PADDED];
+#pragma unroll
+        for (int k = 0; k < PADDED; k += LANES)
+            load(logits + row * PADDED + k, *reinterpret_cast<float(*)[LANES]>(p + k));
+        const int label = labels[row];
+        int first = 0;
+        float largest = p[0], of_label = 0;
+#pragma unroll
+        for (int k = 0; k < CLASSES; ++k) {
+            if (p[k] > largest) largest = p[k], first = k;
+            if (k == label) of_label = p[k];
+        }
+        float total = 0;
+#pragma unroll
+        for (int k = 0; k < CLASSES; ++k) total += p[k] = expf(p[k] - largest);
+        loss += logf(total) - (of_label - largest);
+        right += first == label;
+#pragma unroll
+        for (int k = 0; k < PADDED; ++k)
+            p[k] = k < CLASSES ? (p[k] / total - (k == label)) * factor : 0;
+#pragma unroll
+        for (int k = 0; k < PADDED; k += LANES)
+            store(dlogits + row * PADDED + k, *reinterpret_cast<float(*)[LANES]>(p + k));
+    }
+
+    for (int apart = WARP / 2; apart > 0; apart /= 2) {
+        loss += __shfl_xor_sync(~0u, loss, apart);
+        right += __shfl_xor_sync(~0u, right, apart);
+    }
+    if (threadIdx.x % WARP == 0) {
+        warp_loss[threadIdx.x / WARP] = loss;
+        warp_hits[threadIdx.x / WARP] = right;
+    }
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < blockDim.x / WARP; ++warp) {
+        loss += warp_loss[warp];
+        right += warp_hits[warp];
+    }
+    losses[*step] = loss / total_rows;
+    hits[*step] = right;
+}
