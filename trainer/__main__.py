@@ -9,7 +9,7 @@ Exit codes:
     0    done
     2    the command line or the environment holds something that cannot be
     3    the digits are not there, cannot be downloaded or are broken
-    4    the training diverged
+    4    the training diverged: the message says at which step and in which layer first
     5    the result was refused: what would be served is not what was trained
     6    a file cannot be read or written
     130  interrupted; the same command resumes after the last whole epoch
@@ -22,7 +22,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-import time
 from collections.abc import Sequence
 
 if __name__ == "__main__":
@@ -43,9 +42,12 @@ from lenet.cpu import CpuBackend
 from lenet.errors import InvalidModel, LeNetError
 from lenet.model import named
 from lenet.weightfile import Training, WeightFile
+from trainer.checkpoint import Checkpoint
+from trainer.devices import open_ops
 from trainer.download import obtain
 from trainer.errors import (
     DatasetUnavailable,
+    DeviceUnavailable,
     ExportRefused,
     InvalidCheckpoint,
     InvalidDataset,
@@ -53,16 +55,16 @@ from trainer.errors import (
     TrainingDiverged,
 )
 from trainer.exporter import export_onnx, export_weights
-from trainer.loop import Checkpoint, train
+from trainer.loop import train
 from trainer.mnist import CLASSES
 from trainer.network import Network, initial_tensors
-from trainer.ops_cpu import CpuOps
 from trainer.settings import Export, Fit
 
 _EXIT_CODES: dict[type[Exception], int] = {
     ValidationError: 2,
     SettingsError: 2,
     InvalidModel: 2,
+    DeviceUnavailable: 2,
     DatasetUnavailable: 3,
     InvalidDataset: 3,
     TrainingDiverged: 4,
@@ -80,32 +82,40 @@ def fit(settings: Fit) -> None:
     folder.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
     dataset = obtain(settings.data, print)
     training, validation = dataset.hold_out(settings.validation_images)
-    checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
-    ops = CpuOps()
-    tensors = initial_tensors(model, np.random.default_rng(settings.seed))
-    network = Network(model, tensors, ops, settings.dropout)
-    print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
-    start = time.monotonic()
-    epochs = train(network, settings, training, validation, checkpoint)
-    seconds = time.monotonic() - start
-    pedigree = Training(
-        dataset_sha256=dataset.sha256,
-        seed=settings.seed,
-        command=settings.command(),
-        epochs=settings.epochs,
-        accuracy=0.0,
-        labels=tuple(str(digit) for digit in range(CLASSES)),
-    )
-    exported = export_weights(
-        network, ops, validation, dataset.test, pedigree, folder, CpuBackend()
-    )
-    checkpoint.discard()
+    with open_ops(settings.device, settings.precision, settings.gpus) as ops:
+        # What ran, not what was asked for, is what the weight file tells.
+        settings = settings.model_copy(update={"device": ops.name})
+        checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
+        tensors = initial_tensors(model, np.random.default_rng(settings.seed))
+        network = Network(model, tensors, ops, settings.dropout)
+        print(
+            f"{settings.command()}\n{len(training)} training, {len(validation)} validation images"
+        )
+        epochs, seconds = train(
+            network,
+            settings,
+            training,
+            validation,
+            checkpoint,
+            target=settings.target,
+            record=not settings.profile,
+        )
+        pedigree = Training(
+            dataset_sha256=dataset.sha256,
+            seed=settings.seed,
+            command=settings.command(),
+            epochs=len(epochs),
+            accuracy=0.0,
+            labels=tuple(str(digit) for digit in range(CLASSES)),
+        )
+        exported = export_weights(network, validation, dataset.test, pedigree, folder, CpuBackend())
+        checkpoint.discard()
     parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
     print(
         f"{exported.path}: {parameters} parameters, "
         f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
         f"test accuracy {exported.weights.training.accuracy:.2%} "
-        f"({exported.errors} of {len(dataset.test)} wrong), trained in {seconds:.0f} s, "
+        f"({exported.errors} of {len(dataset.test)} wrong), trained in {seconds:.1f} s, "
         f"sha256 {exported.weights.digest()}"
     )
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from lenet import reference
 from lenet.blocks import Activation, ActivationKind
-from trainer.ops import Array
+from lenet.reference import Array
 
 
 class Activated(NamedTuple):
@@ -53,7 +53,7 @@ def activate(x: Array, activation: Activation) -> tuple[Array, Activated]:
 
 
 def activate_backward(dy: Array, saved: Activated) -> Array:
-    """The slope times dy; `TrainingOps.activation_backward` says which slope a kink has."""
+    """The slope times dy; `TrainingOps.tail_backward` says which slope a kink has."""
     kept, activation = saved
     if activation.kind == "identity":
         return dy

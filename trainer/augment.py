@@ -1,4 +1,4 @@
-"""Random small affine maps: each image turned, scaled, sheared and shifted a little.
+"""Random small warps: each image turned, scaled, sheared, shifted and bent a little.
 
 Every training image is met once per epoch, each time as another hand might have written it.
 All images of a batch at once, bilinear, uint8 in and out: what the network trains on is exactly
@@ -7,58 +7,112 @@ the kind of image that it is served. Flips and large turns are refused: a 6 is n
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, WIDTH, Images
+from trainer.random import Purpose, philox, symmetric
+
+AFFINE_DRAWS = 6
+"""The numbers of an affine map: angle, shear, two scales, two shifts."""
+
+CONTROLS = 7
+"""The elastic displacement is a spline over a grid of 7 by 7 control points, 4 by 4 intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The widest map; each image draws uniformly between minus and plus each limit.
+    """The widest warp; each image draws uniformly between minus and plus each limit.
 
     `rotation` and `shear`, the slant of upright strokes, in degrees, `scale` as a share (0.1: from
-    0.9 to 1.1, each axis by itself), `shift` in pixels.
+    0.9 to 1.1, each axis by itself), `shift` in pixels, `elastic`, how far each control point of
+    the spline is displaced along either axis, in pixels.
     """
 
     rotation: float = 0.0
     scale: float = 0.0
     shear: float = 0.0
     shift: float = 0.0
+    elastic: float = 0.0
 
 
-def random_affine(images: Images, limits: Limits, random: np.random.Generator) -> Images:
-    """Another (n, 28, 28) in which each image went through its own random map; paper is 0.
+def warp(images: Images, limits: Limits, seed: int, step: int, first_row: int = 0) -> Images:
+    """Another (n, 28, 28) in which each image went through its own random warp; paper is 0.
 
-    The same generator state gives the same images.
+    `first_row` is the place of images[0] in the whole batch of `step`: what an image goes through
+    depends on seed, step and its row alone.
     """
-    draw = random.uniform(-1, 1, (6, len(images))).astype(np.float32)
-    angle = np.deg2rad(limits.rotation) * draw[0]
-    shear = np.tan(np.deg2rad(limits.shear) * draw[1])
+    draw = _draw(len(images), limits, seed, step, first_row)
+    angle = math.radians(limits.rotation) * draw[0]
+    shear = np.tan(math.radians(limits.shear) * draw[1])
     wide, high = 1 / (1 + limits.scale * draw[2:4])
     cos, sin = np.cos(angle), np.sin(angle)
     # From a pixel of the result back to where it comes from, (y, x): scaled, turned, slanted.
     back = np.array([[cos * high, -sin * wide], [sin * high, cos * wide]])
     back[:, 0] += shear * back[:, 1]
-    return _sample(images, back.transpose(2, 0, 1), limits.shift * draw[4:6].T)
+    moved = (limits.shift * draw[4:AFFINE_DRAWS].T)[:, :, np.newaxis]
+    if limits.elastic:
+        moved = moved + _bend(limits.elastic * draw[AFFINE_DRAWS:].T)
+    return _sample(images, back.transpose(2, 0, 1), moved)
 
 
-def _sample(images: Images, back: NDArray[np.float64], shift: NDArray[np.float32]) -> Images:
-    """Bilinear values at back (n, 2, 2) applied to each pixel, about the centre, plus shift (n, 2).
+def _draw(n: int, limits: Limits, seed: int, step: int, first_row: int) -> NDArray[np.float32]:
+    """Numbers (draws, n) from -1 to 1: word i of counter (row, step, purpose, q) is 4 q + i."""
+    count = AFFINE_DRAWS + (2 * CONTROLS**2 if limits.elastic else 0)
+    rows = np.arange(first_row, first_row + n)[:, np.newaxis]
+    words = philox(seed, rows, step, Purpose.AUGMENTATION, np.arange(-(-count // 4)))
+    return symmetric(words).reshape(n, -1)[:, :count].T
 
-    Images are surrounded by paper: one row above, two below, so that every clipped place has four
-    neighbours.
+
+def spline_basis(size: int) -> NDArray[np.float32]:
+    """How much each control point weighs at each of `size` pixels: (size, 7), rows sum to 1.
+
+    Uniform cubic B-splines: a pixel lies in one interval and feels four control points.
+    """
+    basis = np.zeros((size, CONTROLS), np.float32)
+    for pixel in range(size):
+        interval, rest = divmod(pixel * (CONTROLS - 3), size)
+        f = rest / size
+        basis[pixel, interval : interval + 4] = (
+            (1 - f) ** 3 / 6,
+            (3 * f**3 - 6 * f**2 + 4) / 6,
+            (-3 * f**3 + 3 * f**2 + 3 * f + 1) / 6,
+            f**3 / 6,
+        )
+    return basis
+
+
+_ROWS, _COLUMNS = spline_basis(HEIGHT), spline_basis(WIDTH)
+
+
+def _bend(controls: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Displacements (n, 2, 784), y and x, from those of the control points (n, 98).
+
+    Source: Rueckert et al. 1999, "Nonrigid Registration Using Free-Form Deformations".
+    """
+    n = len(controls)
+    grid = controls.reshape(n, 2, CONTROLS, CONTROLS)
+    displacement: NDArray[np.float32] = np.matmul(np.matmul(_ROWS, grid), _COLUMNS.T)
+    return displacement.reshape(n, 2, -1)
+
+
+def _sample(images: Images, back: NDArray[np.float32], moved: NDArray[np.float32]) -> Images:
+    """Bilinear values at back (n, 2, 2) applied to each pixel, about the centre, plus moved.
+
+    moved: (n, 2, 1) or (n, 2, 784). Images are surrounded by paper: one row above, two below, so
+    that every clipped place has four neighbours.
     """
     n = len(images)
     centre = np.array([[HEIGHT - 1], [WIDTH - 1]], np.float32) / 2
     grid = np.indices((HEIGHT, WIDTH), np.float32).reshape(2, -1) - centre
     places = back @ grid
-    places += centre + 1 + shift[:, :, np.newaxis]
+    places += centre + 1 + moved
     np.clip(places, 0, np.array([[HEIGHT + 1], [WIDTH + 1]], np.float32), out=places)
     corner = places.astype(np.int32)
-    y, x = (places - corner).transpose(1, 0, 2)
+    y, x = (places - corner.astype(np.float32)).transpose(1, 0, 2)
     padded = np.pad(images, ((0, 0), (1, 2), (1, 2)))
     width = padded.shape[2]
     index = corner[:, 0] * width

@@ -3,7 +3,8 @@
     TrainerError
     ├── DatasetUnavailable      the digits are neither on disk nor to be had from a mirror
     ├── InvalidDataset          a file that is not what it should be: which file, what was found
-    ├── TrainingDiverged        the loss is no longer a number: which step, what to try
+    ├── DeviceUnavailable       the device is not here, or cannot do what is asked of it
+    ├── TrainingDiverged        the loss is no longer a number: which step and layer, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
     └── ExportRefused           the exported network does not compute what was trained
 
@@ -21,6 +22,10 @@ class DatasetUnavailable(TrainerError):
 
 class InvalidDataset(TrainerError):
     """A dataset file is refused; the message starts with its path."""
+
+
+class DeviceUnavailable(TrainerError):
+    """The device is not here, or cannot do what is asked of it."""
 
 
 class TrainingDiverged(TrainerError):

@@ -23,7 +23,7 @@ from trainer.errors import ExportRefused, InvalidDataset
 from trainer.fold import fold
 from trainer.mnist import CLASSES, Digits
 from trainer.network import EVALUATION_BATCH, Network
-from trainer.ops import Array, TrainingOps
+from trainer.ops import Tensor
 
 TOLERANCE = 1e-4
 """The largest |served - trained| / max |trained| of an image's logits: float32, summed in another
@@ -41,7 +41,6 @@ class Exported:
 
 def export_weights(
     network: Network,
-    ops: TrainingOps,
     validation: Digits,
     test: Digits,
     training: Training,
@@ -59,7 +58,7 @@ def export_weights(
     """
     model = network.model.folded
     tensors = fold(network.model, network.tensors)
-    folded = Network(model, tensors, ops)
+    folded = Network(model, tensors, network.ops)
     golden = _golden(folded, test)
     draft = WeightFile(model, tensors, golden, training)
     folder.mkdir(parents=True, exist_ok=True)
@@ -112,12 +111,12 @@ def _golden(network: Network, test: Digits) -> Golden:
     return Golden(images, test.labels[firsts], network.logits(images).astype(np.float32))
 
 
-def _served(plan: Plan, images: Images) -> Array:
+def _served(plan: Plan, images: Images) -> Tensor:
     starts = range(0, len(images), plan.batch)
     return np.concatenate([plan.logits(images[start : start + plan.batch]) for start in starts])
 
 
-def _compare(which: str, trained: Array, served: Array) -> None:
+def _compare(which: str, trained: Tensor, served: Tensor) -> None:
     difference = np.abs(served - trained).max(axis=1) / np.abs(trained).max(axis=1)
     # Written so that NaN is refused too.
     if not (difference <= TOLERANCE).all():

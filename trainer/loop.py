@@ -1,106 +1,35 @@
-"""The training loop: epochs of steps, evaluation after each, a checkpoint after each.
+"""The training loop: epochs of steps, evaluation after each, a checkpoint now and then.
 
-Everything random in epoch e comes from one generator seeded with (seed, e), so a run that was
-interrupted and resumed ends with the same bytes as one that was not. It refuses to look at test
-images and to choose among epochs: what the recipe ends with is the result.
+A step asks nothing of the host, so the operations may record it once and repeat it. Everything
+random in it is a function of the seed and the step, so a run that was interrupted and resumed
+ends with the same bytes as one that was not. It refuses to look at test images and to choose
+among epochs: what the recipe ends with is the result.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from dataclasses import dataclass
-from pathlib import Path
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NoReturn
 
 import numpy as np
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save
+from numpy.typing import NDArray
 from tqdm import tqdm
 
-from lenet.files import write_atomically
-from lenet.nvtx import span
-from trainer.augment import Limits, random_affine
-from trainer.errors import InvalidCheckpoint, InvalidDataset, TrainingDiverged
+from trainer.augment import Limits
+from trainer.checkpoint import Checkpoint, Epoch, Snapshot
+from trainer.errors import InvalidDataset, TrainingDiverged
 from trainer.mnist import Digits
 from trainer.network import Network
-from trainer.ops import Array
-from trainer.optimizer import Sgd, one_cycle, step_decay
+from trainer.ops import Progress, Run, TrainingOps
+from trainer.optimizer import Sgd, rates
 from trainer.settings import Recipe
+from trainer.step import find_fault, take_step
 
-_SCHEDULES = {"one-cycle": one_cycle, "step": step_decay}
-
-
-@dataclass(frozen=True, slots=True)
-class Epoch:
-    """How one epoch went; accuracies from 0 to 1, `loss` and `accuracy` over its training steps."""
-
-    loss: float
-    accuracy: float
-    validation_accuracy: float
-
-
-class Checkpoint:
-    """The state after the latest whole epoch of one run, in one file.
-
-    The file's name says which run: a recipe on a dataset. Parameters, running statistics and
-    velocities are all there is, as the loop's generators start anew in each epoch.
-    """
-
-    def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str) -> None:
-        self._run = f"{recipe.command()} on {dataset_sha256}"
-        name = hashlib.sha256(self._run.encode()).hexdigest()[:12]
-        self.path = folder / f"{recipe.model}-{name}.safetensors"
-
-    def save(self, network: Network, optimizer: Sgd, epochs: list[Epoch]) -> None:
-        """Replace the file, atomically.
-
-        Raises:
-            OSError: the folder cannot be written.
-        """
-        state = {name: np.ascontiguousarray(a) for name, a in _state(network, optimizer).items()}
-        history = [[one.loss, one.accuracy, one.validation_accuracy] for one in epochs]
-        content = save(state, {"run": self._run, "epochs": json.dumps(history)})
-        write_atomically(self.path, content)
-
-    def resume(self, network: Network, optimizer: Sgd) -> list[Epoch]:
-        """Put the saved state, if there is one, into both and return the epochs it has behind it.
-
-        Raises:
-            InvalidCheckpoint: the file is broken or of another run.
-        """
-        if not self.path.exists():
-            return []
-        state = _state(network, optimizer)
-        try:
-            with safe_open(self.path, "numpy") as file:
-                metadata = file.metadata() or {}
-                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-            history = json.loads(metadata["epochs"])
-            epochs = [Epoch(*(float(number) for number in one)) for one in history]
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as exc:
-            raise InvalidCheckpoint(self._refusal(f"cannot be read ({exc})")) from exc
-        if metadata.get("run") != self._run:
-            raise InvalidCheckpoint(self._refusal("belongs to another run"))
-        shapes = {name: (value.shape, value.dtype) for name, value in state.items()}
-        if shapes != {name: (value.shape, value.dtype) for name, value in saved.items()}:
-            raise InvalidCheckpoint(self._refusal("holds other tensors than the network"))
-        for name, value in state.items():
-            value[...] = saved[name]
-        return epochs
-
-    def discard(self) -> None:
-        """The run is over: remove the file."""
-        self.path.unlink(missing_ok=True)
-
-    def _refusal(self, what: str) -> str:
-        return f"{self.path}: the checkpoint {what}; delete it to train from the start"
-
-
-def _state(network: Network, optimizer: Sgd) -> dict[str, Array]:
-    velocities = {f"velocity.{name}": value for name, value in optimizer.velocities.items()}
-    return {**network.tensors, **velocities}
+CHECKPOINT_S = 10.0
+"""How much training may be lost: an epoch that ends this long after the last checkpoint writes
+the next one."""
 
 
 def accuracy(network: Network, digits: Digits) -> float:
@@ -109,14 +38,41 @@ def accuracy(network: Network, digits: Digits) -> float:
     return float(np.count_nonzero(right)) / len(digits)
 
 
+def run_of(recipe: Recipe, digits: Digits) -> Run:
+    """The steps that `recipe` takes on `digits`.
+
+    Raises:
+        InvalidDataset: fewer images than one batch has.
+    """
+    if len(digits) < recipe.batch:
+        raise InvalidDataset(
+            f"the training set has {len(digits)} images, expected at least one batch of "
+            f"{recipe.batch}; lower --batch"
+        )
+    steps = recipe.epochs * (len(digits) // recipe.batch)
+    limits = Limits(recipe.rotation, recipe.scale, recipe.shear, recipe.shift, recipe.elastic)
+    learning = rates(recipe.schedule, steps, recipe.rate)
+    return Run(digits, recipe.batch, limits, recipe.seed, learning)
+
+
 def train(
     network: Network,
     recipe: Recipe,
     training: Digits,
     validation: Digits,
     checkpoint: Checkpoint,
-) -> list[Epoch]:
+    *,
+    target: float | None = None,
+    record: bool = True,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[list[Epoch], float]:
     """Train `network` in place, from its checkpoint if it has one; a bar and a line per epoch.
+
+    `target`: the validation accuracy, in percent, after which no further epoch is begun. `record`:
+    whether a step may be recorded and repeated, which hides its layers from a profiler.
+
+    Returns: how each epoch went, those before the checkpoint included, and the seconds from before
+    the first step of this call to after its last.
 
     Raises:
         TrainingDiverged: the loss is no longer finite; the checkpoint holds the last good epoch.
@@ -124,14 +80,23 @@ def train(
         InvalidDataset: fewer training images than one batch has.
         OSError: the checkpoint cannot be written.
     """
-    if len(training) < recipe.batch:
-        raise InvalidDataset(
-            f"the training set has {len(training)} images, expected at least one batch of "
-            f"{recipe.batch}; lower --batch"
-        )
-    optimizer = Sgd(network.parameters, recipe.momentum, recipe.weight_decay, recipe.nesterov)
-    epochs = checkpoint.resume(network, optimizer)
-    images = len(training) // recipe.batch * recipe.batch
+    run = run_of(recipe, training)
+    ops = network.ops
+    optimizer = Sgd(
+        network.model,
+        network.parameters,
+        ops,
+        recipe.momentum,
+        recipe.weight_decay,
+        recipe.nesterov,
+    )
+    snapshot = Snapshot(network, optimizer)
+    checkpoint.resume(snapshot)
+    epochs = list(snapshot.epochs)
+    progress = ops.start(run, len(epochs) * run.steps_per_epoch)
+    step = partial(take_step, network, optimizer, progress)
+    repeat = ops.record(step) if record else step
+    images = run.steps_per_epoch * run.batch
     with tqdm(
         total=recipe.epochs * images,
         initial=len(epochs) * images,
@@ -141,57 +106,88 @@ def train(
     ) as bar:
         if epochs:
             bar.write(f"resumed after epoch {len(epochs)} from {checkpoint.path}")
-        while len(epochs) < recipe.epochs:
-            loss, right = _epoch(network, optimizer, recipe, training, len(epochs), bar)
-            epoch = Epoch(loss, right / images, accuracy(network, validation))
-            epochs.append(epoch)
-            checkpoint.save(network, optimizer, epochs)
-            bar.write(
-                f"epoch {len(epochs)} of {recipe.epochs}: loss {loss:.4f}, "
-                f"accuracy {epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
-            )
-    return epochs
+        written, seconds, start = len(epochs), 0.0, clock()
+        saved = start
+        try:
+            while len(epochs) < recipe.epochs and not _reached(target, epochs):
+                first = len(epochs) * run.steps_per_epoch
+                losses, hits = _epoch(ops, repeat, progress, run, first, bar)
+                now = clock()
+                seconds = now - start
+                if not np.isfinite(losses).all():
+                    snapshot.restore()
+                    raise _diverged(network, optimizer, run, recipe, first, losses)
+                epoch = Epoch(
+                    float(losses.mean()), int(hits.sum()) / images, accuracy(network, validation)
+                )
+                epochs.append(epoch)
+                snapshot.take(epochs)
+                if now - saved >= CHECKPOINT_S:
+                    checkpoint.save(snapshot)
+                    written, saved = len(epochs), now
+                bar.write(
+                    f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "
+                    f"{epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
+                )
+        finally:
+            # However it ends: an export that fails must not cost the training either.
+            if len(snapshot.epochs) > written:
+                checkpoint.save(snapshot)
+    return epochs, seconds
+
+
+def _reached(target: float | None, epochs: Sequence[Epoch]) -> bool:
+    if target is None or not epochs:
+        return False
+    # 100 times 0.57 is a little less than 57.
+    return 100 * epochs[-1].validation_accuracy >= target - 1e-9
 
 
 def _epoch(
+    ops: TrainingOps,
+    repeat: Callable[[], None],
+    progress: Progress,
+    run: Run,
+    first: int,
+    bar: tqdm[NoReturn],
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Losses and hits of an epoch's steps; it ends early when it sees a loss that is not finite."""
+    count = run.steps_per_epoch
+    losses, hits, looked = np.zeros(count), np.zeros(count, np.int64), 0
+    # A diverging step may overflow before the loss says so, in one clear sentence.
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        for taken in range(1, count + 1):
+            repeat()
+            if taken - looked < ops.readback_steps and taken < count:
+                continue
+            new = slice(looked, taken)
+            losses[new], hits[new] = ops.losses(progress, first + looked, first + taken)
+            bar.set_postfix(
+                loss=f"{losses[:taken].mean():.4f}",
+                accuracy=f"{hits[:taken].sum() / (taken * run.batch):.2%}",
+                refresh=False,
+            )
+            bar.update((taken - looked) * run.batch)
+            looked = taken
+            if not np.isfinite(losses[new]).all():
+                break
+    return losses[:looked], hits[:looked]
+
+
+def _diverged(
     network: Network,
     optimizer: Sgd,
+    run: Run,
     recipe: Recipe,
-    training: Digits,
-    finished: int,
-    bar: tqdm[NoReturn],
-) -> tuple[float, int]:
-    """(mean loss, how many were right) over the steps of the epoch after `finished` others."""
-    # Seeded with one number more than the initial weights: epochs count from 1.
-    random = np.random.default_rng([recipe.seed, finished + 1])
-    limits = Limits(recipe.rotation, recipe.scale, recipe.shear, recipe.shift)
-    rate = _SCHEDULES[recipe.schedule]
-    order = random.permutation(len(training))
-    steps = len(training) // recipe.batch
-    losses, right = 0.0, 0
-    for index in range(steps):
-        step = finished * steps + index
-        rows = order[index * recipe.batch : (index + 1) * recipe.batch]
-        # A diverging step may overflow before the loss says so, in one clear sentence.
-        with span("step"), np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            images = random_affine(training.images[rows], limits, random)
-            with span("forward"):
-                loss, hits = network.forward(images, training.labels[rows], random)
-            if not math.isfinite(loss):
-                raise TrainingDiverged(
-                    f"the loss is {loss} at step {step + 1} of {recipe.epochs * steps}, expected "
-                    f"a finite number; try a --rate lower than {recipe.rate}"
-                )
-            with span("backward"):
-                network.backward()
-            with span("update"):
-                now = rate(step, recipe.epochs * steps, recipe.rate)
-                optimizer.step(network.gradients, now)
-        losses += loss
-        right += hits
-        seen = (index + 1) * recipe.batch
-        bar.set_postfix(
-            loss=f"{losses / (index + 1):.4f}", accuracy=f"{right / seen:.2%}", refresh=False
-        )
-        bar.update(recipe.batch)
-    return losses / steps, right
+    first: int,
+    losses: NDArray[np.float64],
+) -> TrainingDiverged:
+    """The error for an epoch from step `first` on; network and optimiser are as before it."""
+    bad = int(np.flatnonzero(~np.isfinite(losses))[0])
+    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+        fault = find_fault(network, optimizer, run, first, first + bad + 1)
+    where = f"first in {fault}" if fault else "not so when the epoch was repeated from its start"
+    return TrainingDiverged(
+        f"the loss is {losses[bad]} at step {first + bad + 1} of {run.steps}, expected a finite "
+        f"number; {where}; try a --rate lower than {recipe.rate}"
+    )

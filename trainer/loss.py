@@ -6,7 +6,7 @@ Softmax and cross-entropy are one operation, because together their gradient is 
 
 from __future__ import annotations
 
-from trainer.ops import Array, Labels, Saved, TrainingOps
+from trainer.ops import Array, Progress, Saved, TrainingOps
 
 
 class SoftmaxCrossEntropy:
@@ -16,10 +16,9 @@ class SoftmaxCrossEntropy:
         self._ops = ops
         self._saved: Saved = None
 
-    def forward(self, logits: Array, labels: Labels) -> float:
-        """The mean loss of one batch, in nats; not finite if a logit is not."""
-        loss, self._saved = self._ops.softmax_cross_entropy(logits, labels)
-        return loss
+    def forward(self, logits: Array, labels: Array, progress: Progress) -> None:
+        """Note the step's mean loss, in nats, not finite if a logit is not, and its hits."""
+        self._saved = self._ops.softmax_cross_entropy(logits, labels, progress)
 
     def backward(self) -> Array:
         """The gradient of the logits of the latest forward."""

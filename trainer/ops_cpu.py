@@ -8,18 +8,35 @@ window only, never over pixels or images. It refuses to know what is fast on a G
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import DTypeLike
+from numpy.typing import DTypeLike, NDArray
 
-from lenet.blocks import Activation, ConvBlock, Pair, Pool
-from lenet.model import window_count
+from lenet.blocks import ConvBlock
+from lenet.model import Model, window_count
 from lenet.pixels import SCALE, Images
+from lenet.reference import Array
 from trainer.activations import Activated, activate, activate_backward
-from trainer.ops import Array, Labels, Normalized
+from trainer.augment import warp
+from trainer.batch_norm import Standardized, affine, batch_norm, batch_norm_backward
+from trainer.fold import scale_and_shift
+from trainer.ops import RUNNING_SHARE, Norm, Run, Tail, Update
+from trainer.pooling import Pooled, pool, pool_backward
+from trainer.random import Purpose, permutation, philox, uniform
+from trainer.windows import crop, pad, taps
+
+
+@dataclass(slots=True)
+class CpuProgress:
+    """`step` is the next one; losses and hits (steps,) of those that ran."""
+
+    run: Run
+    step: int
+    losses: Array
+    hits: NDArray[np.int64]
 
 
 class _Convolved(NamedTuple):
@@ -29,69 +46,72 @@ class _Convolved(NamedTuple):
     shape: tuple[int, ...]  # of x
 
 
-class _Standardized(NamedTuple):
-    normal: Array  # mean 0, variance 1
-    scale: Array  # gamma / standard deviation, (k,)
-
-
-class _Largest(NamedTuple):
-    x: Array  # padded
-    y: Array
-    window: Pool
-
-
-class _Averaged(NamedTuple):
-    shape: tuple[int, ...]  # of x
-    window: Pool
-
-
-def _taps(kernel: Pair, stride: Pair, dilation: Pair, size: Pair) -> Iterator[tuple[slice, slice]]:
-    """For each tap of a kernel the rows and columns it meets when laid on `size` places."""
-    for i in range(kernel[0]):
-        for j in range(kernel[1]):
-            top, left = i * dilation[0], j * dilation[1]
-            yield (
-                slice(top, top + (size[0] - 1) * stride[0] + 1, stride[0]),
-                slice(left, left + (size[1] - 1) * stride[1] + 1, stride[1]),
-            )
-
-
-def _pad(x: Array, padding: Pair, value: float) -> Array:
-    if padding == (0, 0):
-        return x
-    (rows, columns) = padding
-    edges = ((0, 0), (rows, rows), (columns, columns), (0, 0))
-    return np.pad(x, edges, constant_values=value)
-
-
-def _crop(x: Array, padding: Pair) -> Array:
-    rows, columns = padding
-    return x[:, rows : x.shape[1] - rows, columns : x.shape[2] - columns]
+class _Tailed(NamedTuple):
+    norm: Standardized | None
+    activated: Activated
+    pooled: Pooled | None
 
 
 def _rows(x: Array) -> Array:
     return x.reshape(len(x), -1)
 
 
-def _spread(dy: Array, shape: tuple[int, ...], window: Pool) -> Array:
-    """The gradient of an average: every place of a window receives the same share."""
-    (c, h, w, n) = shape
-    if window.kind == "global_average":
-        return np.full(shape, dy / (h * w))
-    (pr, pc) = window.padding
-    dx = np.zeros((c, h + 2 * pr, w + 2 * pc, n), dy.dtype)
-    share = dy / math.prod(window.size)
-    for rows, cols in _taps(window.size, window.stride, (1, 1), (dy.shape[1], dy.shape[2])):
-        dx[:, rows, cols] += share
-    return _crop(dx, window.padding)
+def _normalize(x: Array, norm: Norm, training: bool) -> tuple[Array, Standardized | None]:
+    if not training:
+        scale, shift = scale_and_shift(*norm)
+        return affine(x, scale.astype(x.dtype), shift.astype(x.dtype)), None
+    found = batch_norm(x, norm.gamma, norm.beta)
+    for running, now in ((norm.mean, found.mean), (norm.variance, found.variance)):
+        running += RUNNING_SHARE * (now - running)
+    return found.y, found.saved
 
 
 class CpuOps:
-    """`TrainingOps` on NumPy arrays; holds nothing, so one instance may serve many networks."""
+    """`TrainingOps` on NumPy arrays of `dtype`, one thread; holds nothing else."""
 
-    def enter(self, images: Images, dtype: DTypeLike) -> Array:
+    name: str = "cpu"
+    readback_steps: int = 1
+
+    def __init__(self, dtype: DTypeLike = np.float32) -> None:
+        self._dtype = np.dtype(dtype)
+
+    def place(self, model: Model, tensors: Mapping[str, Array]) -> dict[str, Array]:
+        """As they are shaped, in the dtype of these operations."""
+        return {name: np.array(value, self._dtype, order="C") for name, value in tensors.items()}
+
+    def read(self, model: Model, placed: Mapping[str, Array]) -> dict[str, Array]:
+        """As they are."""
+        return {name: value.copy() for name, value in placed.items()}
+
+    def write(
+        self, model: Model, placed: Mapping[str, Array], tensors: Mapping[str, Array]
+    ) -> None:
+        """As they are."""
+        self.copy(tensors, placed)
+
+    def copy(self, source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
+        """Every array of `source`."""
+        for name, value in source.items():
+            target[name][...] = value
+
+    def start(self, run: Run, step: int = 0) -> CpuProgress:
+        """Nothing is anywhere else than where it was."""
+        return CpuProgress(
+            run, step, np.zeros(run.steps, self._dtype), np.zeros(run.steps, np.int64)
+        )
+
+    def batch(self, progress: CpuProgress) -> tuple[Array, NDArray[np.uint8]]:
+        """Images as `enter` gives them, and labels (n,)."""
+        run, step = progress.run, progress.step
+        epoch, index = divmod(step, run.steps_per_epoch)
+        positions = index * run.batch + np.arange(run.batch)
+        chosen = permutation(run.seed, epoch, len(run.digits), positions)
+        images = warp(run.digits.images[chosen], run.limits, run.seed, step)
+        return self.enter(images), run.digits.labels[chosen]
+
+    def enter(self, images: Images) -> Array:
         """Uint8 (n, h, w) -> (1, h, w, n), times 1/255."""
-        x = np.ascontiguousarray(images.transpose(1, 2, 0)[np.newaxis]).astype(dtype)
+        x = np.ascontiguousarray(images.transpose(1, 2, 0)[np.newaxis]).astype(self._dtype)
         x *= SCALE
         return x
 
@@ -99,11 +119,9 @@ class CpuOps:
         """(units, n) -> (n, units)."""
         return np.ascontiguousarray(x.T)
 
-    def convolution(
-        self, x: Array, weight: Array, bias: Array | None, block: ConvBlock
-    ) -> tuple[Array, _Convolved]:
+    def convolution(self, x: Array, weight: Array, block: ConvBlock) -> tuple[Array, _Convolved]:
         """(c, h, w, n) -> (k, oh, ow, n): im2col, then one matrix product."""
-        padded = _pad(x, block.padding, 0)
+        padded = pad(x, block.padding, 0)
         (c, h, w, n) = x.shape
         geometry = zip(
             (h, w), block.kernel, block.stride, block.padding, block.dilation, strict=True
@@ -111,19 +129,16 @@ class CpuOps:
         height, width = (window_count(*axis) for axis in geometry)
         columns = np.empty((c, *block.kernel, height, width, n), x.dtype)
         flat = columns.reshape(c, -1, height, width, n)
-        taps = _taps(block.kernel, block.stride, block.dilation, (height, width))
-        for tap, (rows, cols) in enumerate(taps):
+        places = taps(block.kernel, block.stride, block.dilation, (height, width))
+        for tap, (rows, cols) in enumerate(places):
             flat[:, tap] = padded[:, rows, cols]
         matrix = columns.reshape(weight[0].size, -1)
-        y = _rows(weight) @ matrix
-        if bias is not None:
-            y += bias[:, np.newaxis]
-        saved = _Convolved(matrix, weight, block, x.shape)
-        return y.reshape(len(weight), height, width, n), saved
+        y = (_rows(weight) @ matrix).reshape(len(weight), height, width, n)
+        return y, _Convolved(matrix, weight, block, x.shape)
 
     def convolution_backward(
         self, dy: Array, saved: _Convolved, input_gradient: bool
-    ) -> tuple[Array | None, Array, Array]:
+    ) -> tuple[Array | None, Array]:
         """Two products, then col2im: each tap adds its share back.
 
         dW = dy columns^T, dcolumns = W^T dy.
@@ -131,117 +146,65 @@ class CpuOps:
         columns, weight, block, (c, h, w, n) = saved
         flat = _rows(dy)
         dweight = (flat @ columns.T).reshape(weight.shape)
-        dbias = flat.sum(axis=1)
         if not input_gradient:
-            return None, dweight, dbias
+            return None, dweight
         size = dy.shape[1], dy.shape[2]
         dcolumns = (_rows(weight).T @ flat).reshape(c, -1, *size, n)
         (pr, pc) = block.padding
         dx = np.zeros((c, h + 2 * pr, w + 2 * pc, n), dy.dtype)
-        for tap, (rows, cols) in enumerate(_taps(block.kernel, block.stride, block.dilation, size)):
+        for tap, (rows, cols) in enumerate(taps(block.kernel, block.stride, block.dilation, size)):
             dx[:, rows, cols] += dcolumns[:, tap]
-        return _crop(dx, block.padding), dweight, dbias
+        return crop(dx, block.padding), dweight
 
-    def batch_norm(self, x: Array, gamma: Array, beta: Array, epsilon: float) -> Normalized:
-        """Over all but the first axis."""
-        flat = _rows(x)
-        mean = flat.mean(axis=1)
-        normal = flat - mean[:, np.newaxis]
-        m = flat.shape[1]
-        variance = np.vecdot(normal, normal) / m
-        inverse = 1 / np.sqrt(variance + epsilon)
-        normal *= inverse[:, np.newaxis]
-        y = normal * gamma[:, np.newaxis]
-        y += beta[:, np.newaxis]
-        saved = _Standardized(normal, gamma * inverse)
-        return Normalized(y.reshape(x.shape), mean, variance * (m / max(m - 1, 1)), saved)
-
-    def batch_norm_backward(self, dy: Array, saved: _Standardized) -> tuple[Array, Array, Array]:
-        """Through the batch's mean and variance, m values in each.
-
-        dx = gamma / sigma (dy - sum(dy) / m - normal sum(dy normal) / m).
-        """
-        normal, scale = saved
-        flat = _rows(dy)
-        m = flat.shape[1]
-        dbeta = flat.sum(axis=1)
-        dgamma = np.vecdot(flat, normal)
-        dx = normal * (-dgamma / m)[:, np.newaxis]
-        dx += flat
-        dx -= (dbeta / m)[:, np.newaxis]
-        dx *= scale[:, np.newaxis]
-        return dx.reshape(dy.shape), dgamma, dbeta
-
-    def affine(self, x: Array, scale: Array, shift: Array) -> Array:
-        """Over the first axis."""
-        y = _rows(x) * scale[:, np.newaxis]
-        y += shift[:, np.newaxis]
-        return y.reshape(x.shape)
-
-    def activation(self, x: Array, activation: Activation) -> tuple[Array, Activated]:
-        """Of any shape."""
-        return activate(x, activation)
-
-    def activation_backward(self, dy: Array, saved: Activated) -> Array:
-        """Of any shape."""
-        return activate_backward(dy, saved)
-
-    def pool(self, x: Array, window: Pool) -> tuple[Array, _Largest | _Averaged]:
-        """(c, h, w, n) -> (c, oh, ow, n), of the global average (c, 1, 1, n)."""
-        if window.kind == "global_average":
-            return x.mean(axis=(1, 2), keepdims=True), _Averaged(x.shape, window)
-        geometry = zip(x.shape[1:3], window.size, window.stride, window.padding, strict=True)
-        height, width = (window_count(*axis) for axis in geometry)
-        taps = _taps(window.size, window.stride, (1, 1), (height, width))
-        outside = -np.inf if window.kind == "max" else 0.0
-        padded = _pad(x, window.padding, outside)
-        y = np.full((len(x), height, width, x.shape[3]), outside, x.dtype)
-        if window.kind == "average":
-            for rows, cols in taps:
-                y += padded[:, rows, cols]
-            y /= math.prod(window.size)
-            return y, _Averaged(x.shape, window)
-        for rows, cols in taps:
-            np.maximum(y, padded[:, rows, cols], out=y)
-        return y, _Largest(padded, y, window)
-
-    def pool_backward(self, dy: Array, saved: _Largest | _Averaged) -> Array:
-        """Each window's gradient goes to the first tap that holds its maximum, or to all alike."""
-        if isinstance(saved, _Averaged):
-            return _spread(dy, *saved)
-        x, y, window = saved
-        dx = np.zeros_like(x)
-        free = np.ones(y.shape, bool)
-        size = y.shape[1], y.shape[2]
-        for rows, cols in _taps(window.size, window.stride, (1, 1), size):
-            largest = x[:, rows, cols] == y
-            largest &= free
-            free ^= largest
-            dx[:, rows, cols] += dy * largest
-        return _crop(dx, window.padding)
-
-    def dense(
-        self, x: Array, weight: Array, bias: Array | None
-    ) -> tuple[Array, tuple[Array, Array]]:
+    def dense(self, x: Array, weight: Array) -> tuple[Array, tuple[Array, Array]]:
         """(c, h, w, n) or (inputs, n) -> (units, n)."""
-        y = weight @ x.reshape(weight.shape[1], -1)
-        if bias is not None:
-            y += bias[:, np.newaxis]
-        return y, (x, weight)
+        return weight @ x.reshape(weight.shape[1], -1), (x, weight)
 
     def dense_backward(
         self, dy: Array, saved: tuple[Array, Array], input_gradient: bool
-    ) -> tuple[Array | None, Array, Array]:
+    ) -> tuple[Array | None, Array]:
         """Two products: dW = dy x^T, dx = W^T dy."""
         x, weight = saved
         dweight = dy @ x.reshape(weight.shape[1], -1).T
-        dx = (weight.T @ dy).reshape(x.shape) if input_gradient else None
-        return dx, dweight, dy.sum(axis=1)
+        return (weight.T @ dy).reshape(x.shape) if input_gradient else None, dweight
 
-    def dropout(self, x: Array, rate: float, random: np.random.Generator) -> tuple[Array, Array]:
-        """Keeps the factors, 0 or 1 / (1 - rate)."""
-        kept = random.random(x.shape, np.float32) >= rate
-        factors = kept * x.dtype.type(1 / (1 - rate))
+    def tail(self, x: Array, tail: Tail, training: bool) -> tuple[Array, _Tailed]:
+        """Of images (k, h, w, n) or units (k, n)."""
+        if tail.norm is None:
+            assert tail.bias is not None, "bug: a block has neither batch norm nor bias"
+            z, norm = (_rows(x) + tail.bias[:, np.newaxis]).reshape(x.shape), None
+        else:
+            z, norm = _normalize(x, tail.norm, training)
+        y, activated = activate(z, tail.activation)
+        if tail.pool is None:
+            return y, _Tailed(norm, activated, None)
+        y, pooled = pool(y, tail.pool)
+        return y, _Tailed(norm, activated, pooled)
+
+    def tail_backward(self, dy: Array, saved: _Tailed) -> tuple[Array, tuple[Array, ...]]:
+        """The same three, backwards."""
+        if saved.pooled is not None:
+            dy = pool_backward(dy, saved.pooled)
+        dz = activate_backward(dy, saved.activated)
+        if saved.norm is None:
+            return dz, (_rows(dz).sum(axis=1),)
+        dx, dgamma, dbeta = batch_norm_backward(dz, saved.norm)
+        return dx, (dgamma, dbeta)
+
+    def dropout(
+        self, x: Array, rate: float, layer: int, progress: CpuProgress
+    ) -> tuple[Array, Array]:
+        """Keeps the factors (units, n), 0 or 1 / (1 - rate)."""
+        units, n = x.shape
+        words = philox(
+            progress.run.seed,
+            np.arange(-(-units * n // 4)),
+            progress.step,
+            Purpose.DROPOUT,
+            layer,
+        )
+        numbers = uniform(words).ravel()[: n * units].reshape(n, units).T
+        factors = (numbers >= np.float32(rate)) * x.dtype.type(1 / (1 - rate))
         return x * factors, factors
 
     def dropout_backward(self, dy: Array, saved: Array) -> Array:
@@ -249,19 +212,62 @@ class CpuOps:
         return dy * saved
 
     def softmax_cross_entropy(
-        self, logits: Array, labels: Labels
-    ) -> tuple[float, tuple[Array, Labels]]:
+        self, logits: Array, labels: NDArray[np.uint8], progress: CpuProgress
+    ) -> tuple[Array, NDArray[np.uint8]]:
         """Logits (classes, n); shifted by the maximum, so exp cannot overflow."""
         shifted = logits - logits.max(axis=0)
         e = np.exp(shifted)
         total = e.sum(axis=0)
         losses = np.log(total) - shifted[labels, np.arange(len(labels))]
-        return float(losses.mean()), (e / total, labels)
+        progress.losses[progress.step] = losses.mean()
+        progress.hits[progress.step] = np.count_nonzero(logits.argmax(axis=0) == labels)
+        return e / total, labels
 
-    def softmax_cross_entropy_backward(self, saved: tuple[Array, Labels]) -> Array:
+    def softmax_cross_entropy_backward(self, saved: tuple[Array, NDArray[np.uint8]]) -> Array:
         """(probabilities - onehot) / n."""
         probabilities, labels = saved
         n = len(labels)
         dlogits = probabilities / n
         dlogits[labels, np.arange(n)] -= dlogits.dtype.type(1) / n
         return dlogits
+
+    def share(self, gradients: Mapping[str, Array]) -> None:
+        """There is nobody to share with."""
+
+    def descend(
+        self,
+        updates: Sequence[Update],
+        progress: CpuProgress,
+        momentum: float,
+        weight_decay: float,
+        nesterov: bool,
+    ) -> None:
+        """One parameter after the other."""
+        rate = float(progress.run.rates[progress.step])
+        for name, parameter, gradient, velocity in updates:
+            if weight_decay and name.endswith(".weight"):
+                gradient = gradient + weight_decay * parameter
+            velocity *= momentum
+            velocity += gradient
+            if nesterov:
+                parameter -= rate * (gradient + momentum * velocity)
+            else:
+                parameter -= rate * velocity
+
+    def tick(self, progress: CpuProgress) -> None:
+        """One more."""
+        progress.step += 1
+
+    def record(self, step: Callable[[], None]) -> Callable[[], None]:
+        """The step itself."""
+        return step
+
+    def losses(
+        self, progress: CpuProgress, start: int, stop: int
+    ) -> tuple[NDArray[np.floating[Any]], NDArray[np.int64]]:
+        """In the dtype of these operations, and int64."""
+        return progress.losses[start:stop].copy(), progress.hits[start:stop].copy()
+
+    def finite(self, x: Array) -> bool:
+        """Every element is looked at."""
+        return bool(np.isfinite(x).all())

@@ -1,17 +1,20 @@
 """Stochastic gradient descent, and the learning rate as a pure function of the step.
 
 A rate that is multiplied by something at every step can vanish without anyone noticing; here
-`one_cycle` and `step_decay` say what the rate is at any step, and a test can draw them.
+`one_cycle` and `step_decay` say what the rate is at every step, and a test can draw them.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trainer.ops import Array
+from lenet.model import Model
+from trainer.ops import Array, Progress, TrainingOps, Update
+from trainer.settings import Schedule
 
 WARM_UP = 0.3
 """The share of a one-cycle run in which the rate rises."""
@@ -22,24 +25,36 @@ _DROPS = (0.5, 0.75)
 _FACTOR = 0.1
 
 
-def one_cycle(step: int, steps: int, peak: float) -> float:
+def rates(schedule: Schedule, steps: int, peak: float) -> NDArray[np.float32]:
+    """The learning rate of each of `steps` steps, at most `peak`: float32 (steps,)."""
+    return _SCHEDULES[schedule](steps, peak).astype(np.float32)
+
+
+def one_cycle(steps: int, peak: float) -> NDArray[np.float64]:
     """Half a cosine up from peak / 25, then half a cosine down to peak / 10,000.
 
-    0 <= step < steps. Source: Smith & Topin 2018, "Super-Convergence"; the cosines are fastai's.
+    Source: Smith & Topin 2018, "Super-Convergence"; the cosines are fastai's.
     """
-    top = WARM_UP * steps
-    if step < top:
-        return _cosine(_START * peak, peak, step / top)
-    return _cosine(peak, _END * peak, (step - top) / (steps - top))
+    step, top = np.arange(steps, dtype=np.float64), WARM_UP * steps
+    up = _cosine(_START * peak, peak, step / top)
+    return np.where(step < top, up, _cosine(peak, _END * peak, (step - top) / (steps - top)))
 
 
-def _cosine(start: float, end: float, share: float) -> float:
-    return end + (start - end) * (1 + math.cos(math.pi * share)) / 2
+def _cosine(start: float, end: float, share: NDArray[np.float64]) -> NDArray[np.float64]:
+    return end + (start - end) * (1 + np.cos(math.pi * share)) / 2
 
 
-def step_decay(step: int, steps: int, peak: float) -> float:
+def step_decay(steps: int, peak: float) -> NDArray[np.float64]:
     """`peak`, a tenth of it from half of the run on, a hundredth from three quarters on."""
-    return peak * _FACTOR ** sum(step >= drop * steps for drop in _DROPS)
+    drops = np.arange(steps) >= steps * np.array(_DROPS)[:, np.newaxis]
+    decayed: NDArray[np.float64] = peak * _FACTOR ** drops.sum(axis=0)
+    return decayed
+
+
+_SCHEDULES: Mapping[Schedule, Callable[[int, float], NDArray[np.float64]]] = {
+    "one-cycle": one_cycle,
+    "step": step_decay,
+}
 
 
 class Sgd:
@@ -49,32 +64,32 @@ class Sgd:
     where g is the gradient plus weight_decay w. Weight decay pulls on `*.weight` only: biases and
     batch norm's gamma and beta do not overfit, and pulling gamma to zero would only undo itself.
 
-    `parameters` are updated in place. Source: Sutskever et al. 2013, in the form of PyTorch's SGD.
+    `parameters` are tensors of `model` as `ops` placed them, and are updated in place; `velocities`
+    lie beside them. Source: Sutskever et al. 2013, in the form of PyTorch's SGD.
     """
 
     def __init__(
         self,
+        model: Model,
         parameters: Mapping[str, Array],
+        ops: TrainingOps,
         momentum: float = 0.9,
         weight_decay: float = 0.0,
         nesterov: bool = True,
     ) -> None:
         self.parameters = parameters
-        self.velocities = {name: np.zeros_like(value) for name, value in parameters.items()}
+        shapes = model.parameters()
+        zeros = {name: np.zeros(shapes[name], np.float32) for name in parameters}
+        self.velocities = ops.place(model, zeros)
+        self._ops = ops
         self._momentum = momentum
         self._weight_decay = weight_decay
         self._nesterov = nesterov
 
-    def step(self, gradients: Mapping[str, Array], rate: float) -> None:
-        """One update of every parameter by its gradient."""
-        for name, parameter in self.parameters.items():
-            gradient = gradients[name]
-            if self._weight_decay and name.endswith(".weight"):
-                gradient = gradient + self._weight_decay * parameter
-            velocity = self.velocities[name]
-            velocity *= self._momentum
-            velocity += gradient
-            if self._nesterov:
-                parameter -= rate * (gradient + self._momentum * velocity)
-            else:
-                parameter -= rate * velocity
+    def step(self, gradients: Mapping[str, Array], progress: Progress) -> None:
+        """One update of every parameter by its gradient, at the rate of the step of `progress`."""
+        updates = [
+            Update(name, parameter, gradients[name], self.velocities[name])
+            for name, parameter in self.parameters.items()
+        ]
+        self._ops.descend(updates, progress, self._momentum, self._weight_decay, self._nesterov)

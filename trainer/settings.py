@@ -16,6 +16,9 @@ from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+Precision: TypeAlias = Literal["fp32", "tf32", "mixed"]
+Schedule: TypeAlias = Literal["one-cycle", "step"]
 
 
 class _Command(BaseSettings):
@@ -47,7 +50,7 @@ class Recipe(_Command):
     batch: int = Field(128, ge=2, le=60_000)
     """Images in one step; what is left over at the end of an epoch waits for the next."""
 
-    schedule: Literal["one-cycle", "step"] = "one-cycle"
+    schedule: Schedule = "one-cycle"
     """How the learning rate runs: up and down once, or down tenfold at 50 % and at 75 %."""
 
     rate: float = Field(0.2, gt=0, le=100)
@@ -77,15 +80,26 @@ class Recipe(_Command):
     shift: float = Field(2.0, ge=0, le=14)
     """Augmentation: pixels, in any direction."""
 
+    elastic: float = Field(0.0, ge=0, le=14)
+    """Augmentation: pixels that each of 7 by 7 control points is displaced by, along either axis;
+    splines bend what lies between them."""
+
     validation_images: int = Field(5_000, ge=1)
     """The last so many of the training images are held out for validation."""
+
+    device: Device = "auto"
+    """Where it runs: auto is the GPU where there is one. The last bits of the result depend on
+    it."""
+
+    precision: Precision = "fp32"
+    """How the GPU computes: in float32, with products rounded to TF32, or with float16 values and
+    float32 weights."""
 
     def command(self) -> str:
         """The canonical command line: every field of the recipe in order, no path."""
         words = ["python", "-m", "trainer", "fit"]
         for name in Recipe.model_fields:
-            value = getattr(self, name)
-            words += [f"--{name.replace('_', '-')}", str(value).lower()]
+            words += [f"--{name.replace('_', '-')}", str(getattr(self, name)).lower()]
         return shlex.join(words)
 
 
@@ -100,6 +114,24 @@ class Fit(Recipe):
 
     checkpoints: Path = Path("data/checkpoints")
     """Where an interrupted run is kept; the same command resumes it."""
+
+    target: float | None = Field(None, gt=0, le=100)
+    """Stop after the first epoch whose validation accuracy, in percent, reaches this."""
+
+    gpus: int = Field(1, ge=1, le=64)
+    """How many GPUs share each batch."""
+
+    profile: bool = False
+    """Take every step anew instead of recording one, so that a profiler sees the layers' names."""
+
+    def command(self) -> str:
+        """The recipe's, and what else the result depends on where it is set."""
+        command = super().command()
+        if self.target is not None:
+            command += f" --target {self.target}"
+        if self.gpus > 1:
+            command += f" --gpus {self.gpus}"
+        return command
 
 
 class Export(_Command):

@@ -4,7 +4,41 @@ import struct
 import numpy as np
 import pytest
 
+from trainer.augment import Limits
 from trainer.mnist import FILES, Dataset, Digits
+from trainer.ops import Run
+from trainer.optimizer import Sgd
+from trainer.step import take_step
+
+# The error of a central difference in float64 is about h^2 + 1e-16 / h, so 1e-9 at this h.
+H = 1e-5
+TOLERANCE = 1e-6
+
+
+def _numeric(function, x):
+    """The gradient of a scalar function at x by central differences."""
+    gradient = np.zeros_like(x)
+    for place in np.ndindex(x.shape):
+        kept = x[place]
+        x[place] = kept + H
+        above = function()
+        x[place] = kept - H
+        below = function()
+        x[place] = kept
+        gradient[place] = (above - below) / (2 * H)
+    return gradient
+
+
+@pytest.fixture(scope="session")
+def assert_slope():
+    """`assert_slope(computed, function, x)`: a gradient against differences in float64."""
+    return _assert_slope
+
+
+def _assert_slope(computed, function, x):
+    expected = _numeric(function, x)
+    scale = np.abs(expected).max()
+    assert np.abs(computed - expected).max() <= TOLERANCE * max(scale, 1e-3)
 
 
 def idx_bytes(array):
@@ -32,6 +66,31 @@ def digits():
 def tiny():
     """400 training and 60 test images."""
     return Dataset(synthetic_digits(400, 0), synthetic_digits(60, 1), "0" * 64)
+
+
+def plain_run(digits, batch, rates, seed=0):
+    """A run that changes no image; the rates in whatever precision they have."""
+    return Run(digits, batch, Limits(), seed, np.asarray(rates))
+
+
+@pytest.fixture(scope="session")
+def run_of():
+    """`run_of(digits, batch, rates, seed=0)`: a run without augmentation."""
+    return plain_run
+
+
+@pytest.fixture(scope="session")
+def practise():
+    """Take some steps at one rate; returns their losses."""
+
+    def practise(network, digits, batch, steps, rate):
+        progress = network.ops.start(plain_run(digits, batch, np.full(steps, rate)))
+        sgd = Sgd(network.model, network.parameters, network.ops)
+        for _ in range(steps):
+            take_step(network, sgd, progress)
+        return network.ops.losses(progress, 0, steps)[0]
+
+    return practise
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from trainer.exporter import export_onnx, export_weights
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
-from trainer.optimizer import Sgd
 
 TRAINING = Training(
     dataset_sha256="0" * 64,
@@ -42,7 +41,6 @@ def network_of(name):
 def export(dataset, folder, name="lenet", backend=None):
     return export_weights(
         network_of(name),
-        CpuOps(),
         dataset.train,
         dataset.test,
         TRAINING,
@@ -89,17 +87,11 @@ def test_the_written_file_is_what_was_trained_without_batch_norm(tiny, tmp_path,
     assert hashlib.sha256(exported.path.read_bytes()).hexdigest() == exported.weights.digest()
 
 
-def test_a_network_of_every_other_layer_is_trained_and_served(tiny, tmp_path):
+def test_a_network_of_every_other_layer_is_trained_and_served(tiny, tmp_path, practise):
     model = INPUTS["MODELS"]["every-other-layer"]
     network = Network(model, INPUTS["initial"](model), CpuOps())
-    sgd, random = Sgd(network.parameters), np.random.default_rng(0)
-    for _ in range(3):
-        network.forward(tiny.train.images, tiny.train.labels, random)
-        network.backward()
-        sgd.step(network.gradients, 0.1)
-    exported = export_weights(
-        network, CpuOps(), tiny.train, tiny.test, TRAINING, tmp_path, CpuBackend()
-    )
+    practise(network, tiny.train, 400, 3, 0.1)
+    exported = export_weights(network, tiny.train, tiny.test, TRAINING, tmp_path, CpuBackend())
     read = WeightFile.read(exported.path)
     assert read.model == model.folded
     logits, trained = (
@@ -137,7 +129,7 @@ def test_a_version_that_another_run_takes_meanwhile_is_not_overwritten(tiny, tmp
     assert (tmp_path / "1.safetensors").read_bytes() == b"another run's"
 
 
-@pytest.mark.parametrize("rows", [10, 150])
+@pytest.mark.parametrize("rows", [10, 400])
 @pytest.mark.parametrize(
     ("change", "message"),
     [

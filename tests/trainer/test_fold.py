@@ -7,7 +7,6 @@ from trainer.fold import fold
 from trainer.mnist import load
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
-from trainer.optimizer import Sgd
 
 MIXED = Model(
     "mixed",
@@ -37,8 +36,9 @@ def random_tensors(model, dtype):
 def test_the_folded_network_computes_the_same(model, dtype):
     tensors = random_tensors(model, dtype)
     images = np.random.default_rng(1).integers(0, 256, (64, 28, 28)).astype(np.uint8)
-    unfolded = Network(model, tensors, CpuOps()).logits(images)
-    folded = Network(model.folded, fold(model, tensors), CpuOps()).logits(images)
+    ops = CpuOps(dtype)
+    unfolded = Network(model, tensors, ops).logits(images)
+    folded = Network(model.folded, fold(model, tensors), ops).logits(images)
     difference = np.abs(folded - unfolded).max(axis=1) / np.abs(unfolded).max(axis=1)
     # float32 sums of 800 products; in float64 only the derivation itself could be wrong.
     assert difference.max() <= (1e-5 if dtype == np.float32 else 1e-13)
@@ -61,15 +61,10 @@ def test_folding_copies_what_it_does_not_change():
     assert not np.shares_memory(folded["dense1.weight"], tensors["dense1.weight"])
 
 
-def test_folding_changes_no_answer_on_the_10_000_test_images(mnist_folder):
+def test_folding_changes_no_answer_on_the_10_000_test_images(mnist_folder, practise):
     dataset, model = load(mnist_folder), named("lenet")
     network = Network(model, initial_tensors(model, np.random.default_rng(0)), CpuOps())
-    sgd, random = Sgd(network.parameters), np.random.default_rng(0)
-    for start in range(0, 1920, 64):
-        rows = slice(start, start + 64)
-        network.forward(dataset.train.images[rows], dataset.train.labels[rows], random)
-        network.backward()
-        sgd.step(network.gradients, 0.01)
+    practise(network, dataset.train, 64, 30, 0.01)
     unfolded = network.logits(dataset.test.images)
     assert (unfolded.argmax(axis=1) == dataset.test.labels).mean() > 0.9
     folded = Network(model.folded, fold(model, network.tensors), CpuOps())

@@ -1,31 +1,38 @@
+import itertools
+
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
 
 from lenet.model import named
-from trainer.errors import InvalidCheckpoint, InvalidDataset, TrainingDiverged
-from trainer.loop import Checkpoint, accuracy, train
+from trainer import loop
+from trainer.checkpoint import Checkpoint
+from trainer.errors import InvalidDataset, TrainingDiverged
+from trainer.loop import accuracy, run_of, train
 from trainer.mnist import Digits
-from trainer.network import Network, initial_tensors
+from trainer.network import Network, initial_tensors, look_away
 from trainer.ops_cpu import CpuOps
-from trainer.optimizer import Sgd
+from trainer.optimizer import rates
 from trainer.settings import Recipe
 
 RECIPE = Recipe(
     model="lenet-6-16", epochs=3, batch=20, rate=0.03, validation_images=100, dropout=0.1
 )
+STEPS = 15
+"""Those of an epoch of the 300 images that remain to be trained on."""
 
 
-def new_network(recipe=RECIPE):
+def new_network(recipe=RECIPE, ops=None, kind=Network):
     model = named(recipe.model)
     tensors = initial_tensors(model, np.random.default_rng(recipe.seed))
-    return Network(model, tensors, CpuOps(), recipe.dropout)
+    return kind(model, tensors, ops or CpuOps(), recipe.dropout)
 
 
-def run(dataset, folder, recipe=RECIPE, network=None):
+def run(dataset, folder, recipe=RECIPE, network=None, **options):
     network = network or new_network(recipe)
     checkpoint = Checkpoint(folder, recipe, dataset.sha256)
-    epochs = train(network, recipe, *dataset.hold_out(recipe.validation_images), checkpoint)
+    digits = dataset.hold_out(recipe.validation_images)
+    epochs, _ = train(network, recipe, *digits, checkpoint, **options)
     return network, epochs, checkpoint
 
 
@@ -44,8 +51,32 @@ def test_a_network_learns_and_says_how_each_epoch_went(tiny, tmp_path, capsys, s
     assert epochs[-1].validation_accuracy == accuracy(network, tiny.hold_out(100)[1])
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 3
-    assert lines[2].startswith("epoch 3 of 3: loss ")
+    assert lines[2].startswith(f"epoch 3 of 3: loss {epochs[-1].loss:.4f}, accuracy ")
     assert lines[2].endswith(f"validation {epochs[-1].validation_accuracy:.2%}")
+
+
+def test_a_run_is_what_its_recipe_says(tiny):
+    recipe = RECIPE.model_copy(update={"seed": 5, "shear": 3.0, "elastic": 1.5, "batch": 30})
+    found = run_of(recipe, tiny.train)
+    assert (found.digits, found.batch, found.seed) == (tiny.train, 30, 5)
+    assert (found.steps_per_epoch, found.steps) == (13, 39)
+    limits = found.limits
+    assert (limits.rotation, limits.scale, limits.shear) == (recipe.rotation, recipe.scale, 3.0)
+    assert (limits.shift, limits.elastic) == (recipe.shift, 1.5)
+    np.testing.assert_array_equal(found.rates, rates("one-cycle", 39, 0.03))
+
+
+def test_the_settings_of_descent_are_those_of_the_recipe(tiny, tmp_path):
+    class Noting(CpuOps):
+        def descend(self, updates, progress, *settings):
+            self.settings = settings
+
+    recipe = RECIPE.model_copy(
+        update={"epochs": 1, "momentum": 0.7, "weight_decay": 0.01, "nesterov": False}
+    )
+    ops = Noting()
+    run(tiny, tmp_path, recipe, new_network(recipe, ops))
+    assert ops.settings == (0.7, 0.01, False)
 
 
 def test_the_same_seed_gives_the_same_tensors_and_another_seed_others(tiny, tmp_path):
@@ -55,24 +86,29 @@ def test_the_same_seed_gives_the_same_tensors_and_another_seed_others(tiny, tmp_
     assert (other.tensors["conv1.weight"] != first.tensors["conv1.weight"]).all()
 
 
+def test_the_seed_alone_orders_the_images(tiny, tmp_path):
+    recipe = RECIPE.model_copy(update={"seed": 2})
+    first, _, _ = run(tiny, tmp_path / "a", recipe, new_network())
+    second, _, _ = run(tiny, tmp_path / "b", RECIPE, new_network())
+    assert (first.tensors["conv1.weight"] != second.tensors["conv1.weight"]).any()
+
+
 class Interrupting(Network):
     """Ctrl-C in the middle of the third epoch."""
 
     steps = 0
 
-    def backward(self):
+    def backward(self, watch=look_away):
         self.steps += 1
-        if self.steps == 2 * 15 + 5:
+        if self.steps == 2 * STEPS + 5:
             raise KeyboardInterrupt
-        super().backward()
+        super().backward(watch)
 
 
 def test_an_interrupted_run_resumes_and_ends_with_the_same_tensors(tiny, tmp_path, capsys):
     whole, epochs, _ = run(tiny, tmp_path / "whole")
-    fresh = new_network()
-    interrupted = Interrupting(fresh.model, fresh.tensors, CpuOps(), RECIPE.dropout)
     with pytest.raises(KeyboardInterrupt):
-        run(tiny, tmp_path / "cut", network=interrupted)
+        run(tiny, tmp_path / "cut", network=new_network(kind=Interrupting))
     capsys.readouterr()
     resumed, all_epochs, _ = run(tiny, tmp_path / "cut")
     assert_same(whole, resumed)
@@ -80,84 +116,162 @@ def test_an_interrupted_run_resumes_and_ends_with_the_same_tensors(tiny, tmp_pat
     assert capsys.readouterr().out.startswith("resumed after epoch 2 from ")
 
 
+def test_a_run_that_is_interrupted_before_its_first_epoch_ended_leaves_nothing(tiny, tmp_path):
+    network = new_network(kind=Interrupting)
+    network.steps = 2 * STEPS
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, tmp_path, network=network)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_finished_run_is_not_trained_again(tiny, tmp_path):
-    first, _, checkpoint = run(tiny, tmp_path)
-    again, _, _ = run(tiny, tmp_path)
+    first, epochs, checkpoint = run(tiny, tmp_path)
+    network = new_network(kind=Interrupting)
+    network.steps = 2 * STEPS + 4
+    again, same, _ = run(tiny, tmp_path, network=network)
     assert_same(first, again)
+    assert same == epochs
     checkpoint.discard()
     checkpoint.discard()
     assert list(tmp_path.iterdir()) == []
 
 
-def test_another_recipe_or_dataset_has_another_checkpoint(tmp_path):
-    paths = {
-        Checkpoint(tmp_path, recipe, sha256).path
-        for recipe in (RECIPE, RECIPE.model_copy(update={"rate": 0.04}))
-        for sha256 in ("0" * 64, "1" * 64)
-    }
-    assert len(paths) == 4
+@pytest.mark.parametrize(("epochs", "expected"), [(6, [3, 6]), (7, [3, 6, 7])])
+def test_a_checkpoint_is_written_when_ten_seconds_have_passed_and_at_the_end(
+    tiny, tmp_path, monkeypatch, epochs, expected
+):
+    saved = []
+    monkeypatch.setattr(Checkpoint, "save", lambda _, snapshot: saved.append(len(snapshot.epochs)))
+    recipe = RECIPE.model_copy(update={"epochs": epochs, "model": "mlp"})
+    checkpoint = Checkpoint(tmp_path, recipe, tiny.sha256)
+    clock = itertools.count(100.0, 4.0).__next__
+    _, seconds = train(new_network(recipe), recipe, *tiny.hold_out(100), checkpoint, clock=clock)
+    assert saved == expected
+    assert seconds == 4.0 * epochs
 
 
-def rewrite(path, tensors=None, **metadata):
-    kept = load_file(path)
-    save_file(kept if tensors is None else tensors, path, metadata)
+@pytest.mark.parametrize(("target", "expected"), [(57.0, 3), (57.001, 4), (50, 1), (None, 5)])
+def test_training_stops_after_the_first_epoch_that_reaches_the_target(
+    tiny, tmp_path, monkeypatch, target, expected
+):
+    accuracies = iter([0.5, 0.5699, 0.57, 0.6, 0.7])
+    monkeypatch.setattr(loop, "accuracy", lambda *_: next(accuracies))
+    recipe = RECIPE.model_copy(update={"epochs": 5, "model": "mlp"})
+    _, epochs, _ = run(tiny, tmp_path, recipe, target=target)
+    assert len(epochs) == expected
+    # The target was reached: nothing is trained when the same command is given again.
+    _, again, _ = run(tiny, tmp_path, recipe, target=target)
+    assert again == epochs
 
 
-@pytest.mark.parametrize(
-    ("damage", "message"),
-    [
-        (lambda path: path.write_bytes(b"no checkpoint"), "cannot be read"),
-        (lambda path: rewrite(path, run="another", epochs="[]"), "belongs to another run"),
-        (lambda path: rewrite(path), "cannot be read"),
-        (lambda path: rewrite(path, run="x", epochs="[[1, 2]]"), "cannot be read"),
-        (lambda path: rewrite(path, run="x", epochs="{"), "cannot be read"),
-    ],
-)
-def test_a_checkpoint_that_cannot_be_trusted_is_refused(tiny, tmp_path, damage, message):
-    _, _, checkpoint = run(tiny, tmp_path, RECIPE.model_copy(update={"epochs": 1}))
-    damage(checkpoint.path)
-    with pytest.raises(InvalidCheckpoint, match=message) as caught:
-        run(tiny, tmp_path, RECIPE.model_copy(update={"epochs": 1}))
-    assert str(caught.value).startswith(str(checkpoint.path))
-    assert "delete it" in str(caught.value)
+class Recording(CpuOps):
+    """Counts the steps that were repeated, and how often their losses were looked at."""
+
+    def __init__(self, readback_steps=1):
+        super().__init__()
+        self.readback_steps, self.repeated, self.looks = readback_steps, 0, []
+
+    def record(self, step):
+        def repeat():
+            self.repeated += 1
+            step()
+
+        return repeat
+
+    def losses(self, progress, start, stop):
+        assert stop <= progress.step
+        self.looks.append((start, stop))
+        return super().losses(progress, start, stop)
 
 
-def test_a_checkpoint_of_other_shapes_is_refused(tmp_path):
-    network = new_network()
-    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64)
-    checkpoint.save(network, Sgd(network.parameters), [])
-    other = new_network(RECIPE.model_copy(update={"model": "mlp"}))
-    with pytest.raises(InvalidCheckpoint, match="other tensors"):
-        checkpoint.resume(other, Sgd(other.parameters))
+def test_a_step_is_recorded_once_and_repeated_unless_it_is_profiled(tiny, tmp_path):
+    recorded, profiled = Recording(), Recording()
+    first, _, _ = run(tiny, tmp_path / "a", network=new_network(ops=recorded))
+    second, _, _ = run(tiny, tmp_path / "b", network=new_network(ops=profiled), record=False)
+    assert (recorded.repeated, profiled.repeated) == (3 * STEPS, 0)
+    assert_same(first, second)
 
 
-def test_a_loss_that_is_no_number_stops_with_its_step_and_keeps_the_last_epoch(tiny, tmp_path):
+def test_losses_are_looked_at_now_and_then_and_at_the_end_of_each_epoch(tiny, tmp_path):
+    ops = Recording(readback_steps=6)
+    _, epochs, _ = run(tiny, tmp_path / "a", network=new_network(ops=ops))
+    assert ops.looks == [
+        (epoch * STEPS + start, epoch * STEPS + stop)
+        for epoch in range(3)
+        for start, stop in ((0, 6), (6, 12), (12, 15))
+    ]
+    assert run(tiny, tmp_path / "b")[1] == epochs
+
+
+def test_a_loss_that_is_no_number_stops_with_its_step(tiny, tmp_path):
     recipe = RECIPE.model_copy(update={"rate": 100.0, "model": "lenet-classic"})
-    with pytest.raises(TrainingDiverged, match=r"the loss is (nan|inf) at step \d+ of 45.*100.0"):
+    with pytest.raises(
+        TrainingDiverged,
+        match=r"the loss is (nan|inf) at step \d+ of 45, .*; first in \S.* at step \d+; .*100\.0",
+    ):
         run(tiny, tmp_path, recipe)
 
 
+class Faulty(Recording):
+    """From one step on, the second convolution's gradient holds a NaN."""
+
+    def start(self, run, step=0):
+        self.progress = super().start(run, step)
+        return self.progress
+
+    def convolution_backward(self, dy, saved, input_gradient):
+        dx, dweight = super().convolution_backward(dy, saved, input_gradient)
+        if input_gradient and self.progress.step == 20:
+            dweight[0, 0, 0, 0] = np.nan
+        return dx, dweight
+
+
+def contents(folder):
+    """Of its one checkpoint."""
+    (path,) = folder.glob("*.safetensors")
+    with safe_open(path, "numpy") as file:
+        tensors = {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
+        return tensors, file.metadata()
+
+
+@pytest.mark.parametrize("readback_steps", [1, 4, 1000])
+def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
+    tiny, tmp_path, readback_steps
+):
+    ops = Faulty(readback_steps)
+    with pytest.raises(TrainingDiverged) as caught:
+        run(tiny, tmp_path, network=new_network(ops=ops))
+    assert str(caught.value) == (
+        "the loss is nan at step 22 of 45, expected a finite number; "
+        "first in conv2's gradient at step 21; try a --rate lower than 0.03"
+    )
+    # The steps of the search are taken, not repeated from what was recorded.
+    assert ops.repeated == {1: 22, 4: 23, 1000: 30}[readback_steps]
+    # What is kept is what an interruption in the same epoch would have kept.
+    interrupted = new_network(kind=Interrupting)
+    interrupted.steps = STEPS
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, tmp_path / "cut", network=interrupted)
+    kept, cut = (contents(tmp_path / place) for place in (".", "cut"))
+    assert kept == cut
+
+
 class Poisoned(Network):
-    """A weight becomes NaN after the first epoch."""
+    """A weight becomes NaN once, after the second step."""
 
     steps = 0
 
-    def backward(self):
-        super().backward()
+    def backward(self, watch=look_away):
+        super().backward(watch)
         self.steps += 1
-        if self.steps == 17:
+        if self.steps == 2:
             next(iter(self.parameters.values()))[...] = np.nan
 
 
-def test_the_checkpoint_holds_the_last_good_epoch_when_training_diverges(tiny, tmp_path):
-    fresh = new_network()
-    poisoned = Poisoned(fresh.model, fresh.tensors, CpuOps(), RECIPE.dropout)
-    with pytest.raises(TrainingDiverged, match="at step 18 of 45"):
-        run(tiny, tmp_path, network=poisoned)
-    network = new_network()
-    checkpoint = Checkpoint(tmp_path, RECIPE, tiny.sha256)
-    assert len(checkpoint.resume(network, Sgd(network.parameters))) == 1
-    assert all(np.isfinite(value).all() for value in network.tensors.values())
+def test_a_fault_that_does_not_come_again_is_told_as_such(tiny, tmp_path):
+    with pytest.raises(TrainingDiverged, match=r"at step 3 of 45, .*; not so when the epoch was"):
+        run(tiny, tmp_path, network=new_network(kind=Poisoned))
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fewer_images_than_a_batch_are_refused(tiny, tmp_path):

@@ -9,7 +9,13 @@ from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from trainer import __main__ as program
 from trainer.__main__ import main
-from trainer.errors import DatasetUnavailable, ExportRefused, TrainingDiverged
+from trainer.errors import (
+    DatasetUnavailable,
+    DeviceUnavailable,
+    ExportRefused,
+    TrainingDiverged,
+)
+from trainer.ops_cpu import CpuOps
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,12 +38,34 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert weights.model == named("mlp").folded
     assert training.command.startswith("python -m trainer fit --model mlp --seed 1 --epochs 2 ")
     assert str(tmp_path) not in training.command
+    # Not auto: the device that it was trained on.
+    assert training.command.endswith(" --device cpu --precision fp32")
     assert (training.seed, training.epochs, training.labels[9]) == (1, 2, "9")
-    assert training.accuracy > 0.9
+    assert training.accuracy > 0.8
     last = capsys.readouterr().out.splitlines()[-1]
     assert last.startswith(f"{path}: 397510 parameters, validation accuracy ")
     assert f"sha256 {weights.digest()}" in last
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_fit_stops_at_its_target_and_tells_how_many_epochs_it_took(arguments, tmp_path):
+    assert main(["fit", *arguments, "--target", "1"]) == 0
+    training = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training
+    assert training.epochs == 1
+    assert training.command.endswith(" --target 1.0")
+
+
+@pytest.mark.parametrize(("profile", "recorded"), [("true", 0), ("false", 1)])
+def test_a_profiled_fit_records_no_step(arguments, monkeypatch, profile, recorded):
+    steps = []
+
+    def record(_, step):
+        steps.append(step)
+        return step
+
+    monkeypatch.setattr(CpuOps, "record", record)
+    assert main(["fit", *arguments, "--profile", profile]) == 0
+    assert len(steps) == recorded
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -104,6 +132,7 @@ def test_an_error_is_one_sentence_and_an_exit_code(capsys, line, code, sentence)
 @pytest.mark.parametrize(
     ("error", "code"),
     [
+        (DeviceUnavailable("no GPU"), 2),
         (DatasetUnavailable("no digits"), 3),
         (TrainingDiverged("nan"), 4),
         (ExportRefused("differs"), 5),

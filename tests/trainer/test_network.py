@@ -12,6 +12,7 @@ from lenet import reference
 from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.model import ARCHITECTURES, Model, named
 from trainer.fold import fold
+from trainer.mnist import Digits
 from trainer.network import EVALUATION_BATCH, Network, initial_tensors
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd
@@ -22,7 +23,7 @@ INPUTS = runpy.run_path(str(GOLDEN / "inputs.py"))
 
 def new_network(model, dtype=np.float32, seed=0, dropout=0.0):
     tensors = initial_tensors(model, np.random.default_rng(seed), dtype)
-    return Network(model, tensors, CpuOps(), dropout)
+    return Network(model, tensors, CpuOps(dtype), dropout)
 
 
 def some_images(count, seed=0):
@@ -34,19 +35,22 @@ def some_images(count, seed=0):
 # Golden values are float64; sums in float32 lose up to 4e-6 of them, most of it in batch norm.
 @pytest.mark.parametrize(("dtype", "tolerance"), [(np.float32, 1e-5), (np.float64, 1e-12)])
 @pytest.mark.parametrize("name", INPUTS["MODELS"])
-def test_logits_and_one_training_step_agree_with_pytorch(name, dtype, tolerance):
+def test_logits_and_one_training_step_agree_with_pytorch(name, dtype, tolerance, run_of):
     model = INPUTS["MODELS"][name]
-    tensors = {key: value.astype(dtype) for key, value in INPUTS["initial"](model).items()}
-    network = Network(model, tensors, CpuOps())
+    network = Network(model, INPUTS["initial"](model), CpuOps(dtype))
     images, labels = INPUTS["batch"]()
     found = {"logits": network.logits(images)}
-    found["loss"], _ = network.forward(images, labels, np.random.default_rng(0))
+    # A batch of all there is, in the order of its first epoch: neither loss nor gradients care.
+    progress = network.ops.start(run_of(Digits(images, labels), len(images), [INPUTS["RATE"]]))
+    x, y = network.ops.batch(progress)
+    network.forward(x, y, progress)
     network.backward()
     gradients = network.gradients
-    found |= {f"gradient.{key}": value for key, value in gradients.items()}
-    Sgd(network.parameters, INPUTS["MOMENTUM"], INPUTS["WEIGHT_DECAY"]).step(
-        gradients, INPUTS["RATE"]
-    )
+    found["loss"] = network.ops.losses(progress, 0, 1)[0].item()
+    found |= {f"gradient.{key}": value.copy() for key, value in gradients.items()}
+    momentum, decay = INPUTS["MOMENTUM"], INPUTS["WEIGHT_DECAY"]
+    sgd = Sgd(model, network.parameters, network.ops, momentum, decay)
+    sgd.step(gradients, progress)
     found |= {f"after.{key}": value for key, value in network.tensors.items()}
     with np.load(GOLDEN / f"{name}.npz") as golden:
         parts = {f"{part}{key}" for key in found for part in ("", "sums.", "norm.")}
@@ -60,24 +64,24 @@ def test_logits_and_one_training_step_agree_with_pytorch(name, dtype, tolerance)
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_named_architecture_learns_a_batch_by_heart(name, digits):
-    network = new_network(named(name))
-    batch, random = digits(20, 0), np.random.default_rng(0)
-    sgd = Sgd(network.parameters)
-    losses = []
-    for _ in range(12):
-        losses.append(network.forward(batch.images, batch.labels, random)[0])
-        network.backward()
-        sgd.step(network.gradients, 0.01)
+def test_every_named_architecture_learns_a_batch_by_heart(name, digits, practise):
+    losses = practise(new_network(named(name)), digits(20, 0), 20, 12, 0.01)
     assert losses[-1] < losses[0] / 2
 
 
-def assert_gradients_agree(model, tolerance, step):
+def assert_gradients_agree(run_of, model, tolerance, step):
     """The slope along a random direction of each parameter, against a central difference."""
     network = new_network(model, np.float64)
     images, labels = some_images(5)
-    labels %= model.classes
-    network.forward(images, labels, np.random.default_rng(0))
+    ops = network.ops
+    progress = ops.start(run_of(Digits(images, labels % model.classes), 5, [0.1]))
+    x, y = ops.batch(progress)
+
+    def loss():
+        network.forward(x, y, progress)
+        return ops.losses(progress, 0, 1)[0].item()
+
+    loss()
     network.backward()
     gradients = {name: value.copy() for name, value in network.gradients.items()}
     random = np.random.default_rng(1)
@@ -88,7 +92,7 @@ def assert_gradients_agree(model, tolerance, step):
         kept = parameter.copy()
         for sign in (1, -1):
             parameter[...] = kept + sign * step * direction
-            around.append(network.forward(images, labels, np.random.default_rng(0))[0])
+            around.append(loss())
         parameter[...] = kept
         expected = (around[0] - around[1]) / (2 * step)
         computed = float((gradients[name] * direction).sum())
@@ -97,7 +101,7 @@ def assert_gradients_agree(model, tolerance, step):
         assert abs(computed - expected) <= tolerance * scale, name
 
 
-def test_the_whole_gradient_agrees_with_differences_through_batch_norm_and_pooling():
+def test_the_whole_gradient_agrees_with_differences_through_batch_norm_and_pooling(run_of):
     model = Model(
         "small",
         (
@@ -106,7 +110,7 @@ def test_the_whole_gradient_agrees_with_differences_through_batch_norm_and_pooli
             DenseBlock(3, activation=IDENTITY),
         ),
     )
-    assert_gradients_agree(model, 1e-6, 1e-6)
+    assert_gradients_agree(run_of, model, 1e-6, 1e-6)
 
 
 def without_kinks(model):
@@ -124,17 +128,22 @@ def without_kinks(model):
 
 
 @settings(max_examples=40)
-@given(st.data())
-def test_the_whole_gradient_of_any_network_without_kinks_agrees_with_differences(networks, data):
-    assert_gradients_agree(without_kinks(data.draw(networks)), 1e-6, 1e-5)
+@given(data=st.data())
+def test_the_whole_gradient_of_any_network_without_kinks_agrees_with_differences(
+    networks, run_of, data
+):
+    assert_gradients_agree(run_of, without_kinks(data.draw(networks)), 1e-6, 1e-5)
 
 
 @settings(max_examples=60)
-@given(st.data())
-def test_the_forward_pass_of_any_network_agrees_with_the_reference(networks, data):
+@given(data=st.data())
+def test_the_forward_pass_of_any_network_agrees_with_the_reference(networks, run_of, data):
     network = new_network(data.draw(networks), np.float64)
     images, labels = some_images(3)
-    network.forward(images, labels % network.model.classes, np.random.default_rng(0))
+    digits = Digits(images, labels % network.model.classes)
+    # One training pass, so that the running values are not the initial ones.
+    progress = network.ops.start(run_of(digits, 3, [0.1]))
+    network.forward(*network.ops.batch(progress), progress)
     expected = reference.logits(network.model.folded, fold(network.model, network.tensors), images)
     np.testing.assert_allclose(network.logits(images), expected, rtol=1e-9, atol=1e-9)
 
@@ -165,11 +174,103 @@ def test_logits_come_in_order_when_there_are_more_images_than_one_batch():
     np.testing.assert_allclose(logits[-3:], network.logits(images[-3:]), rtol=1e-5, atol=1e-6)
 
 
-def test_dropout_follows_each_hidden_dense_block_and_never_the_logits():
+def losses_of(network, run):
+    """Of its first step, twice."""
+    found = []
+    for _ in range(2):
+        progress = network.ops.start(run)
+        network.forward(*network.ops.batch(progress), progress)
+        found.append(network.ops.losses(progress, 0, 1)[0].item())
+    return found
+
+
+def test_dropout_follows_each_hidden_dense_block_and_never_the_logits(run_of):
     network = new_network(named("lenet"), dropout=0.5)
     names = [layer.name for layer in network.layers]
     assert [name for name in names if "dropout" in name] == ["dense1.dropout"]
-    images, labels = some_images(4)
-    same = [network.forward(images, labels, np.random.default_rng(3))[0] for _ in range(2)]
-    assert same[0] == same[1]
-    assert network.forward(images, labels, np.random.default_rng(4))[0] != same[0]
+    digits = Digits(*some_images(4))
+    first, again = losses_of(network, run_of(digits, 4, [0.1], seed=3))
+    assert first == again
+    assert losses_of(network, run_of(digits, 4, [0.1], seed=4))[0] != first
+
+
+def test_the_layers_of_lenet_are_each_a_linear_map_and_its_tail():
+    assert [layer.name for layer in new_network(named("lenet")).layers] == [
+        "conv1",
+        "conv1.batch_norm+relu+max",
+        "conv2",
+        "conv2.batch_norm+relu+max",
+        "dense1",
+        "dense1.batch_norm+relu",
+        "dense2",
+        "dense2.bias",
+    ]
+
+
+def test_a_network_trains_copies_of_the_tensors_it_is_given(digits, practise):
+    model = named("mlp")
+    tensors = initial_tensors(model, np.random.default_rng(0))
+    network = Network(model, tensors, CpuOps())
+    before = network.tensors
+    practise(network, digits(20, 0), 20, 1, 0.1)
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(value, before[name])
+    assert (network.tensors["dense2.weight"] != tensors["dense2.weight"]).any()
+
+
+def test_the_trained_parameters_are_all_tensors_but_the_running_values():
+    network = new_network(named("lenet"))
+    running = {name for name in network.tensors if name.endswith((".mean", ".variance"))}
+    assert running
+    assert network.parameters.keys() == network.tensors.keys() - running
+
+
+def test_a_watch_sees_every_output_and_every_gradient_with_its_layer(digits, run_of):
+    network, seen = new_network(named("mlp")), []
+    progress = network.ops.start(run_of(digits(4, 0), 4, [0.1]))
+
+    def watch(name, value):
+        seen.append((name, value.shape))
+
+    network.forward(*network.ops.batch(progress), progress, watch)
+    network.backward(watch)
+    assert seen == [
+        ("dense1's output", (500, 4)),
+        ("dense1.bias+relu's output", (500, 4)),
+        ("dense2's output", (10, 4)),
+        ("dense2.bias's output", (10, 4)),
+        ("dense2.bias's gradient", (10,)),
+        ("dense2.bias's gradient", (10, 4)),
+        ("dense2's gradient", (10, 500)),
+        ("dense2's gradient", (500, 4)),
+        ("dense1.bias+relu's gradient", (500,)),
+        ("dense1.bias+relu's gradient", (500, 4)),
+        ("dense1's gradient", (500, 784)),
+    ]
+
+
+class Sharing(CpuOps):
+    """Notes what is shared, and doubles it as a second GPU with the same batch would."""
+
+    def __init__(self):
+        super().__init__()
+        self.shared = []
+
+    def share(self, gradients):
+        self.shared.append(list(gradients))
+        for gradient in gradients.values():
+            gradient *= 2
+
+
+def test_the_gradients_of_each_layer_are_shared_once_they_are_made(digits, run_of):
+    model, run = named("mlp"), run_of(digits(4, 0), 4, [0.1])
+    found = []
+    for ops in (CpuOps(), Sharing()):
+        network = Network(model, initial_tensors(model, np.random.default_rng(0)), ops)
+        progress = ops.start(run)
+        network.forward(*ops.batch(progress), progress)
+        network.backward()
+        found.append(network.gradients)
+    assert ops.shared == [["dense2.bias"], ["dense2.weight"], ["dense1.bias"], ["dense1.weight"]]
+    for name, alone in found[0].items():
+        np.testing.assert_array_equal(found[1][name], 2 * alone)

@@ -6,40 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import ConvBlock, Pool
+from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, Pool
+from lenet.model import named
+from trainer.augment import Limits, warp
+from trainer.mnist import Digits
+from trainer.ops import RUNNING_SHARE, Norm, Run, Tail, Update
 from trainer.ops_cpu import CpuOps
+from trainer.random import permutation, philox, uniform
 
-OPS = CpuOps()
-# The error of a central difference in float64 is about h^2 + 1e-16 / h, so 1e-9 at this h.
-H = 1e-5
-TOLERANCE = 1e-6
-
-
-def numeric(function, x):
-    """The gradient of a scalar function at x by central differences."""
-    gradient = np.zeros_like(x)
-    for place in np.ndindex(x.shape):
-        kept = x[place]
-        x[place] = kept + H
-        above = function()
-        x[place] = kept - H
-        below = function()
-        x[place] = kept
-        gradient[place] = (above - below) / (2 * H)
-    return gradient
-
-
-def assert_agree(computed, function, x):
-    expected = numeric(function, x)
-    scale = np.abs(expected).max()
-    assert np.abs(computed - expected).max() <= TOLERANCE * max(scale, 1e-3)
-
-
-def spread(random, shape):
-    """Distinct values, far from each other and from zero against H: no kink within reach."""
-    count = int(np.prod(shape))
-    values = random.permutation(count) - count // 2 + 0.5
-    return values.reshape(shape) * 0.1
+OPS = CpuOps(np.float64)
 
 
 def pairs(low, high):
@@ -64,29 +39,24 @@ def convolutions(draw):
 
 
 @settings(max_examples=60)
-@given(convolutions(), st.booleans())
-def test_convolution_agrees_with_its_definition_and_with_differences(case, with_bias):
+@given(case=convolutions())
+def test_convolution_agrees_with_its_definition_and_with_differences(assert_slope, case):
     block, c, size, n, seed = case
     random = np.random.default_rng(seed)
     x = random.standard_normal((c, *size, n))
     weight = random.standard_normal((block.channels, c, *block.kernel))
-    bias = random.standard_normal(block.channels) if with_bias else None
-    y, saved = OPS.convolution(x, weight, bias, block)
+    y, saved = OPS.convolution(x, weight, block)
     direct = reference.convolve_directly(x.transpose(3, 0, 1, 2), weight, block)
-    if with_bias:
-        direct += bias[:, None, None]
     np.testing.assert_allclose(y.transpose(3, 0, 1, 2), direct, rtol=1e-12, atol=1e-12)
 
     dy = random.standard_normal(y.shape)
-    dx, dweight, dbias = OPS.convolution_backward(dy, saved, True)
+    dx, dweight = OPS.convolution_backward(dy, saved, True)
 
     def value():
-        return float((OPS.convolution(x, weight, bias, block)[0] * dy).sum())
+        return float((OPS.convolution(x, weight, block)[0] * dy).sum())
 
-    assert_agree(dx, value, x)
-    assert_agree(dweight, value, weight)
-    if with_bias:
-        assert_agree(dbias, value, bias)
+    assert_slope(dx, value, x)
+    assert_slope(dweight, value, weight)
 
 
 def test_no_gradient_is_made_for_the_input_when_none_is_asked_for():
@@ -94,141 +64,272 @@ def test_no_gradient_is_made_for_the_input_when_none_is_asked_for():
     y, saved = OPS.convolution(
         random.standard_normal((1, 5, 5, 2)),
         random.standard_normal((2, 1, 3, 3)),
-        None,
         ConvBlock(2, (3, 3)),
     )
     assert OPS.convolution_backward(y, saved, False)[0] is None
-    y, saved = OPS.dense(random.standard_normal((4, 2)), random.standard_normal((3, 4)), None)
+    y, saved = OPS.dense(random.standard_normal((4, 2)), random.standard_normal((3, 4)))
     assert OPS.dense_backward(y, saved, False)[0] is None
 
 
-@pytest.mark.parametrize("shape", [(3, 4, 2, 5), (6, 7)])
-def test_batch_norm_agrees_with_differences_on_images_and_on_units(shape):
-    random = np.random.default_rng(1)
-    x = random.standard_normal(shape) * 2 + 1
-    gamma, beta = random.standard_normal((2, shape[0]))
-    result = OPS.batch_norm(x, gamma, beta, 1e-5)
-    flat = x.reshape(shape[0], -1)
-    np.testing.assert_allclose(result.mean, flat.mean(axis=1))
-    np.testing.assert_allclose(result.variance, flat.var(axis=1, ddof=1))
-    dy = random.standard_normal(shape)
-    dx, dgamma, dbeta = OPS.batch_norm_backward(dy, result.saved)
-
-    def value():
-        return float((OPS.batch_norm(x, gamma, beta, 1e-5).y * dy).sum())
-
-    assert_agree(dx, value, x)
-    assert_agree(dgamma, value, gamma)
-    assert_agree(dbeta, value, beta)
-
-
-def test_affine_scales_and_shifts_each_channel():
-    x = np.ones((2, 3, 1, 2))
-    y = OPS.affine(x, np.array([2.0, 3.0]), np.array([0.0, 1.0]))
-    assert (y[0] == 2).all()
-    assert (y[1] == 4).all()
-
-
-@st.composite
-def pools(draw):
-    size = draw(pairs(1, 4))
-    padding = tuple(draw(st.integers(0, side // 2)) for side in size)
-    kind = draw(st.sampled_from(["max", "average", "global_average"]))
-    least = (max(1, side - 2 * p) for side, p in zip(size, padding, strict=True))
-    image = tuple(low + draw(st.integers(0, 4)) for low in least)
-    return Pool(kind, size, draw(pairs(1, 4)), padding), image
-
-
-@settings(max_examples=100)
-@given(pools(), st.integers(1, 3), st.integers(1, 3), st.integers(0, 99))
-def test_pooling_agrees_with_the_reference_and_with_differences(case, c, n, seed):
-    window, image = case
-    random = np.random.default_rng(seed)
-    x = spread(random, (c, *image, n))
-    y, saved = OPS.pool(x, window)
-    expected = reference.pool(x.transpose(3, 0, 1, 2), window)
-    np.testing.assert_allclose(y.transpose(3, 0, 1, 2), expected, rtol=1e-12, atol=1e-12)
-    dy = random.standard_normal(y.shape)
-    dx = OPS.pool_backward(dy, saved)
-    assert_agree(dx, lambda: float((OPS.pool(x, window)[0] * dy).sum()), x)
-
-
-def test_the_first_of_equal_maxima_gets_the_whole_gradient():
-    x = np.zeros((1, 2, 2, 1))
-    y, saved = OPS.pool(x, Pool("max"))
-    dx = OPS.pool_backward(np.ones_like(y), saved)
-    assert dx.ravel().tolist() == [1, 0, 0, 0]
-
-
 @pytest.mark.parametrize("shape", [(2, 3, 2, 4), (12, 4)])
-@pytest.mark.parametrize("with_bias", [True, False])
-def test_dense_agrees_with_differences_on_images_and_on_units(shape, with_bias):
+def test_dense_agrees_with_differences_on_images_and_on_units(shape, assert_slope):
     random = np.random.default_rng(3)
     x, weight = random.standard_normal(shape), random.standard_normal((5, 12))
-    bias = random.standard_normal(5) if with_bias else None
-    y, saved = OPS.dense(x, weight, bias)
+    y, saved = OPS.dense(x, weight)
+    np.testing.assert_allclose(y, weight @ x.reshape(12, 4))
     dy = random.standard_normal(y.shape)
-    dx, dweight, dbias = OPS.dense_backward(dy, saved, True)
+    dx, dweight = OPS.dense_backward(dy, saved, True)
 
     def value():
-        return float((OPS.dense(x, weight, bias)[0] * dy).sum())
+        return float((OPS.dense(x, weight)[0] * dy).sum())
 
-    assert_agree(dx, value, x)
-    assert_agree(dweight, value, weight)
-    if with_bias:
-        assert_agree(dbias, value, bias)
+    assert_slope(dx, value, x)
+    assert_slope(dweight, value, weight)
 
 
-def test_dropout_agrees_with_differences_and_keeps_the_expected_sum():
+def new_norm(k, dtype=np.float64):
+    random = np.random.default_rng(11)
+    gamma, beta, mean = random.standard_normal((3, k)).astype(dtype)
+    return Norm(gamma, beta, mean, np.full(k, 2, dtype))
+
+
+@pytest.mark.parametrize("pool", [None, Pool("max"), Pool("average", (3, 2), (1, 2), (1, 0))])
+@pytest.mark.parametrize("activation", [IDENTITY, Activation("elu", 0.7), Activation("tanh")])
+@pytest.mark.parametrize("with_norm", [True, False])
+def test_a_tail_agrees_with_differences(assert_slope, with_norm, activation, pool):
+    random = np.random.default_rng(12)
+    x = random.standard_normal((3, 4, 5, 2))
+    norm, bias = (new_norm(3), None) if with_norm else (None, random.standard_normal(3))
+    tail = Tail(norm, bias, activation, pool)
+    y, saved = OPS.tail(x, tail, True)
+    dy = random.standard_normal(y.shape)
+    dx, gradients = OPS.tail_backward(dy, saved)
+
+    def value():
+        return float((OPS.tail(x, tail, True)[0] * dy).sum())
+
+    assert_slope(dx, value, x)
+    parameters = [norm.gamma, norm.beta] if with_norm else [bias]
+    for gradient, parameter in zip(gradients, parameters, strict=True):
+        assert_slope(gradient, value, parameter)
+
+
+def test_a_tail_is_norm_or_bias_then_activation_then_pooling():
+    x = np.array([[-3.0, 1.0], [0.5, -9.0]]).reshape(1, 2, 2, 1)
+    biased = Tail(None, np.array([-1.0]), RELU, Pool("average"))
+    assert OPS.tail(x, biased, False)[0].item() == 0
+    norm = Norm(*(np.array([value]) for value in (-2.0, 1.0, 1.0, 4 - 1e-5)))
+    # -(x - 1) + 1 = 2 - x
+    assert OPS.tail(x, Tail(norm, None, RELU, Pool("max")), False)[0].item() == 11
+
+
+def test_a_tail_on_units_is_one_on_images_of_one_pixel():
+    x, tail = np.random.default_rng(0).standard_normal((3, 4)), Tail(new_norm(3), None, RELU, None)
+    flat, _ = OPS.tail(x, tail, True)
+    np.testing.assert_array_equal(flat, OPS.tail(x.reshape(3, 1, 1, 4), tail, True)[0][:, 0, 0])
+
+
+def test_a_tail_moves_its_running_values_in_training_only():
+    mean, variance = np.zeros(2), np.ones(2)
+    tail = Tail(Norm(np.ones(2), np.zeros(2), mean, variance), None, IDENTITY, None)
+    x = np.random.default_rng(0).standard_normal((2, 3, 3, 5)) * 3 + 2
+    OPS.tail(x, tail, False)
+    assert mean.tolist() == [0, 0]
+    assert variance.tolist() == [1, 1]
+    OPS.tail(x, tail, True)
+    flat = x.reshape(2, -1)
+    np.testing.assert_allclose(mean, RUNNING_SHARE * flat.mean(axis=1))
+    np.testing.assert_allclose(
+        variance, 1 - RUNNING_SHARE + RUNNING_SHARE * flat.var(axis=1, ddof=1)
+    )
+
+
+def test_a_tail_leaves_its_input_as_it_is():
+    x = np.random.default_rng(0).standard_normal((2, 3, 3, 5))
+    kept = x.copy()
+    for tail in (Tail(new_norm(2), None, RELU, None), Tail(None, np.ones(2), RELU, None)):
+        OPS.tail(x, tail, True)
+        np.testing.assert_array_equal(x, kept)
+
+
+def one_batch(count=6, seed=0, steps=9, **limits):
+    random = np.random.default_rng(seed)
+    images = random.integers(0, 256, (count, 28, 28)).astype(np.uint8)
+    labels = (np.arange(count) % 10).astype(np.uint8)
+    rates = np.full(steps, 0.1, np.float32)
+    return Run(Digits(images, labels), 3, Limits(**limits), seed, rates)
+
+
+def test_dropout_agrees_with_differences_and_keeps_the_expected_sum(assert_slope):
+    progress = OPS.start(one_batch(), 4)
     x = np.random.default_rng(4).standard_normal((6, 5))
     dy = np.random.default_rng(5).standard_normal((6, 5))
-    _, saved = OPS.dropout(x, 0.3, np.random.default_rng(6))
+    _, saved = OPS.dropout(x, 0.3, 2, progress)
     dx = OPS.dropout_backward(dy, saved)
-    assert_agree(
-        dx, lambda: float((OPS.dropout(x, 0.3, np.random.default_rng(6))[0] * dy).sum()), x
-    )
-    y, factors = OPS.dropout(np.ones((400, 400)), 0.3, np.random.default_rng(7))
+    assert_slope(dx, lambda: float((OPS.dropout(x, 0.3, 2, progress)[0] * dy).sum()), x)
+    y, factors = OPS.dropout(np.ones((400, 400)), 0.3, 2, progress)
     assert np.unique(factors).tolist() == [0, 1 / 0.7]
     assert y.mean() == pytest.approx(1, abs=0.01)
 
 
-def test_softmax_cross_entropy_agrees_with_differences():
+def test_dropout_follows_its_definition():
+    run, x = one_batch(seed=8), np.ones((7, 3))
+    y, _ = OPS.dropout(x, 0.4, 2, OPS.start(run, 5))
+    for unit, row in np.ndindex(7, 3):
+        e = row * 7 + unit
+        kept = uniform(philox(8, e // 4, 5, 2, 2)[e % 4 : e % 4 + 1])[0] >= 0.4
+        assert y[unit, row] == (1 / 0.6 if kept else 0)
+
+
+def test_dropout_keeps_other_units_in_each_step_layer_and_run():
+    x = np.ones((50, 4))
+    cases = [
+        (one_batch(), 0, 0),
+        (one_batch(), 1, 0),
+        (one_batch(), 0, 1),
+        (one_batch(seed=1), 0, 0),
+    ]
+    found = {
+        OPS.dropout(x, 0.5, layer, OPS.start(run, step))[0].tobytes() for run, step, layer in cases
+    }
+    assert len(found) == 4
+
+
+def test_a_batch_is_the_next_part_of_the_order_warped_by_its_step():
+    run = one_batch(7, seed=3, rotation=20, shift=2)
+    progress = OPS.start(run, 2)
+    for step in (2, 3):
+        epoch, part = divmod(step, 2)
+        chosen = permutation(3, epoch, 7, np.arange(3) + 3 * part)
+        x, labels = OPS.batch(progress)
+        np.testing.assert_array_equal(labels, run.digits.labels[chosen])
+        images = warp(run.digits.images[chosen], run.limits, 3, step)
+        np.testing.assert_array_equal(x, OPS.enter(images))
+        OPS.tick(progress)
+
+
+def test_softmax_cross_entropy_agrees_with_differences(assert_slope):
     random = np.random.default_rng(8)
     logits, labels = random.standard_normal((7, 5)), np.array([0, 6, 3, 3, 1], np.uint8)
-    loss, saved = OPS.softmax_cross_entropy(logits, labels)
+    progress = OPS.start(one_batch(), 1)
+
+    def loss():
+        OPS.softmax_cross_entropy(logits, labels, progress)
+        return OPS.losses(progress, 1, 2)[0].item()
+
     probabilities = reference.softmax(logits.T)
-    assert loss == pytest.approx(-np.log(probabilities[np.arange(5), labels]).mean())
-    dlogits = OPS.softmax_cross_entropy_backward(saved)
-    assert_agree(dlogits, lambda: OPS.softmax_cross_entropy(logits, labels)[0], logits)
+    assert loss() == pytest.approx(-np.log(probabilities[np.arange(5), labels]).mean())
+    dlogits = OPS.softmax_cross_entropy_backward(
+        OPS.softmax_cross_entropy(logits, labels, progress)
+    )
+    assert_slope(dlogits, loss, logits)
 
 
 def test_softmax_cross_entropy_is_finite_for_huge_logits():
+    progress = OPS.start(one_batch())
     logits = np.array([[1e30], [-1e30]], np.float32)
-    loss, saved = OPS.softmax_cross_entropy(logits, np.array([0], np.uint8))
-    assert loss == 0
+    saved = OPS.softmax_cross_entropy(logits, np.array([0], np.uint8), progress)
+    assert OPS.losses(progress, 0, 1)[0] == 0
     assert np.isfinite(OPS.softmax_cross_entropy_backward(saved)).all()
 
 
-@pytest.mark.parametrize("kind", ["max", "average", "global_average"])
+def test_losses_and_hits_are_those_of_the_steps_asked_for():
+    progress = OPS.start(one_batch(), 2)
+    for right in (1, 3):
+        logits = np.zeros((10, 3))
+        labels = np.array([0] * right + [9] * (3 - right), np.uint8)
+        OPS.softmax_cross_entropy(logits, labels, progress)
+        OPS.tick(progress)
+    losses, hits = OPS.losses(progress, 2, 4)
+    # Of equal logits the first is the answer.
+    assert hits.tolist() == [1, 3]
+    assert losses == pytest.approx([np.log(10)] * 2)
+    assert OPS.losses(progress, 3, 4)[1].tolist() == [3]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+def test_descent_follows_its_formula_over_several_steps(nesterov):
+    weight, bias = np.array([1.0, -2.0]), np.array([3.0])
+    parameters = {"a.weight": weight, "a.bias": bias}
+    velocities = {"a.weight": np.zeros(2), "a.bias": np.zeros(1)}
+    expected = {name: value.copy() for name, value in parameters.items()}
+    velocity = {name: value.copy() for name, value in velocities.items()}
+    rates = np.array([9, 0.01, 0.02, 0.04])
+    progress = OPS.start(Run(one_batch().digits, 3, Limits(), 0, rates), 1)
+    for step in range(3):
+        gradients = {"a.weight": np.array([0.5, step]), "a.bias": np.array([-1.0])}
+        updates = [
+            Update(name, value, gradients[name], velocities[name])
+            for name, value in parameters.items()
+        ]
+        OPS.descend(updates, progress, 0.8, 0.1, nesterov)
+        OPS.tick(progress)
+        assert gradients["a.weight"].tolist() == [0.5, step]
+        for name, value in expected.items():
+            decay = 0.1 if name == "a.weight" else 0.0
+            gradient = gradients[name] + decay * value
+            velocity[name] = 0.8 * velocity[name] + gradient
+            move = gradient + 0.8 * velocity[name] if nesterov else velocity[name]
+            expected[name] = value - rates[1 + step] * move
+    np.testing.assert_allclose(weight, expected["a.weight"])
+    np.testing.assert_allclose(bias, expected["a.bias"])
+    np.testing.assert_allclose(velocities["a.weight"], velocity["a.weight"])
+
+
+def test_what_is_placed_is_a_copy_and_is_read_as_one():
+    model, given = named("mlp"), {"dense2.bias": np.arange(10, dtype=np.float32)}
+    placed = OPS.place(model, given)
+    given["dense2.bias"][:] = 0
+    read = OPS.read(model, placed)
+    assert read["dense2.bias"].tolist() == list(range(10))
+    read["dense2.bias"][:] = 0
+    assert placed["dense2.bias"][3] == 3
+
+
+def test_writing_and_copying_keep_the_memory():
+    model = named("mlp")
+    placed = OPS.place(model, {"dense2.bias": np.zeros(10)})
+    memory = placed["dense2.bias"]
+    OPS.write(model, placed, {"dense2.bias": np.arange(10)})
+    assert placed["dense2.bias"] is memory
+    assert memory.tolist() == list(range(10))
+    OPS.copy({"dense2.bias": np.ones(10)}, placed)
+    assert placed["dense2.bias"] is memory
+    assert memory.tolist() == [1] * 10
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+def test_one_value_that_is_not_finite_is_seen(value):
+    x = np.zeros((3, 4))
+    assert OPS.finite(x)
+    x[1, 2] = value
+    assert not OPS.finite(x)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_every_result_has_the_dtype_of_its_input(dtype, kind):
-    images = np.full((2, 4, 4), 255, np.uint8)
-    x = OPS.enter(images, dtype)
-    assert x.shape == (1, 4, 4, 2)
-    assert x.max() == pytest.approx(1)
-    block = ConvBlock(3, (3, 3), padding=(1, 1))
-    weight, ones = np.ones((3, 1, 3, 3), dtype), np.ones(3, dtype)
-    y, convolved = OPS.convolution(x, weight, ones, block)
-    normal = OPS.batch_norm(y, ones, ones, 1e-5)
-    dropped, kept = OPS.dropout(normal.y, 0.5, np.random.default_rng(0))
-    pooled, pool = OPS.pool(dropped, Pool(kind))
-    logits, dense = OPS.dense(pooled, np.ones((10, pooled[..., 0].size), dtype), np.ones(10, dtype))
-    _, loss = OPS.softmax_cross_entropy(logits, np.array([1, 2], np.uint8))
-    dlogits = OPS.softmax_cross_entropy_backward(loss)
-    dpooled, *gradients = OPS.dense_backward(dlogits, dense, True)
-    ddropped = OPS.dropout_backward(OPS.pool_backward(dpooled, pool), kept)
-    dy, *more = OPS.batch_norm_backward(ddropped, normal.saved)
-    found = [x, y, *normal[:3], dropped, pooled, logits, dlogits, dpooled, *gradients, *more]
-    found += OPS.convolution_backward(dy, convolved, True)
+def test_every_result_has_the_dtype_of_the_operations(dtype):
+    ops, model = CpuOps(dtype), named("lenet")
+    run = one_batch(2)
+    progress = ops.start(Run(run.digits, 2, run.limits, 0, run.rates))
+    x, labels = ops.batch(progress)
+    assert x.shape == (1, 28, 28, 2)
+    assert ops.enter(np.full((1, 28, 28), 255, np.uint8)).max() == pytest.approx(1)
+    placed = ops.place(model, {"conv1.weight": np.ones((3, 1, 3, 3), np.float32)})
+    weight = placed["conv1.weight"]
+    y, convolved = ops.convolution(x, weight, ConvBlock(3, (3, 3)))
+    tail = Tail(new_norm(3, dtype), None, RELU, Pool("max"))
+    pooled, tailed = ops.tail(y, tail, True)
+    served, _ = ops.tail(y, tail, False)
+    logits, dense = ops.dense(pooled, np.ones((10, pooled[..., 0].size), dtype))
+    dropped, kept = ops.dropout(logits, 0.5, 0, progress)
+    loss = ops.softmax_cross_entropy(dropped, labels, progress)
+    dlogits = ops.dropout_backward(ops.softmax_cross_entropy_backward(loss), kept)
+    dpooled, ddense = ops.dense_backward(dlogits, dense, True)
+    dy, gradients = ops.tail_backward(dpooled, tailed)
+    found = [x, weight, y, pooled, served, logits, dropped, dlogits, dpooled, ddense, dy]
+    found += [*gradients, *ops.convolution_backward(dy, convolved, True)]
+    velocity = np.zeros_like(weight)
+    ops.descend([Update("a.weight", weight, found[-1], velocity)], progress, 0.9, 1e-3, True)
+    found += [velocity, ops.read(model, placed)["conv1.weight"], ops.losses(progress, 0, 1)[0]]
     assert {array.dtype for array in found} == {np.dtype(dtype)}
-    assert OPS.leave(logits).shape == (2, 10)
+    assert ops.leave(logits).shape == (2, 10)

@@ -23,6 +23,12 @@ def test_the_canonical_command_names_every_field_and_no_path():
     assert command == Recipe().command()
 
 
+def test_the_command_of_a_fit_tells_its_target_and_its_gpus_where_they_are_set():
+    fit = Fit(target=99.3, gpus=4, profile=True)
+    assert fit.command() == f"{Recipe().command()} --target 99.3 --gpus 4"
+    assert CliApp.run(Fit, cli_args=shlex.split(fit.command())[4:]) == Fit(target=99.3, gpus=4)
+
+
 def test_the_command_line_wins_over_the_environment(monkeypatch):
     monkeypatch.setenv("LENET_TRAINER_EPOCHS", "4")
     monkeypatch.setenv("LENET_TRAINER_SEED", "9")
@@ -50,6 +56,12 @@ def test_the_two_commands_have_variables_of_their_own(monkeypatch):
         ("--momentum", "1.5"),
         ("--rotation", "180"),
         ("--schedule", "cosine"),
+        ("--elastic", "-1"),
+        ("--device", "tpu"),
+        ("--precision", "fp8"),
+        ("--target", "101"),
+        ("--target", "0"),
+        ("--gpus", "0"),
         ("--validation-images", "0"),
     ],
 )

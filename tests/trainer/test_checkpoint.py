@@ -1,0 +1,135 @@
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from lenet.model import named
+from trainer.checkpoint import Checkpoint, Epoch, Snapshot
+from trainer.errors import InvalidCheckpoint
+from trainer.network import Network, initial_tensors
+from trainer.ops_cpu import CpuOps
+from trainer.optimizer import Sgd
+from trainer.settings import Recipe
+
+RECIPE = Recipe(model="lenet")
+EPOCHS = [Epoch(0.5, 0.8, 0.9), Epoch(0.25, 0.9, 0.95)]
+
+
+def new_state(name="lenet", seed=0, ops=None):
+    """A network and an optimiser with distinct numbers everywhere, and their snapshot."""
+    model, ops = named(name), ops or CpuOps()
+    network = Network(model, initial_tensors(model, np.random.default_rng(seed)), ops)
+    sgd = Sgd(model, network.parameters, ops)
+    change(network, sgd, seed)
+    return network, sgd, Snapshot(network, sgd)
+
+
+def change(network, sgd, seed):
+    random = np.random.default_rng(seed)
+    for arrays in (network.placed, sgd.velocities):
+        for value in arrays.values():
+            value[...] = random.standard_normal(value.shape)
+
+
+def values(network, sgd):
+    arrays = [*network.placed.items(), *sgd.velocities.items()]
+    return [(name, value.tobytes()) for name, value in arrays]
+
+
+def test_a_snapshot_brings_back_what_it_took():
+    network, sgd, snapshot = new_state()
+    initial = values(network, sgd)
+    change(network, sgd, 1)
+    snapshot.restore()
+    assert values(network, sgd) == initial
+    assert snapshot.epochs == ()
+    change(network, sgd, 2)
+    taken = values(network, sgd)
+    snapshot.take(EPOCHS)
+    change(network, sgd, 3)
+    snapshot.restore()
+    assert values(network, sgd) == taken
+    assert snapshot.epochs == tuple(EPOCHS)
+
+
+def test_a_snapshot_that_is_interrupted_counts_for_nothing():
+    class Interrupting(CpuOps):
+        copies = 0
+
+        def copy(self, source, target):
+            self.copies += 1
+            if self.copies == 4:
+                raise KeyboardInterrupt
+            super().copy(source, target)
+
+    _, _, snapshot = new_state(ops=Interrupting())
+    snapshot.take(EPOCHS[:1])
+    with pytest.raises(KeyboardInterrupt):
+        snapshot.take(EPOCHS)
+    assert snapshot.epochs == ()
+
+
+def test_a_checkpoint_brings_tensors_velocities_and_epochs_into_another_process(tmp_path):
+    network, sgd, snapshot = new_state()
+    snapshot.take(EPOCHS)
+    saved = values(network, sgd)
+    change(network, sgd, 1)  # what is saved is the snapshot
+    Checkpoint(tmp_path, RECIPE, "0" * 64).save(snapshot)
+    other, other_sgd, other_snapshot = new_state(seed=5)
+    Checkpoint(tmp_path, RECIPE, "0" * 64).resume(other_snapshot)
+    assert values(other, other_sgd) == saved
+    assert other_snapshot.epochs == tuple(EPOCHS)
+    change(other, other_sgd, 6)
+    other_snapshot.restore()
+    assert values(other, other_sgd) == saved
+
+
+def test_without_a_file_a_run_starts_where_it_is(tmp_path):
+    network, sgd, snapshot = new_state()
+    before = values(network, sgd)
+    Checkpoint(tmp_path, RECIPE, "0" * 64).resume(snapshot)
+    assert values(network, sgd) == before
+    assert snapshot.epochs == ()
+
+
+def test_another_recipe_or_dataset_has_another_checkpoint(tmp_path):
+    paths = {
+        Checkpoint(tmp_path, recipe, sha256).path
+        for recipe in (RECIPE, RECIPE.model_copy(update={"rate": 0.04}))
+        for sha256 in ("0" * 64, "1" * 64)
+    }
+    assert len(paths) == 4
+
+
+def rewrite(path, **metadata):
+    save_file(load_file(path), path, metadata)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda path: path.write_bytes(b"no checkpoint"), "cannot be read"),
+        (lambda path: rewrite(path, run="another", epochs="[]"), "belongs to another run"),
+        (lambda path: rewrite(path), "cannot be read"),
+        (lambda path: rewrite(path, run="x", epochs="[[1, 2]]"), "cannot be read"),
+        (lambda path: rewrite(path, run="x", epochs="{"), "cannot be read"),
+    ],
+)
+def test_a_checkpoint_that_cannot_be_trusted_is_refused(tmp_path, damage, message):
+    network, sgd, snapshot = new_state()
+    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64)
+    checkpoint.save(snapshot)
+    change(network, sgd, 1)
+    before = values(network, sgd)
+    damage(checkpoint.path)
+    with pytest.raises(InvalidCheckpoint, match=message) as caught:
+        checkpoint.resume(snapshot)
+    assert str(caught.value).startswith(str(checkpoint.path))
+    assert "delete it" in str(caught.value)
+    assert values(network, sgd) == before
+
+
+def test_a_checkpoint_of_other_shapes_is_refused(tmp_path):
+    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64)
+    checkpoint.save(new_state()[2])
+    with pytest.raises(InvalidCheckpoint, match="other tensors"):
+        checkpoint.resume(new_state("mlp")[2])

@@ -1,0 +1,125 @@
+"""What a run is resumed from: the state after its last good epoch, in memory and in a file.
+
+Parameters, running statistics and velocities are all there is, as whatever is random is a
+function of the step. The state in memory lies where the network does, so that keeping it after
+each epoch is cheap; the file is written now and then, and when a run ends before its time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from lenet.files import write_atomically
+from trainer.errors import InvalidCheckpoint
+from trainer.network import Network
+from trainer.ops import Tensor
+from trainer.optimizer import Sgd
+from trainer.settings import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """How one epoch went; accuracies from 0 to 1, `loss` and `accuracy` over its training steps."""
+
+    loss: float
+    accuracy: float
+    validation_accuracy: float
+
+
+class Snapshot:
+    """A second copy, on the device, of what training changes: the state after `epochs`."""
+
+    def __init__(self, network: Network, optimizer: Sgd) -> None:
+        self.epochs: tuple[Epoch, ...] = ()
+        self._model, self._ops = network.model, network.ops
+        self._live = {"": network.placed, "velocity.": optimizer.velocities}
+        self._kept = {
+            prefix: self._ops.place(self._model, self._ops.read(self._model, live))
+            for prefix, live in self._live.items()
+        }
+
+    def take(self, epochs: Sequence[Epoch]) -> None:
+        """Keep the state that network and optimiser are in."""
+        self.epochs = ()  # a copy that is interrupted is no state to resume from
+        for prefix, live in self._live.items():
+            self._ops.copy(live, self._kept[prefix])
+        self.epochs = tuple(epochs)
+
+    def restore(self) -> None:
+        """Put network and optimiser back into the kept state."""
+        for prefix, live in self._live.items():
+            self._ops.copy(self._kept[prefix], live)
+
+    def read(self) -> dict[str, Tensor]:
+        """The kept tensors in NumPy; the velocity of conv1.weight is velocity.conv1.weight."""
+        return {
+            f"{prefix}{name}": value
+            for prefix, kept in self._kept.items()
+            for name, value in self._ops.read(self._model, kept).items()
+        }
+
+    def write(self, tensors: Mapping[str, Tensor], epochs: Sequence[Epoch]) -> None:
+        """Keep what `read` gave once, and put network and optimiser into that state."""
+        for prefix, kept in self._kept.items():
+            values = {name: tensors[f"{prefix}{name}"] for name in kept}
+            self._ops.write(self._model, kept, values)
+        self.restore()
+        self.epochs = tuple(epochs)
+
+
+class Checkpoint:
+    """A snapshot of one run in one file, whose name says which run: a recipe on a dataset."""
+
+    def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str) -> None:
+        self._run = f"{recipe.command()} on {dataset_sha256}"
+        name = hashlib.sha256(self._run.encode()).hexdigest()[:12]
+        self.path = folder / f"{recipe.model}-{name}.safetensors"
+
+    def save(self, snapshot: Snapshot) -> None:
+        """Replace the file, atomically.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        state = {name: np.ascontiguousarray(value) for name, value in snapshot.read().items()}
+        history = [[one.loss, one.accuracy, one.validation_accuracy] for one in snapshot.epochs]
+        content = save(state, {"run": self._run, "epochs": json.dumps(history)})
+        write_atomically(self.path, content)
+
+    def resume(self, snapshot: Snapshot) -> None:
+        """Put the saved state, if there is one, into `snapshot`, its network and its optimiser.
+
+        Raises:
+            InvalidCheckpoint: the file is broken or of another run.
+        """
+        if not self.path.exists():
+            return
+        try:
+            with safe_open(self.path, "numpy") as file:
+                metadata = file.metadata() or {}
+                saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            history = json.loads(metadata["epochs"])
+            epochs = [Epoch(*(float(number) for number in one)) for one in history]
+        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as exc:
+            raise InvalidCheckpoint(self._refusal(f"cannot be read ({exc})")) from exc
+        if metadata.get("run") != self._run:
+            raise InvalidCheckpoint(self._refusal("belongs to another run"))
+        expected = {name: (value.shape, value.dtype) for name, value in snapshot.read().items()}
+        if expected != {name: (value.shape, value.dtype) for name, value in saved.items()}:
+            raise InvalidCheckpoint(self._refusal("holds other tensors than the network"))
+        snapshot.write(saved, epochs)
+
+    def discard(self) -> None:
+        """The run is over: remove the file."""
+        self.path.unlink(missing_ok=True)
+
+    def _refusal(self, what: str) -> str:
+        return f"{self.path}: the checkpoint {what}; delete it to train from the start"
