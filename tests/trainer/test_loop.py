@@ -93,6 +93,18 @@ def test_the_seed_alone_orders_the_images(tiny, tmp_path):
     assert (first.tensors["conv1.weight"] != second.tensors["conv1.weight"]).any()
 
 
+class Telling(CpuOps):
+    """Every step has the same loss and the same hits."""
+
+    def losses(self, progress, start, stop):
+        return np.full(stop - start, 0.75, np.float32), np.full(stop - start, 5)
+
+
+def test_an_epoch_has_the_mean_loss_and_the_share_of_hits_of_its_steps(tiny, tmp_path):
+    _, epochs, _ = run(tiny, tmp_path, network=new_network(ops=Telling()))
+    assert [(epoch.loss, epoch.accuracy) for epoch in epochs] == [(0.75, 5 / 20)] * 3
+
+
 class Interrupting(Network):
     """Ctrl-C in the middle of the third epoch."""
 

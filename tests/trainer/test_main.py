@@ -55,6 +55,13 @@ def test_fit_stops_at_its_target_and_tells_how_many_epochs_it_took(arguments, tm
     assert training.command.endswith(" --target 1.0")
 
 
+def test_fit_drops_units_when_it_is_told_to(arguments, tmp_path):
+    for rate in ("0", "0.5"):
+        assert main(["fit", *arguments, "--epochs", "1", "--dropout", rate]) == 0
+    first, second = (WeightFile.read(tmp_path / f"out/mlp/{n}.safetensors") for n in (1, 2))
+    assert (first.tensors["dense1.weight"] != second.tensors["dense1.weight"]).any()
+
+
 @pytest.mark.parametrize(("profile", "recorded"), [("true", 0), ("false", 1)])
 def test_a_profiled_fit_records_no_step(arguments, monkeypatch, profile, recorded):
     steps = []

@@ -194,6 +194,15 @@ def test_dropout_follows_each_hidden_dense_block_and_never_the_logits(run_of):
     assert losses_of(network, run_of(digits, 4, [0.1], seed=4))[0] != first
 
 
+def test_each_dropout_of_a_network_keeps_other_units(run_of):
+    hidden, logits = DenseBlock(50), DenseBlock(10, activation=IDENTITY)
+    network = new_network(Model("deep", (hidden, hidden, logits)), dropout=0.5)
+    first, second = (layer for layer in network.layers if "dropout" in layer.name)
+    progress = network.ops.start(run_of(Digits(*some_images(4)), 4, [0.1]))
+    x = np.ones((50, 4), np.float32)
+    assert (first.forward(x, progress) != second.forward(x, progress)).any()
+
+
 def test_the_layers_of_lenet_are_each_a_linear_map_and_its_tail():
     assert [layer.name for layer in new_network(named("lenet")).layers] == [
         "conv1",

@@ -181,6 +181,13 @@ def test_dropout_follows_its_definition():
         assert y[unit, row] == (1 / 0.6 if kept else 0)
 
 
+def test_dropout_keeps_a_unit_whose_number_is_the_rate():
+    run = one_batch(seed=8)
+    rate = float(uniform(philox(8, 0, 5, 2, 2))[3])
+    y, factors = OPS.dropout(np.ones((4, 1)), rate, 2, OPS.start(run, 5))
+    assert y[3, 0] == factors[3, 0] == 1 / (1 - rate)
+
+
 def test_dropout_keeps_other_units_in_each_step_layer_and_run():
     x = np.ones((50, 4))
     cases = [

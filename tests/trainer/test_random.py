@@ -98,7 +98,7 @@ def a_feistel_network_one_place_at_a_time(seed, epoch, size, v):
             return v
 
 
-@pytest.mark.parametrize("size", [1, 2, 5, 100, 60_000])
+@pytest.mark.parametrize("size", [1, 2, 5, 16, 17, 100, 60_000, 65_536])
 def test_a_permutation_follows_its_definition(size):
     positions = np.unique(np.linspace(0, size - 1, 20).astype(int))
     expected = [a_feistel_network_one_place_at_a_time(9, 3, size, int(v)) for v in positions]
