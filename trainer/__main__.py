@@ -42,8 +42,8 @@ from lenet.cpu import CpuBackend
 from lenet.errors import InvalidModel, LeNetError
 from lenet.model import named
 from lenet.weightfile import Training, WeightFile
-from trainer.checkpoint import Checkpoint
-from trainer.devices import open_ops
+from trainer.checkpoint import Checkpoint, Epoch
+from trainer.devices import choose, on_devices
 from trainer.download import obtain
 from trainer.errors import (
     DatasetUnavailable,
@@ -58,6 +58,8 @@ from trainer.exporter import export_onnx, export_weights
 from trainer.loop import train
 from trainer.mnist import CLASSES
 from trainer.network import Network, initial_tensors
+from trainer.ops import Tensor, TrainingOps
+from trainer.ops_cpu import CpuOps
 from trainer.settings import Export, Fit
 
 _EXIT_CODES: dict[type[Exception], int] = {
@@ -78,19 +80,19 @@ _EXIT_CODES: dict[type[Exception], int] = {
 def fit(settings: Fit) -> None:
     """Train, export, report."""
     model = named(settings.model)
+    device = choose(settings.device, print)
+    # What runs, not what was asked for, is what the weight file tells.
+    settings = settings.resolved(device)
     folder = settings.out / model.name
     folder.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
     dataset = obtain(settings.data, print)
     training, validation = dataset.hold_out(settings.validation_images)
-    with open_ops(settings.device, settings.precision, settings.gpus) as ops:
-        # What ran, not what was asked for, is what the weight file tells.
-        settings = settings.model_copy(update={"device": ops.name})
-        checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
+    checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
+    print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
+
+    def work(ops: TrainingOps, rank: int) -> tuple[dict[str, Tensor], list[Epoch], float]:
         tensors = initial_tensors(model, np.random.default_rng(settings.seed))
         network = Network(model, tensors, ops, settings.dropout)
-        print(
-            f"{settings.command()}\n{len(training)} training, {len(validation)} validation images"
-        )
         epochs, seconds = train(
             network,
             settings,
@@ -99,23 +101,31 @@ def fit(settings: Fit) -> None:
             checkpoint,
             target=settings.target,
             record=not settings.profile,
+            leader=rank == 0,
         )
-        pedigree = Training(
-            dataset_sha256=dataset.sha256,
-            seed=settings.seed,
-            command=settings.command(),
-            epochs=len(epochs),
-            accuracy=0.0,
-            labels=tuple(str(digit) for digit in range(CLASSES)),
-        )
-        exported = export_weights(network, validation, dataset.test, pedigree, folder, CpuBackend())
-        checkpoint.discard()
+        if ops.memory_bytes:
+            print(f"GPU {rank}: {ops.memory_bytes / 1e6:.0f} MB of memory")
+        return network.tensors, epochs, seconds
+
+    tensors, epochs, seconds = on_devices(settings, settings.gpus, work)
+    pedigree = Training(
+        dataset_sha256=dataset.sha256,
+        seed=settings.seed,
+        command=settings.command(),
+        epochs=len(epochs),
+        accuracy=0.0,
+        labels=tuple(str(digit) for digit in range(CLASSES)),
+    )
+    # The proof is in float32 on the CPU, wherever and however the network was trained.
+    network = Network(model, tensors, CpuOps())
+    exported = export_weights(network, validation, dataset.test, pedigree, folder, CpuBackend())
+    checkpoint.discard()
     parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
     print(
         f"{exported.path}: {parameters} parameters, "
         f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
         f"test accuracy {exported.weights.training.accuracy:.2%} "
-        f"({exported.errors} of {len(dataset.test)} wrong), trained in {seconds:.1f} s, "
+        f"({exported.errors} of {len(dataset.test)} wrong), trained in {seconds:.2f} s, "
         f"sha256 {exported.weights.digest()}"
     )
 

@@ -1,32 +1,107 @@
-"""Opens the device that a network is trained on.
+"""Opens the device, or the GPUs, that a network is trained on.
 
 It knows which device can do what, and refuses in one sentence what none can.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from typing import TypeVar
 
+from lenet.cuda.handle import devices
+from lenet.cuda.plan_cache import PlanCache, default_cache
+from lenet.errors import BackendUnavailable
 from trainer.errors import DeviceUnavailable
 from trainer.ops import TrainingOps
 from trainer.ops_cpu import CpuOps
-from trainer.settings import Device, Precision
+from trainer.settings import Device, Precision, Recipe
+
+Result = TypeVar("Result")
+
+Work = Callable[[TrainingOps, int], Result]
+"""What is done on a device: it is given the operations and its rank, from 0."""
 
 
-@contextmanager
-def open_ops(device: Device, precision: Precision, gpus: int = 1) -> Iterator[TrainingOps]:
-    """The operations of `device`; auto is the GPU where there is one, else the CPU.
+def choose(device: Device, say: Callable[[str], None]) -> Device:
+    """The device meant: auto is the GPU where there is one, else the CPU, and says why.
 
     Raises:
-        DeviceUnavailable: it is not here, or cannot do what is asked of it.
+        DeviceUnavailable: a GPU is asked for and cannot be used; the message says what to do.
     """
-    if device == "cuda":
-        raise DeviceUnavailable("--device is cuda, which is not available here; try --device cpu")
-    if precision != "fp32":
+    if device == "cpu":
+        return "cpu"
+    try:
+        devices()
+    except BackendUnavailable as exc:
+        if device == "cuda":
+            raise DeviceUnavailable(f"--device is cuda: {exc}") from exc
+        say(f"training on the CPU: {exc}")
+        return "cpu"
+    return "cuda"
+
+
+def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
+    """Do `work` on the device of a resolved `recipe`, once for each of `gpus`; give rank 0's.
+
+    Raises:
+        DeviceUnavailable: the device cannot do what is asked of it.
+        Exception: whatever `work` raises; of several ranks the first that failed, as the others
+            are then told to stop.
+    """
+    if recipe.device == "cpu":
+        if recipe.precision != "fp32":
+            raise DeviceUnavailable(
+                f"--precision is {recipe.precision}, expected fp32: the CPU has no other"
+            )
+        if gpus != 1:
+            raise DeviceUnavailable(f"--gpus is {gpus}, expected 1: no GPU is used")
+        return work(CpuOps(), 0)
+    found = devices()
+    if gpus > found:
+        raise DeviceUnavailable(f"--gpus is {gpus}, expected at most {found}: there are no more")
+    if recipe.batch % gpus:
         raise DeviceUnavailable(
-            f"--precision is {precision}, expected fp32: the CPU has no other, and no GPU is used"
+            f"--batch is {recipe.batch}, expected a multiple of --gpus {gpus}: each GPU has an "
+            "equal part of every batch"
         )
-    if gpus != 1:
-        raise DeviceUnavailable(f"--gpus is {gpus}, expected 1: no GPU is used")
-    yield CpuOps()
+    assert recipe.precision != "auto", "bug: the recipe is not resolved"
+    if gpus == 1:
+        return _on_gpu(recipe.precision, work)
+    return _on_gpus(recipe.precision, gpus, work)
+
+
+def _on_gpu(precision: Precision, work: Work[Result]) -> Result:
+    from trainer.ops_cuda.ops import CudaOps
+
+    with CudaOps(precision, cache=PlanCache(default_cache())) as ops:
+        return work(ops, 0)
+
+
+def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
+    """One thread a rank, each with its own GPU; a rank that fails lets the others stop waiting."""
+    from trainer.ops_cuda.ops import CudaOps
+    from trainer.ops_cuda.ranks import Ranks, new_identity
+
+    identity = new_identity()
+    cache = PlanCache(default_cache())  # shared: what one rank measures, all take
+    joined: list[Ranks] = []
+
+    def rank_work(rank: int) -> Result:
+        with CudaOps(precision, rank, cache) as ops:
+            ranks = Ranks(identity, rank, gpus)
+            joined.append(ranks)
+            ops.join(ranks)
+            return work(ops, rank)
+
+    with ThreadPoolExecutor(gpus, thread_name_prefix="rank") as executor:
+        futures: list[Future[Result]] = [executor.submit(rank_work, rank) for rank in range(gpus)]
+        try:
+            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
+            for future in done:
+                future.result()
+        except BaseException:
+            for ranks in joined:
+                ranks.abort()
+            raise
+    return futures[0].result()

@@ -130,15 +130,15 @@ class Dropout(_Base):
     `index` tells one such layer's random numbers from another's.
     """
 
-    def __init__(self, block: str, ops: TrainingOps, rate: float, index: int) -> None:
+    def __init__(self, block: str, ops: TrainingOps, units: int, rate: float, index: int) -> None:
         super().__init__(f"{block}.dropout", ops)
-        self._rate, self._index = rate, index
+        self._units, self._rate, self._index = units, rate, index
 
     def forward(self, x: Array, progress: Progress | None) -> Array:
         """The kept units are scaled up, so their expected sum stays."""
         if progress is None:
             return x
-        y, self._saved = self._ops.dropout(x, self._rate, self._index, progress)
+        y, self._saved = self._ops.dropout(x, self._units, self._rate, self._index, progress)
         return y
 
     def backward(self, dy: Array) -> Array:

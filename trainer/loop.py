@@ -64,12 +64,14 @@ def train(
     *,
     target: float | None = None,
     record: bool = True,
+    leader: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Epoch], float]:
     """Train `network` in place, from its checkpoint if it has one; a bar and a line per epoch.
 
     `target`: the validation accuracy, in percent, after which no further epoch is begun. `record`:
-    whether a step may be recorded and repeated, which hides its layers from a profiler.
+    whether a step may be recorded and repeated, which hides its layers from a profiler. `leader`:
+    of several ranks that train one network only one shows and writes anything.
 
     Returns: how each epoch went, those before the checkpoint included, and the seconds from before
     the first step of this call to after its last.
@@ -102,9 +104,9 @@ def train(
         initial=len(epochs) * images,
         unit="images",
         unit_scale=True,
-        disable=None,  # on a terminal only
+        disable=None if leader else True,  # on a terminal only
     ) as bar:
-        if epochs:
+        if epochs and leader:
             bar.write(f"resumed after epoch {len(epochs)} from {checkpoint.path}")
         written, seconds, start = len(epochs), 0.0, clock()
         saved = start
@@ -122,16 +124,17 @@ def train(
                 )
                 epochs.append(epoch)
                 snapshot.take(epochs)
-                if now - saved >= CHECKPOINT_S:
+                if leader and now - saved >= CHECKPOINT_S:
                     checkpoint.save(snapshot)
                     written, saved = len(epochs), now
-                bar.write(
-                    f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "
-                    f"{epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
-                )
+                if leader:
+                    bar.write(
+                        f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "
+                        f"{epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
+                    )
         finally:
             # However it ends: an export that fails must not cost the training either.
-            if len(snapshot.epochs) > written:
+            if leader and len(snapshot.epochs) > written:
                 checkpoint.save(snapshot)
     return epochs, seconds
 

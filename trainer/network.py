@@ -138,4 +138,4 @@ def _layers(
             norm = Norm(*(placed[f"{name}.{part}"] for part in Norm._fields))
         yield BlockTail(name, ops, Tail(norm, placed.get(f"{name}.bias"), block.activation, pool))
         if dropout and not isinstance(block, ConvBlock) and not last:
-            yield Dropout(name, ops, dropout, index)
+            yield Dropout(name, ops, block.units, dropout, index)

@@ -103,6 +103,11 @@ class TrainingOps(Protocol):
     readback_steps: int
     """How many steps may run before their losses are looked at, which waits for the device."""
 
+    @property
+    def memory_bytes(self) -> int:
+        """What has been taken of a GPU's memory, 0 on the CPU."""
+        ...
+
     def place(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
         """Copies of any of `model`'s tensors, or of tensors shaped like them, on the device."""
         ...
@@ -179,10 +184,12 @@ class TrainingOps(Protocol):
         """
         ...
 
-    def dropout(self, x: Array, rate: float, layer: int, progress: Progress) -> tuple[Array, Saved]:
+    def dropout(
+        self, x: Array, units: int, rate: float, layer: int, progress: Progress
+    ) -> tuple[Array, Saved]:
         """Zero a share `rate` of flat x, 0 < rate < 1, and divide the rest by 1 - rate.
 
-        Of u units, unit j in row i of the batch is kept if word e mod 4 of the counter
+        Of u `units`, unit j in row i of the batch is kept if word e mod 4 of the counter
         (e // 4, step, purpose, layer), as a number from 0 to 1, is at least `rate`; e = i u + j.
         """
         ...

@@ -71,6 +71,7 @@ class CpuOps:
 
     name: str = "cpu"
     readback_steps: int = 1
+    memory_bytes: int = 0
 
     def __init__(self, dtype: DTypeLike = np.float32) -> None:
         self._dtype = np.dtype(dtype)
@@ -192,10 +193,10 @@ class CpuOps:
         return dx, (dgamma, dbeta)
 
     def dropout(
-        self, x: Array, rate: float, layer: int, progress: CpuProgress
+        self, x: Array, units: int, rate: float, layer: int, progress: CpuProgress
     ) -> tuple[Array, Array]:
         """Keeps the factors (units, n), 0 or 1 / (1 - rate)."""
-        units, n = x.shape
+        n = x.shape[1]
         words = philox(
             progress.run.seed,
             np.arange(-(-units * n // 4)),

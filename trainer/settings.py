@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -19,6 +19,13 @@ Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Precision: TypeAlias = Literal["fp32", "tf32", "mixed"]
 Schedule: TypeAlias = Literal["one-cycle", "step"]
+
+
+_BY_DEVICE: dict[str, dict[str, object]] = {
+    "epochs": {"cpu": 20, "cuda": 60},
+    "batch": {"cpu": 128, "cuda": 256},
+    "precision": {"cpu": "fp32", "cuda": "mixed"},
+}
 
 
 class _Command(BaseSettings):
@@ -44,11 +51,12 @@ class Recipe(_Command):
     seed: int = Field(1, ge=0, lt=2**63)
     """Where the initial weights, the order of images, augmentation and dropout come from."""
 
-    epochs: int = Field(20, ge=1, le=10_000)
-    """How often every training image is met."""
+    epochs: int = Field(0, ge=0, le=10_000)
+    """How often every training image is met; 0 is 20 times on the CPU, 60 on a GPU."""
 
-    batch: int = Field(128, ge=2, le=60_000)
-    """Images in one step; what is left over at the end of an epoch waits for the next."""
+    batch: int = Field(0, ge=0, le=60_000)
+    """Images in one step; what is left over at the end of an epoch waits for the next. 0 is 128 on
+    the CPU, 256 on a GPU."""
 
     schedule: Schedule = "one-cycle"
     """How the learning rate runs: up and down once, or down tenfold at 50 % and at 75 %."""
@@ -91,9 +99,17 @@ class Recipe(_Command):
     """Where it runs: auto is the GPU where there is one. The last bits of the result depend on
     it."""
 
-    precision: Precision = "fp32"
-    """How the GPU computes: in float32, with products rounded to TF32, or with float16 values and
-    float32 weights."""
+    precision: Precision | Literal["auto"] = "auto"
+    """How a GPU computes: in float32, with products rounded to TF32, or with float16 values and
+    float32 weights; auto is mixed. The CPU has fp32 alone."""
+
+    def resolved(self, device: Device) -> Self:
+        """The recipe on `device`, with what depends on it written out."""
+        meant: dict[str, object] = {"device": device}
+        for field, by_device in _BY_DEVICE.items():
+            if getattr(self, field) in (0, "auto"):
+                meant[field] = by_device[device]
+        return self.model_copy(update=meant)
 
     def command(self) -> str:
         """The canonical command line: every field of the recipe in order, no path."""

@@ -37,10 +37,10 @@ class Kernels:
         words = tuple(sorted((key, _literal(value)) for key, value in macros.items()))
         key = (source, words)
         if key not in self._modules:
-            options = ("--std=c++17", f"-I{FOLDER}", f"-I{source.parent}")
-            options += tuple(f"-D{macro}={value}" for macro, value in words)
+            options = ["--std=c++17", f"-I{FOLDER}", f"-I{source.parent}"]
+            options += [f"-D{macro}={value}" for macro, value in words]
             with translated(f"compiling {source.name}"):
-                module = cupy.RawModule(code=source.read_text(), options=options)
+                module = cupy.RawModule(code=source.read_text(), options=tuple(options))
                 module.compile()
             self._modules[key] = module
         return self._modules[key].get_function(name)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 
 from lenet.files import write_atomically
@@ -23,10 +24,14 @@ def default_cache() -> Path:
 
 
 class PlanCache:
-    """Chosen plans by name, in one JSON file; whatever cannot be read there is measured anew."""
+    """Chosen plans by name, in one JSON file; whatever cannot be read there is measured anew.
+
+    `lock` is held by whoever measures, so that several threads measure each plan once.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self.lock = threading.Lock()
         self._names: dict[str, str] = {}
         try:
             names = json.loads(path.read_text())

@@ -92,16 +92,23 @@ class Planner:
         count = graph.get_execution_plan_count()
         if not self._autotune:
             return _first(graph, range(count))
+        if self._cache is None:
+            return self._fastest(operation, graph, count)
         key = f"{self._handle.name} | cuDNN {self._handle.cudnn_version} | {operation}"
-        known = self._cache.get(key) if self._cache else None
         names = [graph.get_plan_name_at_index(index) for index in range(count)]
-        if known in names:
-            return _first(graph, [names.index(known)])
+        with self._cache.lock:
+            known = self._cache.get(key)
+            if known in names:
+                return _first(graph, [names.index(known)])
+            best = self._fastest(operation, graph, count)
+            self._cache.put(key, names[best])
+        return best
+
+    def _fastest(self, operation: Operation, graph: Any, count: int) -> int:
+        """Try all plans; the index of the fastest, built."""
         times = {index: self._time_us(operation, graph, index) for index in range(count)}
         best = min(times, key=times.__getitem__)
         graph.build_plan_at_index(best)
-        if self._cache:
-            self._cache.put(key, names[best])
         return best
 
     def _time_us(self, operation: Operation, graph: Any, index: int) -> float:
@@ -145,7 +152,7 @@ def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_byt
             graph.execute(pointers, workspace.data.ptr, handle.cudnn)
         captured = stream.end_capture()
         captured.launch(stream)
-        times = []
+        times: list[float] = []
         for _ in range(_ROUNDS):
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(stream)

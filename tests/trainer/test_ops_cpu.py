@@ -164,17 +164,17 @@ def test_dropout_agrees_with_differences_and_keeps_the_expected_sum(assert_slope
     progress = OPS.start(one_batch(), 4)
     x = np.random.default_rng(4).standard_normal((6, 5))
     dy = np.random.default_rng(5).standard_normal((6, 5))
-    _, saved = OPS.dropout(x, 0.3, 2, progress)
+    _, saved = OPS.dropout(x, len(x), 0.3, 2, progress)
     dx = OPS.dropout_backward(dy, saved)
-    assert_slope(dx, lambda: float((OPS.dropout(x, 0.3, 2, progress)[0] * dy).sum()), x)
-    y, factors = OPS.dropout(np.ones((400, 400)), 0.3, 2, progress)
+    assert_slope(dx, lambda: float((OPS.dropout(x, len(x), 0.3, 2, progress)[0] * dy).sum()), x)
+    y, factors = OPS.dropout(np.ones((400, 400)), 400, 0.3, 2, progress)
     assert np.unique(factors).tolist() == [0, 1 / 0.7]
     assert y.mean() == pytest.approx(1, abs=0.01)
 
 
 def test_dropout_follows_its_definition():
     run, x = one_batch(seed=8), np.ones((7, 3))
-    y, _ = OPS.dropout(x, 0.4, 2, OPS.start(run, 5))
+    y, _ = OPS.dropout(x, len(x), 0.4, 2, OPS.start(run, 5))
     for unit, row in np.ndindex(7, 3):
         e = row * 7 + unit
         kept = uniform(philox(8, e // 4, 5, 2, 2)[e % 4 : e % 4 + 1])[0] >= 0.4
@@ -184,7 +184,7 @@ def test_dropout_follows_its_definition():
 def test_dropout_keeps_a_unit_whose_number_is_the_rate():
     run = one_batch(seed=8)
     rate = float(uniform(philox(8, 0, 5, 2, 2))[3])
-    y, factors = OPS.dropout(np.ones((4, 1)), rate, 2, OPS.start(run, 5))
+    y, factors = OPS.dropout(np.ones((4, 1)), 4, rate, 2, OPS.start(run, 5))
     assert y[3, 0] == factors[3, 0] == 1 / (1 - rate)
 
 
@@ -197,7 +197,8 @@ def test_dropout_keeps_other_units_in_each_step_layer_and_run():
         (one_batch(seed=1), 0, 0),
     ]
     found = {
-        OPS.dropout(x, 0.5, layer, OPS.start(run, step))[0].tobytes() for run, step, layer in cases
+        OPS.dropout(x, len(x), 0.5, layer, OPS.start(run, step))[0].tobytes()
+        for run, step, layer in cases
     }
     assert len(found) == 4
 
@@ -328,7 +329,7 @@ def test_every_result_has_the_dtype_of_the_operations(dtype):
     pooled, tailed = ops.tail(y, tail, True)
     served, _ = ops.tail(y, tail, False)
     logits, dense = ops.dense(pooled, np.ones((10, pooled[..., 0].size), dtype))
-    dropped, kept = ops.dropout(logits, 0.5, 0, progress)
+    dropped, kept = ops.dropout(logits, len(logits), 0.5, 0, progress)
     loss = ops.softmax_cross_entropy(dropped, labels, progress)
     dlogits = ops.dropout_backward(ops.softmax_cross_entropy_backward(loss), kept)
     dpooled, ddense = ops.dense_backward(dlogits, dense, True)

@@ -1,0 +1,357 @@
+"""Every training operation on the GPU against float64 on NumPy, over random odd shapes."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
+from lenet.cuda.handle import devices
+from lenet.errors import BackendUnavailable
+from lenet.model import Model, named, window_count
+
+try:
+    devices()
+except BackendUnavailable as exc:
+    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
+
+from trainer.augment import Limits
+from trainer.mnist import Digits
+from trainer.network import Network, initial_tensors
+from trainer.ops import Norm, Run, Tail
+from trainer.optimizer import Sgd
+
+SEEDS = range(8)
+ACTIVATIONS = [
+    IDENTITY,
+    RELU,
+    Activation("clipped_relu", 0.7),
+    Activation("elu", 1.3),
+    Activation("sigmoid"),
+    Activation("tanh"),
+]
+POOLS = [
+    None,
+    Pool("max"),
+    Pool("max", (3, 2), (1, 2), (1, 0)),
+    Pool("max", (2, 2), (3, 3)),
+    Pool("average", (3, 3), (2, 2), (1, 1)),
+    Pool("global_average"),
+]
+
+
+def odd(random, low, high):
+    return int(random.integers(low, high)) | 1
+
+
+def place_one(bench, kind, tensor):
+    """One tensor as a parameter of both sides; `kind` tells its layout."""
+    import cupy
+
+    from lenet.cuda.packing import padded
+    from trainer.ops_cuda.parameters import Parameter
+
+    if kind == "vector":
+        packed = np.pad(tensor, (0, padded(len(tensor)) - len(tensor)))
+    else:
+        k, c = tensor.shape[:2]
+        wide = c if kind == "first" else padded(c)
+        extra = [(0, padded(k) - k), (0, wide - c), *[(0, 0)] * (tensor.ndim - 2)]
+        packed = np.moveaxis(np.pad(tensor, extra), 1, -1)
+    return Parameter(cupy.asarray(np.ascontiguousarray(packed, np.float32)), len(tensor))
+
+
+def a_convolution(random, first):
+    """(x, weight, block) that fit together, everything odd."""
+    while True:
+        n, c, k = odd(random, 1, 20), 1 if first else odd(random, 2, 40), odd(random, 1, 70)
+        h, w = odd(random, 6, 25), int(random.integers(6, 26))
+        pairs = [
+            tuple(int(v) for v in random.integers(lo, hi, 2))
+            for lo, hi in ((1, 6), (1, 4), (0, 4), (1, 4))
+        ]
+        block = ConvBlock(k, *pairs)
+        sizes = [window_count(*axis) for axis in zip((h, w), *pairs_in_order(block), strict=True)]
+        if min(sizes) >= 1:
+            x = random.standard_normal((n, c, h, w))
+            weight = random.standard_normal((k, c, *block.kernel)) / np.sqrt(c * 9)
+            return x, weight, block
+
+
+def pairs_in_order(block):
+    return block.kernel, block.stride, block.padding, block.dilation
+
+
+@pytest.mark.parametrize("first", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_convolution_and_its_gradients_agree(bench, seed, first):
+    random = np.random.default_rng([seed, first])
+    x, weight, block = a_convolution(random, first)
+    x, weight = bench.rounded(x), bench.rounded(weight)
+    parameter = place_one(bench, "first" if first else "filter", weight)
+    y, saved = bench.gpu.convolution(bench.up(x, image=first), parameter, block)
+    expected, kept = bench.cpu.convolution(bench.aside(x), weight, block)
+    bench.agrees(bench.down(y, len(weight)), bench.back(expected))
+
+    dy = bench.rounded(random.standard_normal(bench.back(expected).shape))
+    dx, dw = bench.gpu.convolution_backward(bench.up(dy), saved, not first)
+    assert bench.gpu.finite(dw)  # and waits for the second stream
+    want_dx, want_dw = bench.cpu.convolution_backward(bench.aside(dy), kept, not first)
+    got_dw = np.moveaxis(dw.get().astype(np.float64), -1, 1)[: len(weight), : weight.shape[1]]
+    bench.agrees(got_dw, want_dw)
+    assert (dx is None) == first
+    if dx is not None:
+        bench.agrees(bench.down(dx, x.shape[1]), bench.back(want_dx))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dense_product_and_its_gradients_agree(bench, seed):
+    random = np.random.default_rng(seed)
+    n, inputs, units = odd(random, 1, 300), odd(random, 3, 900), odd(random, 3, 600)
+    x = bench.rounded(random.standard_normal((n, inputs)))
+    weight = bench.rounded(random.standard_normal((units, inputs)) / np.sqrt(inputs))
+    dy = bench.rounded(random.standard_normal((n, units)))
+    y, saved = bench.gpu.dense(bench.up(x), place_one(bench, "dense", weight))
+    dx, dw = bench.gpu.dense_backward(bench.up(dy), saved, True)
+    assert bench.gpu.finite(dw)  # and waits for the second stream
+    bench.agrees(bench.down(y, units), x @ weight.T)
+    bench.agrees(bench.down(dx, inputs), dy @ weight)
+    bench.agrees(dw.get().astype(np.float64)[:units, :inputs], dy.T @ x)
+
+
+def a_tail(bench, random, channels, norm, activation, pool):
+    """The same tail for both sides."""
+
+    def vector(values):
+        return place_one(bench, "vector", values), values.astype(np.float64)
+
+    names = ("gamma", "beta", "mean", "variance") if norm else ("bias",)
+    drawn = {name: random.standard_normal(channels).astype(np.float32) for name in names}
+    if norm:
+        drawn["variance"] = np.exp(drawn["variance"])
+    both = {name: vector(values) for name, values in drawn.items()}
+    return tuple(
+        Tail(
+            Norm(*(both[name][side] for name in names)) if norm else None,
+            None if norm else both["bias"][side],
+            activation,
+            pool,
+        )
+        for side in (0, 1)
+    )
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("pool", POOLS, ids=str)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
+def test_a_tail_and_its_gradients_agree(bench, activation, pool, norm):
+    seed = [ACTIVATIONS.index(activation), POOLS.index(pool), norm]
+    random = np.random.default_rng(seed)
+    n, c = odd(random, 2, 40), odd(random, 1, 70)
+    h, w = odd(random, 5, 13), int(random.integers(5, 13))
+    # Far from zero: a sum of squares would lose its digits.
+    x = bench.rounded(random.standard_normal((n, c, h, w)) * 2 + random.normal(0, 5, (c, 1, 1)))
+    ours, theirs = a_tail(bench, random, c, norm, activation, pool)
+    y, saved = bench.gpu.tail(bench.up(x), ours, True)
+    expected, kept = bench.cpu.tail(bench.aside(x), theirs, True)
+    # Without batch norm nothing is recentred, and z may be large where a function saturates.
+    bench.agrees(bench.down(y, c), bench.back(expected))
+
+    dy = bench.rounded(random.standard_normal(bench.back(expected).shape))
+    dx, gradients = bench.gpu.tail_backward(bench.up(dy), saved)
+    want_dx, wanted = bench.cpu.tail_backward(bench.aside(dy), kept)
+    bench.agrees(bench.down(dx, c), bench.back(want_dx))
+    assert len(gradients) == len(wanted) == 1 + norm
+    for got, want in zip(gradients, wanted, strict=True):
+        assert got.dtype == np.float32
+        # Sums of float32 values, whatever the storage.
+        bench.agrees(bench.down(got[None], c)[0], want)
+    if norm:
+        for ours_now, theirs_now in zip(ours.norm[2:], theirs.norm[2:], strict=True):
+            bench.agrees(ours_now.master.get().astype(np.float64)[:c], theirs_now, 1e-5)
+
+
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_a_dense_tail_agrees_in_training_and_outside_it(bench, seed, norm):
+    random = np.random.default_rng([seed, norm])
+    n, units = odd(random, 2, 400), odd(random, 1, 600)
+    x = bench.rounded(random.standard_normal((n, units)))
+    dy = bench.rounded(random.standard_normal((n, units)))
+    ours, theirs = a_tail(bench, random, units, norm, ACTIVATIONS[seed % 6], None)
+    evaluated, _ = bench.gpu.tail(bench.up(x), ours, False)
+    bench.agrees(
+        bench.down(evaluated, units), bench.back(bench.cpu.tail(bench.aside(x), theirs, False)[0])
+    )
+    y, saved = bench.gpu.tail(bench.up(x), ours, True)
+    expected, kept = bench.cpu.tail(bench.aside(x), theirs, True)
+    dx, gradients = bench.gpu.tail_backward(bench.up(dy), saved)
+    want_dx, wanted = bench.cpu.tail_backward(bench.aside(dy), kept)
+    bench.agrees(bench.down(y, units), bench.back(expected))
+    bench.agrees(bench.down(dx, units), bench.back(want_dx))
+    for got, want in zip(gradients, wanted, strict=True):
+        bench.agrees(bench.down(got[None], units)[0], want)
+
+
+def some_digits(random, size):
+    images = random.integers(0, 256, (size, 28, 28), np.uint8)
+    return Digits(images, random.integers(0, 10, size).astype(np.uint8))
+
+
+def a_run(random, size=500, batch=101, steps=12, limits=None, seed=7):
+    rates = np.linspace(0.05, 0.01, steps).astype(np.float32)
+    return Run(some_digits(random, size), batch, limits or Limits(), seed, rates)
+
+
+@pytest.mark.parametrize("elastic", [0.0, 4.0])
+def test_the_gpu_draws_and_warps_the_batches_of_numpy(bench, elastic):
+    random = np.random.default_rng(3)
+    limits = Limits(rotation=12, scale=0.1, shear=8, shift=2, elastic=elastic)
+    run = a_run(random, limits=limits)
+    ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
+    for _ in range(7):  # past the end of the first epoch, of four steps
+        x, labels = bench.gpu.batch(ours)
+        want_x, want_labels = bench.cpu.batch(theirs)
+        assert labels.get().tolist() == np.asarray(want_labels).tolist()
+        difference = np.abs(bench.down(x, 1) - bench.back(want_x)) * 255
+        # Sines and fused multiply-adds round otherwise: a value may fall to the next of 256.
+        assert difference.max() < 1.2
+        assert (difference > 0.5).mean() < 0.01
+        bench.gpu.tick(ours)
+        bench.cpu.tick(theirs)
+
+
+@pytest.mark.parametrize("rows", [1, 33, 256, 3000])
+def test_the_loss_its_gradient_and_the_hits_agree(bench, rows):
+    random = np.random.default_rng(rows)
+    bench.gpu.place(named("mlp"), {})  # ten classes
+    run = a_run(random, size=rows, batch=rows)
+    ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
+    logits = bench.rounded(random.standard_normal((rows, 10)) * 8)
+    labels = run.digits.labels
+    import cupy
+
+    scale = float(ours.scale[0])
+    saved = bench.gpu.softmax_cross_entropy(bench.up(logits), cupy.asarray(labels), ours)
+    kept = bench.cpu.softmax_cross_entropy(bench.aside(logits), labels, theirs)
+    got = bench.down(bench.gpu.softmax_cross_entropy_backward(saved), 10) / scale
+    bench.agrees(got, bench.back(bench.cpu.softmax_cross_entropy_backward(kept)))
+    losses, hits = bench.gpu.losses(ours, 0, 1)
+    want_losses, want_hits = bench.cpu.losses(theirs, 0, 1)
+    assert losses == pytest.approx(want_losses, rel=1e-5)
+    assert hits.tolist() == np.asarray(want_hits).tolist()
+
+
+def test_dropout_zeroes_the_units_that_numpy_zeroes_forward_and_backward(bench):
+    random = np.random.default_rng(5)
+    run = a_run(random)
+    ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
+    for units in (37, 500):
+        x = bench.rounded(random.standard_normal((101, units)) + 3)
+        y, saved = bench.gpu.dropout(bench.up(x), units, 0.3, 2, ours)
+        expected, kept = bench.cpu.dropout(bench.aside(x), units, 0.3, 2, theirs)
+        bench.agrees(bench.down(y, units), bench.back(expected))
+        dx = bench.gpu.dropout_backward(bench.up(x), saved)
+        bench.agrees(
+            bench.down(dx, units), bench.back(bench.cpu.dropout_backward(bench.aside(x), kept))
+        )
+
+
+SMALL = Model(
+    "small",
+    (
+        ConvBlock(5, (3, 3), padding=(1, 1), batch_norm=True, pool=Pool("max")),
+        ConvBlock(7, (3, 3), activation=Activation("tanh"), pool=Pool("average")),
+        DenseBlock(33, batch_norm=True),
+        DenseBlock(10, activation=IDENTITY),
+    ),
+)
+NETWORKS = [*map(named, ("lenet", "lenet-classic", "lenet-6-16", "cnn-32-64", "mlp")), SMALL]
+
+
+def trained(ops, model, run, steps, record, dropout=0.0):
+    """(the network, its canonical tensors, losses) after some steps."""
+    tensors = initial_tensors(model, np.random.default_rng(1))
+    network = Network(model, tensors, ops, dropout)
+    optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
+    progress = ops.start(run)
+
+    def step():
+        x, labels = ops.batch(progress)
+        network.forward(x, labels, progress)
+        network.backward()
+        optimizer.step(network.gradients, progress)
+        ops.tick(progress)
+
+    once = ops.record(step) if record else step
+    for _ in range(steps):
+        once()
+    return network, network.tensors, ops.losses(progress, 0, steps)[0]
+
+
+@pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
+def test_ten_float32_steps_of_every_network_agree_with_float64(make_bench, model):
+    bench = make_bench("fp32")
+    run = a_run(np.random.default_rng(11), size=500, batch=64)
+    _, ours, losses = trained(bench.gpu, model, run, 10, record=True)
+    _, theirs, wanted = trained(bench.cpu, model, run, 10, record=False)
+    assert losses == pytest.approx(wanted, rel=1e-4)
+    for name, want in theirs.items():
+        # Rounding is amplified by ten steps of descent.
+        assert np.linalg.norm(ours[name] - want) <= 1e-3 * np.linalg.norm(want), name
+
+
+@pytest.mark.parametrize("precision", ["tf32", "mixed"])
+@pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
+def test_reduced_precision_stays_near_float64(make_bench, model, precision):
+    bench = make_bench(precision)
+    run = a_run(np.random.default_rng(11), size=500, batch=64)
+    _, _, losses = trained(bench.gpu, model, run, 10, record=True)
+    _, _, wanted = trained(bench.cpu, model, run, 10, record=False)
+    assert losses == pytest.approx(wanted, rel=0.02)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
+def test_a_recorded_step_does_what_the_step_does_to_the_bit(make_bench, precision):
+    run = a_run(np.random.default_rng(2), limits=Limits(10, 0.1, 5, 1, 3), steps=9)
+    results = [
+        trained(make_bench(precision).gpu, named("lenet"), run, 9, record, dropout=0.2)
+        for record in (False, True, True)
+    ]
+    for _, tensors, losses in results[1:]:
+        assert losses.tobytes() == results[0][2].tobytes()
+        assert all(tensors[name].tobytes() == results[0][1][name].tobytes() for name in tensors)
+
+
+def test_a_loss_scale_that_overflows_drops_the_step_and_is_halved(make_bench):
+    bench = make_bench("mixed")
+    model = named("lenet")
+    network = Network(model, initial_tensors(model, np.random.default_rng(1)), bench.gpu)
+    optimizer = Sgd(model, network.parameters, bench.gpu, 0.9, 5e-4, True)
+    progress = bench.gpu.start(a_run(np.random.default_rng(2)))
+    progress.scale[0] = 2.0**24
+    before = network.tensors
+    x, labels = bench.gpu.batch(progress)
+    network.forward(x, labels, progress)
+    network.backward()
+    optimizer.step(network.gradients, progress)
+    bench.gpu.tick(progress)
+    after = network.tensors
+    weights = [name for name in before if not name.endswith((".mean", ".variance"))]
+    assert all((before[name] == after[name]).all() for name in weights)
+    assert float(progress.scale[0]) == 2.0**23
+    assert int(progress.step[0]) == 1
+
+
+def test_logits_do_not_depend_on_the_batch_they_are_computed_in(bench):
+    random = np.random.default_rng(9)
+    model = named("lenet")
+    network = Network(model, initial_tensors(model, random), bench.gpu)
+    images = random.integers(0, 256, (1003, 28, 28), np.uint8)
+    whole = network.logits(images)
+    want = Network(model, network.tensors, bench.cpu).logits(images[:50])
+    assert relative_rows(whole[:50], want) <= 3 * bench.tolerance
+
+
+def relative_rows(got, expected):
+    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
