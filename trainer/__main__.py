@@ -118,7 +118,7 @@ def fit(settings: Fit) -> None:
     )
     # The proof is in float32 on the CPU, wherever and however the network was trained.
     network = Network(model, tensors, CpuOps())
-    exported = export_weights(network, validation, dataset.test, pedigree, folder, CpuBackend())
+    exported = export_weights(network, dataset.test, pedigree, folder, CpuBackend())
     checkpoint.discard()
     parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
     print(

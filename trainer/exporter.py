@@ -41,7 +41,6 @@ class Exported:
 
 def export_weights(
     network: Network,
-    validation: Digits,
     test: Digits,
     training: Training,
     folder: Path,
@@ -65,9 +64,9 @@ def export_weights(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unproven-") as temporary:
         path = Path(temporary) / "weights.safetensors"
         _, plan = _write_and_read_back(draft, path, backend)
-        served = _served(plan, validation.images)
-        _compare("validation", network.logits(validation.images), served)
-        right = int(np.count_nonzero(_served(plan, test.images).argmax(axis=1) == test.labels))
+        served = _served(plan, test.images)
+        _compare("test", network.logits(test.images), served)
+        right = int(np.count_nonzero(served.argmax(axis=1) == test.labels))
         proven = replace(draft, training=replace(training, accuracy=right / len(test)))
         weights, _ = _write_and_read_back(proven, path, backend)
         final = _publish(path, folder)

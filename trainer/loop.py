@@ -98,6 +98,7 @@ def train(
     progress = ops.start(run, len(epochs) * run.steps_per_epoch)
     step = partial(take_step, network, optimizer, progress)
     repeat = ops.record(step) if record else step
+    accuracy(network, validation)  # whatever its first time costs is no training
     images = run.steps_per_epoch * run.batch
     with tqdm(
         total=recipe.epochs * images,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -38,6 +40,10 @@ POOLS = [
     Pool("average", (3, 3), (2, 2), (1, 1)),
     Pool("global_average"),
 ]
+
+
+def relative(got, expected):
+    return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def odd(random, low, high):
@@ -289,26 +295,34 @@ def trained(ops, model, run, steps, record, dropout=0.0):
     return network, network.tensors, ops.losses(progress, 0, steps)[0]
 
 
+def gently(model, seed=11):
+    """A run whose steps are so small that rounding is not amplified from one to the next."""
+    run = a_run(np.random.default_rng(seed), size=500, batch=64)
+    return replace(run, rates=run.rates / 50)
+
+
 @pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
 def test_ten_float32_steps_of_every_network_agree_with_float64(make_bench, model):
-    bench = make_bench("fp32")
-    run = a_run(np.random.default_rng(11), size=500, batch=64)
+    bench, run = make_bench("fp32"), gently(model)
     _, ours, losses = trained(bench.gpu, model, run, 10, record=True)
     _, theirs, wanted = trained(bench.cpu, model, run, 10, record=False)
+    before = initial_tensors(model, np.random.default_rng(1))
     assert losses == pytest.approx(wanted, rel=1e-4)
     for name, want in theirs.items():
-        # Rounding is amplified by ten steps of descent.
-        assert np.linalg.norm(ours[name] - want) <= 1e-3 * np.linalg.norm(want), name
+        # A maximum or a ReLU that rounding decides the other way moves single weights.
+        assert relative(ours[name] - before[name], want - before[name]) <= 1e-2, name
 
 
 @pytest.mark.parametrize("precision", ["tf32", "mixed"])
 @pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
-def test_reduced_precision_stays_near_float64(make_bench, model, precision):
-    bench = make_bench(precision)
-    run = a_run(np.random.default_rng(11), size=500, batch=64)
-    _, _, losses = trained(bench.gpu, model, run, 10, record=True)
-    _, _, wanted = trained(bench.cpu, model, run, 10, record=False)
-    assert losses == pytest.approx(wanted, rel=0.02)
+def test_ten_steps_in_reduced_precision_stay_near_float64(make_bench, model, precision):
+    bench, run = make_bench(precision), gently(model)
+    _, ours, losses = trained(bench.gpu, model, run, 10, record=True)
+    _, theirs, wanted = trained(bench.cpu, model, run, 10, record=False)
+    before = initial_tensors(model, np.random.default_rng(1))
+    assert losses == pytest.approx(wanted, rel=5e-3)
+    for name, want in theirs.items():
+        assert relative(ours[name] - before[name], want - before[name]) <= 0.1, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
@@ -343,15 +357,11 @@ def test_a_loss_scale_that_overflows_drops_the_step_and_is_halved(make_bench):
     assert int(progress.step[0]) == 1
 
 
-def test_logits_do_not_depend_on_the_batch_they_are_computed_in(bench):
+def test_logits_outside_training_agree_for_more_images_than_one_batch(bench):
     random = np.random.default_rng(9)
     model = named("lenet")
     network = Network(model, initial_tensors(model, random), bench.gpu)
     images = random.integers(0, 256, (1003, 28, 28), np.uint8)
     whole = network.logits(images)
     want = Network(model, network.tensors, bench.cpu).logits(images[:50])
-    assert relative_rows(whole[:50], want) <= 3 * bench.tolerance
-
-
-def relative_rows(got, expected):
-    return float(np.linalg.norm(got - expected) / np.linalg.norm(expected))
+    assert relative(whole[:50], want) <= 3 * bench.tolerance  # through eight operations
