@@ -1,0 +1,82 @@
+"""Several GPUs of one host: the network that one of them would have trained."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lenet.cuda.handle import devices
+from lenet.errors import BackendUnavailable
+from lenet.model import named
+
+try:
+    if devices() < 2:
+        pytest.skip("needs two GPUs, found one", allow_module_level=True)
+except BackendUnavailable as exc:
+    pytest.skip(f"needs two GPUs: {exc}", allow_module_level=True)
+
+from trainer.augment import Limits
+from trainer.devices import on_devices
+from trainer.errors import DeviceUnavailable
+from trainer.mnist import Digits
+from trainer.network import Network, initial_tensors
+from trainer.ops import Run
+from trainer.optimizer import Sgd
+from trainer.settings import Fit
+from trainer.step import take_step
+
+
+def trained(gpus, precision="fp32", batch=64, steps=20):
+    """(losses, tensors) of every rank."""
+    random = np.random.default_rng(4)
+    images = random.integers(0, 256, (500, 28, 28), np.uint8)
+    digits = Digits(images, random.integers(0, 10, 500).astype(np.uint8))
+    run = Run(digits, batch, Limits(10, 0.1, 5, 2, 1), 3, np.full(steps, 1e-3, np.float32))
+    model = named("lenet")
+    outcomes = {}
+
+    def work(ops, rank):
+        network = Network(model, initial_tensors(model, np.random.default_rng(1)), ops, 0.3)
+        optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
+        progress = ops.start(run)
+        repeat = ops.record(lambda: take_step(network, optimizer, progress))
+        for _ in range(steps):
+            repeat()
+        outcomes[rank] = ops.losses(progress, 0, steps)[0], network.tensors
+
+    on_devices(Fit(precision=precision, batch=batch).resolved("cuda"), gpus, work)
+    return [outcomes[rank] for rank in range(gpus)]
+
+
+def test_two_gpus_train_what_one_would_batch_norm_and_dropout_included():
+    ((alone, wanted),), (several, *_) = trained(1), trained(2)
+    losses, tensors = several
+    assert losses == pytest.approx(alone, rel=1e-5)
+    for name, want in wanted.items():
+        assert np.linalg.norm(tensors[name] - want) <= 1e-4 * np.linalg.norm(want), name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+def test_every_rank_ends_with_the_same_bytes(precision):
+    first, second = trained(2, precision)
+    assert first[0].tobytes() == second[0].tobytes()
+    assert all((first[1][name] == second[1][name]).all() for name in first[1])
+
+
+def test_a_rank_that_fails_ends_the_others():
+    def work(ops, rank):
+        if rank == 1:
+            raise RuntimeError("planted")
+        network = Network(
+            named("mlp"), initial_tensors(named("mlp"), np.random.default_rng(1)), ops
+        )
+        ops.share({"dense1.weight": network.placed["dense1.weight"].master})
+        return network.tensors
+
+    with pytest.raises(RuntimeError, match="planted"):
+        on_devices(Fit(precision="fp32", batch=64).resolved("cuda"), 2, work)
+
+
+def test_more_gpus_than_there_are_are_refused():
+    with pytest.raises(DeviceUnavailable, match="--gpus is 60, expected at most"):
+        on_devices(Fit(batch=60).resolved("cuda"), 60, lambda ops, rank: None)
