@@ -18,8 +18,10 @@
 //
 // A block covers a tile of up to four 16-byte vectors of channels (blockIdx.y: ceil(C / LANES / 4)
 // tiles) and walks over pixels in steps of the grid (blockIdx.x: any number). Threads: a multiple
-// of 32, at most 256, or 512 for the two kernels that sum. `rows` H W < 2^31; offsets are size_t.
-// (The 2 in the launch bounds: left alone, nvcc 13.0 squeezes a kernel into 40 registers and
+// of 32, at most 256, or 512 for the two kernels that sum. `rows` H W < 2^30; offsets are size_t.
+// Fastest on an H200 at the shapes of lenet (2026-11-20): 132 blocks in all for the sums, 528 for
+// the others, but 396 for tail_backward on halves. (The second number in the launch bounds, blocks
+// that a multiprocessor must hold: left alone, nvcc 13.0 squeezes a kernel into 40 registers and
 // spills.)
 
 #include <math_constants.h>
@@ -42,7 +44,7 @@ tail_forward(const SCALAR* __restrict__ x, const float* __restrict__ mean,
             float value[LANES];
             load(x + at + walk.channel, value);
             for (int k = 0; k < LANES; ++k) {
-                const float a = Activation::value(norm.z(k, norm.normal(k, value[k])));
+                const float a = Activation::value(norm.z(k, norm.centred(k, value[k])));
                 if (POOLING != MAX) {
                     pooled[k] += a;
                 } else if (a > pooled[k] || isnan(a)) {  // a NaN is kept, as NumPy keeps it
@@ -78,7 +80,7 @@ __device__ inline void moments(int channel, const float* sums, int count, float*
 }
 
 // sums: of x - running_mean and of its square, over rows H W; the pivot keeps their difference
-// from cancelling. With `finish` also the moments; without, the sums of several GPUs are added
+// from cancelling. What is left is an error of the variance of about 1e-7 (mean - pivot)^2. With `finish` also the moments; without, the sums of several GPUs are added
 // first, and tail_moments does that.
 extern "C" __global__ void __launch_bounds__(MAX_SUM_THREADS)
 tail_statistics(const SCALAR* __restrict__ x, float* partial, unsigned* counters, float* sums,
@@ -88,14 +90,24 @@ tail_statistics(const SCALAR* __restrict__ x, float* partial, unsigned* counters
     float values[2][LANES] = {}, pivot[LANES];
     if (walk.channel < C) {
         load_floats(running_mean + walk.channel, pivot);
-#pragma unroll 4
-        for (int pixel = walk.pixel; pixel < rows * H * W; pixel += walk.step) {
-            float value[LANES];
-            load(x + static_cast<size_t>(pixel) * C + walk.channel, value);
-            for (int k = 0; k < LANES; ++k) {
-                const float away = value[k] - pivot[k];
-                values[0][k] += away;
-                values[1][k] += away * away;
+        // Loads first, as in strided_sum; beyond the end it is the last pixel, and does not count.
+        constexpr int BATCH = 4;
+        const int pixels = rows * H * W;
+        for (int first = walk.pixel; first < pixels; first += BATCH * walk.step) {
+            float value[BATCH][LANES];
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                const int pixel = min(first + b * walk.step, pixels - 1);
+                load(x + static_cast<size_t>(pixel) * C + walk.channel, value[b]);
+            }
+#pragma unroll
+            for (int b = 0; b < BATCH; ++b) {
+                for (int k = 0; k < LANES; ++k) {
+                    const float away =
+                        first + b * walk.step < pixels ? value[b][k] - pivot[k] : 0;
+                    values[0][k] += away;
+                    values[1][k] += away * away;
+                }
             }
         }
     }
@@ -169,19 +181,20 @@ tail_backward_sums(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy,
                 incoming(dy, index, pixel / (H * W), pixel / W % H, pixel % W, walk.channel, da);
             }
             for (int k = 0; k < LANES; ++k) {
-                const float normal = norm.normal(k, value[k]);
-                const float dz = da[k] * Activation::slope(norm.z(k, normal));
+                const float centred = norm.centred(k, value[k]);
+                const float dz = da[k] * Activation::slope(norm.z(k, centred));
                 values[0][k] += dz;
-                if (NORM) values[NORM][k] += dz * normal;
+                if (NORM) values[NORM][k] += dz * centred;
             }
         }
+        for (int k = 0; NORM && k < LANES; ++k) values[NORM][k] *= norm.inverse[k];
     }
     sum_over_grid(values, partial, counters, sums);
 }
 
 // dx = dz or, with NORM, gamma / deviation (dz - sums[0] / count - normal sums[1] / count), where
 // the sums and the count, elements of a channel, are those of all GPUs.
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256, 3)
 tail_backward(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy,
               const INDEX* __restrict__ index, const float* __restrict__ mean,
               const float* __restrict__ variance, const float* __restrict__ gamma,
@@ -190,23 +203,24 @@ tail_backward(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy,
     const Walk walk;
     if (walk.channel >= C) return;
     const Normalization norm(walk.channel, mean, variance, gamma, beta);
-    float along_one[LANES], along_normal[LANES];
+    float along_one[LANES], along_centred[LANES];
     if (NORM) {
         load_floats(sums + walk.channel, along_one);
-        load_floats(sums + C + walk.channel, along_normal);
-        for (int k = 0; k < LANES; ++k) along_one[k] /= count, along_normal[k] /= count;
+        load_floats(sums + C + walk.channel, along_centred);
+        for (int k = 0; k < LANES; ++k) {
+            along_one[k] *= norm.scale[k] / count;
+            along_centred[k] *= norm.scale[k] * norm.inverse[k] / count;
+        }
     }
-#pragma unroll 2
     for (int pixel = walk.pixel; pixel < rows * H * W; pixel += walk.step) {
         const size_t at = static_cast<size_t>(pixel) * C + walk.channel;
         float value[LANES], gradient[LANES];
         load(x + at, value);
         incoming(dy, index, pixel / (H * W), pixel / W % H, pixel % W, walk.channel, gradient);
         for (int k = 0; k < LANES; ++k) {
-            const float normal = norm.normal(k, value[k]);
-            float d = gradient[k] * Activation::slope(norm.z(k, normal));
-            if (NORM)
-                d = norm.gamma[k] * norm.inverse[k] * (d - along_one[k] - normal * along_normal[k]);
+            const float centred = norm.centred(k, value[k]);
+            float d = gradient[k] * Activation::slope(norm.z(k, centred));
+            if (NORM) d = norm.scale[k] * d - along_one[k] - centred * along_centred[k];
             gradient[k] = walk.channel + k < CHANNELS ? d : 0;
         }
         store(dx + at, gradient);

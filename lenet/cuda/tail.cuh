@@ -45,10 +45,11 @@ struct Walk {
     __device__ Walk() {}
 };
 
-// The normalisation of a thread's channels, in registers. The mean is taken off first: where it is
-// far larger than the deviation, x scale + shift would cancel.
+// The normalisation of a thread's channels, in registers: z = centred scale + beta, and the normal
+// value is centred inverse. The mean is taken off first: where it is far larger than the deviation,
+// x scale + shift would cancel. Without NORM a value is its own centred one.
 struct Normalization {
-    float mean[LANES], inverse[LANES], gamma[LANES], beta[LANES];
+    float mean[LANES], inverse[LANES], scale[LANES], beta[LANES];
 
     __device__ Normalization(int channel, const float* means, const float* variances,
                              const float* gammas, const float* betas) {
@@ -56,12 +57,15 @@ struct Normalization {
         if (!NORM) return;
         load_floats(means + channel, mean);
         load_floats(variances + channel, inverse);
-        load_floats(gammas + channel, gamma);
-        for (int k = 0; k < LANES; ++k) inverse[k] = rsqrtf(inverse[k] + EPSILON);
+        load_floats(gammas + channel, scale);
+        for (int k = 0; k < LANES; ++k) {
+            inverse[k] = rsqrtf(inverse[k] + EPSILON);
+            scale[k] *= inverse[k];
+        }
     }
-    __device__ float normal(int k, float x) const { return NORM ? (x - mean[k]) * inverse[k] : x; }
-    __device__ float z(int k, float normal) const {
-        return NORM ? normal * gamma[k] + beta[k] : normal + beta[k];
+    __device__ float centred(int k, float x) const { return NORM ? x - mean[k] : x; }
+    __device__ float z(int k, float centred) const {
+        return NORM ? centred * scale[k] + beta[k] : centred + beta[k];
     }
 };
 
@@ -118,10 +122,8 @@ __device__ bool sum_over_grid(float (&values)[PLANES][LANES], float* partial, un
     if (!last_block(counters + blockIdx.y, gridDim.x)) return false;
 
     const int groups = blockDim.x / VALUES, value = thread % VALUES;
-    float sum = 0;
-#pragma unroll 8
-    for (int block = thread / VALUES; block < gridDim.x; block += groups)
-        sum += __ldcg(mine + block * VALUES + value);
+    const int end = gridDim.x * VALUES;
+    float sum = strided_sum(mine, thread / VALUES * VALUES + value, end, groups * VALUES);
     grouped[thread] = sum;
     __syncthreads();
     const int channel = blockIdx.y * TILE_CHANNELS + thread % TILE_CHANNELS;

@@ -36,14 +36,6 @@ constexpr int PITCH = (round_up(OW, COLUMNS) - COLUMNS) * STRIDE_W + SPAN;
 
 static_assert(R * S <= 49, "each thread keeps the whole filter in registers");
 
-// The sum of `count` numbers that other blocks wrote, `apart` from each other, in their order.
-__device__ inline float sum_of(const float* from, int apart, int count) {
-    float sum = 0;
-#pragma unroll 16
-    for (int i = 0; i < count; ++i) sum += __ldcg(from + i * apart);
-    return sum;
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 first_filter_gradient(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy, float* partial,
                       unsigned* counters, float* __restrict__ dweight, int rows) {
@@ -119,11 +111,12 @@ first_filter_gradient(const SCALAR* __restrict__ x, const SCALAR* __restrict__ d
     if (!last_block(counter + 1 + group, members)) return;
     float* const slot = slots + group * GROUP * VALUES;
     for (int value = thread; value < VALUES; value += THREADS)
-        slot[value] = sum_of(slot + value, VALUES, members);
+        slot[value] = strided_sum(slot, value, members * VALUES, VALUES);
     if (!last_block(counter, groups)) return;
     for (int value = thread; value < VALUES; value += THREADS) {
         const int to = blockIdx.y * WARP + value % WARP;
         if (to < C)
-            dweight[to * R * S + value / WARP] = sum_of(slots + value, GROUP * VALUES, groups);
+            dweight[to * R * S + value / WARP] =
+                strided_sum(slots, value, gridDim.x * VALUES, GROUP * VALUES);
     }
 }
