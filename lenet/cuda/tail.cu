@@ -80,8 +80,9 @@ __device__ inline void moments(int channel, const float* sums, int count, float*
 }
 
 // sums: of x - running_mean and of its square, over rows H W; the pivot keeps their difference
-// from cancelling. What is left is an error of the variance of about 1e-7 (mean - pivot)^2. With `finish` also the moments; without, the sums of several GPUs are added
-// first, and tail_moments does that.
+// from cancelling. What is left is an error of the variance of about 1e-7 (mean - pivot)^2.
+// With `finish` also the moments; without, the sums of several GPUs are added first, and
+// tail_moments does that.
 extern "C" __global__ void __launch_bounds__(MAX_SUM_THREADS)
 tail_statistics(const SCALAR* __restrict__ x, float* partial, unsigned* counters, float* sums,
                 float* mean, float* variance, float* running_mean, float* running_variance,
