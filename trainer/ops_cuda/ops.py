@@ -211,11 +211,17 @@ class CudaOps:
         self._arena.rewind()
 
     def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of `step`, which runs once for its plans and buffers and is then undone."""
+        """A CUDA graph of `step`, which runs once for its plans and buffers and is then undone.
+
+        That run is this rank's alone: loading a kernel or taking memory may wait for the device,
+        which would wait for a sum over the ranks, for which another thread needs the interpreter.
+        """
         assert self._progress is not None, "bug: no run was started"
         state = [parameter.master for parameter in self._parameters] + self._progress.state
         before = [array.copy() for array in state]
+        ranks, self._ranks, self._tails.ranks = self._ranks, None, None
         step()
+        self._ranks = self._tails.ranks = ranks
         for array, old in zip(state, before, strict=True):
             array[...] = old
         for parameter in self._parameters:

@@ -34,6 +34,9 @@ class Ranks:
             self._communicator = nccl.NcclCommunicator(size, identity, rank)
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pending = False
+        # NCCL connects the GPUs at the first sum, which must not be one in a capture.
+        self.sum(cupy.zeros(1, cupy.float32))
+        cupy.cuda.get_current_stream().synchronize()
 
     def start_sum(self, arrays: Sequence[Any], *after: Any) -> None:
         """Add the float arrays up over all ranks, in place, behind what those streams hold."""
