@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
 from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory, WrongThread
@@ -18,11 +18,17 @@ CUDNN_MAJOR = 9
 """The only major version whose Graph API this package speaks."""
 
 _INSTALL = "pip install 'lenet-serve[cuda12]' (or [cuda13])"
+_OLDEST_CUDA = 12  # of these extras
 
-# Of cudaError_t: what leaves the CUDA context, and with it the process, unusable.
-_STICKY = frozenset({214, 220, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 999})
+# Of cudaError_t; CUresult has the same numbers.
+_OUT_OF_MEMORY = 2
 _INSUFFICIENT_DRIVER = 35
 _NO_DEVICE = 100
+# What leaves the CUDA context, and with it the process, unusable: those of which driver_types.h of
+# CUDA 13.0 says that the process must be relaunched, uncorrectable memory and links, and unknown.
+_STICKY = frozenset(
+    {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999}
+)
 
 
 def _libraries() -> tuple[Any, Any]:
@@ -33,36 +39,47 @@ def _libraries() -> tuple[Any, Any]:
     """
     try:
         import cupy
+        from cupy.cuda import cublas  # noqa: F401  # loads the library, a package of its own
     except ImportError as exc:
+        reason = _line(exc.__cause__ or exc)  # CuPy makes a page of what it stumbled over
         raise BackendUnavailable(
-            f"CuPy cannot be loaded ({exc}); the cuda backend needs it: {_INSTALL}"
+            f"CuPy cannot be loaded ({reason}); the cuda backend needs it and CUDA's libraries: "
+            f"{_INSTALL}"
         ) from exc
     try:
         import cudnn
-    except (ImportError, OSError, RuntimeError) as exc:
+    except (ImportError, OSError, RuntimeError, AssertionError) as exc:
+        # The frontend 1.28 asserts that its neighbour package holds one libcudnn.
         raise BackendUnavailable(
-            f"cuDNN's Python package cannot be loaded ({exc}); the cuda backend needs "
+            f"cuDNN's Python package cannot be loaded ({_line(exc)}); the cuda backend needs "
             f"nvidia-cudnn-frontend and libcudnn.so.{CUDNN_MAJOR}: {_INSTALL}"
         ) from exc
     return cupy, cudnn
+
+
+def _line(problem: BaseException) -> str:
+    return " ".join(str(problem).split())
 
 
 def devices() -> int:
     """How many GPUs there are, at least one, with everything that a handle needs in place.
 
     Raises:
-        BackendUnavailable: no GPU, a driver too old, no cuDNN or one of another major version;
-            the message says what was found, what is needed and what to type.
+        BackendUnavailable: no GPU, no driver or one too old, no cuDNN or one of another major
+            version; the message says what was found, what is needed and what to type.
     """
     cupy, cudnn = _libraries()
+    runtime = cupy.cuda.runtime
     try:
-        count = int(cupy.cuda.runtime.getDeviceCount())
-    except cupy.cuda.runtime.CUDARuntimeError as exc:
+        count = int(runtime.getDeviceCount())
+    except runtime.CUDARuntimeError as exc:
         if exc.status == _INSUFFICIENT_DRIVER:
+            needed, found = runtime.runtimeGetVersion() // 1000, runtime.driverGetVersion()
+            raise BackendUnavailable(_driver(needed, found)) from exc
+        if exc.status != _NO_DEVICE:
             raise BackendUnavailable(
-                "the NVIDIA driver is older than CuPy's CUDA "
-                f"{cupy.cuda.runtime.runtimeGetVersion() // 1000}; install a newer driver, or the "
-                "CuPy of the driver's CUDA (nvidia-smi shows it)"
+                f"the GPUs cannot be counted ({_line(exc)}), and the cuda backend needs one: see "
+                "what nvidia-smi says, or use the cpu device"
             ) from exc
         count = 0
     if not count:
@@ -74,8 +91,8 @@ def devices() -> int:
         version = int(cudnn.backend_version())
     except (OSError, RuntimeError) as exc:
         raise BackendUnavailable(
-            f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({exc}): {_INSTALL}, or put its folder "
-            "into LD_LIBRARY_PATH"
+            f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)}): {_INSTALL}, or put its "
+            "folder into LD_LIBRARY_PATH"
         ) from exc
     if version // 10_000 != CUDNN_MAJOR:
         raise BackendUnavailable(
@@ -85,44 +102,65 @@ def devices() -> int:
     return count
 
 
+def _driver(needed: int, found: int) -> str:
+    """What is wrong with the driver: `needed` is CUDA's major version, `found` 0 or 1000 x + 10 y.
+
+    CUDA x.y is meant, of which the driver knows.
+    """
+    if not found:
+        return (
+            f"there is no NVIDIA driver here, and CuPy needs one for CUDA {needed}: install it "
+            "(nvidia-smi must list the GPU), or use the cpu device"
+        )
+    advice = "install a newer driver"
+    if _OLDEST_CUDA <= found // 1000 < needed:
+        advice += f", or the CuPy for this one: pip install 'lenet-serve[cuda{found // 1000}]'"
+    return (
+        f"the NVIDIA driver is for CUDA {found // 1000}.{found % 1000 // 10}, and CuPy needs one "
+        f"for CUDA {needed}: {advice}"
+    )
+
+
 @contextmanager
 def translated(what: str) -> Iterator[None]:
-    """Turn whatever CuPy, cuDNN or NCCL raise inside into `DeviceError`.
+    """Turn whatever CuPy, cuDNN, cuBLAS or NCCL raise inside into `DeviceError`.
 
     Raises:
         OutOfDeviceMemory: too little device memory is left.
         DeviceError: anything else that they raise; `sticky` says whether the process is lost.
     """
     cupy, cudnn = _libraries()
-    foreign = [
-        cupy.cuda.runtime.CUDARuntimeError,
-        cupy.cuda.driver.CUDADriverError,
-        cudnn.cudnnGraphNotSupportedError,
-        cupy.cuda.compiler.CompileException,
-    ]
-    nccl = getattr(cupy.cuda, "nccl", None)  # absent where libnccl is
-    if nccl is not None and nccl.available:
-        foreign.append(nccl.NcclError)
     try:
         yield
     except cupy.cuda.memory.OutOfMemoryError as exc:
-        free, total = cupy.cuda.runtime.memGetInfo()
-        raise OutOfDeviceMemory(
-            f"{what}: the GPU has {free / 1e6:.0f} of {total / 1e6:.0f} MB of memory free, which "
-            f"is not enough ({exc}); use a smaller batch or another GPU"
-        ) from exc
-    except tuple(foreign) as exc:
-        status = getattr(exc, "status", 0)
-        raise DeviceError(f"{what}: {exc}", sticky=status in _STICKY) from exc
-    except RuntimeError as exc:
-        # The frontend raises this bare type for every status of cuDNN's.
+        raise _out_of_memory(what, exc, cupy.cuda.runtime) from exc
+    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as exc:
+        if exc.status == _OUT_OF_MEMORY:
+            raise _out_of_memory(what, exc, cupy.cuda.runtime) from exc
+        raise DeviceError(f"{what}: {exc}", sticky=exc.status in _STICKY) from exc
+    except (
+        RuntimeError,  # NCCL's is one, and the cuDNN frontend raises it for every bad status
+        cudnn.cudnnGraphNotSupportedError,
+        cupy.cuda.compiler.CompileException,
+    ) as exc:
         raise DeviceError(f"{what}: {exc}") from exc
+
+
+def _out_of_memory(what: str, problem: Exception, runtime: Any) -> OutOfDeviceMemory:
+    try:
+        free, total = runtime.memGetInfo()
+        room = f"{free / 1e6:.0f} of {total / 1e6:.0f} MB of memory free, which is not enough"
+    except runtime.CUDARuntimeError:
+        room = "too little memory free even for a CUDA context"
+    return OutOfDeviceMemory(
+        f"{what}: the GPU has {room} ({_line(problem)}); use a smaller batch or another GPU"
+    )
 
 
 class Handle:
     """A stream, a cuDNN handle and a cuBLAS handle on GPU `device`, for the thread that made it.
 
-    Making it makes `device` and `stream` the thread's current ones for CuPy, until `close`.
+    Making it makes `device` and `stream` the thread's current ones for CuPy, also after `close`.
 
     Raises:
         BackendUnavailable: see `devices`; or there is no GPU of that number.
@@ -140,20 +178,21 @@ class Handle:
 
         from lenet.cuda.cublas import Cublas
 
-        self._current = cupy.cuda.get_current_stream
-
         self._thread = threading.get_ident()
         self._open = True
-        self._cudnn_module = cudnn
-        with translated(f"opening GPU {device}"):
-            self._device = cupy.cuda.Device(device)
-            self._device.use()
+        self._current = cupy.cuda.get_current_stream
+        self._set_stream = cudnn.set_stream
+        with translated(f"opening GPU {device}"), ExitStack() as opened:
+            cupy.cuda.Device(device).use()
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self.stream.use()
             self.cudnn = cudnn.create_handle()
-            cudnn.set_stream(self.cudnn, self.stream.ptr)
+            opened.callback(cudnn.destroy_handle, self.cudnn)
             self.cublas = Cublas(self.stream)
+            opened.callback(self.cublas.close)
+            self._bind(self.stream)
             properties = cupy.cuda.runtime.getDeviceProperties(device)
+            self._opened = opened.pop_all()
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.cudnn_version: str = cudnn.backend_version_string()
@@ -162,32 +201,35 @@ class Handle:
     def on(self, stream: Any) -> Iterator[None]:
         """Queue on `stream` inside, instead of on the handle's own."""
         self.check()
-        before = self._current()
+        current, bound = self._current(), self._bound
         try:
             self._bind(stream)
             stream.use()
             yield
         finally:
-            self._bind(self.stream)
-            before.use()
+            self._bind(bound)
+            current.use()
 
     @contextmanager
     def fork(self, main: Handle) -> Iterator[None]:
         """Queue on this handle's stream inside, behind what `main` has queued so far."""
         self.check()
+        current = self._current()
         self.stream.wait_event(main.stream.record())
         try:
             self.stream.use()
             yield
         finally:
-            main.stream.use()
+            current.use()
 
     def join(self, other: Handle) -> None:
         """What is queued from now on comes behind what `other` has queued so far."""
+        self.check()
         self.stream.wait_event(other.stream.record())
 
     def _bind(self, stream: Any) -> None:
-        self._cudnn_module.set_stream(self.cudnn, stream.ptr)
+        self._bound = stream
+        self._set_stream(self.cudnn, stream.ptr)
         self.cublas.bind(stream)
 
     def check(self) -> None:
@@ -202,6 +244,7 @@ class Handle:
 
     def synchronize(self) -> None:
         """Wait for everything on the stream; errors of earlier work appear here."""
+        self.check()
         with translated("waiting for the GPU"):
             self.stream.synchronize()
 
@@ -210,8 +253,8 @@ class Handle:
         if self._open:
             self.check()
             self._open = False
-            self._cudnn_module.destroy_handle(self.cudnn)
-            self.cublas.close()
+            with translated("giving the GPU back"):
+                self._opened.close()
 
     def __enter__(self) -> Self:
         return self
