@@ -58,7 +58,7 @@ class Packed:
         """(shape) -> (canonical), a copy; what lies in the padding is dropped."""
         inside = packed.reshape(self.size)[self._inside()]
         back = inside.transpose(np.argsort(self.order))
-        return np.ascontiguousarray(back).reshape(self.canonical)
+        return np.array(back, order="C").reshape(self.canonical)
 
     def _inside(self) -> tuple[slice, ...]:
         return tuple(slice(self.split[axis]) for axis in self.order)

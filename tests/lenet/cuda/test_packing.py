@@ -1,0 +1,168 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lenet.blocks import IDENTITY, ConvBlock, DenseBlock, Pool
+from lenet.cuda.packing import layout, padded
+from lenet.model import Model, named
+
+
+@st.composite
+def models(draw):
+    """Networks on small images of one to three channels, with counts on both sides of a padding."""
+    counts = st.sampled_from([1, 3, 8, 9, 16, 17, 20, 32, 33, 50])
+    size = st.integers(1, 3)
+    convolution = st.builds(
+        ConvBlock,
+        channels=counts,
+        kernel=st.tuples(size, size),
+        padding=st.just((1, 1)),
+        batch_norm=st.booleans(),
+        pool=st.none() | st.just(Pool("max")),
+    )
+    dense = st.builds(DenseBlock, counts, st.booleans())
+    image = (draw(size), draw(st.integers(6, 9)), draw(st.integers(6, 9)))
+    blocks = [
+        *draw(st.lists(convolution, max_size=2)),
+        *draw(st.lists(dense, max_size=2)),
+        DenseBlock(draw(counts), activation=IDENTITY),
+    ]
+    return Model("drawn", tuple(blocks), image)
+
+
+def numbered(shape, dtype=np.float64):
+    """1, 2, 3, ...: no element is zero, and each is told from the others."""
+    return np.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(shape)
+
+
+def expected(model, name, tensor):
+    """The packed tensor as the table in the module's docstring has it, element by element."""
+    shapes = {shape.name: shape for shape in model.shapes()}
+    owner = name.partition(".")[0]
+    source = shapes[owner].input
+    first = owner == model.shapes()[0].name
+    channels = source[0] if first else padded(source[0])
+    k, *rest = np.indices(tensor.shape)
+    if tensor.ndim == 1:
+        shape, place = (padded(len(tensor)),), (k,)
+    elif tensor.ndim == 4:
+        c, r, s = rest
+        shape = (padded(len(tensor)), *tensor.shape[2:], channels)
+        place = (k, r, s, c)
+    elif len(source) == 1:
+        shape, place = (padded(len(tensor)), channels), (k, *rest)
+    else:
+        _, height, width = source
+        c, inside = np.divmod(rest[0], height * width)
+        row, column = np.divmod(inside, width)
+        shape = (padded(len(tensor)), height * width * channels)
+        place = (k, (row * width + column) * channels + c)
+    packed = np.zeros(shape, tensor.dtype)
+    packed[place] = tensor
+    return packed
+
+
+@pytest.mark.parametrize(
+    ("channels", "wide"),
+    [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32), (33, 64), (50, 64), (500, 512)],
+)
+def test_channels_are_rounded_up_when_they_are_padded(channels, wide):
+    assert padded(channels) == wide
+
+
+@given(model=models())
+@settings(max_examples=60)
+def test_every_element_has_its_place_and_the_rest_is_zero_when_packed(model):
+    layouts = layout(model)
+    assert list(layouts) == list(model.parameters())
+    for name, shape in model.parameters().items():
+        tensor = numbered(shape)
+        packed = layouts[name].pack(tensor)
+        np.testing.assert_array_equal(packed, expected(model, name, tensor), strict=True)
+        assert packed.shape == layouts[name].shape
+        assert packed.flags.c_contiguous
+
+
+@given(model=models(), dtype=st.sampled_from([np.float16, np.float32, np.float64, np.int64]))
+@settings(max_examples=60)
+def test_a_tensor_comes_back_without_its_padding_when_it_is_unpacked(model, dtype):
+    for name, packed in layout(model).items():
+        tensor = numbered(model.parameters()[name], dtype)
+        wide = packed.pack(tensor)
+        wide[packed.pack(np.ones_like(tensor)) == 0] = 7
+        np.testing.assert_array_equal(packed.unpack(wide), tensor, strict=True)
+
+
+@given(model=models())
+@settings(max_examples=30)
+def test_what_comes_back_is_a_copy_when_it_is_unpacked(model):
+    for name, packed in layout(model).items():
+        wide = packed.pack(numbered(model.parameters()[name]))
+        back = packed.unpack(wide)
+        assert back.flags.c_contiguous
+        assert not np.shares_memory(back, wide)
+
+
+LENET = {
+    "conv1.weight": (32, 5, 5, 1),
+    "conv1": (32,),
+    "conv2.weight": (64, 5, 5, 32),
+    "conv2": (64,),
+    "dense1.weight": (512, 4 * 4 * 64),
+    "dense1": (512,),
+    "dense2.weight": (16, 512),
+    "dense2": (16,),
+}
+PACKED = {
+    "lenet": LENET,
+    "lenet-classic": LENET,
+    "lenet-6-16": {
+        "conv1.weight": (8, 5, 5, 1),
+        "conv1": (8,),
+        "conv2.weight": (16, 5, 5, 8),
+        "conv2": (16,),
+        "dense1.weight": (128, 4 * 4 * 16),
+        "dense1": (128,),
+        "dense2.weight": (16, 128),
+        "dense2": (16,),
+    },
+    "cnn-32-64": {
+        "conv1.weight": (32, 3, 3, 1),
+        "conv1": (32,),
+        "conv2.weight": (64, 3, 3, 32),
+        "conv2": (64,),
+        "dense1.weight": (128, 7 * 7 * 64),
+        "dense1": (128,),
+        "dense2.weight": (16, 128),
+        "dense2": (16,),
+    },
+    "mlp": {
+        "dense1.weight": (512, 28 * 28),
+        "dense1": (512,),
+        "dense2.weight": (16, 512),
+        "dense2": (16,),
+    },
+}
+"""By architecture: the weights, and under a block's name all of its vectors."""
+
+
+@pytest.mark.parametrize("name", PACKED)
+def test_the_named_architectures_have_these_shapes_when_packed(name):
+    for tensor, packed in layout(named(name)).items():
+        block = tensor.partition(".")[0]
+        assert packed.shape == PACKED[name][tensor if tensor in PACKED[name] else block], tensor
+
+
+def test_an_image_of_several_channels_is_not_padded_when_it_is_the_networks_own():
+    convolutional = Model(
+        "m", (ConvBlock(9, (3, 3)), DenseBlock(10, activation=IDENTITY)), (3, 6, 5)
+    )
+    assert layout(convolutional)["conv1.weight"].shape == (16, 3, 3, 3)
+    assert layout(convolutional)["dense1.weight"].shape == (16, 4 * 3 * 16)
+    flat = Model("m", (DenseBlock(10, activation=IDENTITY),), (3, 6, 5))
+    assert layout(flat)["dense1.weight"].shape == (16, 6 * 5 * 3)
