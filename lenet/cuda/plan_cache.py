@@ -40,7 +40,7 @@ class PlanCache:
             self._names = names
         except FileNotFoundError:
             pass
-        except (OSError, ValueError) as exc:
+        except (OSError, ValueError, RecursionError) as exc:
             _log.warning("%s: the cache of cuDNN plans is dropped: %s", path, exc)
 
     def get(self, key: str) -> str | None:
@@ -51,7 +51,6 @@ class PlanCache:
         """Keep a choice; a folder that cannot be written costs the next start its time, no more."""
         self._names[key] = name
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
             content = json.dumps(self._names, indent=1, sort_keys=True)
             write_atomically(self._path, content.encode())
         except OSError as exc:
