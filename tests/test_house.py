@@ -7,6 +7,8 @@ import pkgutil
 import re
 import subprocess
 import sys
+import tomllib
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
@@ -22,11 +24,59 @@ GPU = {"cupy", "cupyx", "cudnn"}
 WEB = {"fastapi", "starlette", "uvicorn", "grpc", "prometheus_client"}
 
 
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+UNMEASURED = PROJECT["tool"]["coverage"]["run"]["omit"]
+"""Patterns of the files that coverage leaves out: generated code, and what needs a GPU library."""
+
+
+def every_module(package):
+    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
+    return [package.__name__, *(module.name for module in found)]
+
+
+def needs_gpu(name):
+    """Whether coverage leaves the module out, and not because it is generated."""
+    path = f"/{name.replace('.', '/')}.py"
+    return "_pb2" not in name and any(fnmatch(path, pattern) for pattern in UNMEASURED)
+
+
 def modules(package):
     """Every module that needs no GPU."""
-    found = pkgutil.walk_packages(package.__path__, f"{package.__name__}.")
-    names = [package.__name__, *(module.name for module in found)]
-    return [name for name in names if ".cuda" not in name and "ops_cuda" not in name]
+    return [name for name in every_module(package) if not needs_gpu(name)]
+
+
+def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
+    edge = {name for package in (lenet, service, trainer) for name in every_module(package)}
+    edge = {name for name in edge if needs_gpu(name)}
+    assert edge >= {f"lenet.cuda.{name}" for name in ("cublas", "kernels", "memory", "plans")}
+    pure = {f"lenet.cuda.{name}" for name in ("graphs", "handle", "packing", "plan_cache")}
+    assert pure <= set(modules(lenet))
+    assert all(name.startswith(("lenet.cuda.", "trainer.ops_cuda.")) for name in edge)
+    code = (
+        "import importlib, sys\n"
+        f"sys.modules |= dict.fromkeys({sorted(GPU)!r})\n"
+        f"for name in {sorted(edge)!r}:\n"
+        "    try: importlib.import_module(name)\n"
+        "    except ImportError: continue\n"
+        "    raise SystemExit(f'{name} needs no GPU library: let coverage measure it')\n"
+    )
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        env={"PYTHONPATH": str(ROOT), "PATH": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("package", ["lenet.cuda", "trainer.ops_cuda"])
+def test_every_cuda_source_is_shipped_when_a_wheel_is_built(package):
+    folder = ROOT / package.replace(".", "/")
+    sources = {path.name for suffix in ("cu", "cuh") for path in folder.rglob(f"*.{suffix}")}
+    assert sources
+    patterns = PROJECT["tool"]["setuptools"]["package-data"][package]
+    assert sources == {path.name for pattern in patterns for path in folder.glob(pattern)}
 
 
 @pytest.mark.parametrize(
