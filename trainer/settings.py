@@ -12,7 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
@@ -55,8 +55,8 @@ class Recipe(_Command):
     """How often every training image is met; 0 is 20 times on the CPU, 60 on a GPU."""
 
     batch: int = Field(0, ge=0, le=60_000)
-    """Images in one step; what is left over at the end of an epoch waits for the next. 0 is 128 on
-    the CPU, 256 on a GPU."""
+    """Images in one step, at least 2; what is left over at the end of an epoch waits for the next.
+    0 is 128 on the CPU, 256 on a GPU."""
 
     schedule: Schedule = "one-cycle"
     """How the learning rate runs: up and down once, or down tenfold at 50 % and at 75 %."""
@@ -102,6 +102,13 @@ class Recipe(_Command):
     precision: Precision | Literal["auto"] = "auto"
     """How a GPU computes: in float32, with products rounded to TF32, or with float16 values and
     float32 weights; auto is mixed. The CPU has fp32 alone."""
+
+    @field_validator("batch")
+    @classmethod
+    def _check_batch(cls, batch: int) -> int:
+        if batch == 1:
+            raise ValueError("the variance that batch norm takes needs at least 2 images")
+        return batch
 
     def resolved(self, device: Device) -> Self:
         """The recipe on `device`, with what depends on it written out."""

@@ -23,6 +23,46 @@ def test_the_canonical_command_names_every_field_and_no_path():
     assert command == Recipe().command()
 
 
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cpu", (20, 128, "fp32")), ("cuda", (60, 256, "mixed"))]
+)
+def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
+    resolved = Recipe().resolved(device)
+    assert resolved.device == device
+    assert (resolved.epochs, resolved.batch, resolved.precision) == expected
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_was_set_stays_when_a_recipe_is_resolved(device):
+    fit = Fit(epochs=3, batch=7, precision="tf32", seed=5, target=99, gpus=2, out="/there")
+    assert fit.resolved(device) == fit.model_copy(update={"device": device})
+    assert Recipe(batch=7).resolved(device).batch == 7
+    assert Recipe(batch=7).resolved(device).epochs == Recipe().resolved(device).epochs
+    assert Recipe(dropout=0, elastic=0).resolved(device).dropout == 0
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_command_of_a_resolved_recipe_leaves_nothing_to_the_device(device):
+    resolved = Recipe(seed=3).resolved(device)
+    arguments = shlex.split(resolved.command())[4:]
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert "auto" not in given.values()
+    assert (given["--epochs"], given["--batch"]) == (str(resolved.epochs), str(resolved.batch))
+    assert (given["--device"], given["--precision"]) == (device, resolved.precision)
+    again = CliApp.run(Recipe, cli_args=arguments)
+    assert again == resolved == again.resolved(device)
+
+
+def test_a_batch_of_one_image_is_refused_and_one_of_two_is_not(monkeypatch):
+    with pytest.raises(ValidationError, match="at least 2 images") as caught:
+        Fit(batch=1)
+    assert caught.value.errors()[0]["loc"] == ("batch",)
+    assert [Fit(batch=batch).batch for batch in (0, 2)] == [0, 2]
+    monkeypatch.setenv("LENET_TRAINER_BATCH", "1")
+    with pytest.raises(ValidationError, match="at least 2 images"):
+        Fit()
+
+
 def test_the_command_of_a_fit_tells_its_target_and_its_gpus_where_they_are_set():
     fit = Fit(target=99.3, gpus=4, profile=True)
     assert fit.command() == f"{Recipe().command()} --target 99.3 --gpus 4"
@@ -46,8 +86,9 @@ def test_the_two_commands_have_variables_of_their_own(monkeypatch):
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
-        ("--epochs", "0"),
+        ("--epochs", "-1"),
         ("--epochs", "three"),
+        ("--batch", "-1"),
         ("--batch", "1"),
         ("--seed", "-1"),
         ("--rate", "nan"),
