@@ -76,7 +76,11 @@ class Snapshot:
 
 
 class Checkpoint:
-    """A snapshot of one run in one file, whose name says which run: a recipe on a dataset."""
+    """A snapshot of one run in one file, whose name says which run: a recipe on a dataset.
+
+    The loss scale of mixed precision is not in it: a mixed run that is resumed begins with the
+    first scale again and may end with other last bits than one that was not interrupted.
+    """
 
     def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str) -> None:
         self._run = f"{recipe.command()} on {dataset_sha256}"
