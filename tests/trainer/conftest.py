@@ -1,12 +1,17 @@
 import gzip
 import struct
+import sys
+import threading
+from types import ModuleType
 
 import numpy as np
 import pytest
 
+from lenet.errors import BackendUnavailable
 from trainer.augment import Limits
 from trainer.mnist import FILES, Dataset, Digits
 from trainer.ops import Run
+from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd
 from trainer.step import take_step
 
@@ -110,3 +115,85 @@ def write_idx(tmp_path):
         return folder
 
     return write
+
+
+WAIT_S = 30.0
+"""After which a test that would hang fails instead."""
+
+
+class FakeGpus:
+    """Stands in for `trainer.ops_cuda`: each GPU is the CPU, and how it is used is noted.
+
+    As with NCCL, a rank is made only when all of them are.
+    """
+
+    def __init__(self):
+        self.opened, self.closed, self.ranks = [], [], []
+        gpus = self
+
+        class CudaOps(CpuOps):
+            name = "cuda"
+            memory_bytes = 12_000_000
+
+            def __init__(self, precision, device=0, cache=None):
+                super().__init__()
+                self.precision, self.device, self.cache = precision, device, cache
+                self.thread, self.ranks = threading.get_ident(), None
+                gpus.opened.append(self)
+
+            def join(self, ranks):
+                self.ranks = ranks
+
+            def __enter__(self):
+                return self
+
+            def __exit__(self, *_):
+                gpus.closed.append(self)
+
+        class Ranks:
+            def __init__(self, identity, rank, size):
+                self.identity, self.rank, self.size = identity, rank, size
+                self.aborted = threading.Event()
+                with gpus._lock:
+                    gpus.ranks.append(self)
+                    meeting = gpus._meetings.setdefault(identity, threading.Barrier(size))
+                meeting.wait(WAIT_S)
+
+            def abort(self):
+                self.aborted.set()
+
+        self._lock, self._meetings = threading.Lock(), {}
+        self.CudaOps, self.Ranks = CudaOps, Ranks
+
+    def new_identity(self):
+        return object()
+
+
+@pytest.fixture
+def no_gpu(monkeypatch):
+    """The reason that is given for there being none."""
+    reason = "there is no NVIDIA GPU here"
+
+    def devices():
+        raise BackendUnavailable(reason)
+
+    monkeypatch.setattr("trainer.devices.devices", devices)
+    return reason
+
+
+@pytest.fixture
+def fake_gpus(monkeypatch, tmp_path):
+    """`fake_gpus(count)`: from now on there are so many, and they are `FakeGpus`."""
+
+    def install(count):
+        gpus = FakeGpus()
+        for module, names in {"ops": ("CudaOps",), "ranks": ("Ranks", "new_identity")}.items():
+            fake = ModuleType(f"trainer.ops_cuda.{module}")
+            for name in names:
+                setattr(fake, name, getattr(gpus, name))
+            monkeypatch.setitem(sys.modules, fake.__name__, fake)
+        monkeypatch.setattr("trainer.devices.devices", lambda: count)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+        return gpus
+
+    return install

@@ -1,24 +1,163 @@
+import threading
+
 import pytest
 
-from trainer.devices import open_ops
+from lenet.errors import BackendUnavailable, DeviceError
+from trainer import devices
+from trainer.devices import choose, on_devices
 from trainer.errors import DeviceUnavailable
+from trainer.settings import Recipe
+
+WAIT_S = 30.0
+"""After which a test that would hang fails instead."""
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu"])
-def test_the_cpu_is_there_and_auto_takes_it_where_there_is_no_gpu(device):
-    with open_ops(device, "fp32") as ops:
-        assert ops.name == "cpu"
+def refuse_to_look():
+    raise AssertionError("looked for a GPU")
+
+
+def refuse_to_say(line):
+    raise AssertionError(f"said {line}")
+
+
+def refuse_to_work(ops, rank):
+    raise AssertionError(f"worked on {ops.name} as rank {rank}")
+
+
+def recipe_on(device, precision="fp32", batch=12):
+    return Recipe(precision=precision, batch=batch).resolved(device)
+
+
+def test_the_cpu_is_taken_without_looking_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "devices", refuse_to_look)
+    assert choose("cpu", refuse_to_say) == "cpu"
+
+
+def test_auto_is_the_cpu_where_there_is_no_gpu_and_says_why_in_one_line(no_gpu):
+    said = []
+    assert choose("auto", said.append) == "cpu"
+    assert said == [f"training on the CPU: {no_gpu}"]
+    assert "\n" not in said[0]
+
+
+def test_cuda_is_refused_with_the_reason_where_there_is_no_gpu(no_gpu):
+    with pytest.raises(DeviceUnavailable) as caught:
+        choose("cuda", refuse_to_say)
+    assert str(caught.value) == f"--device is cuda: {no_gpu}"
+    assert isinstance(caught.value.__cause__, BackendUnavailable)
+
+
+@pytest.mark.parametrize("device", ["auto", "cuda"])
+def test_a_gpu_is_taken_in_silence_where_there_is_one(fake_gpus, device):
+    gpus = fake_gpus(1)
+    assert choose(device, refuse_to_say) == "cuda"
+    assert gpus.opened == []
+
+
+def test_work_on_the_cpu_is_done_once_here_without_looking_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(devices, "devices", refuse_to_look)
+    result = on_devices(recipe_on("cpu"), 1, lambda *given: (*given, threading.get_ident()))
+    assert (result[0].name, *result[1:]) == ("cpu", 0, threading.get_ident())
 
 
 @pytest.mark.parametrize(
-    ("device", "precision", "gpus", "message"),
+    ("recipe", "gpus", "message"),
     [
-        ("cuda", "fp32", 1, "--device is cuda, which is not available here"),
-        ("cpu", "tf32", 1, "--precision is tf32, expected fp32"),
-        ("auto", "mixed", 1, "--precision is mixed, expected fp32"),
-        ("cpu", "fp32", 2, "--gpus is 2, expected 1"),
+        (recipe_on("cpu", "tf32"), 1, "--precision is tf32, expected fp32"),
+        (recipe_on("cpu", "mixed"), 1, "--precision is mixed, expected fp32"),
+        (recipe_on("cpu"), 2, "--gpus is 2, expected 1"),
+        (recipe_on("cuda"), 5, "--gpus is 5, expected at most 4"),
+        (recipe_on("cuda", batch=10), 4, "--batch is 10, expected a multiple of --gpus 4"),
     ],
 )
-def test_what_a_device_cannot_do_is_refused(device, precision, gpus, message):
-    with pytest.raises(DeviceUnavailable, match=message), open_ops(device, precision, gpus):
-        pass
+def test_what_a_device_cannot_do_is_refused_before_anything_is_opened(
+    fake_gpus, recipe, gpus, message
+):
+    fake = fake_gpus(4)
+    with pytest.raises(DeviceUnavailable, match=message):
+        on_devices(recipe, gpus, refuse_to_work)
+    assert fake.opened == []
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
+def test_one_gpu_works_in_the_thread_that_asks_and_joins_nobody(fake_gpus, precision):
+    gpus = fake_gpus(2)
+    # Nobody shares a batch with one GPU: any number of images will do.
+    ops, rank, open_still = on_devices(
+        recipe_on("cuda", precision, batch=13), 1, lambda ops, rank: (ops, rank, not gpus.closed)
+    )
+    assert (gpus.opened, gpus.closed, gpus.ranks) == ([ops], [ops], [])
+    assert (rank, open_still) == (0, True)
+    assert (ops.precision, ops.device, ops.thread) == (precision, 0, threading.get_ident())
+
+
+def test_one_gpu_is_closed_when_the_work_on_it_fails(fake_gpus):
+    gpus = fake_gpus(1)
+
+    def work(ops, rank):
+        raise ValueError("of the work")
+
+    with pytest.raises(ValueError, match="of the work"):
+        on_devices(recipe_on("cuda"), 1, work)
+    assert gpus.closed == gpus.opened != []
+
+
+def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(fake_gpus):
+    gpus, given = fake_gpus(4), {}
+    all_at_once = threading.Barrier(3)
+
+    def work(ops, rank):
+        given[rank] = ops
+        all_at_once.wait(WAIT_S)
+        return f"of rank {rank}"
+
+    assert on_devices(recipe_on("cuda", "mixed"), 3, work) == "of rank 0"
+    assert sorted(given) == [0, 1, 2]
+    for rank, ops in given.items():
+        assert (ops.device, ops.ranks.rank, ops.ranks.size) == (rank, rank, 3)
+        assert ops.precision == "mixed"
+        assert not ops.ranks.aborted.is_set()
+    assert len({ops.thread for ops in given.values()} | {threading.get_ident()}) == 4
+    assert len({id(ops.ranks.identity) for ops in given.values()}) == 1
+    assert len({id(ops.cache) for ops in given.values()}) == 1
+    assert set(gpus.closed) == set(given.values())
+
+
+class Together:
+    """Work in which, once all ranks are at it, one fails and the others wait for it in vain."""
+
+    def __init__(self, size, failing, error):
+        self.all_at_once = threading.Barrier(size)
+        self.failing, self.error = failing, error
+
+    def __call__(self, ops, rank):
+        self.all_at_once.wait(WAIT_S)
+        if rank == self.failing:
+            raise self.error
+        assert ops.ranks.aborted.wait(WAIT_S), "nobody was told to stop"
+        raise DeviceError(f"rank {rank} was aborted")
+
+
+@pytest.mark.parametrize("failing", [0, 2])
+def test_a_rank_that_fails_stops_the_others_and_its_error_is_raised(fake_gpus, failing):
+    gpus = fake_gpus(3)
+    with pytest.raises(ValueError, match="the first"):
+        on_devices(recipe_on("cuda"), 3, Together(3, failing, ValueError("the first")))
+    assert len(gpus.ranks) == 3
+    assert all(ranks.aborted.is_set() for ranks in gpus.ranks)
+    assert len(gpus.closed) == 3
+
+
+def test_an_interruption_stops_every_rank(fake_gpus, monkeypatch):
+    gpus = fake_gpus(2)
+    work = Together(3, None, None)
+
+    def interrupted(*_, **__):
+        work.all_at_once.wait(WAIT_S)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(devices, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        on_devices(recipe_on("cuda"), 2, work)
+    assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]
+    assert len(gpus.closed) == 2

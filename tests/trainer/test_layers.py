@@ -95,13 +95,13 @@ def test_nothing_is_kept_outside_training(progress):
 
 
 def test_dropout_does_nothing_outside_training(progress):
-    dropout = Dropout("dense1", OPS, 4, 0.5, 2)
+    dropout = Dropout("dense1", OPS, 8, 0.5, 2)
     x = np.ones((8, 4))
     assert dropout.forward(x, None) is x
     y = dropout.forward(x, progress)
     assert 0 < np.count_nonzero(y) < 32
     np.testing.assert_array_equal(dropout.backward(x), y)
-    assert (Dropout("dense2", OPS, 4, 0.5, 3).forward(x, progress) != y).any()
+    assert (Dropout("dense2", OPS, 8, 0.5, 3).forward(x, progress) != y).any()
 
 
 def test_a_tail_sends_the_gradient_back_where_the_value_came_from(progress):

@@ -1,4 +1,5 @@
 import itertools
+import sys
 
 import numpy as np
 import pytest
@@ -166,7 +167,8 @@ def test_a_checkpoint_is_written_when_ten_seconds_have_passed_and_at_the_end(
 def test_training_stops_after_the_first_epoch_that_reaches_the_target(
     tiny, tmp_path, monkeypatch, target, expected
 ):
-    accuracies = iter([0.5, 0.5699, 0.57, 0.6, 0.7])
+    # The first is not an epoch's: it is asked for before the first step, and not looked at.
+    accuracies = iter([1.0, 0.5, 0.5699, 0.57, 0.6, 0.7, 0.0])
     monkeypatch.setattr(loop, "accuracy", lambda *_: next(accuracies))
     recipe = RECIPE.model_copy(update={"epochs": 5, "model": "mlp"})
     _, epochs, _ = run(tiny, tmp_path, recipe, target=target)
@@ -174,6 +176,46 @@ def test_training_stops_after_the_first_epoch_that_reaches_the_target(
     # The target was reached: nothing is trained when the same command is given again.
     _, again, _ = run(tiny, tmp_path, recipe, target=target)
     assert again == epochs
+
+
+def test_a_rank_that_does_not_lead_writes_nothing_and_ends_with_the_same_tensors(
+    tiny, tmp_path, capsys
+):
+    leading, epochs, _ = run(tiny, tmp_path / "leading")
+    capsys.readouterr()
+    minutes = itertools.count(0.0, 60.0).__next__  # each epoch would write a checkpoint
+    led, same, _ = run(tiny, tmp_path / "led", leader=False, clock=minutes)
+    assert_same(leading, led)
+    assert same == epochs
+    assert not (tmp_path / "led").exists()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_rank_that_does_not_lead_resumes_in_silence_and_keeps_nothing(tiny, tmp_path, capsys):
+    whole, epochs, _ = run(tiny, tmp_path / "whole")
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, tmp_path / "led", network=new_network(kind=Interrupting), leader=False)
+    assert not (tmp_path / "led").exists()
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, tmp_path / "cut", network=new_network(kind=Interrupting))
+    (checkpoint,) = (tmp_path / "cut").iterdir()
+    before = checkpoint.read_bytes()
+    capsys.readouterr()
+    resumed, all_epochs, _ = run(tiny, tmp_path / "cut", leader=False)
+    assert_same(whole, resumed)
+    assert all_epochs == epochs
+    assert checkpoint.read_bytes() == before
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("leader", [True, False])
+def test_only_the_rank_that_leads_shows_a_bar_on_a_terminal(
+    tiny, tmp_path, monkeypatch, capsys, leader
+):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setattr(loop.tqdm, "monitor_interval", 0)  # no thread of its own
+    run(tiny, tmp_path, RECIPE.model_copy(update={"model": "mlp"}), leader=leader)
+    assert ("images/s" in capsys.readouterr().err) == leader
 
 
 class Recording(CpuOps):

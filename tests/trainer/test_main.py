@@ -8,6 +8,7 @@ import pytest
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from trainer import __main__ as program
+from trainer import exporter
 from trainer.__main__ import main
 from trainer.errors import (
     DatasetUnavailable,
@@ -22,8 +23,9 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def arguments(tiny, write_idx, tmp_path):
-    """A run of seconds over files that the test made."""
+    """A run of seconds over files that the test made, on the CPU."""
     return [
+        *("--device", "cpu"),
         *("--model", "mlp", "--epochs", "2", "--batch", "20", "--rate", "0.02"),
         *("--validation-images", "100", "--data", str(write_idx(tiny))),
         *("--out", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "checkpoints")),
@@ -38,7 +40,6 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert weights.model == named("mlp").folded
     assert training.command.startswith("python -m trainer fit --model mlp --seed 1 --epochs 2 ")
     assert str(tmp_path) not in training.command
-    # Not auto: the device that it was trained on.
     assert training.command.endswith(" --device cpu --precision fp32")
     assert (training.seed, training.epochs, training.labels[9]) == (1, 2, "9")
     assert training.accuracy > 0.8
@@ -46,6 +47,69 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert last.startswith(f"{path}: 397510 parameters, validation accuracy ")
     assert f"sha256 {weights.digest()}" in last
     assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_fit_without_a_gpu_says_why_and_tells_the_device_that_it_was_trained_on(
+    arguments, tmp_path, capsys, no_gpu
+):
+    assert main(["fit", *arguments, "--device", "auto"]) == 0
+    command = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training.command
+    assert command.endswith(" --device cpu --precision fp32")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [f"training on the CPU: {no_gpu}", command]
+    assert not [line for line in lines if "of memory" in line]
+
+
+def test_fit_is_refused_in_one_sentence_where_the_gpu_that_it_asks_for_is_not(
+    arguments, tmp_path, capsys, no_gpu
+):
+    assert main(["fit", *arguments, "--device", "cuda"]) == 2
+    assert capsys.readouterr() == ("", f"--device is cuda: {no_gpu}\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_fit_trains_on_the_gpu_that_is_there_and_proves_its_result_on_the_cpu(
+    arguments, tmp_path, capsys, monkeypatch, fake_gpus
+):
+    gpus, proven = fake_gpus(1), []
+
+    def export_weights(network, *rest):
+        assert gpus.closed == gpus.opened
+        proven.append(network)
+        return exporter.export_weights(network, *rest)
+
+    monkeypatch.setattr(program, "export_weights", export_weights)
+    assert main(["fit", *arguments, "--device", "auto"]) == 0
+    (network,), (gpu,) = proven, gpus.opened
+    assert type(network.ops) is CpuOps
+    assert {tensor.dtype.name for tensor in network.tensors.values()} == {"float32"}
+    assert gpu.precision == "mixed"
+    command = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training.command
+    assert command.endswith(" --device cuda --precision mixed")
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == command
+    assert "GPU 0: 12 MB of memory" in lines
+
+
+def test_fit_on_several_gpus_tells_each_epoch_once_and_writes_what_rank_0_has(
+    arguments, tmp_path, capsys, fake_gpus
+):
+    gpus = fake_gpus(2)
+    for number in ("1", "2"):
+        assert main(["fit", *arguments, "--device", "cuda", "--gpus", number]) == 0
+    assert len(gpus.opened) == 1 + 2
+    lines = capsys.readouterr().out.splitlines()
+    second = lines[next(n for n, line in enumerate(lines) if line.endswith(" --gpus 2")) :]
+    assert len([line for line in second if line.startswith("epoch ")]) == 2
+    assert {line for line in second if line.startswith("GPU ")} == {
+        "GPU 0: 12 MB of memory",
+        "GPU 1: 12 MB of memory",
+    }
+    # These GPUs have all of a batch each, so that every rank must end where one alone does.
+    one, two = (WeightFile.read(tmp_path / f"out/mlp/{version}.safetensors") for version in (1, 2))
+    assert two.training.command == f"{one.training.command} --gpus 2"
+    for name, tensor in one.tensors.items():
+        assert (two.tensors[name] == tensor).all()
 
 
 def test_fit_stops_at_its_target_and_tells_how_many_epochs_it_took(arguments, tmp_path):
@@ -119,7 +183,8 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "code", "sentence"),
     [
-        (["--epochs", "0"], 2, "--epochs is '0', expected otherwise"),
+        (["--epochs", "-1"], 2, "--epochs is '-1', expected otherwise"),
+        (["--batch", "1"], 2, "--batch is '1', expected otherwise"),
         (["fit", "--weight-decay", "x"], 2, "--weight-decay is 'x'"),
         (["--epoch", "3"], 2, "unrecognized arguments: --epoch"),
         (["--epochs"], 2, "expected one argument"),
