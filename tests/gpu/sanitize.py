@@ -1,0 +1,85 @@
+"""Our own kernels alone, at small odd shapes, for compute-sanitizer to look at.
+
+    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.gpu.sanitize
+
+and likewise racecheck and initcheck. cuDNN's and cuBLAS's kernels are not run, so whatever is
+found is ours or CuPy's.
+"""
+
+from __future__ import annotations
+
+import cupy
+import numpy as np
+
+from lenet.blocks import RELU, Activation, Pool
+from lenet.cuda.graphs import Convolution
+from lenet.cuda.handle import Handle
+from lenet.cuda.kernels import Kernels
+from lenet.cuda.memory import Arena
+from trainer.augment import Limits
+from trainer.mnist import Digits
+from trainer.ops import Norm, Run, Tail, Update
+from trainer.ops_cuda.descent import Descent
+from trainer.ops_cuda.first_filter import FirstFilter
+from trainer.ops_cuda.parameters import Parameter
+from trainer.ops_cuda.progress import Progress
+from trainer.ops_cuda.rows import Rows
+from trainer.ops_cuda.tails import Tails
+
+TAILS = [
+    ((5, 12, 12, 32), 20, True, RELU, Pool("max")),
+    ((3, 8, 8, 64), 50, True, RELU, Pool("max", (3, 2), (1, 2), (1, 0))),
+    ((7, 9, 6, 8), 3, False, Activation("elu"), Pool("average", (3, 3), (2, 2), (1, 1))),
+    ((33, 96), 77, True, Activation("tanh"), None),
+]
+
+
+def parameter(random: np.random.Generator, wide: int, true: int) -> Parameter:
+    """A vector with its padding."""
+    values = np.zeros(wide, np.float32)
+    values[:true] = random.uniform(0.5, 1.5, true)
+    return Parameter(cupy.asarray(values), true)
+
+
+def main() -> None:
+    """Run each kernel at least once in both storage types."""
+    random = np.random.default_rng(1)
+    with Handle() as handle:
+        for dtype in (np.float32, np.float16):
+            kernels, arena = Kernels(handle), Arena(1 << 22)
+            rows, tails = Rows(kernels, arena, cupy.dtype(dtype)), Tails(handle, kernels, arena)
+            first, descent = FirstFilter(handle, kernels, arena), Descent(kernels)
+            for shape, channels, norm, activation, pool in TAILS:
+                values = random.standard_normal(shape).astype(dtype)
+                values[..., channels:] = 0
+                vectors = [parameter(random, shape[-1], channels) for _ in range(4)]
+                tail = Tail(Norm(*vectors), None, activation, pool) if norm else None
+                tail = tail or Tail(None, vectors[0], activation, pool)
+                y, saved = tails.forward(cupy.asarray(values), tail, True)
+                tails.backward(y, saved)
+                tails.forward(cupy.asarray(values), tail, False)
+            images = random.integers(0, 256, (40, 28, 28), np.uint8)
+            digits = Digits(images, random.integers(0, 10, 40).astype(np.uint8))
+            limits = Limits(10, 0.1, 5, 2, 2)
+            run = Run(digits, 13, limits, 5, np.full(3, 0.1, np.float32))
+            progress = Progress.begin(run, 0, dtype == np.float16, 0, 1)
+            x, labels = rows.batch(progress)
+            rows.enter(images)
+            dy = cupy.asarray(random.standard_normal((13, 24, 24, 32)).astype(dtype))
+            forward = Convolution("forward", "fp32", (13, 28, 28, 1), (32, 5, 5, 1))
+            gradient = first.gradient(x, dy, forward)
+            logits = cupy.asarray(random.standard_normal((13, 16)).astype(dtype))
+            rows.dropout(
+                rows.softmax_cross_entropy(logits, 10, labels, progress), 10, 0.3, 1, progress
+            )
+            weight, velocity = (Parameter(cupy.zeros((32, 5, 5, 1), "f4"), 20) for _ in range(2))
+            weight.operand(cupy.float16)
+            descent.step(
+                [Update("conv1.weight", weight, gradient, velocity)], progress, 0.9, 0.1, True
+            )
+            descent.tick(progress)
+            handle.synchronize()
+
+
+if __name__ == "__main__":
+    main()
