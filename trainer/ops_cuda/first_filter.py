@@ -11,23 +11,10 @@ from lenet.cuda.graphs import Convolution
 from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
+from trainer.bounds import FILTER_IMAGES, FILTER_THREADS
 from trainer.ops_cuda.progress import FOLDER
 
-_THREADS = 512
-_IMAGES = 2  # of a block at a time, as the kernel has it
-_GROUP = 16  # blocks of a first sum, likewise
-_WARPS = _THREADS // 32
-_SHARED_BYTES = 48 << 10
-
-
-def fits(forward: Convolution) -> bool:
-    """Whether the kernel can do it: one input channel, a filter and an image that are small."""
-    _, h, w, c = forward.image
-    _, r, s, _ = forward.filters
-    rows = h + 2 * forward.padding[0] + 8
-    columns = w + 2 * forward.padding[1] + 8 * forward.stride[1] + 8
-    shared = 4 * (_IMAGES * rows * columns + _WARPS * s * 32)
-    return c == 1 and r * s <= 49 and shared <= _SHARED_BYTES
+_GROUP = 16  # blocks of a first sum, as the kernel has it
 
 
 class FirstFilter:
@@ -60,14 +47,14 @@ class FirstFilter:
             "DILATION_W": forward.dilation[1],
         }
         columns = -(-k // 32)
-        blocks = max(1, min(-(-n // _IMAGES), self._blocks // columns))
+        blocks = max(1, min(-(-n // FILTER_IMAGES), self._blocks // columns))
         assert (blocks // _GROUP + 2) * columns <= self._counters.size, "bug: too few counters"
         partial = self._arena.take((blocks * columns * r * s * 32,), cupy.float32)
         dweight = self._arena.take(forward.filters, cupy.float32)
         kernel = self._kernels.get(FOLDER / "first_filter.cu", "first_filter_gradient", macros)
         kernel(
             (blocks, columns),
-            (_THREADS,),
+            (FILTER_THREADS,),
             (x, dy, partial, self._counters, dweight, np.int32(n)),
         )
         return dweight

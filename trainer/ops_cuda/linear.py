@@ -20,7 +20,8 @@ from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena, Workspace
 from lenet.cuda.plan_cache import PlanCache
 from lenet.cuda.plans import Planner
-from trainer.ops_cuda.first_filter import FirstFilter, fits
+from trainer.bounds import first_filter_fits
+from trainer.ops_cuda.first_filter import FirstFilter
 from trainer.ops_cuda.parameters import Parameter
 
 
@@ -83,7 +84,7 @@ class Linear:
         """(dx, dweight); dweight in the dtype of the arithmetic, or float32 of the first filter."""
         x, weight, forward = saved
         with self._aside.fork(self._main):
-            if not input_gradient and fits(forward):
+            if not input_gradient and first_filter_fits(forward):
                 dweight = self._first_filter.gradient(x, dy, forward)
             else:
                 dweight = self._arena.take(weight.master.shape, self._dtype)
