@@ -3,6 +3,9 @@
     python -m trainer                                      the same as fit
     python -m trainer fit --model mlp --data FOLDER ...    train, prove, write weights/MODEL/VERSION
     python -m trainer export --weights FILE --out FILE     a weight file as ONNX
+    python -m trainer inspect --precision tf32 --batch 512 each call of a training step: its shape,
+                                                           time and share of what the GPU can do;
+                                                           without a GPU all but the times
     python -m trainer fit --help                           every setting and its default
 
 Exit codes:
@@ -39,9 +42,11 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
 from lenet.cpu import CpuBackend
+from lenet.cuda.plan_cache import PlanCache, default_cache
 from lenet.errors import InvalidModel, LeNetError
 from lenet.model import named
 from lenet.weightfile import Training, WeightFile
+from trainer.calls import step_calls
 from trainer.checkpoint import Checkpoint, Epoch
 from trainer.devices import choose, on_devices
 from trainer.download import obtain
@@ -55,12 +60,13 @@ from trainer.errors import (
     TrainingDiverged,
 )
 from trainer.exporter import export_onnx, export_weights
+from trainer.inspection import measure, outline, report, unavailable
 from trainer.loop import train
 from trainer.mnist import CLASSES
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
 from trainer.ops_cpu import CpuOps
-from trainer.settings import Export, Fit
+from trainer.settings import Export, Fit, Inspect
 
 _EXIT_CODES: dict[type[Exception], int] = {
     ValidationError: 2,
@@ -136,6 +142,19 @@ def export(settings: Export) -> None:
     print(f"{settings.out}: written, its logits agree with the trainer's")
 
 
+def inspect(settings: Inspect) -> None:
+    """Print the table."""
+    calls = step_calls(named(settings.model), settings.batch, settings.precision)
+    reason = unavailable(settings.device)
+    print(f"{settings.model}, {settings.precision}, one step of {settings.batch} images")
+    if reason is not None:
+        print(f"{outline(calls)}\nplans, workspaces and times need a GPU: {reason}")
+        return
+    cache = PlanCache(default_cache())
+    times, step_us = measure(named(settings.model), settings.batch, settings.precision, cache)
+    print(report(calls, times, step_us))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command and return the exit code."""
     command, rest = "fit", list(arguments)
@@ -150,8 +169,11 @@ def main(arguments: Sequence[str]) -> int:
                 fit(CliApp.run(Fit, cli_args=rest))
             case "export":
                 export(CliApp.run(Export, cli_args=rest))
+            case "inspect":
+                inspect(CliApp.run(Inspect, cli_args=rest))
             case _:
-                print(f"the command is {command!r}, expected fit or export", file=sys.stderr)
+                expected = "expected fit, export or inspect"
+                print(f"the command is {command!r}, {expected}", file=sys.stderr)
                 return 2
     except KeyboardInterrupt:
         print("interrupted; the same command resumes after the last whole epoch", file=sys.stderr)

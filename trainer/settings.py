@@ -2,8 +2,8 @@
 
 `Recipe` is what the result depends on, and nothing else: two runs of one recipe on one dataset
 give the same bytes, and its `command` goes into the weight file. `Fit` adds where things lie,
-`Export` is the other command. A variable LENET_TRAINER_EPOCHS does what --epochs does; the
-command line wins.
+`Export` and `Inspect` are the other commands. A variable LENET_TRAINER_EPOCHS does what --epochs
+does; the command line wins.
 """
 
 from __future__ import annotations
@@ -167,3 +167,21 @@ class Export(_Command):
 
     out: Path = Path("model.onnx")
     """The ONNX file to write."""
+
+
+class Inspect(_Command):
+    """Print a table of one training step: what each call computes, moves and takes."""
+
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_INSPECT_")
+
+    model: str = "lenet"
+    """The architecture, one of those that lenet.model names."""
+
+    precision: Precision = "mixed"
+    """How the GPU computes: in float32, with products rounded to TF32, or with float16 values."""
+
+    batch: int = Field(256, ge=2, le=60_000)
+    """Images in the step."""
+
+    device: Device = "auto"
+    """Where it is timed: without a GPU, or with cpu, the table has no plans and no times."""

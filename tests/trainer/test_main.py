@@ -188,7 +188,7 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
         (["fit", "--weight-decay", "x"], 2, "--weight-decay is 'x'"),
         (["--epoch", "3"], 2, "unrecognized arguments: --epoch"),
         (["--epochs"], 2, "expected one argument"),
-        (["retrain"], 2, "the command is 'retrain', expected fit or export"),
+        (["retrain"], 2, "the command is 'retrain', expected fit, export or inspect"),
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["export"], 2, "--weights is missing"),
         (["export", "--weights", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be read"),
