@@ -15,6 +15,7 @@ Exit codes:
     4    the training diverged: the message says at which step and in which layer first
     5    the result was refused: what would be served is not what was trained
     6    a file cannot be read or written
+    7    the GPU failed, or has too little memory
     130  interrupted; the same command resumes after the last whole epoch
 
 An error is one sentence on the standard error, never a traceback.
@@ -43,12 +44,12 @@ from pydantic_settings import CliApp, SettingsError
 
 from lenet.cpu import CpuBackend
 from lenet.cuda.plan_cache import PlanCache, default_cache
-from lenet.errors import InvalidModel, LeNetError
+from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, LeNetError
 from lenet.model import named
 from lenet.weightfile import Training, WeightFile
 from trainer.calls import step_calls
 from trainer.checkpoint import Checkpoint, Epoch
-from trainer.devices import choose, on_devices
+from trainer.devices import check, choose, on_devices
 from trainer.download import obtain
 from trainer.errors import (
     DatasetUnavailable,
@@ -73,11 +74,13 @@ _EXIT_CODES: dict[type[Exception], int] = {
     SettingsError: 2,
     InvalidModel: 2,
     DeviceUnavailable: 2,
+    BackendUnavailable: 2,
     DatasetUnavailable: 3,
     InvalidDataset: 3,
     TrainingDiverged: 4,
     ExportRefused: 5,
     InvalidCheckpoint: 6,
+    DeviceError: 7,
     LeNetError: 6,
     OSError: 6,
 }
@@ -89,6 +92,7 @@ def fit(settings: Fit) -> None:
     device = choose(settings.device, print)
     # What runs, not what was asked for, is what the weight file tells.
     settings = settings.resolved(device)
+    check(settings, settings.gpus)
     folder = settings.out / model.name
     folder.mkdir(parents=True, exist_ok=True)  # now, not after minutes of training
     dataset = obtain(settings.data, print)

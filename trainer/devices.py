@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from threading import Barrier
 from typing import TypeVar
 
 from lenet.cuda.handle import devices
@@ -41,13 +42,11 @@ def choose(device: Device, say: Callable[[str], None]) -> Device:
     return "cuda"
 
 
-def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
-    """Do `work` on the device of a resolved `recipe`, once for each of `gpus`; give rank 0's.
+def check(recipe: Recipe, gpus: int) -> None:
+    """Refuse what the device of a resolved `recipe` cannot do.
 
     Raises:
-        DeviceUnavailable: the device cannot do what is asked of it.
-        Exception: whatever `work` raises; of several ranks the first that failed, as the others
-            are then told to stop.
+        DeviceUnavailable: the message names the setting, its value and what is expected.
     """
     if recipe.device == "cpu":
         if recipe.precision != "fp32":
@@ -56,7 +55,7 @@ def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
             )
         if gpus != 1:
             raise DeviceUnavailable(f"--gpus is {gpus}, expected 1: no GPU is used")
-        return work(CpuOps(), 0)
+        return
     found = devices()
     if gpus > found:
         raise DeviceUnavailable(f"--gpus is {gpus}, expected at most {found}: there are no more")
@@ -65,6 +64,19 @@ def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
             f"--batch is {recipe.batch}, expected a multiple of --gpus {gpus}: each GPU has an "
             "equal part of every batch"
         )
+
+
+def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
+    """Do `work` on the device of a resolved `recipe`, once for each of `gpus`; give rank 0's.
+
+    Raises:
+        DeviceUnavailable: see `check`.
+        Exception: whatever `work` raises; of several ranks the first that failed, as the others
+            are then told to stop.
+    """
+    check(recipe, gpus)
+    if recipe.device == "cpu":
+        return work(CpuOps(), 0)
     assert recipe.precision != "auto", "bug: the recipe is not resolved"
     if gpus == 1:
         return _on_gpu(recipe.precision, work)
@@ -85,22 +97,34 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
 
     identity = new_identity()
     cache = PlanCache(default_cache())  # shared: what one rank measures, all take
+    ready = Barrier(gpus)
     joined: list[Ranks] = []
+    failures: list[BaseException] = []
 
     def rank_work(rank: int) -> Result:
-        with CudaOps(precision, rank, cache) as ops:
-            ranks = Ranks(identity, rank, gpus)
-            joined.append(ranks)
-            ops.join(ranks)
-            return work(ops, rank)
+        try:
+            with CudaOps(precision, rank, cache) as ops:
+                ready.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
+                ranks = Ranks(identity, rank, gpus)
+                joined.append(ranks)
+                ready.wait()  # whoever fails from here on, all can be told to stop
+                ops.join(ranks)
+                result = work(ops, rank)
+                ranks.close()
+                return result
+        except BaseException as exc:
+            failures.append(exc)
+            ready.abort()
+            raise
 
     with ThreadPoolExecutor(gpus, thread_name_prefix="rank") as executor:
         futures: list[Future[Result]] = [executor.submit(rank_work, rank) for rank in range(gpus)]
         try:
-            done, _ = wait(futures, return_when=FIRST_EXCEPTION)
-            for future in done:
-                future.result()
+            wait(futures, return_when=FIRST_EXCEPTION)
+            if failures:
+                raise failures[0]  # those that it causes come after it
         except BaseException:
+            ready.abort()
             for ranks in joined:
                 ranks.abort()
             raise

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from lenet.errors import BackendUnavailable, DeviceError
+from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
 from trainer import devices
 from trainer.devices import choose, on_devices
 from trainer.errors import DeviceUnavailable
@@ -161,3 +161,19 @@ def test_an_interruption_stops_every_rank(fake_gpus, monkeypatch):
         on_devices(recipe_on("cuda"), 2, work)
     assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]
     assert len(gpus.closed) == 2
+
+
+def test_a_gpu_that_cannot_be_opened_keeps_no_other_rank_waiting(fake_gpus, monkeypatch):
+    gpus = fake_gpus(3)
+    opened = gpus.CudaOps.__init__
+
+    def full(ops, precision, device=0, cache=None):
+        if device == 1:
+            raise OutOfDeviceMemory("GPU 1 is full")
+        opened(ops, precision, device, cache)
+
+    monkeypatch.setattr(gpus.CudaOps, "__init__", full)
+    with pytest.raises(OutOfDeviceMemory, match="GPU 1 is full"):
+        on_devices(recipe_on("cuda"), 3, refuse_to_work)
+    assert gpus.ranks == []  # nobody asked NCCL to wait for the one that cannot come
+    assert set(gpus.closed) == set(gpus.opened)

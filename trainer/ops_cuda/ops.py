@@ -9,6 +9,7 @@ the next step's again after `tick`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, Self
 
@@ -56,8 +57,11 @@ class CudaOps:
         cache: PlanCache | None = None,
         autotune: bool = True,
     ) -> None:
-        self._aside = Handle(device)
-        self._handle = Handle(device)
+        with ExitStack() as opened:
+            # The one made last is the thread's own.
+            self._aside = opened.enter_context(Handle(device))
+            self._handle = opened.enter_context(Handle(device))
+            self._opened = opened.pop_all()
         self.precision = precision
         self._ranks: Ranks | None = None
         self._arena = Arena()
@@ -80,8 +84,7 @@ class CudaOps:
 
     def close(self) -> None:
         """Give the handles back; closing twice is allowed."""
-        self._handle.close()
-        self._aside.close()
+        self._opened.close()
 
     def __enter__(self) -> Self:
         return self

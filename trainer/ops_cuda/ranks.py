@@ -13,6 +13,7 @@ from typing import Any
 import cupy
 
 from lenet.cuda.handle import translated
+from lenet.errors import BackendUnavailable
 from lenet.nvtx import span
 
 
@@ -26,10 +27,8 @@ class Ranks:
     """
 
     def __init__(self, identity: bytes, rank: int, size: int) -> None:
-        from cupy.cuda import nccl
-
         self.rank, self.size = rank, size
-        self._nccl = nccl
+        self._nccl = nccl = _nccl()
         with translated(f"joining {size} GPUs"):
             self._communicator = nccl.NcclCommunicator(size, identity, rank)
             self._stream = cupy.cuda.Stream(non_blocking=True)
@@ -78,8 +77,21 @@ class Ranks:
 
 
 def new_identity() -> bytes:
-    """What one rank makes and all are given."""
-    from cupy.cuda import nccl
+    """What one rank makes and all are given.
 
-    identity: bytes = nccl.get_unique_id()
+    Raises:
+        BackendUnavailable: NCCL is not installed.
+    """
+    identity: bytes = _nccl().get_unique_id()
     return identity
+
+
+def _nccl() -> Any:
+    try:
+        from cupy.cuda import nccl
+    except (ImportError, AttributeError) as exc:
+        raise BackendUnavailable(
+            f"NCCL cannot be loaded ({exc}), and several GPUs need it: pip install nvidia-nccl-cu12 "
+            "(or -cu13), or put the folder of libnccl.so.2 into LD_LIBRARY_PATH"
+        ) from exc
+    return nccl
