@@ -87,10 +87,10 @@ OTHERS = {
 }
 
 
-def compile_source(source, macros, to):
+def compile_source(source, macros, to, architectures=ARCHITECTURES):
     """What nvcc and ptxas say of one specialisation; fails if it does not compile."""
     options = ["-std=c++17", "-fatbin", "--threads=2", "--Werror=all-warnings", "-Xptxas=-v"]
-    options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in ARCHITECTURES]
+    options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     options += [f"-I{SERVING}", f"-I{TRAINING}"]
     options += [f"-D{name}={value}" for name, value in macros.items()]
     result = subprocess.run(
@@ -119,7 +119,8 @@ def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(case, scal
 @pytest.mark.parametrize("case", OTHERS)
 def test_a_kernel_compiles_for_other_networks(case, tmp_path):
     source, macros = OTHERS[case]
-    compile_source(source, {**macros, "SCALAR": "__half"}, tmp_path)
+    # What differs from lenet's kernels differs in no way between GPUs: the oldest will do.
+    compile_source(source, {**macros, "SCALAR": "__half"}, tmp_path, ARCHITECTURES[:1])
 
 
 def test_every_cuda_source_is_compiled_here():

@@ -12,8 +12,8 @@ import shlex
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -144,8 +144,16 @@ class Fit(Recipe):
     gpus: int = Field(1, ge=1, le=64)
     """How many GPUs share each batch."""
 
-    profile: bool = False
+    profile: CliImplicitFlag[bool] = False
     """Take every step anew instead of recording one, so that a profiler sees the layers' names."""
+
+    @field_validator("profile")
+    @classmethod
+    def _one_gpu_is_profiled(cls, profile: bool, others: ValidationInfo) -> bool:
+        # Not captured, a step loads kernels while another GPU waits for its sum.
+        if profile and others.data.get("gpus", 1) > 1:
+            raise ValueError(f"it looks at one GPU, and --gpus is {others.data['gpus']}")
+        return profile
 
     def command(self) -> str:
         """The recipe's, and what else the result depends on where it is set."""

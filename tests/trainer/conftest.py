@@ -153,7 +153,7 @@ class FakeGpus:
         class Ranks:
             def __init__(self, identity, rank, size):
                 self.identity, self.rank, self.size = identity, rank, size
-                self.aborted = threading.Event()
+                self.aborted, self.closed = threading.Event(), threading.Event()
                 with gpus._lock:
                     gpus.ranks.append(self)
                     meeting = gpus._meetings.setdefault(identity, threading.Barrier(size))
@@ -161,6 +161,9 @@ class FakeGpus:
 
             def abort(self):
                 self.aborted.set()
+
+            def close(self):
+                self.closed.set()
 
         self._lock, self._meetings = threading.Lock(), {}
         self.CudaOps, self.Ranks = CudaOps, Ranks

@@ -117,6 +117,7 @@ def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(f
         assert (ops.device, ops.ranks.rank, ops.ranks.size) == (rank, rank, 3)
         assert ops.precision == "mixed"
         assert not ops.ranks.aborted.is_set()
+        assert ops.ranks.closed.is_set()
     assert len({ops.thread for ops in given.values()} | {threading.get_ident()}) == 4
     assert len({id(ops.ranks.identity) for ops in given.values()}) == 1
     assert len({id(ops.cache) for ops in given.values()}) == 1

@@ -126,7 +126,7 @@ def test_fit_drops_units_when_it_is_told_to(arguments, tmp_path):
     assert (first.tensors["dense1.weight"] != second.tensors["dense1.weight"]).any()
 
 
-@pytest.mark.parametrize(("profile", "recorded"), [("true", 0), ("false", 1)])
+@pytest.mark.parametrize(("profile", "recorded"), [("--profile", 0), ("--no-profile", 1)])
 def test_a_profiled_fit_records_no_step(arguments, monkeypatch, profile, recorded):
     steps = []
 
@@ -135,7 +135,7 @@ def test_a_profiled_fit_records_no_step(arguments, monkeypatch, profile, recorde
         return step
 
     monkeypatch.setattr(CpuOps, "record", record)
-    assert main(["fit", *arguments, "--profile", profile]) == 0
+    assert main(["fit", *arguments, profile]) == 0
     assert len(steps) == recorded
 
 

@@ -64,7 +64,8 @@ def test_a_batch_of_one_image_is_refused_and_one_of_two_is_not(monkeypatch):
 
 
 def test_the_command_of_a_fit_tells_its_target_and_its_gpus_where_they_are_set():
-    fit = Fit(target=99.3, gpus=4, profile=True)
+    assert Fit(profile=True).command() == Recipe().command()
+    fit = Fit(target=99.3, gpus=4)
     assert fit.command() == f"{Recipe().command()} --target 99.3 --gpus 4"
     assert CliApp.run(Fit, cli_args=shlex.split(fit.command())[4:]) == Fit(target=99.3, gpus=4)
 
@@ -123,3 +124,10 @@ def test_every_setting_explains_itself():
 
 def test_the_default_model_has_a_name_that_exists():
     assert Fit().model in ARCHITECTURES
+
+
+def test_a_profile_of_several_gpus_is_refused():
+    with pytest.raises(ValidationError, match="it looks at one GPU, and --gpus is 2"):
+        Fit(gpus=2, profile=True)
+    assert Fit(gpus=2).gpus == 2
+    assert CliApp.run(Fit, cli_args=["--profile"]).profile

@@ -87,11 +87,14 @@ def new_identity() -> bytes:
 
 
 def _nccl() -> Any:
+    """CuPy's door to NCCL, which is there and locked where the library is missing."""
     try:
         from cupy.cuda import nccl
-    except (ImportError, AttributeError) as exc:
+    except (ImportError, AttributeError):
+        nccl = None
+    if nccl is None or not nccl.available:
         raise BackendUnavailable(
-            f"NCCL cannot be loaded ({exc}), and several GPUs need it: pip install nvidia-nccl-cu12 "
-            "(or -cu13), or put the folder of libnccl.so.2 into LD_LIBRARY_PATH"
-        ) from exc
+            "libnccl.so.2 cannot be loaded, and several GPUs need it: pip install nvidia-nccl-cu12 "
+            "(or -cu13), or put its folder into LD_LIBRARY_PATH"
+        )
     return nccl
