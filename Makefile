@@ -6,7 +6,7 @@ CEILING := 300
 PROTO := service/rpc/open_inference
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test test check format proto docker-up docker-down clean
+.PHONY: help serve train load-test test gpu-check check format proto docker-up docker-down clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -22,6 +22,11 @@ load-test: .venv/dev.stamp ## drive a running service (ARGS="--mode open --rate 
 
 test: .venv/dev.stamp ## run the tests and measure their coverage (ARGS="-k batcher --no-cov")
 	$(BIN)/python -m pytest --cov --cov-report=term $(ARGS)
+
+gpu-check: .venv/dev.stamp ## on a GPU: its tests, and compute-sanitizer on our kernels
+	$(BIN)/python -m pytest tests/gpu $(ARGS)
+	for tool in memcheck racecheck initcheck; do \
+	  compute-sanitizer --tool $$tool --error-exitcode 1 $(BIN)/python -m tests.gpu.sanitize || exit 1; done
 
 check: .venv/dev.stamp ## format, lint, types, import contracts, ceilings, spelling, generated code
 	$(BIN)/ruff format --check .
