@@ -1,4 +1,4 @@
-"""`python -m trainer fit` on the GPU, on the real digits, from the command line to the weight file."""
+"""`python -m trainer fit` on the GPU and real digits, from the command line to the weight file."""
 
 from __future__ import annotations
 
