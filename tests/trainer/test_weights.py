@@ -16,6 +16,15 @@ CARD = (WEIGHTS / "README.md").read_text()
 # What the card names: whoever trains in this folder has files of their own beside them.
 FILES = [WEIGHTS / name for name in re.findall(r"`([\w-]+/\d+\.safetensors)`", CARD)]
 
+LEAST = {
+    "lenet": 0.995,
+    "lenet-classic": 0.99,
+    "lenet-6-16": 0.99,
+    "cnn-32-64": 0.992,
+    "mlp": 0.983,
+}
+"""The accuracy below which a file of an architecture is not worth shipping."""
+
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(WEIGHTS)))
 def test_a_weight_file_is_as_accurate_as_it_and_its_card_say(path, mnist_folder):
@@ -25,7 +34,7 @@ def test_a_weight_file_is_as_accurate_as_it_and_its_card_say(path, mnist_folder)
     answers = [plan.logits(dataset.test.images[at : at + 500]).argmax(axis=1) for at in starts]
     right = int(np.count_nonzero(np.concatenate(answers) == dataset.test.labels))
     assert weights.training.accuracy == right / len(dataset.test)
-    assert weights.training.accuracy >= 0.992
+    assert weights.training.accuracy >= LEAST[path.parent.name]
     assert weights.training.dataset_sha256 == dataset.sha256
     for fact in (
         hashlib.sha256(path.read_bytes()).hexdigest(),
