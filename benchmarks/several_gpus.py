@@ -82,6 +82,8 @@ def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcom
         outcomes[rank] = Outcome(losses, statistics.median(times), after)
         together.wait()
         with _traced(trace if rank == 0 else None):
+            # A profiler that starts may wait for all GPUs: none may wait for this rank meanwhile.
+            together.wait()
             for _ in range(5):
                 repeat()
             ops.losses(progress, 0, 1)
