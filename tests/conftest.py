@@ -70,39 +70,47 @@ def tiny() -> Model:
     return Model("tiny", (DenseBlock(10, activation=IDENTITY),))
 
 
-def _activations() -> st.SearchStrategy[Activation]:
-    kinds = st.sampled_from(["identity", "relu", "clipped_relu", "elu", "sigmoid", "tanh"])
-    return st.builds(Activation, kinds, st.sampled_from([0.25, 1.0, 6.0]))
+def _pair(least: int, most: int) -> st.SearchStrategy[tuple[int, int]]:
+    return st.tuples(st.integers(least, most), st.integers(least, most))
+
+
+@st.composite
+def _pools(draw: st.DrawFn) -> Pool:
+    kind = draw(st.sampled_from(["max", "average", "global_average"]))
+    size = draw(_pair(1, 3))
+    padding = tuple(draw(st.integers(0, side // 2)) for side in size)
+    return Pool(kind, size, draw(_pair(1, 3)), padding)
+
+
+# Made once: Hypothesis looks at a strategy before it first draws from it, longer than it draws.
+_ACTIVATIONS = st.builds(
+    Activation,
+    st.sampled_from(["identity", "relu", "clipped_relu", "elu", "sigmoid", "tanh"]),
+    st.sampled_from([0.25, 1.0, 6.0]),
+)
+_CONVOLUTIONS = st.lists(
+    st.builds(
+        ConvBlock,
+        channels=st.integers(1, 4),
+        kernel=_pair(1, 4),
+        stride=_pair(1, 2),
+        padding=_pair(0, 2),
+        dilation=_pair(1, 2),
+        batch_norm=st.booleans(),
+        activation=_ACTIVATIONS,
+        pool=st.none() | _pools(),
+    ),
+    max_size=2,
+)
+_DENSE = st.lists(st.builds(DenseBlock, st.integers(1, 8), st.booleans(), _ACTIVATIONS), max_size=1)
 
 
 @st.composite
 def _networks(draw: st.DrawFn) -> Model:
-    def pair(least: int, most: int) -> st.SearchStrategy[tuple[int, int]]:
-        return st.tuples(st.integers(least, most), st.integers(least, most))
-
-    @st.composite
-    def pools(draw: st.DrawFn) -> Pool:
-        kind = draw(st.sampled_from(["max", "average", "global_average"]))
-        size = draw(pair(1, 3))
-        padding = tuple(draw(st.integers(0, side // 2)) for side in size)
-        return Pool(kind, size, draw(pair(1, 3)), padding)
-
-    convolution = st.builds(
-        ConvBlock,
-        channels=st.integers(1, 4),
-        kernel=pair(1, 4),
-        stride=pair(1, 2),
-        padding=pair(0, 2),
-        dilation=pair(1, 2),
-        batch_norm=st.booleans(),
-        activation=_activations(),
-        pool=st.none() | pools(),
-    )
-    dense = st.builds(DenseBlock, st.integers(1, 8), st.booleans(), _activations())
     while True:
         blocks = [
-            *draw(st.lists(convolution, max_size=2)),
-            *draw(st.lists(dense, max_size=1)),
+            *draw(_CONVOLUTIONS),
+            *draw(_DENSE),
             DenseBlock(draw(st.integers(2, 12)), activation=IDENTITY),
         ]
         try:

@@ -241,18 +241,20 @@ def test_a_description_is_refused_when_it_describes_no_network(description):
         Model.from_json(text)
 
 
+ANYTHING = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=4,
+)
+
+
 @given(data=st.data())
 def test_a_description_is_read_or_refused_when_any_value_in_it_is_replaced(networks, data):
     description = json.loads(data.draw(networks).to_json())
     description["blocks"][0].setdefault("pool", None)
     spot = data.draw(st.sampled_from(["name", "input", "blocks", *description["blocks"][0]]))
-    anything = st.recursive(
-        st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
-        max_leaves=4,
-    )
     owner = description if spot in description else description["blocks"][0]
-    owner[spot] = data.draw(anything)
+    owner[spot] = data.draw(ANYTHING)
     try:
         model = Model.from_json(json.dumps(description))
     except InvalidModel:
