@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import os
 import selectors
-from collections.abc import Callable, Coroutine
+import shlex
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Coroutine, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -187,3 +192,60 @@ def mnist(mnist_folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The 10,000 real test images, uint8 (10000, 28, 28), and their labels, uint8 (10000,)."""
     test = load(mnist_folder).test
     return test.images, test.labels
+
+
+class _Nvcc:
+    """Compilations, one after another beside the tests, in one process of low priority.
+
+    One process and no thread: a test that patches a clock or a module meets nobody.
+    """
+
+    def __init__(self, compilations: list[tuple[str, ...]], folder: Path) -> None:
+        self._said = {key: folder / f"{number}.txt" for number, key in enumerate(compilations)}
+        self._codes: list[int] = []
+        lines = [
+            f"nvcc {shlex.join(key)} -o /dev/null 2> {shlex.quote(str(said))}; echo $?\n"
+            for key, said in self._said.items()
+        ]
+        (folder / "compile.sh").write_text("".join(lines))
+        self._process = subprocess.Popen(
+            ["nice", "sh", folder / "compile.sh"], stdout=subprocess.PIPE, start_new_session=True
+        )
+
+    def __call__(self, arguments: tuple[str, ...]) -> str:
+        """What nvcc and ptxas say of `arguments`, once they do; fails if it does not compile."""
+        number = list(self._said).index(arguments)
+        while len(self._codes) <= number:
+            self._codes.append(int(self._process.stdout.readline()))
+        said = self._said[arguments].read_text()
+        assert self._codes[number] == 0, said
+        return said
+
+    def close(self) -> None:
+        with self._process:
+            if self._process.poll() is None:  # the session ends before its last test
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(self._process.pid, signal.SIGKILL)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _nvcc(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[_Nvcc | None]:
+    # From the first test on, since the second core has little else to do: 28
+    # compilations take 22 s where tests wait for them (two cores of an EPYC, 2026-11-20).
+    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
+    wanted = [call.params["nvcc_arguments"] for call in calls if "nvcc_arguments" in call.params]
+    if not wanted or shutil.which("nvcc") is None:
+        yield None
+        return
+    with contextlib.closing(_Nvcc(wanted, tmp_path_factory.mktemp("nvcc"))) as nvcc:
+        yield nvcc
+
+
+@pytest.fixture
+def nvcc_says(_nvcc: _Nvcc | None) -> _Nvcc:
+    """`nvcc_says(nvcc_arguments)`: its standard error; the parameter of that name starts it."""
+    if _nvcc is None:
+        pytest.skip("nvcc is not on PATH")
+    return _nvcc

@@ -1,14 +1,12 @@
 """The CUDA sources compile for every supported GPU, without spilling: no GPU is needed to see it.
 
 One compilation a specialisation makes the code of all three architectures. It refuses to say that
-a kernel is right: that takes a GPU.
+a kernel is right: that takes a GPU. nvcc is started when the session is, by `nvcc_says`.
 """
 
 from __future__ import annotations
 
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,8 +15,6 @@ ROOT = Path(__file__).parents[1]
 SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
 ARCHITECTURES = ("75", "80", "90")  # Turing: the oldest of CUDA 13; Ampere; Hopper
 SCALARS = ("float", "__half")
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 
 def pair(name, values):
@@ -87,40 +83,43 @@ OTHERS = {
 }
 
 
-def compile_source(source, macros, to, architectures=ARCHITECTURES):
-    """What nvcc and ptxas say of one specialisation; fails if it does not compile."""
+def nvcc(source, macros, scalar, architectures=ARCHITECTURES):
+    """The arguments of nvcc for one specialisation."""
     options = ["-std=c++17", "-fatbin", "--threads=2", "--Werror=all-warnings", "-Xptxas=-v"]
     options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
     options += [f"-I{SERVING}", f"-I{TRAINING}"]
-    options += [f"-D{name}={value}" for name, value in macros.items()]
-    result = subprocess.run(
-        ["nvcc", *options, source, "-o", to / "kernels.fatbin"],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr
-    return result.stderr
+    options += [f"-D{name}={value}" for name, value in {**macros, "SCALAR": scalar}.items()]
+    return (*options, str(source))
 
 
-@needs_nvcc
-@pytest.mark.parametrize("scalar", SCALARS)
-@pytest.mark.parametrize("case", LENET)
-def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(case, scalar, tmp_path):
-    source, macros = LENET[case]
-    said = compile_source(source, {**macros, "SCALAR": scalar}, tmp_path)
+@pytest.mark.parametrize(
+    ("source", "nvcc_arguments"),
+    [
+        pytest.param(source, nvcc(source, macros, scalar), id=f"{case}-{scalar}")
+        for scalar in SCALARS
+        for case, (source, macros) in LENET.items()
+    ],
+)
+def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(
+    source, nvcc_arguments, nvcc_says
+):
+    said = nvcc_says(nvcc_arguments)
     kernels = len(re.findall(r"Compiling entry function", said))
     assert kernels == len(ARCHITECTURES) * source.read_text().count("__global__")
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)
     assert stacks == [("0", "0")] * kernels, said
 
 
-@needs_nvcc
-@pytest.mark.parametrize("case", OTHERS)
-def test_a_kernel_compiles_for_other_networks(case, tmp_path):
-    source, macros = OTHERS[case]
-    # What differs from lenet's kernels differs in no way between GPUs: the oldest will do.
-    compile_source(source, {**macros, "SCALAR": "__half"}, tmp_path, ARCHITECTURES[:1])
+@pytest.mark.parametrize(
+    "nvcc_arguments",
+    [
+        # What differs from lenet's kernels differs in no way between GPUs: the oldest will do.
+        pytest.param(nvcc(source, macros, "__half", ARCHITECTURES[:1]), id=case)
+        for case, (source, macros) in OTHERS.items()
+    ],
+)
+def test_a_kernel_compiles_for_other_networks(nvcc_arguments, nvcc_says):
+    nvcc_says(nvcc_arguments)
 
 
 def test_every_cuda_source_is_compiled_here():
