@@ -97,7 +97,9 @@ def train(
     epochs = list(snapshot.epochs)
     progress = ops.start(run, len(epochs) * run.steps_per_epoch)
     step = partial(take_step, network, optimizer, progress)
-    repeat = ops.record(step) if record else step
+    # Recording takes a step, and after the last one there is none to take.
+    left = len(epochs) < recipe.epochs
+    repeat = ops.record(step) if record and left else step
     accuracy(network, validation)  # whatever its first time costs is no training
     images = run.steps_per_epoch * run.batch
     with tqdm(

@@ -224,8 +224,11 @@ class Recording(CpuOps):
     def __init__(self, readback_steps=1):
         super().__init__()
         self.readback_steps, self.repeated, self.looks = readback_steps, 0, []
+        self.recorded = 0
 
     def record(self, step):
+        self.recorded += 1
+
         def repeat():
             self.repeated += 1
             step()
@@ -242,8 +245,17 @@ def test_a_step_is_recorded_once_and_repeated_unless_it_is_profiled(tiny, tmp_pa
     recorded, profiled = Recording(), Recording()
     first, _, _ = run(tiny, tmp_path / "a", network=new_network(ops=recorded))
     second, _, _ = run(tiny, tmp_path / "b", network=new_network(ops=profiled), record=False)
-    assert (recorded.repeated, profiled.repeated) == (3 * STEPS, 0)
+    assert (recorded.recorded, recorded.repeated) == (1, 3 * STEPS)
+    assert (profiled.recorded, profiled.repeated) == (0, 0)
     assert_same(first, second)
+
+
+def test_a_finished_run_records_no_step_as_there_is_no_rate_for_one(tiny, tmp_path):
+    run(tiny, tmp_path)
+    again = Recording()
+    _, epochs, _ = run(tiny, tmp_path, network=new_network(ops=again))
+    assert len(epochs) == RECIPE.epochs
+    assert (again.recorded, again.repeated) == (0, 0)
 
 
 def test_losses_are_looked_at_now_and_then_and_at_the_end_of_each_epoch(tiny, tmp_path):
