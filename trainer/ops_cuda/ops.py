@@ -192,6 +192,9 @@ class CudaOps:
         if self._ranks is not None:
             own = [g for name, g in gradients.items() if not name.endswith((".gamma", ".beta"))]
             if own:
+                # A capture takes no wait for a stream that it has not met: the last block may have
+                # the gradient of a bias before any weight's was queued there.
+                self._aside.join(self._handle)
                 self._ranks.start_sum(own, self._handle.stream, self._aside.stream)
 
     def descend(
