@@ -110,8 +110,8 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
                 ready.wait()  # whoever fails from here on, all can be told to stop
                 ops.join(ranks)
                 result = work(ops, rank)
-                ranks.close()
-                return result
+            ranks.close()  # NCCL cannot be left before the graphs with its sums are gone
+            return result
         except BaseException as exc:
             failures.append(exc)
             ready.abort()
@@ -125,6 +125,8 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
                 raise failures[0]  # those that it causes come after it
         except BaseException:
             ready.abort()
+            for ranks in joined:
+                ranks.stop()  # all of them first: what an aborted rank computes is no result
             for ranks in joined:
                 ranks.abort()
             raise

@@ -26,20 +26,25 @@ from trainer.settings import Fit
 from trainer.step import take_step
 
 
-def trained(gpus, precision="fp32", batch=64, steps=20):
-    """(losses, tensors) of every rank."""
+def recorded(ops, batch, steps):
+    """(network, progress, the captured step)."""
     random = np.random.default_rng(4)
     images = random.integers(0, 256, (500, 28, 28), np.uint8)
     digits = Digits(images, random.integers(0, 10, 500).astype(np.uint8))
     run = Run(digits, batch, Limits(10, 0.1, 5, 2, 1), 3, np.full(steps, 1e-3, np.float32))
     model = named("lenet")
+    network = Network(model, initial_tensors(model, np.random.default_rng(1)), ops, 0.3)
+    optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
+    progress = ops.start(run)
+    return network, progress, ops.record(lambda: take_step(network, optimizer, progress))
+
+
+def trained(gpus, precision="fp32", batch=64, steps=20):
+    """(losses, tensors) of every rank."""
     outcomes = {}
 
     def work(ops, rank):
-        network = Network(model, initial_tensors(model, np.random.default_rng(1)), ops, 0.3)
-        optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
-        progress = ops.start(run)
-        repeat = ops.record(lambda: take_step(network, optimizer, progress))
+        network, progress, repeat = recorded(ops, batch, steps)
         for _ in range(steps):
             repeat()
         outcomes[rank] = ops.losses(progress, 0, steps)[0], network.tensors
@@ -74,6 +79,19 @@ def test_a_rank_that_fails_ends_the_others():
         return network.tensors
 
     with pytest.raises(RuntimeError, match="planted"):
+        on_devices(Fit(precision="fp32", batch=64).resolved("cuda"), 2, work)
+
+
+def test_a_rank_that_fails_ends_the_others_though_graphs_hold_their_sums():
+    def work(ops, rank):
+        _, progress, repeat = recorded(ops, 64, 20)
+        repeat()
+        if rank == 1:
+            raise ValueError("planted")
+        repeat()  # waits for rank 1 until it is aborted
+        return ops.losses(progress, 0, 2)
+
+    with pytest.raises(ValueError, match="planted"):
         on_devices(Fit(precision="fp32", batch=64).resolved("cuda"), 2, work)
 
 

@@ -124,7 +124,8 @@ WAIT_S = 30.0
 class FakeGpus:
     """Stands in for `trainer.ops_cuda`: each GPU is the CPU, and how it is used is noted.
 
-    As with NCCL, a rank is made only when all of them are.
+    As with NCCL, a rank is made only when all of them are, and one can be left or aborted only when
+    its GPU is closed, and with it the graphs that hold its sums.
     """
 
     def __init__(self):
@@ -139,6 +140,7 @@ class FakeGpus:
                 super().__init__()
                 self.precision, self.device, self.cache = precision, device, cache
                 self.thread, self.ranks = threading.get_ident(), None
+                self.left = threading.Event()
                 gpus.opened.append(self)
 
             def join(self, ranks):
@@ -149,21 +151,32 @@ class FakeGpus:
 
             def __exit__(self, *_):
                 gpus.closed.append(self)
+                self.left.set()
 
         class Ranks:
             def __init__(self, identity, rank, size):
                 self.identity, self.rank, self.size = identity, rank, size
+                self.stopped = threading.Event()
                 self.aborted, self.closed = threading.Event(), threading.Event()
                 with gpus._lock:
                     gpus.ranks.append(self)
                     meeting = gpus._meetings.setdefault(identity, threading.Barrier(size))
                 meeting.wait(WAIT_S)
 
+            def stop(self):
+                self.stopped.set()
+
             def abort(self):
+                assert all(ranks.stopped.is_set() for ranks in gpus.ranks), "a rank may go on"
                 self.aborted.set()
+                assert self._ops().left.wait(WAIT_S), "aborting waits for ever"
 
             def close(self):
+                assert self._ops().left.is_set(), "leaving waits for ever"
                 self.closed.set()
+
+            def _ops(self):
+                return [ops for ops in gpus.opened if ops.device == self.rank][-1]
 
         self._lock, self._meetings = threading.Lock(), {}
         self.CudaOps, self.Ranks = CudaOps, Ranks

@@ -76,6 +76,7 @@ class CudaOps:
         self._descent = Descent(kernels)
         self._parameters: list[Parameter] = []
         self._progress: Progress | None = None
+        self._recorded: list[tuple[Any, Callable[[], None]]] = []
         self._classes = 0
 
     def join(self, ranks: Ranks) -> None:
@@ -83,7 +84,12 @@ class CudaOps:
         self._ranks = self._tails.ranks = ranks
 
     def close(self) -> None:
-        """Give the handles back; closing twice is allowed."""
+        """Drop what was recorded, give the handles back; closing twice is allowed.
+
+        NCCL can neither be left nor aborted while a graph with its sums is alive, and whoever holds
+        the step that `record` gave, as the traceback of an error does, would keep it so.
+        """
+        self._recorded.clear()
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -239,7 +245,15 @@ class CudaOps:
             step()
             graph = stream.end_capture()
             graph.upload(stream)
-        return partial(graph.launch, stream)
+        # With the step, whose arrays the graph has only the addresses of.
+        recorded, place = self._recorded, len(self._recorded)
+        recorded.append((graph, step))
+
+        def repeat() -> None:
+            assert recorded, "bug: the operations are closed"
+            recorded[place][0].launch(stream)
+
+        return repeat
 
     def losses(
         self, progress: Progress, start: int, stop: int

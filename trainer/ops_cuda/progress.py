@@ -78,8 +78,15 @@ class Progress:
     def read(
         self, start: int, stop: int, ranks: Ranks | None
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """(losses, hits) of steps start to stop - 1, over all ranks; waits for the device."""
+        """(losses, hits) of steps start to stop - 1, over all ranks; waits for the device.
+
+        Raises:
+            DeviceError: the ranks were told to stop, so the numbers mean nothing.
+        """
         losses, hits = self.losses[start:stop], self.hits[start:stop]
         if ranks is not None:
-            losses, hits = ranks.sum(losses), ranks.sum(hits.astype(cupy.float32))
-        return cupy.asnumpy(losses), cupy.asnumpy(hits).astype(np.int32)
+            losses, hits = ranks.sum(losses), ranks.sum(hits)
+        found = cupy.asnumpy(losses), cupy.asnumpy(hits)
+        if ranks is not None:
+            ranks.check()
+        return found

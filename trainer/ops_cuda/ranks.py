@@ -8,12 +8,13 @@ to span hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import Event
 from typing import Any
 
 import cupy
 
 from lenet.cuda.handle import translated
-from lenet.errors import BackendUnavailable
+from lenet.errors import BackendUnavailable, DeviceError
 from lenet.nvtx import span
 
 
@@ -33,24 +34,37 @@ class Ranks:
             self._communicator = nccl.NcclCommunicator(size, identity, rank)
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pending = False
+        self._stopped = Event()
         # NCCL connects the GPUs at the first sum, which must not be one in a capture.
         self.sum(cupy.zeros(1, cupy.float32))
         cupy.cuda.get_current_stream().synchronize()
 
     def start_sum(self, arrays: Sequence[Any], *after: Any) -> None:
-        """Add the float arrays up over all ranks, in place, behind what those streams hold."""
+        """Add the arrays up over all ranks, in place, behind what those streams hold.
+
+        arrays: float32, float16 or int32, contiguous.
+
+        Raises:
+            DeviceError: NCCL refused, or the ranks were told to stop.
+        """
+        self.check()
         for stream in after:
             self._stream.wait_event(stream.record())
-        types = {"float32": self._nccl.NCCL_FLOAT32, "float16": self._nccl.NCCL_FLOAT16}
+        nccl = self._nccl
+        types = {
+            "float32": nccl.NCCL_FLOAT32,
+            "float16": nccl.NCCL_FLOAT16,
+            "int32": nccl.NCCL_INT32,
+        }
         with span("all-reduce"), translated("summing over the GPUs"):
-            self._nccl.groupStart()
+            nccl.groupStart()
             for array in arrays:
                 address = array.data.ptr
                 kind = types[array.dtype.name]
                 self._communicator.allReduce(
-                    address, address, array.size, kind, self._nccl.NCCL_SUM, self._stream.ptr
+                    address, address, array.size, kind, nccl.NCCL_SUM, self._stream.ptr
                 )
-            self._nccl.groupEnd()
+            nccl.groupEnd()
         self._pending = True
 
     def finish(self, before: Any) -> None:
@@ -60,20 +74,40 @@ class Ranks:
             self._pending = False
 
     def sum(self, array: Any) -> Any:
-        """The float array added up over all ranks, as another one."""
+        """The array added up over all ranks, as another one."""
         total = array.copy()
         stream = cupy.cuda.get_current_stream()
         self.start_sum([total], stream)
         self.finish(stream)
         return total
 
+    def check(self) -> None:
+        """Refuse what was summed since the ranks were told to stop: an aborted sum is any number.
+
+        Raises:
+            DeviceError: they were.
+        """
+        if self._stopped.is_set():
+            raise DeviceError(f"rank {self.rank} of {self.size} was told to stop")
+
+    def stop(self) -> None:
+        """Let this rank end in an error; any thread may. Every rank must be told before one aborts.
+
+        Aborted, NCCL waits for nobody any more and says nothing, so that a rank would go on alone.
+        """
+        self._stopped.set()
+
     def abort(self) -> None:
-        """Let the other ranks go on to their error instead of waiting for this one."""
+        """Let this rank go on to its error instead of waiting for the others; any thread may.
+
+        Returns once the graphs with its sums are gone.
+        """
         self._communicator.abort()
 
     def close(self) -> None:
-        """Leave; every rank must."""
-        self._communicator.destroy()
+        """Leave; every rank must, and nothing that was captured may be left."""
+        if not self._stopped.is_set():
+            self._communicator.destroy()
 
 
 def new_identity() -> bytes:
