@@ -10,7 +10,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from threading import Barrier
 from typing import TypeVar
 
-from lenet.cuda.handle import devices
+from lenet.cuda.handle import devices, translated
 from lenet.cuda.plan_cache import PlanCache, default_cache
 from lenet.errors import BackendUnavailable
 from trainer.errors import DeviceUnavailable
@@ -71,8 +71,9 @@ def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
 
     Raises:
         DeviceUnavailable: see `check`.
-        Exception: whatever `work` raises; of several ranks the first that failed, as the others
-            are then told to stop.
+        DeviceError: a GPU failed, or has too little memory.
+        Exception: whatever else `work` raises; of several ranks the first that failed, as the
+            others are then told to stop.
     """
     check(recipe, gpus)
     if recipe.device == "cpu":
@@ -86,7 +87,8 @@ def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
 def _on_gpu(precision: Precision, work: Work[Result]) -> Result:
     from trainer.ops_cuda.ops import CudaOps
 
-    with CudaOps(precision, cache=PlanCache(default_cache())) as ops:
+    cache = PlanCache(default_cache())
+    with translated("training on GPU 0"), CudaOps(precision, cache=cache) as ops:
         return work(ops, 0)
 
 
@@ -103,7 +105,7 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
 
     def rank_work(rank: int) -> Result:
         try:
-            with CudaOps(precision, rank, cache) as ops:
+            with translated(f"training on GPU {rank}"), CudaOps(precision, rank, cache) as ops:
                 ready.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
                 ranks = Ranks(identity, rank, gpus)
                 joined.append(ranks)

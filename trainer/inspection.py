@@ -13,7 +13,7 @@ from functools import partial
 
 import numpy as np
 
-from lenet.cuda.handle import devices
+from lenet.cuda.handle import devices, translated
 from lenet.cuda.plan_cache import PlanCache
 from lenet.errors import BackendUnavailable
 from lenet.model import Model, Shape
@@ -68,7 +68,7 @@ def measure(
 
     run = _run(batch)
     times = time_calls(model, precision, run, cache)
-    with CudaOps(precision, cache=cache) as ops:
+    with translated("timing a step"), CudaOps(precision, cache=cache) as ops:
         network = Network(model, initial_tensors(model, np.random.default_rng(0)), ops)
         optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4)
         step = partial(take_step, network, optimizer, ops.start(run))

@@ -2,12 +2,13 @@ import gzip
 import struct
 import sys
 import threading
+from contextlib import contextmanager
 from types import ModuleType
 
 import numpy as np
 import pytest
 
-from lenet.errors import BackendUnavailable
+from lenet.errors import BackendUnavailable, OutOfDeviceMemory
 from trainer.augment import Limits
 from trainer.mnist import FILES, Dataset, Digits
 from trainer.ops import Run
@@ -197,6 +198,15 @@ def no_gpu(monkeypatch):
     return reason
 
 
+@contextmanager
+def translated(what):
+    """In the place of `lenet.cuda.handle.translated`, which needs CuPy to know its errors."""
+    try:
+        yield
+    except MemoryError as exc:  # of which CuPy's is one
+        raise OutOfDeviceMemory(f"{what}: {exc}") from exc
+
+
 @pytest.fixture
 def fake_gpus(monkeypatch, tmp_path):
     """`fake_gpus(count)`: from now on there are so many, and they are `FakeGpus`."""
@@ -209,6 +219,7 @@ def fake_gpus(monkeypatch, tmp_path):
                 setattr(fake, name, getattr(gpus, name))
             monkeypatch.setitem(sys.modules, fake.__name__, fake)
         monkeypatch.setattr("trainer.devices.devices", lambda: count)
+        monkeypatch.setattr("trainer.devices.translated", translated)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         return gpus
 

@@ -102,6 +102,20 @@ def test_one_gpu_is_closed_when_the_work_on_it_fails(fake_gpus):
     assert gpus.closed == gpus.opened != []
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_a_gpu_library_raises_in_the_work_is_told_as_an_error_of_that_gpu(fake_gpus, rank):
+    gpus = fake_gpus(2)
+
+    def work(ops, own):
+        if own == rank:
+            raise MemoryError("no room for another slab")
+        assert ops.ranks.aborted.wait(WAIT_S), "nobody was told to stop"
+
+    with pytest.raises(OutOfDeviceMemory, match=f"^training on GPU {rank}: no room for another"):
+        on_devices(recipe_on("cuda"), 1 + rank, work)
+    assert set(gpus.closed) == set(gpus.opened)
+
+
 def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(fake_gpus):
     gpus, given = fake_gpus(4), {}
     all_at_once = threading.Barrier(3)
