@@ -259,5 +259,10 @@ class Handle:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            self.close()
+        except DeviceError:
+            # After a fault nothing can be given back, and the fault is what has to be told.
+            if kind is None:
+                raise

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from types import TracebackType
 from typing import Any, Self
 
 import cupy
@@ -95,8 +96,14 @@ class CudaOps:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        problem: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._recorded.clear()
+        self._opened.__exit__(kind, problem, trace)
 
     def place(self, model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
         """Packed, as float32 masters."""

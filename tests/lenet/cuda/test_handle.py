@@ -268,6 +268,15 @@ def test_the_rest_is_given_back_when_closing_one_part_fails(gpu):
     assert gpu.events == ["cuDNN's handle is destroyed"]
 
 
+def test_the_first_error_is_told_when_closing_after_it_fails_too(gpu):
+    gpu.closing_problem = RuntimeError("CUBLAS_STATUS_NOT_INITIALIZED")
+    with pytest.raises(ValueError, match=r"^first$"), Handle():
+        raise ValueError("first")
+    assert gpu.events == ["cuDNN's handle is destroyed"]
+    with pytest.raises(DeviceError, match="giving the GPU back"), Handle():
+        pass
+
+
 def test_what_was_opened_is_given_back_when_the_rest_cannot_be(gpu):
     gpu.cublas_problem = RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")
     with pytest.raises(DeviceError, match="opening GPU 0: CUBLAS_STATUS_ALLOC_FAILED"):
