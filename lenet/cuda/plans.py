@@ -143,6 +143,9 @@ def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_byt
     }
     workspace = cupy.empty(max(workspace_bytes, 1), cupy.uint8)
     pointers = {uid: int(buffer.data.ptr) for uid, buffer in buffers.items()}
+    # The buffers are made, and what had them before is done, on streams that the new one does not
+    # wait for; nor may anything else run beside what is timed.
+    cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
     with handle.on(stream):
         graph.execute(pointers, workspace.data.ptr, handle.cudnn)
