@@ -17,7 +17,7 @@ class SoftmaxCrossEntropy:
         self._saved: Saved = None
 
     def forward(self, logits: Array, labels: Array, progress: Progress) -> None:
-        """Note the step's mean loss, in nats, not finite if a logit is not, and its hits."""
+        """Note the step's mean loss, in nats, NaN if a logit is NaN or +inf, and its hits."""
         self._saved = self._ops.softmax_cross_entropy(logits, labels, progress)
 
     def backward(self) -> Array:

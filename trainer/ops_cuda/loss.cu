@@ -3,8 +3,8 @@
 //
 // logits, dlogits: SCALAR (rows, PADDED), CLASSES of them true, the rest of dlogits written as 0.
 // losses (float), hits (int): one entry a step, of this GPU's rows: the sum of -log p[label] over
-// `total_rows`, the rows of all GPUs; and how many first maxima are the label. A logit that is not
-// finite makes the loss NaN. dlogits carries scale[0], which keeps small gradients above half's
+// `total_rows`, the rows of all GPUs; and how many first maxima are the label. A logit that is NaN or
+// +inf makes the loss NaN; -inf is the probability 0. dlogits carries scale[0], which keeps small gradients above half's
 // smallest number.
 
 #include "vector.cuh"
