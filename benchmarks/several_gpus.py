@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,9 @@ class Outcome:
 def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcome]:
     """Train for `count` steps on `gpus` GPUs; every rank's outcome, rank 0 first."""
     training, _ = load(recipe.data).hold_out(recipe.validation_images)
+    run = run_of(recipe, training)
+    # A step beyond the last would have no rate.
+    run = replace(run, rates=np.resize(run.rates, max(run.steps, count + 5 * _TIMED + 5)))
     outcomes: dict[int, Outcome] = {}
     together = threading.Barrier(gpus)
 
@@ -65,7 +68,7 @@ def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcom
         optimizer = Sgd(
             model, network.parameters, ops, recipe.momentum, recipe.weight_decay, recipe.nesterov
         )
-        progress = ops.start(run_of(recipe, training))
+        progress = ops.start(run)
         repeat = ops.record(lambda: take_step(network, optimizer, progress))
         for _ in range(count):
             repeat()
