@@ -41,6 +41,7 @@ TOLERANCE = 1e-4
 """The largest relative difference of the last loss: sums in another order, a hundred steps long."""
 
 _TIMED = 200
+_PATIENCE_S = 120.0  # with a rank that failed, which will never come
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcom
     # A step beyond the last would have no rate.
     run = replace(run, rates=np.resize(run.rates, max(run.steps, count + 5 * _TIMED + 5)))
     outcomes: dict[int, Outcome] = {}
-    together = threading.Barrier(gpus)
+    together = threading.Barrier(gpus, timeout=_PATIENCE_S)
 
     def work(ops: TrainingOps, rank: int) -> None:
         model = named(recipe.model)
