@@ -1,9 +1,9 @@
 """What can be set, once, on the command line or in the environment.
 
-`Recipe` is what the result depends on, and nothing else: two runs of one recipe on one dataset
-give the same bytes, and its `command` goes into the weight file. `Fit` adds where things lie,
-`Export` and `Inspect` are the other commands. A variable LENET_TRAINER_EPOCHS does what --epochs
-does; the command line wins.
+`Recipe` is what the result depends on: two runs of one recipe on one dataset give the same bytes,
+on a GPU as long as cuDNN's plans are the same, and its `command` goes into the weight file. `Fit`
+adds where things lie, `Export` and `Inspect` are the other commands. A variable
+LENET_TRAINER_EPOCHS does what --epochs does; the command line wins.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 cuDNN offers some ten plans for an operation, and the one it would take is often not the fastest:
 455 us against 287 for a 24 -> 50 channel 5x5 convolution (fp16, H200, 2026-11-20). What was
 measured is kept on disk under GPU, cuDNN version and operation. Plans whose sums come out in
-another order each time are never taken: the same seed gives the same weights. It refuses to take
-memory while a captured graph holds the workspace.
+another order each time are never taken: with the same plans, the same seed gives the same weights.
+It refuses to take memory while a captured graph holds the workspace.
 """
 
 from __future__ import annotations
