@@ -107,7 +107,7 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
         try:
             with translated(f"training on GPU {rank}"), CudaOps(precision, rank, cache) as ops:
                 ready.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
-                ranks = Ranks(identity, rank, gpus)
+                ranks = Ranks(identity, rank, gpus, ready)
                 joined.append(ranks)
                 ready.wait()  # whoever fails from here on, all can be told to stop
                 ops.join(ranks)

@@ -101,6 +101,7 @@ def train(
     left = len(epochs) < recipe.epochs
     repeat = ops.record(step) if record and left else step
     accuracy(network, validation)  # whatever its first time costs is no training
+    ops.meet()  # a rank that is still taking memory would wait for one that waits for its sum
     images = run.steps_per_epoch * run.batch
     with tqdm(
         total=recipe.epochs * images,
@@ -190,9 +191,12 @@ def _diverged(
 ) -> TrainingDiverged:
     """The error for an epoch from step `first` on; network and optimiser are as before it."""
     bad = int(np.flatnonzero(~np.isfinite(losses))[0])
-    with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-        fault = find_fault(network, optimizer, run, first, first + bad + 1)
-    where = f"first in {fault}" if fault else "not so when the epoch was repeated from its start"
+    if network.ops.ranks > 1:
+        where = "one GPU alone would tell in which layer first"
+    else:
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            fault = find_fault(network, optimizer, run, first, first + bad + 1)
+        where = f"first in {fault}" if fault else "not so when the epoch was repeated"
     return TrainingDiverged(
         f"the loss is {losses[bad]} at step {first + bad + 1} of {run.steps}, expected a finite "
         f"number; {where}; try a --rate lower than {recipe.rate}"

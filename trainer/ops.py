@@ -104,6 +104,15 @@ class TrainingOps(Protocol):
     """How many steps may run before their losses are looked at, which waits for the device."""
 
     @property
+    def ranks(self) -> int:
+        """How many GPUs train together, each with a part of every batch; 1 on the CPU."""
+        ...
+
+    def meet(self) -> None:
+        """Wait until every rank has come this far; at once where there is one."""
+        ...
+
+    @property
     def memory_bytes(self) -> int:
         """What has been taken of a GPU's memory, 0 on the CPU."""
         ...

@@ -72,9 +72,13 @@ class CpuOps:
     name: str = "cpu"
     readback_steps: int = 1
     memory_bytes: int = 0
+    ranks: int = 1
 
     def __init__(self, dtype: DTypeLike = np.float32) -> None:
         self._dtype = np.dtype(dtype)
+
+    def meet(self) -> None:
+        """At once."""
 
     def place(self, model: Model, tensors: Mapping[str, Array]) -> dict[str, Array]:
         """As they are shaped, in the dtype of these operations."""

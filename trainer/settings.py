@@ -147,6 +147,14 @@ class Fit(Recipe):
     profile: CliImplicitFlag[bool] = False
     """Take every step anew instead of recording one, so that a profiler sees the layers' names."""
 
+    @field_validator("gpus")
+    @classmethod
+    def _one_gpu_has_a_target(cls, gpus: int, others: ValidationInfo) -> int:
+        # Each rank would look at its own evaluation, and wait for ever for one that has stopped.
+        if gpus > 1 and others.data.get("target") is not None:
+            raise ValueError(f"--target is {others.data['target']}, and one GPU alone can have one")
+        return gpus
+
     @field_validator("profile")
     @classmethod
     def _one_gpu_is_profiled(cls, profile: bool, others: ValidationInfo) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 
 import cupy
 
-from lenet.errors import DeviceError
+from lenet.errors import BackendUnavailable, DeviceError
 
 Arithmetic: TypeAlias = Literal["fp32", "tf32", "fp16"]
 """Float32 throughout, float32 rounded to TF32, or float16 operands; sums are float32."""
@@ -36,7 +36,12 @@ class Cublas:
         from cupy.cuda import cublas  # noqa: F401  # loads the library that is asked for below
 
         major = cupy.cuda.runtime.runtimeGetVersion() // 1000
-        self._library = ctypes.CDLL(f"libcublas.so.{major}")
+        try:
+            self._library = ctypes.CDLL(f"libcublas.so.{major}")
+        except OSError as exc:
+            raise BackendUnavailable(
+                f"libcublas.so.{major} cannot be loaded ({exc}); CuPy's extra [ctk] brings it"
+            ) from exc
         self._library.cublasGetStatusString.restype = ctypes.c_char_p
         self._handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))

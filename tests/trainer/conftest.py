@@ -140,12 +140,12 @@ class FakeGpus:
             def __init__(self, precision, device=0, cache=None):
                 super().__init__()
                 self.precision, self.device, self.cache = precision, device, cache
-                self.thread, self.ranks = threading.get_ident(), None
+                self.thread, self.joined = threading.get_ident(), None
                 self.left = threading.Event()
                 gpus.opened.append(self)
 
             def join(self, ranks):
-                self.ranks = ranks
+                self.joined = ranks
 
             def __enter__(self):
                 return self
@@ -155,14 +155,15 @@ class FakeGpus:
                 self.left.set()
 
         class Ranks:
-            def __init__(self, identity, rank, size):
+            def __init__(self, identity, rank, size, meeting):
                 self.identity, self.rank, self.size = identity, rank, size
+                self.meet = meeting.wait
                 self.stopped = threading.Event()
                 self.aborted, self.closed = threading.Event(), threading.Event()
                 with gpus._lock:
                     gpus.ranks.append(self)
-                    meeting = gpus._meetings.setdefault(identity, threading.Barrier(size))
-                meeting.wait(WAIT_S)
+                    all_made = gpus._meetings.setdefault(identity, threading.Barrier(size))
+                all_made.wait(WAIT_S)
 
             def stop(self):
                 self.stopped.set()

@@ -109,7 +109,7 @@ def test_what_a_gpu_library_raises_in_the_work_is_told_as_an_error_of_that_gpu(f
     def work(ops, own):
         if own == rank:
             raise MemoryError("no room for another slab")
-        assert ops.ranks.aborted.wait(WAIT_S), "nobody was told to stop"
+        assert ops.joined.aborted.wait(WAIT_S), "nobody was told to stop"
 
     with pytest.raises(OutOfDeviceMemory, match=f"^training on GPU {rank}: no room for another"):
         on_devices(recipe_on("cuda"), 1 + rank, work)
@@ -128,12 +128,12 @@ def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(f
     assert on_devices(recipe_on("cuda", "mixed"), 3, work) == "of rank 0"
     assert sorted(given) == [0, 1, 2]
     for rank, ops in given.items():
-        assert (ops.device, ops.ranks.rank, ops.ranks.size) == (rank, rank, 3)
+        assert (ops.device, ops.joined.rank, ops.joined.size) == (rank, rank, 3)
         assert ops.precision == "mixed"
-        assert not ops.ranks.aborted.is_set()
-        assert ops.ranks.closed.is_set()
+        assert not ops.joined.aborted.is_set()
+        assert ops.joined.closed.is_set()
     assert len({ops.thread for ops in given.values()} | {threading.get_ident()}) == 4
-    assert len({id(ops.ranks.identity) for ops in given.values()}) == 1
+    assert len({id(ops.joined.identity) for ops in given.values()}) == 1
     assert len({id(ops.cache) for ops in given.values()}) == 1
     assert set(gpus.closed) == set(given.values())
 
@@ -149,7 +149,7 @@ class Together:
         self.all_at_once.wait(WAIT_S)
         if rank == self.failing:
             raise self.error
-        assert ops.ranks.aborted.wait(WAIT_S), "nobody was told to stop"
+        assert ops.joined.aborted.wait(WAIT_S), "nobody was told to stop"
         raise DeviceError(f"rank {rank} was aborted")
 
 

@@ -322,6 +322,35 @@ def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
     assert kept == cut
 
 
+class OneOfSeveral(Faulty):
+    """Notes where the ranks meet, among what is evaluated and what is recorded."""
+
+    ranks = 2
+
+    def __init__(self):
+        super().__init__(4)
+        self.doings = []
+
+    def meet(self):
+        self.doings.append("meet")
+
+    def enter(self, images):
+        self.doings.append("evaluate")
+        return super().enter(images)
+
+    def batch(self, progress):
+        self.doings.append("step")
+        return super().batch(progress)
+
+
+def test_several_ranks_meet_before_the_first_step_and_look_for_no_layer(tiny, tmp_path):
+    ops = OneOfSeveral()
+    with pytest.raises(TrainingDiverged, match="one GPU alone would tell in which layer first"):
+        run(tiny, tmp_path, network=new_network(ops=ops))
+    assert ops.doings[:3] == ["evaluate", "meet", "step"]
+    assert ops.doings.count("meet") == 1
+
+
 class Poisoned(Network):
     """A weight becomes NaN once, after the second step."""
 

@@ -34,7 +34,7 @@ def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_was_set_stays_when_a_recipe_is_resolved(device):
-    fit = Fit(epochs=3, batch=7, precision="tf32", seed=5, target=99, gpus=2, out="/there")
+    fit = Fit(epochs=3, batch=7, precision="tf32", seed=5, target=99, out="/there")
     assert fit.resolved(device) == fit.model_copy(update={"device": device})
     assert Recipe(batch=7).resolved(device).batch == 7
     assert Recipe(batch=7).resolved(device).epochs == Recipe().resolved(device).epochs
@@ -65,9 +65,14 @@ def test_a_batch_of_one_image_is_refused_and_one_of_two_is_not(monkeypatch):
 
 def test_the_command_of_a_fit_tells_its_target_and_its_gpus_where_they_are_set():
     assert Fit(profile=True).command() == Recipe().command()
-    fit = Fit(target=99.3, gpus=4)
-    assert fit.command() == f"{Recipe().command()} --target 99.3 --gpus 4"
-    assert CliApp.run(Fit, cli_args=shlex.split(fit.command())[4:]) == Fit(target=99.3, gpus=4)
+    for fit, words in ((Fit(target=99.3), "--target 99.3"), (Fit(gpus=4), "--gpus 4")):
+        assert fit.command() == f"{Recipe().command()} {words}"
+        assert CliApp.run(Fit, cli_args=shlex.split(fit.command())[4:]) == fit
+
+
+def test_a_target_for_several_gpus_is_refused():
+    with pytest.raises(ValidationError, match=r"--target is 99.3, and one GPU alone can have one"):
+        Fit(target=99.3, gpus=2)
 
 
 def test_the_command_line_wins_over_the_environment(monkeypatch):

@@ -255,9 +255,11 @@ class CudaOps:
         # With the step, whose arrays the graph has only the addresses of.
         recorded, place = self._recorded, len(self._recorded)
         recorded.append((graph, step))
+        left = iter(range(self._progress.left))
 
         def repeat() -> None:
             assert recorded, "bug: the operations are closed"
+            assert next(left, None) is not None, "bug: a step beyond the last of the run"
             recorded[place][0].launch(stream)
 
         return repeat
@@ -274,6 +276,16 @@ class CudaOps:
         self._handle.join(self._aside)
         array = x.master if isinstance(x, Parameter) else x
         return bool(cupy.isfinite(array).all())
+
+    @property
+    def ranks(self) -> int:
+        """As many as have joined."""
+        return self._ranks.size if self._ranks else 1
+
+    def meet(self) -> None:
+        """The host waits; nothing that it has queued may wait for the others meanwhile."""
+        if self._ranks is not None:
+            self._ranks.meet()
 
     @property
     def memory_bytes(self) -> int:

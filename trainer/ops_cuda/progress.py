@@ -71,6 +71,11 @@ class Progress:
         )
 
     @property
+    def left(self) -> int:
+        """The steps from the next to the run's last; waits for the device."""
+        return len(self.losses) - int(self.step[0])
+
+    @property
     def state(self) -> list[Any]:
         """The arrays that a step changes."""
         return [self.losses, self.hits, self.step, self.scale, self.overflow]

@@ -8,7 +8,7 @@ to span hosts.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from threading import Event
+from threading import Barrier, Event
 from typing import Any
 
 import cupy
@@ -21,14 +21,16 @@ from lenet.nvtx import span
 class Ranks:
     """This rank, number `rank` of `size`, among those that were given the same `identity`.
 
-    Every rank must make its own, and all at once: NCCL waits for the last of them.
+    Every rank must make its own, and all at once: NCCL waits for the last of them. `meeting` is a
+    barrier of all ranks' threads.
 
     Raises:
         DeviceError: NCCL cannot be set up.
     """
 
-    def __init__(self, identity: bytes, rank: int, size: int) -> None:
+    def __init__(self, identity: bytes, rank: int, size: int, meeting: Barrier) -> None:
         self.rank, self.size = rank, size
+        self.meet = meeting.wait
         self._nccl = nccl = _nccl()
         with translated(f"joining {size} GPUs"):
             self._communicator = nccl.NcclCommunicator(size, identity, rank)
