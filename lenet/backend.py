@@ -28,6 +28,17 @@ class Plan(Protocol):
         """Logits of the same rows, computed by the same arithmetic; for proof, not for serving."""
         ...
 
+    def replace(self, weights: WeightFile) -> None:
+        """Compute with `weights`, of the same architecture, from the next `run` on.
+
+        Nothing that was made ready is made again: a device copies the weights into the buffers
+        that the plan reads, behind what its stream already does, so that a captured graph stays
+        valid. What a backend made of the two files used last it keeps, so that going back and
+        forth between them costs no more than that copy. Plans of one backend and one file may
+        share those buffers: replace the weights of all of them before the next run of any.
+        """
+        ...
+
     def computed_rows(self, rows: int) -> int:
         """How many rows the device works on when given `rows`; the difference is padding."""
         ...

@@ -61,7 +61,7 @@ class ExecutionContext:
     Use it as a context manager, or call `close`; one dropped open gives a ResourceWarning.
 
     Raises:
-        GoldenMismatch: from `warm_up` and `replace_weights`, the weights fail their proof.
+        GoldenMismatch: from `warm_up`, `stage` and `replace_weights`, the weights fail their proof.
         WrongThread: from every method but `statistics`, called on a thread not its own.
     """
 
@@ -71,6 +71,7 @@ class ExecutionContext:
         self._weights = weights
         self._buckets = buckets(largest)
         self._plans: dict[int, Plan] = {}
+        self._proven: dict[WeightFile, float] = {}  # golden error by weights: served, staged
         self._open = True
         self.statistics = ContextStatistics(backend.name)
 
@@ -83,7 +84,10 @@ class ExecutionContext:
     def warm_up(self) -> None:
         """Build the plan of every bucket, run each once, and prove the weights."""
         self._check()
-        self._plans = self._prove(self._weights)
+        plans = {bucket: self._backend.plan(self._weights, bucket) for bucket in self._buckets}
+        error = self._prove(plans, self._weights)
+        self._plans, self._proven = plans, {self._weights: error}
+        self.statistics.golden_error = error
 
     @span("run")
     def run(self, images: Images) -> Probabilities:
@@ -98,8 +102,11 @@ class ExecutionContext:
         self.statistics.padding_rows += plan.computed_rows(rows) - rows
         return probabilities
 
-    def replace_weights(self, weights: WeightFile) -> None:
-        """Serve `weights` from the next `run` on; on any error the old ones stay.
+    @span("stage")
+    def stage(self, weights: WeightFile) -> None:
+        """Prove `weights`, so that replacing the served ones by them takes no time.
+
+        Served before and after, whatever happens, are the same weights. One file can be staged.
 
         Raises:
             InvalidModel: another architecture than the one this context was made for.
@@ -110,8 +117,32 @@ class ExecutionContext:
                 f"model {weights.model.name!r} has another architecture than the served "
                 f"{self._weights.model.name!r}; load it as a model of its own"
             )
-        self._plans = self._prove(weights)
-        self._weights = weights
+        try:
+            self._load(weights)
+            error = self._prove(self._plans, weights)
+        finally:
+            self._load(self._weights)
+        self._proven = {self._weights: self._proven[self._weights], weights: error}
+
+    def replace_weights(self, weights: WeightFile) -> None:
+        """Serve `weights` from the next `run` on; on any error the old ones stay.
+
+        Weights that are neither staged nor those that were served when others were staged are
+        staged first. Between those two this goes back and forth at the price of a copy.
+
+        Raises:
+            InvalidModel: as `stage`.
+        """
+        self._check()
+        if weights not in self._proven:
+            self.stage(weights)
+        try:
+            self._load(weights)
+            self._weights = weights
+        finally:
+            if self._weights is not weights:
+                self._load(self._weights)
+        self.statistics.golden_error = self._proven[weights]
 
     def close(self) -> None:
         """Give everything back; closing twice is allowed."""
@@ -136,9 +167,12 @@ class ExecutionContext:
         if not self._open:
             raise RuntimeError("bug: the execution context is closed")
 
-    def _prove(self, weights: WeightFile) -> dict[int, Plan]:
-        """Plans of all buckets, each of which reproduced the golden logits."""
-        plans = {bucket: self._backend.plan(weights, bucket) for bucket in self._buckets}
+    def _load(self, weights: WeightFile) -> None:
+        for plan in self._plans.values():
+            plan.replace(weights)
+
+    def _prove(self, plans: dict[int, Plan], weights: WeightFile) -> float:
+        """The largest golden error of `plans`, which hold `weights`, each run once with zeros."""
         golden = weights.golden
         scale = float(np.abs(golden.logits).max()) or 1.0
         worst = 0.0
@@ -156,5 +190,4 @@ class ExecutionContext:
                         "not what the trainer saw"
                     )
                 worst = max(worst, error)
-        self.statistics.golden_error = worst
-        return plans
+        return worst

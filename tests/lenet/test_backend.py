@@ -85,6 +85,16 @@ def test_plans_of_two_files_do_not_mix_when_one_backend_holds_both(backend, rand
         assert distance(plan.logits(images), exact_logits(weights, images)) <= TOLERANCE
 
 
+def test_a_plan_computes_with_other_weights_when_they_were_replaced(backend, random_weights, tiny):
+    files = [random_weights(tiny, seed) for seed in (1, 2, 3)]
+    plan, images = backend.plan(files[0], 10), files[0].golden.images
+    for turn in (1, 0, 2, 2, 0, 1):
+        plan.replace(files[turn])
+        exact = exact_logits(files[turn], images)
+        assert distance(plan.logits(images), exact) <= TOLERANCE
+        assert distance(plan.run(images), reference.softmax(exact)) <= TOLERANCE
+
+
 def test_black_and_white_images_give_finite_answers_when_classified(backend, random_weights):
     weights = random_weights("lenet")
     images = np.stack([np.zeros((28, 28), np.uint8), np.full((28, 28), 255, np.uint8)])

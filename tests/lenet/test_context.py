@@ -10,12 +10,14 @@ import pytest
 from lenet.context import BACKENDS, ExecutionContext, buckets, open_backend
 from lenet.errors import (
     BackendUnavailable,
+    DeviceError,
     GoldenMismatch,
     InvalidModel,
     LeNetError,
     WrongThread,
 )
 from lenet.model import Model
+from lenet.reference import logits as reference_logits
 from lenet.reference import softmax
 
 
@@ -34,6 +36,10 @@ def on_another_thread(function, *arguments):
     thread.join()
     (error,) = errors
     return error
+
+
+def softmax_of(weights, images):
+    return softmax(reference_logits(weights.model, weights.tensors, images))
 
 
 def edited(weights, *, logits=None, scale=1.0):
@@ -189,6 +195,94 @@ def test_the_old_weights_stay_when_the_new_ones_are_of_another_network(
         context.replace_weights(random_weights(Model("renamed", tiny.blocks)))
 
 
+def test_the_served_weights_answer_on_when_others_are_staged(backend, random_weights, tiny):
+    old, new = random_weights(tiny, 1), random_weights(tiny, 2)
+    images = old.golden.images[:4]
+    with ExecutionContext(backend, old, 4) as context:
+        context.warm_up()
+        before, error = context.run(images), context.statistics.golden_error
+        context.stage(new)
+        assert context.weights is old
+        assert context.statistics.golden_error == error
+        np.testing.assert_array_equal(context.run(images), before)
+
+
+@pytest.mark.parametrize("wrong", ["proof", "architecture"])
+def test_the_served_weights_answer_on_when_staged_ones_are_refused(
+    backend, random_weights, tiny, wrong
+):
+    old, staged = random_weights(tiny, 1), random_weights(tiny, 2)
+    images = old.golden.images[:4]
+    refused = random_weights("mlp") if wrong == "architecture" else edited(staged, scale=2.0)
+    with ExecutionContext(backend, old, 4) as context:
+        context.warm_up()
+        before = context.run(images)
+        with pytest.raises((GoldenMismatch, InvalidModel)):
+            context.stage(refused)
+        np.testing.assert_array_equal(context.run(images), before)
+        context.stage(staged)
+        context.replace_weights(staged)
+        np.testing.assert_allclose(context.run(images), softmax_of(staged, images), rtol=1e-4)
+
+
+def test_nothing_is_proven_again_when_staged_and_served_weights_take_turns(
+    backend, random_weights, tiny, monkeypatch
+):
+    old, new = random_weights(tiny, 1), random_weights(tiny, 2)
+    images = old.golden.images[:3]
+    with ExecutionContext(backend, old, 4) as context:
+        context.warm_up()
+        context.stage(new)
+        monkeypatch.setattr(context, "_prove", lambda *_: pytest.fail("proven again"))
+        errors = []
+        for weights in (new, old, new, new, old):
+            context.replace_weights(weights)
+            errors.append(context.statistics.golden_error)
+            answer = context.run(images)
+            np.testing.assert_allclose(answer, softmax_of(weights, images), rtol=1e-4)
+        assert errors[0] == errors[2] == errors[3] != errors[1] == errors[4]
+
+
+def test_weights_are_proven_again_when_they_were_served_long_ago(
+    reference_backend, random_weights, tiny
+):
+    first, second, third = (random_weights(tiny, seed) for seed in (1, 2, 3))
+    with ExecutionContext(reference_backend, first, 1) as context:
+        context.warm_up()
+        context.replace_weights(second)
+        context.replace_weights(third)
+        assert set(context._proven) == {second, third}
+        context.replace_weights(first)
+        assert set(context._proven) == {third, first}
+        assert reference_backend.planned == [1], "plans are never made again"
+
+
+def test_the_old_weights_stay_when_the_device_fails_at_a_replacement(
+    reference_backend, random_weights, tiny, monkeypatch
+):
+    old, new = random_weights(tiny, 1), random_weights(tiny, 2)
+    images = old.golden.images[:4]
+    with ExecutionContext(reference_backend, old, 4) as context:
+        context.warm_up()
+        before = context.run(images)
+        context.stage(new)
+        plan_type = type(context._plans[1])
+        replace = plan_type.replace
+
+        def fails_half_way(plan, weights):
+            if weights is new and plan.batch == 4:
+                raise DeviceError("the copy failed")
+            replace(plan, weights)
+
+        monkeypatch.setattr(plan_type, "replace", fails_half_way)
+        for replace_ in (context.replace_weights, context.stage):
+            with pytest.raises(DeviceError):
+                replace_(new)
+            assert context.weights is old
+            for rows in (1, 2, 4):
+                np.testing.assert_allclose(context.run(images[:rows]), before[:rows], rtol=1e-5)
+
+
 def test_a_context_refuses_when_another_thread_uses_it(reference_backend, random_weights, tiny):
     weights = random_weights(tiny)
     with ExecutionContext(reference_backend, weights, 2) as context:
@@ -197,6 +291,7 @@ def test_a_context_refuses_when_another_thread_uses_it(reference_backend, random
         for method, arguments in (
             (context.run, (images,)),
             (context.warm_up, ()),
+            (context.stage, (weights,)),
             (context.replace_weights, (weights,)),
             (context.close, ()),
         ):

@@ -31,6 +31,24 @@ def test_plans_share_a_session_when_their_weights_are_one_file(random_weights, t
     assert backend.plan(random_weights(tiny, 5), 1).session is not one.session
 
 
+def test_two_sessions_are_kept_and_no_third_when_weights_are_replaced(random_weights, tiny):
+    first, second, third = (random_weights(tiny, seed) for seed in (1, 2, 3))
+    plan = CpuBackend().plan(first, 1)
+    session = plan.session
+    plan.replace(second)
+    replaced = plan.session
+    for _ in range(3):
+        plan.replace(first)
+        assert plan.session is session
+        plan.replace(second)
+        assert plan.session is replaced
+    plan.replace(third)
+    plan.replace(second)
+    assert plan.session is replaced
+    plan.replace(first)
+    assert plan.session is not session, "one that nobody may come back to was kept"
+
+
 def test_nothing_is_padded_when_the_cpu_computes(random_weights, tiny):
     plan = CpuBackend().plan(random_weights(tiny), 8)
     assert [plan.computed_rows(rows) for rows in (1, 5, 8)] == [1, 5, 8]
