@@ -23,8 +23,9 @@ from service.http.operations import operations_router
 from service.http.predict import predict_route
 from service.http.schemas import InfoResponse, LoadedModel
 from service.metrics import Metrics
+from service.model_files import read_models
 from service.predictor import Predictor
-from service.repository import Batching, Repository, ServedModel, read_models
+from service.repository import Batching, Repository, ServedModel
 from service.rpc import server as rpc
 from service.settings import Settings
 
@@ -133,7 +134,7 @@ def _loaded(model: ServedModel) -> LoadedModel:
         name=model.file.name,
         version=model.file.version,
         device=model.pool.statistics()[0].device,
-        sha256=weights.digest(),
+        sha256=model.file.sha256,
         parameters=sum(math.prod(shape) for shape in weights.model.parameters().values()),
         accuracy=training.accuracy,
         epochs=training.epochs,

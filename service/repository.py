@@ -1,41 +1,26 @@
 """Which models and versions are loaded, and what serves each.
 
-A model is a folder under the weights folder, a version a file in it: MODEL/VERSION.safetensors,
-VERSION a positive integer. The highest version of each model is served. It refuses files that
-leave the weights folder through a symlink, and models whose folder bears another name.
+It refuses to read files: it is given those that `service.model_files` read.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Self
 
 from lenet.context import ExecutionContext, open_backend
-from lenet.errors import InvalidWeightFile
-from lenet.weightfile import WeightFile
 from service.batcher import Batcher
 from service.errors import UnknownModel
 from service.metrics import Metrics
+from service.model_files import ModelFile
 from service.policy import BatchQueue
 from service.pool import ContextPool
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFile:
-    """A weight file found and read."""
-
-    name: str
-    version: str
-    path: Path
-    weights: WeightFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,47 +43,6 @@ class ServedModel:
     file: ModelFile
     batcher: Batcher
     pool: ContextPool
-
-
-def read_models(folder: Path, wanted: Sequence[str], default_model: str) -> tuple[ModelFile, ...]:
-    """Read the highest version of each model in `wanted`, or of every model in `folder`.
-
-    Raises:
-        InvalidWeightFile: one of them or the default model is missing or must not be served.
-    """
-    if not folder.is_dir():
-        raise InvalidWeightFile(
-            f"{folder}: is not a folder, expected one with MODEL/VERSION.safetensors in it"
-        )
-    names = wanted or sorted(entry.parent.name for entry in folder.glob("*/*.safetensors"))
-    if default_model not in names:
-        raise InvalidWeightFile(
-            f"{folder}: the default model {default_model!r} is not among the models "
-            f"[{', '.join(names)}]; expected {folder / default_model}/VERSION.safetensors"
-        )
-    return tuple(_read_model(folder, name) for name in dict.fromkeys(names))
-
-
-def _read_model(folder: Path, name: str) -> ModelFile:
-    versions = {
-        int(path.stem): path
-        for path in (folder / name).glob("*.safetensors")
-        if path.stem.isascii() and path.stem.isdigit() and not path.stem.startswith("0")
-    }
-    if not versions:
-        raise InvalidWeightFile(
-            f"{folder / name}: holds no VERSION.safetensors with VERSION a positive integer"
-        )
-    version, path = max(versions.items())
-    # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
-    if not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
-        raise InvalidWeightFile(f"{path}: leads out of {folder} through a symlink")
-    weights = WeightFile.read(path)
-    if weights.model.name != name:
-        raise InvalidWeightFile(
-            f"{path}: metadata model is {weights.model.name!r}, expected {name!r} as its folder"
-        )
-    return ModelFile(name, str(version), path, weights)
 
 
 class Stop:
@@ -203,12 +147,11 @@ class Repository:
             pool,
             self._metrics.of_model(file.name),
         )
-        digest = file.weights.digest()
         contexts = pool.statistics()
         error = max(context.golden_error for context in contexts)
-        self._metrics.model_loaded(file.name, file.version, digest, batching.contexts, error)
+        self._metrics.model_loaded(file.name, file.version, file.sha256, batching.contexts, error)
         _log.info(
             "model %s version %s (sha256 %s) ready on %d %s contexts, golden error %.1e",
-            *(file.name, file.version, digest[:12], len(contexts), contexts[0].device, error),
+            *(file.name, file.version, file.sha256[:12], len(contexts), contexts[0].device, error),
         )
         return ServedModel(file, batcher, pool)

@@ -29,8 +29,8 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from service import logs
 from service.errors import FORESEEN, ExitCode, exit_code
+from service.model_files import read_models
 from service.process import cannot_listen, listen, run
-from service.repository import read_models
 from service.settings import Settings
 
 _log = logging.getLogger(__name__)

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge
+from service.model_files import ModelFile
 from service.predictor import Prediction
-from service.repository import ModelFile
 
 PLATFORM = "lenet_safetensors"
 INPUT = "image"

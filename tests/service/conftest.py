@@ -159,3 +159,22 @@ def start(tmp_path, tiny_weights):
         service.process.wait()
         service._reader.join()
         service.process.stderr.close()
+
+
+@pytest.fixture
+def write(tmp_path, random_weights, tiny):
+    """`write("a/1")` puts a valid file of model `a` there; the folder is `tmp_path / "weights"`."""
+
+    def write(place, *, seed=0, name=None):
+        path = tmp_path / "weights" / f"{place}.safetensors"
+        model = Model(name or path.parent.name, tiny.blocks)
+        random_weights(model, seed).write(path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "weights").mkdir()
+    return tmp_path / "weights"

@@ -9,8 +9,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.errors import InvalidInput, ServiceError, TooLarge
+from service.model_files import ModelFile
 from service.predictor import Prediction
-from service.repository import ModelFile
 from service.tensors import (
     InputTensor,
     TensorMetadata,
@@ -252,7 +252,8 @@ def test_the_answer_holds_what_was_asked_for_when_made():
 
 
 def test_metadata_state_the_classes_of_the_model_when_described(tiny, random_weights):
-    metadata = model_metadata(ModelFile("tiny", "7", Path("7.safetensors"), random_weights(tiny)))
+    file = ModelFile("tiny", "7", Path("7.safetensors"), random_weights(tiny), "0" * 64)
+    metadata = model_metadata(file)
     assert (metadata.name, metadata.versions) == ("tiny", ("7",))
     assert metadata.platform == "lenet_safetensors"
     assert metadata.inputs == (TensorMetadata("image", "UINT8", (-1, 28, 28)),)

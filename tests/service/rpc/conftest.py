@@ -12,8 +12,9 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.metrics import Metrics
+from service.model_files import read_models
 from service.predictor import Predictor
-from service.repository import Batching, Repository, read_models
+from service.repository import Batching, Repository
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.rpc.server import serve
