@@ -2,8 +2,9 @@
 
 The asyncio shell around `BatchQueue` and `ContextPool`. Batches grow by themselves exactly while
 every context is busy, and an idle service adds no wait. There is no task that could die: a cut
-happens in a callback, when rows and a free context are both there. It refuses to know transports
-and reads time only from its event loop.
+happens in a callback, when rows and a free context are both there. A request is computed with the
+model that was served when it came, all its parts; a batch is for one model. It refuses to know
+transports and reads time only from its event loop.
 """
 
 from __future__ import annotations
@@ -11,45 +12,17 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, Protocol
 
-import numpy as np
-
-from lenet.nvtx import span
-from lenet.pixels import Images, Probabilities
+from lenet.pixels import Images
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
-from service.policy import BatchQueue, Cut, CutReason, Entry, Segment
+from service.model_files import ModelFile
+from service.policy import BatchQueue, Cut, CutReason
 from service.pool import BatchResult, ContextPool, Worker
+from service.request import Answer, Request, images_of
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """Probabilities of one request's rows, and where its time went.
-
-    `queue_s` until its first rows were cut, `compute_s` from then until the last were answered.
-    """
-
-    probabilities: Probabilities
-    queue_s: float
-    compute_s: float
-
-
-@dataclass(slots=True, eq=False)
-class Request(Entry):
-    """An entry with its images and the future that its caller waits on."""
-
-    images: Images
-    answer: asyncio.Future[Answer]
-    parts: dict[int, Probabilities] = field(default_factory=dict, init=False)
-    missing_rows: int = field(init=False)
-    first_cut_s: float = field(default=0.0, init=False)
-
-    def __post_init__(self) -> None:
-        self.missing_rows = self.rows
 
 
 class BatchObserver(Protocol):
@@ -69,12 +42,21 @@ class BatchObserver(Protocol):
 
 
 class Batcher:
-    """Joins requests to batches and hands each caller exactly its own rows, or one error."""
+    """Joins requests to batches and hands each caller exactly its own rows, or one error.
+
+    `model` is what the contexts of `pool` were warmed with.
+    """
 
     def __init__(
-        self, queue: BatchQueue[Request], pool: ContextPool, observer: BatchObserver
+        self,
+        queue: BatchQueue[Request],
+        pool: ContextPool,
+        observer: BatchObserver,
+        model: ModelFile,
     ) -> None:
         self._loop = asyncio.get_running_loop()
+        self._model = model
+        self._requests: set[Request] = set()
         self._queue = queue
         self._pool = pool
         self._observer = observer
@@ -84,6 +66,11 @@ class Batcher:
         self._closing = False
         self._idle = asyncio.Event()
         self._idle.set()
+
+    @property
+    def model(self) -> ModelFile:
+        """What a request that comes now is computed with."""
+        return self._model
 
     async def submit(self, images: Images, timeout_s: float) -> Answer:
         """The answer to `images`, uint8 (n, 28, 28), n >= 1.
@@ -100,19 +87,47 @@ class Batcher:
             raise _stopping()
         now = self._loop.time()
         deadline = now + timeout_s
-        request = Request(len(images), deadline, now, images, self._loop.create_future())
+        answer: asyncio.Future[Answer] = self._loop.create_future()
+        request = Request(len(images), deadline, now, self._model, images, answer)
         self._queue.push(request)
+        self._requests.add(request)
         self._idle.clear()
         timer = self._loop.call_at(deadline, self._expire, request)
         self._schedule()
         try:
-            return await request.answer
+            return await answer
         finally:
+            self._requests.discard(request)
             timer.cancel()
             dropped = self._queue.discard(request)
             self._note_idle()
             if dropped:
                 self._observer.rows_dropped(dropped, "cancelled")
+
+    async def replace(self, model: ModelFile) -> Exception | None:
+        """Compute requests that come from some moment on with `model`, of the same architecture.
+
+        Until every context has proven it, one after another and each between two batches, nothing
+        changes. Ends when every request is answered that came before that moment. One at a time.
+
+        Returns:
+            What a context found wrong with `model`, which then is never served; None if nothing.
+        """
+        for worker in self._pool.workers:
+            try:
+                async with self._pool.taken(worker):
+                    staged = worker.stage(model.weights)
+                    (error,) = await asyncio.gather(staged, return_exceptions=True)
+            finally:
+                self._schedule()  # rows may have waited for this context
+            if isinstance(error, Exception):
+                return error
+        self._model = model
+        if older := [request.answer for request in self._requests]:
+            await asyncio.wait(older)
+        resting = [worker.replace_weights(model.weights) for worker in self._pool.workers]
+        await asyncio.gather(*resting)
+        return None
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`."""
@@ -156,7 +171,8 @@ class Batcher:
         future: asyncio.Future[BatchResult] | None = None
         try:
             if cut.segments:
-                future = worker.run(_rows(cut.segments))
+                weights = cut.segments[0].entry.model.weights
+                future = worker.run(images_of(cut.segments), weights)
                 for segment in cut.segments:
                     if segment.start == 0:
                         segment.entry.first_cut_s = now
@@ -187,7 +203,8 @@ class Batcher:
             row = 0
             for segment in cut.segments:
                 rows = segment.stop - segment.start
-                _deliver(segment, result.probabilities[row : row + rows], now)
+                part = result.probabilities[row : row + rows]
+                segment.entry.deliver(segment.start, part, now)
                 row += rows
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
@@ -236,23 +253,3 @@ def _stopping() -> ServiceError:
 
 def _batch_failed() -> ServiceError:
     return InferenceFailed("the batch with this request failed; it is safe to send it again")
-
-
-@span("batch")
-def _rows(segments: tuple[Segment[Request], ...]) -> Images:
-    parts = [segment.entry.images[segment.start : segment.stop] for segment in segments]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
-
-
-def _deliver(segment: Segment[Request], probabilities: Probabilities, now_s: float) -> None:
-    request = segment.entry
-    if request.answer.done():
-        return  # cancelled, late or failed in another batch
-    request.parts[segment.start] = probabilities
-    request.missing_rows -= len(probabilities)
-    if not request.missing_rows:
-        # Batches of one request can finish in any order on several contexts.
-        parts = [request.parts[start] for start in sorted(request.parts)]
-        joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-        queue_s = request.first_cut_s - request.arrived_s
-        request.answer.set_result(Answer(joined, queue_s, now_s - request.first_cut_s))

@@ -19,12 +19,14 @@ CutReason = Literal["full", "idle", "waited", "drain"]
 class Entry:
     """One waiting request of `rows` rows; `deadline_s` is on the queue's clock.
 
+    `model` is what all of them are to be computed with: entries of two models share no batch.
     `cut_rows` of them have left in batches. Subclassed by whoever hangs an answer on it.
     """
 
     rows: int
     deadline_s: float
     arrived_s: float
+    model: object
     cut_rows: int = field(default=0, init=False)
 
 
@@ -42,7 +44,7 @@ class Segment(Generic[E]):
 
 @dataclass(frozen=True, slots=True)
 class Cut(Generic[E]):
-    """A batch, and the entries found late on the way, which are in the queue no more."""
+    """A batch for one model, and the entries found late, which are in the queue no more."""
 
     segments: tuple[Segment[E], ...]
     late: tuple[E, ...]
@@ -54,7 +56,9 @@ class BatchQueue(Generic[E]):
     """First come, first served, by rows.
 
     A request larger than a batch is split; after each of its parts it goes to the back, so that
-    those behind it wait for one batch of it and not for all of them.
+    those behind it wait for one batch of it and not for all of them. A batch ends before the first
+    entry of another model: while one replaces another, a few batches are smaller, and nobody
+    waits.
 
     Args:
         max_batch_rows: the most rows in one batch.
@@ -124,6 +128,8 @@ class BatchQueue(Generic[E]):
                 self.discard(entry)
                 late.append(entry)
                 continue
+            if segments and entry.model is not segments[0].entry.model:
+                break
             start = entry.cut_rows
             stop = min(entry.rows, start + room)
             segments.append(Segment(entry, start, stop))

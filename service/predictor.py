@@ -102,9 +102,11 @@ class Predictor:
         Raises:
             UnknownModel, Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
         """
+        # No await until the request stands in the queue: a version that is asked for is the one
+        # that answers.
         served = self._repository.get(model, version)
         timeout = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
         answer = await served.batcher.submit(images, timeout)
         clock.stages["queue"] = answer.queue_s
         clock.stages["compute"] = answer.compute_s
-        return Prediction(served.file.name, served.file.version, answer.probabilities)
+        return Prediction(answer.model.name, answer.model.version, answer.probabilities)

@@ -40,9 +40,13 @@ class Batching:
 class ServedModel:
     """A model with the batcher that answers for it."""
 
-    file: ModelFile
     batcher: Batcher
     pool: ContextPool
+
+    @property
+    def file(self) -> ModelFile:
+        """The version that a request is computed with that comes now."""
+        return self.batcher.model
 
 
 class Stop:
@@ -146,6 +150,7 @@ class Repository:
             BatchQueue(batching.max_batch_rows, batching.max_queue_rows, batching.max_wait_s),
             pool,
             self._metrics.of_model(file.name),
+            file,
         )
         contexts = pool.statistics()
         error = max(context.golden_error for context in contexts)
@@ -154,4 +159,4 @@ class Repository:
             "model %s version %s (sha256 %s) ready on %d %s contexts, golden error %.1e",
             *(file.name, file.version, file.sha256[:12], len(contexts), contexts[0].device, error),
         )
-        return ServedModel(file, batcher, pool)
+        return ServedModel(batcher, pool)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+import contextlib
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
-from service.batcher import Answer, Batcher
+from service.batcher import Batcher
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -20,7 +21,8 @@ from service.errors import (
     Unavailable,
 )
 from service.policy import BatchQueue
-from service.pool import BatchResult
+from service.pool import BatchResult, ContextPool
+from service.request import Answer
 
 
 class Boom(Exception):
@@ -31,7 +33,7 @@ class Boom(Exception):
 class Act:
     """How a puppet plays one batch: after `delay_s` it is ok, fails or answers too few rows.
 
-    `raise` fails at once, instead of starting the batch.
+    `raise` fails at once, instead of starting the batch. A proof is ok or fails.
     """
 
     delay_s: float = 1.0
@@ -54,56 +56,135 @@ def tags_of(made: np.ndarray) -> list[int]:
     return first.view("<u4").ravel().tolist()
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What a puppet adds to every tag, so that an answer shows what computed it."""
+
+    added: int
+
+
+class Model:
+    """A puppet for a weight file that was read; each is another version."""
+
+    def __init__(self, number: int = 0) -> None:
+        self.weights = Weights(10_000 * number)
+
+
 def tags_in(answer: Answer) -> list[int]:
+    """The tags, if every row was computed with the weights of the model that the answer names."""
     assert (answer.probabilities == answer.probabilities[:, :1]).all()
-    return answer.probabilities[:, 0].astype(int).tolist()
+    return (answer.probabilities[:, 0].astype(int) - answer.model.weights.added).tolist()
 
 
 class PuppetWorker:
-    def __init__(self, pool: PuppetPool) -> None:
-        self.pool = pool
-        self.working = False
+    """One thing after another, as on a thread: what comes while it works waits its turn."""
 
-    def run(self, batch: np.ndarray) -> asyncio.Future[BatchResult]:
-        assert not self.working, "two batches at once on one context"
+    def __init__(self, pool: PuppetPool, weights: Weights) -> None:
+        self.pool = pool
+        self.weights = weights
+        self.proven = {weights}
+        self.has_batch = False
+        self.proof: asyncio.Future[None] | None = None
+        self.turns: list[Callable[[], None]] = []
+        self.at_work = False
+
+    def run(self, batch: np.ndarray, weights: Weights) -> asyncio.Future[BatchResult]:
+        assert not self.has_batch, "two batches at once on one context"
+        assert self.proof is None or self.proof.cancelled(), "a batch waits for a proof"
         act = next(self.pool.script, OK)
         self.pool.batches.append(tags_of(batch))
         if act.outcome == "raise":
             raise Boom("run raised")
-        self.working = True
+        self.has_batch = True
         loop = asyncio.get_running_loop()
         future: asyncio.Future[BatchResult] = loop.create_future()
-        loop.call_later(act.delay_s, self.finish, act, batch, future)
+
+        def begin() -> None:
+            self.take_on(weights)
+            loop.call_later(act.delay_s, self.finish, act, batch, future)
+
+        self.take_turn(begin)
         return future
 
     def finish(self, act: Act, batch: np.ndarray, future: asyncio.Future[BatchResult]) -> None:
-        self.working = False
+        self.has_batch = False
         if act.outcome == "fail":
             future.set_exception(Boom("the batch failed"))
-            return
-        rows = tags_of(batch)[: -1 if act.outcome == "short" else None]
-        probabilities = np.repeat(np.array(rows, np.float32)[:, None], 10, axis=1)
-        future.set_result(BatchResult(probabilities, act.delay_s))
+        else:
+            rows = tags_of(batch)[: -1 if act.outcome == "short" else None]
+            answers = np.array(rows, np.float32) + self.weights.added
+            probabilities = np.repeat(answers[:, None], 10, axis=1)
+            future.set_result(BatchResult(probabilities, act.delay_s))
+        self.end_turn()
+
+    def stage(self, weights: Weights) -> asyncio.Future[None]:
+        assert not self.has_batch, "not between two batches"
+        assert self not in self.pool.idle, "a batch may come"
+        act = next(self.pool.proofs, OK)
+        loop = asyncio.get_running_loop()
+        future = self.proof = loop.create_future()
+
+        def end() -> None:
+            self.proof = None
+            if act.outcome == "ok":
+                self.proven = {self.weights, weights}
+            if not future.cancelled():
+                if act.outcome == "ok":
+                    future.set_result(None)
+                else:
+                    future.set_exception(Boom("not proven"))
+            self.end_turn()
+
+        self.take_turn(lambda: loop.call_later(act.delay_s, end))
+        return future
+
+    def replace_weights(self, weights: Weights) -> asyncio.Future[None]:
+        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+        def replace() -> None:
+            self.take_on(weights)
+            future.set_result(None)
+            self.end_turn()
+
+        self.take_turn(replace)
+        return future
+
+    def take_on(self, weights: Weights) -> None:
+        assert weights in self.proven, "these weights were not proven on this context"
+        self.weights = weights
+
+    def take_turn(self, turn: Callable[[], object]) -> None:
+        if self.at_work:
+            self.turns.append(turn)
+        else:
+            self.at_work = True
+            turn()
+
+    def end_turn(self) -> None:
+        self.at_work = False
+        if self.turns:
+            self.take_turn(self.turns.pop(0))
 
 
-class PuppetPool:
-    def __init__(self, size: int, script: Iterator[Act]) -> None:
-        self.script = script
-        self.workers = [PuppetWorker(self) for _ in range(size)]
-        self.idle = list(self.workers)
+class PuppetPool(ContextPool):
+    """The real pool over puppets."""
+
+    def __init__(
+        self, size: int, weights: Weights, script: Iterator[Act], proofs: Iterator[Act]
+    ) -> None:
+        super().__init__(lambda: None, size, "puppet")
+        self.script, self.proofs = script, proofs
+        self._workers = [PuppetWorker(self, weights) for _ in range(size)]
+        self._free = list(self._workers)
         self.batches: list[list[int]] = []
 
     @property
-    def busy(self) -> int:
-        return len(self.workers) - len(self.idle)
-
-    def acquire(self) -> PuppetWorker | None:
-        return self.idle.pop() if self.idle else None
+    def idle(self) -> list[PuppetWorker]:
+        return self._free
 
     def release(self, worker: PuppetWorker) -> None:
-        assert worker not in self.idle, "released twice"
-        assert not worker.working, "released at work"
-        self.idle.append(worker)
+        assert not worker.has_batch, "released at work"
+        super().release(worker)
 
 
 @dataclass
@@ -142,6 +223,7 @@ class Stage:
 
     loop: asyncio.AbstractEventLoop
     acts: tuple[Act, ...] = ()
+    proofs: tuple[Act, ...] = ()
     contexts: int = 1
     max_batch_rows: int = 4
     max_queue_rows: int = 100
@@ -150,8 +232,11 @@ class Stage:
 
     def __post_init__(self) -> None:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
-        self.pool = PuppetPool(self.contexts, iter(self.acts))
-        self.batcher = Batcher(self.queue, self.pool, self.watcher)
+        self.first = Model()
+        self.pool = PuppetPool(
+            self.contexts, self.first.weights, iter(self.acts), iter(self.proofs)
+        )
+        self.batcher = Batcher(self.queue, self.pool, self.watcher, self.first)
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
             lambda _, context: self.complaints.append(context["exception"])
@@ -168,6 +253,7 @@ class Stage:
         assert (self.queue.rows, len(self.queue)) == (0, 0)
         assert self.pool.busy == 0
         assert not self.batcher._in_flight
+        assert not self.batcher._requests
         assert self.batcher._idle.is_set()
         assert self.loop.pending_timers() == []
 
@@ -519,6 +605,150 @@ def test_draining_is_immediate_when_nothing_waits(run_virtually):
     run_virtually(main)
 
 
+# --- while the model is replaced
+
+
+def test_all_parts_are_of_the_version_that_was_served_when_the_request_came(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, proofs=(Act(0.5),))
+        large = stage.submit(100, rows=10)
+        await stage.until(0.5)
+        second = Model(1)
+        replaced = loop.create_task(stage.batcher.replace(second))
+        await stage.until(1.25)  # one part of three is computed, the context is being asked
+        still = stage.submit(1)
+        await stage.until(1.75)
+        later = stage.submit(2)
+        for task, tags, model in (
+            (still, [1], stage.first),
+            (large, list(range(100, 110)), stage.first),
+            (later, [2], second),
+        ):
+            answer = await task
+            assert tags_in(answer) == tags
+            assert answer.model is model
+        assert await replaced is None
+        assert stage.pool.batches == [
+            *([100, 101, 102, 103], [104, 105, 106, 107], [1, 108, 109], [2])
+        ]
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_new_request_does_not_wait_for_an_old_one_of_many_batches(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, proofs=(Act(0.0),))
+        large = stage.submit(100, rows=40)
+        await stage.until(0.5)
+        second = Model(1)
+        replaced = loop.create_task(stage.batcher.replace(second))
+        await stage.until(1.5)
+        small = await stage.submit(7)
+        assert (tags_in(small), small.model) == ([7], second)
+        assert loop.time() == 4.0, "it waited for one batch, and had one of its own"
+        assert not replaced.done(), "an answer of the first version is still to come"
+        assert tags_in(await large) == list(range(100, 140))
+        assert loop.time() == 11.0
+        assert await replaced is None
+        assert stage.pool.workers[0].weights is second.weights
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_the_other_contexts_answer_when_one_proves_the_new_weights(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, proofs=(Act(5.0), Act(5.0)), contexts=2)
+        replaced = loop.create_task(stage.batcher.replace(Model(1)))
+        for number in range(9):
+            await stage.until(number)
+            answer = await stage.submit(number)
+            assert answer.model is stage.first
+            assert loop.time() == number + 1.0
+        await replaced
+        assert loop.time() == 10.0
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("proofs", ["x", "ox", "oox"])
+def test_the_old_version_answers_on_when_any_context_refuses_the_new_one(run_virtually, proofs):
+    async def main(loop):
+        acts = [Act(1.0, "ok" if proof == "o" else "fail") for proof in proofs]
+        stage = Stage(loop, proofs=tuple(acts), contexts=3)
+        replaced = loop.create_task(stage.batcher.replace(Model(1)))
+        answers = []
+        for number in range(5):
+            await stage.until(0.75 * number)
+            answers.append(stage.submit(number))
+        error = await replaced
+        assert isinstance(error, Boom)
+        for number, task in enumerate(answers):
+            answer = await task
+            assert (tags_in(answer), answer.model) == ([number], stage.first)
+        assert stage.batcher.model is stage.first
+        assert all(worker.weights is stage.first.weights for worker in stage.pool.workers)
+        second = Model(2)
+        assert await stage.batcher.replace(second) is None
+        assert (await stage.submit(9)).model is second
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_rows_are_cut_at_once_when_a_context_comes_back_from_its_proof(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, proofs=(Act(2.0),))
+        replaced = loop.create_task(stage.batcher.replace(Model(1)))
+        await stage.until(0.5)
+        answer = await stage.submit(1)
+        assert loop.time() == 3.0
+        assert answer.model is stage.first, "it came before the proof"
+        await replaced
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+@pytest.mark.parametrize("cancelled_s", [0.5, 1.5, 2.5])
+def test_nobody_waits_for_ever_when_a_replacement_is_cancelled(run_virtually, cancelled_s):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(1.0), Act(1.0)), proofs=(Act(1.0),))
+        first = stage.submit(1)
+        await asyncio.sleep(0)
+        replacing = loop.create_task(stage.batcher.replace(Model(1)))
+        await stage.until(cancelled_s)  # while it waits, while it proves, when it is over
+        second = stage.submit(2)
+        replacing.cancel()
+        await asyncio.gather(replacing, return_exceptions=True)
+        for task, tag in ((first, 1), (second, 2)):
+            assert tags_in(await task) == [tag]
+        await stage.batcher.drain(1.0)
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
+def test_a_replacement_ends_when_the_drain_fails_what_it_waits_for(run_virtually):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(50.0),))
+        replacing = loop.create_task(stage.batcher.replace(Model(1)))
+        await stage.until(0.5)
+        stuck = stage.submit(1)
+        await stage.until(1.5)
+        assert stage.batcher.model is not stage.first
+        await stage.batcher.drain(2.0)
+        with pytest.raises(Unavailable):
+            await stuck
+        assert await replacing is None
+        assert loop.time() == 51.0, "the context goes to its rest after the stuck batch"
+        stage.assert_clean()
+
+    run_virtually(main)
+
+
 # --- under random storms
 
 
@@ -534,6 +764,9 @@ class Caller:
 class Storm:
     callers: tuple[Caller, ...]
     acts: tuple[Act, ...]
+    replaced_s: tuple[float, ...]
+    proofs: tuple[Act, ...]
+    replacing_ends_s: float | None
     contexts: int
     max_batch_rows: int
     max_queue_rows: int
@@ -556,10 +789,17 @@ CALLERS = st.builds(
 
 ACTS = st.builds(Act, TICKS, st.sampled_from(["ok"] * 5 + ["fail", "short", "raise"]))
 
+PROOFS = st.builds(
+    Act, TICKS.map(lambda time_s: time_s / 4), st.sampled_from(["ok"] * 4 + ["fail"])
+)
+
 STORMS = st.builds(
     Storm,
     callers=st.lists(CALLERS, min_size=1, max_size=14).map(tuple),
     acts=st.lists(ACTS, max_size=20).map(tuple),
+    replaced_s=st.lists(TICKS, max_size=5).map(sorted).map(tuple),
+    proofs=st.lists(PROOFS, max_size=12).map(tuple),
+    replacing_ends_s=st.none() | TICKS,
     contexts=st.integers(1, 3),
     max_batch_rows=st.integers(1, 5),
     max_queue_rows=st.sampled_from([6, 20, 1000]),
@@ -575,6 +815,7 @@ async def weather(storm: Storm, loop) -> Stage:
     stage = Stage(
         loop,
         acts=storm.acts,
+        proofs=storm.proofs,
         contexts=storm.contexts,
         max_batch_rows=storm.max_batch_rows,
         max_queue_rows=storm.max_queue_rows,
@@ -584,9 +825,11 @@ async def weather(storm: Storm, loop) -> Stage:
     loop.before_jump = lambda: assert_no_idle_hands(stage)
     drained_s = None if storm.drain_s is None else storm.drain_s + storm.drain_timeout_s
     ended_s: dict[int, float] = {}
+    served: dict[int, Model] = {}
 
     async def call(number: int, caller: Caller) -> Answer:
         await stage.until(caller.arrives_s)
+        served[number] = stage.batcher.model
         try:
             return await stage.batcher.submit(images(100 * number, caller.rows), caller.timeout_s)
         finally:
@@ -604,9 +847,28 @@ async def weather(storm: Storm, loop) -> Stage:
             assert loop.time() <= drained_s
             assert stage.queue.rows == 0
 
+    async def replace_again_and_again() -> None:
+        for number, time_s in enumerate(storm.replaced_s, 1):
+            await stage.until(time_s)
+            before, new = stage.batcher.model, Model(number)
+            error = await stage.batcher.replace(new)
+            event("refused" if error else "replaced")
+            assert stage.batcher.model is (before if error else new)
+            assert isinstance(error, Boom) or error is None
+            resting = {worker.weights for worker in stage.pool.workers if not worker.at_work}
+            assert resting <= {stage.batcher.model.weights}, "a context rests on other weights"
+
+    async def replace() -> None:
+        replacing = loop.create_task(replace_again_and_again())
+        if storm.replacing_ends_s is not None:
+            await stage.until(storm.replacing_ends_s)
+            replacing.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await replacing
+
     tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(storm.callers)]
     others = [leave(*pair) for pair in zip(tasks, storm.callers, strict=True)]
-    others.append(drain())
+    others += [drain(), replace()]
     await asyncio.gather(*others)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     await stage.batcher.drain(1000.0)
@@ -630,6 +892,7 @@ async def weather(storm: Storm, loop) -> Stage:
         match outcome:
             case Answer():
                 assert tags_in(outcome) == list(rows)
+                assert outcome.model is served[number]
                 assert computed.issuperset(rows)
                 assert ended_s[number] <= deadline_s
             case DeadlineExceeded():

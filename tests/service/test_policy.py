@@ -13,8 +13,10 @@ from service.errors import Overloaded
 from service.policy import BatchQueue, Cut, Entry
 
 
-def entry(rows: int, deadline_s: float = 100.0, arrived_s: float = 0.0) -> Entry:
-    return Entry(rows, deadline_s, arrived_s)
+def entry(
+    rows: int, deadline_s: float = 100.0, arrived_s: float = 0.0, model: str = "one"
+) -> Entry:
+    return Entry(rows, deadline_s, arrived_s, model)
 
 
 def told(cut: Cut[Entry], *entries: Entry) -> list[tuple[int, int, int]]:
@@ -50,6 +52,26 @@ def test_a_large_entry_goes_to_the_back_after_each_of_its_parts():
     cuts = [told(queue.cut(0.0), large, one, two) for _ in range(3)]
     assert cuts == [[(0, 0, 4)], [(1, 0, 1), (2, 0, 1), (0, 4, 6)], [(0, 6, 9)]]
     assert len(queue) == 0
+
+
+def test_a_batch_ends_where_the_next_entry_is_for_another_model():
+    queue = BatchQueue(4, 100)
+    large, other, last = entry(5), entry(2, model="two"), entry(1)
+    for item in (large, other, last):
+        queue.push(item)
+    cuts = [told(queue.cut(0.0), large, other, last) for _ in range(3)]
+    assert cuts == [[(0, 0, 4)], [(1, 0, 2)], [(2, 0, 1), (0, 4, 5)]]
+    assert (len(queue), queue.rows) == (0, 0)
+
+
+def test_a_late_entry_is_dropped_when_it_is_for_another_model_than_the_batch():
+    queue = BatchQueue(4, 100)
+    first, late, second = entry(1), entry(2, deadline_s=1.0, model="two"), entry(1)
+    for item in (first, late, second):
+        queue.push(item)
+    cut = queue.cut(1.0)
+    assert told(cut, first, late, second) == [(0, 0, 1), (2, 0, 1)]
+    assert cut.late == (late,)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -169,9 +191,14 @@ class QueueAgainstModel(RuleBasedStateMachine):
     def waiting_rows(self) -> int:
         return sum(len(item.left) for item in self.line)
 
-    @rule(target=entries, rows=st.integers(1, 11), patience=st.integers(0, 6))
-    def push(self, rows: int, patience: int) -> Waiting:
-        item = Waiting(Entry(rows, self.now + patience, self.now), list(range(rows)))
+    @rule(
+        target=entries,
+        rows=st.integers(1, 11),
+        patience=st.integers(0, 6),
+        model=st.sampled_from(["one", "one", "two"]),
+    )
+    def push(self, rows: int, patience: int, model: str) -> Waiting:
+        item = Waiting(Entry(rows, self.now + patience, self.now, model), list(range(rows)))
         fits = self.waiting_rows() + rows <= self.limit
         try:
             self.queue.push(item.entry)
@@ -200,6 +227,9 @@ class QueueAgainstModel(RuleBasedStateMachine):
             if item.entry.deadline_s <= self.now:
                 late.append(item.entry)
                 continue
+            if batch and item.entry.model != batch[0][0].model:
+                self.line.insert(0, item)
+                break
             while item.left and len(batch) < self.max_rows:
                 item.gone.append(item.left.pop(0))
                 batch.append((item.entry, item.gone[-1]))

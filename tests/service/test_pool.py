@@ -19,11 +19,12 @@ class FakeContext:
     """Answers with the number of its batch; fails where it is told to."""
 
     def __init__(self, stage: Stage) -> None:
-        self.stage = stage
+        self.theatre = stage
         self.number = len(stage.made)
         self.threads = [threading.get_ident()]
         self.closed = False
         self.statistics = ContextStatistics()
+        self.weights = "served"
         stage.made.append(self)
 
     def note(self) -> None:
@@ -31,18 +32,29 @@ class FakeContext:
 
     def warm_up(self) -> None:
         self.note()
-        assert self.number == 0 or len(self.stage.made[self.number - 1].threads) >= 2, "one by one"
-        if self.number == self.stage.warm_up_fails_at:
+        assert self.number == 0 or len(self.theatre.made[self.number - 1].threads) >= 2, (
+            "one by one"
+        )
+        if self.number == self.theatre.warm_up_fails_at:
             raise ValueError(f"context {self.number} has the wrong weights")
 
     def run(self, images: np.ndarray) -> np.ndarray:
         self.note()
-        self.stage.running.set()
-        assert self.stage.may_finish.wait(LONG_S)
+        self.theatre.running.set()
+        assert self.theatre.may_finish.wait(LONG_S)
         if images[0, 0, 0] == 13:
             raise ZeroDivisionError("unlucky")
         self.statistics.rows += len(images)
         return np.full((len(images), 10), images[0, 0, 0], np.float32)
+
+    def stage(self, weights: str) -> None:
+        self.note()
+        if weights == "wrong":
+            raise ValueError("these are the wrong weights")
+
+    def replace_weights(self, weights: str) -> None:
+        self.note()
+        self.weights = weights
 
     def __enter__(self) -> FakeContext:
         return self
@@ -89,7 +101,7 @@ async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stag
         assert sorted(threads()) == ["puppet-0", "puppet-1", "puppet-2"]
         workers = [pool.acquire() for _ in range(3)]
         results = await asyncio.gather(
-            *(worker.run(batch(number + 1, 2)) for number, worker in enumerate(workers))
+            *(worker.run(batch(number + 1, 2), "served") for number, worker in enumerate(workers))
         )
         for number, result in enumerate(results):
             assert isinstance(result, BatchResult)
@@ -145,14 +157,96 @@ async def test_the_error_reaches_its_future_and_the_worker_lives_when_a_batch_fa
     async with stage.pool(1) as pool:
         worker = pool.acquire()
         with pytest.raises(ZeroDivisionError, match="unlucky"):
-            await worker.run(batch(13))
-        assert (await worker.run(batch(5))).probabilities[0, 0] == 5
+            await worker.run(batch(13), "served")
+        assert (await worker.run(batch(5), "served")).probabilities[0, 0] == 5
+
+
+async def test_a_batch_is_computed_with_its_weights_when_the_context_rests_on_others(stage):
+    async with stage.pool(1) as pool:
+        worker = pool.acquire()
+        (context,) = stage.made
+        for weights, replaced in (("served", 0), ("new", 1), ("new", 1), ("served", 2)):
+            await worker.run(batch(1), weights)
+            assert context.weights == weights
+            # Made, warmed up; then one run for each batch and one note for each replacement.
+            assert len(context.threads) == 2 + int(context.statistics.rows) + replaced
+
+
+async def test_weights_are_staged_and_replaced_on_the_contexts_thread_in_the_order_asked(stage):
+    stage.may_finish.clear()
+    async with stage.pool(1) as pool:
+        worker = pool.acquire()
+        (context,) = stage.made
+        jobs = [worker.run(batch(1), "served"), worker.stage("new"), worker.replace_weights("new")]
+        assert stage.running.wait(LONG_S)
+        assert context.weights == "served"
+        stage.may_finish.set()
+        await asyncio.gather(*jobs)
+        assert context.weights == "new"
+        with pytest.raises(ValueError, match="the wrong weights"):
+            await worker.stage("wrong")
+        assert (await worker.run(batch(5), "new")).probabilities[0, 0] == 5
+    assert set(context.threads) == {context.threads[0]}
+
+
+async def test_a_free_worker_is_taken_at_once_and_no_batch_gets_it(stage):
+    async with stage.pool(2) as pool:
+        first, second = pool.workers
+        async with pool.taken(first):
+            assert pool.busy == 1
+            assert pool.acquire() is second
+            assert pool.acquire() is None
+            pool.release(second)
+        assert pool.busy == 0
+
+
+async def test_a_busy_worker_is_taken_after_its_batch_and_before_any_other(stage):
+    async with stage.pool(1) as pool:
+        worker = pool.acquire()
+        inside, may_leave = asyncio.Event(), asyncio.Event()
+
+        async def take():
+            async with pool.taken(worker):
+                inside.set()
+                await may_leave.wait()
+
+        taking = asyncio.create_task(take())
+        await asyncio.sleep(0)
+        assert not inside.is_set()
+        pool.release(worker)
+        assert pool.acquire() is None, "it is promised"
+        await inside.wait()
+        may_leave.set()
+        await taking
+        assert pool.acquire() is worker
+
+
+@pytest.mark.parametrize("released", [False, True])
+async def test_a_worker_is_free_again_when_whoever_waited_for_it_gave_up(stage, released):
+    async with stage.pool(1) as pool:
+        worker = pool.acquire()
+
+        async def take():
+            async with pool.taken(worker):
+                raise AssertionError
+
+        taking = asyncio.create_task(take())
+        await asyncio.sleep(0)
+        if released:
+            pool.release(worker)
+        taking.cancel()
+        if not released:
+            pool.release(worker)
+        with pytest.raises(asyncio.CancelledError):
+            await taking
+        assert pool.acquire() is worker
+        assert not pool._claims
 
 
 async def test_the_loop_runs_on_when_a_batch_is_being_computed(stage):
     stage.may_finish.clear()
     async with stage.pool(1) as pool:
-        future = pool.acquire().run(batch(1))
+        future = pool.acquire().run(batch(1), "served")
         assert stage.running.wait(LONG_S)
         await asyncio.sleep(0)
         assert not future.done()
@@ -163,7 +257,7 @@ async def test_the_loop_runs_on_when_a_batch_is_being_computed(stage):
 async def test_a_running_batch_is_finished_when_the_pool_closes(stage):
     stage.may_finish.clear()
     pool = await stage.pool(1).__aenter__()
-    future = pool.acquire().run(batch(1))
+    future = pool.acquire().run(batch(1), "served")
     assert stage.running.wait(LONG_S)
     closing = asyncio.ensure_future(pool.__aexit__())
     await asyncio.sleep(0)
@@ -180,7 +274,7 @@ async def test_the_pool_closes_without_a_context_that_hangs(stage, monkeypatch, 
     async with stage.pool(2) as pool:
         stage.may_finish.clear()
         hung = pool.acquire()
-        hung.run(batch(1)).cancel()
+        hung.run(batch(1), "served").cancel()
         assert stage.running.wait(LONG_S)
     (record,) = caplog.records
     assert record.message == f"{hung._thread.name} hangs: not closed after 0.05 s"
@@ -197,11 +291,11 @@ async def test_nothing_happens_when_a_batch_ends_that_nobody_waits_for(stage):
     stage.may_finish.clear()
     async with stage.pool(1) as pool:
         worker = pool.acquire()
-        forgotten = [worker.run(batch(1)), worker.run(batch(13))]
+        forgotten = [worker.run(batch(1), "served"), worker.run(batch(13), "served")]
         for future in forgotten:
             future.cancel()
         stage.may_finish.set()
-        assert (await worker.run(batch(2))).probabilities[0, 0] == 2
+        assert (await worker.run(batch(2), "served")).probabilities[0, 0] == 2
     assert all(future.cancelled() for future in forgotten)
     assert complaints == []
 
@@ -227,7 +321,7 @@ async def test_the_warming_context_is_closed_when_the_start_is_cancelled(stage):
 
 async def test_the_statistics_are_the_contexts_own_when_the_pool_is_asked(stage):
     async with stage.pool(2) as pool:
-        await pool.acquire().run(batch(1, 7))
+        await pool.acquire().run(batch(1, 7), "served")
         assert sorted(statistics.rows for statistics in pool.statistics()) == [0, 7]
         assert {id(context.statistics) for context in stage.made} == {
             id(statistics) for statistics in pool.statistics()
@@ -240,7 +334,7 @@ def test_the_thread_ends_in_peace_when_its_loop_is_gone(stage):
     async def start() -> Worker:
         worker = Worker(stage.make_context, "puppet-orphan")
         await worker.ready
-        worker.run(batch(1))
+        worker.run(batch(1), "served")
         worker._jobs.put(None)
         return worker
 

@@ -8,10 +8,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service import predictor
-from service.batcher import Answer
 from service.errors import Overloaded, ServiceError, UnknownModel
 from service.metrics import Metrics
 from service.predictor import Predictor
+from service.request import Answer
 
 IMAGES = np.zeros((3, 28, 28), np.uint8)
 
@@ -20,19 +20,19 @@ class PuppetBatcher:
     def __init__(self) -> None:
         self.asked: list[tuple[int, float]] = []
         self.error: BaseException | None = None
+        self.model = SimpleNamespace(name="lenet", version="4")
 
     async def submit(self, images, timeout_s):
         self.asked.append((len(images), timeout_s))
         if self.error is not None:
             raise self.error
-        return Answer(np.full((len(images), 10), 0.1, np.float32), queue_s=0.25, compute_s=0.5)
+        probabilities = np.full((len(images), 10), 0.1, np.float32)
+        return Answer(probabilities, self.model, queue_s=0.25, compute_s=0.5)
 
 
 class PuppetRepository:
     def __init__(self, batcher: PuppetBatcher) -> None:
-        self.served = SimpleNamespace(
-            batcher=batcher, file=SimpleNamespace(name="lenet", version="4")
-        )
+        self.served = SimpleNamespace(batcher=batcher)
 
     def get(self, name="", version=""):
         if (name, version) not in (("", ""), ("lenet", "4")):
@@ -83,6 +83,12 @@ async def test_a_prediction_says_who_made_it_and_where_the_time_went(served, bat
     assert prediction.probabilities.shape == (3, 10)
     assert clock.stages == {"queue": 0.25, "compute": 0.5}
     assert batcher.asked == [(3, 5.0)]
+
+
+async def test_the_version_is_the_one_that_answered_when_another_is_served_now(served, batcher):
+    batcher.model = SimpleNamespace(name="lenet", version="3")
+    with served.clock("http") as clock:
+        assert (await served.predict(IMAGES, clock)).version == "3"
 
 
 @pytest.mark.parametrize(("asked_s", "given_s"), [(None, 5.0), (2.0, 2.0), (60.0, 5.0)])
