@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -25,6 +26,7 @@ from service.http.schemas import InfoResponse, LoadedModel
 from service.metrics import Metrics
 from service.model_files import read_models
 from service.predictor import Predictor
+from service.reloader import Reloader
 from service.repository import Batching, Repository, ServedModel
 from service.rpc import server as rpc
 from service.settings import Settings
@@ -35,8 +37,9 @@ _log = logging.getLogger(__name__)
 def create_app(settings: Settings) -> FastAPI:
     """The service as an ASGI application; its lifespan opens and closes all it needs.
 
-    While it runs, `app.state.predictor` answers, `app.state.grpc_port` is the bound port, and
-    `app.state.stop` tells how much time a stop has left.
+    While it runs, `app.state.predictor` answers, `app.state.reloader` can be asked to read the
+    weights folder again, `app.state.grpc_port` is the bound port, and `app.state.stop` tells how
+    much time a stop has left.
     """
 
     @asynccontextmanager
@@ -71,6 +74,9 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
     repository = Repository(files, settings.default_model, _batching(settings), metrics)
     await stack.enter_async_context(repository)
     metrics.started("contexts", time.perf_counter() - began)
+    app.state.reloader = await stack.enter_async_context(
+        Reloader(settings.weights, repository, metrics)
+    )
 
     timeout_s = settings.request_timeout_ms / 1e3
     predictor = Predictor(repository, metrics, timeout_s)
@@ -89,11 +95,11 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
         )
     )
     bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes)
-    info = _info(settings, repository.models)
     # First among the routes, and not through a router of its own: each costs every request.
     app.router.routes.insert(
         0, predict_route(predictor, Limits(settings.max_images), bodies, timeout_s)
     )
+    info = partial(_info, settings, repository.models)
     app.include_router(operations_router(predictor, metrics, info))
     predictor.ready = True
 

@@ -8,6 +8,7 @@ mode, and any one of them answers for all.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Literal, get_args
 
 from prometheus_client import (
@@ -19,10 +20,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
+from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
 Protocol = Literal["http", "grpc"]
 Stage = Literal["decode", "queue", "compute", "encode"]
+ReloadOutcome = Literal["ok", "refused"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -95,7 +98,7 @@ class Metrics:
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.")
         self._golden_error = Gauge(
             "lenet_golden_error",
-            "Largest golden logit difference at start, relative to the largest golden logit.",
+            "Largest golden logit difference at the proof, relative to the largest golden logit.",
             ("model",),
             multiprocess_mode="livemax",
             registry=registry,
@@ -111,7 +114,14 @@ class Metrics:
             "lenet_model_info",
             "1 for each loaded model.",
             ("model", "version", "sha256"),
-            multiprocess_mode="max",
+            multiprocess_mode="livemax",
+            registry=registry,
+        )
+        self._loaded: dict[str, tuple[str, str]] = {}  # version and sha256 by model
+        self._reloads = Counter(
+            "lenet_reloads",
+            "Reloads of a model: ok if the newest file is served afterwards.",
+            ("model", "outcome"),
             registry=registry,
         )
 
@@ -141,11 +151,27 @@ class Metrics:
         self, model: str, version: str, sha256: str, contexts: int, golden_error: float
     ) -> None:
         """A model is ready on `contexts` contexts."""
-        self._model.labels(model, version, sha256).set(1)
+        self.model_replaced(model, version, sha256, golden_error)
+        for outcome in get_args(ReloadOutcome):
+            self._reloads.labels(model, outcome)
         self._contexts.labels(model).set(contexts)
         self._busy.labels(model).set(0)
         self._queue_rows.labels(model).set(0)
+
+    def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
+        """Another file of a model is served from now on; the former's info goes."""
+        if (former := self._loaded.pop(model, None)) is not None:
+            if self._shared:  # where the library cannot remove; `exposition` leaves it out
+                self._model.labels(model, *former).set(0)
+            else:
+                self._model.remove(model, *former)
+        self._model.labels(model, version, sha256).set(1)
+        self._loaded[model] = version, sha256
         self._golden_error.labels(model).set(golden_error)
+
+    def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
+        """A reload of a model ended."""
+        self._reloads.labels(model, outcome).inc()
 
     def of_model(self, model: str) -> ModelMetrics:
         """The observer for the batcher of `model`."""
@@ -156,8 +182,21 @@ class Metrics:
         registry = self._registry
         if self._shared:
             registry = CollectorRegistry()
-            MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
+            _AllWorkers(registry)
         return generate_latest(registry)
+
+
+class _AllWorkers(MultiProcessCollector):
+    """What all workers counted, without the models that are 0: replaced in each of them."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        super().__init__(registry)  # type: ignore[no-untyped-call]
+
+    def collect(self) -> Iterator[Metric]:
+        for metric in super().collect():  # type: ignore[no-untyped-call]
+            if metric.name == "lenet_model_info":
+                metric.samples = [sample for sample in metric.samples if sample.value]
+            yield metric
 
 
 class ModelMetrics:

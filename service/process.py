@@ -54,7 +54,8 @@ class _Server(uvicorn.Server):
 def run(settings: Settings, told: Connection | None = None) -> ExitCode:
     """Serve until told to stop; a start that fails is one line in the log and an exit code.
 
-    SIGTERM and SIGINT tell it, or with `told` the end of that pipe and nothing else.
+    SIGTERM and SIGINT tell it, or with `told` the end of that pipe and nothing else. On SIGHUP
+    it reads its weights folder again.
     """
     try:
         asyncio.run(_serve(settings, told))
@@ -97,7 +98,8 @@ async def _serve(settings: Settings, told: Connection | None = None) -> None:
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
-    warm = False
+    warm = reload_asked = False
+    app = create_app(settings)
 
     def begin_stop() -> None:
         if not warm and not stop.is_set():
@@ -111,7 +113,16 @@ async def _serve(settings: Settings, told: Connection | None = None) -> None:
             os._exit(128 + number)
         begin_stop()
 
+    def on_hangup() -> None:
+        nonlocal reload_asked
+        if warm:
+            app.state.reloader.ask()
+        else:  # what is being warmed may have been read before
+            reload_asked = True
+
     loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGHUP, on_hangup)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # a supervisor had it wait
     if told is None:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, on_signal, number)
@@ -128,9 +139,10 @@ async def _serve(settings: Settings, told: Connection | None = None) -> None:
         # Both before the work of the start, so that a taken port is told at once.
         listen(settings.host, settings.grpc_port, shared=shared).close()  # gRPC binds its own
         with listen(settings.host, settings.port, shared=shared) as listener:
-            app = create_app(settings)
             async with app.router.lifespan_context(app):
                 warm = True
+                if reload_asked:
+                    app.state.reloader.ask()
                 await _answer(app, listener, stop, settings)
     except asyncio.CancelledError:
         if not stop.is_set():

@@ -4,7 +4,8 @@ Each worker is a whole service with contexts of its own. A worker that dies is s
 a budget; past it, or when a start fails for a reason that a second try would not change, all stop.
 A signal is the supervisor's alone, however many processes it reaches: workers are deaf to SIGTERM
 and SIGINT and stop when a pipe that they share is closed, be it by a supervisor that was killed.
-It refuses to talk to them otherwise: what they share is the ports and the folder of their metrics.
+SIGHUP it passes on; a worker that hears it twice finds nothing new the second time. It refuses to
+talk to them otherwise: what they share is the ports and the folder of their metrics.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ RESTARTS = 3
 RESTART_WINDOW_S = 60.0
 """More than `RESTARTS` deaths within the window end the service: its supervisor must know."""
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRESS}
 
 
@@ -69,7 +70,7 @@ def supervise(settings: Settings) -> ExitCode:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """A socket with a byte to read, the signal's number, for each SIGTERM or SIGINT.
+    """A socket with a byte to read, the signal's number, for each of `_SIGNALS`.
 
     The handler does nothing else: it may run between any two steps of the supervisor.
     """
@@ -127,7 +128,10 @@ class _Supervisor:
 
     def _watch(self) -> ExitCode:
         # Made with the first worker otherwise, and it unblocks the signals that `_start` blocks.
+        # SIGHUP, which it would die of, stays blocked in it.
+        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         self._workers = [self._start() for _ in range(self._settings.workers)]
         outcome = ExitCode.STOPPED
         first = second = 0  # signals
@@ -135,7 +139,9 @@ class _Supervisor:
             events = wait([self._signals, *(worker.sentinel for worker in self._workers)])
             if self._signals in events:
                 (number,) = self._signals.recv(1)
-                if first:
+                if number == signal.SIGHUP:
+                    self._reload()
+                elif first:
                     second = number
                     self._kill()
                 else:
@@ -152,8 +158,9 @@ class _Supervisor:
 
     def _start(self) -> BaseProcess:
         worker = self._spawn.Process(target=_work, args=(self._settings, self._told), daemon=True)
-        # What is blocked here stays so in the child, for life. Ctrl-C in a terminal reaches every
-        # process, and so does the SIGTERM of systemd or `timeout`.
+        # What is blocked here stays so in the child, for life, but for SIGHUP, which waits there
+        # until it is listened to. Ctrl-C in a terminal reaches every process, and so does the
+        # SIGTERM of systemd or `timeout`.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             worker.start()
@@ -176,6 +183,11 @@ class _Supervisor:
             return ExitCode.WORKERS
         self._workers.append(self._start())
         return ExitCode.STOPPED
+
+    def _reload(self) -> None:
+        for worker in self._workers:  # one that died keeps its process id until it is removed
+            assert worker.pid is not None, "bug: the worker was not started"
+            os.kill(worker.pid, signal.SIGHUP)
 
     def _stop(self) -> None:
         self._stopping = True

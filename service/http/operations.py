@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from fastapi import APIRouter, Response
 
 from service.http.schemas import Health, InfoResponse
@@ -9,8 +11,10 @@ from service.metrics import CONTENT_TYPE, Metrics
 from service.predictor import Predictor
 
 
-def operations_router(predictor: Predictor, metrics: Metrics, info: InfoResponse) -> APIRouter:
-    """The routes, bound to what they tell of."""
+def operations_router(
+    predictor: Predictor, metrics: Metrics, info: Callable[[], InfoResponse]
+) -> APIRouter:
+    """The routes, bound to what they tell of; `info` says what runs at the moment."""
     router = APIRouter(tags=["operations"])
 
     @router.get("/healthz", summary="Is the process alive")
@@ -32,6 +36,6 @@ def operations_router(predictor: Predictor, metrics: Metrics, info: InfoResponse
     @router.get("/info", summary="What runs here")
     async def show_info() -> InfoResponse:
         """Models, versions, digests, accuracy, device and limits."""
-        return info
+        return info()
 
     return router

@@ -30,6 +30,12 @@ _PARAMETERS = ("model", "version", "invert")
 _BINARY_ANSWER = {
     BINARY: {"schema": {"type": "string", "format": "binary"}}  # float32, ten an image
 }
+_HEADERS = {
+    "X-Model-Version": {
+        "description": "The version that computed the whole answer.",
+        "schema": {"type": "string"},
+    }
+}
 _ERRORS: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorResponse} for status in (400, 404, 408, 413, 415, 429, 500, 503, 504)
 }
@@ -79,7 +85,10 @@ def predict_route(
             binary = _accepts_binary(request.headers.get("accept", ""))
             content = _as_bytes(prediction) if binary else _as_json(prediction)
             clock.record("encode")
-            headers = {"Server-Timing": _server_timing(clock)}
+            headers = {
+                "Server-Timing": _server_timing(clock),
+                "X-Model-Version": prediction.version,
+            }
         return Response(content, 200, headers, BINARY if binary else "application/json")
 
     return _BareRoute(
@@ -89,7 +98,10 @@ def predict_route(
         tags=["predict"],
         summary="Recognise digits",
         response_model=None,
-        responses={200: {"model": PredictResponse, "content": _BINARY_ANSWER}, **_ERRORS},
+        responses={
+            200: {"model": PredictResponse, "content": _BINARY_ANSWER, "headers": _HEADERS},
+            **_ERRORS,
+        },
         operation_id="predict",
         openapi_extra=predict_openapi(),
     )

@@ -139,6 +139,13 @@ def tiny_weights(tmp_path, tiny, random_weights):
 
 
 @pytest.fixture
+def second_version(tiny_weights, tiny, random_weights):
+    """`second_version()` puts version 2 of `lenet` beside the first."""
+    weights = random_weights(Model("lenet", tiny.blocks), 1)
+    return lambda: weights.write(tiny_weights / "lenet" / "2.safetensors")
+
+
+@pytest.fixture
 def start(tmp_path, tiny_weights):
     """`start("--workers", "2")` runs the service on free ports; killed when the test ends."""
     services = []

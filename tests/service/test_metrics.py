@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import ARCHITECTURES
 from service import errors
 from service.errors import ServiceError
-from service.metrics import CONTENT_TYPE, Metrics, Protocol, Stage
+from service.metrics import CONTENT_TYPE, Metrics, Protocol, ReloadOutcome, Stage
 from service.policy import CutReason
 
 ROOT = Path(__file__).parents[2]
@@ -67,6 +67,10 @@ def test_the_series_stay_below_600_when_everything_has_been_seen(metrics):
         metrics.started(phase, 1.0)
     for model in ARCHITECTURES:
         metrics.model_loaded(model, "1", "0" * 64, 2, 1e-7)
+        for version in range(2, 40):
+            metrics.model_replaced(model, str(version), f"{version:064}", 1e-7)
+        for outcome in get_args(ReloadOutcome):
+            metrics.reloaded(model, outcome)
         observer = metrics.of_model(model)
         for reason in get_args(CutReason):
             observer.batch_cut(3, reason, 4, 1)
@@ -147,6 +151,24 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, registry):
     assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
 
 
+def test_a_replaced_model_is_told_no_more_and_its_queue_is_left_alone(metrics, registry):
+    metrics.model_loaded("mlp", "7", "ab" * 32, 3, 2e-7)
+    value = registry.get_sample_value
+    for outcome in get_args(ReloadOutcome):
+        told = {"model": "mlp", "outcome": outcome}
+        assert value("lenet_reloads_total", told) == 0, "it is there before the first"
+    metrics.of_model("mlp").batch_cut(48, "full", 7, 2)
+    metrics.model_replaced("mlp", "8", "cd" * 32, 3e-7)
+    metrics.reloaded("mlp", "ok")
+    assert value("lenet_model_info", {"model": "mlp", "version": "7", "sha256": "ab" * 32}) is None
+    assert value("lenet_model_info", {"model": "mlp", "version": "8", "sha256": "cd" * 32}) == 1
+    assert value("lenet_golden_error", {"model": "mlp"}) == 3e-7
+    assert value("lenet_contexts", {"model": "mlp"}) == 3
+    assert value("lenet_contexts_busy", {"model": "mlp"}) == 2
+    assert value("lenet_queue_rows", {"model": "mlp"}) == 7
+    assert value("lenet_reloads_total", {"model": "mlp", "outcome": "ok"}) == 1
+
+
 def test_the_process_is_watched_when_it_is_alone(metrics):
     assert "process_resident_memory_bytes" in metrics.exposition().decode()
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
@@ -175,6 +197,10 @@ rows = int(sys.argv[1])
 metrics = Metrics(CollectorRegistry())
 if rows:
     metrics.model_loaded("lenet", "1", "ab", 2, 1e-7)
+    metrics.model_replaced("lenet", "2", "cd", 1e-7)
+    if rows == 4:
+        metrics.model_replaced("lenet", "3", "ef", 1e-7)
+    metrics.reloaded("lenet", "ok")
     metrics.started("weights", rows / 10)
     metrics.request_done("http", "ok")
     metrics.request_timed("http", {"decode": 0.1}, 0.5)
@@ -214,6 +240,10 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
     assert values["lenet_contexts_busy", (lenet,)] == 2
     assert values["lenet_queue_rows", (lenet,)] == 7
     assert values["lenet_start_phase_seconds", (("phase", "weights"),)] == 0.4
-    assert values["lenet_model_info", (lenet, ("sha256", "ab"), ("version", "1"))] == 1
+    assert values["lenet_reloads_total", (lenet, ("outcome", "ok"))] == 2
+    assert {labels: value for (name, labels), value in values.items() if "_info" in name} == {
+        (lenet, ("sha256", "cd"), ("version", "2")): 1.0,
+        (lenet, ("sha256", "ef"), ("version", "3")): 1.0,
+    }, "what each of them serves, and no more what both replaced"
     assert not [name for name, _ in values if name.endswith("_created")]
     assert not [labels for _, labels in values if "pid" in dict(labels)]

@@ -124,6 +124,48 @@ def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(star
     assert service.lines[-1].endswith("stopped")
 
 
+# Reloading
+
+
+def test_a_hangup_during_the_warm_up_is_no_end_and_is_remembered(start, second_version):
+    service = start("--contexts", "50")
+    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    second_version()
+    service.signal(signal.SIGHUP)
+    service.ready().wait_for("version 2 .* replaced version 1, golden error")
+    assert '"version":"2"' in service.predict()[1]
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_a_refused_file_is_one_line_and_the_service_answers_on(start, tiny_weights):
+    service = start().ready()
+    path = tiny_weights / "lenet" / "2.safetensors"
+    path.write_bytes(b"no weights")
+    before = len(service.lines)
+    service.signal(signal.SIGHUP)
+    service.wait_for("reload refused, version 1 answers on: weights/lenet/2.safetensors: is not a")
+    assert len(service.lines) == before + 1
+    assert '"version":"1"' in service.predict()[1]
+    assert service.get("/readyz")[0] == 200
+    assert 'lenet_reloads_total{model="lenet",outcome="refused"} 1.0' in service.get("/metrics")[1]
+
+
+def test_a_hangup_changes_nothing_when_the_service_stops(start, second_version):
+    service = start("--grace-s", "0.3").ready()
+    with service.in_flight() as connection:
+        service.signal()
+        service.wait_for("stopping")
+        second_version()
+        for _ in range(20):
+            service.process.send_signal(signal.SIGHUP)
+        connection.sendall(bytes(784))
+        assert received(connection).startswith("HTTP/1.1 200 ")
+    assert service.wait() == ExitCode.STOPPED
+    assert "ERROR" not in service.log
+    assert "Traceback" not in service.log
+
+
 # Stopping
 
 

@@ -157,6 +157,58 @@ def test_no_worker_outlives_a_killed_supervisor_and_none_drops_its_requests(star
     assert len([line for line in service.lines if line.endswith(" stopped")]) == 2
 
 
+def loaded(service):
+    """The versions that any worker's metrics name."""
+    return {
+        sample.labels["version"]
+        for family in text_string_to_metric_families(service.get("/metrics")[1])
+        for sample in family.samples
+        if sample.name == "lenet_model_info"
+    }
+
+
+def test_every_worker_reloads_when_the_supervisor_is_hung_up(start_two, second_version):
+    service = start_two().ready(workers=2)
+    assert loaded(service) == {"1"}
+    second_version()
+    service.signal(signal.SIGHUP)
+    service.wait_for("version 2 .* replaced version 1", 2)
+    for _ in range(10):
+        assert '"version":"2"' in service.predict()[1]
+    assert loaded(service) == {"2"}
+    assert values(service)["lenet_reloads_total"] == 2
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_nobody_dies_of_a_hangup_that_reaches_every_process(start_two, second_version):
+    service = start_two().ready(workers=2)
+    second_version()
+    service.signal_all(signal.SIGHUP)
+    service.wait_for("version 2 .* replaced version 1", 2)
+    os.kill(service.started_workers()[0], signal.SIGKILL)
+    service.ready(workers=3)
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "resource_tracker" not in service.log
+    assert len(service.started_workers()) == 3
+
+
+def test_a_hangup_is_not_lost_and_kills_nobody_when_workers_are_being_started(
+    start, second_version
+):
+    service = start("--workers", "2")
+    service.wait_for("worker [0-9]+ started", 2)
+    service.wait_for("warming up")
+    second_version()
+    service.signal_all(signal.SIGHUP)
+    service.ready(workers=2)
+    service.wait_for("version 2 .*(replaced|is the newest)", 2)
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert len(service.started_workers()) == 2
+
+
 # Without processes
 
 

@@ -44,6 +44,24 @@ async def test_info_tells_what_is_loaded_and_within_which_limits(served, weights
     }
 
 
+async def test_info_and_answers_tell_of_the_new_version_when_it_was_reloaded(
+    served, weights, tiny, random_weights, images
+):
+    new = random_weights(tiny, 5)
+    new.write(weights / "tiny" / "4.safetensors")
+    await served.app.state.reloader.reload()
+    info = InfoResponse.model_validate_json((await served.client.get("/info")).content)
+    (model,) = info.models
+    assert (model.name, model.version, model.sha256) == ("tiny", "4", new.digest())
+    assert model.seed == 5
+    response = await served.post(images.tobytes())
+    assert response.json()["version"] == response.headers["x-model-version"] == "4"
+    told = {"model": "tiny", "version": "4", "sha256": new.digest()}
+    assert await served.value("lenet_model_info", **told) == 1
+    assert (await served.post(images.tobytes(), query="?version=4")).status_code == 200
+    assert (await served.post(images.tobytes(), query="?version=3")).status_code == 404
+
+
 async def test_metrics_are_prometheus_text_when_scraped(served, images, one):
     await served.post(images.tobytes())
     await served.post(one)

@@ -134,6 +134,7 @@ async def test_probabilities_are_float32_rows_when_octets_are_accepted(
     response = await served.post(images.tobytes(), accept=accept)
     assert response.status_code == 200
     assert response.headers["content-type"] == RAW
+    assert response.headers["x-model-version"] == "3"
     rows = np.frombuffer(response.content, "<f4").reshape(5, 10)
     np.testing.assert_allclose(rows, expected, atol=1e-5)
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import threading
 import tracemalloc
 
@@ -356,6 +357,21 @@ async def test_the_server_is_live_and_ready_when_asked(stub, house):
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert not (await stub.ModelReady(pb.ModelReadyRequest(name="mlp"))).ready
+
+
+async def test_answers_and_metadata_bear_the_new_version_when_the_model_was_replaced(
+    house, stub, raw_request, tiny, random_weights
+):
+    file = dataclasses.replace(
+        house.repository.get().file, version="4", weights=random_weights(tiny, 5)
+    )
+    assert await house.repository.get().batcher.replace(file) is None
+    response = await stub.ModelInfer(raw_request())
+    assert (response.model_name, response.model_version) == ("tiny", "4")
+    metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"))
+    assert list(metadata.versions) == ["4"]
+    assert (await stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="4"))).ready
+    assert not (await stub.ModelReady(pb.ModelReadyRequest(name="tiny", version="3"))).ready
 
 
 @pytest.mark.parametrize(
