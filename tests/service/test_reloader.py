@@ -293,11 +293,12 @@ async def test_an_answer_is_of_the_version_that_was_served_when_it_was_asked_for
     await settled(house)
 
 
-async def test_a_reload_under_way_is_given_up_when_it_is_closed(open_house, write, reads):
+async def test_a_reload_under_way_is_given_up_when_it_is_closed(open_house, write, reads, caplog):
     async with open_house() as house:
         write("a/4", seed=2)
         house.reloader.ask()
         assert await asyncio.to_thread(reads.reading.wait, 20)
+    assert not caplog.records, "nobody waited for the file"
     reads.go.set()
     house.reloader.ask()
     assert house.reloader._task is None
