@@ -1,0 +1,89 @@
+"""What cuDNN fuses for a served layer, and the choice of its plans, against float64."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from lenet.blocks import ConvBlock
+from lenet.cuda.graphs import Convolution, Product, Uid
+from lenet.cuda.handle import Handle, devices
+from lenet.errors import BackendUnavailable
+
+try:
+    devices()
+except BackendUnavailable as exc:
+    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
+
+import cupy
+
+from lenet.cuda.memory import Workspace
+from lenet.cuda.plan_cache import PlanCache
+from lenet.cuda.plans import Planner
+from trainer.ops_cpu import CpuOps
+
+TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 5e-3}
+
+
+@pytest.fixture
+def handle():
+    with Handle() as made:
+        yield made
+
+
+def relative(got, expected):
+    return np.linalg.norm(got.get().astype(np.float64) - expected) / np.linalg.norm(expected)
+
+
+def drawn(precision, *shapes):
+    """Arrays on the GPU in the storage type of `precision`, and the same values in float64."""
+    dtype = np.float16 if precision == "fp16" else np.float32
+    random = np.random.default_rng(len(shapes[0]))
+    host = [random.standard_normal(shape).astype(dtype) for shape in shapes]
+    return [cupy.asarray(array) for array in host], [array.astype(np.float64) for array in host]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_a_product_with_bias_and_relu_agrees(handle, precision, relu):
+    operation = Product(precision, 37, 96, 800, bias=True, relu=relu)
+    (x, weight, bias), (a, b, c) = drawn(precision, (37, 800), (96, 800), (96,))
+    y = cupy.full((37, 96), np.nan, x.dtype)
+    plan = Planner(handle, Workspace(), None, autotune=False).plan(operation)
+    plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
+    want = a @ b.T + c
+    assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_a_convolution_with_bias_and_relu_agrees(handle, precision, relu):
+    image, filters = (7, 12, 11, 32), (64, 5, 3, 32)
+    operation = Convolution("forward", precision, image, filters, bias=True, relu=relu)
+    (x, weight, bias), (a, b, c) = drawn(precision, image, filters, (64,))
+    y = cupy.full(operation.output, np.nan, x.dtype)
+    plan = Planner(handle, Workspace(), None, autotune=False).plan(operation)
+    plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
+    block = ConvBlock(64, (5, 3))
+    linear, _ = CpuOps(np.float64).convolution(
+        a.transpose(3, 1, 2, 0), b.transpose(0, 3, 1, 2), block
+    )
+    want = linear.transpose(3, 1, 2, 0) + c
+    assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
+
+
+def test_the_fastest_plan_is_remembered_and_an_unknown_name_measured_anew(handle, tmp_path):
+    path = tmp_path / "plans.json"
+    operation = Product("fp16", 64, 96, 128)
+    first = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    (key,) = kept = json.loads(path.read_text())
+    assert kept[key] == first.name
+    assert handle.name in key
+    assert handle.cudnn_version in key
+    again = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    assert again.name == first.name
+    path.write_text(json.dumps({key: "no such plan"}))
+    Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    assert json.loads(path.read_text())[key] != "no such plan"
