@@ -49,7 +49,7 @@ from lenet.model import named
 from lenet.weightfile import Training, WeightFile
 from trainer.calls import step_calls
 from trainer.checkpoint import Checkpoint, Epoch
-from trainer.devices import check, choose, on_devices
+from trainer.devices import check, choose, on_devices, unavailable
 from trainer.download import obtain
 from trainer.errors import (
     DatasetUnavailable,
@@ -61,7 +61,7 @@ from trainer.errors import (
     TrainingDiverged,
 )
 from trainer.exporter import export_onnx, export_weights
-from trainer.inspection import measure, outline, report, unavailable
+from trainer.inspection import measure, outline, report
 from trainer.loop import train
 from trainer.mnist import CLASSES
 from trainer.network import Network, initial_tensors

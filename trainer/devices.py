@@ -24,22 +24,35 @@ Work = Callable[[TrainingOps, int], Result]
 """What is done on a device: it is given the operations and its rank, from 0."""
 
 
-def choose(device: Device, say: Callable[[str], None]) -> Device:
-    """The device meant: auto is the GPU where there is one, else the CPU, and says why.
+def unavailable(device: Device) -> str | None:
+    """Why `device` means no GPU here; None if it means one.
 
     Raises:
         DeviceUnavailable: a GPU is asked for and cannot be used; the message says what to do.
     """
     if device == "cpu":
-        return "cpu"
+        return "--device is cpu"
     try:
         devices()
     except BackendUnavailable as exc:
         if device == "cuda":
             raise DeviceUnavailable(f"--device is cuda: {exc}") from exc
-        say(f"training on the CPU: {exc}")
-        return "cpu"
-    return "cuda"
+        return str(exc)
+    return None
+
+
+def choose(device: Device, say: Callable[[str], None]) -> Device:
+    """The device meant: auto is the GPU where there is one, else the CPU, and says why.
+
+    Raises:
+        DeviceUnavailable: see `unavailable`.
+    """
+    reason = unavailable(device)
+    if reason is None:
+        return "cuda"
+    if device == "auto":
+        say(f"training on the CPU: {reason}")
+    return "cpu"
 
 
 def check(recipe: Recipe, gpus: int) -> None:

@@ -13,20 +13,18 @@ from functools import partial
 
 import numpy as np
 
-from lenet.cuda.handle import devices, translated
+from lenet.cuda.handle import translated
 from lenet.cuda.plan_cache import PlanCache
-from lenet.errors import BackendUnavailable
 from lenet.model import Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
 from trainer.augment import Limits
 from trainer.calls import Call
-from trainer.errors import DeviceUnavailable
 from trainer.mnist import CLASSES, Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops import Run
 from trainer.optimizer import Sgd
 from trainer.roofline import Times
-from trainer.settings import Device, Precision, Recipe
+from trainer.settings import Precision, Recipe
 from trainer.step import take_step
 
 _STEPS = 1000  # of the run that is timed; more than are taken
@@ -34,23 +32,6 @@ _DIGITS = 50_000  # to draw from; fewer would lie in a cache
 _HEADINGS = ("layer", "part", "shape in -> out", "call", "MFLOP", "MB")
 _MEASURED = ("workspace B", "us", "roofline %", "plan")
 _NUMBERS = frozenset({"MFLOP", "MB", "workspace B", "us", "roofline %"})
-
-
-def unavailable(device: Device) -> str | None:
-    """Why nothing can be measured on `device`; None if it can.
-
-    Raises:
-        DeviceUnavailable: a GPU is asked for and cannot be used.
-    """
-    if device == "cpu":
-        return "--device is cpu"
-    try:
-        devices()
-    except BackendUnavailable as exc:
-        if device == "cuda":
-            raise DeviceUnavailable(f"--device is cuda: {exc}") from exc
-        return str(exc)
-    return None
 
 
 def measure(

@@ -5,29 +5,20 @@ from types import ModuleType
 import pytest
 
 from lenet.cuda.plan_cache import PlanCache
-from lenet.errors import BackendUnavailable
 from lenet.model import named
 from trainer import __main__ as program
-from trainer import inspection
 from trainer.__main__ import main
 from trainer.calls import step_calls
+from trainer.devices import unavailable
 from trainer.errors import DeviceUnavailable
-from trainer.inspection import measure, outline, report, unavailable
+from trainer.inspection import measure, outline, report
 from trainer.ops_cpu import CpuOps
 from trainer.roofline import Rate, Timed, Times
 
 
 @pytest.fixture
-def no_gpu(monkeypatch):
-    def devices():
-        raise BackendUnavailable("no GPU here")
-
-    monkeypatch.setattr(inspection, "devices", devices)
-
-
-@pytest.fixture
 def a_gpu(monkeypatch):
-    monkeypatch.setattr(inspection, "devices", lambda: 1)
+    monkeypatch.setattr("trainer.devices.devices", lambda: 1)
 
 
 def times_of(calls):
@@ -81,8 +72,8 @@ def test_below_the_table_stand_the_sum_the_whole_step_and_both_rates(calls):
 
 def test_what_cannot_be_measured_is_told_with_its_reason(no_gpu):
     assert unavailable("cpu") == "--device is cpu"
-    assert unavailable("auto") == "no GPU here"
-    with pytest.raises(DeviceUnavailable, match="--device is cuda: no GPU here"):
+    assert unavailable("auto") == "there is no NVIDIA GPU here"
+    with pytest.raises(DeviceUnavailable, match="--device is cuda: there is no NVIDIA GPU here"):
         unavailable("cuda")
 
 
@@ -135,7 +126,7 @@ def test_inspect_prints_what_it_can_and_why_not_more(no_gpu, capsys):
     first, *rows, last = capsys.readouterr().out.splitlines()
     assert first == "mlp, mixed, one step of 32 images"
     assert len(rows) == 1 + len(step_calls(named("mlp"), 32, "mixed"))
-    assert last == "plans, workspaces and times need a GPU: no GPU here"
+    assert last == "plans, workspaces and times need a GPU: there is no NVIDIA GPU here"
 
 
 def test_inspect_prints_the_report_where_there_is_a_gpu(a_gpu, monkeypatch, capsys, calls):
@@ -159,7 +150,7 @@ def test_inspect_prints_the_report_where_there_is_a_gpu(a_gpu, monkeypatch, caps
         (["--model", "alexnet"], "'alexnet' is unknown, expected one of lenet"),
         (["--precision", "bf16"], "--precision is 'bf16'"),
         (["--batch", "1"], "--batch is '1', expected otherwise"),
-        (["--device", "cuda"], "--device is cuda: no GPU here"),
+        (["--device", "cuda"], "--device is cuda: there is no NVIDIA GPU here"),
     ],
 )
 def test_a_wrong_flag_is_one_sentence(no_gpu, capsys, line, sentence):

@@ -28,8 +28,9 @@ from trainer.ops_cuda.ranks import Ranks
 _SOURCE = kernels.FOLDER / "tail.cu"
 _THREADS = 256
 _SUM_THREADS = 512
-# Of a grid, at most; the best of those tried for lenet at batch 256 on an H200 (2026-11-20). What
-# the last block of a sum must add up grows with their number.
+# Of a grid, at most: the best of those tried for lenet at batch 256 on an H200 (2026-11-20), though
+# 396 suited the backward kernel better on halves. What the last block of a sum must add up grows
+# with their number.
 _MAX_BLOCKS = 528
 _MAX_SUM_BLOCKS = 132
 _MAX_TILES = 1 << 14
