@@ -57,8 +57,11 @@ def test_two_gpus_train_what_one_would_batch_norm_and_dropout_included():
     ((alone, wanted),), (several, *_) = trained(1), trained(2)
     losses, tensors = several
     assert losses == pytest.approx(alone, rel=1e-5)
+    before = initial_tensors(named("lenet"), np.random.default_rng(1))
     for name, want in wanted.items():
-        assert np.linalg.norm(tensors[name] - want) <= 1e-4 * np.linalg.norm(want), name
+        # A maximum or a ReLU that rounding decides the other way moves single weights.
+        moved = np.linalg.norm(want - before[name])
+        assert np.linalg.norm(tensors[name] - want) <= 1e-2 * moved, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "mixed"])
