@@ -214,19 +214,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         if asked.json and asked.json.exists():
             result = json.loads(asked.json.read_text()) | result
-        code = ask_step(asked.batch, asked.ways, result) if "step" in asked.only else 0
-        if {"time", "accuracy"} & set(asked.only):
-            dataset = load(asked.data)
-            if "time" in asked.only:
+        code = 0
+        dataset = load(asked.data) if {"time", "accuracy"} & set(asked.only) else None
+        for question in asked.only:
+            if question == "step":
+                code = ask_step(asked.batch, asked.ways, result)
+            elif question == "time":
                 ask_time(dataset, asked.time_seeds, result)
-            if "accuracy" in asked.only:
+            else:
                 ask_accuracy(dataset, asked.seeds, result)
+            if asked.json:  # at once: the next question may take minutes
+                asked.json.parent.mkdir(parents=True, exist_ok=True)
+                asked.json.write_text(json.dumps(result, indent=1) + "\n")
     except (ImportError, LeNetError, TrainerError) as exc:
         print(exc, file=sys.stderr)
         return 2
-    if asked.json:
-        asked.json.parent.mkdir(parents=True, exist_ok=True)
-        asked.json.write_text(json.dumps(result, indent=1) + "\n")
     return code
 
 

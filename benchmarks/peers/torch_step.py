@@ -56,12 +56,9 @@ def variants(model: Model, precision: Precision) -> dict[str, list[Variant]]:
     layouts: tuple[Layout, ...] = ("contiguous",)
     if any(isinstance(block, ConvBlock) for block in model.blocks):
         layouts += ("channels_last",)
-    # Not "max-autotune": its kernels are those of the first, its launches those of the second, and
-    # the launches decide (978 us against 442: lenet, batch 256, tf32, H200, 2026-11-20).
-    compiled = [
-        Variant("contiguous", "fused", "max-autotune-no-cudagraphs", captured=True),
-        Variant("contiguous", "fused", "reduce-overhead"),
-    ]
+    # Not "max-autotune" or "reduce-overhead", which capture by themselves: what they launch beside
+    # their graphs decides (978 and 1,270 us against 389: lenet, batch 256, tf32, H200, 2026-11-20).
+    compiled = [Variant("contiguous", "fused", "max-autotune-no-cudagraphs", captured=True)]
     # In a capture a loss scale needs the fused kernel: for any other, the host asks the device
     # whether to step.
     if precision != "mixed":

@@ -59,7 +59,7 @@ def test_a_product_with_bias_and_relu_agrees(handle, precision, relu):
 
 def test_a_product_with_bias_in_float32_is_refused_by_name(handle):
     planner = Planner(handle, Workspace(), None, autotune=False)
-    with pytest.raises(DeviceError, match="planning Product.precision='fp32'.*bias=True"):
+    with pytest.raises(DeviceError, match=r"planning Product.precision='fp32'.*bias=True"):
         planner.plan(Product("fp32", 37, 96, 800, bias=True))
 
 

@@ -24,7 +24,7 @@ def test_the_canonical_command_names_every_field_and_no_path():
 
 
 @pytest.mark.parametrize(
-    ("device", "expected"), [("cpu", (20, 128, "fp32")), ("cuda", (60, 256, "mixed"))]
+    ("device", "expected"), [("cpu", (20, 128, "fp32")), ("cuda", (120, 256, "mixed"))]
 )
 def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
     resolved = Recipe().resolved(device)
