@@ -2,9 +2,9 @@
 
 The same recipe, seed and global batch on both: the losses of the first steps beside each other, the
 time of a step, and, with PyTorch's profiler where PyTorch is, how much of NCCL's time runs beside
-other kernels. The rate is one at which rounding is hardly amplified from step to step: at the default
-recipe's, rounding alone (NumPy in float32 against float64) moved the hundredth loss by 3e-4. Exit
-code: 0, 1 when the losses differ by more than 1e-4, 2 when there are too few GPUs.
+other kernels. The rate is one at which rounding is hardly amplified from step to step: at that of
+the default recipe it alone (NumPy in float32 against float64) moved the hundredth loss by 3e-4.
+Exit code: 0, 1 when the losses differ by more than 1e-4, 2 when there are too few GPUs.
 """
 
 from __future__ import annotations
