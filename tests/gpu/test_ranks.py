@@ -36,7 +36,9 @@ def recorded(ops, batch, steps):
     network = Network(model, initial_tensors(model, np.random.default_rng(1)), ops, 0.3)
     optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
     progress = ops.start(run)
-    return network, progress, ops.record(lambda: take_step(network, optimizer, progress))
+    repeat = ops.record(lambda: take_step(network, optimizer, progress))
+    ops.meet()  # a rank that is still recording takes memory, which waits for others' sums
+    return network, progress, repeat
 
 
 def trained(gpus, precision="fp32", batch=64, steps=20):
