@@ -20,6 +20,8 @@ from trainer.settings import Device, Precision, Recipe
 
 Result = TypeVar("Result")
 
+_PATIENCE_S = 10.0  # with ranks that were asked to end, before they are made to
+
 Work = Callable[[TrainingOps, int], Result]
 """What is done on a device: it is given the operations and its rank, from 0."""
 
@@ -140,6 +142,10 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
                 raise failures[0]  # those that it causes come after it
         except BaseException:
             ready.abort()
+            if not failures:  # an interruption: the ranks are well, and can end at the same step
+                for ranks in joined:
+                    ranks.ask()
+                wait(futures, _PATIENCE_S)
             for ranks in joined:
                 ranks.stop()  # all of them first: what an aborted rank computes is no result
             for ranks in joined:

@@ -158,12 +158,15 @@ class FakeGpus:
             def __init__(self, identity, rank, size, meeting):
                 self.identity, self.rank, self.size = identity, rank, size
                 self.meet = meeting.wait
-                self.stopped = threading.Event()
+                self.asked, self.stopped = threading.Event(), threading.Event()
                 self.aborted, self.closed = threading.Event(), threading.Event()
                 with gpus._lock:
                     gpus.ranks.append(self)
                     all_made = gpus._meetings.setdefault(identity, threading.Barrier(size))
                 all_made.wait(WAIT_S)
+
+            def ask(self):
+                self.asked.set()
 
             def stop(self):
                 self.stopped.set()

@@ -163,15 +163,41 @@ def test_a_rank_that_fails_stops_the_others_and_its_error_is_raised(fake_gpus, f
     assert len(gpus.closed) == 3
 
 
-def test_an_interruption_stops_every_rank(fake_gpus, monkeypatch):
-    gpus = fake_gpus(2)
-    work = Together(3, None, None)
+class Interrupted:
+    """`concurrent.futures.wait`, interrupted the first time once `all_at_once` is passed."""
 
-    def interrupted(*_, **__):
-        work.all_at_once.wait(WAIT_S)
+    def __init__(self, all_at_once):
+        self._all_at_once, self._wait, self._again = all_at_once, devices.wait, False
+
+    def __call__(self, *arguments, **options):
+        if self._again:
+            return self._wait(*arguments, **options)
+        self._again = True
+        self._all_at_once.wait(WAIT_S)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(devices, "wait", interrupted)
+
+def test_an_interruption_asks_every_rank_to_end_and_waits_for_them(fake_gpus, monkeypatch):
+    gpus, all_at_once, aborted_meanwhile = fake_gpus(2), threading.Barrier(3), []
+
+    def work(ops, rank):
+        all_at_once.wait(WAIT_S)
+        assert ops.joined.asked.wait(WAIT_S), "nobody was asked"
+        aborted_meanwhile.append(ops.joined.stopped.is_set())
+        raise DeviceError(f"rank {rank} was asked to end")
+
+    monkeypatch.setattr(devices, "wait", Interrupted(all_at_once))
+    with pytest.raises(KeyboardInterrupt):
+        on_devices(recipe_on("cuda"), 2, work)
+    assert aborted_meanwhile == [False, False]
+    assert len(gpus.closed) == 2
+
+
+def test_a_rank_that_does_not_end_when_asked_is_aborted(fake_gpus, monkeypatch):
+    gpus = fake_gpus(2)
+    work = Together(3, None, None)
+    monkeypatch.setattr(devices, "wait", Interrupted(work.all_at_once))
+    monkeypatch.setattr(devices, "_PATIENCE_S", 0.01)
     with pytest.raises(KeyboardInterrupt):
         on_devices(recipe_on("cuda"), 2, work)
     assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]

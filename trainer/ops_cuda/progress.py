@@ -86,10 +86,11 @@ class Progress:
         """(losses, hits) of steps start to stop - 1, over all ranks; waits for the device.
 
         Raises:
-            DeviceError: the ranks were told to stop, so the numbers mean nothing.
+            DeviceError: the ranks were asked to end, or told to stop.
         """
         losses, hits = self.losses[start:stop], self.hits[start:stop]
         if ranks is not None:
+            ranks.agree()
             losses, hits = ranks.sum(losses), ranks.sum(hits)
         found = cupy.asnumpy(losses), cupy.asnumpy(hits)
         if ranks is not None:

@@ -36,7 +36,7 @@ class Ranks:
             self._communicator = nccl.NcclCommunicator(size, identity, rank)
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pending = False
-        self._stopped = Event()
+        self._asked, self._stopped = Event(), Event()
         # NCCL connects the GPUs at the first sum, which must not be one in a capture.
         self.sum(cupy.zeros(1, cupy.float32))
         cupy.cuda.get_current_stream().synchronize()
@@ -82,6 +82,23 @@ class Ranks:
         self.start_sum([total], stream)
         self.finish(stream)
         return total
+
+    def ask(self) -> None:
+        """Let all ranks end at the next `agree`; any thread may, of any rank.
+
+        Where every rank is well this is the quick way: what an abort leaves queued, each sum for
+        itself, takes seconds to find that it was aborted.
+        """
+        self._asked.set()
+
+    def agree(self) -> None:
+        """Go on if no rank was asked to end; each must call it at the same step. Waits.
+
+        Raises:
+            DeviceError: one was.
+        """
+        if int(self.sum(cupy.full(1, self._asked.is_set(), cupy.int32))[0]):
+            raise DeviceError(f"rank {self.rank} of {self.size} was asked to end")
 
     def check(self) -> None:
         """Refuse what was summed since the ranks were told to stop: an aborted sum is any number.
