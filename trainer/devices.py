@@ -5,10 +5,10 @@ It knows which device can do what, and refuses in one sentence what none can.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from threading import Barrier
-from typing import TypeVar
+from threading import Barrier, Thread
+from typing import TYPE_CHECKING, TypeVar
 
 from lenet.cuda.handle import devices, translated
 from lenet.cuda.plan_cache import PlanCache, default_cache
@@ -17,6 +17,9 @@ from trainer.errors import DeviceUnavailable
 from trainer.ops import TrainingOps
 from trainer.ops_cpu import CpuOps
 from trainer.settings import Device, Precision, Recipe
+
+if TYPE_CHECKING:
+    from trainer.ops_cuda.ranks import Ranks
 
 Result = TypeVar("Result")
 
@@ -141,14 +144,27 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
             if failures:
                 raise failures[0]  # those that it causes come after it
         except BaseException:
-            ready.abort()
-            if not failures:  # an interruption: the ranks are well, and can end at the same step
-                for ranks in joined:
-                    ranks.ask()
-                wait(futures, _PATIENCE_S)
-            for ranks in joined:
-                ranks.stop()  # all of them first: what an aborted rank computes is no result
-            for ranks in joined:
-                ranks.abort()
+            # On a thread of its own, which a second Ctrl-C does not keep from telling the ranks.
+            ending = Thread(target=_end, args=(ready, joined, futures, failures))
+            ending.start()
+            ending.join()
             raise
     return futures[0].result()
+
+
+def _end(
+    ready: Barrier,
+    joined: Sequence[Ranks],
+    futures: Sequence[Future[Result]],
+    failures: Sequence[BaseException],
+) -> None:
+    """Let every rank end: together if all are well, else by aborting what they wait for."""
+    ready.abort()
+    if not failures:  # an interruption
+        for ranks in joined:
+            ranks.ask()
+        wait(futures, _PATIENCE_S)
+    for ranks in joined:
+        ranks.stop()  # all of them first: what an aborted rank computes is no result
+    for ranks in joined:
+        ranks.abort()
