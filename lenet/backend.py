@@ -43,6 +43,16 @@ class Plan(Protocol):
         """How many rows the device works on when given `rows`; the difference is padding."""
         ...
 
+    @property
+    def captured(self) -> bool:
+        """Whether `run` replays a captured graph."""
+        ...
+
+    @property
+    def device_s(self) -> float | None:
+        """Seconds of the device's clock that the last `run` took; None where none was read."""
+        ...
+
 
 class Backend(Protocol):
     """A device and the precision it computes in."""
@@ -62,5 +72,28 @@ class Backend(Protocol):
 
         Raises:
             BackendUnavailable: the device cannot run this network; the message says why.
+            OutOfDeviceMemory: it does not fit.
         """
+        ...
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory that its plans take: weights, buffers and workspace."""
+        ...
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The part of it that is scratch, shared by all plans."""
+        ...
+
+    def poison(self) -> None:
+        """Break the device as a faulty kernel would, for a test of what is done about it.
+
+        Raises:
+            DeviceError: a sticky one, now or at the next `run`, and at every one from then on.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give everything back; closing twice is allowed."""
         ...

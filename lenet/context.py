@@ -11,7 +11,7 @@ from __future__ import annotations
 import threading
 import warnings
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
@@ -22,18 +22,67 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH, Images, Probabilities
 from lenet.weightfile import WeightFile
 
-BACKENDS = ("auto", "cpu")
+Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
+"""How a GPU multiplies; see `lenet.cuda.graphs`. The CPU has fp32 alone."""
 
 
-def open_backend(name: str, *, cpu_threads: int = 1) -> Backend:
-    """The backend called `name`, one of `BACKENDS`.
+@dataclass(frozen=True, slots=True)
+class Target:
+    """What a context computes on."""
+
+    device: Literal["cpu", "cuda"]
+    index: int = 0
+    """Which of the GPUs."""
+    precision: Precision = "fp16"
+    """Of a GPU."""
+    cpu_threads: int = 1
+    profile: bool = False
+    """On a GPU: no captured graphs, so that a profiler sees each layer by its name."""
+
+
+def choose(device: Device) -> tuple[Literal["cpu", "cuda"], str | None]:
+    """The device that is meant, and, where auto came to be the CPU, why it is no GPU.
 
     Raises:
-        BackendUnavailable: unknown; the message lists what there is.
+        BackendUnavailable: a GPU is asked for and cannot be used; the message says what to do.
     """
-    if name not in BACKENDS:
-        raise BackendUnavailable(f"backend {name!r} is unknown, expected one of {BACKENDS}")
-    return CpuBackend(cpu_threads)
+    if device == "cpu":
+        return "cpu", None
+    try:
+        gpus()
+    except BackendUnavailable as exc:
+        if device == "cuda":
+            raise
+        return "cpu", str(exc)
+    return "cuda", None
+
+
+def gpus() -> int:
+    """How many there are, at least one.
+
+    Raises:
+        BackendUnavailable: none that can be used; the message says what is missing.
+    """
+    from lenet.cuda.handle import devices
+
+    return devices()
+
+
+def open_backend(target: Target) -> Backend:
+    """The backend of `target`, for the thread that calls.
+
+    Raises:
+        BackendUnavailable: it cannot run here; the message says why.
+        DeviceError: the GPU cannot be used.
+    """
+    if target.device == "cpu":
+        return CpuBackend(target.cpu_threads)
+    from lenet.cuda.backend import CudaBackend
+    from lenet.cuda.plan_cache import PlanCache, default_cache
+
+    cache = PlanCache(default_cache())
+    return CudaBackend(target.index, target.precision, cache, target.profile)
 
 
 def buckets(largest: int) -> tuple[int, ...]:
@@ -52,7 +101,16 @@ class ContextStatistics:
     batches: int = 0
     rows: int = 0
     padding_rows: int = 0
+    graph_hits: int = 0
+    """Batches that replayed a captured graph."""
+    graph_misses: int = 0
     golden_error: float = 0.0
+    device_s: float | None = None
+    """Seconds that the device took for the last batch, where it was asked."""
+    device_bytes: int = 0
+    """Device memory of all plans."""
+    workspace_bytes: int = 0
+    """The part of it that is scratch."""
 
 
 class ExecutionContext:
@@ -88,6 +146,8 @@ class ExecutionContext:
         error = self._prove(plans, self._weights)
         self._plans, self._proven = plans, {self._weights: error}
         self.statistics.golden_error = error
+        self.statistics.device_bytes = self._backend.device_bytes
+        self.statistics.workspace_bytes = self._backend.workspace_bytes
 
     @span("run")
     def run(self, images: Images) -> Probabilities:
@@ -97,10 +157,19 @@ class ExecutionContext:
         assert 1 <= rows <= self._buckets[-1], f"bug: a batch of {rows} rows"
         plan = self._plans[self._buckets[(rows - 1).bit_length()]]
         probabilities = plan.run(images)
-        self.statistics.batches += 1
-        self.statistics.rows += rows
-        self.statistics.padding_rows += plan.computed_rows(rows) - rows
+        statistics = self.statistics
+        statistics.batches += 1
+        statistics.rows += rows
+        statistics.padding_rows += plan.computed_rows(rows) - rows
+        statistics.graph_hits += plan.captured
+        statistics.graph_misses += not plan.captured
+        statistics.device_s = plan.device_s
         return probabilities
+
+    def poison(self) -> None:
+        """Break the device on purpose: see `lenet.backend.Backend.poison`."""
+        self._check()
+        self._backend.poison()
 
     @span("stage")
     def stage(self, weights: WeightFile) -> None:
@@ -150,6 +219,7 @@ class ExecutionContext:
             self._check()
             self._plans = {}
             self._open = False
+            self._backend.close()
 
     def __enter__(self) -> Self:
         return self

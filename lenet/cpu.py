@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from lenet.errors import DeviceError
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
 from lenet.pixels import Images, Logits, Probabilities
 from lenet.weightfile import WeightFile
@@ -46,6 +47,9 @@ class CpuPlan:
         """All of them and no more."""
         return rows
 
+    captured = False
+    device_s = None
+
 
 class CpuBackend:
     """ONNX Runtime in float32, `threads` threads for one batch."""
@@ -71,6 +75,16 @@ class CpuBackend:
     def plan(self, weights: WeightFile, batch: int) -> CpuPlan:
         """A plan for up to `batch` rows; the plans of one weight file share a session."""
         return CpuPlan(batch, self._session(weights), self._session)
+
+    device_bytes = workspace_bytes = 0
+
+    def poison(self) -> None:
+        """Only says what a GPU would: nothing here can break."""
+        raise DeviceError("poisoned for a test", sticky=True)
+
+    def close(self) -> None:
+        """The sessions go with it."""
+        self._sessions.clear()
 
     def _session(self, weights: WeightFile) -> Any:
         if weights not in self._sessions:

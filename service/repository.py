@@ -12,7 +12,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Self
 
-from lenet.context import ExecutionContext, open_backend
+from lenet.context import ExecutionContext, Target, open_backend
 from service.batcher import Batcher
 from service.errors import UnknownModel
 from service.metrics import Metrics
@@ -141,7 +141,7 @@ class Repository:
         batching = self._batching
 
         def make_context() -> ExecutionContext:
-            backend = open_backend(batching.device, cpu_threads=batching.cpu_threads)
+            backend = open_backend(Target("cpu", cpu_threads=batching.cpu_threads))
             return ExecutionContext(backend, file.weights, batching.max_batch_rows)
 
         pool = ContextPool(make_context, batching.contexts, f"context-{file.name}")

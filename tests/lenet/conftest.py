@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from lenet.context import open_backend
+from lenet.context import Target, open_backend
+from lenet.errors import DeviceError
 from lenet.weightfile import WeightFile
 
 
@@ -31,6 +32,9 @@ class ReferencePlan:
         """As on a device with one captured graph a bucket: always all of the bucket."""
         return self.batch
 
+    captured = False
+    device_s = None
+
 
 class ReferenceBackend:
     """NumPy in plain sight, float32."""
@@ -45,6 +49,14 @@ class ReferenceBackend:
         self.planned.append(batch)
         return ReferencePlan(batch, weights)
 
+    device_bytes = workspace_bytes = 0
+
+    def poison(self) -> None:
+        raise DeviceError("poisoned for a test", sticky=True)
+
+    def close(self) -> None:
+        self.planned.clear()
+
 
 @pytest.fixture
 def reference_backend():
@@ -54,4 +66,6 @@ def reference_backend():
 @pytest.fixture(params=["reference", "cpu"])
 def backend(request):
     """Every backend that this machine has."""
-    return ReferenceBackend() if request.param == "reference" else open_backend(request.param)
+    return (
+        ReferenceBackend() if request.param == "reference" else open_backend(Target(request.param))
+    )

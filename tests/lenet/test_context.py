@@ -7,7 +7,7 @@ import threading
 import numpy as np
 import pytest
 
-from lenet.context import BACKENDS, ExecutionContext, buckets, open_backend
+from lenet.context import ExecutionContext, buckets, choose, gpus
 from lenet.errors import (
     BackendUnavailable,
     DeviceError,
@@ -71,10 +71,44 @@ def test_there_are_no_buckets_when_the_largest_is_below_one(largest):
         buckets(largest)
 
 
-def test_a_backend_is_opened_by_its_name_or_refused():
-    assert [open_backend(name).name for name in BACKENDS] == ["cpu", "cpu"]
-    with pytest.raises(BackendUnavailable, match=r"'tpu' is unknown, expected one of .*cpu"):
-        open_backend("tpu")
+@pytest.fixture
+def no_gpu(monkeypatch):
+    def devices():
+        raise BackendUnavailable("no NVIDIA GPU was found")
+
+    monkeypatch.setattr("lenet.cuda.handle.devices", devices)
+
+
+def test_auto_is_a_gpu_where_there_is_one(monkeypatch):
+    monkeypatch.setattr("lenet.cuda.handle.devices", lambda: 2)
+    assert choose("auto") == choose("cuda") == ("cuda", None)
+    assert gpus() == 2
+
+
+def test_auto_is_the_cpu_elsewhere_and_says_why(no_gpu):
+    assert choose("auto") == ("cpu", "no NVIDIA GPU was found")
+    assert choose("cpu") == ("cpu", None)
+
+
+def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused(no_gpu):
+    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
+        choose("cuda")
+
+
+def test_a_context_counts_what_ran_without_a_captured_graph(backend, random_weights, tiny):
+    weights = random_weights(tiny)
+    with ExecutionContext(backend, weights, 4) as context:
+        context.warm_up()
+        context.run(np.zeros((3, 28, 28), np.uint8))
+        assert (context.statistics.graph_hits, context.statistics.graph_misses) == (0, 1)
+
+
+def test_poison_is_a_sticky_error_of_the_device(backend, random_weights, tiny):
+    with ExecutionContext(backend, random_weights(tiny), 1) as context:
+        context.warm_up()
+        with pytest.raises(DeviceError) as failure:
+            context.poison()
+        assert failure.value.sticky
 
 
 def test_a_context_answers_any_number_of_rows_up_to_its_largest(backend, random_weights, tiny):

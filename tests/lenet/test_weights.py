@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lenet.context import ExecutionContext, open_backend
+from lenet.context import ExecutionContext, Target, open_backend
 from lenet.weightfile import WeightFile
 
 FILES = sorted(Path(__file__).parents[2].glob("weights/*/*.safetensors"))
@@ -21,5 +21,5 @@ def test_a_shipped_file_is_canonical_and_proves_itself_when_it_is_read(path):
     weights = WeightFile.read(path)
     assert weights.to_bytes() == path.read_bytes()
     assert weights.model.name == path.parent.name
-    with ExecutionContext(open_backend("cpu"), weights, 10) as context:
+    with ExecutionContext(open_backend(Target("cpu")), weights, 10) as context:
         context.warm_up()

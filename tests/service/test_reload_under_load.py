@@ -12,7 +12,7 @@ import grpc
 import numpy as np
 import pytest
 
-from lenet.context import open_backend
+from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
@@ -29,7 +29,7 @@ def versions(tmp_path, tiny_weights, tiny, random_weights):
     """What each version answers to `images`: `{"1": ..., "2": ...}`; only file 1 is there yet."""
     model = Model("lenet", tiny.blocks)
     random_weights(model, 1).write(tmp_path / "2.safetensors")
-    plans = [open_backend("cpu").plan(random_weights(model, seed), 200) for seed in (0, 1)]
+    plans = [open_backend(Target("cpu")).plan(random_weights(model, seed), 200) for seed in (0, 1)]
     return {str(number): plan.run(IMAGES) for number, plan in enumerate(plans, 1)}
 
 
