@@ -212,13 +212,16 @@ class _Nvcc:
             ["nice", "sh", folder / "compile.sh"], stdout=subprocess.PIPE, start_new_session=True
         )
 
-    def __call__(self, arguments: tuple[str, ...]) -> str:
-        """What nvcc and ptxas say of `arguments`, once they do; fails if it does not compile."""
+    def __call__(self, arguments: tuple[str, ...], refused: bool = False) -> str:
+        """What nvcc and ptxas say of `arguments`, once they do; fails unless it compiles.
+
+        With `refused` it fails if it compiles.
+        """
         number = list(self._said).index(arguments)
         while len(self._codes) <= number:
             self._codes.append(int(self._process.stdout.readline()))
         said = self._said[arguments].read_text()
-        assert self._codes[number] == 0, said
+        assert (self._codes[number] != 0) == refused, said
         return said
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
 """The CUDA sources compile for every supported GPU, without spilling: no GPU is needed to see it.
 
-One compilation a specialisation makes the code of all three architectures. It refuses to say that
+One compilation a specialisation makes the code of all GPUs that it is for. It refuses to say that
 a kernel is right: that takes a GPU. nvcc is started when the session is, by `nvcc_says`.
 """
 
@@ -11,9 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
+from lenet.cuda.fusion import first_macros, whole_macros
+from lenet.model import ARCHITECTURES, Model
+
 ROOT = Path(__file__).parents[1]
 SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
-ARCHITECTURES = ("75", "80", "90")  # Turing: the oldest of CUDA 13; Ampere; Hopper
+GPUS = ("75", "80", "90")  # Turing: the oldest of CUDA 13; Ampere; Hopper
 SCALARS = ("float", "__half")
 
 
@@ -47,6 +51,26 @@ def first_filter(kernel, channels, stride=1, padding=0, dilation=1):
     return axes | {"C": channels, "R": kernel, "S": kernel}
 
 
+def first(kernel, channels, padding=(0, 0), pool="MAX", size=(28, 28), activation="relu"):
+    """Macros of first.cu; pooling is 2 x 2 with stride 2."""
+    pool = None if pool == "NONE" else Pool(pool.lower())
+    kind = Activation(activation)
+    block = ConvBlock(channels, kernel, padding=padding, activation=kind, pool=pool)
+    model = Model("first", (block, DenseBlock(10, activation=IDENTITY)), (1, *size))
+    return first_macros(block, model.shapes()[0])
+
+
+ODD = Model(
+    "odd",
+    (
+        ConvBlock(9, (4, 3), padding=(1, 2), activation=Activation("tanh"), pool=Pool("average")),
+        ConvBlock(33, (3, 4), padding=(2, 1), activation=Activation("elu"), pool=Pool("max")),
+        DenseBlock(300, activation=Activation("sigmoid")),
+        DenseBlock(7, activation=IDENTITY),
+    ),
+    (1, 21, 20),
+)
+
 # What the networks of this project ask for: here nothing may spill.
 LENET = {
     "tail-conv1": (SERVING / "tail.cu", tail(24, 32, (2, 2), "MAX")),
@@ -54,11 +78,21 @@ LENET = {
     "tail-dense": (SERVING / "tail.cu", tail(1, 512)),
     "tail-logits": (SERVING / "tail.cu", tail(1, 10, activation="identity", norm=0)),
     "tail-classic": (SERVING / "tail.cu", tail(24, 6, (2, 2), "AVERAGE", "tanh", norm=0)),
+    "first": (SERVING / "first.cu", first((5, 5), 20)),
+    "first-6-16": (SERVING / "first.cu", first((5, 5), 6)),
+    "first-32-64": (SERVING / "first.cu", first((3, 3), 32, (1, 1))),
+    "unpack": (SERVING / "unpack.cu", {}),
+    "last": (SERVING / "last.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
+    "last-one-row": (SERVING / "last.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
     "first-filter": (TRAINING / "first_filter.cu", first_filter(5, 32)),
     "batch": (TRAINING / "batch.cu", {}),
     "loss": (TRAINING / "loss.cu", {"CLASSES": 10, "PADDED": 16}),
     "update": (TRAINING / "update.cu", {"CHUNK": 1024}),
     "dropout": (TRAINING / "dropout.cu", {"C": 512, "UNITS": 500}),
+}
+LENET |= {
+    f"whole-{name}": (SERVING / "whole.cu", whole_macros(model))
+    for name, model in ARCHITECTURES.items()
 }
 
 # What a described network may ask for besides.
@@ -73,6 +107,16 @@ OTHERS = {
     ),
     "tail-global-average": (SERVING / "tail.cu", tail(8, 16, (8, 8), "AVERAGE", "clipped_relu")),
     "tail-wide-window": (SERVING / "tail.cu", tail(24, 8, (24, 24), "MAX", norm=0)),
+    "first-unpooled": (
+        SERVING / "first.cu",
+        first((4, 6), 9, (1, 2), "NONE", (13, 16), "sigmoid"),
+    ),
+    "first-largest": (
+        SERVING / "first.cu",
+        first((10, 9), 100, (4, 3), "AVERAGE", activation="elu"),
+    ),
+    "last-odd": (SERVING / "last.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
+    "whole-odd": (SERVING / "whole.cu", whole_macros(ODD)),
     "first-filter-largest": (
         TRAINING / "first_filter.cu",
         first_filter(7, 40, stride=2, padding=3, dilation=2),
@@ -83,10 +127,15 @@ OTHERS = {
 }
 
 
-def nvcc(source, macros, scalar, architectures=ARCHITECTURES):
+def supported(source):
+    """(GPUs, storage types) of a source: clusters of blocks came with Hopper."""
+    return (GPUS[-1:], SCALARS[-1:]) if source.name == "whole.cu" else (GPUS, SCALARS)
+
+
+def nvcc(source, macros, scalar, gpus):
     """The arguments of nvcc for one specialisation."""
     options = ["-std=c++17", "-fatbin", "--threads=2", "--Werror=all-warnings", "-Xptxas=-v"]
-    options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in architectures]
+    options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in gpus]
     options += [f"-I{SERVING}", f"-I{TRAINING}"]
     options += [f"-D{name}={value}" for name, value in {**macros, "SCALAR": scalar}.items()]
     return (*options, str(source))
@@ -95,9 +144,11 @@ def nvcc(source, macros, scalar, architectures=ARCHITECTURES):
 @pytest.mark.parametrize(
     ("source", "nvcc_arguments"),
     [
-        pytest.param(source, nvcc(source, macros, scalar), id=f"{case}-{scalar}")
-        for scalar in SCALARS
+        pytest.param(
+            source, nvcc(source, macros, scalar, supported(source)[0]), id=f"{case}-{scalar}"
+        )
         for case, (source, macros) in LENET.items()
+        for scalar in supported(source)[1]
     ],
 )
 def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(
@@ -105,7 +156,7 @@ def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(
 ):
     said = nvcc_says(nvcc_arguments)
     kernels = len(re.findall(r"Compiling entry function", said))
-    assert kernels == len(ARCHITECTURES) * source.read_text().count("__global__")
+    assert kernels == len(supported(source)[0]) * source.read_text().count("__global__")
     stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", said)
     assert stacks == [("0", "0")] * kernels, said
 
@@ -114,12 +165,27 @@ def test_a_kernel_of_lenet_compiles_and_keeps_everything_in_registers(
     "nvcc_arguments",
     [
         # What differs from lenet's kernels differs in no way between GPUs: the oldest will do.
-        pytest.param(nvcc(source, macros, "__half", ARCHITECTURES[:1]), id=case)
+        pytest.param(nvcc(source, macros, "__half", supported(source)[0][:1]), id=case)
         for case, (source, macros) in OTHERS.items()
     ],
 )
 def test_a_kernel_compiles_for_other_networks(nvcc_arguments, nvcc_says):
     nvcc_says(nvcc_arguments)
+
+
+WHOLE, WHOLE_LENET = LENET["whole-lenet"]
+
+
+@pytest.mark.parametrize(
+    ("nvcc_arguments", "reason"),
+    [
+        (nvcc(WHOLE, WHOLE_LENET, "__half", ["80"]), "thread block clusters"),
+        (nvcc(WHOLE, WHOLE_LENET | {"UNITS": 1025}, "__half", ["90"]), "wait in registers"),
+        (nvcc(WHOLE, WHOLE_LENET | {"C2": 72}, "__half", ["90"]), "8 channels of the second"),
+    ],
+)
+def test_a_whole_network_is_refused_with_the_reason(nvcc_arguments, reason, nvcc_says):
+    assert reason in nvcc_says(nvcc_arguments, refused=True)
 
 
 def test_every_cuda_source_is_compiled_here():

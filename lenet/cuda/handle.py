@@ -195,6 +195,7 @@ class Handle:
             self._opened = opened.pop_all()
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
+        self.capability: int = 10 * properties["major"] + properties["minor"]
         self.cudnn_version: str = cudnn.backend_version_string()
 
     @contextmanager

@@ -2,15 +2,20 @@
 
 A step takes its buffers from the arena in a fixed order and rewinds it at the end, so the next
 step finds each buffer at the same address: that is what lets a captured CUDA graph be replayed.
-It refuses to give single buffers back.
+What the host shares with the device is page-locked, so that the device copies it by itself. It
+refuses to give single buffers back.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Self
 
 import cupy
+import numpy as np
+
+from lenet.pixels import HEIGHT, WIDTH
 
 ALIGNMENT = 256
 """Bytes; what cudaMalloc itself promises, and more than any vector load asks for."""
@@ -77,3 +82,60 @@ class Workspace:
     def pointer(self) -> int:
         """Its device address, 0 while nothing is reserved."""
         return int(self._buffers[-1].data.ptr) if self._buffers else 0
+
+
+@dataclass(frozen=True, slots=True)
+class Buffers:
+    """What a network reads and writes for one batch: `host_` ones are NumPy's and page-locked.
+
+    pixels: uint8 (rows, 28, 28); logits, probabilities: float32 (rows, classes).
+    """
+
+    host_pixels: Any
+    host_probabilities: Any
+    pixels: Any
+    logits: Any
+    probabilities: Any
+
+    @classmethod
+    def take(cls, arena: Arena, rows: int, classes: int) -> Self:
+        """With black images; of the arena all that is on the device."""
+        answers = rows, classes
+        pixels = _pinned((rows, HEIGHT, WIDTH), np.uint8)
+        pixels[...] = 0
+        return cls(
+            pixels,
+            _pinned(answers, np.float32),
+            arena.take(pixels.shape, cupy.uint8),
+            arena.take(answers, cupy.float32),
+            arena.take(answers, cupy.float32),
+        )
+
+    @property
+    def rows(self) -> int:
+        """Of the batch."""
+        return len(self.host_pixels)
+
+    def copy_in(self) -> None:
+        """Queue the copy of the pixels to the device."""
+        runtime = cupy.cuda.runtime
+        to, source = self.pixels.data.ptr, self.host_pixels.ctypes.data
+        _copy(to, source, self.pixels.nbytes, runtime.memcpyHostToDevice)
+
+    def copy_out(self) -> None:
+        """Queue the copy of the probabilities to the host."""
+        runtime = cupy.cuda.runtime
+        to, source = self.host_probabilities.ctypes.data, self.probabilities.data.ptr
+        _copy(to, source, self.probabilities.nbytes, runtime.memcpyDeviceToHost)
+
+
+def _copy(to: int, source: int, size: int, kind: int) -> None:
+    # By the runtime's own function: CuPy's arrays refuse to meet the host in a capture.
+    stream = cupy.cuda.get_current_stream()
+    cupy.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
+
+
+def _pinned(shape: tuple[int, ...], dtype: Any) -> Any:
+    count = math.prod(shape)
+    memory = cupy.cuda.alloc_pinned_memory(count * np.dtype(dtype).itemsize)
+    return np.frombuffer(memory, dtype, count).reshape(shape)

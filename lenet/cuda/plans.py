@@ -48,29 +48,38 @@ class Plan:
 
 
 class Planner:
-    """Makes the plan of an operation, each once; all share one workspace."""
+    """Makes the plan of an operation, each once; all share one workspace.
+
+    With `autotune` all plans of an operation are tried, or the first `most`: those come first that
+    cuDNN believes to be fast.
+    """
 
     def __init__(
-        self, handle: Handle, workspace: Workspace, cache: PlanCache | None, autotune: bool
+        self,
+        handle: Handle,
+        workspace: Workspace,
+        cache: PlanCache | None,
+        autotune: bool,
+        most: int | None = None,
     ) -> None:
         self._handle = handle
         self._workspace = workspace
         self._cache = cache
-        self._autotune = autotune
+        self._autotune, self._most = autotune, most
         self.plans: dict[Operation, Plan] = {}
 
-    def plan(self, operation: Operation) -> Plan:
-        """The plan of `operation`, measured or remembered if this planner autotunes.
+    def plan(self, operation: Operation, tune: bool = True) -> Plan:
+        """The plan of `operation`, measured or remembered if this planner autotunes and `tune`.
 
         Raises:
             DeviceError: cuDNN has no plan for it.
         """
         if operation not in self.plans:
             with translated(f"planning {operation}"):
-                self.plans[operation] = self._made(operation)
+                self.plans[operation] = self._made(operation, tune and self._autotune)
         return self.plans[operation]
 
-    def _made(self, operation: Operation) -> Plan:
+    def _made(self, operation: Operation, tune: bool) -> Plan:
         self._handle.check()
         graph = operation.graph(self._handle.cudnn)
         graph.build_operation_graph()
@@ -81,16 +90,16 @@ class Planner:
         graph.deselect_numeric_notes(unwanted)
         graph.deselect_workspace_greater_than(MAX_WORKSPACE_BYTES)
         graph.check_support()
-        index = self._choice(operation, graph)
+        index = self._choice(operation, graph, tune)
         name = graph.get_plan_name_at_index(index)
         size = graph.get_workspace_size_plan_at_index(index)
         self._workspace.reserve(size)
         return Plan(operation, name, size, graph, self._handle, self._workspace)
 
-    def _choice(self, operation: Operation, graph: Any) -> int:
+    def _choice(self, operation: Operation, graph: Any, tune: bool) -> int:
         """The index of the chosen plan, built."""
         count = graph.get_execution_plan_count()
-        if not self._autotune:
+        if not tune:
             return _first(graph, range(count))
         if self._cache is None:
             return self._fastest(operation, graph, count)
@@ -106,19 +115,22 @@ class Planner:
 
     def _fastest(self, operation: Operation, graph: Any, count: int) -> int:
         """Try all plans; the index of the fastest, built."""
-        times = {index: self._time_us(operation, graph, index) for index in range(count)}
+        times: dict[int, float] = {}
+        problem: Exception | None = None
+        for index in range(count):
+            if len(times) == self._most:
+                break
+            try:
+                graph.build_plan_at_index(index)
+                size = graph.get_workspace_size_plan_at_index(index)
+                times[index] = _replayed_us(self._handle, graph, operation, size)
+            except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
+                problem = exc  # it cannot be built, or not be run
+        if not times:
+            raise RuntimeError(f"none of {count} plans can be used: {problem}")
         best = min(times, key=times.__getitem__)
         graph.build_plan_at_index(best)
         return best
-
-    def _time_us(self, operation: Operation, graph: Any, index: int) -> float:
-        """The median time of plan `index`, infinite if it cannot be built or run."""
-        try:
-            graph.build_plan_at_index(index)
-            size = graph.get_workspace_size_plan_at_index(index)
-            return _replayed_us(self._handle, graph, operation, size)
-        except (RuntimeError, cudnn.cudnnGraphNotSupportedError):
-            return float("inf")
 
 
 def _first(graph: Any, indices: Iterable[int]) -> int:

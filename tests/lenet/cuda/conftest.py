@@ -118,7 +118,12 @@ def cupy_module(gpu: Gpu) -> dict[str, ModuleType]:
         runtimeGetVersion=lambda: 13_020,
         driverGetVersion=lambda: gpu.driver,
         memGetInfo=lambda: found(gpu.memory),
-        getDeviceProperties=lambda _: {"name": b"NVIDIA H200", "multiProcessorCount": 132},
+        getDeviceProperties=lambda _: {
+            "name": b"NVIDIA H200",
+            "multiProcessorCount": 132,
+            "major": 9,
+            "minor": 0,
+        },
     )
     cuda.driver = SimpleNamespace(CUDADriverError=DriverApiError)
     cuda.memory = SimpleNamespace(OutOfMemoryError=OutOfMemoryError)

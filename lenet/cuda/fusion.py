@@ -1,0 +1,175 @@
+"""What of a network is computed together when it is served, and its weights packed for that.
+
+    first convolution    one kernel: bytes in, pooled activations out; where `first.cu` was not
+                         written for it, `unpack.cu` and then as any other
+    convolution          cuDNN, then `tail.cu`: bias, activation, pooling; without pooling cuDNN
+                         adds bias and ReLU itself
+    dense                cuDNN with bias and ReLU, or cuDNN and `tail.cu`
+    last dense           one kernel: product, bias, softmax
+
+Or all of it in the one kernel of `whole.cu`. Pure NumPy; it refuses to launch anything.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from lenet.blocks import IDENTITY, RELU, Block, ConvBlock, DenseBlock, Pool
+from lenet.cuda.graphs import Precision
+from lenet.cuda.packing import PIXEL_SCALE, first_fragments, layout, padded, whole_fragments
+from lenet.model import BlockShape, Model
+from lenet.pixels import HEIGHT, WIDTH
+from lenet.weightfile import WeightFile
+
+_BY_CUDNN = (IDENTITY, RELU)  # what it computes in the kernel of the convolution or product
+_MAX_FILTER_STEPS = 8  # of 16 taps: first.cu keeps its filter in registers
+_HOPPER = 90
+_WITH_PARAMETER = ("clipped_relu", "elu")
+
+
+def is_first(block: Block, precision: Precision) -> bool:
+    """Whether `first.cu` computes `block` as the first of a network."""
+    if not isinstance(block, ConvBlock) or not _is_plain(block):
+        return False
+    r, s = block.kernel
+    steps = -(-r * -(-s // 2) // 8)
+    sides = zip((HEIGHT, WIDTH), block.padding, block.kernel, strict=True)
+    return (
+        (block.pool is None or _halves(block.pool))
+        and all(side + 2 * padding - k >= 1 for side, padding, k in sides)
+        and parts(precision) * steps <= _MAX_FILTER_STEPS
+    )
+
+
+def is_fused(block: Block, precision: Precision) -> bool:
+    """Whether cuDNN leaves nothing for `tail.cu` to do; `graphs.Product` says why not in fp32."""
+    if isinstance(block, DenseBlock):
+        return block.activation in _BY_CUDNN and precision != "fp32"
+    return block.activation in _BY_CUDNN and block.pool is None
+
+
+def is_whole(model: Model, capability: int) -> bool:
+    """Whether `whole.cu` describes `model`, on a GPU of this compute capability, as 90 for 9.0.
+
+    It may still be too large for a block's memory: then it does not compile.
+    """
+    kinds = tuple(type(block) for block in model.blocks)
+    parameters = {
+        block.activation.parameter
+        for block in model.blocks
+        if block.activation.kind in _WITH_PARAMETER
+    }
+    return (
+        capability >= _HOPPER
+        and kinds in ((DenseBlock,) * 2, (ConvBlock,) * 2 + (DenseBlock,) * 2)
+        and all(
+            isinstance(block, ConvBlock)
+            and _is_plain(block)
+            and block.pool is not None
+            and _halves(block.pool)
+            for block in model.blocks[:-2]
+        )
+        and len(parameters) <= 1
+    )
+
+
+def parts(precision: Precision) -> int:
+    """Halves whose sum is a weight of `first.cu`."""
+    return 1 if precision == "fp16" else 2
+
+
+def pack_layers(file: WeightFile, precision: Precision) -> dict[str, Any]:
+    """The tensors of `file` under their canonical names, as they are read layer by layer."""
+    model, dtype = file.model, np.float16 if precision == "fp16" else np.float32
+    layouts, shapes = layout(model), model.shapes()
+    packed: dict[str, Any] = {}
+    for block, shape in zip(model.blocks, shapes, strict=True):
+        names = f"{shape.name}.weight", f"{shape.name}.bias"
+        weight, bias = (file.tensors[name] for name in names)
+        if shape is shapes[0] and is_first(block, precision):
+            packed[names[0]] = first_fragments(weight, parts(precision))
+        else:
+            scaled = weight * np.float32(PIXEL_SCALE) if shape is shapes[0] else weight
+            packed[names[0]] = layouts[names[0]].pack(scaled).astype(dtype)
+        # What cuDNN adds has the type of the images, what our kernels add is float32.
+        added_by_cudnn = (
+            is_fused(block, precision)
+            and shape is not shapes[-1]
+            and not (shape is shapes[0] and is_first(block, precision))
+        )
+        wide = layouts[names[1]].pack(bias)
+        packed[names[1]] = wide.astype(dtype if added_by_cudnn else np.float32)
+    return packed
+
+
+def pack_whole(file: WeightFile) -> dict[str, Any]:
+    """The tensors of `file` by the names of the arguments of `whole.cu`."""
+    return dict(whole_fragments(file.model, file.tensors))
+
+
+def first_macros(block: ConvBlock, shape: BlockShape) -> dict[str, str | int | float]:
+    """What `first.cu` is compiled with, but for SCALAR and IMAGES."""
+    _, oh, ow = shape.output
+    return {
+        "H": shape.input[1],
+        "W": shape.input[2],
+        "R": block.kernel[0],
+        "S": block.kernel[1],
+        "PAD_H": block.padding[0],
+        "PAD_W": block.padding[1],
+        "OH": oh,
+        "OW": ow,
+        "C": padded(block.channels),
+        "CHANNELS": block.channels,
+        "POOL": block.pool.kind.upper() if block.pool else "NONE",
+        "ACTIVATION": block.activation.kind,
+        "PARAMETER": float(block.activation.parameter),
+    }
+
+
+def whole_macros(model: Model) -> dict[str, str | int | float]:
+    """What `whole.cu` is compiled with."""
+    *convolutions, hidden, last = model.blocks
+    assert isinstance(hidden, DenseBlock), "bug: not described"
+    assert isinstance(last, DenseBlock), "bug: not described"
+    parameters = [
+        block.activation.parameter
+        for block in model.blocks
+        if block.activation.kind in _WITH_PARAMETER
+    ]
+    macros: dict[str, str | int | float] = {
+        "CONVOLUTIONS": len(convolutions),
+        "H": model.input[1],
+        "W": model.input[2],
+        "UNITS": hidden.units,
+        "CLASSES": last.units,
+        "ACTIVATION": hidden.activation.kind,
+        "PARAMETER": float(parameters[0]) if parameters else 1.0,
+    }
+    for block, n in zip(convolutions, ("", "2"), strict=False):
+        assert isinstance(block, ConvBlock), "bug: not described"
+        assert block.pool is not None, "bug: not described"
+        macros |= {
+            f"R{n}": block.kernel[0],
+            f"S{n}": block.kernel[1],
+            f"PAD{n}_H": block.padding[0],
+            f"PAD{n}_W": block.padding[1],
+            f"POOL{n}": block.pool.kind.upper(),
+            f"C{n}": -(-block.channels // 8) * 8,
+            f"ACTIVATION_{n or 1}": block.activation.kind,
+        }
+    return macros
+
+
+def _is_plain(block: ConvBlock) -> bool:
+    return block.stride == block.dilation == (1, 1)
+
+
+def _halves(pool: Pool) -> bool:
+    return (
+        pool.kind != "global_average"
+        and pool.size == pool.stride == (2, 2)
+        and pool.padding == (0, 0)
+    )

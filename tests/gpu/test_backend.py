@@ -1,0 +1,236 @@
+"""The CUDA backend against float64 on NumPy: every architecture, precision and bucket."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from lenet import reference
+from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
+from lenet.context import ExecutionContext, Target, buckets, open_backend
+from lenet.cuda.handle import devices
+from lenet.errors import BackendUnavailable
+from lenet.model import ARCHITECTURES, Model
+from lenet.weightfile import WeightFile
+
+try:
+    devices()
+except BackendUnavailable as exc:
+    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
+
+import cupy
+
+from lenet.cuda.backend import CudaBackend
+
+PRECISIONS = ("fp32", "tf32", "fp16")
+LARGEST, AVERAGE = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 5e-3}, 1e-4
+LARGEST_BUCKET = 1024
+WEIGHTS = Path(__file__).parents[2] / "weights"
+FILES = sorted(WEIGHTS.glob("*/*.safetensors"))
+DEFAULT = max((WEIGHTS / "lenet").glob("*.safetensors"), key=lambda path: int(path.stem))
+
+AVERAGE_POOL = Pool("average")
+OTHERS = [
+    Model(
+        "unpooled",
+        (
+            ConvBlock(9, (3, 5), padding=(1, 0), activation=Activation("tanh")),
+            ConvBlock(33, (3, 3), stride=(2, 1), padding=(1, 1), activation=Activation("elu", 0.5)),
+            ConvBlock(20, (3, 3), dilation=(2, 2), pool=Pool("global_average")),
+            DenseBlock(10, activation=IDENTITY),
+        ),
+    ),
+    Model(
+        "strided",
+        (
+            ConvBlock(6, (5, 5), stride=(2, 2), pool=Pool("average", (3, 3), (2, 2), (1, 1))),
+            DenseBlock(70, activation=Activation("sigmoid")),
+            DenseBlock(40, activation=Activation("clipped_relu", 2.0)),
+            DenseBlock(7, activation=IDENTITY),
+        ),
+    ),
+    Model(
+        "whole-odd",
+        (
+            ConvBlock(
+                9, (4, 3), padding=(1, 2), activation=Activation("tanh"), pool=Pool("average")
+            ),
+            ConvBlock(33, (3, 4), padding=(2, 1), activation=Activation("elu"), pool=Pool("max")),
+            DenseBlock(300, activation=Activation("sigmoid")),
+            DenseBlock(7, activation=IDENTITY),
+        ),
+    ),
+]
+
+
+@cache
+def answers_of(weights, seed, rows):
+    """(images, their probabilities in float64)."""
+    images = np.random.default_rng(seed).integers(0, 256, (rows, 28, 28), np.uint8)
+    tensors = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
+    return images, reference.softmax(reference.logits(weights.model, tensors, images))
+
+
+def opened(precision, **options):
+    return CudaBackend(precision=precision, **options)
+
+
+def check_every_bucket(weights, precision):
+    images, want = answers_of(weights, 1, LARGEST_BUCKET)
+    with opened(precision) as backend:
+        for bucket in buckets(LARGEST_BUCKET):
+            plan = backend.plan(weights, bucket)
+            difference = np.abs(plan.run(images[:bucket]) - want[:bucket])
+            assert difference.max() <= LARGEST[precision], (bucket, plan.way)
+            assert difference.mean() <= AVERAGE, (bucket, plan.way)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_probabilities_agree_with_float64_in_every_bucket(name, precision, random_weights):
+    check_every_bucket(random_weights(name), precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", OTHERS, ids=lambda model: model.name)
+def test_other_networks_agree_with_float64_in_every_bucket(model, precision, random_weights):
+    check_every_bucket(random_weights(model), precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_committed_weights_agree_with_float64_in_every_bucket(path, precision):
+    check_every_bucket(WeightFile.read(path), precision)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("bucket", [1, 8, 64, 1024])
+def test_an_image_gets_the_same_bits_whatever_else_is_in_its_bucket(
+    precision, bucket, random_weights
+):
+    weights, random = random_weights("lenet"), np.random.default_rng(2)
+    with opened(precision) as backend:
+        plan = backend.plan(weights, bucket)
+        images = random.integers(0, 256, (bucket, 28, 28), np.uint8)
+        whole = plan.run(images)
+        for rows in {1, bucket // 2 + 1, bucket}:
+            assert plan.run(images[:rows]).tobytes() == whole[:rows].tobytes()
+        other = random.permutation(bucket)
+        assert plan.run(images[other]).tobytes() == whole[other].tobytes()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_real_digits_are_recognised_as_in_float32(precision, mnist, capsys):
+    """The same digit but where two are about as likely; the accuracy within 0.02 points."""
+    images, labels = mnist
+    weights = WeightFile.read(DEFAULT)
+    starts = range(0, len(images), 1000)
+    want = np.concatenate([in_float32(weights, images[at : at + 1000]) for at in starts])
+    with opened(precision) as backend:
+        for bucket in (8, 1000):
+            plan = backend.plan(weights, bucket)
+            parts = [plan.run(images[at : at + bucket]) for at in range(0, len(images), bucket)]
+            got = np.concatenate(parts).argmax(axis=1)
+            differ = np.flatnonzero(got != want.argmax(axis=1))
+            with capsys.disabled():
+                sys.stdout.write(
+                    f"{precision}, {plan.way}: {len(differ)} of 10,000 answered otherwise, "
+                    f"{np.count_nonzero(got == labels)} right\n"
+                )
+            least, best = np.sort(want[differ], axis=1)[:, -2:].T
+            assert (best - least < 1e-2).all()
+            right = [np.count_nonzero(digits == labels) for digits in (got, want.argmax(axis=1))]
+            assert abs(right[0] - right[1]) <= 2
+
+
+def in_float32(weights, images):
+    return reference.softmax(reference.logits(weights.model, weights.tensors, images))
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_replaced_weights_answer_as_if_they_had_been_there_first(precision, random_weights):
+    files = [random_weights("lenet", seed) for seed in (0, 1, 2)]
+    images = np.random.default_rng(3).integers(0, 256, (64, 28, 28), np.uint8)
+    want = {}
+    for file in files:
+        with opened(precision) as backend:
+            want[file] = {n: backend.plan(file, n).run(images[:n]).tobytes() for n in (1, 16, 64)}
+    with opened(precision) as backend:
+        plans = {n: backend.plan(files[0], n) for n in (1, 16, 64)}
+        for file in (files[1], files[0], files[2], files[1]):
+            for plan in plans.values():
+                plan.replace(file)
+            for n, plan in plans.items():
+                assert plan.run(images[:n]).tobytes() == want[file][n]
+
+
+def test_after_warm_up_no_batch_takes_device_memory(random_weights):
+    taken = []
+
+    class Hook(cupy.cuda.MemoryHook):
+        name = "taken"
+
+        def malloc_preprocess(self, **arguments):
+            taken.append(arguments)
+
+    target = Target("cuda")
+    with ExecutionContext(open_backend(target), random_weights("lenet"), 256) as context:
+        context.warm_up()
+        images = np.random.default_rng(4).integers(0, 256, (256, 28, 28), np.uint8)
+        free, _ = cupy.cuda.runtime.memGetInfo()
+        with Hook():
+            for count in range(100_000):
+                context.run(images[: 1 + count % 256])
+        assert taken == []
+        assert cupy.cuda.runtime.memGetInfo()[0] == free
+        assert context.statistics.graph_hits == 100_000
+
+
+def test_two_contexts_answer_side_by_side_as_each_alone(random_weights):
+    weights = random_weights("lenet")
+    images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
+    with opened("fp16") as backend:
+        want = {n: backend.plan(weights, n).run(images[:n]).tobytes() for n in (1, 8, 32)}
+    wrong = []
+
+    def work():
+        with opened("fp16") as backend:
+            plans = {n: backend.plan(weights, n) for n in want}
+            for _ in range(3000):
+                for n, plan in plans.items():
+                    if plan.run(images[:n]).tobytes() != want[n]:
+                        wrong.append(n)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_a_profiled_backend_runs_without_graphs_and_answers_the_same(random_weights):
+    weights = random_weights("lenet")
+    images = np.random.default_rng(6).integers(0, 256, (4, 28, 28), np.uint8)
+    _, want = answers_of(weights, 6, 4)
+    with opened("fp32", profile=True) as backend:
+        plan = backend.plan(weights, 4)
+        assert not plan.captured
+        assert np.abs(plan.run(images) - want).max() <= 1e-5
+
+
+def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):
+    with opened("fp16") as backend:
+        plan = backend.plan(random_weights("lenet"), 4)
+        times = []
+        for _ in range(48):
+            plan.run(np.zeros((4, 28, 28), np.uint8))
+            times.append(plan.device_s)
+        told = [time for time in times if time is not None]
+        assert len(told) == 3
+        assert all(1e-6 < time < 1e-2 for time in told)
