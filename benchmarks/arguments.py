@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 
 def url(text: str) -> str:
@@ -25,3 +26,15 @@ def positive_float(text: str) -> float:
     if not 0 < value < float("inf"):
         raise argparse.ArgumentTypeError(f"{text!r}, expected a finite number above 0")
     return value
+
+
+def latest_weights(folder: Path) -> Path:
+    """The weight file with the highest version in `folder`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = [path for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
+    if not found:
+        raise FileNotFoundError(f"no VERSION.safetensors in {folder}: name a file with --weights")
+    return max(found, key=lambda path: int(path.stem))

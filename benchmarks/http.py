@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import positive_int
+from benchmarks.arguments import latest_weights, positive_int
 from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
 from benchmarks.machine import provenance
 from benchmarks.servers import Server, ServerFailed, check_answer, free_port, running
@@ -119,18 +119,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-def latest_weights(folder: Path) -> Path:
-    """The weight file with the highest version in `folder`.
-
-    Raises:
-        FileNotFoundError: there is none.
-    """
-    found = [path for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
-    if not found:
-        raise FileNotFoundError(f"no VERSION.safetensors in {folder}: name a file with --weights")
-    return max(found, key=lambda path: int(path.stem))
 
 
 @contextlib.contextmanager

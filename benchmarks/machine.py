@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import subprocess
 from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib import metadata
@@ -28,6 +29,16 @@ def provenance(distributions: Iterable[str]) -> dict[str, Any]:
             **{name: _version(name) for name in distributions},
         },
     }
+
+
+def commit() -> str:
+    """The short hash of the commit checked out here, "unknown" where there is no repository."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
 
 
 def _version(distribution: str) -> str | None:

@@ -26,8 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.arguments import positive_int
-from benchmarks.http import latest_weights
+from benchmarks.arguments import latest_weights, positive_int
 from benchmarks.machine import provenance
 from benchmarks.results import percentile
 from benchmarks.servers import Server, ServerFailed, free_port, running

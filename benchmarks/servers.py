@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,9 +55,15 @@ class Server:
 
 @contextlib.contextmanager
 def running(
-    name: str, command: Sequence[str], port: int, paths: dict[str, str]
+    name: str,
+    command: Sequence[str],
+    port: int,
+    paths: dict[str, str],
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """`command`, a Python module with its arguments, until the block is left.
+
+    `environment`: variables besides those of this process.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
@@ -65,7 +71,10 @@ def running(
     url = f"http://127.0.0.1:{port}"
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
-            [sys.executable, "-m", *command], stdout=log, stderr=subprocess.STDOUT
+            [sys.executable, "-m", *command],
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **(environment or {})},
         )
         try:
             deadline_s = time.monotonic() + _START_S

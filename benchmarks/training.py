@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.arguments import positive_int
+from benchmarks.machine import commit
 from benchmarks.peers.torch_training import PeerMissing, measure
 from lenet.cuda.plan_cache import PlanCache, default_cache
 from lenet.errors import LeNetError
@@ -209,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         result: dict[str, Any] = {
             "device": name,
             "date": datetime.now(UTC).date().isoformat(),
-            "commit": asked.commit or _commit(),
+            "commit": asked.commit or commit(),
             "batch": asked.batch,
         }
         if asked.json and asked.json.exists():
@@ -230,13 +230,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(exc, file=sys.stderr)
         return 2
     return code
-
-
-def _commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def _parser() -> argparse.ArgumentParser:

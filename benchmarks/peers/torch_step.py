@@ -177,11 +177,11 @@ def training_step(
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
-    return _captured(step) if variant.captured else step
+    return captured(step) if variant.captured else step
 
 
-def _captured(step: Step) -> Step:
-    """The step as one CUDA graph, after a warm-up on a side stream."""
+def captured(step: Step) -> Step:
+    """What `step` queues as one CUDA graph, after a warm-up on a side stream."""
     import torch
 
     side = torch.cuda.Stream()

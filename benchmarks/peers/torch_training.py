@@ -69,9 +69,7 @@ def measure(
         InvalidModel: no such architecture.
     """
     model = named(model_name)
-    torch = _import_torch()
-    if not torch.cuda.is_available():
-        raise PeerMissing("PyTorch sees no GPU: run this on a machine with an NVIDIA one")
+    torch = torch_on_gpu()
     rounds_us: dict[str, dict[str, list[float]]] = {way: {} for way in WAYS}
     failed: dict[str, str] = {}
     with settings(precision):
@@ -101,7 +99,12 @@ def measure(
     }
 
 
-def _import_torch() -> Any:
+def torch_on_gpu() -> Any:
+    """The module.
+
+    Raises:
+        PeerMissing: there is none, or it sees no GPU.
+    """
     try:
         import torch
     except ImportError as exc:
@@ -109,6 +112,8 @@ def _import_torch() -> Any:
             "PyTorch is not installed, and this project does not depend on it: "
             "`pip install torch` to measure against it"
         ) from exc
+    if not torch.cuda.is_available():
+        raise PeerMissing("PyTorch sees no GPU: run this on a machine with an NVIDIA one")
     return torch
 
 

@@ -1,6 +1,6 @@
 import pytest
 
-from benchmarks.http import OURS, PEER, Case, Round, latest_weights, summarise, table
+from benchmarks.http import OURS, PEER, Case, Round, summarise, table
 from benchmarks.wrk import WrkFailed, find_wrk, parse_output, write_script
 
 RESULT = (
@@ -39,17 +39,6 @@ def test_the_script_has_the_bodies_beside_it(tmp_path):
     assert (folder / "bodies").read_bytes() == b"abc\0\xff"
     assert "{3,2}" in script
     assert "a \\034quoted\\034 folder" in script
-
-
-def test_versions_are_compared_as_numbers(tmp_path):
-    for name in ("9.safetensors", "10.safetensors", "notes.safetensors"):
-        (tmp_path / name).touch()
-    assert latest_weights(tmp_path).name == "10.safetensors"
-
-
-def test_a_folder_without_weights_is_named(tmp_path):
-    with pytest.raises(FileNotFoundError, match="--weights"):
-        latest_weights(tmp_path)
 
 
 def one_round(server, requests_per_s, cpu_us=100.0):
