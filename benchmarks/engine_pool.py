@@ -1,7 +1,8 @@
 """Several contexts at once, host to host: threads on one GPU, and threads or processes on several.
 
 Each context is a thread with a backend of its own, which asks for the next batch as soon as it has
-an answer (a closed loop). It refuses to add up what did not run at the same time.
+an answer (a closed loop), of images in ordinary memory, four batches in turns. It refuses to add up
+what did not run at the same time.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ def merged(before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
 def head(precision: Precision) -> str:
     """Over the lines of a precision."""
     return (
-        f"\n{precision}; PyTorch's times are the device's\n"
+        f"\n{precision}; PyTorch's are times of the device, and its best is `times` ours\n"
         f"{'rows':>5}{'device us':>10} {'(least..most)':<16}{'host us':>8}{'p99':>8}"
         f"{'M images/s':>11}{'eager':>8}{'graph':>8}{'compile':>8}{'times':>6}{'error':>8}  way"
     )
