@@ -41,6 +41,9 @@ class Settings(BaseSettings):
     workers: PositiveInt = 1
     """Processes, each with its own contexts, on the same ports."""
 
+    mps: Literal["auto", "off"] = "auto"
+    """NVIDIA MPS for several workers on a GPU: auto finds or starts it, off leaves it alone."""
+
     weights: Path = Path("weights")
     """Folder of weight files, MODEL/VERSION.safetensors."""
 
@@ -50,7 +53,7 @@ class Settings(BaseSettings):
     default_model: str = "lenet"
     """Model that answers requests which name none; if only one is loaded, that one."""
 
-    device: Literal["auto", "cpu"] = "auto"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     """Backend: auto takes the best that runs here."""
 
     contexts: PositiveInt = 1

@@ -31,6 +31,7 @@ from prometheus_client.multiprocess import mark_process_dead
 from service import logs
 from service.errors import FORESEEN, ExitCode, exit_code
 from service.model_files import read_models
+from service.mps import shared_gpu
 from service.process import cannot_listen, listen, run
 from service.settings import Settings
 
@@ -62,6 +63,7 @@ def supervise(settings: Settings) -> ExitCode:
                 name: stack.enter_context(_reserve(settings.host, port))
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
             }
+            stack.enter_context(shared_gpu(settings))
             return _Supervisor(settings.model_copy(update=ports), signals).run()
     except FORESEEN as exc:
         _log.error("%s", exc)

@@ -54,7 +54,7 @@ def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, mo
         (["--port", "70000"], "port is '70000': Input should be less than or equal to 65535"),
         (["--port", "http"], "port is 'http': Input should be a valid integer"),
         (["--workers", "0"], "workers is '0': Input should be greater than 0"),
-        (["--device", "tpu"], "device is 'tpu': Input should be 'auto' or 'cpu'"),
+        (["--device", "tpu"], "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
         (["--grace-s", "-1"], "grace_s is '-1': Input should be greater than or equal to 0"),
         (
             ["--max-images", "9", "--max-queue-rows", "8"],

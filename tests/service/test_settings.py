@@ -8,6 +8,7 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from service.mps import STOP_TIMEOUT_S
 from service.pool import CLOSE_TIMEOUT_S
 from service.settings import Settings
 
@@ -35,6 +36,7 @@ def test_every_setting_is_described_and_is_both_flag_and_variable(name, monkeypa
     field = Settings.model_fields[name]
     assert re.fullmatch(r"[A-Zg].*\.", field.description, re.DOTALL)
     texts = {"models": "lenet,mlp", "device": "cpu", "log_level": "debug", "weights": "elsewhere"}
+    texts["mps"] = "off"
     text = texts.get(name) or ("lenet" if field.annotation is str else "785")
     if name in ("max_images", "max_queue_rows"):
         monkeypatch.setenv("LENET_MAX_IMAGES", "700")
@@ -88,7 +90,8 @@ def test_models_stay_as_they_are_when_they_are_given_as_values():
         ("request_timeout_ms", 3_600_001),
         ("drain_timeout_s", -0.1),
         ("grace_s", float("nan")),
-        ("device", "cuda"),
+        ("device", "tpu"),
+        ("mps", "on"),
         ("log_level", "loud"),
     ],
 )
@@ -134,7 +137,9 @@ def test_docker_compose_waits_longer_than_a_stop_takes_and_gives_up_starting():
 
     grace_s = number(r'LENET_GRACE_S: "([\d.]+)"')
     drain_s = number(r'LENET_DRAIN_TIMEOUT_S: "([\d.]+)"')
-    assert grace_s + drain_s + CLOSE_TIMEOUT_S < number(r"stop_grace_period: (\d+)s")
+    assert grace_s + drain_s + CLOSE_TIMEOUT_S + STOP_TIMEOUT_S < number(
+        r"stop_grace_period: (\d+)s"
+    )
     assert "restart: on-failure:3\n" in text
 
 

@@ -1,0 +1,252 @@
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import subprocess
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from service import mps, supervisor
+from service.errors import ExitCode
+from service.mps import LOG, PIPE, shared_gpu, wanted
+from service.settings import Settings
+
+# Like NVIDIA's: a daemon in the foreground with -f, else one command from standard input.
+CONTROL = """\
+#!/bin/sh
+pipe=${CUDA_MPS_PIPE_DIRECTORY:-$DEFAULT_PIPE}
+if [ "$1" = -f ]; then
+  %(daemon)s
+fi
+read command
+echo "$command at $pipe" >> %(told)s
+%(client)s
+[ -p "$pipe/control" ] || { echo 'Cannot find MPS control daemon process' >&2; exit 1; }
+[ "$command" = quit ] || exit 0
+%(quit)s
+"""
+
+RUNS = """\
+echo "$CUDA_VISIBLE_DEVICES;$CUDA_MPS_LOG_DIRECTORY;$$" > %(seen)s
+  mkfifo "$pipe/control"
+  read command < "$pipe/control"
+  exit 0
+"""
+
+
+@pytest.fixture
+def settings():
+    return Settings(device="cuda", workers=2)
+
+
+@pytest.fixture
+def control(tmp_path, monkeypatch):
+    """A stand-in for NVIDIA's control program alone on PATH, made by `control.install()`."""
+    return Control(tmp_path, monkeypatch)
+
+
+class Control:
+    def __init__(self, folder, monkeypatch):
+        self.folder = folder
+        self.default_pipe = folder / "default"
+        self.default_pipe.mkdir()
+        self.temporary = folder / "temporary"
+        self.temporary.mkdir()
+        (folder / "bin").mkdir()
+        monkeypatch.setattr(mps.tempfile, "tempdir", str(self.temporary))
+        for name in (PIPE, LOG):  # set before they are deleted, so that they are put back
+            monkeypatch.setenv(name, "")
+            monkeypatch.delenv(name)
+        self._path = os.environ["PATH"]
+        monkeypatch.setenv("PATH", str(folder / "bin"))
+        monkeypatch.setenv("DEFAULT_PIPE", str(self.default_pipe))
+
+    def install(self, daemon=RUNS, client="", quit_='echo quit > "$pipe/control"'):
+        names = {name: self.folder / name for name in ("told", "seen")}
+        self.told.touch()
+        text = CONTROL % {"daemon": daemon % names, "client": client, "quit": quit_, **names}
+        program = self.folder / "bin" / "nvidia-cuda-mps-control"
+        program.write_text(text.replace("#!/bin/sh\n", f"#!/bin/sh\nPATH={self._path}\n"))
+        program.chmod(0o755)
+        return program
+
+    @property
+    def told(self):
+        return self.folder / "told"
+
+    def commands(self):
+        return [line.split(" at ")[0] for line in self.told.read_text().splitlines()]
+
+    def daemon(self):
+        """CUDA_VISIBLE_DEVICES, the log folder and the process id, as the daemon saw them."""
+        return (self.folder / "seen").read_text().strip().split(";")
+
+
+def lives(pid):
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def wait_until_dead(pid):
+    """Wait for the process, which need not be a child of this one; a zombie is dead."""
+    state = Path(f"/proc/{int(pid)}/stat")
+    deadline_s = time.monotonic() + 30
+    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+        while state.read_text().split()[2] != "Z":
+            assert time.monotonic() < deadline_s, "it lives on"
+
+
+@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
+@pytest.mark.parametrize("driver", [True, False])
+def test_it_is_wanted_where_several_workers_will_share_a_gpu(device, driver, tmp_path, monkeypatch):
+    monkeypatch.setattr(mps, "_DRIVER", tmp_path if driver else tmp_path / "none")
+    on_gpu = device == "cuda" or (device == "auto" and driver)
+    assert wanted(Settings(device=device, workers=2)) is on_gpu
+    assert not wanted(Settings(device=device, workers=1))
+    assert not wanted(Settings(device=device, workers=2, mps="off"))
+
+
+def test_nothing_is_run_and_nothing_set_when_it_is_not_wanted(control, settings, caplog):
+    control.install()
+    with shared_gpu(settings.model_copy(update={"mps": "off"})):
+        assert PIPE not in os.environ
+    assert control.commands() == []
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_a_daemon_that_runs_is_used_and_left_running(control, settings, caplog, named, monkeypatch):
+    program = control.install()
+    caplog.set_level("INFO")
+    if named:
+        elsewhere = control.folder / "elsewhere"
+        elsewhere.mkdir()
+        monkeypatch.setenv(PIPE, str(elsewhere))
+    monkeypatch.setattr(mps, "_DEFAULT_PIPE", str(control.default_pipe))
+    pipe = os.environ.get(PIPE, str(control.default_pipe))
+    os.mkfifo(f"{pipe}/control")
+    before = dict(os.environ)
+    with shared_gpu(settings):
+        assert dict(os.environ) == before
+    assert control.commands() == ["get_server_list"]
+    assert caplog.messages == [f"MPS: found at {pipe}"]
+    assert not (program.parent.parent / "seen").exists()
+
+
+def test_workers_find_the_daemon_that_is_started_and_it_ends_with_them(
+    control, settings, caplog, monkeypatch
+):
+    control.install()
+    caplog.set_level("INFO")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
+    with shared_gpu(settings):
+        (folder,) = control.temporary.iterdir()
+        assert os.environ[PIPE] == str(folder / "pipe")
+        assert os.environ[LOG] == str(folder / "log")
+        assert folder.stat().st_mode & 0o077 == 0
+        assert os.environ["CUDA_VISIBLE_DEVICES"] == "1,2"
+        devices, log, pid = control.daemon()
+        assert devices == ""
+        assert log == os.environ[LOG]
+        assert lives(pid)
+        assert os.getpgid(int(pid)) != os.getpgrp()
+    assert not lives(pid)
+    assert control.commands()[-1] == "quit"
+    assert list(control.temporary.iterdir()) == []
+    assert caplog.messages == [f"MPS: started at {folder / 'pipe'}"]
+
+
+def test_a_daemon_of_our_own_ends_when_the_block_fails(control, settings):
+    control.install()
+    with pytest.raises(SystemExit), shared_gpu(settings):
+        raise SystemExit(143)
+    assert not lives(control.daemon()[2])
+    assert list(control.temporary.iterdir()) == []
+
+
+def test_a_daemon_that_does_not_quit_is_killed_with_what_it_started(
+    control, settings, caplog, monkeypatch
+):
+    server = RUNS.replace("mkfifo", 'sleep 1000 & echo $! > "$pipe/server"\n  mkfifo')
+    control.install(server, quit_="exit 0")
+    monkeypatch.setattr(mps, "STOP_TIMEOUT_S", 0.1)
+    with shared_gpu(settings):
+        child = Path(os.environ[PIPE], "server").read_text()
+    assert not lives(control.daemon()[2])
+    wait_until_dead(child)
+    assert "MPS did not stop within 0.1 s: killed" in caplog.messages
+    assert list(control.temporary.iterdir()) == []
+
+
+@pytest.fixture
+def refused(control, settings, caplog):
+    """`refused()`: the one warning of a start without MPS, of which nothing is left."""
+
+    def refused_():
+        with shared_gpu(settings):
+            assert PIPE not in os.environ
+            assert list(control.temporary.iterdir()) == []
+        (warning,) = [message for message in caplog.messages if "no MPS" in message]
+        assert "164 us" in warning
+        assert "--workers 1 and more --contexts" in warning
+        return warning
+
+    return refused_
+
+
+def test_a_daemon_that_refuses_is_quoted_and_leaves_no_process(control, refused):
+    control.install('echo $$ > "%(seen)s"; echo no GPU here; exit 3')
+    assert "no MPS: nvidia-cuda-mps-control -f ended with 3: no GPU here; " in refused()
+    assert not lives((control.folder / "seen").read_text())
+
+
+def test_a_daemon_that_is_never_ready_is_not_waited_for(control, refused, monkeypatch):
+    control.install('echo $$ > "%(seen)s"; exec sleep 1000')
+    clock = SimpleNamespace(monotonic=itertools.count(0, 100).__next__, sleep=lambda _: None)
+    monkeypatch.setattr(mps, "time", clock)
+    assert "no MPS: nvidia-cuda-mps-control -f was not ready within 10 s; " in refused()
+    wait_until_dead((control.folder / "seen").read_text())
+
+
+def test_a_control_program_that_hangs_is_not_waited_for(control, refused, monkeypatch):
+    control.install(client="exec sleep 1000")
+    monkeypatch.setattr(mps, "START_TIMEOUT_S", 0.1)
+    assert "no MPS: nvidia-cuda-mps-control did not answer within 0.1 s; " in refused()
+
+
+def test_a_missing_program_is_told_with_what_to_do(control, refused):
+    warning = refused()
+    assert "nvidia-cuda-mps-control cannot be run (No such file or directory)" in warning
+    assert "Install nvidia-cuda-mps-control" in warning
+
+
+def test_a_supervisor_starts_it_before_its_workers_and_ends_it_after_them(
+    control, tiny_weights, monkeypatch
+):
+    control.install()
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # put back when the test ends
+    seen = []
+
+    class Crew(supervisor._Supervisor):
+        def run(self):
+            # What a worker would inherit.
+            child = subprocess.run(
+                ["/bin/sh", "-c", f"echo ${PIPE}"], capture_output=True, text=True, check=True
+            )
+            seen.append((child.stdout.strip(), lives(control.daemon()[2])))
+            return ExitCode.STOPPED
+
+    monkeypatch.setattr(supervisor, "_Supervisor", Crew)
+    settings = Settings(port=0, grpc_port=0, workers=2, weights=tiny_weights, device="cuda")
+    assert supervisor.supervise(settings) is ExitCode.STOPPED
+    ((pipe, lived),) = seen
+    assert pipe.startswith(f"{control.temporary}/lenet-serve-mps-")
+    assert lived
+    assert not lives(control.daemon()[2])
