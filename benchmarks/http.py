@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import shlex
-import shutil
 import statistics
 import sys
 import tempfile
@@ -24,7 +23,14 @@ from typing import Any
 from benchmarks.arguments import latest_weights, positive_int
 from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
 from benchmarks.machine import provenance
-from benchmarks.servers import Server, ServerFailed, check_answer, free_port, running
+from benchmarks.servers import (
+    Server,
+    ServerFailed,
+    check_answer,
+    free_port,
+    lenet_serve,
+    running,
+)
 from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
 from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
@@ -89,10 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"http: {exc}", file=sys.stderr)
         return 2
     rounds: list[Round] = []
+    flags = ["--device=cpu", *shlex.split(options.service_args)]
     try:
         with contextlib.ExitStack() as stack:
             servers = [
-                stack.enter_context(_ours(path, weights.model.name, options.service_args)),
+                stack.enter_context(lenet_serve(path, weights.model.name, flags)),
                 stack.enter_context(_peer(path)),
             ]
             for case in CASES:
@@ -119,20 +126,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 0
-
-
-@contextlib.contextmanager
-def _ours(weights: Path, model: str, arguments: str) -> Iterator[Server]:
-    with tempfile.TemporaryDirectory() as folder:
-        # A folder with this one model in it: what else is under weights/ would be loaded too.
-        served = Path(folder) / model / "1.safetensors"
-        served.parent.mkdir()
-        shutil.copyfile(weights, served)
-        port = free_port()
-        command = ["service", f"--port={port}", "--grpc-port=0", "--device=cpu"]
-        command += [f"--default-model={model}", f"--weights={folder}", *shlex.split(arguments)]
-        with running(OURS, command, port, {"json": "/predict", "raw": "/predict"}) as server:
-            yield server
 
 
 @contextlib.contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -32,12 +33,17 @@ class ServerFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running process that answers at `url`; `paths` by the format of the body."""
+    """A running process that answers at `url` and logs to `log`; `paths` by the body's format."""
 
     name: str
     url: str
     paths: dict[str, str]
     pid: int
+    log: Path
+
+    def said(self) -> str:
+        """Its log so far."""
+        return self.log.read_text(encoding="utf-8", errors="replace")
 
     def cpu_s(self) -> float | None:
         """Seconds of processor time it took so far, None where the system does not tell.
@@ -63,28 +69,28 @@ def running(
 ) -> Iterator[Server]:
     """`command`, a Python module with its arguments, until the block is left.
 
-    `environment`: variables besides those of this process.
+    `environment` comes on top of this process's.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
     """
     url = f"http://127.0.0.1:{port}"
-    with tempfile.TemporaryFile() as log:
+    with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **(environment or {})},
         )
+        server = Server(name, url, paths, process.pid, Path(log.name))
         try:
             deadline_s = time.monotonic() + _START_S
             while not _ready(url):
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    log.seek(0)
-                    tail = log.read().decode(errors="replace")[-1000:]
+                    tail = server.said()[-1000:]
                     raise ServerFailed(f"{name} did not become ready at {url}:\n{tail}")
                 time.sleep(_POLL_S)
-            yield Server(name, url, paths, process.pid)
+            yield server
         finally:
             process.terminate()
             try:
@@ -92,6 +98,31 @@ def running(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+
+
+@contextlib.contextmanager
+def lenet_serve(
+    weights: Path,
+    model: str,
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None = None,
+) -> Iterator[Server]:
+    """Our service on the one file `weights`, of the architecture `model`.
+
+    Raises:
+        ServerFailed: as `running`.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        # A folder with this one model in it: what else is under weights/ would be loaded too.
+        served = Path(folder) / model / "1.safetensors"
+        served.parent.mkdir()
+        shutil.copyfile(weights, served)
+        port = free_port()
+        command = ["service", f"--port={port}", "--grpc-port=0"]
+        command += [f"--default-model={model}", f"--weights={folder}", *arguments]
+        paths = {"json": "/predict", "raw": "/predict"}
+        with running("lenet-serve", command, port, paths, environment) as server:
+            yield server
 
 
 def check_answer(server: Server, path: str, request: PreparedRequest) -> None:

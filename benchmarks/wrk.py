@@ -92,13 +92,15 @@ def write_script(folder: Path, path: str, content_type: str, bodies: Sequence[by
     return script
 
 
-def run_wrk(wrk: str, script: Path, url: str, connections: int, duration_s: int) -> WrkResult:
-    """One run on one thread.
+def run_wrk(
+    wrk: str, script: Path, url: str, connections: int, duration_s: int, threads: int = 1
+) -> WrkResult:
+    """One run on `threads` threads, at most one a connection.
 
     Raises:
         WrkFailed: it ended in error, or an answer was not 2xx, or a connection broke.
     """
-    arguments = ["-t1", f"-c{connections}", f"-d{duration_s}s", "--timeout", "30s"]
+    arguments = [f"-t{threads}", f"-c{connections}", f"-d{duration_s}s", "--timeout", "30s"]
     done = subprocess.run(
         [wrk, *arguments, "-s", str(script), url],
         capture_output=True,

@@ -1,0 +1,271 @@
+"""`python -m benchmarks.workers`: single images over HTTP, answered by 1, 2, 4 and 8 workers.
+
+Closed loop, the same number of connections a worker; service and load have cores of their own, and
+which they are is told. On a GPU the workers share it once through MPS and once without. Before that
+one connection alone, beside a bare uvicorn that computes nothing. Exit code: 0, 1 when an answer
+failed, 2 when nothing was measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shlex
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from benchmarks.arguments import positive_int
+from benchmarks.cores import Cores, on, spans, split
+from benchmarks.crew import send_from_processes
+from benchmarks.digits import PreparedRequest, prepare_requests, read_digits
+from benchmarks.http import latest_weights
+from benchmarks.machine import provenance
+from benchmarks.results import summarise
+from benchmarks.servers import (
+    Server,
+    ServerFailed,
+    check_answer,
+    free_port,
+    lenet_serve,
+    running,
+)
+from benchmarks.traffic import Load
+from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
+from lenet.errors import LeNetError
+from lenet.weightfile import WeightFile
+from service.mps import PIPE
+from trainer.errors import TrainerError
+
+_WARM_UP_S = 1
+_START_S = 120.0
+_POLL_S = 0.05
+_PATH = "/predict"
+_DISTRIBUTIONS = ("lenet-serve", "uvicorn", "uvloop", "httptools", "onnxruntime")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What `n` workers did together, medians of rounds; `mps`: they shared the GPU through it."""
+
+    n: int
+    mps: bool
+    requests_per_s: float
+    p50_us: float
+    p99_us: float
+    requests_per_s_rounds: tuple[float, ...]
+
+
+Seen: TypeAlias = tuple[float, float, float]
+"""Requests a second, p50 and p99 in us, of a round in which every answer was good."""
+
+Send: TypeAlias = Callable[[Server, int, int], Seen]
+"""A round of load on a server: connections, seconds."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    options = _parser().parse_args(arguments)
+    if not hasattr(os, "sched_setaffinity"):
+        print("workers: needs Linux, to give service and load cores of their own", file=sys.stderr)
+        return 2
+    try:
+        path = options.weights or latest_weights(Path("weights") / "lenet")
+        weights = WeightFile.read(path)
+        requests = prepare_requests(read_digits(options.data, weights), weights, "raw", 1)
+    except (LeNetError, TrainerError, FileNotFoundError) as exc:
+        print(f"workers: {exc}", file=sys.stderr)
+        return 2
+    available = sorted(os.sched_getaffinity(0))
+    cores = split(available, options.load_cores or max(1, len(available) // 4))
+    print(f"{cores}; {options.connections} connections a worker")
+    bench = Bench(path, weights.model.name, requests[0], cores, options)
+    rows: list[Row] = []
+    try:
+        with generator(requests, len(cores.load)) as (name, send):
+            how = {
+                **provenance(_DISTRIBUTIONS),
+                "device": options.device,
+                "generator": name,
+                "service_cores": spans(cores.service),
+                "load_cores": spans(cores.load),
+                "connections_per_worker": options.connections,
+                "rounds": options.rounds,
+                "duration_s": options.duration,
+            }
+            print(f"load from {name}, {options.rounds} rounds of {options.duration} s")
+            single = bench.single(send)
+            print(f"1 connection, p50: {json.dumps(single)}")
+            merge_into(options.json, {"workers_how": how, "single": single})
+            for row in bench.rows(send):
+                rows.append(row)
+                merge_into(options.json, {"workers": [asdict(one) for one in rows]})
+    except (WrkFailed, ServerFailed) as exc:
+        print(f"workers: {exc}", file=sys.stderr)
+        return 1
+    print(table(rows))
+    return 0
+
+
+@contextlib.contextmanager
+def generator(requests: Sequence[PreparedRequest], cores: int) -> Iterator[tuple[str, Send]]:
+    """What sends the load, named: wrk's threads where it is installed, else Python processes."""
+    try:
+        wrk = find_wrk()
+    except WrkFailed:
+        yield f"{cores} Python processes (without wrk it may be the limit)", _ours(requests, cores)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        bodies = [request.body for request in requests]
+        script = write_script(Path(folder), _PATH, requests[0].content_type, bodies)
+
+        def send(server: Server, connections: int, duration_s: int) -> Seen:
+            threads = min(cores, connections)
+            found = run_wrk(wrk, script, server.url, connections, duration_s, threads)
+            return found.requests_per_s, found.p50_ms * 1e3, found.p99_ms * 1e3
+
+        yield f"wrk on {cores} threads", send
+
+
+def _ours(requests: Sequence[PreparedRequest], processes: int) -> Send:
+    def send(server: Server, connections: int, duration_s: int) -> Seen:
+        load = Load(server.url, "closed", connections, 1.0, duration_s, seed=1)
+        found = summarise(send_from_processes(load, requests, min(processes, connections)))
+        if found.errors or not found.requests:
+            raise ServerFailed(f"{server.name} failed {found.errors} of {found.requests} requests")
+        return found.requests_per_s, found.latency_ms["p50"] * 1e3, found.latency_ms["p99"] * 1e3
+
+    return send
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The servers, started on their cores, and what the load sees of them."""
+
+    weights: Path
+    model: str
+    probe: PreparedRequest
+    cores: Cores
+    options: argparse.Namespace
+
+    def single(self, send: Send) -> dict[str, Any]:
+        """Medians of p50 in us of one connection, ours and the bare server's in turns."""
+        with contextlib.ExitStack() as stack:
+            ours = stack.enter_context(self._service(1, mps=False))
+            port = free_port()
+            with on(self.cores.service):
+                command = ["benchmarks.peers.bare_uvicorn", f"--port={port}"]
+                bare = stack.enter_context(running("bare uvicorn", command, port, {}))
+            rounds = list(self._in_turns([ours, bare], 1, send))
+        told: dict[str, Any] = {}
+        for name, index in (("ours", 0), ("bare", 1)):
+            values = [one[index][1] for one in rounds]
+            told |= {f"{name}_p50_us": statistics.median(values), f"{name}_p50_us_rounds": values}
+        return told
+
+    def rows(self, send: Send) -> Iterator[Row]:
+        """Of each number of workers, of several on a GPU with MPS, if there is one, and without."""
+        for n in self.options.workers:
+            ways = [False] if n == 1 or self.options.device == "cpu" else [True, False]
+            for mps in ways:
+                if mps and self.options.no_mps:
+                    continue
+                with self._service(n, mps=mps) as server:
+                    shared = "MPS: found" in server.said() or "MPS: started" in server.said()
+                    if mps and not shared:
+                        lines = [line for line in server.said().splitlines() if "no MPS" in line]
+                        print("\n".join(lines) or "no worker uses a GPU: no MPS", file=sys.stderr)
+                        continue
+                    many = n * self.options.connections
+                    rounds = [one for (one,) in self._in_turns([server], many, send)]
+                rates, p50s, p99s = zip(*rounds, strict=True)
+                yield Row(n, shared, *map(statistics.median, (rates, p50s, p99s)), rates)
+
+    @contextlib.contextmanager
+    def _service(self, n: int, *, mps: bool) -> Iterator[Server]:
+        arguments = [f"--device={self.options.device}", f"--workers={n}"]
+        arguments += [f"--mps={'auto' if mps else 'off'}", *shlex.split(self.options.service_args)]
+        with contextlib.ExitStack() as stack:
+            environment = {}
+            if not mps:
+                # CUDA itself looks for a daemon; here there is none.
+                environment[PIPE] = stack.enter_context(tempfile.TemporaryDirectory())
+            with on(self.cores.service):
+                server = stack.enter_context(
+                    lenet_serve(self.weights, self.model, arguments, environment)
+                )
+            deadline_s = time.monotonic() + _START_S
+            while server.said().count("ready: HTTP") < n:
+                if time.monotonic() > deadline_s:
+                    raise ServerFailed(
+                        f"not all of {n} workers are ready:\n{server.said()[-1000:]}"
+                    )
+                time.sleep(_POLL_S)
+            check_answer(server, _PATH, self.probe)
+            yield server
+
+    def _in_turns(
+        self, servers: Sequence[Server], connections: int, send: Send
+    ) -> Iterator[list[Seen]]:
+        """A round of each server after another, `options.rounds` times, after one that is short."""
+        for turn in range(self.options.rounds + 1):
+            duration_s = self.options.duration if turn else _WARM_UP_S
+            with on(self.cores.load):
+                found = [send(server, connections, duration_s) for server in servers]
+            if turn:
+                yield found
+
+
+def merge_into(path: Path | None, measured: dict[str, Any]) -> None:
+    """Write `measured` into the JSON object in `path`, if there is one; what else it has stays."""
+    if path is None:
+        return
+    document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+    path.write_text(json.dumps({**document, **measured}, indent=2) + "\n", encoding="utf-8")
+
+
+def table(rows: Sequence[Row]) -> str:
+    """A line a row; the ratio is that to one worker, where one was measured."""
+    one = next((row.requests_per_s for row in rows if row.n == 1), None)
+    lines = [
+        f"{'workers':>7}  {'MPS':<4}{'requests/s':>11}{'p50 us':>10}{'p99 us':>10}{'ratio':>8}"
+    ]
+    for row in rows:
+        ratio = "-" if one is None else format(row.requests_per_s / one, ".2f")
+        lines.append(
+            f"{row.n:>7}  {'yes' if row.mps else 'no':<4}{row.requests_per_s:>11,.0f}"
+            f"{row.p50_us:>10,.0f}{row.p99_us:>10,.0f}{ratio:>8}"
+        )
+    return "\n".join(lines)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.workers",
+        description="Single images over HTTP, answered by one worker and by several.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="of the service")
+    add("--workers", default=[1, 2, 4, 8], nargs="+", type=positive_int, metavar="N")
+    add("--no-mps", action="store_true", help="leave out the runs under MPS")
+    add("--connections", default=32, type=positive_int, help="a worker")
+    add("--load-cores", type=positive_int, help="for the load; without it, a quarter of all")
+    add("--rounds", default=3, type=positive_int, help="whose medians are taken")
+    add("--duration", default=5, type=positive_int, help="seconds of a round")
+    add("--data", type=Path, help="folder of MNIST; without it, the weight file's ten images")
+    add("--weights", type=Path, help="weight file; without it, weights/lenet's latest")
+    add("--service-args", default="", help="more arguments for the service, as one string")
+    add("--json", type=Path, help="file to write the results into, beside what it holds")
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())
