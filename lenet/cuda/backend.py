@@ -56,8 +56,8 @@ class CudaPlan:
 
     `buffers` has as many rows or more.
 
-    `ways` says what each way through the network took that was tried, from host to host, in
-    seconds; `way` is the fastest, which `run` takes.
+    `ways_us` says what each way through the network took that was tried, from host to host, in
+    microseconds; `way` is the fastest, which `run` takes.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class CudaPlan:
         self._buffers, self._handle, self._load = buffers, handle, load
         self._events = cupy.cuda.Event(), cupy.cuda.Event()
         self._batches = 0
-        self.ways = {way: self._timed(launch) for way, launch in launches.items()}
-        self.way = min(self.ways, key=self.ways.__getitem__)
+        self.ways_us = {way: self._timed_us(launch) for way, launch in launches.items()}
+        self.way = min(self.ways_us, key=self.ways_us.__getitem__)
         self._launch = launches[self.way]
         self._network = networks[self.way]
         self._replay: Launch | None = None
@@ -134,15 +134,15 @@ class CudaPlan:
         stop.synchronize()
         self.device_s = cupy.cuda.get_elapsed_time(start, stop) / 1e3
 
-    def _timed(self, launch: Launch) -> float:
-        """The median of some launches, waited for, in seconds."""
+    def _timed_us(self, launch: Launch) -> float:
+        """The median of some launches, waited for."""
         times = []
         for _ in range(_TRIALS):
             started = time.perf_counter()
             launch()
             self._handle.stream.synchronize()
             times.append(time.perf_counter() - started)
-        return statistics.median(times)
+        return 1e6 * statistics.median(times)
 
 
 class CudaBackend:

@@ -28,9 +28,16 @@ class Plan:
     """The CPU backend's, with what an engine's plan tells besides."""
 
     def __init__(self, plan):
-        self.run = plan.run
+        self._plan, self._images = plan, None
         self.replays = 0
-        self.ways, self.way = {"whole": 25.0, "layers": 36.0}, "whole"
+        self.ways_us, self.way = {"whole": 25.0, "layers": 36.0}, "whole"
+
+    def run(self, images):
+        self._images = images
+        return self._plan.run(images)
+
+    def run_in_place(self, rows):
+        return self._plan.run(self._images[:rows])
 
     def replay(self):
         self.replays += 1
