@@ -85,7 +85,7 @@ def test_each_context_lives_on_one_thread_of_its_own(weights):
     assert sorted(watched.closed) == sorted(watched.opened)
     threads = {thread for _, thread in watched.opened}
     assert len(threads) == 2
-    assert watched.used == {(thread, rows) for thread in threads for rows in (1, 3)}
+    assert watched.used == {(thread, 3) for thread in threads}
 
 
 def test_a_pool_is_measured_for_every_number_of_contexts_and_batch_size(weights):
