@@ -1,8 +1,9 @@
 """NVTX ranges along the path of a request and of a training step.
 
-`span("name")` is a context manager and a decorator. Where the `nvtx` package is absent it is
-nothing at all: a decorated function is returned unchanged. It refuses to be a tracing framework:
-names only, no payloads.
+`span("name")` is a context manager and a decorator, for work that one thread does without a break;
+`begin` and `end` are for what others may interrupt, such as a task that awaits. Where the `nvtx`
+package is absent they are nothing at all: a decorated function is returned unchanged. It refuses
+to be a tracing framework: names only, no payloads.
 """
 
 from __future__ import annotations
@@ -57,3 +58,14 @@ def span(name: str) -> Span:
         return _NOTHING
     annotation: Span = _nvtx.annotate(name, domain="lenet")
     return annotation
+
+
+def begin(name: str) -> Any:
+    """Open a range called `name` that need not be inside others; for `end`, on any thread."""
+    return None if _nvtx is None else _nvtx.start_range(name, domain="lenet")
+
+
+def end(opened: Any) -> None:
+    """Close what `begin` opened, once; None is nothing."""
+    if opened is not None:
+        _nvtx.end_range(opened)

@@ -30,6 +30,27 @@ def test_a_span_is_nothing_at_all_when_nvtx_is_absent(monkeypatch):
         raise ZeroDivisionError
 
 
+def test_a_range_is_nothing_to_begin_and_to_end_when_nvtx_is_absent(monkeypatch):
+    nvtx = load(monkeypatch, None)
+    assert nvtx.begin("request") is None
+    nvtx.end(None)
+
+
+def test_ranges_that_cross_are_each_closed_once_when_nvtx_is_there(monkeypatch):
+    events = []
+
+    def start_range(message, domain):
+        events.append(("began", domain, message))
+        return len(events)
+
+    fake = SimpleNamespace(start_range=start_range, end_range=lambda opened: events.append(opened))
+    nvtx = load(monkeypatch, fake)
+    first, second = nvtx.begin("request"), nvtx.begin("queue")
+    nvtx.end(first)
+    nvtx.end(second)
+    assert events == [("began", "lenet", "request"), ("began", "lenet", "queue"), 1, 2]
+
+
 def test_a_span_opens_a_range_in_the_domain_of_lenet_when_nvtx_is_there(monkeypatch):
     opened = []
 
