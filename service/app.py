@@ -18,6 +18,8 @@ from prometheus_client import CollectorRegistry
 
 from service import distribution_version
 from service.decode import Limits
+from service.devices import Placement, place
+from service.faults import Faults
 from service.http import errors
 from service.http.limits import Bodies
 from service.http.operations import operations_router
@@ -34,18 +36,21 @@ from service.settings import Settings
 _log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings) -> FastAPI:
+def create_app(settings: Settings, *, shared: bool = False) -> FastAPI:
     """The service as an ASGI application; its lifespan opens and closes all it needs.
 
+    With `shared` other processes may open the same gRPC port.
+
     While it runs, `app.state.predictor` answers, `app.state.reloader` can be asked to read the
-    weights folder again, `app.state.grpc_port` is the bound port, and `app.state.stop` tells how
-    much time a stop has left.
+    weights folder again, `app.state.grpc_port` is the bound port, `app.state.stop` tells how
+    much time a stop has left, `app.state.lost` is set when the device is lost, and
+    `app.state.faults` takes those of a test, if the settings allow it.
     """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
-            await _start(app, settings, stack)
+            await _start(app, settings, stack, shared)
             try:
                 yield
             finally:
@@ -63,17 +68,30 @@ def create_app(settings: Settings) -> FastAPI:
     return app
 
 
-async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> None:
+async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack, shared: bool) -> None:
     metrics = Metrics(CollectorRegistry())
     began = time.perf_counter()
     files = read_models(settings.weights, settings.models, settings.default_model)
-    metrics.started("weights", time.perf_counter() - began)
+    read = time.perf_counter()
     _log.info("read %s: warming up", ", ".join(str(file.path) for file in files))
 
-    began = time.perf_counter()
-    repository = Repository(files, settings.default_model, _batching(settings), metrics)
+    placement = place(settings)
+    placed = time.perf_counter()
+    app.state.faults = Faults() if settings.fault_injection else None
+    batching = _batching(settings, placement, app.state.faults)
+    repository = Repository(files, settings.default_model, batching, metrics)
     await stack.enter_async_context(repository)
-    metrics.started("contexts", time.perf_counter() - began)
+    app.state.lost = repository.lost
+    opening_s, warm_up_s = repository.start_s()
+    phases = {
+        "weights": read - began,
+        "device": placed - read + opening_s,
+        "warm_up": warm_up_s,
+        "contexts": time.perf_counter() - placed,
+    }
+    for phase, seconds in phases.items():
+        metrics.started(phase, seconds)
+    _log.info("seconds: %s", ", ".join(f"{name} {s:.2f}" for name, s in phases.items()))
     app.state.reloader = await stack.enter_async_context(
         Reloader(settings.weights, repository, metrics)
     )
@@ -91,7 +109,7 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
             max_body_bytes=settings.max_body_bytes,
             max_images=settings.max_images,
             stop_timeout_s=settings.drain_timeout_s,
-            shared=settings.workers > 1,
+            shared=shared,
         )
     )
     bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes)
@@ -99,31 +117,32 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack) -> Non
     app.router.routes.insert(
         0, predict_route(predictor, Limits(settings.max_images), bodies, timeout_s)
     )
-    info = partial(_info, settings, repository.models)
+    info = partial(_info, settings, placement, repository.models)
     app.include_router(operations_router(predictor, metrics, info))
     predictor.ready = True
 
 
-def _batching(settings: Settings) -> Batching:
+def _batching(settings: Settings, placement: Placement, faults: Faults | None) -> Batching:
     return Batching(
-        device=settings.device,
-        contexts=settings.contexts,
-        cpu_threads=settings.cpu_threads,
-        max_batch_rows=settings.max_batch_rows,
+        placement=placement,
         max_queue_rows=settings.max_queue_rows,
         max_wait_s=settings.max_wait_us / 1e6,
+        hang_timeout_s=settings.hang_timeout_s,
         drain_timeout_s=settings.drain_timeout_s,
+        faults=faults,
     )
 
 
-def _info(settings: Settings, models: tuple[ServedModel, ...]) -> InfoResponse:
+def _info(
+    settings: Settings, placement: Placement, models: tuple[ServedModel, ...]
+) -> InfoResponse:
     return InfoResponse(
         name="lenet-serve",
         version=distribution_version(),
         default_model=settings.default_model,
-        models=[_loaded(model) for model in models],
+        models=[_loaded(model, placement.name) for model in models],
         limits={
-            "max_batch_rows": settings.max_batch_rows,
+            "max_batch_rows": placement.max_batch_rows,
             "max_queue_rows": settings.max_queue_rows,
             "max_images": settings.max_images,
             "max_picture_pixels": Limits(settings.max_images).max_picture_pixels,
@@ -133,13 +152,13 @@ def _info(settings: Settings, models: tuple[ServedModel, ...]) -> InfoResponse:
     )
 
 
-def _loaded(model: ServedModel) -> LoadedModel:
+def _loaded(model: ServedModel, device: str) -> LoadedModel:
     weights = model.file.weights
     training = weights.training
     return LoadedModel(
         name=model.file.name,
         version=model.file.version,
-        device=model.pool.statistics()[0].device,
+        device=device,
         sha256=model.file.sha256,
         parameters=sum(math.prod(shape) for shape in weights.model.parameters().values()),
         accuracy=training.accuracy,

@@ -15,12 +15,14 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Literal, Protocol
 
+from lenet import nvtx
 from lenet.pixels import Images
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
 from service.model_files import ModelFile
 from service.policy import BatchQueue, Cut, CutReason
-from service.pool import BatchResult, ContextPool, Worker
+from service.pool import ContextPool
 from service.request import Answer, Request, images_of
+from service.worker import BatchResult, Worker
 
 _log = logging.getLogger(__name__)
 
@@ -32,8 +34,17 @@ class BatchObserver(Protocol):
         """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts work."""
         ...
 
-    def batch_done(self, rows: int, compute_s: float, busy: int) -> None:
-        """A context finished a batch of `rows` rows."""
+    def batch_done(
+        self,
+        rows: int,
+        compute_s: float,
+        busy: int,
+        *,
+        device_s: float | None,
+        padding_rows: int,
+        graph_hit: bool,
+    ) -> None:
+        """A context finished a batch of `rows` rows; see `service.worker.BatchResult`."""
         ...
 
     def rows_dropped(self, rows: int, reason: Literal["cancelled", "late"]) -> None:
@@ -64,6 +75,7 @@ class Batcher:
         self._timer: asyncio.TimerHandle | None = None
         self._in_flight: dict[asyncio.Future[BatchResult], Cut[Request]] = {}
         self._closing = False
+        self._abandoned = False
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -81,15 +93,16 @@ class Batcher:
             Overloaded: the queue is full.
             DeadlineExceeded: `timeout_s` passed first.
             InferenceFailed: a batch with these rows failed.
-            Unavailable: the service stops.
+            Unavailable: the service stops, or lost its device.
         """
         if self._closing:
-            raise _stopping()
+            raise _lost() if self._abandoned else _stopping()
         now = self._loop.time()
         deadline = now + timeout_s
         answer: asyncio.Future[Answer] = self._loop.create_future()
         request = Request(len(images), deadline, now, self._model, images, answer)
         self._queue.push(request)
+        request.waiting = nvtx.begin("queue")
         self._requests.add(request)
         self._idle.clear()
         timer = self._loop.call_at(deadline, self._expire, request)
@@ -99,6 +112,8 @@ class Batcher:
         finally:
             self._requests.discard(request)
             timer.cancel()
+            if request.waiting is not None:
+                request.leave()
             dropped = self._queue.discard(request)
             self._note_idle()
             if dropped:
@@ -144,6 +159,13 @@ class Batcher:
             for cut in self._in_flight.values():
                 self._fail(_owners(cut), _stopping)
 
+    def abandon(self) -> None:
+        """Refuse new requests and fail all others now, also those in a batch that may not end."""
+        self._closing = self._abandoned = True
+        if self._timer is not None:
+            self._timer.cancel()
+        self._fail(list(self._requests), _lost)
+
     def _schedule(self) -> None:
         # Not at once: every request that arrives in this turn of the loop joins the batch.
         if not self._dispatching and len(self._queue):
@@ -176,6 +198,8 @@ class Batcher:
                 for segment in cut.segments:
                     if segment.start == 0:
                         segment.entry.first_cut_s = now
+                        if segment.entry.waiting is not None:
+                            segment.entry.leave()
                 self._in_flight[future] = cut
                 future.add_done_callback(partial(self._finish, worker, cut))
                 self._observer.batch_cut(cut.rows, cut.reason, self._queue.rows, self._pool.busy)
@@ -198,7 +222,14 @@ class Batcher:
             result = future.result()
             answered = len(result.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
-            self._observer.batch_done(cut.rows, result.compute_s, self._pool.busy)
+            self._observer.batch_done(
+                cut.rows,
+                result.compute_s,
+                self._pool.busy,
+                device_s=result.device_s,
+                padding_rows=result.padding_rows,
+                graph_hit=result.graph_hit,
+            )
             now = self._loop.time()
             row = 0
             for segment in cut.segments:
@@ -221,6 +252,8 @@ class Batcher:
         self._fail([request], lambda: DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
     def _fail_batch(self, cut: Cut[Request], cause: Exception) -> None:
+        if self._abandoned:
+            return  # all that could be said was said
         # Once a batch: once a request would flood the log.
         _log.error("a batch of %d rows failed", cut.rows, exc_info=cause)
         self._fail(_owners(cut), _batch_failed, cause)
@@ -249,6 +282,13 @@ def _owners(cut: Cut[Request]) -> list[Request]:
 
 def _stopping() -> ServiceError:
     return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
+
+
+def _lost() -> ServiceError:
+    return Unavailable(
+        "the service lost its device and starts again; send this to another instance or try again",
+        retry_after_s=1,
+    )
 
 
 def _batch_failed() -> ServiceError:

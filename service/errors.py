@@ -9,7 +9,7 @@ ServiceError
 ├── DeadlineExceeded        the caller's time ran out before the answer
 │   └── BodyTimeout         while its body was still on the way
 ├── Cancelled               the caller went away
-├── Unavailable             not ready, stopping, or a context died; try again
+├── Unavailable             not ready, stopping, or the device is lost; try again
 └── InferenceFailed         the batch failed for a reason of ours
 
 OSError
@@ -20,7 +20,13 @@ from __future__ import annotations
 
 from enum import IntEnum
 
-from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, InvalidWeightFile
+from lenet.errors import (
+    BackendUnavailable,
+    DeviceError,
+    GoldenMismatch,
+    InvalidModel,
+    InvalidWeightFile,
+)
 
 
 class ServiceError(Exception):
@@ -112,10 +118,11 @@ class ExitCode(IntEnum):
     BACKEND = 4
     ADDRESS = 5
     WORKERS = 6
+    DEVICE = 7
 
 
 _WEIGHTS = (InvalidWeightFile, InvalidModel, GoldenMismatch)
-FORESEEN = (*_WEIGHTS, BackendUnavailable, CannotListen)
+FORESEEN = (*_WEIGHTS, BackendUnavailable, DeviceError, CannotListen)
 """The reasons not to start that have an exit code; any other error is a traceback and 1."""
 
 
@@ -123,7 +130,9 @@ def exit_code(error: Exception) -> ExitCode:
     """The code of a start that failed with `error`, one of `FORESEEN`."""
     if isinstance(error, _WEIGHTS):
         return ExitCode.WEIGHTS
-    if isinstance(error, BackendUnavailable):
+    if isinstance(error, DeviceError) and error.sticky:
+        return ExitCode.DEVICE
+    if isinstance(error, BackendUnavailable | DeviceError):
         return ExitCode.BACKEND
     assert isinstance(error, CannotListen), f"bug: {error!r} has no exit code"
     return ExitCode.ADDRESS

@@ -26,6 +26,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 Protocol = Literal["http", "grpc"]
 Stage = Literal["decode", "queue", "compute", "encode"]
 ReloadOutcome = Literal["ok", "refused"]
+LossReason = Literal["sticky", "hang"]
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -83,10 +84,35 @@ class Metrics:
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
+        self._device_duration = Histogram(
+            "lenet_device_duration_seconds",
+            "Time of one batch by the device's clock, where it is read.",
+            buckets=_STAGE_BOUNDS_S,
+            registry=registry,
+        )
         self._cuts = Counter(
             "lenet_batches", "Batches cut, by reason.", ("model", "reason"), registry=registry
         )
         self._images = Counter("lenet_images", "Images classified.", ("model",), registry=registry)
+        self._padding = Counter(
+            "lenet_padding_rows",
+            "Rows that were computed only to fill a batch up.",
+            ("model",),
+            registry=registry,
+        )
+        self._replays = Counter(
+            "lenet_graph_replays",
+            "Batches; hit if a captured graph computed it, which the CPU has none of.",
+            ("model", "result"),
+            registry=registry,
+        )
+        losses = Counter(
+            "lenet_device_losses",
+            "Times that a process ended because its device was lost: a sticky error, or a hang.",
+            ("reason",),
+            registry=registry,
+        )
+        self._losses = {reason: losses.labels(reason) for reason in get_args(LossReason)}
         self._dropped = Counter(
             "lenet_rows_dropped",
             "Rows that left the queue without a batch.",
@@ -96,6 +122,10 @@ class Metrics:
         self._queue_rows = self._gauge("lenet_queue_rows", "Rows left waiting by the last cut.")
         self._contexts = self._gauge("lenet_contexts", "Execution contexts.")
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.")
+        self._device_bytes = self._gauge("lenet_device_bytes", "Device memory of all contexts.")
+        self._workspace_bytes = self._gauge(
+            "lenet_workspace_bytes", "The part of it that is scratch."
+        )
         self._golden_error = Gauge(
             "lenet_golden_error",
             "Largest golden logit difference at the proof, relative to the largest golden logit.",
@@ -105,7 +135,7 @@ class Metrics:
         )
         self._start_phase = Gauge(
             "lenet_start_phase_seconds",
-            "Time of each phase of the start.",
+            "Time of each phase of the start; contexts holds most of device and all of warm_up.",
             ("phase",),
             multiprocess_mode="max",
             registry=registry,
@@ -158,6 +188,15 @@ class Metrics:
         self._busy.labels(model).set(0)
         self._queue_rows.labels(model).set(0)
 
+    def memory_taken(self, model: str, device_bytes: int, workspace_bytes: int) -> None:
+        """What the contexts of a model hold on their devices, and how much of it is scratch."""
+        self._device_bytes.labels(model).set(device_bytes)
+        self._workspace_bytes.labels(model).set(workspace_bytes)
+
+    def device_lost(self, reason: LossReason) -> None:
+        """This process ends because its device is lost."""
+        self._losses[reason].inc()
+
     def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
         """Another file of a model is served from now on; the former's info goes."""
         if (former := self._loaded.pop(model, None)) is not None:
@@ -208,6 +247,9 @@ class ModelMetrics:
         self._images = metrics._images.labels(model)
         self._busy = metrics._busy.labels(model)
         self._queue_rows = metrics._queue_rows.labels(model)
+        self._padding = metrics._padding.labels(model)
+        self._hits = metrics._replays.labels(model, "hit")
+        self._misses = metrics._replays.labels(model, "miss")
 
     def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
         """A batch left the queue."""
@@ -216,11 +258,25 @@ class ModelMetrics:
         self._queue_rows.set(waiting_rows)
         self._busy.set(busy)
 
-    def batch_done(self, rows: int, compute_s: float, busy: int) -> None:
+    def batch_done(
+        self,
+        rows: int,
+        compute_s: float,
+        busy: int,
+        *,
+        device_s: float | None,
+        padding_rows: int,
+        graph_hit: bool,
+    ) -> None:
         """A context finished a batch."""
         self._metrics._batch_duration.observe(compute_s)
+        if device_s is not None:
+            self._metrics._device_duration.observe(device_s)
         self._images.inc(rows)
         self._busy.set(busy)
+        (self._hits if graph_hit else self._misses).inc()
+        if padding_rows:
+            self._padding.inc(padding_rows)
 
     def rows_dropped(self, rows: int, reason: str) -> None:
         """Waiting rows were forgotten."""

@@ -1,162 +1,96 @@
-"""The pooled contexts: N threads, each making, driving and closing its own ExecutionContext.
+"""The pooled contexts: N threads on each device, handed out one by one.
 
-A context is bound to its thread for life, so the pool hands out threads. It refuses to queue
+It spreads batches over devices and looks for threads that do not come back. It refuses to queue
 batches: `acquire` gives a free worker or none, and one batch at a time runs on a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
-import threading
-import time
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
-from functools import partial
-from queue import SimpleQueue
-from typing import Any, Self, TypeAlias, TypeVar
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Self
 
-from lenet.context import ContextStatistics, ExecutionContext
-from lenet.pixels import Images, Probabilities
-from lenet.weightfile import WeightFile
+from lenet.context import ContextStatistics
+from service.worker import MakeContext, OnLost, Worker
 
-_log = logging.getLogger(__name__)
+HANG_LOOKS = 10
+"""A thread hangs that is seen at the same work this often, spread over the time it may take.
 
-CLOSE_TIMEOUT_S = 5.0
-"""A context that takes longer to finish its batch and close hangs in its library."""
-
-MakeContext: TypeAlias = Callable[[], ExecutionContext]
-T = TypeVar("T")
-
-_Job: TypeAlias = tuple[Callable[[ExecutionContext], Any], asyncio.Future[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class BatchResult:
-    """What a context made of one batch, and how long it took."""
-
-    probabilities: Probabilities
-    compute_s: float
-
-
-class Worker:
-    """One thread and its context."""
-
-    def __init__(self, make_context: MakeContext, name: str) -> None:
-        self.statistics = ContextStatistics()
-        self._loop = asyncio.get_running_loop()
-        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._make_context = make_context
-        self.ready: asyncio.Future[None] = self._loop.create_future()
-        self._thread = threading.Thread(target=self._drive, name=name, daemon=True)
-        self._thread.start()
-
-    def run(self, images: Images, weights: WeightFile) -> asyncio.Future[BatchResult]:
-        """Start a batch, uint8 (n, 28, 28); the future carries its result or its error.
-
-        It is computed with `weights`, which are to be proven on this context: then going from
-        others to them is no work.
-        """
-        return self._do(partial(_run, images=images, weights=weights))
-
-    def stage(self, weights: WeightFile) -> asyncio.Future[None]:
-        """Prove `weights` between two batches; the served ones stay what they were."""
-        return self._do(lambda context: context.stage(weights))
-
-    def replace_weights(self, weights: WeightFile) -> asyncio.Future[None]:
-        """Let the context rest on `weights`, between two batches."""
-        return self._do(lambda context: context.replace_weights(weights))
-
-    async def close(self) -> None:
-        """Close the context on its thread and end the thread, or leave it behind if it hangs."""
-        self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
-        if self._thread.is_alive():
-            _log.error("%s hangs: not closed after %g s", self._thread.name, CLOSE_TIMEOUT_S)
-
-    def _do(self, work: Callable[[ExecutionContext], T]) -> asyncio.Future[T]:
-        future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put((work, future))
-        return future
-
-    def _drive(self) -> None:
-        try:
-            context = self._make_context()
-        except Exception as exc:  # noqa: BLE001 - the context's thread: the error is for `start`
-            self._tell(self.ready, exc)
-            return
-        with context:
-            try:
-                context.warm_up()
-            except Exception as exc:  # noqa: BLE001 - as above
-                self._tell(self.ready, exc)
-                return
-            self.statistics = context.statistics
-            self._tell(self.ready, None)
-            while (job := self._jobs.get()) is not None:
-                work, future = job
-                try:
-                    outcome = work(context)
-                except Exception as exc:  # noqa: BLE001 - the context's thread: callers get it
-                    self._tell(future, exc)
-                else:
-                    self._tell(future, outcome)
-
-    def _tell(self, future: asyncio.Future[T], outcome: T | Exception) -> None:
-        # A loop that is gone has nobody left to tell.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(_settle, future, outcome)
-
-
-def _run(context: ExecutionContext, images: Images, weights: WeightFile) -> BatchResult:
-    if context.weights is not weights:
-        context.replace_weights(weights)
-    started = time.perf_counter()
-    probabilities = context.run(images)
-    return BatchResult(probabilities, time.perf_counter() - started)
-
-
-def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
-    if future.done():
-        return
-    if isinstance(outcome, Exception):
-        future.set_exception(outcome)
-    else:
-        future.set_result(outcome)
+Not by a clock: a process that was stopped for a while and goes on would find all its threads late.
+"""
 
 
 class ContextPool:
-    """`size` workers over contexts made by `make_context`.
+    """`size` workers on each device over contexts made by `makers`, one a device.
 
-    Use it as an async context manager: entering warms the contexts one after another, leaving
-    closes them.
+    Use it as an async context manager: entering warms the contexts, those of one device one after
+    another, leaving closes them. In between `on_lost` is called when a device is lost, or when
+    anything on a context takes longer than `hang_timeout_s`.
     """
 
-    def __init__(self, make_context: MakeContext, size: int, name: str) -> None:
-        self._make_context = make_context
+    def __init__(
+        self,
+        makers: Sequence[MakeContext],
+        size: int,
+        name: str,
+        on_lost: OnLost,
+        hang_timeout_s: float,
+    ) -> None:
+        self._makers = makers
         self._size = size
         self._name = name
+        self._on_lost = on_lost
+        self._look_every_s = hang_timeout_s / HANG_LOOKS
         self._workers: list[Worker] = []
-        self._free: list[Worker] = []
+        self._free: list[list[Worker]] = [[] for _ in makers]  # by device
         self._claims: dict[Worker, asyncio.Future[None]] = {}
+        self._seen: dict[Worker, tuple[int, int]] = {}  # at which work, how often
+        self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
+        # Side by side: what a device does in its warm-up leaves the host time for others.
+        opening = [asyncio.create_task(self._open(device)) for device in range(len(self._makers))]
         try:
-            for number in range(self._size):
-                worker = Worker(self._make_context, f"{self._name}-{number}")
-                self._workers.append(worker)
-                await worker.ready
+            await asyncio.gather(*opening)
         except BaseException:
+            for task in opening:
+                task.cancel()
+            await asyncio.gather(*opening, return_exceptions=True)
             await self.__aexit__()
             raise
-        self._free = list(self._workers)
+        for worker in self._workers:
+            self._free[worker.device].append(worker)
+        self._watch()
         return self
 
     async def __aexit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
         # All at once: contexts of one device hang together, and each is waited for.
         await asyncio.gather(*(worker.close() for worker in self._workers))
-        self._workers, self._free = [], []
+        self._workers, self._free = [], [[] for _ in self._makers]
+
+    async def _open(self, device: int) -> None:
+        for number in range(self._size):
+            name = f"{self._name}-{device * self._size + number}"
+            worker = Worker(self._makers[device], name, device, self._on_lost)
+            self._workers.append(worker)
+            await worker.ready
+
+    def _watch(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._look_every_s, self._watch)
+        self._look()
+
+    def _look(self) -> None:
+        for worker in self._workers:
+            begun = worker.begun
+            work, times = self._seen.get(worker, (0, 0))
+            times = times + 1 if begun == work and worker.done < begun else 0
+            self._seen[worker] = begun, times
+            if times == HANG_LOOKS:
+                took_s = self._look_every_s * HANG_LOOKS
+                self._on_lost("hang", f"{worker.name} has been at the same work for {took_s:g} s")
 
     @property
     def workers(self) -> tuple[Worker, ...]:
@@ -166,18 +100,23 @@ class ContextPool:
     @property
     def busy(self) -> int:
         """Contexts with a batch in flight, or taken."""
-        return len(self._workers) - len(self._free)
+        return len(self._workers) - sum(map(len, self._free))
 
     def acquire(self) -> Worker | None:
-        """A free worker, the one used last (its caches are warm), or None."""
-        return self._free.pop() if self._free else None
+        """A free worker of the least busy device, or None.
+
+        The one used last, since its caches are warm; the first device where several are as busy.
+        """
+        free = max(self._free, key=len)
+        return free.pop() if free else None
 
     def release(self, worker: Worker) -> None:
         """Give a worker back after its batch."""
-        assert worker not in self._free, "bug: a worker was released twice"
+        free = self._free[worker.device]
+        assert worker not in free, "bug: a worker was released twice"
         claim = self._claims.pop(worker, None)
         if claim is None or claim.done():  # done: whoever claimed it gave up
-            self._free.append(worker)
+            free.append(worker)
         else:
             claim.set_result(None)
 
@@ -186,8 +125,8 @@ class ContextPool:
         """`worker` as soon as its batch is done, and until the block ends, for the caller alone."""
         assert worker not in self._claims, "bug: a worker is claimed twice"
         claim: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        if worker in self._free:
-            self._free.remove(worker)
+        if worker in self._free[worker.device]:
+            self._free[worker.device].remove(worker)
             claim.set_result(None)
         else:
             self._claims[worker] = claim
@@ -203,3 +142,14 @@ class ContextPool:
     def statistics(self) -> tuple[ContextStatistics, ...]:
         """One for each context."""
         return tuple(worker.statistics for worker in self._workers)
+
+    def start_s(self) -> tuple[float, float]:
+        """Seconds that opening the contexts and warming them up took, on the slowest device."""
+
+        def slowest(seconds: Callable[[Worker], float]) -> float:
+            of_devices = [0.0 for _ in self._makers]
+            for worker in self._workers:
+                of_devices[worker.device] += seconds(worker)
+            return max(of_devices)
+
+        return slowest(lambda worker: worker.opening_s), slowest(lambda worker: worker.warm_up_s)

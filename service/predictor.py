@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from lenet import nvtx
 from lenet.pixels import Images, Probabilities
 from service.errors import ServiceError
 from service.metrics import Metrics, Protocol, Stage
@@ -30,7 +31,7 @@ class Prediction:
 class RequestClock:
     """Times one request by stage and counts its outcome when its `with` block ends."""
 
-    __slots__ = ("_lap_s", "_metrics", "_protocol", "_started_s", "stages")
+    __slots__ = ("_lap_s", "_metrics", "_protocol", "_range", "_started_s", "stages")
 
     def __init__(self, metrics: Metrics, protocol: Protocol) -> None:
         self._metrics = metrics
@@ -52,6 +53,7 @@ class RequestClock:
         self.stages[stage] = time.perf_counter() - self._lap_s
 
     def __enter__(self) -> Self:
+        self._range = nvtx.begin("request")
         return self
 
     def __exit__(
@@ -60,6 +62,7 @@ class RequestClock:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        nvtx.end(self._range)
         if error is None:
             self._metrics.request_timed(self._protocol, self.stages, self.total_s)
             outcome = "ok"

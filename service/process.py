@@ -1,7 +1,8 @@
 """One serving process: its event loop, its listeners, its signals.
 
 Start and stop in the order that loses no request: warm, listen, ready; not ready, grace, listeners
-closed, requests answered, contexts closed. It refuses to start others: that is the supervisor's.
+closed, requests answered, contexts closed. A process whose device is lost ends without any of that.
+It refuses to start others: that is the supervisor's.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import signal
 import socket
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 import uvicorn
 from fastapi import FastAPI
@@ -26,6 +28,9 @@ from service.repository import Stop
 from service.settings import Settings
 
 _log = logging.getLogger(__name__)
+
+LAST_ANSWERS_S = 0.5
+"""From the loss of the device to the end: callers get their answers, and probes see it."""
 
 
 class _Server(uvicorn.Server):
@@ -61,7 +66,10 @@ def run(settings: Settings, told: Connection | None = None) -> ExitCode:
         asyncio.run(_serve(settings, told))
     except FORESEEN as exc:
         _log.error("%s", exc)
-        return exit_code(exc)
+        code = exit_code(exc)
+        if code is ExitCode.DEVICE:
+            _end_at_once()
+        return code
     _log.info("stopped")
     return ExitCode.STOPPED
 
@@ -99,7 +107,8 @@ async def _serve(settings: Settings, told: Connection | None = None) -> None:
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
     warm = reload_asked = False
-    app = create_app(settings)
+    shared = told is not None
+    app = create_app(settings, shared=shared)
 
     def begin_stop() -> None:
         if not warm and not stop.is_set():
@@ -134,7 +143,6 @@ async def _serve(settings: Settings, told: Connection | None = None) -> None:
             begin_stop()
 
         loop.add_reader(pipe, on_told)
-    shared = settings.workers > 1
     try:
         # Both before the work of the start, so that a taken port is told at once.
         listen(settings.host, settings.grpc_port, shared=shared).close()  # gRPC binds its own
@@ -143,10 +151,30 @@ async def _serve(settings: Settings, told: Connection | None = None) -> None:
                 warm = True
                 if reload_asked:
                     app.state.reloader.ask()
+                ending = asyncio.create_task(_end_when_lost(app))
+                if settings.fault_injection:
+                    faults = app.state.faults
+                    loop.add_signal_handler(signal.SIGUSR2, faults.inject, "poison")
+                    loop.add_signal_handler(signal.SIGUSR1, faults.inject, "hang")
                 await _answer(app, listener, stop, settings)
+            if app.state.lost.is_set():  # in the last of the stop
+                await ending
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
+
+
+async def _end_when_lost(app: FastAPI) -> None:
+    """End the process soon after its device is lost; every request has its error by then."""
+    await app.state.lost.wait()
+    app.state.predictor.ready = False
+    await asyncio.sleep(LAST_ANSWERS_S)
+    _end_at_once()
+
+
+def _end_at_once() -> NoReturn:
+    # Nothing is closed: what the libraries of a lost device do then, at exit included, may hang.
+    os._exit(ExitCode.DEVICE)
 
 
 async def _answer(

@@ -10,12 +10,17 @@ import logging
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Self
 
 from lenet.context import ExecutionContext, Target, open_backend
+from lenet.errors import OutOfDeviceMemory
+from lenet.weightfile import WeightFile
 from service.batcher import Batcher
+from service.devices import Placement
 from service.errors import UnknownModel
-from service.metrics import Metrics
+from service.faults import Faults, FaultyContext
+from service.metrics import LossReason, Metrics
 from service.model_files import ModelFile
 from service.policy import BatchQueue
 from service.pool import ContextPool
@@ -25,15 +30,17 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Batching:
-    """How each model is run: see the settings of the same names."""
+    """How each model is run: see the settings of the same names.
 
-    device: str
-    contexts: int
-    cpu_threads: int
-    max_batch_rows: int
+    `faults` are those that a test injects.
+    """
+
+    placement: Placement
     max_queue_rows: int
     max_wait_s: float
+    hang_timeout_s: float
     drain_timeout_s: float
+    faults: Faults | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +84,12 @@ class Repository:
     """The loaded models, and the `stop` that whatever serves them shares with them.
 
     Use it as an async context manager: entering makes and proves every context, leaving drains the
-    queues and closes them.
+    queues and closes them. `lost` is set when the process cannot compute any more: by then every
+    request has been answered, and new ones are refused.
+
+    Raises:
+        OutOfDeviceMemory: on entering, a model does not fit; the message says what would.
+        DeviceError: on entering, a device fails.
     """
 
     def __init__(
@@ -93,6 +105,7 @@ class Repository:
         self._metrics = metrics
         self._stack = AsyncExitStack()
         self.stop = Stop(batching.drain_timeout_s)
+        self.lost = asyncio.Event()
         self._models: dict[str, ServedModel] = {}
 
     @property
@@ -120,6 +133,11 @@ class Repository:
             )
         return model
 
+    def start_s(self) -> tuple[float, float]:
+        """Seconds that opening the devices and warming up took, of all models."""
+        opening_s, warm_up_s = zip(*(model.pool.start_s() for model in self.models), strict=True)
+        return sum(opening_s), sum(warm_up_s)
+
     async def __aenter__(self) -> Self:
         try:
             for file in sorted(self._files, key=lambda file: file.name != self._default_model):
@@ -138,25 +156,63 @@ class Repository:
             await self._stack.aclose()
 
     async def _load(self, file: ModelFile) -> ServedModel:
-        batching = self._batching
-
-        def make_context() -> ExecutionContext:
-            backend = open_backend(Target("cpu", cpu_threads=batching.cpu_threads))
-            return ExecutionContext(backend, file.weights, batching.max_batch_rows)
-
-        pool = ContextPool(make_context, batching.contexts, f"context-{file.name}")
-        await self._stack.enter_async_context(pool)
+        batching, placement = self._batching, self._batching.placement
+        pool = ContextPool(
+            [partial(self._open, target, file.weights) for target in placement.targets],
+            placement.contexts,
+            f"context-{file.name}",
+            self._lose,
+            batching.hang_timeout_s,
+        )
+        try:
+            await self._stack.enter_async_context(pool)
+        except OutOfDeviceMemory as exc:
+            raise OutOfDeviceMemory(_does_not_fit(file.name, placement, exc)) from exc
         batcher = Batcher(
-            BatchQueue(batching.max_batch_rows, batching.max_queue_rows, batching.max_wait_s),
+            BatchQueue(placement.max_batch_rows, batching.max_queue_rows, batching.max_wait_s),
             pool,
             self._metrics.of_model(file.name),
             file,
         )
         contexts = pool.statistics()
         error = max(context.golden_error for context in contexts)
-        self._metrics.model_loaded(file.name, file.version, file.sha256, batching.contexts, error)
+        self._metrics.model_loaded(file.name, file.version, file.sha256, len(contexts), error)
+        self._metrics.memory_taken(
+            file.name,
+            sum(context.device_bytes for context in contexts),
+            sum(context.workspace_bytes for context in contexts),
+        )
         _log.info(
             "model %s version %s (sha256 %s) ready on %d %s contexts, golden error %.1e",
-            *(file.name, file.version, file.sha256[:12], len(contexts), contexts[0].device, error),
+            *(file.name, file.version, file.sha256[:12], len(contexts), placement.name, error),
         )
         return ServedModel(batcher, pool)
+
+    def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:
+        rows = self._batching.placement.max_batch_rows
+        backend = open_backend(target)
+        if self._batching.faults is None:
+            return ExecutionContext(backend, weights, rows)
+        context = FaultyContext(backend, weights, rows)
+        context.faults = self._batching.faults
+        return context
+
+    def _lose(self, reason: LossReason, story: str) -> None:
+        if self.lost.is_set():
+            return  # contexts of one device are lost together
+        _log.error("the device is lost, this process ends: %s", story)
+        self._metrics.device_lost(reason)
+        self.lost.set()
+        for model in self._models.values():
+            model.batcher.abandon()
+
+
+def _does_not_fit(model: str, placement: Placement, error: OutOfDeviceMemory) -> str:
+    rows, contexts = placement.max_batch_rows, placement.contexts
+    fitting = [f"max_batch_rows to {rows // 2}"] if rows > 1 else []
+    fitting += [f"contexts to {contexts // 2}"] if contexts > 1 else []
+    advice = f"lower {' or '.join(fitting)}" if fitting else "load fewer models"
+    return (
+        f"model {model!r} does not fit on the GPU with max_batch_rows {rows} and contexts "
+        f"{contexts}: {error}; {advice}"
+    )

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from lenet.nvtx import span
+from lenet import nvtx
 from lenet.pixels import Images, Probabilities
 from service.model_files import ModelFile
 from service.policy import Entry, Segment
@@ -40,9 +41,16 @@ class Request(Entry):
     parts: dict[int, Probabilities] = field(default_factory=dict, init=False)
     missing_rows: int = field(init=False)
     first_cut_s: float = field(default=0.0, init=False)
+    waiting: Any = field(default=None, init=False)
+    """A profiler's range, open while rows wait; None otherwise, and where there is no profiler."""
 
     def __post_init__(self) -> None:
         self.missing_rows = self.rows
+
+    def leave(self) -> None:
+        """Its first rows wait no more: cut, late or cancelled."""
+        nvtx.end(self.waiting)
+        self.waiting = None
 
     def deliver(self, start: int, probabilities: Probabilities, now_s: float) -> None:
         """The rows from `start` on were answered; with the last of them the caller is."""
@@ -58,7 +66,6 @@ class Request(Entry):
             self.answer.set_result(Answer(joined, self.model, queue_s, now_s - self.first_cut_s))
 
 
-@span("batch")
 def images_of(segments: tuple[Segment[Request], ...]) -> Images:
     """The images of a batch, uint8 (n, 28, 28)."""
     parts = [segment.entry.images[segment.start : segment.stop] for segment in segments]

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, PositiveInt, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -54,16 +54,23 @@ class Settings(BaseSettings):
     """Model that answers requests which name none; if only one is loaded, that one."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Backend: auto takes the best that runs here."""
+    """Backend: auto takes GPUs where there are any, else the CPU, and says why in the log."""
 
-    contexts: PositiveInt = 1
-    """Execution contexts for each model in each worker: batches in flight at a time."""
+    devices: Annotated[tuple[NonNegativeInt, ...], NoDecode] = (0,)
+    """GPUs by number, separated by commas, or all: each worker serves every model on each."""
+
+    precision: Literal["fp16", "tf32", "fp32"] = "fp16"
+    """How a GPU multiplies; the CPU computes in float32 and takes no other value than this one."""
+
+    contexts: NonNegativeInt = 0
+    """Execution contexts for each model in each worker, on each GPU: batches in flight at a time;
+    0 is 2 on a GPU, 1 on the CPU."""
 
     cpu_threads: PositiveInt = 1
     """Threads that compute one batch on the CPU backend."""
 
-    max_batch_rows: Annotated[int, Field(ge=1, le=65536)] = 64
-    """Most images in one batch; a larger request is split."""
+    max_batch_rows: Annotated[int, Field(ge=0, le=65536)] = 0
+    """Most images in one batch; a larger request is split. 0 is 1024 on a GPU, 64 on the CPU."""
 
     max_queue_rows: PositiveInt = 32768
     """Most images waiting for one model; beyond, requests are refused with 429."""
@@ -83,6 +90,9 @@ class Settings(BaseSettings):
     request_timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] = 30_000
     """Time to answer a request that states none, or more."""
 
+    hang_timeout_s: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """A batch that takes longer has hung: the process ends, for its supervisor to replace it."""
+
     drain_timeout_s: Annotated[float, Field(ge=0, le=3600)] = 10.0
     """At stop, after the grace: how long accepted requests may take to finish."""
 
@@ -91,6 +101,30 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
+
+    profile: CliImplicitFlag[bool] = False
+    """No captured graphs on a GPU, so that a profiler sees each layer by its name."""
+
+    fault_injection: CliImplicitFlag[bool] = False
+    """Only for tests of what happens on faults: SIGUSR2 to a worker breaks the device of its next
+    batch, SIGUSR1 lets it hang for ever."""
+
+    @property
+    def unused_on_cpu(self) -> str:
+        """What is set and means nothing without a GPU, "" if nothing is."""
+        names = ("devices", "precision", "profile")
+        defaults = type(self).model_fields
+        changed = [name for name in names if getattr(self, name) != defaults[name].default]
+        return ", ".join(changed)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _split_devices(cls, values: dict[str, object]) -> dict[str, object]:
+        devices = values.get("devices")
+        if isinstance(devices, str):
+            numbers = () if devices == "all" else tuple(devices.split(","))
+            values = {**values, "devices": numbers}
+        return values
 
     @model_validator(mode="before")
     @classmethod
@@ -109,6 +143,14 @@ class Settings(BaseSettings):
             raise ValueError(
                 f"grpc_port is {self.grpc_port}, expected another than port, {self.port}: "
                 "HTTP and gRPC cannot share one"
+            )
+        if len(set(self.devices)) < len(self.devices):
+            raise ValueError(
+                f"devices is {','.join(map(str, self.devices))}, expected each GPU once"
+            )
+        if self.device == "cpu" and self.unused_on_cpu:
+            raise ValueError(
+                f"device is 'cpu', which has no use for {self.unused_on_cpu}: leave that out"
             )
         if self.max_body_bytes > self.max_bodies_bytes:
             raise ValueError(

@@ -51,7 +51,10 @@ class LoadedModel(BaseModel):
 
     name: str
     version: str
-    device: str = Field(description="The backend that computes it.", examples=["cpu"])
+    device: str = Field(
+        description="What computes it: cpu, or cuda and the numbers of the GPUs.",
+        examples=["cpu", "cuda:0,1"],
+    )
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="How many numbers it learned.")
     accuracy: float = Field(description="Share of the MNIST test set it classifies correctly.")

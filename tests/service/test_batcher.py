@@ -21,8 +21,9 @@ from service.errors import (
     Unavailable,
 )
 from service.policy import BatchQueue
-from service.pool import BatchResult, ContextPool
+from service.pool import ContextPool
 from service.request import Answer
+from service.worker import BatchResult
 
 
 class Boom(Exception):
@@ -81,6 +82,7 @@ class PuppetWorker:
 
     def __init__(self, pool: PuppetPool, weights: Weights) -> None:
         self.pool = pool
+        self.device = 0
         self.weights = weights
         self.proven = {weights}
         self.has_batch = False
@@ -114,7 +116,7 @@ class PuppetWorker:
             rows = tags_of(batch)[: -1 if act.outcome == "short" else None]
             answers = np.array(rows, np.float32) + self.weights.added
             probabilities = np.repeat(answers[:, None], 10, axis=1)
-            future.set_result(BatchResult(probabilities, act.delay_s))
+            future.set_result(BatchResult(probabilities, act.delay_s, 0.25, len(rows), True))
         self.end_turn()
 
     def stage(self, weights: Weights) -> asyncio.Future[None]:
@@ -172,15 +174,15 @@ class PuppetPool(ContextPool):
     def __init__(
         self, size: int, weights: Weights, script: Iterator[Act], proofs: Iterator[Act]
     ) -> None:
-        super().__init__(lambda: None, size, "puppet")
+        super().__init__([lambda: None], size, "puppet", lambda *_: None, 1.0)
         self.script, self.proofs = script, proofs
         self._workers = [PuppetWorker(self, weights) for _ in range(size)]
-        self._free = list(self._workers)
+        self._free = [list(self._workers)]
         self.batches: list[list[int]] = []
 
     @property
     def idle(self) -> list[PuppetWorker]:
-        return self._free
+        return self._free[0]
 
     def release(self, worker: PuppetWorker) -> None:
         assert not worker.has_batch, "released at work"
@@ -207,7 +209,8 @@ class Watcher:
         self.cuts.append((rows, reason, waiting_rows, busy))
         self.maybe_raise("batch_cut")
 
-    def batch_done(self, rows: int, compute_s: float, busy: int) -> None:
+    def batch_done(self, rows: int, compute_s: float, busy: int, **device: float) -> None:
+        assert device == {"device_s": 0.25, "padding_rows": rows, "graph_hit": True}
         self.done.append((rows, compute_s, busy))
         self.maybe_raise("batch_done")
 
@@ -591,6 +594,96 @@ def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_too_long
         await stage.until(60.0)
         assert len(stage.pool.batches) == 1
         stage.assert_clean()
+
+    run_virtually(main)
+
+
+@given(
+    arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=8),
+    contexts=st.integers(1, 3),
+    lost_at=st.integers(0, 16),
+)
+def test_everybody_without_an_answer_is_told_at_once_when_the_device_is_lost(
+    run_virtually, arrivals, contexts, lost_at
+):
+    async def main(loop):
+        acts = (Act(1.0), Act(500.0), Act(0.5, "fail")) * 9
+        stage = Stage(loop, acts=acts, contexts=contexts)
+        ended = {}
+
+        async def call(number, tick, rows):
+            await stage.until(tick / 8)
+            try:
+                return await stage.batcher.submit(images(100 * number, rows), 100.0)
+            finally:
+                ended[number] = loop.time()
+
+        calls = [
+            loop.create_task(call(number, tick, rows))
+            for number, (tick, rows) in enumerate(arrivals)
+        ]
+        lost_s = (2 * lost_at + 1) / 16  # between the ticks
+        await stage.until(lost_s)
+        stage.batcher.abandon()
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for number, ((tick, _), answer) in enumerate(zip(arrivals, answers, strict=True)):
+            if isinstance(answer, Answer | InferenceFailed):
+                assert ended[number] < lost_s
+            else:
+                assert isinstance(answer, Unavailable)
+                assert "lost its device" in answer.message
+                assert answer.retry_after_s == 1
+                assert ended[number] == max(lost_s, tick / 8)
+        with pytest.raises(Unavailable, match="lost its device"):
+            await stage.batcher.submit(images(0, 1), 1.0)
+        await asyncio.sleep(1000)  # batches end that nobody waits for
+        stage.assert_clean()
+        assert stage.watcher.dropped == {"cancelled": 0, "late": 0}
+        assert not stage.complaints
+
+    run_virtually(main)
+
+
+def test_a_batch_that_ends_after_the_device_was_lost_is_not_told_a_second_time(
+    run_virtually, caplog
+):
+    async def main(loop):
+        stage = Stage(loop, acts=(Act(1.0, "fail"),))
+        running = stage.submit(1)
+        await stage.until(0.5)
+        stage.batcher.abandon()
+        with pytest.raises(Unavailable):
+            await running
+        await stage.until(2.0)
+        stage.assert_clean()
+
+    run_virtually(main)
+    assert not caplog.records
+
+
+def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(run_virtually, monkeypatch):
+    began, ended = [], []
+
+    def begin(name):
+        began.append(name)
+        return len(began)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", ended.append)
+
+    async def main(loop):
+        stage = Stage(loop, max_queue_rows=12)
+        answered, split = stage.submit(1), stage.submit(10, rows=7)
+        await stage.until(0.5)
+        assert ended == [1, 2]
+        late, cancelled = stage.submit(30, timeout_s=0.25), stage.submit(40)
+        await stage.until(0.6)
+        cancelled.cancel()
+        with pytest.raises(Overloaded):
+            await stage.submit(50, rows=13)
+        await asyncio.gather(answered, split, late, cancelled, return_exceptions=True)
+        assert began == ["queue"] * 4, "one that is refused does not wait"
+        assert sorted(ended) == [1, 2, 3, 4]
 
     run_virtually(main)
 

@@ -6,9 +6,11 @@ import pytest
 
 from lenet.errors import (
     BackendUnavailable,
+    DeviceError,
     GoldenMismatch,
     InvalidModel,
     InvalidWeightFile,
+    OutOfDeviceMemory,
     WrongThread,
 )
 from service import errors
@@ -53,6 +55,9 @@ def test_the_tree_in_the_docstring_is_the_tree():
         (InvalidModel("x"), ExitCode.WEIGHTS),
         (GoldenMismatch("x"), ExitCode.WEIGHTS),
         (BackendUnavailable("x"), ExitCode.BACKEND),
+        (DeviceError("x"), ExitCode.BACKEND),
+        (OutOfDeviceMemory("x"), ExitCode.BACKEND),
+        (DeviceError("x", sticky=True), ExitCode.DEVICE),
         (CannotListen(errno.EADDRINUSE, "x"), ExitCode.ADDRESS),
     ],
 )

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from service import __main__, process, supervisor
+from service import __main__, devices, process, supervisor
 from service.__main__ import main
 from service.errors import ExitCode
 
@@ -19,8 +19,9 @@ def plain_environment(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would have been started, with which settings."""
+    """What would have been started, with which settings; auto is the CPU."""
     found = []
+    monkeypatch.setattr(devices, "on_gpu", lambda device: device == "cuda")
     monkeypatch.setattr(__main__.logs, "configure", lambda level: None)
     for module, name in ((process, "run"), (supervisor, "supervise")):
         monkeypatch.setattr(
@@ -42,6 +43,11 @@ def test_a_supervisor_serves_when_workers_are_asked_for(started, monkeypatch):
     assert started[0][0] == "supervise"
 
 
+def test_a_supervisor_watches_over_one_process_where_a_gpu_is_meant(started):
+    main(["--device", "cuda"])
+    assert started[0][0] == "supervise"
+
+
 def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, monkeypatch):
     monkeypatch.setattr("sys.argv", ["service", "--port", "7"])
     main()
@@ -55,6 +61,12 @@ def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, mo
         (["--port", "http"], "port is 'http': Input should be a valid integer"),
         (["--workers", "0"], "workers is '0': Input should be greater than 0"),
         (["--device", "tpu"], "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
+        (["--devices", "0,x"], "devices.1 is 'x': Input should be a valid integer"),
+        (["--devices", "1,1"], "devices is 1,1, expected each GPU once"),
+        (
+            ["--device", "cpu", "--precision", "tf32"],
+            "device is 'cpu', which has no use for precision: leave that out",
+        ),
         (["--grace-s", "-1"], "grace_s is '-1': Input should be greater than or equal to 0"),
         (
             ["--max-images", "9", "--max-queue-rows", "8"],
@@ -125,6 +137,16 @@ def test_a_wrong_setting_ends_the_process_with_2(start):
     assert service.log == (
         "settings: max_body_bytes is '5': Input should be greater than or equal to 784"
     )
+
+
+def test_a_gpu_that_is_not_there_ends_the_process_with_4_and_one_sentence(start, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    service = start("--device", "cuda")
+    assert service.wait() == ExitCode.BACKEND
+    (error,) = [line for line in service.lines if "ERROR" in line]
+    assert "cuda backend" in error
+    assert "Traceback" not in service.log
+    assert "ready" not in service.log
 
 
 @pytest.mark.parametrize("workers", ["1", "2"])

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import ARCHITECTURES
 from service import errors
 from service.errors import ServiceError
-from service.metrics import CONTENT_TYPE, Metrics, Protocol, ReloadOutcome, Stage
+from service.metrics import CONTENT_TYPE, LossReason, Metrics, Protocol, ReloadOutcome, Stage
 from service.policy import CutReason
 
 ROOT = Path(__file__).parents[2]
@@ -63,7 +63,7 @@ def test_the_series_stay_below_600_when_everything_has_been_seen(metrics):
         for outcome in ("ok", *codes()):
             metrics.request_done(protocol, outcome)
         metrics.request_timed(protocol, dict.fromkeys(get_args(Stage), 0.1), 0.4)
-    for phase in ("weights", "contexts", "listen", "total"):
+    for phase in ("weights", "device", "warm_up", "contexts"):
         metrics.started(phase, 1.0)
     for model in ARCHITECTURES:
         metrics.model_loaded(model, "1", "0" * 64, 2, 1e-7)
@@ -74,7 +74,8 @@ def test_the_series_stay_below_600_when_everything_has_been_seen(metrics):
         observer = metrics.of_model(model)
         for reason in get_args(CutReason):
             observer.batch_cut(3, reason, 4, 1)
-        observer.batch_done(3, 0.1, 0)
+        observer.batch_done(3, 0.1, 0, device_s=0.05, padding_rows=1, graph_hit=True)
+        metrics.memory_taken(model, 2, 1)
         for reason in ("cancelled", "late"):
             observer.rows_dropped(1, reason)
     seen = samples(metrics)
@@ -93,7 +94,7 @@ def test_labels_come_from_closed_sets_when_their_names_are_listed(metrics):
     }
     assert names == {
         *("protocol", "outcome", "stage", "le", "model", "reason"),
-        *("phase", "version", "sha256"),
+        *("phase", "version", "sha256", "result"),
     }
 
 
@@ -112,6 +113,7 @@ def test_latency_bounds_are_the_agreed_ones_when_exposed(metrics):
     with_device = ["1e-05", "2e-05", "3e-05", *REQUEST_BOUNDS]
     assert bounds(metrics, "lenet_stage_duration_seconds") == with_device
     assert bounds(metrics, "lenet_batch_duration_seconds") == with_device
+    assert bounds(metrics, "lenet_device_duration_seconds") == with_device
 
 
 def test_batch_sizes_have_a_bucket_for_each_power_of_two_when_exposed(metrics):
@@ -124,7 +126,7 @@ def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, 
     observer.batch_cut(48, "full", 7, 2)
     value = registry.get_sample_value
     assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
-    observer.batch_done(48, 0.0015, 1)
+    observer.batch_done(48, 0.0015, 1, device_s=0.0005, padding_rows=16, graph_hit=True)
     observer.rows_dropped(5, "late")
     assert value("lenet_batches_total", {"model": "lenet", "reason": "full"}) == 1
     assert value("lenet_batch_rows_count") == 1
@@ -133,9 +135,35 @@ def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, 
     assert value("lenet_batch_rows_bucket", {"le": "64.0"}) == 1
     assert value("lenet_batch_duration_seconds_sum") == 0.0015
     assert value("lenet_images_total", {"model": "lenet"}) == 48
+    assert value("lenet_device_duration_seconds_sum") == 0.0005
+    assert value("lenet_padding_rows_total", {"model": "lenet"}) == 16
+    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 1
+    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "miss"}) == 0
     assert value("lenet_queue_rows", {"model": "lenet"}) == 7
     assert value("lenet_contexts_busy", {"model": "lenet"}) == 1
     assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
+
+
+def test_nothing_is_told_of_a_devices_clock_or_graphs_where_it_has_none(metrics, registry):
+    observer = metrics.of_model("lenet")
+    observer.batch_done(48, 0.0015, 1, device_s=None, padding_rows=0, graph_hit=False)
+    value = registry.get_sample_value
+    assert value("lenet_device_duration_seconds_count") == 0
+    assert value("lenet_padding_rows_total", {"model": "lenet"}) == 0
+    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 0
+    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "miss"}) == 1
+
+
+def test_memory_and_losses_are_told_when_they_are_known(metrics, registry):
+    value = registry.get_sample_value
+    for reason in get_args(LossReason):
+        assert value("lenet_device_losses_total", {"reason": reason}) == 0, "before the first"
+    metrics.memory_taken("lenet", 3000, 1000)
+    metrics.device_lost("sticky")
+    assert value("lenet_device_bytes", {"model": "lenet"}) == 3000
+    assert value("lenet_workspace_bytes", {"model": "lenet"}) == 1000
+    assert value("lenet_device_losses_total", {"reason": "sticky"}) == 1
+    assert value("lenet_device_losses_total", {"reason": "hang"}) == 0
 
 
 def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, registry):
@@ -206,7 +234,9 @@ if rows:
     metrics.request_timed("http", {"decode": 0.1}, 0.5)
     observer = metrics.of_model("lenet")
     observer.batch_cut(rows, "full", rows, 1)
-    observer.batch_done(rows, 0.1, 1)
+    observer.batch_done(rows, 0.1, 1, device_s=None, padding_rows=1, graph_hit=rows == 3)
+    metrics.memory_taken("lenet", 10 * rows, rows)
+    metrics.device_lost("hang")
 sys.stdout.buffer.write(metrics.exposition())
 """
 
@@ -236,6 +266,12 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
     assert values["lenet_batches_total", (lenet, ("reason", "full"))] == 2
     assert values["lenet_request_duration_seconds_sum", (("protocol", "http"),)] == 1.0
     assert values["lenet_batch_rows_count", ()] == 2
+    assert values["lenet_device_losses_total", (("reason", "hang"),)] == 2
+    assert values["lenet_graph_replays_total", (lenet, ("result", "hit"))] == 1
+    assert values["lenet_graph_replays_total", (lenet, ("result", "miss"))] == 1
+    assert values["lenet_padding_rows_total", (lenet,)] == 2
+    assert values["lenet_device_bytes", (lenet,)] == 70
+    assert values["lenet_workspace_bytes", (lenet,)] == 7
     assert values["lenet_contexts", (lenet,)] == 4
     assert values["lenet_contexts_busy", (lenet,)] == 2
     assert values["lenet_queue_rows", (lenet,)] == 7

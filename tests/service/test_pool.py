@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from functools import partial
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from lenet.context import ContextStatistics
-from service.pool import BatchResult, ContextPool, Worker
+from lenet.errors import DeviceError, OutOfDeviceMemory
+from service.pool import HANG_LOOKS, ContextPool
+from service.worker import BatchResult, Worker
 
 LONG_S = 20.0
 """How long a test may hang before it fails; nothing waits for it when all is well."""
@@ -18,8 +23,9 @@ LONG_S = 20.0
 class FakeContext:
     """Answers with the number of its batch; fails where it is told to."""
 
-    def __init__(self, stage: Stage) -> None:
+    def __init__(self, stage: Stage, device: int = 0) -> None:
         self.theatre = stage
+        self.device = device
         self.number = len(stage.made)
         self.threads = [threading.get_ident()]
         self.closed = False
@@ -72,15 +78,20 @@ class Stage:
         self.running = threading.Event()
         self.may_finish = threading.Event()
         self.may_finish.set()
+        self.losses: list[tuple[str, ...]] = []
 
-    def make_context(self) -> FakeContext:
+    def make_context(self, device: int = 0) -> FakeContext:
         self.attempts += 1
         if self.attempts - 1 == self.make_fails_at:
             raise MemoryError("no context any more")
-        return FakeContext(self)
+        return FakeContext(self, device)
 
-    def pool(self, size: int) -> ContextPool:
-        return ContextPool(self.make_context, size, "puppet")
+    def on_lost(self, *story: str) -> None:
+        self.losses.append(story)
+
+    def pool(self, size: int, devices: int = 1, hang_timeout_s: float = LONG_S) -> ContextPool:
+        makers = [partial(self.make_context, device) for device in range(devices)]
+        return ContextPool(makers, size, "puppet", self.on_lost, hang_timeout_s)
 
 
 @pytest.fixture
@@ -131,6 +142,217 @@ async def test_workers_are_counted_when_they_are_taken_and_given_back(stage):
         assert pool.acquire() is second, "the one used last, its caches are warm"
     assert pool.busy == 0
     assert pool.acquire() is None
+
+
+async def test_batches_spread_over_devices_before_two_share_one(stage):
+    async with stage.pool(2, devices=3) as pool:
+        workers = [pool.acquire() for _ in range(6)]
+        assert [worker.device for worker in workers] == [0, 1, 2, 0, 1, 2]
+        assert len(set(workers)) == 6
+        assert pool.acquire() is None
+        assert pool.busy == 6
+        for worker in (workers[4], workers[3], workers[1]):
+            pool.release(worker)
+        assert pool.acquire() is workers[1], "the idle device's, and there the one used last"
+        assert pool.acquire() is workers[3], "the first of those that are as busy"
+        assert pool.acquire() is workers[4]
+
+
+@given(size=st.integers(1, 3), devices=st.integers(1, 4), data=st.data())
+def test_no_device_gets_a_second_batch_while_another_is_idle(size, devices, data):
+    pool = ContextPool([lambda: None] * devices, size, "puppet", lambda *_: None, LONG_S)
+    pool._workers = [Puppet(number // size) for number in range(devices * size)]
+    pool._free = [pool._workers[first : first + size] for first in range(0, devices * size, size)]
+    taken = []
+    for _ in range(data.draw(st.integers(1, 20))):
+        if taken and data.draw(st.booleans()):
+            pool.release(taken.pop(data.draw(st.integers(0, len(taken) - 1))))
+            continue
+        before = [sum(one.device == device for one in taken) for device in range(devices)]
+        worker = pool.acquire()
+        if worker is None:
+            assert len(taken) == devices * size
+        else:
+            assert worker not in taken
+            assert before[worker.device] == min(before)
+            taken.append(worker)
+        assert pool.busy == len(taken)
+
+
+async def test_devices_are_warmed_side_by_side_and_one_devices_contexts_one_by_one(stage):
+    both = threading.Barrier(2)
+    order = []
+
+    class Meeting(FakeContext):
+        def warm_up(self) -> None:
+            both.wait(LONG_S)
+            order.append(self.device)
+
+    makers = [partial(Meeting, stage, device) for device in (0, 1)]
+    async with ContextPool(makers, 2, "puppet", stage.on_lost, LONG_S) as pool:
+        assert [worker.name for worker in sorted(pool.workers, key=lambda w: w.name)] == [
+            f"puppet-{number}" for number in range(4)
+        ]
+        assert sorted(order[:2]) == sorted(order[2:]) == [0, 1]
+        opening_s, warm_up_s = pool.start_s()
+        assert 0 <= opening_s < LONG_S
+        assert 0 < warm_up_s < LONG_S
+        with_most = max(
+            sum(worker.warm_up_s for worker in pool.workers if worker.device == device)
+            for device in (0, 1)
+        )
+        assert warm_up_s == with_most
+
+
+async def test_the_other_devices_contexts_are_closed_when_one_cannot_be_made(stage):
+    made = []
+
+    class Failing(FakeContext):
+        def warm_up(self) -> None:
+            made.append(self)
+            if self.device == 1:
+                raise ValueError("this GPU is the wrong one")
+
+    makers = [partial(Failing, stage, device) for device in (0, 1)]
+    with pytest.raises(ValueError, match="this GPU is the wrong one"):
+        async with ContextPool(makers, 50, "puppet", stage.on_lost, LONG_S):
+            pass
+    assert len(made) < 100
+    assert all(context.closed for context in stage.made)
+    assert threads() == []
+
+
+async def test_a_device_is_reported_lost_before_its_caller_is_told(stage):
+    lost = DeviceError("illegal address", sticky=True)
+    told = []
+
+    class Broken(FakeContext):
+        def run(self, images: np.ndarray) -> np.ndarray:
+            raise lost
+
+        stage = replace_weights = run
+
+    pool = ContextPool(
+        [lambda: Broken(stage)], 1, "puppet", lambda *story: told.append(story), LONG_S
+    )
+    async with pool:
+        worker = pool.acquire()
+        jobs = (
+            lambda: worker.run(batch(1), "served"),
+            lambda: worker.stage("new"),
+            lambda: worker.replace_weights("new"),
+        )
+        for number, job in enumerate(jobs, 1):
+            future = job()
+            future.add_done_callback(lambda _: told.append("caller"))
+            with pytest.raises(DeviceError, match="illegal address"):
+                await future
+            assert told == [("sticky", "puppet-0: illegal address"), "caller"] * number
+
+
+async def test_a_device_that_can_go_on_is_not_reported(stage):
+    class Full(FakeContext):
+        def run(self, images: np.ndarray) -> np.ndarray:
+            raise OutOfDeviceMemory("no room for this")
+
+    async with ContextPool([lambda: Full(stage)], 1, "puppet", stage.on_lost, LONG_S) as pool:
+        with pytest.raises(OutOfDeviceMemory):
+            await pool.acquire().run(batch(1), "served")
+    assert not stage.losses
+
+
+async def test_a_context_that_cannot_be_closed_is_one_line_in_the_log(stage, caplog):
+    class Stuck(FakeContext):
+        def __exit__(self, *_: object) -> None:
+            raise DeviceError("the GPU is gone", sticky=True)
+
+    async with ContextPool([lambda: Stuck(stage)], 1, "puppet", stage.on_lost, LONG_S):
+        pass
+    (record,) = caplog.records
+    assert record.message == "puppet-0: its context cannot be closed: the GPU is gone"
+    assert not stage.losses
+    assert threads() == []
+
+
+class Puppet:
+    """What the pool sees of a worker."""
+
+    name = "puppet-0"
+
+    def __init__(self, device: int = 0) -> None:
+        self.device = device
+        self.begun = self.done = 0
+
+
+class Watched:
+    """A pool of one puppet, whose looks are at virtual times."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, hang_timeout_s: float) -> None:
+        self.worker = Puppet()
+        self.lost_s: list[float] = []
+        self.pool = ContextPool(
+            [lambda: None], 1, "puppet", lambda *_: self.lost_s.append(loop.time()), hang_timeout_s
+        )
+        self.pool._workers = [self.worker]
+        self.pool._watch()
+
+    async def work(self, seconds: float) -> None:
+        self.worker.begun += 1
+        await asyncio.sleep(seconds)
+        self.worker.done += 1
+
+    def stop(self) -> None:
+        self.pool._timer.cancel()
+
+
+@given(
+    jobs=st.lists(st.tuples(st.floats(0, 5), st.floats(0, 9.99)), max_size=8),
+    last_s=st.floats(11.01, 40),
+)
+def test_only_a_batch_that_takes_longer_than_it_may_is_a_hang_and_it_is_one_once(
+    run_virtually, jobs, last_s
+):
+    async def main(loop):
+        watched = Watched(loop, 10.0)
+        for rest_s, work_s in jobs:
+            await asyncio.sleep(rest_s)
+            await watched.work(work_s)
+        assert not watched.lost_s
+        began_s = loop.time()
+        await watched.work(last_s)
+        watched.stop()
+        (lost_s,) = watched.lost_s
+        assert 10 <= lost_s - began_s <= 10 * (1 + 1 / HANG_LOOKS)
+
+    run_virtually(main)
+
+
+def test_a_process_that_was_stopped_for_long_takes_nobody_for_hung(run_virtually):
+    async def main(loop):
+        watched = Watched(loop, 10.0)
+        working = loop.create_task(watched.work(9.5))
+        await asyncio.sleep(5)
+        loop._now_s += 3600  # SIGSTOP, and an hour later SIGCONT
+        await asyncio.sleep(3)
+        watched.worker.done += 1
+        watched.stop()
+        working.cancel()
+        assert not watched.lost_s
+
+    run_virtually(main)
+
+
+async def test_the_story_of_a_hang_names_the_worker_and_the_time_it_had(stage):
+    stage.may_finish.clear()
+    async with stage.pool(2, hang_timeout_s=LONG_S) as pool:
+        worker = pool.acquire()
+        running = worker.run(batch(1), "served")
+        assert stage.running.wait(LONG_S)
+        for _ in range(HANG_LOOKS + 1):
+            pool._look()
+        assert stage.losses == [("hang", f"{worker.name} has been at the same work for 20 s")]
+        stage.may_finish.set()
+        await running
 
 
 async def test_the_earlier_contexts_are_closed_when_one_cannot_be_made(stage):
@@ -270,7 +492,7 @@ async def test_a_running_batch_is_finished_when_the_pool_closes(stage):
 
 
 async def test_the_pool_closes_without_a_context_that_hangs(stage, monkeypatch, caplog):
-    monkeypatch.setattr("service.pool.CLOSE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("service.worker.CLOSE_TIMEOUT_S", 0.05)
     async with stage.pool(2) as pool:
         stage.may_finish.clear()
         hung = pool.acquire()
@@ -308,7 +530,7 @@ async def test_the_warming_context_is_closed_when_the_start_is_cancelled(stage):
             warming.set()
             assert may_warm.wait(LONG_S)
 
-    pool = ContextPool(lambda: Slow(stage), 2, "puppet")
+    pool = ContextPool([lambda: Slow(stage)], 2, "puppet", stage.on_lost, LONG_S)
     start = asyncio.ensure_future(pool.__aenter__())
     await asyncio.to_thread(warming.wait, LONG_S)
     start.cancel()
@@ -332,7 +554,7 @@ def test_the_thread_ends_in_peace_when_its_loop_is_gone(stage):
     stage.may_finish.clear()
 
     async def start() -> Worker:
-        worker = Worker(stage.make_context, "puppet-orphan")
+        worker = Worker(stage.make_context, "puppet-orphan", 0, stage.on_lost)
         await worker.ready
         worker.run(batch(1), "served")
         worker._jobs.put(None)

@@ -10,6 +10,7 @@ import grpc
 import pytest
 from fastapi import FastAPI
 
+from lenet.errors import DeviceError
 from service import process
 from service.errors import CannotListen, ExitCode
 from service.process import listen, run
@@ -106,12 +107,35 @@ def test_a_port_is_named_when_another_program_listened_there_first(start):
 
 
 def test_an_error_that_nobody_foresaw_is_no_exit_code(tiny_weights, monkeypatch):
-    def full(_):
+    def full(_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(process, "create_app", full)
     with pytest.raises(OSError, match="No space left"):
         run(Settings(port=0, grpc_port=0, weights=tiny_weights))
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_a_device_that_fails_at_the_start_is_one_line_and_a_code(
+    tiny_weights, monkeypatch, caplog, sticky
+):
+    def broken(_, **__):
+        raise DeviceError("opening GPU 0: it fell off the bus", sticky)
+
+    def exit_at_once(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(process, "create_app", broken)
+    monkeypatch.setattr(process.os, "_exit", exit_at_once)
+    settings = Settings(port=0, grpc_port=0, weights=tiny_weights)
+    if sticky:  # nothing of it can be given back: it must not be tried
+        with pytest.raises(SystemExit) as caught:
+            run(settings)
+        assert caught.value.code is ExitCode.DEVICE
+    else:
+        assert run(settings) is ExitCode.BACKEND
+    (record,) = caplog.records
+    assert record.message == "opening GPU 0: it fell off the bus"
 
 
 def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(start):

@@ -11,23 +11,22 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lenet.context import ExecutionContext
+from lenet.context import ExecutionContext, Target
 from lenet.errors import GoldenMismatch
 from lenet.model import Model
 from lenet.reference import softmax
 from service import reloader as module
+from service.devices import Placement
 from service.metrics import Metrics
 from service.model_files import read_models
 from service.reloader import Reloader
 from service.repository import Batching, Repository
 
 BATCHING = Batching(
-    device="cpu",
-    contexts=2,
-    cpu_threads=1,
-    max_batch_rows=4,
+    placement=Placement((Target("cpu"),), contexts=2, max_batch_rows=4),
     max_queue_rows=100,
     max_wait_s=0.0,
+    hang_timeout_s=60.0,
     drain_timeout_s=10.0,
 )
 

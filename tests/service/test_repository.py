@@ -9,21 +9,22 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
-from lenet.errors import GoldenMismatch
+from lenet.context import ExecutionContext, Target, open_backend
+from lenet.errors import DeviceError, GoldenMismatch, OutOfDeviceMemory
 from lenet.reference import softmax
 from service.batcher import Batcher
-from service.errors import Unavailable, UnknownModel
+from service.devices import Placement
+from service.errors import InferenceFailed, Unavailable, UnknownModel
+from service.faults import Faults
 from service.metrics import Metrics
 from service.model_files import read_models
 from service.repository import Batching, Repository, Stop
 
 BATCHING = Batching(
-    device="cpu",
-    contexts=2,
-    cpu_threads=1,
-    max_batch_rows=4,
+    placement=Placement((Target("cpu"),), contexts=2, max_batch_rows=4),
     max_queue_rows=100,
     max_wait_s=0.0,
+    hang_timeout_s=60.0,
     drain_timeout_s=10.0,
 )
 
@@ -119,6 +120,173 @@ def test_the_time_of_a_stop_runs_from_its_beginning_and_never_below_zero(run_vir
         assert stop.left_s() == 0.0
 
     run_virtually(main)
+
+
+class FullBackend:
+    """The CPU's, with room for `room` plans in all contexts together."""
+
+    def __init__(self, room: list[int]) -> None:
+        self._cpu = open_backend(Target("cpu"))
+        self._room = room
+        self.name, self.tolerance = self._cpu.name, self._cpu.tolerance
+        self.device_bytes, self.workspace_bytes = 5000, 1000
+
+    def plan(self, weights, batch):
+        self._room[0] -= 1
+        if self._room[0] < 0:
+            raise OutOfDeviceMemory("a plan for 4 rows: 1 of 80 MB is free, 2 are needed")
+        return self._cpu.plan(weights, batch)
+
+    def close(self):
+        self._cpu.close()
+
+
+def placed(contexts=2, max_batch_rows=4, gpus=(0,)):
+    """As `BATCHING`, on GPUs by name; what computes is `open_backend`'s affair."""
+    targets = tuple(Target("cuda", index) for index in gpus)
+    return dataclasses.replace(BATCHING, placement=Placement(targets, contexts, max_batch_rows))
+
+
+@pytest.mark.parametrize(
+    ("contexts", "max_batch_rows", "found", "advice"),
+    [
+        (2, 4, "max_batch_rows 4 and contexts 2", "lower max_batch_rows to 2 or contexts to 1"),
+        (1, 5, "max_batch_rows 5 and contexts 1", "lower max_batch_rows to 2"),
+        (3, 1, "max_batch_rows 1 and contexts 3", "lower contexts to 1"),
+        (1, 1, "max_batch_rows 1 and contexts 1", "load fewer models"),
+    ],
+)
+async def test_a_model_that_does_not_fit_is_told_with_what_would(
+    folder, write, metrics, monkeypatch, contexts, max_batch_rows, found, advice
+):
+    write("a/1")
+    monkeypatch.setattr("service.repository.open_backend", lambda _: FullBackend([0]))
+    with pytest.raises(OutOfDeviceMemory) as caught:
+        async with Repository(
+            read_models(folder, (), "a"), "a", placed(contexts, max_batch_rows), metrics
+        ):
+            pass
+    assert str(caught.value) == (
+        f"model 'a' does not fit on the GPU with {found}: "
+        f"a plan for 4 rows: 1 of 80 MB is free, 2 are needed; {advice}"
+    )
+    assert not any(thread.name.startswith("context-") for thread in threading.enumerate())
+
+
+async def test_each_gpu_has_its_contexts_and_their_memory_is_told(
+    folder, write, monkeypatch, caplog
+):
+    write("a/1")
+    write("b/1")
+    targets = []
+
+    def open_(target):
+        targets.append(target)
+        return FullBackend([9])
+
+    monkeypatch.setattr("service.repository.open_backend", open_)
+    registry = CollectorRegistry()
+    batching = placed(gpus=(2, 0))
+    files = read_models(folder, (), "a")
+    with caplog.at_level(logging.INFO):
+        async with Repository(files, "a", batching, Metrics(registry)) as repository:
+            opening_s, warm_up_s = repository.start_s()
+            assert opening_s > 0
+            assert warm_up_s > 0
+    assert sorted(target.index for target in targets) == [0] * 4 + [2] * 4
+    assert "ready on 4 cuda:2,0 contexts" in caplog.text
+    for model in ("a", "b"):
+        labels = {"model": model}
+        assert registry.get_sample_value("lenet_contexts", labels) == 4
+        assert registry.get_sample_value("lenet_device_bytes", labels) == 20_000
+        assert registry.get_sample_value("lenet_workspace_bytes", labels) == 4000
+
+
+@pytest.fixture
+async def struck(folder, write):
+    """A repository of models `a` and `b`, one context each, its registry and its faults."""
+    write("a/1")
+    write("b/1")
+    faults, registry = Faults(), CollectorRegistry()
+    placement = Placement((Target("cpu"),), contexts=1, max_batch_rows=4)
+    batching = dataclasses.replace(BATCHING, placement=placement, faults=faults)
+    files = read_models(folder, (), "a")
+    async with Repository(files, "a", batching, Metrics(registry)) as repository:
+        yield repository, registry, faults
+
+
+IMAGES = np.zeros((3, 28, 28), np.uint8)
+
+
+async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost(
+    struck, caplog, monkeypatch
+):
+    repository, registry, faults = struck
+    held, running = threading.Event(), threading.Event()
+    strike = faults.strike
+
+    def hold(context):
+        running.set()
+        assert held.wait(20)
+        strike(context)
+
+    monkeypatch.setattr(faults, "strike", hold)
+    faults.inject("poison")
+    a, b = (repository.get(name).batcher for name in ("a", "b"))
+    requests = [asyncio.ensure_future(batcher.submit(IMAGES, 20.0)) for batcher in (a, a, b, b, a)]
+    await asyncio.to_thread(running.wait, 20)
+    assert not repository.lost.is_set()
+    held.set()
+    errors = await asyncio.gather(*requests, return_exceptions=True)
+    lost = [error for error in errors if isinstance(error, Unavailable)]
+    assert all(error.retry_after_s == 1 for error in lost)
+    # The model whose batch was not struck may have been faster.
+    assert len(lost) >= 3
+    assert len(lost) == sum(isinstance(error, Exception) for error in errors)
+    assert repository.lost.is_set()
+    for batcher in (a, b):
+        with pytest.raises(Unavailable, match="lost its device"):
+            await batcher.submit(IMAGES, 20.0)
+    value = registry.get_sample_value
+    assert value("lenet_device_losses_total", {"reason": "sticky"}) == 1
+    assert value("lenet_device_losses_total", {"reason": "hang"}) == 0
+    (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
+    assert record.message.startswith("the device is lost, this process ends: context-")
+    assert record.exc_info is None
+
+
+async def test_a_device_is_lost_once_when_several_contexts_tell_of_it(struck, caplog):
+    repository, registry, _ = struck
+    repository._lose("hang", "context-a-0 has been at it for long")
+    repository._lose("sticky", "context-b-0: illegal address")
+    value = registry.get_sample_value
+    assert value("lenet_device_losses_total", {"reason": "hang"}) == 1
+    assert value("lenet_device_losses_total", {"reason": "sticky"}) == 0
+    assert len(caplog.records) == 1
+
+
+async def test_a_batch_alone_fails_when_the_device_can_go_on(struck, monkeypatch):
+    repository, registry, faults = struck
+
+    def fails(context):
+        monkeypatch.undo()
+        raise DeviceError("this launch was refused")
+
+    monkeypatch.setattr(faults, "strike", fails)
+    batcher = repository.get("a").batcher
+    with pytest.raises(InferenceFailed):
+        await batcher.submit(IMAGES, 20.0)
+    assert (await batcher.submit(IMAGES, 20.0)).probabilities.shape == (3, 10)
+    assert not repository.lost.is_set()
+    assert registry.get_sample_value("lenet_device_losses_total", {"reason": "sticky"}) == 0
+
+
+async def test_no_context_asks_for_faults_unless_a_test_injects_them(folder, write, metrics):
+    write("a/1")
+    files = read_models(folder, (), "a")
+    async with Repository(files, "a", BATCHING, metrics) as repository:
+        (worker, _) = repository.get().pool.workers
+        assert await worker._do(type) is ExecutionContext
 
 
 async def test_models_drain_at_the_same_time_with_what_is_left_of_the_stop(

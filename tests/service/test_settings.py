@@ -9,8 +9,8 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp
 
 from service.mps import STOP_TIMEOUT_S
-from service.pool import CLOSE_TIMEOUT_S
 from service.settings import Settings
+from service.worker import CLOSE_TIMEOUT_S
 
 
 @pytest.fixture(autouse=True)
@@ -37,15 +37,17 @@ def test_every_setting_is_described_and_is_both_flag_and_variable(name, monkeypa
     assert re.fullmatch(r"[A-Zg].*\.", field.description, re.DOTALL)
     texts = {"models": "lenet,mlp", "device": "cpu", "log_level": "debug", "weights": "elsewhere"}
     texts["mps"] = "off"
+    texts |= {"devices": "1,0", "precision": "tf32", "profile": "True", "fault_injection": "True"}
     text = texts.get(name) or ("lenet" if field.annotation is str else "785")
     if name in ("max_images", "max_queue_rows"):
         monkeypatch.setenv("LENET_MAX_IMAGES", "700")
     if name == "max_bodies_bytes":
         monkeypatch.setenv("LENET_MAX_BODY_BYTES", "784")
-    flag = getattr(parsed(f"--{name.replace('_', '-')}", text), name)
+    arguments = [] if text == "True" else [text]
+    flag = getattr(parsed(f"--{name.replace('_', '-')}", *arguments), name)
     monkeypatch.setenv(f"LENET_{name.upper()}", text)
     assert getattr(Settings(), name) == flag
-    shown = ",".join(flag) if name == "models" else str(flag)
+    shown = ",".join(map(str, flag)) if isinstance(flag, tuple) else str(flag)
     assert shown.removesuffix(".0") == text
 
 
@@ -70,15 +72,56 @@ def test_models_stay_as_they_are_when_they_are_given_as_values():
 
 
 @pytest.mark.parametrize(
+    ("text", "devices"), [("0", (0,)), ("1, 0", (1, 0)), ("3,1,2", (3, 1, 2)), ("all", ())]
+)
+def test_gpus_are_given_by_number_or_all_of_them(monkeypatch, text, devices):
+    assert parsed("--devices", text).devices == devices
+    monkeypatch.setenv("LENET_DEVICES", text)
+    assert Settings().devices == devices
+
+
+def test_the_same_gpu_twice_is_refused():
+    with pytest.raises(ValidationError, match="devices is 1,0,1, expected each GPU once"):
+        Settings(devices="1,0,1")
+
+
+@pytest.mark.parametrize(
+    ("changes", "names"),
+    [
+        ({"precision": "tf32"}, "precision"),
+        ({"devices": "all", "profile": True}, "devices, profile"),
+        ({"devices": (1,), "precision": "fp32", "profile": True}, "devices, precision, profile"),
+    ],
+)
+def test_the_cpu_is_refused_what_only_a_gpu_has_a_use_for(changes, names):
+    with pytest.raises(ValidationError, match=f"'cpu', which has no use for {names}: leave that"):
+        Settings(device="cpu", **changes)
+    for device in ("auto", "cuda"):
+        assert Settings(device=device, **changes).unused_on_cpu == names
+
+
+def test_the_cpu_takes_what_every_device_has_a_use_for():
+    settings = Settings(device="cpu", precision="fp16", devices="0", contexts=3, max_batch_rows=7)
+    assert settings.unused_on_cpu == ""
+
+
+@pytest.mark.parametrize(
     ("name", "wrong"),
     [
         ("port", -1),
         ("port", 65536),
         ("grpc_port", "x"),
         ("workers", 0),
-        ("contexts", 0),
+        ("contexts", -1),
+        ("devices", (-1,)),
+        ("devices", "one"),
+        ("devices", "1,"),
+        ("precision", "mixed"),
+        ("hang_timeout_s", 0),
+        ("hang_timeout_s", float("nan")),
+        ("fault_injection", "perhaps"),
         ("cpu_threads", -1),
-        ("max_batch_rows", 0),
+        ("max_batch_rows", -1),
         ("max_batch_rows", 65537),
         ("max_queue_rows", 0),
         ("max_wait_us", -1),
@@ -99,7 +142,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
     with pytest.raises(ValidationError) as caught:
         Settings(**{name: wrong})
     (error,) = caught.value.errors()
-    assert error["loc"] == (name,)
+    assert error["loc"][0] == name
 
 
 def test_an_unknown_setting_is_refused():

@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 from prometheus_client import CollectorRegistry
 
+from lenet.context import Target
+from service.devices import Placement
 from service.metrics import Metrics
 from service.model_files import read_models
 from service.predictor import Predictor
@@ -95,12 +97,10 @@ def open_house(tmp_path, tiny, random_weights):
         registry = CollectorRegistry()
         metrics = Metrics(registry)
         batching = Batching(
-            device="cpu",
-            contexts=1,
-            cpu_threads=1,
-            max_batch_rows=16,
+            placement=Placement((Target("cpu"),), contexts=1, max_batch_rows=16),
             max_queue_rows=max_queue_rows,
             max_wait_s=0.0,
+            hang_timeout_s=60.0,
             drain_timeout_s=5.0,
         )
         files = read_models(tmp_path, (), "tiny")

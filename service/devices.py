@@ -1,0 +1,86 @@
+"""What the service computes on: settings in, one target for each device out.
+
+Asked once, before anything is warmed. It refuses to open a device: that is the context's.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Literal
+
+from lenet.context import Target, choose, gpus
+from lenet.errors import BackendUnavailable
+from service.settings import Settings
+
+_log = logging.getLogger(__name__)
+
+CONTEXTS = {"cpu": 1, "cuda": 2}
+"""On one device; on a GPU the copies of one overlap what another computes."""
+
+MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where each model runs, and what the settings left to the device."""
+
+    targets: tuple[Target, ...]
+    """GPUs, or the CPU alone."""
+    contexts: int
+    """On each of them."""
+    max_batch_rows: int
+
+    @property
+    def name(self) -> str:
+        """For people: cpu, or cuda:0,1."""
+        if self.targets[0].device == "cpu":
+            return "cpu"
+        return "cuda:" + ",".join(str(target.index) for target in self.targets)
+
+
+def on_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
+    """Whether `device` means a GPU here; one that is asked for by name is believed."""
+    return device == "cuda" or choose(device)[0] == "cuda"
+
+
+def place(settings: Settings) -> Placement:
+    """The devices that `settings` mean on this machine, told in the log.
+
+    Raises:
+        BackendUnavailable: there is no such GPU, or it cannot be used; the message says why.
+    """
+    device, no_gpu = choose(settings.device)
+    contexts = settings.contexts or CONTEXTS[device]
+    max_batch_rows = settings.max_batch_rows or MAX_BATCH_ROWS[device]
+    if device == "cpu":
+        if no_gpu is not None:
+            _log.info("computing on the CPU: %s", no_gpu)
+        if settings.unused_on_cpu:
+            _log.warning("the CPU has no use for these settings: %s", settings.unused_on_cpu)
+        return Placement(
+            (Target("cpu", cpu_threads=settings.cpu_threads),), contexts, max_batch_rows
+        )
+    placement = Placement(
+        tuple(
+            Target("cuda", index, settings.precision, profile=settings.profile)
+            for index in _indices(settings.devices, gpus())
+        ),
+        contexts,
+        max_batch_rows,
+    )
+    _log.info(
+        "computing on %s in %s: %d contexts for each model on each GPU",
+        *(placement.name, settings.precision, contexts),
+    )
+    return placement
+
+
+def _indices(wanted: tuple[int, ...], count: int) -> tuple[int, ...]:
+    if any(index >= count for index in wanted):
+        there = "0 is the only GPU" if count == 1 else f"there are {count} GPUs, 0 to {count - 1}"
+        raise BackendUnavailable(
+            f"devices is {','.join(map(str, wanted))}, expected numbers of GPUs that are here: "
+            f"{there}"
+        )
+    return wanted or tuple(range(count))

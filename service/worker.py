@@ -1,0 +1,177 @@
+"""One thread with its ExecutionContext, and the batches that it is given one by one.
+
+A context is bound to its thread for life: it is made, driven and closed here. A device that is lost
+is reported. It refuses to know other threads: that is the pool's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Any, TypeAlias, TypeVar
+
+from lenet.context import ContextStatistics, ExecutionContext
+from lenet.errors import DeviceError
+from lenet.nvtx import span
+from lenet.pixels import Images, Probabilities
+from lenet.weightfile import WeightFile
+from service.metrics import LossReason
+
+_log = logging.getLogger(__name__)
+
+CLOSE_TIMEOUT_S = 5.0
+"""A context that takes longer to finish its batch and close hangs in its library."""
+
+MakeContext: TypeAlias = Callable[[], ExecutionContext]
+OnLost: TypeAlias = Callable[[LossReason, str], None]
+"""Called on the event loop: the process cannot compute any more; why, in a closed set and words."""
+
+T = TypeVar("T")
+
+_Job: TypeAlias = tuple[Callable[[ExecutionContext], Any], asyncio.Future[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What a context made of one batch, and how long it took.
+
+    `device_s` is what the device says of that, None where it was not asked.
+    """
+
+    probabilities: Probabilities
+    compute_s: float
+    device_s: float | None
+    padding_rows: int
+    graph_hit: bool
+
+
+class Worker:
+    """One thread and its context, on the device of number `device`.
+
+    `begun` and `done` count what its thread took on and finished, `opening_s` and `warm_up_s` say
+    how long the two halves of its start took.
+    """
+
+    def __init__(self, make_context: MakeContext, name: str, device: int, on_lost: OnLost) -> None:
+        self.statistics = ContextStatistics()
+        self.device = device
+        self.begun = self.done = 0
+        self.opening_s = self.warm_up_s = 0.0
+        self._on_lost = on_lost
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
+        self._make_context = make_context
+        self.ready: asyncio.Future[None] = self._loop.create_future()
+        self._thread = threading.Thread(target=self._drive, name=name, daemon=True)
+        self._thread.start()
+
+    def run(self, images: Images, weights: WeightFile) -> asyncio.Future[BatchResult]:
+        """Start a batch, uint8 (n, 28, 28); the future carries its result or its error.
+
+        It is computed with `weights`, which are to be proven on this context: then going from
+        others to them is no work.
+        """
+        return self._do(partial(_run, images=images, weights=weights))
+
+    def stage(self, weights: WeightFile) -> asyncio.Future[None]:
+        """Prove `weights` between two batches; the served ones stay what they were."""
+        return self._do(lambda context: context.stage(weights))
+
+    def replace_weights(self, weights: WeightFile) -> asyncio.Future[None]:
+        """Let the context rest on `weights`, between two batches."""
+        return self._do(lambda context: context.replace_weights(weights))
+
+    @property
+    def name(self) -> str:
+        """Of its thread."""
+        return self._thread.name
+
+    async def close(self) -> None:
+        """Close the context on its thread and end the thread, or leave it behind if it hangs."""
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._thread.is_alive():
+            _log.error("%s hangs: not closed after %g s", self._thread.name, CLOSE_TIMEOUT_S)
+
+    def _do(self, work: Callable[[ExecutionContext], T]) -> asyncio.Future[T]:
+        future: asyncio.Future[T] = self._loop.create_future()
+        self._jobs.put((work, future))
+        return future
+
+    def _drive(self) -> None:
+        started = time.perf_counter()
+        try:
+            context = self._make_context()
+        except Exception as exc:  # noqa: BLE001 - the context's thread: the error is for `start`
+            self._tell(self.ready, exc)
+            return
+        self.opening_s = time.perf_counter() - started
+        try:
+            with context:
+                self._work(context)
+        except DeviceError as exc:
+            _log.error("%s: its context cannot be closed: %s", self.name, exc)
+
+    def _work(self, context: ExecutionContext) -> None:
+        started = time.perf_counter()
+        try:
+            context.warm_up()
+        except Exception as exc:  # noqa: BLE001 - the context's thread: the error is for `start`
+            self._tell(self.ready, exc)
+            return
+        self.warm_up_s = time.perf_counter() - started
+        self.statistics = context.statistics
+        self._tell(self.ready, None)
+        while (job := self._jobs.get()) is not None:
+            work, future = job
+            self.begun += 1
+            try:
+                outcome = work(context)
+            except Exception as exc:  # noqa: BLE001 - the context's thread: callers get it
+                if isinstance(exc, DeviceError) and exc.sticky:
+                    self._call(self._on_lost, "sticky", f"{self.name}: {exc}")
+                self._tell(future, exc)
+            else:
+                self._tell(future, outcome)
+            self.done += 1
+
+    def _tell(self, future: asyncio.Future[T], outcome: T | Exception) -> None:
+        self._call(_settle, future, outcome)
+
+    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
+        # A loop that is gone has nobody left to tell.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(callback, *arguments)
+
+
+@span("batch")
+def _run(context: ExecutionContext, images: Images, weights: WeightFile) -> BatchResult:
+    if context.weights is not weights:
+        context.replace_weights(weights)
+    statistics = context.statistics
+    padding_rows, graph_hits = statistics.padding_rows, statistics.graph_hits
+    started = time.perf_counter()
+    probabilities = context.run(images)
+    return BatchResult(
+        probabilities,
+        time.perf_counter() - started,
+        statistics.device_s,
+        statistics.padding_rows - padding_rows,
+        statistics.graph_hits > graph_hits,
+    )
+
+
+def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+    if future.done():
+        return
+    if isinstance(outcome, Exception):
+        future.set_exception(outcome)
+    else:
+        future.set_result(outcome)
