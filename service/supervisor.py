@@ -1,4 +1,4 @@
-"""Several serving processes on the same ports, and one that watches over them.
+"""Serving processes on the same ports, one or several, and one that watches over them.
 
 Each worker is a whole service with contexts of its own. A worker that dies is started again, up to
 a budget; past it, or when a start fails for a reason that a second try would not change, all stop.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import multiprocessing
 import os
 import shutil
@@ -37,9 +38,12 @@ from service.settings import Settings
 
 _log = logging.getLogger(__name__)
 
-RESTARTS = 3
+RESTARTS = 2
 RESTART_WINDOW_S = 60.0
 """More than `RESTARTS` deaths within the window end the service: its supervisor must know."""
+
+SAME_FAULT_S = 2.0
+"""Under MPS a fault of one worker takes the device from all that share it, each in its own time."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRESS}
@@ -121,6 +125,8 @@ class _Supervisor:
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
+        self._fault_s = -math.inf  # when a worker ended that had lost its device
+        self._beside: list[BaseProcess] = []  # those that lived then
         self._stopping = False
         self._told, self._tell = self._spawn.Pipe(duplex=False)
 
@@ -178,13 +184,24 @@ class _Supervisor:
             self._stop()
             return ExitCode(code)
         _log.error("worker %d ended with %d", worker.pid, code)
-        self._deaths.append(time.monotonic())
+        now_s = time.monotonic()
+        if not self._same_fault(worker, now_s):
+            self._deaths.append(now_s)
         if len(self._deaths) > RESTARTS and self._deaths[-1] - self._deaths[0] < RESTART_WINDOW_S:
             _log.error("more than %d deaths in %g s: giving up", RESTARTS, RESTART_WINDOW_S)
             self._stop()
             return ExitCode.WORKERS
         self._workers.append(self._start())
         return ExitCode.STOPPED
+
+    def _same_fault(self, worker: BaseProcess, now_s: float) -> bool:
+        """Whether `worker` lost its device to the fault that took it from another before."""
+        if worker.exitcode != ExitCode.DEVICE:
+            return False
+        if worker in self._beside and now_s - self._fault_s < SAME_FAULT_S:
+            return True
+        self._fault_s, self._beside = now_s, list(self._workers)
+        return False
 
     def _reload(self) -> None:
         for worker in self._workers:  # one that died keeps its process id until it is removed

@@ -25,12 +25,12 @@ PATIENCE_S = 30.0
 class Service:
     """A running `python -m service`; its log lines as they come."""
 
-    def __init__(self, arguments, folder):
+    def __init__(self, arguments, folder, program=("-m", "service")):
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         plain = {key: text for key, text in os.environ.items() if not key.startswith("LENET_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "service", *arguments],
+            [sys.executable, *program, *arguments],
             cwd=folder,
             env={**plain, "PYTHONPATH": str(ROOT), "TMPDIR": str(self.temporary)},
             stdout=subprocess.DEVNULL,
@@ -150,9 +150,9 @@ def start(tmp_path, tiny_weights):
     """`start("--workers", "2")` runs the service on free ports; killed when the test ends."""
     services = []
 
-    def start_(*arguments, port=0, grpc_port=0):
+    def start_(*arguments, port=0, grpc_port=0, **options):
         ports = ("--port", str(port), "--grpc-port", str(grpc_port))
-        service = Service([*ports, "--max-batch-rows", "4", *arguments], tmp_path)
+        service = Service([*ports, "--max-batch-rows", "4", *arguments], tmp_path, **options)
         services.append(service)
         return service
 

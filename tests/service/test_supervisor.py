@@ -3,6 +3,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import os
 import signal
 from pathlib import Path
@@ -16,7 +17,7 @@ from service import supervisor
 from service.errors import CannotListen, ExitCode
 from service.process import listen
 from service.settings import Settings
-from service.supervisor import RESTARTS, supervise
+from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
 
 
 @pytest.fixture
@@ -91,7 +92,7 @@ def test_more_deaths_than_the_budget_end_the_service_with_6(start_two):
         service.wait_for("ended with -9", number)
     assert service.wait() == ExitCode.WORKERS
     assert len(service.started_workers()) == 2 + RESTARTS
-    service.wait_for("ERROR .* more than 3 deaths in 60 s: giving up")
+    service.wait_for("ERROR .* more than 2 deaths in 60 s: giving up")
 
 
 def test_weights_that_fail_their_proof_end_all_with_3_and_nobody_tries_again(
@@ -274,6 +275,32 @@ def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
     assert supervise(settings) is ExitCode.BACKEND
     assert len(made) == 12
+
+
+def test_workers_that_lose_their_device_together_count_once(puppets, settings):
+    made = puppets(*[ExitCode.DEVICE] * 20)
+    assert supervise(settings) is ExitCode.WORKERS
+    assert len(made) == 2 * (1 + RESTARTS), "two at a time, three times"
+
+
+def test_workers_that_die_of_anything_else_count_each(puppets, settings):
+    made = puppets(*[-9] * 20)
+    assert supervise(settings) is ExitCode.WORKERS
+    assert len(made) == 2 + RESTARTS
+
+
+def test_one_worker_that_loses_its_device_again_and_again_counts_each_time(puppets, settings):
+    made = puppets(*[ExitCode.DEVICE] * 20)
+    assert supervise(settings.model_copy(update={"workers": 1})) is ExitCode.WORKERS
+    assert len(made) == 1 + RESTARTS
+
+
+def test_workers_that_lose_their_devices_some_time_apart_count_each(puppets, settings, monkeypatch):
+    made = puppets(*[ExitCode.DEVICE] * 20)
+    clock = itertools.count(0, SAME_FAULT_S)
+    monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
+    assert supervise(settings) is ExitCode.WORKERS
+    assert len(made) == 2 + RESTARTS
 
 
 def test_the_first_reason_is_told_when_the_stop_brings_others(puppets, settings):

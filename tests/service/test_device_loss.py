@@ -1,0 +1,226 @@
+"""Real processes whose device is lost, on purpose and on the CPU, which only says that it is."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import os
+import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
+from http.client import HTTPConnection
+
+import grpc
+import pytest
+from grpc_health.v1 import health_pb2
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.errors import ExitCode
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from service.supervisor import RESTARTS
+
+PATIENCE_S = 30.0
+POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
+
+SUPERVISED = """
+import sys
+from service import __main__, devices
+if __name__ == "__main__":
+    devices.on_gpu = lambda _: True
+    sys.exit(__main__.main())
+"""
+"""A service that takes itself for one on a GPU, though it computes on the CPU."""
+
+TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 28, 28))
+INFER = pb.ModelInferRequest(inputs=[TENSOR], raw_input_contents=[bytes(784)])
+HEALTH = health_pb2.HealthCheckRequest()
+
+
+class Caller:
+    """One connection, open before anything happens; a service that is gone answers None."""
+
+    def __init__(self, service):
+        self._connection = HTTPConnection("127.0.0.1", service.port, timeout=PATIENCE_S)
+        self.ask("GET", "/healthz")
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._connection.close()
+
+    def ask(self, method, path, *request):
+        """(status, headers, body), or None."""
+        try:
+            self._connection.request(method, path, *request)
+            response = self._connection.getresponse()
+            return response.status, response.headers, response.read().decode()
+        except (OSError, http.client.HTTPException):
+            self._connection.close()
+            return None
+
+    def predict(self):
+        headers = {"Content-Type": "application/octet-stream"}
+        return self.ask("POST", "/predict", bytes(784), headers)
+
+
+def assert_unavailable(answer):
+    status, headers, body = answer
+    assert status == 503
+    assert headers["Retry-After"] == "1"
+    assert '"code":"unavailable"' in body
+    assert "lost its device" in body
+
+
+def assert_not_ready(answer):
+    """The probe was refused, or what answered is gone."""
+    assert answer is None or answer[0] == 503
+
+
+def losses(service):
+    """How often a device was lost, by reason, as any worker tells it."""
+    with Caller(service) as caller:
+        answer = caller.ask("GET", "/metrics")
+    return {
+        sample.labels["reason"]: sample.value
+        for family in text_string_to_metric_families(answer[2])
+        for sample in family.samples
+        if sample.name == "lenet_device_losses_total"
+    }
+
+
+def inject(service, fault, pid=None):
+    """Send the signal to the service or to one of its workers, and wait until it was heard."""
+    before = len([line for line in service.lines if "a fault waits" in line])
+    os.kill(pid or service.process.pid, fault)
+    service.wait_for("a fault waits for the next batch", before + 1)
+
+
+def test_a_poisoned_batch_ends_the_process_with_7_and_its_caller_may_try_again(start):
+    service = start("--fault-injection").ready()
+    with Caller(service) as caller, Caller(service) as probe, Caller(service) as other:
+        assert caller.predict()[0] == 200
+        assert probe.ask("GET", "/readyz")[0] == 200
+        inject(service, POISON)
+        assert_unavailable(caller.predict())
+        assert_not_ready(probe.ask("GET", "/readyz"))
+        later = other.predict()
+        if later is not None:
+            assert_unavailable(later)
+    assert service.wait() == ExitCode.DEVICE
+    errors = [line for line in service.lines if "ERROR" in line]
+    assert len(errors) == 1
+    assert "the device is lost, this process ends: context-lenet-0: poisoned for a" in errors[0]
+    assert "Traceback" not in service.log
+
+
+def test_whoever_runs_or_waits_is_told_when_a_batch_hangs(start):
+    service = start("--fault-injection", "--hang-timeout-s", "2").ready()
+    with (
+        contextlib.ExitStack() as stack,
+        ThreadPoolExecutor(12) as threads,
+        grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+        assert stub.ServerReady(pb.ServerReadyRequest()).ready
+        callers = [stack.enter_context(Caller(service)) for _ in range(11)]
+        probe = stack.enter_context(Caller(service))
+        inject(service, HANG)
+        answers = [threads.submit(caller.predict) for caller in callers]
+        infer = stub.ModelInfer.future(INFER)
+        assert probe.ask("GET", "/healthz")[0] == 200
+        assert probe.ask("GET", "/readyz")[0] == 200
+        for answer in answers:
+            assert_unavailable(answer.result(PATIENCE_S))
+        with pytest.raises(grpc.RpcError) as caught:
+            infer.result(PATIENCE_S)
+        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+        assert dict(caught.value.trailing_metadata())["grpc-retry-pushback-ms"] == "1000"
+        assert_not_ready(probe.ask("GET", "/readyz"))
+        check = channel.unary_unary(
+            "/grpc.health.v1.Health/Check",
+            health_pb2.HealthCheckRequest.SerializeToString,
+            health_pb2.HealthCheckResponse.FromString,
+        )
+        with contextlib.suppress(grpc.RpcError):  # it is gone
+            assert check(HEALTH).status == health_pb2.HealthCheckResponse.NOT_SERVING
+    assert service.wait() == ExitCode.DEVICE
+    (error,) = [line for line in service.lines if "ERROR" in line]
+    assert "context-lenet-0 has been at the same work for 2 s" in error
+
+
+def test_a_stop_does_not_wait_for_a_batch_that_hangs(start):
+    service = start(
+        *("--fault-injection", "--hang-timeout-s", "1", "--drain-timeout-s", "60")
+    ).ready()
+    with Caller(service) as caller, ThreadPoolExecutor(1) as thread:
+        inject(service, HANG)
+        answer = thread.submit(caller.predict)
+        service.signal()
+        assert_unavailable(answer.result(PATIENCE_S))
+        assert service.wait() == ExitCode.DEVICE
+        assert service.stopped_after_s() < 10
+
+
+@pytest.mark.parametrize("fault", [POISON, HANG])
+def test_the_signals_of_the_faults_are_nobodys_unless_a_test_asks_for_them(start, fault):
+    service = start().ready()
+    service.signal(fault)
+    assert service.wait() == -fault
+
+
+def until_lost(service):
+    """Ask until a worker says that it lost its device."""
+    give_up_s = time.monotonic() + PATIENCE_S
+    answer = None
+    while (answer is None or answer[0] == 200) and time.monotonic() < give_up_s:
+        with Caller(service) as caller:
+            answer = caller.predict()
+    assert_unavailable(answer)
+
+
+def test_a_worker_that_lost_its_device_is_replaced_while_the_other_answers(start):
+    service = start("--workers", "2", "--fault-injection").ready(workers=2)
+    struck, other = service.started_workers()
+    assert losses(service) == {"sticky": 0, "hang": 0}
+    inject(service, POISON, struck)
+    until_lost(service)
+    service.wait_for(f"ERROR .* worker {struck} ended with 7")
+    service.ready(workers=3)
+    assert other in service.started_workers()
+    with Caller(service) as caller:
+        assert caller.ask("GET", "/readyz")[0] == 200
+        assert caller.predict()[0] == 200
+    assert losses(service) == {"sticky": 1, "hang": 0}
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_the_third_loss_in_a_minute_ends_the_service_with_6(start):
+    service = start("--workers", "2", "--fault-injection", "--hang-timeout-s", "1")
+    for number in range(RESTARTS + 1):
+        service.ready(workers=2 + number)
+        inject(service, [POISON, HANG][number % 2], service.started_workers()[-1])
+        until_lost(service)
+        service.wait_for("ended with 7", number + 1)
+    assert service.wait() == ExitCode.WORKERS
+    assert "more than 2 deaths in 60 s: giving up" in service.log
+    assert len(service.started_workers()) == 2 + RESTARTS
+
+
+def test_one_process_on_a_gpu_is_replaced_too_and_nobody_listens_meanwhile(start, tmp_path):
+    program = tmp_path / "supervised.py"
+    program.write_text(SUPERVISED)
+    service = start("--fault-injection", program=[program]).ready()
+    (struck,) = service.started_workers()
+    inject(service, POISON, struck)
+    until_lost(service)
+    service.wait_for(f"worker {struck} ended with 7")
+    service.ready(workers=2)
+    with Caller(service) as caller:
+        assert caller.predict()[0] == 200
+    assert losses(service) == {"sticky": 1, "hang": 0}
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "Traceback" not in service.log
