@@ -36,6 +36,7 @@ class Faults:
             fault = self._waiting.get_nowait()
         except Empty:
             return
+        _log.warning("a batch meets its fault: %s", fault)
         if fault == "poison":
             context.poison()
         else:

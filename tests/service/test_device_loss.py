@@ -105,6 +105,8 @@ def test_a_poisoned_batch_ends_the_process_with_7_and_its_caller_may_try_again(s
         inject(service, POISON)
         assert_unavailable(caller.predict())
         assert_not_ready(probe.ask("GET", "/readyz"))
+        alive = probe.ask("GET", "/healthz")
+        assert alive is None or alive[0] == 200, "it lives until it is gone"
         later = other.predict()
         if later is not None:
             assert_unavailable(later)
@@ -157,6 +159,7 @@ def test_a_stop_does_not_wait_for_a_batch_that_hangs(start):
     with Caller(service) as caller, ThreadPoolExecutor(1) as thread:
         inject(service, HANG)
         answer = thread.submit(caller.predict)
+        service.wait_for("a batch meets its fault: hang")
         service.signal()
         assert_unavailable(answer.result(PATIENCE_S))
         assert service.wait() == ExitCode.DEVICE
