@@ -91,7 +91,9 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack, shared
     }
     for phase, seconds in phases.items():
         metrics.started(phase, seconds)
-    _log.info("seconds: %s", ", ".join(f"{name} {s:.2f}" for name, s in phases.items()))
+    _log.info(
+        "the start took, in seconds: %s", ", ".join(f"{name} {s:.2f}" for name, s in phases.items())
+    )
     app.state.reloader = await stack.enter_async_context(
         Reloader(settings.weights, repository, metrics)
     )
