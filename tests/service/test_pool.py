@@ -222,6 +222,25 @@ async def test_the_other_devices_contexts_are_closed_when_one_cannot_be_made(sta
     assert threads() == []
 
 
+async def test_a_batch_tells_what_the_device_did_for_it_alone(stage):
+    class Padding(FakeContext):
+        def run(self, images: np.ndarray) -> np.ndarray:
+            missed = len(images) == 3
+            self.statistics.padding_rows += 8 - len(images)
+            self.statistics.graph_hits += not missed
+            self.statistics.device_s = None if missed else 0.25
+            return np.zeros((len(images), 10), np.float32)
+
+    async with ContextPool([lambda: Padding(stage)], 1, "puppet", stage.on_lost, LONG_S) as pool:
+        worker = pool.acquire()
+        found = [await worker.run(batch(1, rows), "served") for rows in (5, 8, 3)]
+    assert [(one.device_s, one.padding_rows, one.graph_hit) for one in found] == [
+        (0.25, 3, True),
+        (0.25, 0, True),
+        (None, 5, False),
+    ]
+
+
 async def test_a_device_is_reported_lost_before_its_caller_is_told(stage):
     lost = DeviceError("illegal address", sticky=True)
     told = []

@@ -177,3 +177,19 @@ async def test_exactly_one_outcome_is_counted_when_a_request_ends_badly(
     assert (
         registry.get_sample_value("lenet_request_duration_seconds_count", {"protocol": "grpc"}) == 0
     ), "only answers are timed"
+
+
+async def test_a_profiler_sees_each_request_from_its_beginning_to_its_end(served, monkeypatch):
+    open_ranges = []
+
+    def begin(name):
+        open_ranges.append(name)
+        return len(open_ranges)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda opened: open_ranges.__setitem__(opened - 1, ""))
+    with served.clock("http"), served.clock("grpc"):
+        assert open_ranges == ["request", "request"]
+    with pytest.raises(UnknownModel), served.clock("http") as clock:
+        await served.predict(IMAGES, clock, model="nobody")
+    assert open_ranges == ["", "", ""]
