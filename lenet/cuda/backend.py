@@ -1,6 +1,5 @@
-"""The CUDA backend: one captured graph a bucket, from pinned pixels to pinned probabilities.
+"""The CUDA backend: one captured graph a bucket, all over the same weights and buffers.
 
-Everything that one batch needs is queued by one launch: the copy in, the network, the copy out.
 For small buckets there are two ways through the network, one kernel for all or layer by layer;
 each is measured when the bucket is made ready, and the faster one is kept. The weights lie in one
 place for all buckets, and so do the buffers of the layers: batches of one backend run one after
@@ -9,16 +8,14 @@ another on its stream. It takes no memory once its plans are made.
 
 from __future__ import annotations
 
-import statistics
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
-from typing import Any, Literal, Self, TypeAlias
+from typing import Self
 
-import cupy
 import numpy as np
 
 from lenet.cuda import whole
+from lenet.cuda.bucket import Choice, CudaPlan, Launch, Way, captured, host_us
 from lenet.cuda.fusion import is_whole, pack_layers, pack_whole
 from lenet.cuda.graphs import Precision
 from lenet.cuda.handle import Handle, translated
@@ -32,117 +29,13 @@ from lenet.cuda.whole import Whole
 from lenet.errors import DeviceError
 from lenet.model import Model
 from lenet.nvtx import span
-from lenet.pixels import Images, Logits, Probabilities
 from lenet.weightfile import WeightFile
-
-Way: TypeAlias = Literal["whole", "layers"]
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 
-# cuDNN 9.19 has no convolution in true float32 for 1 or 8 images of lenet's, and for 32 it has.
-_LEAST_ROWS: dict[Precision, int] = {"fp32": 32, "tf32": 1, "fp16": 1}
-
 # Layer by layer costs five launches, whatever the batch: below it never won (lenet, H200).
 _LAYERS_FROM_ROWS = 8
-_TIMED_EVERY = 16  # batches: asking the device's clock costs some microseconds
-_TRIALS = 30
 _PLANS_TRIED = 8  # of an operation: trying all 40 made a first start take 30 s
-
-Launch: TypeAlias = Callable[[], None]
-
-
-class CudaPlan:
-    """A bucket of `batch` rows; see `lenet.backend.Plan`. A smaller batch costs as much.
-
-    `buffers` has as many rows or more.
-
-    `ways_us` says what each way through the network took that was tried, from host to host, in
-    microseconds; `way` is the fastest, which `run` takes.
-    """
-
-    def __init__(
-        self,
-        batch: int,
-        buffers: Buffers,
-        handle: Handle,
-        load: Callable[[WeightFile], None],
-        launches: Mapping[Way, Launch],
-        networks: Mapping[Way, Launch],
-        captured: bool,
-    ) -> None:
-        self.batch = batch
-        self.pixels: Images = buffers.host_pixels[:batch]
-        """Page-locked, (batch, 28, 28): where `run` copies its images to."""
-        self.captured = captured
-        self.device_s: float | None = None
-        self._buffers, self._handle, self._load = buffers, handle, load
-        self._events = cupy.cuda.Event(), cupy.cuda.Event()
-        self._batches = 0
-        self.ways_us = {way: self._timed_us(launch) for way, launch in launches.items()}
-        self.way = min(self.ways_us, key=self.ways_us.__getitem__)
-        self._launch = launches[self.way]
-        self._network = networks[self.way]
-        self._replay: Launch | None = None
-
-    @span("compute")
-    def run(self, images: Images) -> Probabilities:
-        """Copies, computes, copies back and waits."""
-        rows = len(images)
-        self.pixels[:rows] = images
-        return self.run_in_place(rows)
-
-    def run_in_place(self, rows: int) -> Probabilities:
-        """As `run`, of the first `rows` of `pixels`."""
-        self._batches += 1
-        with translated("running a batch"):
-            if self._batches % _TIMED_EVERY:
-                self._launch()
-                self._handle.stream.synchronize()
-                self.device_s = None
-            else:
-                self._launch_timed()
-        probabilities: Probabilities = self._buffers.host_probabilities[:rows].copy()
-        return probabilities
-
-    def logits(self, images: Images) -> Logits:
-        """As `run`."""
-        self.run(images)
-        with translated("reading logits"):
-            logits: Logits = self._buffers.logits[: len(images)].get()
-        return logits
-
-    def replay(self) -> None:
-        """Queue the network alone, on the device, on what it was last given: for timing it."""
-        if self._replay is None:
-            self._buffers.copy_in()
-            self._replay = _captured(self._network, self._handle.stream)
-        self._replay()
-
-    def replace(self, weights: WeightFile) -> None:
-        """Copies the weights behind what is queued; of the plans of one backend the first does."""
-        self._load(weights)
-
-    def computed_rows(self, rows: int) -> int:
-        """All of the bucket."""
-        return self._buffers.rows
-
-    def _launch_timed(self) -> None:
-        start, stop = self._events
-        start.record()
-        self._launch()
-        stop.record()
-        stop.synchronize()
-        self.device_s = cupy.cuda.get_elapsed_time(start, stop) / 1e3
-
-    def _timed_us(self, launch: Launch) -> float:
-        """The median of some launches, waited for."""
-        times = []
-        for _ in range(_TRIALS):
-            started = time.perf_counter()
-            launch()
-            self._handle.stream.synchronize()
-            times.append(time.perf_counter() - started)
-        return 1e6 * statistics.median(times)
 
 
 class CudaBackend:
@@ -166,7 +59,7 @@ class CudaBackend:
         cache: PlanCache | None = None,
         profile: bool = False,
     ) -> None:
-        self.precision, self.profile = precision, profile
+        self.precision, self.profile, self._cache = precision, profile, cache
         self._handle = Handle(device)
         self.stream = self._handle.stream
         self._kernels, self._arena, self._workspace = Kernels(self._handle), Arena(), Workspace()
@@ -199,13 +92,13 @@ class CudaBackend:
         with translated(f"making ready for {batch} rows of model {weights.model.name!r}"):
             self._open(weights)
             self._arena.rewind()  # buckets share it: they run one after another
-            rows = max(batch, _LEAST_ROWS[self.precision])
-            buffers = Buffers.take(self._arena, rows, weights.model.classes)
+            buffers = Buffers.take(self._arena, batch, weights.model.classes)
             host, device = self._ways(weights.model, buffers)
             launches = {way: self._ready(queue) for way, queue in host.items()}
-            return CudaPlan(
-                batch, buffers, self._handle, self.load, launches, device, not self.profile
-            )
+            tried_us = {way: host_us(launch, self.stream) for way, launch in launches.items()}
+            way = self._chosen(weights.model, batch, tried_us)
+            choice = Choice(way, tried_us, launches[way], device[way])
+            return CudaPlan(buffers, self._handle, self.load, choice, not self.profile)
 
     def _ways(self, model: Model, buffers: Buffers) -> tuple[dict[Way, Launch], dict[Way, Launch]]:
         """Each way that is worth a try, from host to host and on the device alone."""
@@ -262,6 +155,21 @@ class CudaBackend:
                 return
             self._weights["whole"] = tensors
 
+    def _chosen(self, model: Model, batch: int, tried_us: Mapping[Way, float]) -> Way:
+        """The fastest way; of several contexts, and at the next start, the same one again."""
+        fastest = min(tried_us, key=tried_us.__getitem__)
+        if self._cache is None or len(tried_us) == 1:
+            return fastest
+        where = f"{self._handle.name} | {self.precision}"
+        key = f"{where} | the way of {batch} rows through {model.fingerprint()}"
+        with self._cache.lock:
+            known = self._cache.get(key)
+            for way in tried_us:
+                if way == known:
+                    return way
+            self._cache.put(key, fastest)
+        return fastest
+
     def _tools(self) -> Tools:
         return Tools(
             self._handle,
@@ -276,7 +184,7 @@ class CudaBackend:
         """What launches all that `queue` queues: a graph, unless each layer is to be seen."""
         queue()  # loads every kernel, which a capture must not
         self._handle.synchronize()
-        return queue if self.profile else _captured(queue, self.stream)
+        return queue if self.profile else captured(queue, self.stream)
 
 
 def _queue_copies(network: Layers, buffers: Buffers) -> None:
@@ -285,12 +193,3 @@ def _queue_copies(network: Layers, buffers: Buffers) -> None:
     network.queue()
     with span("copy out"):
         buffers.copy_out()
-
-
-def _captured(queue: Launch, stream: Any) -> Launch:
-    """The launch of a CUDA graph of what `queue` queues on `stream`."""
-    stream.begin_capture()
-    queue()
-    graph = stream.end_capture()
-    graph.upload(stream)
-    return partial(graph.launch, stream)

@@ -16,7 +16,7 @@ import numpy as np
 
 from lenet.blocks import RELU, Block, ConvBlock, DenseBlock
 from lenet.cuda import fusion
-from lenet.cuda.graphs import Convolution, Precision, Product, Uid
+from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
 from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.memory import Arena, Buffers
@@ -104,26 +104,32 @@ class Layers:
         weight, bias = self._tensors(name)
         fused = fusion.is_fused(block, self._precision)
         relu = fused and block.activation == RELU
-        operation: Convolution | Product
-        shape: tuple[int, ...]
         if isinstance(block, ConvBlock):
             geometry = block.stride, block.padding, block.dilation
-            operation = convolution = Convolution(
+            convolution = Convolution(
                 "forward", self._precision, x.shape, weight.shape, *geometry, bias=fused, relu=relu
             )
-            shape = convolution.output
+            y = self._arena.take(convolution.output, self._dtype)
+            self._cudnn(name, convolution, x, weight, bias if fused else None, y)
         else:
-            x = x.reshape(self._rows, -1)
-            n, k = weight.shape
-            operation = Product(self._precision, self._rows, n, k, bias=fused, relu=relu)
-            shape = (self._rows, len(weight))
-        y = self._arena.take(shape, self._dtype)
+            x, (n, k) = x.reshape(self._rows, -1), weight.shape
+            y = self._arena.take((self._rows, n), self._dtype)
+            if self._precision == "fp32":
+                product = self._tools.handle.cublas.product
+                self._add(name, lambda: product(x, weight, y, "fp32", transpose_b=True))
+            else:
+                operation = Product(self._precision, self._rows, n, k, bias=fused, relu=relu)
+                self._cudnn(name, operation, x, weight, bias if fused else None, y)
+        return y if fused else self._tail(block, name, y, bias)
+
+    def _cudnn(
+        self, name: str, operation: Operation, x: Any, weight: Any, bias: Any | None, y: Any
+    ) -> None:
         plan = self._tools.planner.plan(operation, self._rows >= _TUNED_FROM_ROWS)
         addresses = {Uid.INPUT: x, Uid.WEIGHT: weight, Uid.OUTPUT: y}
-        if fused:
+        if bias is not None:
             addresses[Uid.BIAS] = bias
         self._add(name, lambda: plan.run(addresses))
-        return y if fused else self._tail(block, name, y, bias)
 
     def _tail(self, block: Block, name: str, x: Any, bias: Any) -> Any:
         h, w = x.shape[1:3] if x.ndim == 4 else (1, 1)

@@ -1,4 +1,4 @@
-"""Which cuDNN plan was the fastest, kept on disk between runs; no GPU library is needed to read it.
+"""What was measured to be the fastest, kept on disk between runs; no GPU library is needed for it.
 
 One JSON object, key to plan name. It refuses to trust the file: what cannot be read is measured
 anew, and a name that cuDNN does not offer any more is never found.
@@ -24,7 +24,7 @@ def default_cache() -> Path:
 
 
 class PlanCache:
-    """Chosen plans by name, in one JSON file; whatever cannot be read there is measured anew.
+    """Choices by name, in one JSON file; whatever cannot be read there is measured anew.
 
     `lock` is held by whoever measures, so that several threads measure each plan once.
     """
@@ -32,26 +32,32 @@ class PlanCache:
     def __init__(self, path: Path) -> None:
         self._path = path
         self.lock = threading.Lock()
-        self._names: dict[str, str] = {}
-        try:
-            names = json.loads(path.read_text())
-            if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-                raise ValueError("it is not an object of strings")
-            self._names = names
-        except FileNotFoundError:
-            pass
-        except (OSError, ValueError, RecursionError) as exc:
-            _log.warning("%s: the cache of cuDNN plans is dropped: %s", path, exc)
+        self._names = self._read()
 
     def get(self, key: str) -> str | None:
         """The name of the plan chosen under `key`."""
         return self._names.get(key)
 
     def put(self, key: str, name: str) -> None:
-        """Keep a choice; a folder that cannot be written costs the next start its time, no more."""
-        self._names[key] = name
+        """Keep a choice, beside those that other processes have kept meanwhile.
+
+        A folder that cannot be written costs the next start its time, no more.
+        """
+        self._names = {**self._read(), **self._names, key: name}
         try:
             content = json.dumps(self._names, indent=1, sort_keys=True)
             write_atomically(self._path, content.encode())
         except OSError as exc:
             _log.warning("%s: the cache of cuDNN plans cannot be written: %s", self._path, exc)
+
+    def _read(self) -> dict[str, str]:
+        try:
+            names = json.loads(self._path.read_text())
+            if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
+                raise ValueError("it is not an object of strings")
+        except (FileNotFoundError, NotADirectoryError):
+            return {}
+        except (OSError, ValueError, RecursionError) as exc:
+            _log.warning("%s: the cache of cuDNN plans is dropped: %s", self._path, exc)
+            return {}
+        return names

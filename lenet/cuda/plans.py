@@ -163,9 +163,12 @@ def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_byt
         graph.execute(pointers, workspace.data.ptr, handle.cudnn)
         stream.synchronize()
         stream.begin_capture()
-        for _ in range(_REPEATS):
-            graph.execute(pointers, workspace.data.ptr, handle.cudnn)
-        captured = stream.end_capture()
+        try:
+            for _ in range(_REPEATS):
+                graph.execute(pointers, workspace.data.ptr, handle.cudnn)
+        finally:
+            # Also of a plan that cannot be captured: a thread that captures can do little else.
+            captured = stream.end_capture()
         captured.launch(stream)
         times: list[float] = []
         for _ in range(_ROUNDS):

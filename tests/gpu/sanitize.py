@@ -9,14 +9,20 @@ for 34 functions that it does not have (nvidia-cudnn-frontend 1.28, CUDA 13.0).
 
 from __future__ import annotations
 
+from dataclasses import replace
+from pathlib import Path
+
 import cupy
 import numpy as np
 
-from lenet.blocks import RELU, Activation, Pool
+from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
+from lenet.cuda.backend import CudaBackend
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
+from lenet.model import Model
+from lenet.weightfile import WeightFile
 from trainer.augment import Limits
 from trainer.mnist import Digits
 from trainer.ops import Norm, Run, Tail, Update
@@ -26,6 +32,12 @@ from trainer.ops_cuda.parameters import Parameter
 from trainer.ops_cuda.progress import Progress
 from trainer.ops_cuda.rows import Rows
 from trainer.ops_cuda.tails import Tails
+
+WEIGHTS = Path(__file__).parents[2] / "weights"
+MLP = "mlp/1.safetensors"
+
+# What has no layer between the two that are our kernels.
+ENDS = Model("ends", (ConvBlock(20, (5, 5), pool=Pool("max")), DenseBlock(10, activation=IDENTITY)))
 
 TAILS = [
     ((5, 12, 12, 32), 20, True, RELU, Pool("max")),
@@ -80,6 +92,18 @@ def main() -> None:
             )
             descent.tick(progress)
             handle.synchronize()
+    lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
+    tensors = {
+        name: random.standard_normal(shape).astype(np.float32)
+        for name, shape in ENDS.parameters().items()
+    }
+    ends = replace(lenet, model=ENDS, tensors=tensors)
+    for file, precision in ((lenet, "fp16"), (mlp, "fp16"), (ends, "fp16"), (ends, "fp32")):
+        with CudaBackend(precision=precision) as backend:
+            for count in (1, 7):
+                plan = backend.plan(file, count)
+                plan.run(random.integers(0, 256, (count, 28, 28), np.uint8))
+                plan.logits(np.zeros((count, 28, 28), np.uint8))
 
 
 if __name__ == "__main__":

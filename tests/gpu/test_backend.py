@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 from functools import cache
@@ -14,7 +15,7 @@ from lenet import reference
 from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.context import ExecutionContext, Target, buckets, open_backend
 from lenet.cuda.handle import devices
-from lenet.errors import BackendUnavailable
+from lenet.errors import BackendUnavailable, OutOfDeviceMemory
 from lenet.model import ARCHITECTURES, Model
 from lenet.weightfile import WeightFile
 
@@ -26,6 +27,7 @@ except BackendUnavailable as exc:
 import cupy
 
 from lenet.cuda.backend import CudaBackend
+from lenet.cuda.plan_cache import PlanCache
 
 PRECISIONS = ("fp32", "tf32", "fp16")
 LARGEST, AVERAGE = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 5e-3}, 1e-4
@@ -76,16 +78,19 @@ def answers_of(weights, seed, rows):
     return images, reference.softmax(reference.logits(weights.model, tensors, images))
 
 
-def opened(precision, **options):
-    return CudaBackend(precision=precision, **options)
+def opened(precision, cache=None, **options):
+    return CudaBackend(precision=precision, cache=cache, **options)
 
 
 def check_every_bucket(weights, precision):
+    """Every image of as many as the largest bucket has, in every bucket."""
     images, want = answers_of(weights, 1, LARGEST_BUCKET)
     with opened(precision) as backend:
         for bucket in buckets(LARGEST_BUCKET):
             plan = backend.plan(weights, bucket)
-            difference = np.abs(plan.run(images[:bucket]) - want[:bucket])
+            starts = range(0, LARGEST_BUCKET, bucket)
+            got = np.concatenate([plan.run(images[at : at + bucket]) for at in starts])
+            difference = np.abs(got - want)
             assert difference.max() <= LARGEST[precision], (bucket, plan.way)
             assert difference.mean() <= AVERAGE, (bucket, plan.way)
 
@@ -191,15 +196,16 @@ def test_after_warm_up_no_batch_takes_device_memory(random_weights):
         assert context.statistics.graph_hits == 100_000
 
 
-def test_two_contexts_answer_side_by_side_as_each_alone(random_weights):
+def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     weights = random_weights("lenet")
     images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
-    with opened("fp16") as backend:
+    path = tmp_path / "plans.json"  # by which all of them come to choose the same way
+    with opened("fp16", PlanCache(path)) as backend:
         want = {n: backend.plan(weights, n).run(images[:n]).tobytes() for n in (1, 8, 32)}
     wrong = []
 
     def work():
-        with opened("fp16") as backend:
+        with opened("fp16", PlanCache(path)) as backend:
             plans = {n: backend.plan(weights, n) for n in want}
             for _ in range(3000):
                 for n, plan in plans.items():
@@ -234,3 +240,30 @@ def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):
         told = [time for time in times if time is not None]
         assert len(told) == 3
         assert all(1e-6 < time < 1e-2 for time in told)
+
+
+def test_a_poisoned_device_fails_for_good():
+    """In a process of its own, which is lost with it."""
+    script = """
+import numpy as np
+from lenet.context import Target, open_backend
+from lenet.errors import DeviceError
+backend = open_backend(Target("cuda"))
+for attempt in range(2):
+    try:
+        backend.poison()
+    except DeviceError as exc:
+        assert exc.sticky, exc
+        print("sticky", flush=True)
+import os
+os._exit(0)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "sticky\n" * 2, done.stderr
+
+
+def test_a_network_too_large_for_the_device_is_refused_by_its_memory(random_weights):
+    with opened("fp32") as backend, pytest.raises(OutOfDeviceMemory, match="making ready for"):
+        backend.plan(random_weights("cnn-32-64"), 1 << 21)

@@ -10,7 +10,7 @@ import pytest
 from lenet.blocks import ConvBlock
 from lenet.cuda.graphs import Convolution, Product, Uid
 from lenet.cuda.handle import Handle, devices
-from lenet.errors import BackendUnavailable, DeviceError
+from lenet.errors import BackendUnavailable
 
 try:
     devices()
@@ -55,12 +55,6 @@ def test_a_product_with_bias_and_relu_agrees(handle, precision, relu):
     plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
     want = a @ b.T + c
     assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
-
-
-def test_a_product_with_bias_in_float32_is_refused_by_name(handle):
-    planner = Planner(handle, Workspace(), None, autotune=False)
-    with pytest.raises(DeviceError, match=r"planning Product.precision='fp32'.*bias=True"):
-        planner.plan(Product("fp32", 37, 96, 800, bias=True))
 
 
 @pytest.mark.parametrize("relu", [False, True])

@@ -38,6 +38,14 @@ def test_a_choice_is_found_again_when_another_instance_reads_the_file(path, capl
     assert warnings(caplog) == []
 
 
+def test_what_another_process_has_kept_meanwhile_stays(path):
+    ours, theirs = PlanCache(path), PlanCache(path)
+    theirs.put("another key", "eng1")
+    ours.put(KEY, "eng0")
+    found = PlanCache(path)
+    assert (found.get(KEY), found.get("another key")) == ("eng0", "eng1")
+
+
 def test_nothing_is_written_or_said_when_there_is_no_file(path, caplog):
     assert PlanCache(path).get(KEY) is None
     assert not path.parent.exists()

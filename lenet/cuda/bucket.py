@@ -1,0 +1,139 @@
+"""A bucket: the batch sizes that one captured graph serves, from pinned pixels to probabilities.
+
+Everything that a batch needs is queued by one launch: the copy in, the network, the copy out. It
+refuses to know how the network is computed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeAlias
+
+import cupy
+
+from lenet.cuda.handle import Handle, translated
+from lenet.cuda.memory import Buffers
+from lenet.nvtx import span
+from lenet.pixels import Images, Logits, Probabilities
+from lenet.weightfile import WeightFile
+
+Launch: TypeAlias = Callable[[], None]
+Way: TypeAlias = Literal["whole", "layers"]
+"""Through the network: one kernel for all of it, or layer by layer."""
+
+_TIMED_EVERY = 16  # batches: asking the device's clock costs some microseconds
+_TRIALS = 30
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a bucket computes: `launch` from host to host, `network` on the device alone.
+
+    `tried_us` is what each way that was tried took from host to host, in microseconds.
+    """
+
+    way: Way
+    tried_us: Mapping[Way, float]
+    launch: Launch
+    network: Launch
+
+
+class CudaPlan:
+    """A bucket of `batch` rows; see `lenet.backend.Plan`. A smaller batch costs as much.
+
+    `load` is called for new weights. `captured` says whether the launch replays a graph.
+    """
+
+    def __init__(
+        self,
+        buffers: Buffers,
+        handle: Handle,
+        load: Callable[[WeightFile], None],
+        choice: Choice,
+        captured: bool,
+    ) -> None:
+        self.batch = buffers.rows
+        self.pixels: Images = buffers.host_pixels
+        """Page-locked, (batch, 28, 28): where `run` copies its images to."""
+        self.captured = captured
+        self.device_s: float | None = None
+        self._buffers, self._handle, self._load = buffers, handle, load
+        self._events = cupy.cuda.Event(), cupy.cuda.Event()
+        self._batches = 0
+        self.way, self.ways_us = choice.way, choice.tried_us
+        self._launch, self._network = choice.launch, choice.network
+        self._replay: Launch | None = None
+
+    @span("compute")
+    def run(self, images: Images) -> Probabilities:
+        """Copies, computes, copies back and waits."""
+        rows = len(images)
+        self.pixels[:rows] = images
+        return self.run_in_place(rows)
+
+    def run_in_place(self, rows: int) -> Probabilities:
+        """As `run`, of the first `rows` of `pixels`."""
+        self._batches += 1
+        with translated("running a batch"):
+            if self._batches % _TIMED_EVERY:
+                self._launch()
+                self._handle.stream.synchronize()
+                self.device_s = None
+            else:
+                self._launch_timed()
+        probabilities: Probabilities = self._buffers.host_probabilities[:rows].copy()
+        return probabilities
+
+    def logits(self, images: Images) -> Logits:
+        """As `run`."""
+        self.run(images)
+        with translated("reading logits"):
+            logits: Logits = self._buffers.logits[: len(images)].get()
+        return logits
+
+    def replay(self) -> None:
+        """Queue the network alone, on the device, on what it was last given: for timing it."""
+        if self._replay is None:
+            self._buffers.copy_in()
+            self._replay = captured(self._network, self._handle.stream)
+        self._replay()
+
+    def replace(self, weights: WeightFile) -> None:
+        """Copies the weights behind what is queued; of the plans of one backend the first does."""
+        self._load(weights)
+
+    def computed_rows(self, rows: int) -> int:
+        """All of the bucket."""
+        return self.batch
+
+    def _launch_timed(self) -> None:
+        start, stop = self._events
+        start.record()
+        self._launch()
+        stop.record()
+        stop.synchronize()
+        self.device_s = cupy.cuda.get_elapsed_time(start, stop) / 1e3
+
+
+def captured(queue: Launch, stream: Any) -> Launch:
+    """The launch of a CUDA graph of what `queue` queues on `stream`."""
+    stream.begin_capture()
+    queue()
+    graph = stream.end_capture()
+    graph.upload(stream)
+    return partial(graph.launch, stream)
+
+
+def host_us(launch: Launch, stream: Any) -> float:
+    """The median time of some launches, each waited for, in microseconds."""
+    times = []
+    for _ in range(_TRIALS):
+        started = time.perf_counter()
+        launch()
+        stream.synchronize()
+        times.append(time.perf_counter() - started)
+    return 1e6 * statistics.median(times)
