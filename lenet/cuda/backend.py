@@ -93,21 +93,27 @@ class CudaBackend:
             self._open(weights)
             self._arena.rewind()  # buckets share it: they run one after another
             buffers = Buffers.take(self._arena, batch, weights.model.classes)
-            host, device = self._ways(weights.model, buffers)
+            key = f"the way of {batch} rows through {weights.model.fingerprint()}"
+            host, device = self._ways(weights.model, buffers, self._remembered(key))
             launches = {way: self._ready(queue) for way, queue in host.items()}
             tried_us = {way: host_us(launch, self.stream) for way, launch in launches.items()}
-            way = self._chosen(weights.model, batch, tried_us)
+            way = self._fastest(key, tried_us)
             choice = Choice(way, tried_us, launches[way], device[way])
             return CudaPlan(buffers, self._handle, self.load, choice, not self.profile)
 
-    def _ways(self, model: Model, buffers: Buffers) -> tuple[dict[Way, Launch], dict[Way, Launch]]:
-        """Each way that is worth a try, from host to host and on the device alone."""
+    def _ways(
+        self, model: Model, buffers: Buffers, known: str | None
+    ) -> tuple[dict[Way, Launch], dict[Way, Launch]]:
+        """The way that is `known` to be the fastest, or each that is worth a try.
+
+        From host to host, and on the device alone.
+        """
         host: dict[Way, Launch] = {}
         device: dict[Way, Launch] = {}
-        if self._whole is not None and buffers.rows <= whole.MAX_ROWS:
+        if self._whole is not None and buffers.rows <= whole.MAX_ROWS and known != "layers":
             host["whole"] = partial(self._whole.queue_from_host, buffers)
             device["whole"] = partial(self._whole.queue, buffers)
-        if self._whole is None or buffers.rows >= _LAYERS_FROM_ROWS:
+        if not host or (buffers.rows >= _LAYERS_FROM_ROWS and known != "whole"):
             network = Layers(model, buffers, self._tools())
             host["layers"] = partial(_queue_copies, network, buffers)
             device["layers"] = network.queue
@@ -155,20 +161,19 @@ class CudaBackend:
                 return
             self._weights["whole"] = tensors
 
-    def _chosen(self, model: Model, batch: int, tried_us: Mapping[Way, float]) -> Way:
-        """The fastest way; of several contexts, and at the next start, the same one again."""
+    def _remembered(self, key: str) -> str | None:
+        return None if self._cache is None else self._cache.get(self._here(key))
+
+    def _fastest(self, key: str, tried_us: Mapping[Way, float]) -> Way:
+        """Kept for other contexts and the next start: all are to take the same way."""
         fastest = min(tried_us, key=tried_us.__getitem__)
-        if self._cache is None or len(tried_us) == 1:
-            return fastest
-        where = f"{self._handle.name} | {self.precision}"
-        key = f"{where} | the way of {batch} rows through {model.fingerprint()}"
-        with self._cache.lock:
-            known = self._cache.get(key)
-            for way in tried_us:
-                if way == known:
-                    return way
-            self._cache.put(key, fastest)
+        if self._cache is not None and len(tried_us) > 1:
+            with self._cache.lock:
+                self._cache.put(self._here(key), fastest)
         return fastest
+
+    def _here(self, key: str) -> str:
+        return f"{self._handle.name} | {self.precision} | {key}"
 
     def _tools(self) -> Tools:
         return Tools(
