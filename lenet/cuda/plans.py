@@ -1,4 +1,4 @@
-"""The choice of a cuDNN plan for an operation: by heuristic, or by trying all of them once.
+"""The choice of a cuDNN plan for an operation: the first that works, or the fastest of all.
 
 cuDNN offers some ten plans for an operation, and the one it would take is often not the fastest:
 455 us against 287 for a 24 -> 50 channel 5x5 convolution (fp16, H200, 2026-11-20). What was
@@ -10,7 +10,7 @@ It refuses to take memory while a captured graph holds the workspace.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,8 +50,8 @@ class Plan:
 class Planner:
     """Makes the plan of an operation, each once; all share one workspace.
 
-    With `autotune` all plans of an operation are tried, or the first `most`: those come first that
-    cuDNN believes to be fast.
+    With `autotune` all plans of an operation are tried, or the first `most` that can be captured:
+    those come first that cuDNN believes to be fast. Without, the first of them is taken.
     """
 
     def __init__(
@@ -100,50 +100,39 @@ class Planner:
         """The index of the chosen plan, built."""
         count = graph.get_execution_plan_count()
         if not tune:
-            return _first(graph, range(count))
+            return self._fastest(operation, graph, count, 1)
         if self._cache is None:
-            return self._fastest(operation, graph, count)
+            return self._fastest(operation, graph, count, self._most)
         key = f"{self._handle.name} | cuDNN {self._handle.cudnn_version} | {operation}"
         names = [graph.get_plan_name_at_index(index) for index in range(count)]
         with self._cache.lock:
             known = self._cache.get(key)
             if known in names:
-                return _first(graph, [names.index(known)])
-            best = self._fastest(operation, graph, count)
+                best = names.index(known)
+                graph.build_plan_at_index(best)
+                return best
+            best = self._fastest(operation, graph, count, self._most)
             self._cache.put(key, names[best])
         return best
 
-    def _fastest(self, operation: Operation, graph: Any, count: int) -> int:
-        """Try all plans; the index of the fastest, built."""
+    def _fastest(self, operation: Operation, graph: Any, count: int, most: int | None) -> int:
+        """The index of the fastest, built, of the first `most` plans that can be captured."""
         times: dict[int, float] = {}
         problem: Exception | None = None
         for index in range(count):
-            if len(times) == self._most:
+            if len(times) == most:
                 break
             try:
                 graph.build_plan_at_index(index)
                 size = graph.get_workspace_size_plan_at_index(index)
                 times[index] = _replayed_us(self._handle, graph, operation, size)
             except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
-                problem = exc  # it cannot be built, or not be run
+                problem = exc  # it cannot be built, or not be run, or not be captured
         if not times:
             raise RuntimeError(f"none of {count} plans can be used: {problem}")
         best = min(times, key=times.__getitem__)
         graph.build_plan_at_index(best)
         return best
-
-
-def _first(graph: Any, indices: Iterable[int]) -> int:
-    """Build the first of the plans that can be built."""
-    problem: Exception | None = None
-    for index in indices:
-        try:
-            graph.build_plan_at_index(index)
-        except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
-            problem = exc
-        else:
-            return index
-    raise RuntimeError(f"no plan can be built: {problem}")
 
 
 def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_bytes: int) -> float:
