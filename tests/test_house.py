@@ -50,7 +50,8 @@ def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
     edge = {name for package in (lenet, service, trainer) for name in every_module(package)}
     edge = {name for name in edge if needs_gpu(name)}
     assert edge >= {f"lenet.cuda.{name}" for name in ("cublas", "kernels", "memory", "plans")}
-    pure = {f"lenet.cuda.{name}" for name in ("graphs", "handle", "packing", "plan_cache")}
+    names = ("fusion", "graphs", "handle", "packing", "plan_cache", "tail_shape")
+    pure = {f"lenet.cuda.{name}" for name in names}
     assert pure <= set(modules(lenet))
     assert all(name.startswith(("lenet.cuda.", "trainer.ops_cuda.")) for name in edge)
     code = (
