@@ -66,7 +66,6 @@ class CudaBackend:
         self._planner = Planner(
             self._handle, self._workspace, cache, cache is not None, _PLANS_TRIED
         )
-        self._file: WeightFile | None = None
         self._weights: dict[Way, DeviceWeights] = {}
         self._whole: Whole | None = None
 
