@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeAlias
@@ -125,7 +126,13 @@ class CudaPlan:
 def captured(queue: Launch, stream: Any) -> Launch:
     """The launch of a CUDA graph of what `queue` queues on `stream`."""
     stream.begin_capture()
-    queue()
+    try:
+        queue()
+    except BaseException:
+        # A thread that captures cannot even give its handles back; what failed is to be told.
+        with suppress(RuntimeError):
+            stream.end_capture()
+        raise
     graph = stream.end_capture()
     graph.upload(stream)
     return partial(graph.launch, stream)
