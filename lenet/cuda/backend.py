@@ -16,7 +16,7 @@ import numpy as np
 
 from lenet.cuda import whole
 from lenet.cuda.bucket import Choice, CudaPlan, Launch, Way, captured, host_us
-from lenet.cuda.fusion import is_whole, pack_layers, pack_whole
+from lenet.cuda.fusion import check, is_whole, pack_layers, pack_whole
 from lenet.cuda.graphs import Precision
 from lenet.cuda.handle import Handle, translated
 from lenet.cuda.kernels import FOLDER, Kernels
@@ -86,7 +86,10 @@ class CudaBackend:
         return self._workspace.size_bytes
 
     def plan(self, weights: WeightFile, batch: int) -> CudaPlan:
-        """A captured graph for up to `batch` rows; the plans of one backend share the weights."""
+        """A captured graph for up to `batch` rows; the plans of one backend share the weights.
+
+        All of them are of one architecture.
+        """
         self._handle.check()
         with translated(f"making ready for {batch} rows of model {weights.model.name!r}"):
             self._open(weights)
@@ -148,6 +151,7 @@ class CudaBackend:
         if self._weights:
             self.load(weights)
             return
+        check(weights.model)
         pack = partial(pack_layers, precision=self.precision)
         self._weights["layers"] = DeviceWeights(weights, pack)
         if self.precision != "fp16" or self.profile:

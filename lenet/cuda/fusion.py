@@ -19,14 +19,31 @@ import numpy as np
 from lenet.blocks import IDENTITY, RELU, Block, ConvBlock, DenseBlock, Pool
 from lenet.cuda.graphs import Precision
 from lenet.cuda.packing import PIXEL_SCALE, first_fragments, layout, padded, whole_fragments
+from lenet.errors import BackendUnavailable
 from lenet.model import BlockShape, Model
 from lenet.pixels import HEIGHT, WIDTH
 from lenet.weightfile import WeightFile
+
+MAX_CLASSES = 32
+"""Of a network: in `last.cu` each lane of a warp writes one."""
 
 _BY_CUDNN = (IDENTITY, RELU)  # what it computes in the kernel of the convolution or product
 _MAX_FILTER_STEPS = 8  # of 16 taps: first.cu keeps its filter in registers
 _HOPPER = 90
 _WITH_PARAMETER = ("clipped_relu", "elu")
+
+
+def check(model: Model) -> None:
+    """Refuse a network that the kernels were not written for.
+
+    Raises:
+        BackendUnavailable: the message names the model and what is too large.
+    """
+    if model.classes > MAX_CLASSES:
+        raise BackendUnavailable(
+            f"model {model.name!r} has {model.classes} classes, expected at most {MAX_CLASSES} on "
+            "a GPU; use the cpu device"
+        )
 
 
 def is_first(block: Block, precision: Precision) -> bool:

@@ -4,8 +4,18 @@ import numpy as np
 import pytest
 
 from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
-from lenet.cuda.fusion import is_first, is_fused, is_whole, pack_layers, pack_whole, whole_macros
+from lenet.cuda.fusion import (
+    MAX_CLASSES,
+    check,
+    is_first,
+    is_fused,
+    is_whole,
+    pack_layers,
+    pack_whole,
+    whole_macros,
+)
 from lenet.cuda.packing import PIXEL_SCALE, layout
+from lenet.errors import BackendUnavailable
 from lenet.model import ARCHITECTURES, Model
 
 HALVED = Pool("max")
@@ -33,6 +43,13 @@ LOGITS = DenseBlock(10, activation=IDENTITY)
 def test_the_first_kernel_takes_what_it_was_written_for(block, in_half, in_float):
     assert is_first(block, "fp16") == in_half
     assert is_first(block, "tf32") == is_first(block, "fp32") == in_float
+
+
+def test_a_network_with_more_classes_than_a_warp_has_lanes_is_refused_by_name():
+    check(Model("digits", (DenseBlock(MAX_CLASSES, activation=IDENTITY),)))
+    letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
+    with pytest.raises(BackendUnavailable, match="model 'letters' has 33 classes, expected at"):
+        check(letters)
 
 
 def test_cudnn_leaves_nothing_to_do_without_pooling_and_with_a_relu():
