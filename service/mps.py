@@ -51,14 +51,17 @@ def wanted(settings: Settings) -> bool:
 
 
 @contextlib.contextmanager
-def shared_gpu(settings: Settings) -> Iterator[None]:
+def shared_gpu(settings: Settings) -> Iterator[bool]:
     """Inside, processes that are started share the GPU through MPS if that is `wanted`.
+
+    Yields whether they do.
 
     A daemon that answers where CUDA_MPS_PIPE_DIRECTORY says, or in NVIDIA's default place, is left
     as it is. Otherwise one of our own runs as long as the block does, in a folder of its own, and
     this process's environment names it. Where neither works a warning says what that costs.
     """
     with contextlib.ExitStack() as stack:
+        shared = False
         if wanted(settings):
             try:
                 if _answers("get_server_list", os.environ, START_TIMEOUT_S):
@@ -66,9 +69,10 @@ def shared_gpu(settings: Settings) -> Iterator[None]:
                 else:
                     stack.enter_context(_daemon())
                     _log.info("MPS: started at %s", os.environ[PIPE])
+                shared = True
             except _NoMps as exc:
                 _log.warning("no MPS: %s; %s", exc, _PRICE)
-        yield
+        yield shared
 
 
 @contextlib.contextmanager

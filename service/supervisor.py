@@ -67,8 +67,8 @@ def supervise(settings: Settings) -> ExitCode:
                 name: stack.enter_context(_reserve(settings.host, port))
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
             }
-            stack.enter_context(shared_gpu(settings))
-            return _Supervisor(settings.model_copy(update=ports), signals).run()
+            mps = stack.enter_context(shared_gpu(settings))
+            return _Supervisor(settings.model_copy(update=ports), signals, mps).run()
     except FORESEEN as exc:
         _log.error("%s", exc)
         return exit_code(exc)
@@ -119,14 +119,16 @@ def _reserve(host: str, port: int) -> Iterator[int]:
 
 
 class _Supervisor:
-    def __init__(self, settings: Settings, signals: socket.socket) -> None:
+    def __init__(self, settings: Settings, signals: socket.socket, mps: bool) -> None:
         self._settings = settings
         self._signals = signals
+        self._mps = mps
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker ended that had lost its device
         self._beside: list[BaseProcess] = []  # those that lived then
+        self._ended: list[BaseProcess] = []  # of those, the ones that were not left to live
         self._stopping = False
         self._told, self._tell = self._spawn.Pipe(duplex=False)
 
@@ -191,17 +193,33 @@ class _Supervisor:
             _log.error("more than %d deaths in %g s: giving up", RESTARTS, RESTART_WINDOW_S)
             self._stop()
             return ExitCode.WORKERS
+        if self._mps and code == ExitCode.DEVICE and worker not in self._ended:
+            self._end_neighbours()
         self._workers.append(self._start())
         return ExitCode.STOPPED
 
     def _same_fault(self, worker: BaseProcess, now_s: float) -> bool:
         """Whether `worker` lost its device to the fault that took it from another before."""
+        if worker in self._ended:
+            return True
         if worker.exitcode != ExitCode.DEVICE:
             return False
         if worker in self._beside and now_s - self._fault_s < SAME_FAULT_S:
             return True
         self._fault_s, self._beside = now_s, list(self._workers)
         return False
+
+    def _end_neighbours(self) -> None:
+        """End those from whom the fault took the GPU, too: before, MPS takes no new client.
+
+        One with a batch finds out by itself, and its callers are told; one that idles does not.
+        """
+        self._ended = list(self._workers)
+        deadline_s = time.monotonic() + SAME_FAULT_S
+        for worker in self._ended:
+            worker.join(max(0.0, deadline_s - time.monotonic()))
+            worker.kill()
+            worker.join()
 
     def _reload(self) -> None:
         for worker in self._workers:  # one that died keeps its process id until it is removed

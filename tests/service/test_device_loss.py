@@ -32,6 +32,15 @@ if __name__ == "__main__":
 """
 """A service that takes itself for one on a GPU, though it computes on the CPU."""
 
+UNDER_MPS = """
+import contextlib, sys
+from service import __main__, supervisor
+if __name__ == "__main__":
+    supervisor.shared_gpu = lambda _: contextlib.nullcontext(True)
+    sys.exit(__main__.main())
+"""
+"""A service that takes its workers for neighbours under MPS."""
+
 TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 28, 28))
 INFER = pb.ModelInferRequest(inputs=[TENSOR], raw_input_contents=[bytes(784)])
 HEALTH = health_pb2.HealthCheckRequest()
@@ -210,6 +219,26 @@ def test_the_third_loss_in_a_minute_ends_the_service_with_6(start):
     assert service.wait() == ExitCode.WORKERS
     assert "more than 2 deaths in 60 s: giving up" in service.log
     assert len(service.started_workers()) == 2 + RESTARTS
+
+
+def test_under_mps_those_that_idle_are_ended_with_the_lost_one_and_all_are_replaced(
+    start, tmp_path
+):
+    program = tmp_path / "under_mps.py"
+    program.write_text(UNDER_MPS)
+    service = start("--workers", "4", "--fault-injection", program=[program]).ready(workers=4)
+    struck, *idle = service.started_workers()
+    inject(service, POISON, struck)
+    until_lost(service)
+    service.wait_for(f"ERROR .* worker {struck} ended with 7")
+    for pid in idle:
+        service.wait_for(f"ERROR .* worker {pid} ended with -9")
+    service.ready(workers=8)
+    with Caller(service) as caller:
+        assert caller.predict()[0] == 200
+    assert len(service.started_workers()) == 8
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED, "one fault, one death"
 
 
 def test_one_process_on_a_gpu_is_replaced_too_and_nobody_listens_meanwhile(start, tmp_path):
