@@ -1,8 +1,8 @@
 """Several contexts at once, host to host: threads on one GPU, and threads or processes on several.
 
 Each context is a thread with a backend of its own, which asks for the next batch as soon as it has
-an answer (a closed loop), of images in ordinary memory, four batches in turns. It refuses to add up
-what did not run at the same time.
+an answer (a closed loop): one batch again and again, in page-locked memory, where a caller's images
+would first be copied to. It refuses to add up what did not run at the same time.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 For small buckets there are two ways through the network, one kernel for all or layer by layer;
 each is measured when the bucket is made ready, and the faster one is kept. The weights lie in one
 place for all buckets, and so do the buffers of the layers: batches of one backend run one after
-another on its stream. It takes no memory once its plans are made.
+another on its stream. Once its plans are made, only other weights take memory.
 """
 
 from __future__ import annotations
