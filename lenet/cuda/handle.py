@@ -129,21 +129,34 @@ def translated(what: str) -> Iterator[None]:
         OutOfDeviceMemory: too little device memory is left.
         DeviceError: anything else that they raise; `sticky` says whether the process is lost.
     """
-    cupy, cudnn = _libraries()
     try:
         yield
-    except cupy.cuda.memory.OutOfMemoryError as exc:
-        raise _out_of_memory(what, exc, cupy.cuda.runtime) from exc
-    except (cupy.cuda.runtime.CUDARuntimeError, cupy.cuda.driver.CUDADriverError) as exc:
-        if exc.status == _OUT_OF_MEMORY:
-            raise _out_of_memory(what, exc, cupy.cuda.runtime) from exc
-        raise DeviceError(f"{what}: {exc}", sticky=exc.status in _STICKY) from exc
-    except (
+    except _foreign() as exc:  # looked for when something is raised: this is entered every batch
+        raise _translation(what, exc) from exc
+
+
+def _foreign() -> tuple[type[Exception], ...]:
+    cupy, cudnn = _libraries()
+    return (
+        cupy.cuda.memory.OutOfMemoryError,
+        cupy.cuda.runtime.CUDARuntimeError,
+        cupy.cuda.driver.CUDADriverError,
         RuntimeError,  # NCCL's is one, and the cuDNN frontend raises it for every bad status
         cudnn.cudnnGraphNotSupportedError,
         cupy.cuda.compiler.CompileException,
-    ) as exc:
-        raise DeviceError(f"{what}: {exc}") from exc
+    )
+
+
+def _translation(what: str, problem: Exception) -> DeviceError:
+    cupy, _ = _libraries()
+    cuda = cupy.cuda
+    if isinstance(problem, cuda.memory.OutOfMemoryError):
+        return _out_of_memory(what, problem, cuda.runtime)
+    if isinstance(problem, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
+        if problem.status == _OUT_OF_MEMORY:
+            return _out_of_memory(what, problem, cuda.runtime)
+        return DeviceError(f"{what}: {problem}", sticky=problem.status in _STICKY)
+    return DeviceError(f"{what}: {problem}")
 
 
 def _out_of_memory(what: str, problem: Exception, runtime: Any) -> OutOfDeviceMemory:
