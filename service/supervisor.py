@@ -125,6 +125,7 @@ class _Supervisor:
         self._mps = mps
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
+        self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker ended that had lost its device
         self._beside: list[BaseProcess] = []  # those that lived then
@@ -143,6 +144,7 @@ class _Supervisor:
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
         self._workers = [self._start() for _ in range(self._settings.workers)]
+        self._first = list(self._workers)
         outcome = ExitCode.STOPPED
         first = second = 0  # signals
         while self._workers:
@@ -182,7 +184,8 @@ class _Supervisor:
     def _after_death(self, worker: BaseProcess) -> ExitCode:
         """Replace `worker`, or stop all; the code to end with if that was the end."""
         code = worker.exitcode or 0
-        if code in _FINAL:
+        # A GPU that served the worker before may fail its successor for a moment.
+        if code in _FINAL and (code != ExitCode.BACKEND or worker in self._first):
             self._stop()
             return ExitCode(code)
         _log.error("worker %d ended with %d", worker.pid, code)

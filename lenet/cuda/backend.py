@@ -8,6 +8,7 @@ another on its stream. Once its plans are made, only other weights take memory.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from functools import partial
 from typing import Self
@@ -15,7 +16,7 @@ from typing import Self
 import numpy as np
 
 from lenet.cuda import whole
-from lenet.cuda.bucket import Choice, CudaPlan, Launch, Way, captured, host_us
+from lenet.cuda.bucket import Choice, CudaPlan, Launch, Way, captured, launched_us
 from lenet.cuda.fusion import check, is_whole, pack_layers, pack_whole
 from lenet.cuda.graphs import Precision
 from lenet.cuda.handle import Handle, translated
@@ -26,10 +27,12 @@ from lenet.cuda.plan_cache import PlanCache
 from lenet.cuda.plans import Planner
 from lenet.cuda.weights import DeviceWeights
 from lenet.cuda.whole import Whole
-from lenet.errors import DeviceError
+from lenet.errors import DeviceError, OutOfDeviceMemory
 from lenet.model import Model
 from lenet.nvtx import span
 from lenet.weightfile import WeightFile
+
+_log = logging.getLogger(__name__)
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 
@@ -98,7 +101,7 @@ class CudaBackend:
             key = f"the way of {batch} rows through {weights.model.fingerprint()}"
             host, device = self._ways(weights.model, buffers, self._remembered(key))
             launches = {way: self._ready(queue) for way, queue in host.items()}
-            tried_us = {way: host_us(launch, self.stream) for way, launch in launches.items()}
+            tried_us = {way: launched_us(launch) for way, launch in launches.items()}
             way = self._fastest(key, tried_us)
             choice = Choice(way, tried_us, launches[way], device[way])
             return CudaPlan(buffers, self._handle, self.load, choice, not self.profile)
@@ -160,7 +163,10 @@ class CudaBackend:
             tensors = DeviceWeights(weights, pack_whole)
             try:
                 self._whole = Whole(weights.model, tensors, self._kernels)
-            except DeviceError:  # larger than a block's memory: the layers can do it
+            except DeviceError as exc:
+                if exc.sticky or isinstance(exc, OutOfDeviceMemory):
+                    raise
+                _log.info("model %s goes layer by layer: %s", weights.model.name, exc)
                 return
             self._weights["whole"] = tensors
 
@@ -168,11 +174,16 @@ class CudaBackend:
         return None if self._cache is None else self._cache.get(self._here(key))
 
     def _fastest(self, key: str, tried_us: Mapping[Way, float]) -> Way:
-        """Kept for other contexts and the next start: all are to take the same way."""
+        """The same for other contexts and at the next start: what was found first counts."""
         fastest = min(tried_us, key=tried_us.__getitem__)
-        if self._cache is not None and len(tried_us) > 1:
-            with self._cache.lock:
-                self._cache.put(self._here(key), fastest)
+        if self._cache is None or len(tried_us) == 1:
+            return fastest
+        with self._cache.locked():
+            known = self._remembered(key)
+            for way in tried_us:
+                if way == known:
+                    return way
+            self._cache.put(self._here(key), fastest)
         return fastest
 
     def _here(self, key: str) -> str:

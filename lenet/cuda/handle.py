@@ -155,8 +155,13 @@ def _translation(what: str, problem: Exception) -> DeviceError:
     if isinstance(problem, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
         if problem.status == _OUT_OF_MEMORY:
             return _out_of_memory(what, problem, cuda.runtime)
-        return DeviceError(f"{what}: {problem}", sticky=problem.status in _STICKY)
+        return DeviceError(f"{what}: {problem}", sticky=is_sticky(problem))
     return DeviceError(f"{what}: {problem}")
+
+
+def is_sticky(problem: Exception) -> bool:
+    """Whether the process is lost after `problem`, an error of CuPy's."""
+    return getattr(problem, "status", None) in _STICKY
 
 
 def _out_of_memory(what: str, problem: Exception, runtime: Any) -> OutOfDeviceMemory:

@@ -8,7 +8,7 @@
 // A warp takes ROWS rows at a time, so that each weight it loads serves all of them. A row's
 // numbers do not depend on ROWS, on the grid or on its neighbours. A NaN makes its row NaN.
 //
-// Macros: SCALAR, I (a multiple of 8), CLASSES, ROWS (1 for small n, 4 from some thousands on).
+// Macros: SCALAR, I (a multiple of 8), CLASSES, ROWS (1 for small n, 2 from some thousands on).
 // Threads: a multiple of 32, at most 128. Grid: any number of blocks, best a warp for each ROWS
 // rows.
 // (The 3 in the launch bounds: left alone, nvcc 13.0 squeezes the kernel into 64 registers.)

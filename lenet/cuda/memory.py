@@ -70,12 +70,12 @@ class Workspace:
 
     @property
     def size_bytes(self) -> int:
-        """What the largest plan so far has asked for."""
-        return self._buffers[-1].nbytes if self._buffers else 0
+        """Of all buffers, those that became too small included."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def reserve(self, size_bytes: int) -> None:
         """Grow to at least `size_bytes`."""
-        if size_bytes > self.size_bytes:
+        if size_bytes > (self._buffers[-1].nbytes if self._buffers else 0):
             self._buffers.append(cupy.empty(size_bytes, cupy.uint8))
 
     @property

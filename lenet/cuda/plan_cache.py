@@ -10,6 +10,9 @@ import json
 import logging
 import os
 import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from fcntl import LOCK_EX, flock
 from pathlib import Path
 
 from lenet.files import write_atomically
@@ -26,13 +29,25 @@ def default_cache() -> Path:
 class PlanCache:
     """Choices by name, in one JSON file; whatever cannot be read there is measured anew.
 
-    `lock` is held by whoever measures, so that several threads measure each plan once.
+    Whoever measures does so while it is `locked`, so that of several threads and processes one
+    does, and the others find what it chose.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.lock = threading.Lock()
+        self._lock = threading.Lock()
         self._names = self._read()
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """No other thread or process is between these lines; what they chose before is known."""
+        with self._lock, ExitStack() as stack:
+            with suppress(OSError):  # a folder that cannot be written: then each for itself
+                self._path.parent.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context(self._path.with_suffix(".lock").open("w"))
+                flock(file, LOCK_EX)
+                self._names = {**self._names, **self._read()}
+            yield
 
     def get(self, key: str) -> str | None:
         """The name of the plan chosen under `key`."""

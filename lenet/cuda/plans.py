@@ -4,7 +4,7 @@ cuDNN offers some ten plans for an operation, and the one it would take is often
 455 us against 287 for a 24 -> 50 channel 5x5 convolution (fp16, H200, 2026-11-20). What was
 measured is kept on disk under GPU, cuDNN version and operation. Plans whose sums come out in
 another order each time are never taken: with the same plans, the same seed gives the same weights.
-It refuses to take memory while a captured graph holds the workspace.
+It refuses to know what an operation is for.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import cupy
 import numpy as np
 
 from lenet.cuda.graphs import Operation, Uid
-from lenet.cuda.handle import Handle, translated
+from lenet.cuda.handle import Handle, is_sticky, translated
 from lenet.cuda.memory import Workspace
 from lenet.cuda.plan_cache import PlanCache
 
@@ -105,7 +105,7 @@ class Planner:
             return self._fastest(operation, graph, count, self._most)
         key = f"{self._handle.name} | cuDNN {self._handle.cudnn_version} | {operation}"
         names = [graph.get_plan_name_at_index(index) for index in range(count)]
-        with self._cache.lock:
+        with self._cache.locked():
             known = self._cache.get(key)
             if known in names:
                 best = names.index(known)
@@ -127,6 +127,8 @@ class Planner:
                 size = graph.get_workspace_size_plan_at_index(index)
                 times[index] = _replayed_us(self._handle, graph, operation, size)
             except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
+                if is_sticky(exc):
+                    raise
                 problem = exc  # it cannot be built, or not be run, or not be captured
         if not times:
             raise RuntimeError(f"none of {count} plans can be used: {problem}")

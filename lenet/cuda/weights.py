@@ -44,6 +44,7 @@ class DeviceWeights:
             .reshape(packed[name].shape)
             for name, start in self._offsets.items()
         }
+        self._kept[file] = cupy.asarray(self._flat(packed))
         self._current: WeightFile | None = None
         self.load(file)
 
@@ -60,7 +61,7 @@ class DeviceWeights:
         if self._current is file:
             return
         if file not in self._kept:
-            self._kept[file] = cupy.asarray(self._flat(file))
+            self._kept[file] = cupy.asarray(self._flat(self._pack(file)))
         self._kept.move_to_end(file)
         self._buffer.data.copy_from_device_async(
             self._kept[file].data, self._size, cupy.cuda.get_current_stream()
@@ -70,9 +71,9 @@ class DeviceWeights:
             # CuPy gives memory back in the order of the stream: the copy from it comes first.
             self._kept.popitem(last=False)
 
-    def _flat(self, file: WeightFile) -> NDArray[np.uint8]:
+    def _flat(self, packed: Mapping[str, NDArray[Any]]) -> NDArray[np.uint8]:
         flat = np.zeros(self._size, np.uint8)
-        for name, tensor in self._pack(file).items():
+        for name, tensor in packed.items():
             start = self._offsets[name]
             flat[start : start + tensor.nbytes] = np.frombuffer(tensor.tobytes(), np.uint8)
         return flat

@@ -220,14 +220,30 @@ def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     assert wrong == []
 
 
-def test_a_profiled_backend_runs_without_graphs_and_answers_the_same(random_weights):
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_profiled_backend_runs_without_graphs_and_answers_the_same(precision, random_weights):
     weights = random_weights("lenet")
-    images = np.random.default_rng(6).integers(0, 256, (4, 28, 28), np.uint8)
-    _, want = answers_of(weights, 6, 4)
-    with opened("fp32", profile=True) as backend:
+    images, want = answers_of(weights, 6, 4)
+    with opened(precision, profile=True) as backend:
         plan = backend.plan(weights, 4)
         assert not plan.captured
-        assert np.abs(plan.run(images) - want).max() <= 1e-5
+        assert np.abs(plan.run(images) - want).max() <= LARGEST[precision]
+
+
+def test_a_context_proves_other_weights_and_goes_back_and_forth_between_both(random_weights):
+    files = [random_weights("lenet", seed) for seed in (0, 1)]
+    images = np.random.default_rng(7).integers(0, 256, (40, 28, 28), np.uint8)
+    with ExecutionContext(open_backend(Target("cuda")), files[0], 64) as context:
+        context.warm_up()
+        before = context.run(images).tobytes()
+        context.stage(files[1])
+        assert context.run(images).tobytes() == before
+        context.replace_weights(files[1])
+        after = context.run(images)
+        exact = reference.softmax(reference.logits(files[1].model, files[1].tensors, images))
+        assert np.abs(after - exact).max() <= LARGEST["fp16"]
+        context.replace_weights(files[0])
+        assert context.run(images).tobytes() == before
 
 
 def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):

@@ -270,11 +270,23 @@ def test_the_port_of_another_service_is_not_shared_when_nobody_listens_there_yet
 
 
 def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
-    made = puppets(*[-9] * 10, ExitCode.BACKEND, -9)
+    made = puppets(*[-9] * 10, ExitCode.WEIGHTS, -9)
     clock = iter(range(0, 2000, 61))
     monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
-    assert supervise(settings) is ExitCode.BACKEND
+    assert supervise(settings) is ExitCode.WEIGHTS
     assert len(made) == 12
+
+
+def test_a_backend_that_cannot_run_ends_the_service_when_it_never_ran(puppets, settings):
+    made = puppets(ExitCode.BACKEND, -9)
+    assert supervise(settings) is ExitCode.BACKEND
+    assert len(made) == 2
+
+
+def test_a_backend_that_fails_a_replacement_is_one_death_more(puppets, settings):
+    made = puppets(-9, *[ExitCode.BACKEND] * 20)
+    assert supervise(settings.model_copy(update={"workers": 1})) is ExitCode.WORKERS
+    assert len(made) == 1 + RESTARTS
 
 
 def test_workers_that_lose_their_device_together_count_once(puppets, settings):

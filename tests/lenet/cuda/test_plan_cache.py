@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import threading
 from pathlib import Path
 
 import pytest
@@ -145,3 +146,30 @@ def test_plans_are_kept_below_the_users_cache_when_no_place_is_named(monkeypatch
             monkeypatch.setenv("XDG_CACHE_HOME", value)
         monkeypatch.setenv("HOME", str(tmp_path / "home"))
         assert default_cache() == tmp_path / "home" / ".cache" / "lenet-serve" / "plans.json"
+
+
+def test_a_choice_is_made_once_by_several_that_come_to_it_together(path):
+    together, made = threading.Barrier(4), []
+
+    def choose(name):
+        cache = PlanCache(path)
+        together.wait(30)
+        with cache.locked():
+            if cache.get(KEY) is None:
+                made.append(name)
+                cache.put(KEY, name)
+        assert cache.get(KEY) == made[0]
+
+    threads = [threading.Thread(target=choose, args=(f"eng{number}",)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(made) == 1
+    assert PlanCache(path).get(KEY) == made[0]
+
+
+def test_a_folder_that_cannot_be_made_keeps_nobody_from_choosing(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    with PlanCache(tmp_path / "file" / "plans.json").locked() as nothing:
+        assert nothing is None
