@@ -162,13 +162,16 @@ class CudaBackend:
         if is_whole(weights.model, self._handle.capability):
             tensors = DeviceWeights(weights, pack_whole)
             try:
-                self._whole = Whole(weights.model, tensors, self._kernels)
+                network = Whole(weights.model, tensors, self._kernels)
+                with translated("running a network as one kernel"):
+                    network.queue(Buffers.take(self._arena, 1, weights.model.classes))
+                    self.stream.synchronize()
             except DeviceError as exc:
                 if exc.sticky or isinstance(exc, OutOfDeviceMemory):
                     raise
                 _log.info("model %s goes layer by layer: %s", weights.model.name, exc)
                 return
-            self._weights["whole"] = tensors
+            self._whole, self._weights["whole"] = network, tensors
 
     def _remembered(self, key: str) -> str | None:
         return None if self._cache is None else self._cache.get(self._here(key))
