@@ -23,6 +23,7 @@ import numpy as np
 from benchmarks.arguments import positive_int
 from benchmarks.machine import commit
 from benchmarks.peers.torch_training import PeerMissing, measure
+from benchmarks.stopwatch import cupy_timer
 from lenet.cuda.plan_cache import PlanCache, default_cache
 from lenet.errors import LeNetError
 from lenet.model import named
@@ -81,16 +82,8 @@ def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[lis
         repeat = ops.record(lambda: take_step(network, optimizer, progress))
         for _ in range(STEPS):
             repeat()
-        stream = cupy.cuda.get_current_stream()
-        times = []
-        for _ in range(rounds):
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(stream)
-            for _ in range(STEPS):
-                repeat()
-            stop.record(stream)
-            stop.synchronize()
-            times.append(1e3 * cupy.cuda.get_elapsed_time(start, stop) / STEPS)
+        time_us = cupy_timer(cupy.cuda.get_current_stream())
+        times = [time_us(repeat, STEPS) / STEPS for _ in range(rounds)]
         memory = ops.memory_bytes
     cupy.get_default_memory_pool().free_all_blocks()
     return times, memory

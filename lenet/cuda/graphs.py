@@ -12,7 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from lenet.blocks import Pair
 from lenet.model import window_count
@@ -123,6 +123,9 @@ class Product:
     k: int
     bias: bool = False
     relu: bool = False
+
+    def __post_init__(self) -> None:
+        assert self.precision in get_args(TensorCores), f"bug: a product in {self.precision}"
 
     def tensor_bytes(self) -> dict[Uid, int]:
         """The size of each tensor that a plan is given."""

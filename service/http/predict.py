@@ -73,14 +73,18 @@ def predict_route(
             finally:
                 bodies.release(len(body))
             clock.record("decode")
+            left_s = _left(within_s, clock)
             with cancelled_on_disconnect(request):
-                prediction = await predictor.predict(
-                    images,
-                    clock,
-                    model=parameters.get("model", ""),
-                    version=parameters.get("version", ""),
-                    timeout_s=_left(within_s, clock),
-                )
+                try:
+                    prediction = await predictor.predict(
+                        images,
+                        clock,
+                        model=parameters.get("model", ""),
+                        version=parameters.get("version", ""),
+                        timeout_s=left_s,
+                    )
+                except DeadlineExceeded as exc:  # which knows only what was left
+                    raise DeadlineExceeded(f"no answer within {within_s * 1e3:.0f} ms") from exc
             clock.lap()
             binary = _accepts_binary(request.headers.get("accept", ""))
             content = _as_bytes(prediction) if binary else _as_json(prediction)

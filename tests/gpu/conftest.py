@@ -1,12 +1,16 @@
-"""The GPU as a fixture, and how arrays of the reference get there and back."""
+"""The GPU as a fixture, how arrays get there and back, and the skip where there is none."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from lenet.cuda.handle import devices
+from lenet.errors import BackendUnavailable
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "mixed": 5e-3}
 """The largest ||got - expected|| / ||expected|| of one operation, forward or gradient: float32
@@ -17,6 +21,28 @@ def relative(got: np.ndarray, expected: np.ndarray) -> float:
     assert got.shape == expected.shape
     assert np.isfinite(got).all()
     return float(np.linalg.norm(got - expected) / max(np.linalg.norm(expected), 1e-30))
+
+
+class WithoutGpu(pytest.Module):
+    """A module that is not even imported: it could not find CuPy."""
+
+    reason = ""
+
+    def collect(self) -> Iterator[pytest.Item]:
+        pytest.skip(f"needs a GPU: {self.reason}", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(
+    module_path: Path, parent: pytest.Collector
+) -> pytest.Module | None:
+    """Skip every module here where there is no GPU, with what is missing."""
+    try:
+        devices()
+    except BackendUnavailable as exc:
+        module = WithoutGpu.from_parent(parent, path=module_path)
+        module.reason = str(exc)
+        return module
+    return None
 
 
 class Bench:

@@ -8,26 +8,18 @@ import threading
 from functools import cache
 from pathlib import Path
 
+import cupy
 import numpy as np
 import pytest
 
 from lenet import reference
 from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.context import ExecutionContext, Target, buckets, open_backend
-from lenet.cuda.handle import devices
-from lenet.errors import BackendUnavailable, OutOfDeviceMemory
-from lenet.model import ARCHITECTURES, Model
-from lenet.weightfile import WeightFile
-
-try:
-    devices()
-except BackendUnavailable as exc:
-    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
-
-import cupy
-
 from lenet.cuda.backend import CudaBackend
 from lenet.cuda.plan_cache import PlanCache
+from lenet.errors import OutOfDeviceMemory
+from lenet.model import ARCHITECTURES, Model
+from lenet.weightfile import WeightFile
 
 PRECISIONS = ("fp32", "tf32", "fp16")
 LARGEST, AVERAGE = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 5e-3}, 1e-4

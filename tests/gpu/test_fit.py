@@ -6,15 +6,7 @@ import re
 
 import pytest
 
-from lenet.cuda.handle import devices
-from lenet.errors import BackendUnavailable
 from lenet.weightfile import WeightFile
-
-try:
-    devices()
-except BackendUnavailable as exc:
-    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
-
 from trainer import loop
 from trainer.__main__ import main
 

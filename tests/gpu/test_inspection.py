@@ -5,16 +5,8 @@ from __future__ import annotations
 import pytest
 
 from lenet.blocks import IDENTITY, ConvBlock, DenseBlock
-from lenet.cuda.handle import devices
 from lenet.cuda.plan_cache import PlanCache
-from lenet.errors import BackendUnavailable
 from lenet.model import Model, named
-
-try:
-    devices()
-except BackendUnavailable as exc:
-    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
-
 from trainer.calls import step_calls
 from trainer.inspection import measure, report
 

@@ -8,15 +8,7 @@ import numpy as np
 import pytest
 
 from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
-from lenet.cuda.handle import devices
-from lenet.errors import BackendUnavailable
 from lenet.model import Model, named, window_count
-
-try:
-    devices()
-except BackendUnavailable as exc:
-    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
-
 from trainer.augment import Limits
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
@@ -321,14 +313,11 @@ def test_ten_steps_in_reduced_precision_stay_near_float64(make_bench, model, pre
     _, theirs, wanted = trained(bench.cpu, model, run, 10, record=False)
     before = initial_tensors(model, np.random.default_rng(1))
     assert losses == pytest.approx(wanted, rel=5e-3)
-    # By layer: what is left of a shift's gradient, when most of it cancels out, is mostly rounding.
-    for layer in {name.partition(".")[0] for name in theirs}:
-        names = [name for name in theirs if name.startswith(f"{layer}.")]
-        moved, want = (
-            np.concatenate([(tensors[name] - before[name]).ravel() for name in names])
-            for tensors in (ours, theirs)
-        )
-        assert relative(moved, want) <= 0.1, layer
+    # What rounding to half alone does, by NumPy: at most 0.12, to the shift of conv1 in "small",
+    # most of whose gradient cancels out.
+    most = 0.2 if precision == "mixed" else 0.1
+    for name, want in theirs.items():
+        assert relative(ours[name] - before[name], want - before[name]) <= most, name
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])

@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import json
 
+import cupy
 import numpy as np
 import pytest
 
 from lenet.blocks import ConvBlock
 from lenet.cuda.graphs import Convolution, Product, Uid
-from lenet.cuda.handle import Handle, devices
-from lenet.errors import BackendUnavailable
-
-try:
-    devices()
-except BackendUnavailable as exc:
-    pytest.skip(f"needs a GPU: {exc}", allow_module_level=True)
-
-import cupy
-
+from lenet.cuda.handle import Handle
 from lenet.cuda.memory import Workspace
 from lenet.cuda.plan_cache import PlanCache
 from lenet.cuda.plans import Planner

@@ -6,14 +6,10 @@ import numpy as np
 import pytest
 
 from lenet.cuda.handle import devices
-from lenet.errors import BackendUnavailable
 from lenet.model import named
 
-try:
-    if devices() < 2:
-        pytest.skip("needs two GPUs, found one", allow_module_level=True)
-except BackendUnavailable as exc:
-    pytest.skip(f"needs two GPUs: {exc}", allow_module_level=True)
+if devices() < 2:
+    pytest.skip("needs two GPUs, found one", allow_module_level=True)
 
 from trainer.augment import Limits
 from trainer.devices import on_devices
@@ -61,7 +57,8 @@ def test_two_gpus_train_what_one_would_batch_norm_and_dropout_included():
     assert losses == pytest.approx(alone, rel=1e-5)
     before = initial_tensors(named("lenet"), np.random.default_rng(1))
     for name, want in wanted.items():
-        # A maximum or a ReLU that rounding decides the other way moves single weights.
+        # A maximum or a ReLU that rounding decides the other way moves single weights: NumPy in
+        # float32 against float64 differs by up to 5e-3 here.
         moved = np.linalg.norm(want - before[name])
         assert np.linalg.norm(tensors[name] - want) <= 1e-2 * moved, name
 

@@ -102,6 +102,11 @@ def test_tensors_are_as_large_as_those_of_numpy_when_multiplied(m, n, k, bias):
         assert product.operations == 2 * y.sum()
 
 
+def test_a_product_that_cudnn_would_round_to_tf32_behind_ones_back_is_a_bug():
+    with pytest.raises(AssertionError, match="a product in fp32"):
+        Product("fp32", 1, 8, 8)
+
+
 class Node(SimpleNamespace):
     """A tensor of a graph: `made` says by what, and the setters fill the rest in."""
 

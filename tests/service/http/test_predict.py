@@ -321,11 +321,6 @@ async def test_an_answer_in_time_is_an_answer_when_a_timeout_is_asked_for(served
     assert (await served.post(one, x_request_timeout_ms=value)).status_code == 200
 
 
-def waited_ms(error):
-    """What is left of a deadline when the images are decoded is how long they may wait."""
-    return int(re.fullmatch(r"no answer within (\d+) ms", error.message)[1])
-
-
 async def test_a_request_that_waits_too_long_is_a_504_and_its_rows_are_dropped(
     served, hold, refusal, one
 ):
@@ -333,7 +328,7 @@ async def test_a_request_that_waits_too_long_is_a_504_and_its_rows_are_dropped(
     await hold.begun()
     late = await served.post(one + one, x_request_timeout_ms="30")
     error = refusal(late, 504, "deadline_exceeded")
-    assert 0 < waited_ms(error) <= 30
+    assert "30 ms" in error.message
     hold.release()
     assert (await first).status_code == 200
     assert await served.value("lenet_rows_dropped_total", reason="late") == 2
@@ -346,7 +341,7 @@ async def test_the_services_own_deadline_holds_when_a_longer_one_is_asked_for(
     async with open_app(request_timeout_ms=40) as served:
         for headers in ({}, {"x_request_timeout_ms": "3600000"}):
             error = refusal(await served.post(one, **headers), 504, "deadline_exceeded")
-            assert 0 < waited_ms(error) <= 40
+            assert "40 ms" in error.message
         hold.release()
 
 
