@@ -167,7 +167,9 @@ class CudaBackend:
             try:
                 network = Whole(weights.model, tensors, self._kernels)
                 with translated("running a network as one kernel"):
-                    network.queue(Buffers.take(self._arena, 1, weights.model.classes))
+                    black = Buffers.take(self._arena, 1, weights.model.classes)
+                    black.copy_in()
+                    network.queue(black)
                     self.stream.synchronize()
             except DeviceError as exc:
                 if exc.sticky or isinstance(exc, OutOfDeviceMemory):

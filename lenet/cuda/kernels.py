@@ -31,7 +31,7 @@ class Kernels:
         """The function `name` of the CUDA file `source`, compiled with `macros`.
 
         Raises:
-            DeviceError: it does not compile; the message is the compiler's.
+            DeviceError: it does not compile, with the compiler's message, or cannot be loaded.
         """
         self._handle.check()
         words = tuple(sorted((key, _literal(value)) for key, value in macros.items()))
@@ -43,7 +43,8 @@ class Kernels:
                 module = cupy.RawModule(code=source.read_text(), options=tuple(options))
                 module.compile()
             self._modules[key] = module
-        return self._modules[key].get_function(name)
+        with translated(f"loading {name} of {source.name}"):
+            return self._modules[key].get_function(name)
 
 
 def _literal(value: str | int | float) -> str:
