@@ -12,6 +12,22 @@ from lenet.pixels import Images, Logits, Probabilities
 from lenet.weightfile import WeightFile
 
 
+class Launched(Protocol):
+    """A batch that a device computes while its caller does something else."""
+
+    def done(self) -> bool:
+        """Whether it is computed.
+
+        Raises:
+            DeviceError: it failed.
+        """
+        ...
+
+    def collect(self) -> Probabilities:
+        """Its probabilities, once it is done."""
+        ...
+
+
 class Plan(Protocol):
     """One network made ready for batches of up to `batch` rows, on the thread that made it."""
 
@@ -22,6 +38,16 @@ class Plan(Protocol):
 
     def run(self, images: Images) -> Probabilities:
         """Probabilities of `images`, uint8 (n, 28, 28), 1 <= n <= batch."""
+        ...
+
+    def launch(self, images: Images) -> Launched | None:
+        """As `run`, but it does not wait and works from any thread; None where only `run` can.
+
+        One batch at a time: it is done before the next `launch` or `run` of the same backend.
+
+        Raises:
+            DeviceError: it cannot be started.
+        """
         ...
 
     def logits(self, images: Images) -> Logits:

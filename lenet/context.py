@@ -1,6 +1,7 @@
 """One batch in flight: an execution context and the plans it holds.
 
-A context belongs to the thread that made it, as the handles of a GPU backend do. It owns one plan
+A context belongs to the thread that made it, as the handles of a GPU backend do; what a GPU
+computes by itself, another thread may launch. It owns one plan
 for each bucket (1, 2, 4, ... largest), builds all of them before the first request, and proves the
 weights on the way. It refuses requests larger than its largest bucket: splitting is the queue's
 work.
@@ -10,12 +11,14 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
-from lenet.backend import Backend, Plan
+from lenet.backend import Backend, Launched, Plan
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.nvtx import span
@@ -95,7 +98,7 @@ def buckets(largest: int) -> tuple[int, ...]:
 
 @dataclass(slots=True)
 class ContextStatistics:
-    """What a context has done since it was made; written by its thread, read by any."""
+    """What a context has done since it was made; written by who runs batches, read by any."""
 
     device: str = ""
     batches: int = 0
@@ -113,6 +116,28 @@ class ContextStatistics:
     """The part of it that is scratch."""
 
 
+@dataclass(frozen=True, slots=True)
+class LaunchedBatch:
+    """What `ExecutionContext.launch` started; counted when it is collected."""
+
+    _launched: Launched
+    _count: Callable[[], None]
+
+    def done(self) -> bool:
+        """Whether it is computed; see `lenet.backend.Launched`.
+
+        Raises:
+            DeviceError: it failed.
+        """
+        return self._launched.done()
+
+    def collect(self) -> Probabilities:
+        """Its probabilities, once it is done."""
+        probabilities = self._launched.collect()
+        self._count()
+        return probabilities
+
+
 class ExecutionContext:
     """Runs batches of 1 to `largest` images on one backend, on one thread.
 
@@ -120,7 +145,8 @@ class ExecutionContext:
 
     Raises:
         GoldenMismatch: from `warm_up`, `stage` and `replace_weights`, the weights fail their proof.
-        WrongThread: from every method but `statistics`, called on a thread not its own.
+        WrongThread: from every method but `statistics` and `launch`, called on a thread not its
+            own.
     """
 
     def __init__(self, backend: Backend, weights: WeightFile, largest: int) -> None:
@@ -154,9 +180,31 @@ class ExecutionContext:
         """Probabilities float32 (n, classes) of uint8 (n, 28, 28), 1 <= n <= largest."""
         self._check()
         rows = len(images)
-        assert 1 <= rows <= self._buckets[-1], f"bug: a batch of {rows} rows"
-        plan = self._plans[self._buckets[(rows - 1).bit_length()]]
+        plan = self._plan(rows)
         probabilities = plan.run(images)
+        self._count(plan, rows)
+        return probabilities
+
+    def launch(self, images: Images) -> LaunchedBatch | None:
+        """As `run`, but it does not wait and may be called by any thread, as what it returns.
+
+        No other method may be called between this and `collect`. None where only `run` can do it.
+
+        Raises:
+            DeviceError: the batch cannot be started.
+        """
+        rows = len(images)
+        plan = self._plan(rows)
+        launched = plan.launch(images)
+        return (
+            None if launched is None else LaunchedBatch(launched, partial(self._count, plan, rows))
+        )
+
+    def _plan(self, rows: int) -> Plan:
+        assert 1 <= rows <= self._buckets[-1], f"bug: a batch of {rows} rows"
+        return self._plans[self._buckets[(rows - 1).bit_length()]]
+
+    def _count(self, plan: Plan, rows: int) -> None:
         statistics = self.statistics
         statistics.batches += 1
         statistics.rows += rows
@@ -164,7 +212,6 @@ class ExecutionContext:
         statistics.graph_hits += plan.captured
         statistics.graph_misses += not plan.captured
         statistics.device_s = plan.device_s
-        return probabilities
 
     def poison(self) -> None:
         """Break the device on purpose: see `lenet.backend.Backend.poison`."""

@@ -34,6 +34,9 @@ class CpuPlan:
         probabilities: Probabilities = self.session.run([PROBABILITIES], {IMAGES: images})[0]
         return probabilities
 
+    def launch(self, images: Images) -> None:
+        """Nothing: the runtime computes on the thread that calls."""
+
     def logits(self, images: Images) -> Logits:
         """Logits of the same rows."""
         logits: Logits = self.session.run([LOGITS], {IMAGES: images})[0]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from functools import partial
 from typing import Literal, Protocol
 
@@ -129,19 +130,17 @@ class Batcher:
             What a context found wrong with `model`, which then is never served; None if nothing.
         """
         for worker in self._pool.workers:
-            try:
-                async with self._pool.taken(worker):
-                    staged = worker.stage(model.weights)
-                    (error,) = await asyncio.gather(staged, return_exceptions=True)
-            finally:
-                self._schedule()  # rows may have waited for this context
+            async with self._taken(worker):
+                staged = worker.stage(model.weights)
+                (error,) = await asyncio.gather(staged, return_exceptions=True)
             if isinstance(error, Exception):
                 return error
         self._model = model
         if older := [request.answer for request in self._requests]:
             await asyncio.wait(older)
-        resting = [worker.replace_weights(model.weights) for worker in self._pool.workers]
-        await asyncio.gather(*resting)
+        for worker in self._pool.workers:
+            async with self._taken(worker):
+                await worker.replace_weights(model.weights)
         return None
 
     async def drain(self, timeout_s: float) -> None:
@@ -165,6 +164,14 @@ class Batcher:
         if self._timer is not None:
             self._timer.cancel()
         self._fail(list(self._requests), _lost)
+
+    @asynccontextmanager
+    async def _taken(self, worker: Worker) -> AsyncIterator[None]:
+        try:
+            async with self._pool.taken(worker):
+                yield
+        finally:
+            self._schedule()  # rows may have waited for this context
 
     def _schedule(self) -> None:
         # Not at once: every request that arrives in this turn of the loop joins the batch.
@@ -222,14 +229,6 @@ class Batcher:
             result = future.result()
             answered = len(result.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
-            self._observer.batch_done(
-                cut.rows,
-                result.compute_s,
-                self._pool.busy,
-                device_s=result.device_s,
-                padding_rows=result.padding_rows,
-                graph_hit=result.graph_hit,
-            )
             now = self._loop.time()
             row = 0
             for segment in cut.segments:
@@ -237,6 +236,8 @@ class Batcher:
                 part = result.probabilities[row : row + rows]
                 segment.entry.deliver(segment.start, part, now)
                 row += rows
+            # In the turn after the callers', who do not wait for it.
+            self._loop.call_soon(self._note, cut, result)
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
         self._note_idle()
@@ -270,6 +271,16 @@ class Batcher:
                 error = make_error()
                 error.__cause__ = cause
                 request.answer.set_exception(error)
+
+    def _note(self, cut: Cut[Request], result: BatchResult) -> None:
+        self._observer.batch_done(
+            cut.rows,
+            result.compute_s,
+            self._pool.busy,
+            device_s=result.device_s,
+            padding_rows=result.padding_rows,
+            graph_hit=result.graph_hit,
+        )
 
     def _note_idle(self) -> None:
         if not len(self._queue) and not self._in_flight:

@@ -10,7 +10,7 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeAlias
 
-from lenet.context import ExecutionContext
+from lenet.context import ExecutionContext, LaunchedBatch
 from lenet.pixels import Images, Probabilities
 
 _log = logging.getLogger(__name__)
@@ -30,6 +30,11 @@ class Faults:
         _log.warning("a fault waits for the next batch: %s", fault)
         self._waiting.put(fault)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether the next batch has a fault."""
+        return not self._waiting.empty()
+
     def strike(self, context: ExecutionContext) -> None:
         """Let `context`, whose thread calls, have the fault that waits, if one does."""
         try:
@@ -47,6 +52,10 @@ class FaultyContext(ExecutionContext):
     """A context that asks `faults` before each batch."""
 
     faults: Faults
+
+    def launch(self, images: Images) -> LaunchedBatch | None:
+        """None for a batch that has a fault: it strikes on the context's own thread."""
+        return None if self.faults.waiting else super().launch(images)
 
     def run(self, images: Images) -> Probabilities:
         """As its base; see `lenet.context.ExecutionContext.run`."""

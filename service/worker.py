@@ -1,7 +1,9 @@
 """One thread with its ExecutionContext, and the batches that it is given one by one.
 
-A context is bound to its thread for life: it is made, driven and closed here. A device that is lost
-is reported. It refuses to know other threads: that is the pool's.
+A context is bound to its thread for life: it is made, warmed, reloaded and closed there. Its
+batches run there too, or, where the device computes by itself, the event loop launches them and
+looks for their end: that saves the way to another thread and back. A device that is lost is
+reported. It refuses to know other contexts: that is the pool's.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from lenet.context import ContextStatistics, ExecutionContext
+from lenet.context import ContextStatistics, ExecutionContext, LaunchedBatch
 from lenet.errors import DeviceError
 from lenet.nvtx import span
 from lenet.pixels import Images, Probabilities
@@ -55,7 +57,7 @@ class BatchResult:
 class Worker:
     """One thread and its context, on the device of number `device`.
 
-    `begun` and `done` count what its thread took on and finished, `opening_s` and `warm_up_s` say
+    `begun` and `done` count what was taken on and finished, `opening_s` and `warm_up_s` say
     how long the two halves of its start took.
     """
 
@@ -66,6 +68,8 @@ class Worker:
         self.opening_s = self.warm_up_s = 0.0
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
+        self._context: ExecutionContext | None = None
+        self._launched: asyncio.Future[BatchResult] | None = None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._make_context = make_context
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -78,7 +82,23 @@ class Worker:
         It is computed with `weights`, which are to be proven on this context: then going from
         others to them is no work.
         """
-        return self._do(partial(_run, images=images, weights=weights))
+        context = self._context
+        assert context is not None, "bug: not warmed up"
+        if context.weights is not weights:
+            return self._do(partial(_run, images=images, weights=weights))
+        batch = _Batch(context.statistics)
+        try:
+            launched = context.launch(images)
+        except DeviceError as exc:
+            self._look_at_error(exc)
+            raise
+        if launched is None:
+            return self._do(partial(_run, images=images, weights=weights))
+        assert self._launched is None, "bug: two batches at once on one context"
+        self.begun += 1
+        self._launched = self._loop.create_future()
+        self._loop.call_soon(self._look, launched, batch, self._launched)
+        return self._launched
 
     def stage(self, weights: WeightFile) -> asyncio.Future[None]:
         """Prove `weights` between two batches; the served ones stay what they were."""
@@ -95,10 +115,34 @@ class Worker:
 
     async def close(self) -> None:
         """Close the context on its thread and end the thread, or leave it behind if it hangs."""
-        self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
+        if self._launched is not None:
+            await asyncio.wait([self._launched], timeout=CLOSE_TIMEOUT_S)
+        if self._launched is None:
+            self._jobs.put(None)
+            await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
             _log.error("%s hangs: not closed after %g s", self._thread.name, CLOSE_TIMEOUT_S)
+
+    def _look(
+        self, launched: LaunchedBatch, batch: _Batch, future: asyncio.Future[BatchResult]
+    ) -> None:
+        """Look whether the batch is done, in every turn of the event loop until it is."""
+        outcome: BatchResult | Exception
+        try:
+            if not launched.done():
+                self._loop.call_soon(self._look, launched, batch, future)
+                return
+            outcome = batch.result(launched.collect())
+        except Exception as exc:  # noqa: BLE001 - the batch's answer: callers get it
+            self._look_at_error(exc)
+            outcome = exc
+        self._launched = None
+        self.done += 1
+        _settle(future, outcome)
+
+    def _look_at_error(self, error: Exception) -> None:
+        if isinstance(error, DeviceError) and error.sticky:
+            self._call(self._on_lost, "sticky", f"{self.name}: {error}")
 
     def _do(self, work: Callable[[ExecutionContext], T]) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
@@ -128,6 +172,7 @@ class Worker:
             return
         self.warm_up_s = time.perf_counter() - started
         self.statistics = context.statistics
+        self._context = context
         self._tell(self.ready, None)
         while (job := self._jobs.get()) is not None:
             work, future = job
@@ -135,8 +180,7 @@ class Worker:
             try:
                 outcome = work(context)
             except Exception as exc:  # noqa: BLE001 - the context's thread: callers get it
-                if isinstance(exc, DeviceError) and exc.sticky:
-                    self._call(self._on_lost, "sticky", f"{self.name}: {exc}")
+                self._look_at_error(exc)
                 self._tell(future, exc)
             else:
                 self._tell(future, outcome)
@@ -155,17 +199,30 @@ class Worker:
 def _run(context: ExecutionContext, images: Images, weights: WeightFile) -> BatchResult:
     if context.weights is not weights:
         context.replace_weights(weights)
-    statistics = context.statistics
-    padding_rows, graph_hits = statistics.padding_rows, statistics.graph_hits
-    started = time.perf_counter()
-    probabilities = context.run(images)
-    return BatchResult(
-        probabilities,
-        time.perf_counter() - started,
-        statistics.device_s,
-        statistics.padding_rows - padding_rows,
-        statistics.graph_hits > graph_hits,
-    )
+    batch = _Batch(context.statistics)
+    return batch.result(context.run(images))
+
+
+class _Batch:
+    """What the statistics of a context were when a batch began."""
+
+    __slots__ = ("_graph_hits", "_padding_rows", "_started_s", "_statistics")
+
+    def __init__(self, statistics: ContextStatistics) -> None:
+        self._statistics = statistics
+        self._padding_rows, self._graph_hits = statistics.padding_rows, statistics.graph_hits
+        self._started_s = time.perf_counter()
+
+    def result(self, probabilities: Probabilities) -> BatchResult:
+        """What came of it, now that it is done."""
+        statistics = self._statistics
+        return BatchResult(
+            probabilities,
+            time.perf_counter() - self._started_s,
+            statistics.device_s,
+            statistics.padding_rows - self._padding_rows,
+            statistics.graph_hits > self._graph_hits,
+        )
 
 
 def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:

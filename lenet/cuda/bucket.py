@@ -1,7 +1,8 @@
 """A bucket: the batch sizes that one captured graph serves, from pinned pixels to probabilities.
 
-Everything that a batch needs is queued by one launch: the copy in, the network, the copy out. It
-refuses to know how the network is computed.
+Everything that a batch needs is queued by one launch: the copy in, the network, the copy out. A
+captured graph is launched from any thread, since neither cuDNN nor cuBLAS takes part in its replay.
+It refuses to know how the network is computed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Self, TypeAlias
 
 import cupy
 
+from lenet import nvtx
 from lenet.cuda.handle import Handle, translated
 from lenet.cuda.memory import Buffers
 from lenet.nvtx import span
@@ -26,6 +28,7 @@ Way: TypeAlias = Literal["whole", "layers"]
 """Through the network: one kernel for all of it, or layer by layer."""
 
 _TIMED_EVERY = 16  # batches: asking the device's clock costs some microseconds
+_NOT_READY = 600  # of cudaError_t
 _ROUNDS, _LAUNCHES = 7, 20
 
 
@@ -62,8 +65,10 @@ class CudaPlan:
         self.captured = captured
         self.device_s: float | None = None
         self._buffers, self._handle, self._load = buffers, handle, load
+        self._device = handle.device
         self._events = cupy.cuda.Event(), cupy.cuda.Event()
-        self._batches = 0
+        self._batches = self._rows = 0
+        self._range: Any = None
         self.way, self.ways_us = choice.way, choice.tried_us
         self._launch, self._network = choice.launch, choice.network
         self._replay: Launch | None = None
@@ -71,21 +76,45 @@ class CudaPlan:
     @span("compute")
     def run(self, images: Images) -> Probabilities:
         """Copies, computes, copies back and waits."""
-        rows = len(images)
-        self.pixels[:rows] = images
-        return self.run_in_place(rows)
+        self.pixels[: len(images)] = images
+        return self.run_in_place(len(images))
 
     def run_in_place(self, rows: int) -> Probabilities:
         """As `run`, of the first `rows` of `pixels`."""
-        self._batches += 1
+        self._start(rows)
         with translated("running a batch"):
-            if self._batches % _TIMED_EVERY:
-                self._launch()
-                self._handle.stream.synchronize()
-                self.device_s = None
-            else:
-                self._launch_timed()
-        probabilities: Probabilities = self._buffers.host_probabilities[:rows].copy()
+            self._handle.stream.synchronize()
+        return self.collect()
+
+    def launch(self, images: Images) -> Self | None:
+        """The plan itself, which has one batch at a time; None if it is not captured."""
+        if not self.captured:
+            return None
+        self._range = nvtx.begin("compute")
+        self.pixels[: len(images)] = images
+        with translated("starting a batch"):
+            cupy.cuda.runtime.setDevice(self._device)
+        self._start(len(images))
+        return self
+
+    def done(self) -> bool:
+        """Asks the driver, which does not wait."""
+        status = cupy.cuda.runtime.streamQuery(self._handle.stream.ptr)
+        if status == _NOT_READY:
+            return False
+        with translated("running a batch"):
+            cupy.cuda.runtime.check_status(status)
+        return True
+
+    def collect(self) -> Probabilities:
+        """A copy, since the next batch overwrites them."""
+        self.device_s = None
+        if self._timed:
+            with translated("reading the device's clock"):
+                self.device_s = cupy.cuda.get_elapsed_time(*self._events) / 1e3
+        nvtx.end(self._range)
+        self._range = None
+        probabilities: Probabilities = self._buffers.host_probabilities[: self._rows].copy()
         return probabilities
 
     def logits(self, images: Images) -> Logits:
@@ -110,13 +139,21 @@ class CudaPlan:
         """All of the bucket."""
         return self.batch
 
-    def _launch_timed(self) -> None:
+    @property
+    def _timed(self) -> bool:
+        return self._batches % _TIMED_EVERY == 0
+
+    def _start(self, rows: int) -> None:
+        self._rows = rows
+        self._batches += 1
         start, stop = self._events
-        start.record()
-        self._launch()
-        stop.record()
-        stop.synchronize()
-        self.device_s = cupy.cuda.get_elapsed_time(start, stop) / 1e3
+        stream = self._handle.stream
+        with translated("starting a batch"):
+            if self._timed:
+                start.record(stream)
+            self._launch()
+            if self._timed:
+                stop.record(stream)
 
 
 def captured(queue: Launch, stream: Any) -> Launch:

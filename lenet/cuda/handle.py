@@ -196,6 +196,7 @@ class Handle:
 
         from lenet.cuda.cublas import Cublas
 
+        self.device = device
         self._thread = threading.get_ident()
         self._open = True
         self._current = cupy.cuda.get_current_stream

@@ -53,6 +53,9 @@ class FakeContext:
         self.statistics.rows += len(images)
         return np.full((len(images), 10), images[0, 0, 0], np.float32)
 
+    def launch(self, images: np.ndarray) -> None:
+        """As on a CPU: a batch runs on the context's thread."""
+
     def stage(self, weights: str) -> None:
         self.note()
         if weights == "wrong":
