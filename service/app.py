@@ -23,7 +23,7 @@ from service.faults import Faults
 from service.http import errors
 from service.http.limits import Bodies
 from service.http.operations import operations_router
-from service.http.predict import predict_route
+from service.http.predict import Shortcut, predict_route
 from service.http.schemas import InfoResponse, LoadedModel
 from service.metrics import Metrics
 from service.model_files import read_models
@@ -115,10 +115,9 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack, shared
         )
     )
     bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes)
-    # First among the routes, and not through a router of its own: each costs every request.
-    app.router.routes.insert(
-        0, predict_route(predictor, Limits(settings.max_images), bodies, timeout_s)
-    )
+    route = predict_route(predictor, Limits(settings.max_images), bodies, timeout_s)
+    app.router.routes.insert(0, route)
+    app.add_middleware(Shortcut, route=route)
     info = partial(_info, settings, placement, repository.models)
     app.include_router(operations_router(predictor, metrics, info))
     predictor.ready = True

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Callable, Coroutine
 from typing import Any, cast, get_args
 
 import orjson
 from fastapi import Request, Response
 from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.decode import Invert, Limits, decode
-from service.errors import DeadlineExceeded, InvalidInput
+from service.errors import DeadlineExceeded, InvalidInput, ServiceError
+from service.http.errors import error_response
 from service.http.limits import (
     Bodies,
     asked_timeout_s,
@@ -44,15 +45,26 @@ _ERRORS: dict[int | str, dict[str, Any]] = {
 _DECODE_HERE_BYTES = 256 * 1024
 
 
-class _BareRoute(APIRoute):
-    """A documented route whose endpoint gets the request as it is.
+class Shortcut:
+    """Middleware: `POST /predict` goes to the endpoint of `route` and nowhere else.
 
-    FastAPI solves no dependencies and validates nothing on the way: a fifth of a request's time.
+    The layers that it leaves out, the router's among them, take a tenth of a lone request's time.
     """
 
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The endpoint itself."""
-        return self.endpoint
+    def __init__(self, app: ASGIApp, route: APIRoute) -> None:
+        self._app = app
+        self._path, self._endpoint = route.path, route.endpoint
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """As ASGI has it."""
+        if scope["type"] != "http" or scope["path"] != self._path or scope["method"] != "POST":
+            await self._app(scope, receive, send)
+            return
+        try:
+            response = await self._endpoint(Request(scope, receive))
+        except ServiceError as exc:
+            response = error_response(exc)
+        await response(scope, receive, send)
 
 
 def predict_route(
@@ -95,7 +107,7 @@ def predict_route(
             }
         return Response(content, 200, headers, BINARY if binary else "application/json")
 
-    return _BareRoute(
+    return APIRoute(
         "/predict",
         predict,
         methods=["POST"],
