@@ -70,6 +70,7 @@ def create_app(settings: Settings, *, shared: bool = False) -> FastAPI:
 
 async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack, shared: bool) -> None:
     metrics = Metrics(CollectorRegistry())
+    stack.enter_context(metrics.flushed_regularly())
     began = time.perf_counter()
     files = read_models(settings.weights, settings.models, settings.default_model)
     read = time.perf_counter()

@@ -229,6 +229,14 @@ class Batcher:
             result = future.result()
             answered = len(result.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
+            self._observer.batch_done(
+                cut.rows,
+                result.compute_s,
+                self._pool.busy,
+                device_s=result.device_s,
+                padding_rows=result.padding_rows,
+                graph_hit=result.graph_hit,
+            )
             now = self._loop.time()
             row = 0
             for segment in cut.segments:
@@ -236,8 +244,6 @@ class Batcher:
                 part = result.probabilities[row : row + rows]
                 segment.entry.deliver(segment.start, part, now)
                 row += rows
-            # In the turn after the callers', who do not wait for it.
-            self._loop.call_soon(self._note, cut, result)
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
         self._note_idle()
@@ -271,16 +277,6 @@ class Batcher:
                 error = make_error()
                 error.__cause__ = cause
                 request.answer.set_exception(error)
-
-    def _note(self, cut: Cut[Request], result: BatchResult) -> None:
-        self._observer.batch_done(
-            cut.rows,
-            result.compute_s,
-            self._pool.busy,
-            device_s=result.device_s,
-            padding_rows=result.padding_rows,
-            graph_hit=result.graph_hit,
-        )
 
     def _note_idle(self) -> None:
         if not len(self._queue) and not self._in_flight:

@@ -2,14 +2,16 @@
 
 Observed once a request or once a batch, never once a row. Labels come from closed sets, so strange
 requests make no new series. Several workers share a folder in prometheus_client's multiprocess
-mode, and any one of them answers for all.
+mode, and any one of them answers for all: what the others did in the last second may be missing.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Iterator
-from typing import Literal, get_args
+from contextlib import contextmanager
+from typing import Literal, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,10 +25,16 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
+from service.tallies import CounterTally, GaugeTally, HistogramTally, Tally
+
 Protocol = Literal["http", "grpc"]
 Stage = Literal["decode", "queue", "compute", "encode"]
 ReloadOutcome = Literal["ok", "refused"]
 LossReason = Literal["sticky", "hang"]
+
+T = TypeVar("T", bound=Tally)
+
+FLUSHED_EVERY_S = 1.0
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -70,26 +78,36 @@ class Metrics:
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
-        # Looked up once: by its labels a series is found in the time of half an observation.
+        self._tallies: list[Tally] = []
         protocols, stages = get_args(Protocol), get_args(Stage)
-        self._answered = {protocol: self._requests.labels(protocol, "ok") for protocol in protocols}
-        self._durations = {protocol: duration.labels(protocol) for protocol in protocols}
-        self._stages = {name: stage.labels(name) for name in stages}
-        self._batch_rows = Histogram(
+        self._answered = {
+            protocol: self._counted(self._requests.labels(protocol, "ok")) for protocol in protocols
+        }
+        self._durations = {
+            protocol: self._observed(duration.labels(protocol), _REQUEST_BOUNDS_S)
+            for protocol in protocols
+        }
+        self._stages = {
+            name: self._observed(stage.labels(name), _STAGE_BOUNDS_S) for name in stages
+        }
+        batch_rows = Histogram(
             "lenet_batch_rows", "Rows in a batch.", buckets=_ROW_BOUNDS, registry=registry
         )
-        self._batch_duration = Histogram(
+        batch_duration = Histogram(
             "lenet_batch_duration_seconds",
             "Time of one batch on its context.",
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
-        self._device_duration = Histogram(
+        device_duration = Histogram(
             "lenet_device_duration_seconds",
             "Time of one batch by the device's clock, where it is read.",
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
+        self._batch_rows = self._observed(batch_rows, _ROW_BOUNDS)
+        self._batch_duration = self._observed(batch_duration, _STAGE_BOUNDS_S)
+        self._device_duration = self._observed(device_duration, _STAGE_BOUNDS_S)
         self._cuts = Counter(
             "lenet_batches", "Batches cut, by reason.", ("model", "reason"), registry=registry
         )
@@ -160,6 +178,40 @@ class Metrics:
             name, help_text, ("model",), multiprocess_mode="livesum", registry=self._registry
         )
 
+    def _counted(self, series: Counter) -> CounterTally:
+        return self._kept(CounterTally(series))
+
+    def _observed(self, series: Histogram, bounds: tuple[float, ...]) -> HistogramTally:
+        return self._kept(HistogramTally(series, bounds))
+
+    def _kept(self, tally: T) -> T:
+        self._tallies.append(tally)
+        return tally
+
+    def flush(self) -> None:
+        """Put everything that happened so far into the library's series."""
+        for tally in self._tallies:
+            tally.flush()
+
+    @contextmanager
+    def flushed_regularly(self) -> Iterator[None]:
+        """Inside, on the running event loop, every `FLUSHED_EVERY_S` for those who share a folder.
+
+        An exposition of this process has everything at any time.
+        """
+
+        async def flush() -> None:
+            while True:
+                await asyncio.sleep(FLUSHED_EVERY_S)
+                self.flush()
+
+        flushing = asyncio.create_task(flush())
+        try:
+            yield
+        finally:
+            flushing.cancel()
+            self.flush()
+
     def request_done(self, protocol: Protocol, outcome: str) -> None:
         """A request was answered: `outcome` is ok or the code of a `ServiceError`."""
         if outcome == "ok":
@@ -196,6 +248,7 @@ class Metrics:
     def device_lost(self, reason: LossReason) -> None:
         """This process ends because its device is lost."""
         self._losses[reason].inc()
+        self.flush()
 
     def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
         """Another file of a model is served from now on; the former's info goes."""
@@ -218,6 +271,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All series in the Prometheus text format, of all workers where there are several."""
+        self.flush()
         registry = self._registry
         if self._shared:
             registry = CollectorRegistry()
@@ -244,16 +298,20 @@ class ModelMetrics:
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics = metrics
         self._model = model
-        self._images = metrics._images.labels(model)
-        self._busy = metrics._busy.labels(model)
-        self._queue_rows = metrics._queue_rows.labels(model)
-        self._padding = metrics._padding.labels(model)
-        self._hits = metrics._replays.labels(model, "hit")
-        self._misses = metrics._replays.labels(model, "miss")
+        self._cuts: dict[str, CounterTally] = {}  # by reason
+        self._images = metrics._counted(metrics._images.labels(model))
+        self._busy = metrics._kept(GaugeTally(metrics._busy.labels(model)))
+        self._queue_rows = metrics._kept(GaugeTally(metrics._queue_rows.labels(model)))
+        self._padding = metrics._counted(metrics._padding.labels(model))
+        self._hits = metrics._counted(metrics._replays.labels(model, "hit"))
+        self._misses = metrics._counted(metrics._replays.labels(model, "miss"))
 
     def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
         """A batch left the queue."""
-        self._metrics._cuts.labels(self._model, reason).inc()
+        if reason not in self._cuts:
+            cuts = self._metrics._cuts.labels(self._model, reason)
+            self._cuts[reason] = self._metrics._counted(cuts)
+        self._cuts[reason].inc()
         self._metrics._batch_rows.observe(rows)
         self._queue_rows.set(waiting_rows)
         self._busy.set(busy)

@@ -64,18 +64,13 @@ class RequestClock:
     ) -> None:
         nvtx.end(self._range)
         if error is None:
-            # Once the answer is out: counting takes a tenth of a lone request's time.
-            asyncio.get_running_loop().call_soon(self._answered, self.total_s)
-            return
-        if isinstance(error, ServiceError):
+            self._metrics.request_timed(self._protocol, self.stages, self.total_s)
+            outcome = "ok"
+        elif isinstance(error, ServiceError):
             outcome = error.code
         else:
             outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
         self._metrics.request_done(self._protocol, outcome)
-
-    def _answered(self, total_s: float) -> None:
-        self._metrics.request_timed(self._protocol, self.stages, total_s)
-        self._metrics.request_done(self._protocol, "ok")
 
 
 class Predictor:

@@ -14,6 +14,7 @@ import logging
 import os
 import signal
 import socket
+import time
 from collections.abc import Iterator
 from multiprocessing.connection import Connection
 from typing import NoReturn
@@ -36,6 +37,13 @@ it watches: under load the last of 512 waited 3 s, with so many duplicates of on
 
 LAST_ANSWERS_S = 0.5
 """From the loss of the device to the end: callers get their answers, and probes see it."""
+
+
+class _Loop(uvloop.Loop):
+    """uvloop with a clock like asyncio's own: uvloop's has whole milliseconds."""
+
+    def time(self) -> float:
+        return time.monotonic()
 
 
 class _Server(uvicorn.Server):
@@ -68,7 +76,7 @@ def run(settings: Settings, told: Connection | None = None) -> ExitCode:
     it reads its weights folder again.
     """
     try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        with asyncio.Runner(loop_factory=_Loop) as runner:
             runner.run(_serve(settings, told))
     except FORESEEN as exc:
         _log.error("%s", exc)

@@ -474,12 +474,12 @@ def test_later_requests_are_answered_when_the_observer_raised_at_a_cut(run_virtu
     run_virtually(main)
 
 
-def test_every_request_is_answered_when_the_observer_raises_at_an_end(run_virtually):
+def test_later_requests_are_answered_when_the_observer_raised_at_an_end(run_virtually):
     async def main(loop):
         stage = Stage(loop, watcher=Watcher(raises_at=frozenset({2})))
-        assert tags_in(await stage.submit(1)) == [1]
+        with pytest.raises(InferenceFailed):
+            await stage.submit(1)
         assert tags_in(await stage.submit(2)) == [2]
-        assert len(stage.complaints) == 1
         stage.assert_clean()
 
     run_virtually(main)

@@ -37,6 +37,17 @@ def metrics(registry):
     return Metrics(registry)
 
 
+@pytest.fixture
+def value(registry, metrics):
+    """`value(name, labels)`: a sample, now."""
+
+    def value(*arguments):
+        metrics.flush()
+        return registry.get_sample_value(*arguments)
+
+    return value
+
+
 def samples(metrics):
     return [
         sample
@@ -121,10 +132,9 @@ def test_batch_sizes_have_a_bucket_for_each_power_of_two_when_exposed(metrics):
     assert bounds(metrics, "lenet_batch_rows") == expected
 
 
-def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, registry):
+def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, value):
     observer = metrics.of_model("lenet")
     observer.batch_cut(48, "full", 7, 2)
-    value = registry.get_sample_value
     assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
     observer.batch_done(48, 0.0015, 1, device_s=0.0005, padding_rows=16, graph_hit=True)
     observer.rows_dropped(5, "late")
@@ -144,18 +154,16 @@ def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, 
     assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
 
 
-def test_nothing_is_told_of_a_devices_clock_or_graphs_where_it_has_none(metrics, registry):
+def test_nothing_is_told_of_a_devices_clock_or_graphs_where_it_has_none(metrics, value):
     observer = metrics.of_model("lenet")
     observer.batch_done(48, 0.0015, 1, device_s=None, padding_rows=0, graph_hit=False)
-    value = registry.get_sample_value
     assert value("lenet_device_duration_seconds_count") == 0
     assert value("lenet_padding_rows_total", {"model": "lenet"}) == 0
     assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 0
     assert value("lenet_graph_replays_total", {"model": "lenet", "result": "miss"}) == 1
 
 
-def test_memory_and_losses_are_told_when_they_are_known(metrics, registry):
-    value = registry.get_sample_value
+def test_memory_and_losses_are_told_when_they_are_known(metrics, value):
     for reason in get_args(LossReason):
         assert value("lenet_device_losses_total", {"reason": reason}) == 0, "before the first"
     metrics.memory_taken("lenet", 3000, 1000)
@@ -166,10 +174,9 @@ def test_memory_and_losses_are_told_when_they_are_known(metrics, registry):
     assert value("lenet_device_losses_total", {"reason": "hang"}) == 0
 
 
-def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, registry):
+def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
     metrics.model_loaded("mlp", "7", "ab" * 32, 3, 2e-7)
     metrics.started("weights", 0.5)
-    value = registry.get_sample_value
     told = {"model": "mlp", "version": "7", "sha256": "ab" * 32}
     assert value("lenet_model_info", told) == 1
     assert value("lenet_contexts", {"model": "mlp"}) == 3
@@ -179,9 +186,8 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, registry):
     assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
 
 
-def test_a_replaced_model_is_told_no_more_and_its_queue_is_left_alone(metrics, registry):
+def test_a_replaced_model_is_told_no_more_and_its_queue_is_left_alone(metrics, value):
     metrics.model_loaded("mlp", "7", "ab" * 32, 3, 2e-7)
-    value = registry.get_sample_value
     for outcome in get_args(ReloadOutcome):
         told = {"model": "mlp", "outcome": outcome}
         assert value("lenet_reloads_total", told) == 0, "it is there before the first"

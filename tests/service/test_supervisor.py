@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import Model
 from service import supervisor
 from service.errors import CannotListen, ExitCode
+from service.metrics import FLUSHED_EVERY_S
 from service.process import listen
 from service.settings import Settings
 from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
@@ -53,6 +55,7 @@ def test_both_workers_answer_and_either_tells_of_both_when_they_share_a_port(sta
     service = start_two().ready(workers=2)
     for _ in range(40):
         assert service.predict()[0] == 200
+    time.sleep(1.1 * FLUSHED_EVERY_S)
     counts = [answered_by(service, pid) for pid in service.started_workers()]
     assert all(counts)
     assert sum(counts) == 40
@@ -70,6 +73,7 @@ def test_a_killed_worker_is_replaced_and_its_live_gauges_vanish(start_two):
     service = start_two().ready(workers=2)
     for _ in range(10):
         service.predict()
+    time.sleep(1.1 * FLUSHED_EVERY_S)
     killed, other = service.started_workers()
     os.kill(killed, signal.SIGKILL)
     service.wait_for(f"ERROR .* worker {killed} ended with -9")

@@ -51,15 +51,20 @@ class WatchedPredictor(Predictor):
 class House:
     """A predictor, what it stands on, and servers in front of it."""
 
-    def __init__(self, predictor, repository, registry):
+    def __init__(self, predictor, repository, metrics, registry):
         self.predictor = predictor
         self.repository = repository
+        self.metrics = metrics
         self.registry = registry
 
     def requests(self, outcome):
         """How many gRPC requests ended with `outcome`."""
-        labels = {"protocol": "grpc", "outcome": outcome}
-        return self.registry.get_sample_value("lenet_requests_total", labels) or 0
+        return self.value("lenet_requests_total", protocol="grpc", outcome=outcome)
+
+    def value(self, name, **labels):
+        """A sample, 0 while it is not there."""
+        self.metrics.flush()
+        return self.registry.get_sample_value(name, labels) or 0
 
     def serve(self, **changes):
         options = {
@@ -107,7 +112,7 @@ def open_house(tmp_path, tiny, random_weights):
         async with Repository(files, "tiny", batching, metrics) as repository:
             predictor = WatchedPredictor(repository, metrics, timeout_s)
             predictor.ready = True
-            yield House(predictor, repository, registry)
+            yield House(predictor, repository, metrics, registry)
 
     return open_
 

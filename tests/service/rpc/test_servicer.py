@@ -54,7 +54,7 @@ async def test_raw_images_get_raw_answers_when_inferred(
     assert house.requests("ok") == 1
     for stage in ("decode", "queue", "compute", "encode"):
         name = "lenet_stage_duration_seconds_count"
-        assert house.registry.get_sample_value(name, {"stage": stage}) == 1
+        assert house.value(name, stage=stage) == 1
 
 
 @pytest.mark.parametrize("form", ["UINT8 contents", "FP32 contents", "FP32 raw", "flat"])
@@ -319,10 +319,7 @@ async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_
 
 def dropped_rows(house):
     name = "lenet_rows_dropped_total"
-    counts = [
-        house.registry.get_sample_value(name, {"reason": why}) for why in ("cancelled", "late")
-    ]
-    return sum(count or 0 for count in counts)
+    return sum(house.value(name, reason=why) for why in ("cancelled", "late"))
 
 
 async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_request):
