@@ -13,7 +13,6 @@ from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from functools import partial
 
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from service import distribution_version
@@ -23,7 +22,7 @@ from service.faults import Faults
 from service.http import errors
 from service.http.limits import Bodies
 from service.http.operations import operations_router
-from service.http.predict import Shortcut, predict_route
+from service.http.predict import Application, predict_route
 from service.http.schemas import InfoResponse, LoadedModel
 from service.metrics import Metrics
 from service.model_files import read_models
@@ -36,7 +35,7 @@ from service.settings import Settings
 _log = logging.getLogger(__name__)
 
 
-def create_app(settings: Settings, *, shared: bool = False) -> FastAPI:
+def create_app(settings: Settings, *, shared: bool = False) -> Application:
     """The service as an ASGI application; its lifespan opens and closes all it needs.
 
     With `shared` other processes may open the same gRPC port.
@@ -48,7 +47,7 @@ def create_app(settings: Settings, *, shared: bool = False) -> FastAPI:
     """
 
     @asynccontextmanager
-    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(app: Application) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await _start(app, settings, stack, shared)
             try:
@@ -56,7 +55,7 @@ def create_app(settings: Settings, *, shared: bool = False) -> FastAPI:
             finally:
                 app.state.predictor.ready = False
 
-    app = FastAPI(
+    app = Application(
         title="lenet-serve",
         summary="Handwritten digits, recognised over HTTP and gRPC.",
         version=distribution_version(),
@@ -68,7 +67,7 @@ def create_app(settings: Settings, *, shared: bool = False) -> FastAPI:
     return app
 
 
-async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack, shared: bool) -> None:
+async def _start(app: Application, settings: Settings, stack: AsyncExitStack, shared: bool) -> None:
     metrics = Metrics(CollectorRegistry())
     stack.enter_context(metrics.flushed_regularly())
     began = time.perf_counter()
@@ -117,8 +116,8 @@ async def _start(app: FastAPI, settings: Settings, stack: AsyncExitStack, shared
     )
     bodies = Bodies(settings.max_body_bytes, settings.max_bodies_bytes)
     route = predict_route(predictor, Limits(settings.max_images), bodies, timeout_s)
-    app.router.routes.insert(0, route)
-    app.add_middleware(Shortcut, route=route)
+    app.router.routes.append(route)  # for the documentation, and below a root path
+    app.predict_route = route
     info = partial(_info, settings, placement, repository.models)
     app.include_router(operations_router(predictor, metrics, info))
     predictor.ready = True

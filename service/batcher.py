@@ -18,6 +18,7 @@ from typing import Literal, Protocol
 
 from lenet import nvtx
 from lenet.pixels import Images
+from service.busy_poll import BusyPoll
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
 from service.model_files import ModelFile
 from service.policy import BatchQueue, Cut, CutReason
@@ -65,6 +66,7 @@ class Batcher:
         pool: ContextPool,
         observer: BatchObserver,
         model: ModelFile,
+        awake: BusyPoll,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._model = model
@@ -72,6 +74,7 @@ class Batcher:
         self._queue = queue
         self._pool = pool
         self._observer = observer
+        self._awake = awake
         self._dispatching = False
         self._timer: asyncio.TimerHandle | None = None
         self._in_flight: dict[asyncio.Future[BatchResult], Cut[Request]] = {}
@@ -244,6 +247,7 @@ class Batcher:
                 part = result.probabilities[row : row + rows]
                 segment.entry.deliver(segment.start, part, now)
                 row += rows
+            self._awake.extend()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
         self._note_idle()

@@ -19,6 +19,7 @@ CONTEXTS = {"cpu": 1, "cuda": 2}
 """On one device; on a GPU the copies of one overlap what another computes."""
 
 MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
+BUSY_POLL_US = {"cpu": 0, "cuda": 200}
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,8 @@ class Placement:
     contexts: int
     """On each of them."""
     max_batch_rows: int
+    busy_poll_s: float = 0.0
+    """After each answer."""
 
     @property
     def name(self) -> str:
@@ -53,14 +56,15 @@ def place(settings: Settings) -> Placement:
     device, no_gpu = choose(settings.device)
     contexts = settings.contexts or CONTEXTS[device]
     max_batch_rows = settings.max_batch_rows or MAX_BATCH_ROWS[device]
+    wanted_us = settings.busy_poll_us
+    busy_poll_s = 1e-6 * (BUSY_POLL_US[device] if wanted_us is None else wanted_us)
     if device == "cpu":
         if no_gpu is not None:
             _log.info("computing on the CPU: %s", no_gpu)
         if settings.unused_on_cpu:
             _log.warning("the CPU has no use for these settings: %s", settings.unused_on_cpu)
-        return Placement(
-            (Target("cpu", cpu_threads=settings.cpu_threads),), contexts, max_batch_rows
-        )
+        target = Target("cpu", cpu_threads=settings.cpu_threads)
+        return Placement((target,), contexts, max_batch_rows, busy_poll_s)
     placement = Placement(
         tuple(
             Target("cuda", index, settings.precision, profile=settings.profile)
@@ -68,6 +72,7 @@ def place(settings: Settings) -> Placement:
         ),
         contexts,
         max_batch_rows,
+        busy_poll_s,
     )
     _log.info(
         "computing on %s in %s: %d contexts for each model on each GPU",

@@ -17,6 +17,7 @@ from lenet.context import ExecutionContext, Target, open_backend
 from lenet.errors import OutOfDeviceMemory
 from lenet.weightfile import WeightFile
 from service.batcher import Batcher
+from service.busy_poll import BusyPoll
 from service.devices import Placement
 from service.errors import UnknownModel
 from service.faults import Faults, FaultyContext
@@ -139,6 +140,7 @@ class Repository:
         return sum(opening_s), sum(warm_up_s)
 
     async def __aenter__(self) -> Self:
+        self._awake = BusyPoll(self._batching.placement.busy_poll_s)
         try:
             for file in sorted(self._files, key=lambda file: file.name != self._default_model):
                 self._models[file.name] = await self._load(file)
@@ -173,6 +175,7 @@ class Repository:
             pool,
             self._metrics.of_model(file.name),
             file,
+            self._awake,
         )
         contexts = pool.statistics()
         error = max(context.golden_error for context in contexts)

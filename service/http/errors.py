@@ -37,6 +37,11 @@ def error_response(error: ServiceError) -> Response:
     return _response(STATUS[error.code], error.code, error.field, error.message, headers)
 
 
+def surprise_response() -> Response:
+    """The answer when something went wrong that nobody thought of."""
+    return _response(500, "internal", "", "an unforeseen error; it was logged", {})
+
+
 def _response(
     status: int, code: str, field: str, message: str, headers: dict[str, str]
 ) -> Response:
@@ -61,7 +66,7 @@ def install(app: FastAPI) -> None:
 
     async def on_surprise(_: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
-        return _response(500, "internal", "", "an unforeseen error; it was logged", {})
+        return surprise_response()
 
     app.add_exception_handler(ServiceError, on_service_error)
     app.add_exception_handler(HTTPException, on_routing_error)

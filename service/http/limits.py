@@ -139,37 +139,37 @@ def unavailable_on_stop() -> Iterator[None]:
         raise Unavailable(message, retry_after_s=1) from None
 
 
-@contextmanager
-def cancelled_on_disconnect(request: Request) -> Iterator[None]:
-    """Cancel the block when the client goes away; its body must have been read.
+class CancelledOnDisconnect:
+    """Cancels the block of a request when its client goes away; its body must have been read.
 
     Raises:
-        Cancelled: it did.
+        Cancelled: at the end of the block, it did.
     """
-    task = asyncio.current_task()
-    assert task is not None, "bug: outside a task"
-    watcher: asyncio.Task[None] | None = None
-    gone = False
 
-    async def watch() -> None:
-        nonlocal gone
-        while (await request.receive())["type"] != "http.disconnect":
+    __slots__ = ("_gone", "_request", "_task", "_timer", "_watcher")
+
+    def __init__(self, request: Request) -> None:
+        task = asyncio.current_task()
+        assert task is not None, "bug: outside a task"
+        self._request, self._task, self._gone = request, task, False
+        self._watcher: asyncio.Task[None] | None = None
+
+    def __enter__(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, self._begin)
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._timer.cancel()
+        if self._watcher is not None:
+            self._watcher.cancel()
+        # Otherwise it is the server that cancels: it stops.
+        if kind is asyncio.CancelledError and self._gone and not self._task.uncancel():
+            raise Cancelled("the client went away before the answer") from None
+
+    def _begin(self) -> None:
+        self._watcher = asyncio.create_task(self._watch())
+
+    async def _watch(self) -> None:
+        while (await self._request.receive())["type"] != "http.disconnect":
             pass
-        gone = True
-        task.cancel()
-
-    def begin() -> None:
-        nonlocal watcher
-        watcher = asyncio.create_task(watch())
-
-    timer = asyncio.get_running_loop().call_later(_WATCH_AFTER_S, begin)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if not gone or task.uncancel():
-            raise  # the server stops
-        raise Cancelled("the client went away before the answer") from None
-    finally:
-        timer.cancel()
-        if watcher is not None:
-            watcher.cancel()
+        self._gone = True
+        self._task.cancel()

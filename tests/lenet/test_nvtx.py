@@ -9,9 +9,15 @@ import pytest
 import lenet.nvtx
 
 
-def load(monkeypatch, nvtx: ModuleType | None):
-    """A second copy of `lenet.nvtx`, which found `nvtx`; None where the package is absent."""
+def load(monkeypatch, nvtx: ModuleType | None, tool: str | None = "/opt/tool.so"):
+    """A second copy of `lenet.nvtx`, which found `nvtx`; None where the package is absent.
+
+    `tool` is the library that a profiler lets NVTX load.
+    """
     monkeypatch.setitem(sys.modules, "nvtx", nvtx)
+    monkeypatch.delenv("NVTX_INJECTION64_PATH", raising=False)
+    if tool is not None:
+        monkeypatch.setenv("NVTX_INJECTION64_PATH", tool)
     spec = importlib.util.spec_from_file_location("lenet_nvtx_again", lenet.nvtx.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -28,6 +34,12 @@ def test_a_span_is_nothing_at_all_when_nvtx_is_absent(monkeypatch):
     assert span("run") is span("batch")
     with pytest.raises(ZeroDivisionError), span("run"):
         raise ZeroDivisionError
+
+
+def test_a_span_is_nothing_at_all_when_no_tool_listens(monkeypatch):
+    nvtx = load(monkeypatch, SimpleNamespace(), tool=None)
+    assert nvtx.span("run") is nvtx.span("batch")
+    assert nvtx.begin("request") is None
 
 
 def test_a_range_is_nothing_to_begin_and_to_end_when_nvtx_is_absent(monkeypatch):

@@ -13,6 +13,7 @@ from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from service.batcher import Batcher
+from service.busy_poll import BusyPoll
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -239,7 +240,7 @@ class Stage:
         self.pool = PuppetPool(
             self.contexts, self.first.weights, iter(self.acts), iter(self.proofs)
         )
-        self.batcher = Batcher(self.queue, self.pool, self.watcher, self.first)
+        self.batcher = Batcher(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0))
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
             lambda _, context: self.complaints.append(context["exception"])

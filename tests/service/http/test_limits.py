@@ -12,7 +12,7 @@ import pytest
 from service import predictor
 from service.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.http import limits
-from service.http.limits import cancelled_on_disconnect, unavailable_on_stop
+from service.http.limits import CancelledOnDisconnect, unavailable_on_stop
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
 GONE = {"type": "http.disconnect"}
@@ -222,7 +222,7 @@ def impatient(monkeypatch):
 
 
 class Caller:
-    """A task in `cancelled_on_disconnect` that waits for `answer`; `messages` are its client's."""
+    """A task in `CancelledOnDisconnect` that waits for `answer`; `messages` are its client's."""
 
     def __init__(self):
         self.answer = asyncio.get_running_loop().create_future()
@@ -233,7 +233,7 @@ class Caller:
 
     async def _run(self):
         try:
-            with cancelled_on_disconnect(SimpleNamespace(receive=self._receive)):
+            with CancelledOnDisconnect(SimpleNamespace(receive=self._receive)):
                 result = await self.answer
         except Cancelled:
             result = "gone"
@@ -318,7 +318,7 @@ async def test_a_stop_wins_when_the_client_leaves_at_the_same_time(impatient):
 
 
 async def test_nobody_watches_when_the_answer_is_quick(impatient):
-    with cancelled_on_disconnect(SimpleNamespace(receive=asyncio.Event().wait)):
+    with CancelledOnDisconnect(SimpleNamespace(receive=asyncio.Event().wait)):
         pass
     for _ in range(5):
         await asyncio.sleep(0)
