@@ -168,7 +168,10 @@ class ExecutionContext:
     def warm_up(self) -> None:
         """Build the plan of every bucket, run each once, and prove the weights."""
         self._check()
-        plans = {bucket: self._backend.plan(self._weights, bucket) for bucket in self._buckets}
+        # The largest first: beside its tuning a GPU's kernels for all of them are compiled.
+        plans = {
+            bucket: self._backend.plan(self._weights, bucket) for bucket in reversed(self._buckets)
+        }
         error = self._prove(plans, self._weights)
         self._plans, self._proven = plans, {self._weights: error}
         self.statistics.golden_error = error

@@ -24,8 +24,9 @@ import uvloop
 from fastapi import FastAPI
 
 from service.app import create_app
-from service.errors import FORESEEN, CannotListen, ExitCode, exit_code
+from service.errors import FORESEEN, ExitCode, exit_code
 from service.http.protocol import HttpProtocol
+from service.listener import cannot_listen, listen
 from service.repository import Stop
 from service.settings import Settings
 
@@ -86,33 +87,6 @@ def run(settings: Settings, told: Connection | None = None) -> ExitCode:
         return code
     _log.info("stopped")
     return ExitCode.STOPPED
-
-
-def listen(host: str, port: int, *, shared: bool) -> socket.socket:
-    """A bound TCP socket; `shared` lets the other workers bind the same port.
-
-    Raises:
-        CannotListen: the address is taken or not this machine's; the message names it.
-    """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # TCP by name: asyncio sets TCP_NODELAY only where the protocol is not left to be guessed, and
-    # without it an answer in two writes waits 40 ms for the client's delayed acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if shared:
-            # One accept queue a worker: the kernel spreads connections over them by hash.
-            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        listener.bind((host, port))
-    except OSError as exc:
-        listener.close()
-        raise cannot_listen(host, port, exc) from exc
-    return listener
-
-
-def cannot_listen(host: str, port: int, cause: OSError) -> CannotListen:
-    """The error that tells why `host` and `port` cannot be listened on."""
-    return CannotListen(f"cannot listen on {host}:{port}: {cause.strerror}")
 
 
 async def _serve(settings: Settings, told: Connection | None = None) -> None:

@@ -31,9 +31,9 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from service import logs
 from service.errors import FORESEEN, ExitCode, exit_code
+from service.listener import cannot_listen, listen
 from service.model_files import read_models
 from service.mps import shared_gpu
-from service.process import cannot_listen, listen, run
 from service.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -241,4 +241,6 @@ class _Supervisor:
 
 def _work(settings: Settings, told: Connection) -> None:
     logs.configure(settings.log_level)
+    from service.process import run  # here alone: all that serves is half a second of imports
+
     sys.exit(run(settings, told))

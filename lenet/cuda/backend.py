@@ -18,7 +18,7 @@ import numpy as np
 from lenet.cuda import whole
 from lenet.cuda.bucket import Choice, CudaPlan, Launch, Way, captured, launched_us
 from lenet.cuda.fusion import check, is_whole, pack_layers, pack_whole
-from lenet.cuda.graphs import Precision
+from lenet.cuda.graphs import Convolution, Precision, Product
 from lenet.cuda.handle import Handle, translated
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.layers import Layers, Tools
@@ -40,8 +40,9 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 # host where one kernel took 16 (H200, 2026-11-20), and fewer are not tried.
 _LAYERS_FROM_ROWS = 8
 
-# Of an operation. All 40 took 20 s for six buckets, 8 of them 2 s for three (H200, 2026-11-20).
-_PLANS_TRIED = 8
+# cuDNN compiles a product, which takes up to 0.4 s, and has convolutions at hand. Of either, those
+# that follow were a tenth faster at best, for one shape of four (H200, 2026-11-20).
+_PLANS_TRIED = {Convolution: 12, Product: 4}
 
 
 class CudaBackend:
@@ -74,6 +75,7 @@ class CudaBackend:
         )
         self._weights: dict[Way, DeviceWeights] = {}
         self._whole: Whole | None = None
+        self._whole_runs = False
 
     @property
     def tolerance(self) -> float:
@@ -104,8 +106,10 @@ class CudaBackend:
             key = f"the way of {batch} rows through {weights.model.fingerprint()}"
             host, device = self._ways(weights.model, buffers, self._remembered(key))
             launches = {way: self._ready(queue) for way, queue in host.items()}
-            tried_us = {way: launched_us(launch) for way, launch in launches.items()}
-            way = self._fastest(key, tried_us)
+            tried_us: dict[Way, float] = {}
+            if len(launches) > 1:
+                tried_us = {way: launched_us(launch) for way, launch in launches.items()}
+            way = self._fastest(key, tried_us) if tried_us else next(iter(launches))
             choice = Choice(way, tried_us, launches[way], device[way])
             return CudaPlan(buffers, self._handle, self.load, choice, not self.profile)
 
@@ -118,13 +122,14 @@ class CudaBackend:
         """
         host: dict[Way, Launch] = {}
         device: dict[Way, Launch] = {}
-        if self._whole is not None and buffers.rows <= whole.MAX_ROWS and known != "layers":
-            host["whole"] = partial(self._whole.queue_from_host, buffers)
-            device["whole"] = partial(self._whole.queue, buffers)
+        network = self._whole_network(model) if buffers.rows <= whole.MAX_ROWS else None
+        if network is not None and known != "layers":
+            host["whole"] = partial(network.queue_from_host, buffers)
+            device["whole"] = partial(network.queue, buffers)
         if not host or (buffers.rows >= _LAYERS_FROM_ROWS and known != "whole"):
-            network = Layers(model, buffers, self._tools())
-            host["layers"] = partial(_queue_copies, network, buffers)
-            device["layers"] = network.queue
+            layers = Layers(model, buffers, self._tools())
+            host["layers"] = partial(_queue_copies, layers, buffers)
+            device["layers"] = layers.queue
         return host, device
 
     def load(self, weights: WeightFile) -> None:
@@ -136,8 +141,8 @@ class CudaBackend:
 
     def poison(self) -> None:
         """Write where nothing is."""
-        kernel = self._kernels.get(FOLDER / "unpack.cu", "unpack", {"SCALAR": "float"})
         with translated("poisoning the device"):
+            kernel = self._kernels.get(FOLDER / "unpack.cu", "unpack", {"SCALAR": "float"})
             nowhere = np.uintp(16)
             kernel((1,), (32,), (nowhere, nowhere, np.int32(1)))
             self.stream.synchronize()
@@ -164,19 +169,27 @@ class CudaBackend:
             return
         if is_whole(weights.model, self._handle.capability):
             tensors = DeviceWeights(weights, pack_whole)
-            try:
-                network = Whole(weights.model, tensors, self._kernels)
-                with translated("running a network as one kernel"):
-                    black = Buffers.take(self._arena, 1, weights.model.classes)
-                    black.copy_in()
-                    network.queue(black)
-                    self.stream.synchronize()
-            except DeviceError as exc:
-                if exc.sticky or isinstance(exc, OutOfDeviceMemory):
-                    raise
-                _log.info("model %s goes layer by layer: %s", weights.model.name, exc)
-                return
-            self._whole, self._weights["whole"] = network, tensors
+            self._weights["whole"] = tensors
+            self._whole = Whole(weights.model, tensors, self._kernels)
+
+    def _whole_network(self, model: Model) -> Whole | None:
+        """The network as one kernel, if it runs here: that is tried once."""
+        if self._whole is None or self._whole_runs:
+            return self._whole
+        try:
+            with translated("running a network as one kernel"):
+                black = Buffers.take(self._arena, 1, model.classes)
+                black.copy_in()
+                self._whole.queue(black)
+                self.stream.synchronize()
+        except DeviceError as exc:
+            if exc.sticky or isinstance(exc, OutOfDeviceMemory):
+                raise
+            _log.info("model %s goes layer by layer: %s", model.name, exc)
+            self._whole = None
+            del self._weights["whole"]
+        self._whole_runs = self._whole is not None
+        return self._whole
 
     def _remembered(self, key: str) -> str | None:
         return None if self._cache is None else self._cache.get(self._here(key))
@@ -184,7 +197,7 @@ class CudaBackend:
     def _fastest(self, key: str, tried_us: Mapping[Way, float]) -> Way:
         """The same for other contexts and at the next start: what was found first counts."""
         fastest = min(tried_us, key=tried_us.__getitem__)
-        if self._cache is None or len(tried_us) == 1:
+        if self._cache is None:
             return fastest
         with self._cache.locked():
             known = self._remembered(key)

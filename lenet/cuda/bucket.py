@@ -36,7 +36,8 @@ _ROUNDS, _LAUNCHES = 7, 20
 class Choice:
     """How a bucket computes: `launch` from host to host, `network` on the device alone.
 
-    `tried_us` is what a launch of each way that was tried took, copies included, in microseconds.
+    `tried_us` is what a launch of each way took, copies included, in microseconds, where there were
+    several.
     """
 
     way: Way

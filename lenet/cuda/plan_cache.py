@@ -1,7 +1,8 @@
 """What was measured to be the fastest, kept on disk between runs; no GPU library is needed for it.
 
-One JSON object, key to plan name. It refuses to trust the file: what cannot be read is measured
-anew, and a name that cuDNN does not offer any more is never found.
+One JSON object, key to plan name, and beside it a folder of plans as cuDNN made them, a file each.
+It refuses to trust the files: what cannot be read is measured or built anew, and a name that cuDNN
+does not offer any more is never found.
 """
 
 from __future__ import annotations
@@ -13,11 +14,16 @@ import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from fcntl import LOCK_EX, flock
+from hashlib import sha256
 from pathlib import Path
 
 from lenet.files import write_atomically
 
 _log = logging.getLogger(__name__)
+
+
+def _digest(plan: bytes) -> bytes:
+    return sha256(plan).hexdigest().encode()
 
 
 def default_cache() -> Path:
@@ -64,6 +70,32 @@ class PlanCache:
             write_atomically(self._path, content.encode())
         except OSError as exc:
             _log.warning("%s: the cache of cuDNN plans cannot be written: %s", self._path, exc)
+
+    def plan(self, key: str, name: str) -> bytes | None:
+        """The plan `name` that was kept under `key`, as it was given."""
+        path = self._plan_path(key, name)
+        try:
+            digest, plan = path.read_bytes().split(b"\n", 1)
+            if digest != _digest(plan):
+                raise ValueError("its content was changed")
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except (OSError, ValueError) as exc:
+            _log.warning("%s: a kept cuDNN plan is dropped: %s", path, exc)
+            return None
+        return plan
+
+    def put_plan(self, key: str, name: str, plan: bytes) -> None:
+        """Keep a plan; where that cannot be done the next start builds it again."""
+        path = self._plan_path(key, name)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically(path, _digest(plan) + b"\n" + plan)
+        except OSError as exc:
+            _log.warning("%s: a cuDNN plan cannot be kept: %s", path, exc)
+
+    def _plan_path(self, key: str, name: str) -> Path:
+        return self._path.with_suffix("") / sha256(f"{key} | {name}".encode()).hexdigest()
 
     def _read(self) -> dict[str, str]:
         try:

@@ -9,6 +9,7 @@ It refuses to know what an operation is for.
 
 from __future__ import annotations
 
+import logging
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from lenet.cuda.graphs import Operation, Uid
 from lenet.cuda.handle import Handle, is_sticky, translated
 from lenet.cuda.memory import Workspace
 from lenet.cuda.plan_cache import PlanCache
+
+_log = logging.getLogger(__name__)
 
 MAX_WORKSPACE_BYTES = 256 << 20
 
@@ -50,8 +53,9 @@ class Plan:
 class Planner:
     """Makes the plan of an operation, each once; all share one workspace.
 
-    With `autotune` all plans of an operation are tried, or the first `most` that can be captured:
-    those come first that cuDNN believes to be fast. Without, the first of them is taken.
+    With `autotune` all plans of an operation are tried, or, for a kind of operation that is in
+    `most`, so many of the first that can be captured: those come first that cuDNN believes to be
+    fast. Without, the first of them is taken.
     """
 
     def __init__(
@@ -60,12 +64,12 @@ class Planner:
         workspace: Workspace,
         cache: PlanCache | None,
         autotune: bool,
-        most: int | None = None,
+        most: Mapping[type[Operation], int] | None = None,
     ) -> None:
         self._handle = handle
         self._workspace = workspace
         self._cache = cache
-        self._autotune, self._most = autotune, most
+        self._autotune, self._most = autotune, most or {}
         self.plans: dict[Operation, Plan] = {}
 
     def plan(self, operation: Operation, tune: bool = True) -> Plan:
@@ -81,6 +85,40 @@ class Planner:
 
     def _made(self, operation: Operation, tune: bool) -> Plan:
         self._handle.check()
+        versions = f"cuDNN {self._handle.cudnn_version}"
+        key = f"{self._handle.name} | {versions} | {operation}" + ("" if tune else " | not tuned")
+        if self._cache is None:
+            return self._built(operation, tune, None)
+        if (plan := self._kept(key, operation)) is not None:
+            return plan
+        with self._cache.locked():
+            # Another context or process may have come first; then its choice is everyone's.
+            if (plan := self._kept(key, operation)) is not None:
+                return plan
+            plan = self._built(operation, tune, self._cache.get(key))
+            self._cache.put(key, plan.name)
+            self._cache.put_plan(_with_frontend(key), plan.name, bytes(plan._graph.serialize()))
+        return plan
+
+    def _kept(self, key: str, operation: Operation) -> Plan | None:
+        """The plan as it was built before, on this machine, in a tenth of the time."""
+        assert self._cache is not None, "bug: nothing is kept"
+        name = self._cache.get(key)
+        data = None if name is None else self._cache.plan(_with_frontend(key), name)
+        if name is None or data is None:
+            return None
+        graph = cudnn.pygraph(handle=self._handle.cudnn)
+        try:
+            graph.deserialize(list(data))
+        except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
+            if is_sticky(exc):
+                raise
+            _log.warning("a kept cuDNN plan is built anew: %s", exc)
+            return None
+        return self._plan(operation, name, graph.get_workspace_size(), graph)
+
+    def _built(self, operation: Operation, tune: bool, known: str | None) -> Plan:
+        """A plan built by cuDNN: the `known` one, if it is offered."""
         graph = operation.graph(self._handle.cudnn)
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -90,30 +128,21 @@ class Planner:
         graph.deselect_numeric_notes(unwanted)
         graph.deselect_workspace_greater_than(MAX_WORKSPACE_BYTES)
         graph.check_support()
-        index = self._choice(operation, graph, tune)
-        name = graph.get_plan_name_at_index(index)
+        names = [
+            graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())
+        ]
+        if known in names:
+            index = names.index(known)
+            graph.build_plan_at_index(index)
+        else:
+            most = self._most.get(type(operation)) if tune else 1
+            index = self._fastest(operation, graph, len(names), most)
         size = graph.get_workspace_size_plan_at_index(index)
-        self._workspace.reserve(size)
-        return Plan(operation, name, size, graph, self._handle, self._workspace)
+        return self._plan(operation, names[index], size, graph)
 
-    def _choice(self, operation: Operation, graph: Any, tune: bool) -> int:
-        """The index of the chosen plan, built."""
-        count = graph.get_execution_plan_count()
-        if not tune:
-            return self._fastest(operation, graph, count, 1)
-        if self._cache is None:
-            return self._fastest(operation, graph, count, self._most)
-        key = f"{self._handle.name} | cuDNN {self._handle.cudnn_version} | {operation}"
-        names = [graph.get_plan_name_at_index(index) for index in range(count)]
-        with self._cache.locked():
-            known = self._cache.get(key)
-            if known in names:
-                best = names.index(known)
-                graph.build_plan_at_index(best)
-                return best
-            best = self._fastest(operation, graph, count, self._most)
-            self._cache.put(key, names[best])
-        return best
+    def _plan(self, operation: Operation, name: str, size_bytes: int, graph: Any) -> Plan:
+        self._workspace.reserve(size_bytes)
+        return Plan(operation, name, size_bytes, graph, self._handle, self._workspace)
 
     def _fastest(self, operation: Operation, graph: Any, count: int, most: int | None) -> int:
         """The index of the fastest, built, of the first `most` plans that can be captured."""
@@ -137,11 +166,16 @@ class Planner:
         return best
 
 
+def _with_frontend(key: str) -> str:
+    # A plan is written in the form of the package that drives cuDNN.
+    return f"{key} | frontend {cudnn.__version__}"
+
+
 def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_bytes: int) -> float:
     # Neither zeros, on which a GPU runs faster, nor NaN: halves, which read as floats are small.
-    random = np.random.default_rng(0)
+    values = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float16)
     buffers = {
-        int(uid): cupy.asarray(random.uniform(-1, 1, size // 2).astype(np.float16))
+        int(uid): cupy.asarray(np.resize(values, size // 2))
         for uid, size in operation.tensor_bytes().items()
     }
     workspace = cupy.empty(max(workspace_bytes, 1), cupy.uint8)

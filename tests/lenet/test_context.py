@@ -127,9 +127,9 @@ def test_a_context_answers_any_number_of_rows_up_to_its_largest(backend, random_
 def test_every_bucket_is_planned_before_the_first_request(reference_backend, random_weights, tiny):
     with ExecutionContext(reference_backend, random_weights(tiny), 6) as context:
         context.warm_up()
-        assert reference_backend.planned == [1, 2, 4, 6]
+        assert reference_backend.planned == [6, 4, 2, 1]
         context.run(np.zeros((3, 28, 28), np.uint8))
-        assert reference_backend.planned == [1, 2, 4, 6]
+        assert reference_backend.planned == [6, 4, 2, 1]
 
 
 def test_statistics_count_batches_rows_and_padding_when_the_device_pads(

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import Model
 from service import supervisor
 from service.errors import CannotListen, ExitCode
+from service.listener import listen
 from service.metrics import FLUSHED_EVERY_S
-from service.process import listen
 from service.settings import Settings
 from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
 
