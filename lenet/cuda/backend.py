@@ -40,9 +40,8 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 # host where one kernel took 16 (H200, 2026-11-20), and fewer are not tried.
 _LAYERS_FROM_ROWS = 8
 
-# cuDNN compiles a product, which takes up to 0.4 s, and has convolutions at hand. Of either, those
-# that follow were a tenth faster at best, for one shape of four (H200, 2026-11-20).
-_PLANS_TRIED = {Convolution: 12, Product: 4}
+# A product is compiled by cuDNN, which takes up to 0.4 s; convolutions it has at hand.
+_PLANS_TRIED = {Convolution: 12, Product: 3}
 
 
 class CudaBackend:

@@ -28,7 +28,9 @@ from lenet.model import BlockShape, Model
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH
 
-_TUNED_FROM_ROWS = 256  # smaller convolutions and products cost little more than their launch
+# Smaller convolutions cost little more than their launch; of a smaller product cuDNN's first plan
+# was 1 us behind its best one, and each plan tried costs the first start 0.2 s (H200, 2026-11-20).
+_TUNED_FROM_ROWS = {Convolution: 256, Product: 1024}
 _WIDE_FROM_ROWS = 512  # from here on a block of first.cu takes two images
 _TALL_FROM_ROWS = 4096  # from here on a warp of last.cu takes two rows
 _FIRST_BLOCKS = 4  # of first.cu, resident on a multiprocessor
@@ -125,7 +127,7 @@ class Layers:
     def _cudnn(
         self, name: str, operation: Operation, x: Any, weight: Any, bias: Any | None, y: Any
     ) -> None:
-        plan = self._tools.planner.plan(operation, self._rows >= _TUNED_FROM_ROWS)
+        plan = self._tools.planner.plan(operation, self._rows >= _TUNED_FROM_ROWS[type(operation)])
         addresses = {Uid.INPUT: x, Uid.WEIGHT: weight, Uid.OUTPUT: y}
         if bias is not None:
             addresses[Uid.BIAS] = bias

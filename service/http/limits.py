@@ -6,8 +6,9 @@ Refuses to look inside the body.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import TypeAlias
 
 from fastapi import Request
 
@@ -23,6 +24,9 @@ from service.errors import (
 from service.http.schemas import MAX_TIMEOUT_MS
 
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+
+Headers: TypeAlias = Mapping[str, str]
+"""Names in lower case."""
 
 _WATCH_AFTER_S = 0.02
 """A request is answered sooner than this unless the service is busy; watching costs a task."""
@@ -40,7 +44,7 @@ class Bodies:
         self._max_total_bytes = max_total_bytes
         self._held_bytes = 0
 
-    async def read(self, request: Request, within_s: float) -> bytes:
+    async def read(self, request: Request, headers: Headers, within_s: float) -> bytes:
         """The whole body; the caller gives its length to `release` once it is decoded.
 
         Raises:
@@ -50,13 +54,13 @@ class Bodies:
             BodyTimeout: it was not there after `within_s`.
             Cancelled: the client went away in the middle of it.
         """
-        encoding = request.headers.get("content-encoding", "identity")
+        encoding = headers.get("content-encoding", "identity")
         if encoding.lower() != "identity":
             raise UnsupportedMediaType(
                 f"content-encoding: got {encoding[:40]!r}, expected the body as it is",
                 field="content-encoding",
             )
-        declared = request.headers.get("content-length", "")
+        declared = headers.get("content-length", "")
         if declared.isdecimal() and int(declared) > self._max_bytes:
             raise _too_large(f"{declared} bytes", self._max_bytes)
         chunks: list[bytes] = []
@@ -105,13 +109,22 @@ def _too_large(found: str, max_bytes: int) -> TooLarge:
     )
 
 
-def asked_timeout_s(request: Request) -> float | None:
+def headers_of(request: Request) -> Headers:
+    """All headers, of those that are given twice the first.
+
+    Starlette looks through all of them for each that it is asked for.
+    """
+    given: list[tuple[bytes, bytes]] = request.scope["headers"]
+    return {name.decode("latin-1"): value.decode("latin-1") for name, value in reversed(given)}
+
+
+def asked_timeout_s(headers: Headers) -> float | None:
     """What `X-Request-Timeout-Ms` asks for, in seconds; None without it.
 
     Raises:
         InvalidInput: not a whole number of milliseconds from 1 to an hour.
     """
-    text = request.headers.get(TIMEOUT_HEADER)
+    text = headers.get(TIMEOUT_HEADER.lower())
     if text is None:
         return None
     if not (text.isascii() and text.isdecimal() and len(text) <= 7) or not (
