@@ -93,18 +93,17 @@ class CudaPlan:
             return None
         self._range = nvtx.begin("compute")
         self.pixels[: len(images)] = images
-        with translated("starting a batch"):
-            cupy.cuda.runtime.setDevice(self._device)
         self._start(len(images))
         return self
 
     def done(self) -> bool:
         """Asks the driver, which does not wait."""
         status = cupy.cuda.runtime.streamQuery(self._handle.stream.ptr)
-        if status == _NOT_READY:
-            return False
-        with translated("running a batch"):
-            cupy.cuda.runtime.check_status(status)
+        if status:
+            if status == _NOT_READY:
+                return False
+            with translated("running a batch"):
+                cupy.cuda.runtime.check_status(status)
         return True
 
     def collect(self) -> Probabilities:
@@ -150,6 +149,7 @@ class CudaPlan:
         start, stop = self._events
         stream = self._handle.stream
         with translated("starting a batch"):
+            cupy.cuda.runtime.setDevice(self._device)  # the thread may serve other GPUs, too
             if self._timed:
                 start.record(stream)
             self._launch()

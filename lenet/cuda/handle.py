@@ -121,18 +121,28 @@ def _driver(needed: int, found: int) -> str:
     )
 
 
-@contextmanager
-def translated(what: str) -> Iterator[None]:
-    """Turn whatever CuPy, cuDNN, cuBLAS or NCCL raise inside into `DeviceError`.
+class translated:  # noqa: N801 - read as a verb: with translated("doing this")
+    """Turns whatever CuPy, cuDNN, cuBLAS or NCCL raise inside into `DeviceError`.
 
     Raises:
         OutOfDeviceMemory: too little device memory is left.
         DeviceError: anything else that they raise; `sticky` says whether the process is lost.
     """
-    try:
-        yield
-    except _foreign() as exc:  # looked for when something is raised: this is entered every batch
-        raise _translation(what, exc) from exc
+
+    __slots__ = ("_what",)
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: Any
+    ) -> None:
+        # What is foreign is looked up when something is raised: this is entered every batch.
+        if isinstance(error, Exception) and isinstance(error, _foreign()):
+            raise _translation(self._what, error) from error
 
 
 def _foreign() -> tuple[type[Exception], ...]:

@@ -6,8 +6,7 @@ Refuses to look inside the body.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import TypeAlias
 
 from fastapi import Request
@@ -138,18 +137,22 @@ def asked_timeout_s(headers: Headers) -> float | None:
     return int(text) / 1e3
 
 
-@contextmanager
-def unavailable_on_stop() -> Iterator[None]:
+class UnavailableOnStop:
     """A request that outlasts the stop is cancelled by the server; let its caller know.
 
     Raises:
-        Unavailable: it was.
+        Unavailable: at the end of the block, it was.
     """
-    try:
-        yield
-    except asyncio.CancelledError:
-        message = "the service stopped before the answer; send this to another instance"
-        raise Unavailable(message, retry_after_s=1) from None
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is asyncio.CancelledError:
+            message = "the service stopped before the answer; send this to another instance"
+            raise Unavailable(message, retry_after_s=1) from None
 
 
 class CancelledOnDisconnect:

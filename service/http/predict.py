@@ -19,9 +19,9 @@ from service.http.errors import error_response, surprise_response
 from service.http.limits import (
     Bodies,
     CancelledOnDisconnect,
+    UnavailableOnStop,
     asked_timeout_s,
     headers_of,
-    unavailable_on_stop,
 )
 from service.http.schemas import ErrorResponse, PredictResponse, predict_openapi
 from service.predictor import Prediction, Predictor, RequestClock
@@ -91,7 +91,7 @@ def predict_route(
 
     async def predict(request: Request) -> Response:
         """One or many images of 28x28 pixels, ink high; or a picture of any size."""
-        with predictor.clock("http") as clock, unavailable_on_stop():
+        with predictor.clock("http") as clock, UnavailableOnStop():
             parameters = _parameters(request)
             headers = headers_of(request)
             within_s = min(asked_timeout_s(headers) or timeout_s, timeout_s)

@@ -12,7 +12,7 @@ import pytest
 from service import predictor
 from service.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.http import limits
-from service.http.limits import CancelledOnDisconnect, unavailable_on_stop
+from service.http.limits import CancelledOnDisconnect, UnavailableOnStop
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
 GONE = {"type": "http.disconnect"}
@@ -128,10 +128,10 @@ async def test_the_time_that_a_request_may_take_begins_with_its_body(listen, mon
     monkeypatch.setattr(predictor, "time", clock)
     read = limits.Bodies.read
 
-    async def slow_read(bodies, request, within_s):
+    async def slow_read(bodies, request, headers, within_s):
         assert within_s == 0.05
         clock.now_s += 0.06
-        return await read(bodies, request, within_s)
+        return await read(bodies, request, headers, within_s)
 
     async with listen() as served:
         monkeypatch.setattr(limits.Bodies, "read", slow_read)
@@ -327,7 +327,7 @@ async def test_nobody_watches_when_the_answer_is_quick(impatient):
 
 async def test_a_request_that_the_server_cancels_is_unavailable():
     async def wait():
-        with unavailable_on_stop():
+        with UnavailableOnStop():
             await asyncio.Event().wait()
 
     task = asyncio.create_task(wait())
