@@ -116,7 +116,7 @@ class ContextStatistics:
     """The part of it that is scratch."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LaunchedBatch:
     """What `ExecutionContext.launch` started; counted when it is collected."""
 

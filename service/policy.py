@@ -33,7 +33,8 @@ class Entry:
 E = TypeVar("E", bound=Entry)
 
 
-@dataclass(frozen=True, slots=True)
+# Not frozen, as all that is made for each request: freezing takes most of the time of making.
+@dataclass(slots=True)
 class Segment(Generic[E]):
     """Rows `start` to `stop` of one entry, in one batch."""
 
@@ -42,7 +43,7 @@ class Segment(Generic[E]):
     stop: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Cut(Generic[E]):
     """A batch for one model, and the entries found late, which are in the queue no more."""
 

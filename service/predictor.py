@@ -19,7 +19,7 @@ from service.metrics import Metrics, Protocol, Stage
 from service.repository import Repository
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Prediction:
     """Probabilities float32 (n, classes) in the order of the images, and who computed them."""
 

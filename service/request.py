@@ -18,7 +18,7 @@ from service.model_files import ModelFile
 from service.policy import Entry, Segment
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Answer:
     """Probabilities of one request's rows, the model that computed all of them, and their time.
 

@@ -40,7 +40,7 @@ T = TypeVar("T")
 _Job: TypeAlias = tuple[Callable[[ExecutionContext], Any], asyncio.Future[Any]]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class BatchResult:
     """What a context made of one batch, and how long it took.
 
