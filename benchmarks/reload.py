@@ -173,6 +173,8 @@ def _measure(files: Sequence[WeightFile], options: argparse.Namespace) -> dict[s
         with running("lenet-serve", command, port, {}) as server:
             phase = partial(_phase, server, images, answers, tolerance)
             quiet = phase(lambda: time.sleep(options.duration))
+            # From the second version on both are kept on the device.
+            _reload(server, alternate, 2)
             reloading = phase(lambda: _reload(server, alternate, options.reloads))
     return {"without reloads": quiet, "with reloads": reloading}
 

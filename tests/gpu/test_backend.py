@@ -243,6 +243,34 @@ def test_a_context_proves_other_weights_and_goes_back_and_forth_between_both(ran
         assert context.run(images).tobytes() == before
 
 
+@pytest.mark.parametrize("rows", [1, 8, 100])
+def test_a_batch_launched_by_another_thread_answers_as_one_that_is_waited_for(random_weights, rows):
+    images = np.random.default_rng(8).integers(0, 256, (rows, 28, 28), np.uint8)
+    got = []
+    with ExecutionContext(open_backend(Target("cuda")), random_weights("lenet"), 128) as context:
+        context.warm_up()
+        want = context.run(images).tobytes()
+
+        def work():
+            for _ in range(40):  # of which the device times some
+                launched = context.launch(images)
+                while not launched.done():
+                    pass
+                got.append(launched.collect().tobytes())
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+        assert context.statistics.graph_hits == 41
+    assert set(got) == {want}
+
+
+def test_a_profiled_backend_launches_nothing_by_itself(random_weights):
+    with opened("fp16", profile=True) as backend:
+        plan = backend.plan(random_weights("lenet"), 2)
+        assert plan.launch(np.zeros((2, 28, 28), np.uint8)) is None
+
+
 def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):
     with opened("fp16") as backend:
         plan = backend.plan(random_weights("lenet"), 4)

@@ -66,6 +66,33 @@ def test_a_convolution_with_bias_and_relu_agrees(handle, precision, relu):
     assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
 
 
+def test_a_kept_plan_is_not_built_again_and_gives_the_same_bits(handle, tmp_path, monkeypatch):
+    operation = Product("fp16", 64, 96, 128, bias=True, relu=True)
+    (x, weight, bias), _ = drawn("fp16", (64, 128), (96, 128), (96,))
+    path = tmp_path / "plans.json"
+
+    def answer():
+        y = cupy.full((64, 96), np.nan, x.dtype)
+        plan = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+        plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
+        return plan.name, y.get().tobytes()
+
+    first = answer()
+    built, building = [], Planner._built
+
+    def watched(self, *arguments):
+        built.append(arguments)
+        return building(self, *arguments)
+
+    monkeypatch.setattr(Planner, "_built", watched)
+    assert answer() == first
+    assert built == []
+    (kept,) = (tmp_path / "plans").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert answer() == first
+    assert len(built) == 1
+
+
 def test_the_fastest_plan_is_remembered_and_an_unknown_name_measured_anew(handle, tmp_path):
     path = tmp_path / "plans.json"
     operation = Product("fp16", 64, 96, 128)
