@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from benchmarks import reload as module
-from benchmarks.reload import renamed, main
+from benchmarks.reload import main, renamed
 from lenet.context import ExecutionContext
 from lenet.cpu import CpuBackend
 
