@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -53,8 +55,12 @@ class FakeContext:
         self.statistics.rows += len(images)
         return np.full((len(images), 10), images[0, 0, 0], np.float32)
 
-    def launch(self, images: np.ndarray) -> None:
-        """As on a CPU: a batch runs on the context's thread."""
+    def launch(self, images: np.ndarray) -> FakeLaunched | None:
+        """As on a CPU where the stage says nothing else: a batch runs on the context's thread."""
+        if not self.theatre.launches:
+            return None
+        self.theatre.called("launch")
+        return FakeLaunched(self, images)
 
     def stage(self, weights: str) -> None:
         self.note()
@@ -73,8 +79,33 @@ class FakeContext:
         self.closed = True
 
 
+@dataclass
+class FakeLaunched:
+    """A batch on a device that computes by itself: all of eight rows, by a captured graph."""
+
+    context: FakeContext
+    images: np.ndarray
+    until_s: float = field(default_factory=lambda: time.monotonic() + LONG_S)
+
+    def done(self) -> bool:
+        assert time.monotonic() < self.until_s, "nobody lets it finish"
+        self.context.theatre.called("done")
+        return self.context.theatre.may_finish.is_set()
+
+    def collect(self) -> np.ndarray:
+        self.context.theatre.called("collect")
+        statistics = self.context.statistics
+        statistics.padding_rows += 8 - len(self.images)
+        statistics.graph_hits += 1
+        statistics.device_s = 0.25
+        return np.full((len(self.images), 10), self.images[0, 0, 0], np.float32)
+
+
 class Stage:
     def __init__(self) -> None:
+        self.launches = False
+        self.calls: list[tuple[str, int]] = []  # of launched batches, each with its thread
+        self.fails: dict[str, Exception] = {}  # at which of those calls, once
         self.made: list[FakeContext] = []
         self.attempts = 0
         self.make_fails_at = self.warm_up_fails_at = -1
@@ -89,6 +120,11 @@ class Stage:
             raise MemoryError("no context any more")
         return FakeContext(self, device)
 
+    def called(self, name: str) -> None:
+        self.calls.append((name, threading.get_ident()))
+        if name in self.fails:
+            raise self.fails.pop(name)
+
     def on_lost(self, *story: str) -> None:
         self.losses.append(story)
 
@@ -100,6 +136,13 @@ class Stage:
 @pytest.fixture
 def stage():
     return Stage()
+
+
+@pytest.fixture
+def launching(stage):
+    """The stage, with devices that compute by themselves."""
+    stage.launches = True
+    return stage
 
 
 def threads() -> list[str]:
@@ -587,3 +630,134 @@ def test_the_thread_ends_in_peace_when_its_loop_is_gone(stage):
     worker._thread.join(LONG_S)
     assert not worker._thread.is_alive()
     assert stage.made[0].closed
+
+
+async def test_the_event_loop_launches_and_collects_and_the_contexts_thread_stays_out(launching):
+    async with launching.pool(1) as pool:
+        worker = pool.acquire()
+        found = [await worker.run(batch(rows, rows), "served") for rows in (5, 8)]
+    assert launching.calls == [
+        (name, threading.get_ident()) for name in ("launch", "done", "collect") * 2
+    ]
+    assert len(launching.made[0].threads) == 3, "made, warmed up, closed"
+    assert [one.probabilities.tolist() for one in found] == [[[5.0] * 10] * 5, [[8.0] * 10] * 8]
+    assert [(one.device_s, one.padding_rows, one.graph_hit) for one in found] == [
+        (0.25, 3, True),
+        (0.25, 0, True),
+    ]
+    assert all(0 <= one.compute_s < LONG_S for one in found)
+
+
+async def test_the_loop_looks_once_a_turn_while_a_launched_batch_is_not_done(launching):
+    launching.may_finish.clear()
+    async with launching.pool(1) as pool:
+        worker = pool.acquire()
+        future = worker.run(batch(1), "served")
+        for turns in range(1, 6):
+            await asyncio.sleep(0)
+            assert [name for name, _ in launching.calls] == ["launch"] + ["done"] * turns
+            assert not future.done()
+            assert (worker.begun, worker.done) == (1, 0)
+        with pytest.raises(AssertionError, match="bug: two batches at once on one context"):
+            worker.run(batch(2), "served")
+        launching.may_finish.set()
+        assert (await future).probabilities[0, 0] == 1
+        assert (worker.begun, worker.done) == (1, 1)
+
+
+@pytest.mark.parametrize("where", ["launch", "done", "collect"])
+@pytest.mark.parametrize(
+    ("error", "losses"),
+    [
+        (DeviceError("illegal address", sticky=True), [("sticky", "puppet-0: illegal address")]),
+        (OutOfDeviceMemory("no room for this"), []),
+        (ZeroDivisionError("unlucky"), []),
+    ],
+)
+async def test_the_error_of_a_launched_batch_is_its_callers_and_the_worker_works_on(
+    launching, where, error, losses
+):
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    launching.fails[where] = error
+    async with launching.pool(1) as pool:
+        worker = pool.acquire()
+        with pytest.raises(type(error)) as caught:
+            await asyncio.wait_for(worker.run(batch(1), "served"), LONG_S)
+        assert caught.value is error
+        assert worker.begun == worker.done, "no work that could be taken for a hang"
+        assert (await worker.run(batch(5), "served")).probabilities[0, 0] == 5
+    assert launching.losses == losses
+    assert complaints == []
+
+
+async def test_other_weights_go_by_the_contexts_thread_and_are_launched_once_it_has_them(launching):
+    async with launching.pool(1) as pool:
+        worker = pool.acquire()
+        (context,) = launching.made
+        assert (await worker.run(batch(1), "new")).probabilities[0, 0] == 1
+        assert context.weights == "new"
+        assert len(context.threads) == 4, "made, warmed up, replaced, run"
+        assert launching.calls == []
+        assert (await worker.run(batch(2), "new")).probabilities[0, 0] == 2
+        assert launching.calls[0] == ("launch", threading.get_ident())
+    assert len(set(context.threads)) == 1
+
+
+async def test_a_launched_batch_that_never_ends_is_a_hang(launching):
+    launching.may_finish.clear()
+    async with launching.pool(1, hang_timeout_s=LONG_S) as pool:
+        future = pool.acquire().run(batch(1), "served")
+        for _ in range(HANG_LOOKS + 1):
+            assert not launching.losses
+            pool._look()
+        assert launching.losses == [("hang", "puppet-0 has been at the same work for 20 s")]
+        launching.may_finish.set()
+        await future
+
+
+async def test_a_launched_batch_is_finished_when_the_pool_closes(launching):
+    launching.may_finish.clear()
+    pool = await launching.pool(1).__aenter__()
+    future = pool.acquire().run(batch(1), "served")
+    closing = asyncio.ensure_future(pool.__aexit__())
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not closing.done()
+    assert not launching.made[0].closed
+    launching.may_finish.set()
+    await closing
+    assert future.result().probabilities[0, 0] == 1
+    assert launching.made[0].closed
+    assert threads() == []
+
+
+async def test_the_pool_closes_without_a_context_whose_launched_batch_never_ends(
+    launching, monkeypatch, caplog
+):
+    monkeypatch.setattr("service.worker.CLOSE_TIMEOUT_S", 0.05)
+    launching.may_finish.clear()
+    async with launching.pool(2) as pool:
+        hung = pool.acquire()
+        future = hung.run(batch(1), "served")
+    (record,) = caplog.records
+    assert record.message == f"{hung.name} hangs: not closed after 0.05 s"
+    assert threads() == [hung.name], "its context is not closed behind the device's back"
+    launching.may_finish.set()
+    await future
+    await hung.close()
+    assert threads() == []
+
+
+async def test_nothing_happens_when_a_launched_batch_ends_that_nobody_waits_for(launching):
+    complaints = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with launching.pool(1) as pool:
+        worker = pool.acquire()
+        for fails in ({}, {"collect": ZeroDivisionError("unlucky")}):
+            launching.fails = fails
+            worker.run(batch(1), "served").cancel()
+            await asyncio.sleep(0)
+            assert worker.done == worker.begun
+        assert (await worker.run(batch(2), "served")).probabilities[0, 0] == 2
+    assert complaints == []
