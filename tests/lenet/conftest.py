@@ -39,18 +39,45 @@ class ReferencePlan:
     device_s = None
 
 
+@dataclass
+class LaunchedRows:
+    """What a plan launched, done at the second look."""
+
+    plan: ReferencePlan
+    images: np.ndarray
+    looks: int = 0
+
+    def done(self) -> bool:
+        self.looks += 1
+        return self.looks > 1
+
+    def collect(self) -> np.ndarray:
+        return self.plan.run(self.images)
+
+
+class LaunchingPlan(ReferencePlan):
+    """As on a device that computes by itself, by captured graphs and with a clock."""
+
+    def launch(self, images: np.ndarray) -> LaunchedRows:
+        return LaunchedRows(self, images)
+
+    captured = True
+    device_s = 0.25
+
+
 class ReferenceBackend:
-    """NumPy in plain sight, float32."""
+    """NumPy in plain sight, float32; its plans launch if they are a `LaunchingPlan`."""
 
     name = "reference"
     tolerance = 1e-4
 
-    def __init__(self) -> None:
+    def __init__(self, make_plan: type[ReferencePlan] = ReferencePlan) -> None:
         self.planned: list[int] = []
+        self.make_plan = make_plan
 
     def plan(self, weights: WeightFile, batch: int) -> ReferencePlan:
         self.planned.append(batch)
-        return ReferencePlan(batch, weights)
+        return self.make_plan(batch, weights)
 
     device_bytes = workspace_bytes = 0
 
@@ -64,6 +91,11 @@ class ReferenceBackend:
 @pytest.fixture
 def reference_backend():
     return ReferenceBackend()
+
+
+@pytest.fixture
+def launching_backend():
+    return ReferenceBackend(LaunchingPlan)
 
 
 @pytest.fixture(params=["reference", "cpu"])

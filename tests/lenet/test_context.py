@@ -3,11 +3,12 @@ from __future__ import annotations
 import dataclasses
 import gc
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
-from lenet.context import ExecutionContext, buckets, choose, gpus
+from lenet.context import ContextStatistics, ExecutionContext, buckets, choose, gpus
 from lenet.errors import (
     BackendUnavailable,
     DeviceError,
@@ -144,6 +145,61 @@ def test_statistics_count_batches_rows_and_padding_when_the_device_pads(
         assert context.statistics.rows == 17
         assert context.statistics.padding_rows == (4 - 3) + (6 - 5)
         assert 0 < context.statistics.golden_error < 1e-5
+
+
+@pytest.mark.parametrize("thread", ["its own", "another"])
+def test_a_launched_batch_is_counted_when_it_is_collected_by_whichever_thread(
+    launching_backend, random_weights, tiny, thread
+):
+    weights = random_weights(tiny)
+    images = weights.golden.images[:5]
+
+    def drive(context):
+        launched = context.launch(images)
+        assert [launched.done(), launched.done()] == [False, True]
+        assert context.statistics.batches == 0
+        return launched.collect()
+
+    with ExecutionContext(launching_backend, weights, 6) as context, ThreadPoolExecutor(1) as other:
+        context.warm_up()
+        found = drive(context) if thread == "its own" else other.submit(drive, context).result()
+        np.testing.assert_allclose(found, softmax_of(weights, images), rtol=1e-5)
+        assert dataclasses.replace(context.statistics, golden_error=0) == ContextStatistics(
+            "reference", batches=1, rows=5, padding_rows=1, graph_hits=1, device_s=0.25
+        )
+
+
+def test_nothing_is_launched_or_counted_where_only_run_can_compute(backend, random_weights, tiny):
+    with ExecutionContext(backend, random_weights(tiny), 2) as context:
+        context.warm_up()
+        assert context.launch(np.zeros((2, 28, 28), np.uint8)) is None
+        assert context.statistics.batches == 0
+
+
+@pytest.mark.parametrize("rows", [0, 7])
+def test_more_rows_than_the_largest_bucket_has_are_a_bug_when_launched(
+    launching_backend, random_weights, tiny, rows
+):
+    with ExecutionContext(launching_backend, random_weights(tiny), 6) as context:
+        context.warm_up()
+        with pytest.raises(AssertionError, match=f"bug: a batch of {rows} rows"):
+            context.launch(np.zeros((rows, 28, 28), np.uint8))
+
+
+@pytest.mark.parametrize("where", ["done", "collect"])
+def test_a_launched_batch_that_fails_is_not_counted(
+    launching_backend, random_weights, tiny, monkeypatch, where
+):
+    def fails(_):
+        raise DeviceError("illegal address", sticky=True)
+
+    with ExecutionContext(launching_backend, random_weights(tiny), 1) as context:
+        context.warm_up()
+        launched = context.launch(np.zeros((1, 28, 28), np.uint8))
+        monkeypatch.setattr(type(launched._launched), where, fails)
+        with pytest.raises(DeviceError, match="illegal address"):
+            getattr(launched, where)()
+        assert context.statistics.batches == 0
 
 
 def test_weights_are_refused_when_the_backend_computes_other_logits(backend, random_weights, tiny):
