@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import threading
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from lenet.cuda.plan_cache import PlanCache, default_cache
 KEY = "NVIDIA H200 | cuDNN 9.19.0 | Product(precision='fp16', m=256, n=512, k=1024)"
 READ = "the cache of cuDNN plans is dropped: "
 WRITTEN = "the cache of cuDNN plans cannot be written: "
+PLAN = bytes(range(256)) + b"\n\n"  # with line ends, as a plan has by chance
 
 
 @pytest.fixture
@@ -173,3 +175,77 @@ def test_a_folder_that_cannot_be_made_keeps_nobody_from_choosing(tmp_path):
     (tmp_path / "file").write_text("in the way")
     with PlanCache(tmp_path / "file" / "plans.json").locked() as nothing:
         assert nothing is None
+
+
+def test_a_plan_is_found_again_by_another_instance_under_its_own_key_and_name(path, caplog):
+    first = PlanCache(path)
+    first.put_plan(KEY, "eng0", PLAN)
+    first.put_plan(KEY, "eng1", b"")
+    first.put_plan("other", "eng0", b"other")
+    for cache in (first, PlanCache(path)):
+        assert cache.plan(KEY, "eng0") == PLAN
+        assert cache.plan(KEY, "eng1") == b""
+        assert cache.plan("other", "eng0") == b"other"
+        assert cache.plan("other", "eng1") is None
+    assert warnings(caplog) == []
+
+
+def test_the_last_plan_is_the_one_that_is_kept(path):
+    cache = PlanCache(path)
+    for plan in (b"old", PLAN):
+        cache.put_plan(KEY, "eng0", plan)
+    assert cache.plan(KEY, "eng0") == PLAN
+
+
+def test_nothing_is_made_or_said_when_a_plan_is_looked_for_where_none_was_kept(path, caplog):
+    assert PlanCache(path).plan(KEY, "eng0") is None
+    assert not path.parent.exists()
+    path.parent.mkdir()
+    path.with_suffix("").write_text("no folder")
+    assert PlanCache(path).plan(KEY, "eng0") is None
+    assert warnings(caplog) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content[:-1] + bytes([content[-1] ^ 1]),
+        lambda content: bytes([content[0] ^ 1]) + content[1:],
+        lambda content: content[:-1],
+        lambda content: content + b"\n",
+        lambda content: content[:32],
+        lambda content: b"",
+    ],
+    ids=["plan", "digest", "truncated", "longer", "only a digest", "empty"],
+)
+def test_a_changed_plan_is_dropped_with_a_warning_until_it_is_kept_anew(path, caplog, change):
+    cache = PlanCache(path)
+    cache.put_plan(KEY, "eng0", PLAN)
+    (file,) = path.with_suffix("").iterdir()
+    file.write_bytes(change(file.read_bytes()))
+    assert cache.plan(KEY, "eng0") is None
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{file}: a kept cuDNN plan is dropped: ")
+    cache.put_plan(KEY, "eng0", PLAN)
+    assert cache.plan(KEY, "eng0") == PLAN
+
+
+def test_a_warning_is_all_when_a_plan_cannot_be_read(path, caplog):
+    cache = PlanCache(path)
+    cache.put_plan(KEY, "eng0", PLAN)
+    (file,) = path.with_suffix("").iterdir()
+    file.unlink()
+    file.mkdir()  # a folder: root too is refused to read it
+    assert cache.plan(KEY, "eng0") is None
+    (warning,) = warnings(caplog)
+    assert warning.startswith(f"{file}: a kept cuDNN plan is dropped: ")
+
+
+def test_a_warning_is_all_when_the_folder_of_plans_cannot_be_made(path, caplog):
+    path.parent.mkdir()
+    path.with_suffix("").write_text("in the way")
+    cache = PlanCache(path)
+    cache.put_plan(KEY, "eng0", PLAN)
+    (warning,) = warnings(caplog)
+    assert re.fullmatch(rf"{path.with_suffix('')}/\w+: a cuDNN plan cannot be kept: .+", warning)
+    assert cache.plan(KEY, "eng0") is None
