@@ -1,11 +1,13 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from lenet.context import Target, open_backend
+from lenet.cpu import CpuPlan
 from lenet.errors import DeviceError
 from service.faults import Faults, FaultyContext
 
@@ -65,3 +67,20 @@ def test_a_batch_that_hangs_holds_nobody_else_up(make):
     faults._never.set()
     thread.join(LONG_S)
     assert came_back.is_set()
+
+
+def test_a_batch_is_launched_unless_its_fault_waits_for_the_contexts_thread(make, monkeypatch):
+    def launch(plan, images):
+        return SimpleNamespace(collect=lambda: plan.run(images))
+
+    monkeypatch.setattr(CpuPlan, "launch", launch)
+    faults = Faults()
+    with make(faults) as first, make(faults) as second:
+        assert first.launch(BATCH).collect().shape == (1, 10)
+        faults.inject("poison")
+        for context in (first, second):
+            assert context.launch(BATCH) is None
+        with pytest.raises(DeviceError):
+            second.run(BATCH)
+        for context in (first, second):
+            assert context.launch(BATCH).collect().shape == (1, 10)
