@@ -86,6 +86,21 @@ def test_contexts_and_rows_are_those_that_are_set_on_every_device(gpus, device, 
 
 
 @pytest.mark.parametrize(
+    ("device", "wanted_us", "busy_poll_s"),
+    [
+        *(("cpu", None, 0.0), ("cpu", 50, 50e-6), ("cuda", None, 200e-6)),
+        *(("cuda", 0, 0.0), ("cuda", 100_000, 0.1)),
+    ],
+)
+def test_a_worker_stays_awake_as_long_as_it_is_told_or_as_its_device_wants(
+    gpus, device, wanted_us, busy_poll_s
+):
+    gpus(1)
+    placement = place(Settings(device=device, busy_poll_us=wanted_us))
+    assert placement.busy_poll_s == pytest.approx(busy_poll_s)
+
+
+@pytest.mark.parametrize(
     ("wanted", "count", "there"),
     [("0,3", 3, "there are 3 GPUs, 0 to 2"), ("1", 1, "0 is the only GPU")],
 )

@@ -126,6 +126,8 @@ def test_the_cpu_takes_what_every_device_has_a_use_for():
         ("max_queue_rows", 0),
         ("max_wait_us", -1),
         ("max_wait_us", 1_000_001),
+        ("busy_poll_us", -1),
+        ("busy_poll_us", 100_001),
         ("max_images", 0),
         ("max_body_bytes", 783),
         ("max_body_bytes", 2**31),
