@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -13,10 +14,20 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import ARCHITECTURES
 from service import errors
 from service.errors import ServiceError
-from service.metrics import CONTENT_TYPE, LossReason, Metrics, Protocol, ReloadOutcome, Stage
+from service.metrics import (
+    CONTENT_TYPE,
+    FLUSHED_EVERY_S,
+    LossReason,
+    Metrics,
+    Protocol,
+    ReloadOutcome,
+    Stage,
+)
 from service.policy import CutReason
 
 ROOT = Path(__file__).parents[2]
+LONG_S = 20.0
+"""How long a process may hang before its test fails."""
 
 # facts: 1 - 1.5 - 2 - 3 - 5 - 7 a decade, from 50 us to 5 s.
 REQUEST_BOUNDS = [
@@ -208,6 +219,61 @@ def test_the_process_is_watched_when_it_is_alone(metrics):
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
+def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
+    observer = metrics.of_model("lenet")
+    metrics.request_done("grpc", "ok")
+    metrics.request_timed("grpc", {"queue": 0.5}, 0.5)
+    observer.batch_cut(3, "full", 4, 2)
+    observer.batch_done(3, 0.5, 1, device_s=0.5, padding_rows=1, graph_hit=True)
+    for _ in range(2):
+        found = {
+            (sample.name, *sorted(set(sample.labels.values()) - {"lenet"})): value
+            for sample in samples(metrics)
+            if (value := sample.value) and not sample.name.endswith("_bucket")
+        }
+        assert {key: value for key, value in found.items() if key[0].startswith("lenet_")} == {
+            ("lenet_requests_total", "grpc", "ok"): 1,
+            ("lenet_request_duration_seconds_count", "grpc"): 1,
+            ("lenet_request_duration_seconds_sum", "grpc"): 0.5,
+            ("lenet_stage_duration_seconds_count", "queue"): 1,
+            ("lenet_stage_duration_seconds_sum", "queue"): 0.5,
+            ("lenet_batch_rows_count",): 1,
+            ("lenet_batch_rows_sum",): 3,
+            ("lenet_batch_duration_seconds_count",): 1,
+            ("lenet_batch_duration_seconds_sum",): 0.5,
+            ("lenet_device_duration_seconds_count",): 1,
+            ("lenet_device_duration_seconds_sum",): 0.5,
+            ("lenet_batches_total", "full"): 1,
+            ("lenet_images_total",): 3,
+            ("lenet_padding_rows_total",): 1,
+            ("lenet_graph_replays_total", "hit"): 1,
+            ("lenet_queue_rows",): 4,
+            ("lenet_contexts_busy",): 1,
+        }
+
+
+def test_the_library_is_told_once_a_period_and_at_the_end(run_virtually, registry, metrics):
+    answered = {"protocol": "http", "outcome": "ok"}
+
+    def told():
+        return registry.get_sample_value("lenet_requests_total", answered)
+
+    async def main(loop):
+        with metrics.flushed_regularly():
+            await asyncio.sleep(0.5 * FLUSHED_EVERY_S)
+            for number in range(3):
+                metrics.request_done("http", "ok")
+                assert told() == number
+                await asyncio.sleep(FLUSHED_EVERY_S)
+                assert told() == number + 1
+            metrics.request_done("http", "ok")
+        assert told() == 4
+        await asyncio.sleep(0)
+        assert loop.pending_timers() == []
+
+    run_virtually(main)
+
+
 def test_two_registries_do_not_meet_when_two_services_run_in_one_process():
     one, two = Metrics(CollectorRegistry()), Metrics(CollectorRegistry())
     one.request_done("http", "ok")
@@ -221,6 +287,11 @@ def test_the_shared_folder_alone_is_told_when_there_is_one(tmp_path, monkeypatch
     metrics = Metrics(CollectorRegistry())
     metrics.request_done("http", "ok")
     assert metrics.exposition() == b"", "this process was not started as one of several"
+
+
+def sharing(folder):
+    """The environment of a process that keeps its series in `folder`."""
+    return {**os.environ, "PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(folder)}
 
 
 WORKER = """
@@ -248,16 +319,11 @@ sys.stdout.buffer.write(metrics.exposition())
 
 
 def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
-    environment = {
-        **os.environ,
-        "PYTHONPATH": str(ROOT),
-        "PROMETHEUS_MULTIPROC_DIR": str(tmp_path),
-    }
     told = b""
     for rows in (3, 4, 0):
         told = subprocess.run(
             [sys.executable, "-c", WORKER, str(rows)],
-            env=environment,
+            env=sharing(tmp_path),
             check=True,
             stdout=subprocess.PIPE,
         ).stdout
@@ -289,3 +355,43 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
     }, "what each of them serves, and no more what both replaced"
     assert not [name for name, _ in values if name.endswith("_created")]
     assert not [labels for _, labels in values if "pid" in dict(labels)]
+
+
+REGULAR = """
+import asyncio
+import sys
+from pathlib import Path
+from prometheus_client import CollectorRegistry
+from prometheus_client.mmap_dict import MmapedDict
+from service import metrics
+
+def answered():
+    (file,) = Path(sys.argv[1]).glob("counter_*.db")
+    return sum(
+        value
+        for key, value, *_ in MmapedDict.read_all_values_from_file(str(file))
+        if "lenet_requests_total" in key
+    )
+
+async def main():
+    shared = metrics.Metrics(CollectorRegistry())
+    with shared.flushed_regularly():
+        shared.request_done("http", "ok")
+        assert answered() == 0
+        while answered() < 1:
+            await asyncio.sleep(0)
+        shared.request_done("http", "ok")
+    assert answered() == 2
+
+metrics.FLUSHED_EVERY_S = 0.01
+asyncio.run(main())
+"""
+
+
+def test_the_shared_folder_has_what_happened_without_being_asked_for(tmp_path):
+    subprocess.run(
+        [sys.executable, "-c", REGULAR, str(tmp_path)],
+        env=sharing(tmp_path),
+        check=True,
+        timeout=LONG_S,
+    )
