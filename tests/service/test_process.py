@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import signal
 import socket
 import threading
+import time
 
 import grpc
 import pytest
@@ -18,6 +20,8 @@ from service.repository import Stop
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.settings import Settings
+
+PATIENCE_S = 30.0
 
 
 def received(connection):
@@ -188,6 +192,36 @@ def test_a_hangup_changes_nothing_when_the_service_stops(start, second_version):
     assert service.wait() == ExitCode.STOPPED
     assert "ERROR" not in service.log
     assert "Traceback" not in service.log
+
+
+# Serving
+
+
+def test_the_loops_clock_is_as_fine_as_the_one_of_the_system():
+    async def main():
+        loop = asyncio.get_running_loop()
+        for _ in range(3):  # in one turn, where uvloop's own stands still
+            before_s = time.monotonic()
+            assert before_s <= loop.time() <= time.monotonic()
+
+    with asyncio.Runner(loop_factory=process._Loop) as runner:
+        runner.run(main())
+
+
+def test_connections_that_are_opened_all_at_once_are_all_answered(start):
+    service = start().ready()
+    with contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
+            for _ in range(4 * process.ACCEPTED_AT_ONCE)
+        ]
+        for connection in connections:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        for connection in connections:
+            assert received(connection).startswith("HTTP/1.1 200 ")
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "ERROR" not in service.log
 
 
 # Stopping

@@ -6,6 +6,8 @@ import errno
 import itertools
 import os
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,6 +22,8 @@ from service.listener import listen
 from service.metrics import FLUSHED_EVERY_S
 from service.settings import Settings
 from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture
@@ -349,3 +353,16 @@ def test_a_storm_of_signals_is_taken_when_nobody_reads_them():
             signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
         assert told.recv(1) == bytes([signal.SIGTERM])
+
+
+def test_the_supervisor_starts_workers_without_what_only_they_need():
+    code = "import sys, service.supervisor; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.split()
+    assert "service.supervisor" in loaded
+    assert not {"fastapi", "uvicorn", "uvloop", "grpc", "service.process"} & set(loaded)
