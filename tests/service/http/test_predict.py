@@ -6,6 +6,7 @@ import io
 import logging
 import re
 
+import httpx
 import numpy as np
 import orjson
 import pytest
@@ -147,6 +148,19 @@ async def test_json_is_answered_when_anything_else_is_accepted(served, one, acce
 @pytest.mark.parametrize("query", ["?model=tiny", "?version=3", "?model=tiny&version=3", "?model="])
 async def test_the_loaded_model_answers_when_it_is_named(served, one, query):
     assert (await served.post(one, query=query)).json()["model"] == "tiny"
+
+
+@pytest.mark.parametrize("accept", [JSON, RAW])
+async def test_an_answer_has_its_own_type_length_and_version_and_nothing_twice(
+    served, images, accept
+):
+    response = await served.post(images.tobytes(), accept=accept)
+    assert sorted(name for name, _ in response.headers.multi_items()) == [
+        *("content-length", "content-type", "server-timing", "x-model-version")
+    ]
+    assert response.headers["content-type"] == accept
+    assert response.headers["content-length"] == str(len(response.content))
+    assert response.headers["x-model-version"] == "3"
 
 
 async def test_server_timing_tells_of_every_stage_when_a_prediction_is_answered(served, one):
@@ -535,3 +549,23 @@ async def test_an_unread_body_is_not_taken_for_the_next_request(listen, one):
 async def test_bytes_are_answered_only_to_those_who_accept_them(served, one, accept, kind):
     response = await served.post(one, accept=accept)
     assert response.headers["content-type"] == kind
+
+
+async def test_the_service_answers_alike_below_a_root_path(served, monkeypatch, refusal, one):
+    async def fail(*_):
+        raise RuntimeError("surprise")
+
+    here = served.client
+    transport = httpx.ASGITransport(served.app, raise_app_exceptions=False, root_path="/x")
+    async with httpx.AsyncClient(transport=transport, base_url="http://service/x") as below:
+        for client in (here, below):
+            client.headers["Content-Type"] = RAW
+        answers = [await client.post("/predict", content=one) for client in (here, below)]
+        assert [answer.status_code for answer in answers] == [200, 200]
+        assert answers[0].content == answers[1].content
+        for client in (here, below):
+            refusal(await client.post("/predict"), 400, "invalid_input")
+            refusal(await client.get("/predict"), 405, "method_not_allowed")
+            refusal(await client.post("/predict/x", content=one), 404, "not_found")
+        monkeypatch.setattr(Batcher, "submit", fail)
+        refusal(await below.post("/predict", content=one), 500, "internal")
