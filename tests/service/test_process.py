@@ -3,10 +3,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import signal
 import socket
 import threading
 import time
+from collections import Counter
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -15,6 +18,7 @@ from fastapi import FastAPI
 from lenet.errors import DeviceError
 from service import process
 from service.errors import CannotListen, ExitCode
+from service.http.protocol import HttpProtocol
 from service.process import listen, run
 from service.repository import Stop
 from service.rpc import open_inference_pb2 as pb
@@ -206,6 +210,51 @@ def test_the_loops_clock_is_as_fine_as_the_one_of_the_system():
 
     with asyncio.Runner(loop_factory=process._Loop) as runner:
         runner.run(main())
+
+
+def test_several_connections_are_accepted_in_one_turn_of_the_loop(monkeypatch):
+    turns = 0
+    accepted_in = []  # which turn, for each connection
+
+    class Watched(HttpProtocol):
+        def connection_made(self, transport):
+            accepted_in.append(turns)
+            super().connection_made(transport)
+
+    async def main():
+        app = FastAPI()
+        app.state.stop, app.state.grpc_port = Stop(PATIENCE_S), 0
+        app.state.predictor = SimpleNamespace(ready=True)
+        stop = asyncio.Event()
+        loop = asyncio.get_running_loop()
+
+        def turn():
+            nonlocal turns
+            turns += 1
+            if len(accepted_in) < len(connections):
+                loop.call_soon(turn)
+            else:
+                stop.set()
+
+        with contextlib.ExitStack() as stack:
+            listener = stack.enter_context(listen("127.0.0.1", 0, shared=False))
+            answering = asyncio.create_task(process._answer(app, listener, stop, Settings()))
+            await asyncio.sleep(0)
+            address = listener.getsockname()
+            connections = [
+                stack.enter_context(socket.create_connection(address))
+                for _ in range(4 * process.ACCEPTED_AT_ONCE)
+            ]
+            turn()
+            await asyncio.wait_for(answering, PATIENCE_S)
+
+    monkeypatch.setattr(process, "HttpProtocol", Watched)
+    try:
+        with asyncio.Runner(loop_factory=process._Loop) as runner:
+            runner.run(main())
+    finally:
+        gc.unfreeze()
+    assert max(Counter(accepted_in).values()) == process.ACCEPTED_AT_ONCE
 
 
 def test_connections_that_are_opened_all_at_once_are_all_answered(start):
