@@ -89,7 +89,6 @@ class PlanCache:
         """Keep a plan; where that cannot be done the next start builds it again."""
         path = self._plan_path(key, name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
             write_atomically(path, _digest(plan) + b"\n" + plan)
         except OSError as exc:
             _log.warning("%s: a cuDNN plan cannot be kept: %s", path, exc)
