@@ -194,7 +194,7 @@ def refused(control, settings, caplog):
             assert PIPE not in os.environ
             assert list(control.temporary.iterdir()) == []
         (warning,) = [message for message in caplog.messages if "no MPS" in message]
-        assert "164 us" in warning
+        assert "27,200" in warning
         assert "--workers 1 and more --contexts" in warning
         return warning
 
