@@ -19,6 +19,7 @@ from typing import Literal, Self, TypeAlias
 import numpy as np
 
 from lenet.backend import Backend, Launched, Plan
+from lenet.context_statistics import ContextStatistics
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.nvtx import span
@@ -94,26 +95,6 @@ def buckets(largest: int) -> tuple[int, ...]:
         raise ValueError(f"largest bucket is {largest}, expected at least 1")
     powers = [1 << exponent for exponent in range(largest.bit_length())]
     return tuple(powers if powers[-1] == largest else [*powers, largest])
-
-
-@dataclass(slots=True)
-class ContextStatistics:
-    """What a context has done since it was made; written by who runs batches, read by any."""
-
-    device: str = ""
-    batches: int = 0
-    rows: int = 0
-    padding_rows: int = 0
-    graph_hits: int = 0
-    """Batches that replayed a captured graph."""
-    graph_misses: int = 0
-    golden_error: float = 0.0
-    device_s: float | None = None
-    """Seconds that the device took for the last batch, where it was asked."""
-    device_bytes: int = 0
-    """Device memory of all plans."""
-    workspace_bytes: int = 0
-    """The part of it that is scratch."""
 
 
 @dataclass(slots=True)

@@ -69,7 +69,7 @@ def create_app(settings: Settings, *, shared: bool = False) -> Application:
 
 async def _start(app: Application, settings: Settings, stack: AsyncExitStack, shared: bool) -> None:
     metrics = Metrics(CollectorRegistry())
-    stack.enter_context(metrics.flushed_regularly())
+    stack.enter_context(metrics.tallies.flushed_regularly())
     began = time.perf_counter()
     files = read_models(settings.weights, settings.models, settings.default_model)
     read = time.perf_counter()

@@ -14,44 +14,19 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import Literal, Protocol
 
 from lenet import nvtx
 from lenet.pixels import Images
 from service.busy_poll import BusyPoll
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
 from service.model_files import ModelFile
-from service.policy import BatchQueue, Cut, CutReason
+from service.observer import BatchObserver
+from service.policy import BatchQueue, Cut
 from service.pool import ContextPool
 from service.request import Answer, Request, images_of
 from service.worker import BatchResult, Worker
 
 _log = logging.getLogger(__name__)
-
-
-class BatchObserver(Protocol):
-    """Told of batches, never of single rows; `service.metrics` is the real one."""
-
-    def batch_cut(self, rows: int, reason: CutReason, waiting_rows: int, busy: int) -> None:
-        """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts work."""
-        ...
-
-    def batch_done(
-        self,
-        rows: int,
-        compute_s: float,
-        busy: int,
-        *,
-        device_s: float | None,
-        padding_rows: int,
-        graph_hit: bool,
-    ) -> None:
-        """A context finished a batch of `rows` rows; see `service.worker.BatchResult`."""
-        ...
-
-    def rows_dropped(self, rows: int, reason: Literal["cancelled", "late"]) -> None:
-        """Waiting rows were forgotten."""
-        ...
 
 
 class Batcher:
@@ -148,25 +123,27 @@ class Batcher:
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`."""
-        self._closing = True
-        if self._timer is not None:
-            self._timer.cancel()
+        self._close()
         self._schedule()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             while len(self._queue):
                 cut = self._queue.cut(self._loop.time(), draining=True)
-                self._fail([*_owners(cut), *cut.late], _stopping)
+                self._fail([*cut.entries, *cut.late], _stopping)
             for cut in self._in_flight.values():
-                self._fail(_owners(cut), _stopping)
+                self._fail(cut.entries, _stopping)
 
     def abandon(self) -> None:
         """Refuse new requests and fail all others now, also those in a batch that may not end."""
-        self._closing = self._abandoned = True
+        self._abandoned = True
+        self._close()
+        self._fail(list(self._requests), _lost)
+
+    def _close(self) -> None:
+        self._closing = True
         if self._timer is not None:
             self._timer.cancel()
-        self._fail(list(self._requests), _lost)
 
     @asynccontextmanager
     async def _taken(self, worker: Worker) -> AsyncIterator[None]:
@@ -267,7 +244,7 @@ class Batcher:
             return  # all that could be said was said
         # Once a batch: once a request would flood the log.
         _log.error("a batch of %d rows failed", cut.rows, exc_info=cause)
-        self._fail(_owners(cut), _batch_failed, cause)
+        self._fail(cut.entries, _batch_failed, cause)
 
     def _fail(
         self,
@@ -285,10 +262,6 @@ class Batcher:
     def _note_idle(self) -> None:
         if not len(self._queue) and not self._in_flight:
             self._idle.set()
-
-
-def _owners(cut: Cut[Request]) -> list[Request]:
-    return [segment.entry for segment in cut.segments]
 
 
 def _stopping() -> ServiceError:

@@ -1,17 +1,15 @@
 """Every series that the service exposes: its name, its unit, its buckets, in one place.
 
 Observed once a request or once a batch, never once a row. Labels come from closed sets, so strange
-requests make no new series. Several workers share a folder in prometheus_client's multiprocess
-mode, and any one of them answers for all: what the others did in the last second may be missing.
+requests make no new series. Several workers share a folder (prometheus_client's multiprocess mode),
+and any of them answers for all, but for what the others did in the last second.
 """
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -25,16 +23,12 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from service.tallies import CounterTally, GaugeTally, HistogramTally, Tally
+from service.tallies import CounterTally, Tallies
 
 Protocol = Literal["http", "grpc"]
 Stage = Literal["decode", "queue", "compute", "encode"]
 ReloadOutcome = Literal["ok", "refused"]
 LossReason = Literal["sticky", "hang"]
-
-T = TypeVar("T", bound=Tally)
-
-FLUSHED_EVERY_S = 1.0
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -54,6 +48,7 @@ class Metrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry
+        self.tallies = tallies = Tallies()
         # Set by the parent of several workers before this library is imported in them.
         self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
         if not self._shared:
@@ -78,17 +73,15 @@ class Metrics:
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
-        self._tallies: list[Tally] = []
-        protocols, stages = get_args(Protocol), get_args(Stage)
-        self._answered = {
-            protocol: self._counted(self._requests.labels(protocol, "ok")) for protocol in protocols
-        }
+        protocols = get_args(Protocol)
+        answered = {protocol: self._requests.labels(protocol, "ok") for protocol in protocols}
+        self._answered = {name: tallies.counter(series) for name, series in answered.items()}
         self._durations = {
-            protocol: self._observed(duration.labels(protocol), _REQUEST_BOUNDS_S)
+            protocol: tallies.histogram(duration.labels(protocol), _REQUEST_BOUNDS_S)
             for protocol in protocols
         }
         self._stages = {
-            name: self._observed(stage.labels(name), _STAGE_BOUNDS_S) for name in stages
+            name: tallies.histogram(stage.labels(name), _STAGE_BOUNDS_S) for name in get_args(Stage)
         }
         batch_rows = Histogram(
             "lenet_batch_rows", "Rows in a batch.", buckets=_ROW_BOUNDS, registry=registry
@@ -105,9 +98,9 @@ class Metrics:
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
-        self._batch_rows = self._observed(batch_rows, _ROW_BOUNDS)
-        self._batch_duration = self._observed(batch_duration, _STAGE_BOUNDS_S)
-        self._device_duration = self._observed(device_duration, _STAGE_BOUNDS_S)
+        self._batch_rows = tallies.histogram(batch_rows, _ROW_BOUNDS)
+        self._batch_duration = tallies.histogram(batch_duration, _STAGE_BOUNDS_S)
+        self._device_duration = tallies.histogram(device_duration, _STAGE_BOUNDS_S)
         self._cuts = Counter(
             "lenet_batches", "Batches cut, by reason.", ("model", "reason"), registry=registry
         )
@@ -178,40 +171,6 @@ class Metrics:
             name, help_text, ("model",), multiprocess_mode="livesum", registry=self._registry
         )
 
-    def _counted(self, series: Counter) -> CounterTally:
-        return self._kept(CounterTally(series))
-
-    def _observed(self, series: Histogram, bounds: tuple[float, ...]) -> HistogramTally:
-        return self._kept(HistogramTally(series, bounds))
-
-    def _kept(self, tally: T) -> T:
-        self._tallies.append(tally)
-        return tally
-
-    def flush(self) -> None:
-        """Put everything that happened so far into the library's series."""
-        for tally in self._tallies:
-            tally.flush()
-
-    @contextmanager
-    def flushed_regularly(self) -> Iterator[None]:
-        """Inside, on the running event loop, every `FLUSHED_EVERY_S` for those who share a folder.
-
-        An exposition of this process has everything at any time.
-        """
-
-        async def flush() -> None:
-            while True:
-                await asyncio.sleep(FLUSHED_EVERY_S)
-                self.flush()
-
-        flushing = asyncio.create_task(flush())
-        try:
-            yield
-        finally:
-            flushing.cancel()
-            self.flush()
-
     def request_done(self, protocol: Protocol, outcome: str) -> None:
         """A request was answered: `outcome` is ok or the code of a `ServiceError`."""
         if outcome == "ok":
@@ -248,7 +207,7 @@ class Metrics:
     def device_lost(self, reason: LossReason) -> None:
         """This process ends because its device is lost."""
         self._losses[reason].inc()
-        self.flush()
+        self.tallies.flush()
 
     def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
         """Another file of a model is served from now on; the former's info goes."""
@@ -271,7 +230,7 @@ class Metrics:
 
     def exposition(self) -> bytes:
         """All series in the Prometheus text format, of all workers where there are several."""
-        self.flush()
+        self.tallies.flush()
         registry = self._registry
         if self._shared:
             registry = CollectorRegistry()
@@ -293,24 +252,23 @@ class _AllWorkers(MultiProcessCollector):
 
 
 class ModelMetrics:
-    """The series of one model's batcher; see `service.batcher.BatchObserver`."""
+    """The series of one model's batcher; see `service.observer.BatchObserver`."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics = metrics
-        self._model = model
+        self._metrics, self._model = metrics, model
         self._cuts: dict[str, CounterTally] = {}  # by reason
-        self._images = metrics._counted(metrics._images.labels(model))
-        self._busy = metrics._kept(GaugeTally(metrics._busy.labels(model)))
-        self._queue_rows = metrics._kept(GaugeTally(metrics._queue_rows.labels(model)))
-        self._padding = metrics._counted(metrics._padding.labels(model))
-        self._hits = metrics._counted(metrics._replays.labels(model, "hit"))
-        self._misses = metrics._counted(metrics._replays.labels(model, "miss"))
+        self._images = metrics.tallies.counter(metrics._images.labels(model))
+        self._busy = metrics.tallies.gauge(metrics._busy.labels(model))
+        self._queue_rows = metrics.tallies.gauge(metrics._queue_rows.labels(model))
+        self._padding = metrics.tallies.counter(metrics._padding.labels(model))
+        self._hits = metrics.tallies.counter(metrics._replays.labels(model, "hit"))
+        self._misses = metrics.tallies.counter(metrics._replays.labels(model, "miss"))
 
     def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
         """A batch left the queue."""
         if reason not in self._cuts:
             cuts = self._metrics._cuts.labels(self._model, reason)
-            self._cuts[reason] = self._metrics._counted(cuts)
+            self._cuts[reason] = self._metrics.tallies.counter(cuts)
         self._cuts[reason].inc()
         self._metrics._batch_rows.observe(rows)
         self._queue_rows.set(waiting_rows)

@@ -52,6 +52,11 @@ class Cut(Generic[E]):
     rows: int
     reason: CutReason
 
+    @property
+    def entries(self) -> list[E]:
+        """Whose rows are in it."""
+        return [segment.entry for segment in self.segments]
+
 
 class BatchQueue(Generic[E]):
     """First come, first served, by rows.

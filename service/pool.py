@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Self
 
-from lenet.context import ContextStatistics
+from lenet.context_statistics import ContextStatistics
 from service.worker import MakeContext, OnLost, Worker
 
 HANG_LOOKS = 10

@@ -7,10 +7,15 @@ additions. It refuses to expose anything: the series are the library's.
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
-from typing import Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Protocol, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
+
+FLUSHED_EVERY_S = 1.0
 
 
 class Tally(Protocol):
@@ -19,6 +24,56 @@ class Tally(Protocol):
     def flush(self) -> None:
         """Tell it now."""
         ...
+
+
+T = TypeVar("T", bound=Tally)
+
+
+class Tallies:
+    """The tallies of one process."""
+
+    def __init__(self) -> None:
+        self._all: list[Tally] = []
+
+    def counter(self, series: Counter) -> CounterTally:
+        """One more, of a counter."""
+        return self._kept(CounterTally(series))
+
+    def gauge(self, series: Gauge) -> GaugeTally:
+        """One more, of a gauge."""
+        return self._kept(GaugeTally(series))
+
+    def histogram(self, series: Histogram, bounds: tuple[float, ...]) -> HistogramTally:
+        """One more, of a histogram with these upper bounds."""
+        return self._kept(HistogramTally(series, bounds))
+
+    def _kept(self, tally: T) -> T:
+        self._all.append(tally)
+        return tally
+
+    def flush(self) -> None:
+        """Put everything that happened so far into the library's series."""
+        for tally in self._all:
+            tally.flush()
+
+    @contextmanager
+    def flushed_regularly(self) -> Iterator[None]:
+        """Inside, on the running event loop, every `FLUSHED_EVERY_S` for those who share a folder.
+
+        An exposition of this process has everything at any time.
+        """
+
+        async def flush() -> None:
+            while True:
+                await asyncio.sleep(FLUSHED_EVERY_S)
+                self.flush()
+
+        flushing = asyncio.create_task(flush())
+        try:
+            yield
+        finally:
+            flushing.cancel()
+            self.flush()
 
 
 class CounterTally:

@@ -19,7 +19,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
-from lenet.context import ContextStatistics, ExecutionContext, LaunchedBatch
+from lenet.context import ExecutionContext, LaunchedBatch
+from lenet.context_statistics import ContextStatistics
 from lenet.errors import DeviceError
 from lenet.nvtx import span
 from lenet.pixels import Images, Probabilities

@@ -8,7 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lenet.context import ContextStatistics, ExecutionContext, buckets, choose, gpus
+from lenet.context import ExecutionContext, buckets, choose, gpus
+from lenet.context_statistics import ContextStatistics
 from lenet.errors import (
     BackendUnavailable,
     DeviceError,

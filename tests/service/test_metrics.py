@@ -16,7 +16,6 @@ from service import errors
 from service.errors import ServiceError
 from service.metrics import (
     CONTENT_TYPE,
-    FLUSHED_EVERY_S,
     LossReason,
     Metrics,
     Protocol,
@@ -24,6 +23,7 @@ from service.metrics import (
     Stage,
 )
 from service.policy import CutReason
+from service.tallies import FLUSHED_EVERY_S
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 20.0
@@ -53,7 +53,7 @@ def value(registry, metrics):
     """`value(name, labels)`: a sample, now."""
 
     def value(*arguments):
-        metrics.flush()
+        metrics.tallies.flush()
         return registry.get_sample_value(*arguments)
 
     return value
@@ -259,7 +259,7 @@ def test_the_library_is_told_once_a_period_and_at_the_end(run_virtually, registr
         return registry.get_sample_value("lenet_requests_total", answered)
 
     async def main(loop):
-        with metrics.flushed_regularly():
+        with metrics.tallies.flushed_regularly():
             await asyncio.sleep(0.5 * FLUSHED_EVERY_S)
             for number in range(3):
                 metrics.request_done("http", "ok")
@@ -363,7 +363,7 @@ import sys
 from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.mmap_dict import MmapedDict
-from service import metrics
+from service import metrics, tallies
 
 def answered():
     (file,) = Path(sys.argv[1]).glob("counter_*.db")
@@ -375,7 +375,7 @@ def answered():
 
 async def main():
     shared = metrics.Metrics(CollectorRegistry())
-    with shared.flushed_regularly():
+    with shared.tallies.flushed_regularly():
         shared.request_done("http", "ok")
         assert answered() == 0
         while answered() < 1:
@@ -383,7 +383,7 @@ async def main():
         shared.request_done("http", "ok")
     assert answered() == 2
 
-metrics.FLUSHED_EVERY_S = 0.01
+tallies.FLUSHED_EVERY_S = 0.01
 asyncio.run(main())
 """
 

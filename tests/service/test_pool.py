@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenet.context import ContextStatistics
+from lenet.context_statistics import ContextStatistics
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from service.pool import HANG_LOOKS, ContextPool
 from service.worker import BatchResult, Worker

@@ -136,7 +136,7 @@ def test_stages_and_the_total_are_timed_when_a_request_ends_well(served, metrics
     assert request.stages == {"decode": 0.25, "encode": 0.125}
 
     def value(name, **labels):
-        metrics.flush()
+        metrics.tallies.flush()
         return registry.get_sample_value(name, labels)
 
     assert value("lenet_request_duration_seconds_sum", protocol="http") == 3.375

@@ -19,9 +19,9 @@ from lenet.model import Model
 from service import supervisor
 from service.errors import CannotListen, ExitCode
 from service.listener import listen
-from service.metrics import FLUSHED_EVERY_S
 from service.settings import Settings
 from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
+from service.tallies import FLUSHED_EVERY_S
 
 ROOT = Path(__file__).parents[2]
 

@@ -63,7 +63,7 @@ class House:
 
     def value(self, name, **labels):
         """A sample, 0 while it is not there."""
-        self.metrics.flush()
+        self.metrics.tallies.flush()
         return self.registry.get_sample_value(name, labels) or 0
 
     def serve(self, **changes):
