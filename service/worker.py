@@ -70,7 +70,8 @@ class Worker:
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
         self._context: ExecutionContext | None = None
-        self._launched: asyncio.Future[BatchResult] | None = None
+        self._landed = asyncio.Event()  # no batch that was launched is on its way
+        self._landed.set()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._make_context = make_context
         self.ready: asyncio.Future[None] = self._loop.create_future()
@@ -91,15 +92,17 @@ class Worker:
         try:
             launched = context.launch(images)
         except DeviceError as exc:
-            self._look_at_error(exc)
+            if exc.sticky:
+                self._on_lost(*self._loss(exc))
             raise
         if launched is None:
             return self._do(partial(_run, images=images, weights=weights))
-        assert self._launched is None, "bug: two batches at once on one context"
+        assert self._landed.is_set(), "bug: two batches at once on one context"
         self.begun += 1
-        self._launched = self._loop.create_future()
-        self._loop.call_soon(self._look, launched, batch, self._launched)
-        return self._launched
+        self._landed.clear()
+        future: asyncio.Future[BatchResult] = self._loop.create_future()
+        self._loop.call_soon(self._look, launched, batch, future)
+        return future
 
     def stage(self, weights: WeightFile) -> asyncio.Future[None]:
         """Prove `weights` between two batches; the served ones stay what they were."""
@@ -116,9 +119,9 @@ class Worker:
 
     async def close(self) -> None:
         """Close the context on its thread and end the thread, or leave it behind if it hangs."""
-        if self._launched is not None:
-            await asyncio.wait([self._launched], timeout=CLOSE_TIMEOUT_S)
-        if self._launched is None:
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._landed.wait(), CLOSE_TIMEOUT_S)
+        if self._landed.is_set():
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
@@ -135,15 +138,15 @@ class Worker:
                 return
             outcome = batch.result(launched.collect())
         except Exception as exc:  # noqa: BLE001 - the batch's answer: callers get it
-            self._look_at_error(exc)
+            if isinstance(exc, DeviceError) and exc.sticky:
+                self._on_lost(*self._loss(exc))
             outcome = exc
-        self._launched = None
+        self._landed.set()
         self.done += 1
         _settle(future, outcome)
 
-    def _look_at_error(self, error: Exception) -> None:
-        if isinstance(error, DeviceError) and error.sticky:
-            self._call(self._on_lost, "sticky", f"{self.name}: {error}")
+    def _loss(self, error: DeviceError) -> tuple[LossReason, str]:
+        return "sticky", f"{self.name}: {error}"
 
     def _do(self, work: Callable[[ExecutionContext], T]) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
@@ -181,7 +184,8 @@ class Worker:
             try:
                 outcome = work(context)
             except Exception as exc:  # noqa: BLE001 - the context's thread: callers get it
-                self._look_at_error(exc)
+                if isinstance(exc, DeviceError) and exc.sticky:
+                    self._call(self._on_lost, *self._loss(exc))
                 self._tell(future, exc)
             else:
                 self._tell(future, outcome)

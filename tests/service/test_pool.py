@@ -685,6 +685,7 @@ async def test_the_error_of_a_launched_batch_is_its_callers_and_the_worker_works
         with pytest.raises(type(error)) as caught:
             await asyncio.wait_for(worker.run(batch(1), "served"), LONG_S)
         assert caught.value is error
+        assert launching.losses == losses, "told before its caller"
         assert worker.begun == worker.done, "no work that could be taken for a hang"
         assert (await worker.run(batch(5), "served")).probabilities[0, 0] == 5
     assert launching.losses == losses
@@ -714,6 +715,14 @@ async def test_a_launched_batch_that_never_ends_is_a_hang(launching):
         assert launching.losses == [("hang", "puppet-0 has been at the same work for 20 s")]
         launching.may_finish.set()
         await future
+
+
+async def test_a_close_waits_for_a_launched_batch_that_nobody_waits_for_any_more(launching):
+    launching.may_finish.clear()
+    async with launching.pool(1) as pool:
+        pool.acquire().run(batch(1), "served").cancel()
+        asyncio.get_running_loop().call_later(0.01, launching.may_finish.set)
+    assert launching.made[0].closed
 
 
 async def test_a_launched_batch_is_finished_when_the_pool_closes(launching):
