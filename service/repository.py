@@ -15,6 +15,8 @@ from typing import Self
 
 from lenet.context import ExecutionContext, Target, open_backend
 from lenet.errors import OutOfDeviceMemory
+from lenet.footprint import context_bytes
+from lenet.model import Model
 from lenet.weightfile import WeightFile
 from service.batcher import Batcher
 from service.busy_poll import BusyPoll
@@ -169,7 +171,7 @@ class Repository:
         try:
             await self._stack.enter_async_context(pool)
         except OutOfDeviceMemory as exc:
-            raise OutOfDeviceMemory(_does_not_fit(file.name, placement, exc)) from exc
+            raise OutOfDeviceMemory(_does_not_fit(file.weights.model, placement, exc)) from exc
         batcher = Batcher(
             BatchQueue(placement.max_batch_rows, batching.max_queue_rows, batching.max_wait_s),
             pool,
@@ -210,12 +212,17 @@ class Repository:
             model.batcher.abandon()
 
 
-def _does_not_fit(model: str, placement: Placement, error: OutOfDeviceMemory) -> str:
+def _does_not_fit(model: Model, placement: Placement, error: OutOfDeviceMemory) -> str:
     rows, contexts = placement.max_batch_rows, placement.contexts
-    fitting = [f"max_batch_rows to {rows // 2}"] if rows > 1 else []
+
+    def each(rows: int) -> str:
+        needed = context_bytes(model, rows, placement.targets[0].precision)
+        return f"{needed / 1e6:.0f} MB each"
+
+    fitting = [f"max_batch_rows to {rows // 2} ({each(rows // 2)})"] if rows > 1 else []
     fitting += [f"contexts to {contexts // 2}"] if contexts > 1 else []
     advice = f"lower {' or '.join(fitting)}" if fitting else "load fewer models"
     return (
-        f"model {model!r} does not fit on the GPU with max_batch_rows {rows} and contexts "
-        f"{contexts}: {error}; {advice}"
+        f"model {model.name!r} does not fit on the GPU with max_batch_rows {rows} and contexts "
+        f"{contexts}, which take about {each(rows)}: {error}; {advice}"
     )

@@ -150,8 +150,13 @@ def placed(contexts=2, max_batch_rows=4, gpus=(0,)):
 @pytest.mark.parametrize(
     ("contexts", "max_batch_rows", "found", "advice"),
     [
-        (2, 4, "max_batch_rows 4 and contexts 2", "lower max_batch_rows to 2 or contexts to 1"),
-        (1, 5, "max_batch_rows 5 and contexts 1", "lower max_batch_rows to 2"),
+        (
+            2,
+            4,
+            "max_batch_rows 4 and contexts 2",
+            "lower max_batch_rows to 2 (67 MB each) or contexts to 1",
+        ),
+        (1, 5, "max_batch_rows 5 and contexts 1", "lower max_batch_rows to 2 (67 MB each)"),
         (3, 1, "max_batch_rows 1 and contexts 3", "lower contexts to 1"),
         (1, 1, "max_batch_rows 1 and contexts 1", "load fewer models"),
     ],
@@ -167,7 +172,7 @@ async def test_a_model_that_does_not_fit_is_told_with_what_would(
         ):
             pass
     assert str(caught.value) == (
-        f"model 'a' does not fit on the GPU with {found}: "
+        f"model 'a' does not fit on the GPU with {found}, which take about 67 MB each: "
         f"a plan for 4 rows: 1 of 80 MB is free, 2 are needed; {advice}"
     )
     assert not any(thread.name.startswith("context-") for thread in threading.enumerate())
