@@ -14,7 +14,7 @@ from lenet.cuda.packing import padded
 from lenet.model import Model
 from lenet.pixels import HEIGHT, WIDTH
 
-_LEAST_BYTES = 64 << 20  # what a context takes at a time
+_LEAST_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` takes at a time
 _COPIES = 6  # of the weights: three of each of two layouts
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeVar
 
 def _loaded() -> Any | None:
     # By this variable a tool lets NVTX load it, before the process starts. Without one a range is
-    # lost all the same, and the eight of a request took 26 us (host of an H200, 2026-11-20).
+    # lost, and would be made all the same.
     if "NVTX_INJECTION64_PATH" not in os.environ:
         return None
     try:

@@ -21,7 +21,9 @@ from service.errors import CannotListen, ExitCode
 from service.listener import listen
 from service.settings import Settings
 from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
-from service.tallies import FLUSHED_EVERY_S
+
+LONG_S = 30.0
+"""How long workers may take to tell what they counted."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -55,14 +57,23 @@ def answered_by(service, pid):
     return sum(value for key, value, *_ in found if "lenet_requests_total" in key)
 
 
+def until_told(service, requests):
+    """Wait until the files of both workers tell of so many in all; the two counts."""
+    deadline_s = time.monotonic() + LONG_S
+    while True:
+        counts = [answered_by(service, pid) for pid in service.started_workers()]
+        assert sum(counts) <= requests
+        if sum(counts) == requests:
+            return counts
+        assert time.monotonic() < deadline_s, f"they tell of {counts}"
+        time.sleep(0.02)
+
+
 def test_both_workers_answer_and_either_tells_of_both_when_they_share_a_port(start_two):
     service = start_two().ready(workers=2)
     for _ in range(40):
         assert service.predict()[0] == 200
-    time.sleep(1.1 * FLUSHED_EVERY_S)
-    counts = [answered_by(service, pid) for pid in service.started_workers()]
-    assert all(counts)
-    assert sum(counts) == 40
+    assert all(until_told(service, 40))
     for _ in range(5):
         found = values(service)
         assert found["lenet_requests_total"] == 40
@@ -77,7 +88,7 @@ def test_a_killed_worker_is_replaced_and_its_live_gauges_vanish(start_two):
     service = start_two().ready(workers=2)
     for _ in range(10):
         service.predict()
-    time.sleep(1.1 * FLUSHED_EVERY_S)
+    until_told(service, 10)
     killed, other = service.started_workers()
     os.kill(killed, signal.SIGKILL)
     service.wait_for(f"ERROR .* worker {killed} ended with -9")
