@@ -1,7 +1,7 @@
 """An event loop that does not sleep at once: the next request often follows the last answer.
 
-A core that goes to sleep takes tens of microseconds to wake. It refuses to run for longer than it is
-told, so an idle service sleeps.
+A core that goes to sleep takes tens of microseconds to wake. It refuses to run for longer than it
+is told, so an idle service sleeps.
 """
 
 from __future__ import annotations

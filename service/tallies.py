@@ -1,8 +1,8 @@
 """What happens at every request, kept in plain Python until prometheus_client is told of it.
 
 In the files that several workers share, what the library did for a lone request took 21 us of the
-39 that it spent behind its transport (two cores, 2026-11-20). Here an observation is a bisection and
-two additions. It refuses to expose anything: the series are the library's.
+39 that it spent behind its transport (two cores, 2026-11-20). Here an observation is a bisection
+and two additions. It refuses to expose anything: the series are the library's.
 """
 
 from __future__ import annotations
