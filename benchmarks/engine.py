@@ -245,7 +245,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _provenance(asked: argparse.Namespace) -> dict[str, Any]:
     """Where and with what; a GPU for everything that was asked for is there."""
-    from lenet.cuda.handle import devices
+    from lenet.cuda.device import devices
 
     count = devices()
     if "gpus" in (asked.only or ["gpus"]) and count < asked.gpus:

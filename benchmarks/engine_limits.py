@@ -30,7 +30,7 @@ def limits(model: Model) -> dict[str, float]:
     """
     import cupy
 
-    from lenet.cuda.handle import Handle, translated
+    from lenet.cuda.device import Handle, translated
 
     random = np.random.default_rng(1)
     with Handle(0) as handle, translated("measuring the limits"):

@@ -40,7 +40,7 @@ class ContextFailed(Exception):
 def open_cuda(device: int, precision: str = "fp16") -> Iterator[Any]:
     """The engine on GPU number `device`, in the precision that the service takes by itself."""
     from lenet.cuda.backend import CudaBackend
-    from lenet.cuda.plan_cache import PlanCache, default_cache
+    from lenet.cuda.engine_cache import PlanCache, default_cache
 
     with CudaBackend(device, precision, cache=PlanCache(default_cache())) as backend:
         yield backend

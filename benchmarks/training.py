@@ -24,7 +24,7 @@ from benchmarks.arguments import positive_int
 from benchmarks.machine import commit
 from benchmarks.peers.torch_training import PeerMissing, measure
 from benchmarks.stopwatch import cupy_timer
-from lenet.cuda.plan_cache import PlanCache, default_cache
+from lenet.cuda.engine_cache import PlanCache, default_cache
 from lenet.errors import LeNetError
 from lenet.model import named
 from trainer.checkpoint import Checkpoint
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         import cupy
 
-        from lenet.cuda.handle import devices
+        from lenet.cuda.device import devices
 
         devices()
         name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()

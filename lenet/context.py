@@ -68,7 +68,7 @@ def gpus() -> int:
     Raises:
         BackendUnavailable: none that can be used; the message says what is missing.
     """
-    from lenet.cuda.handle import devices
+    from lenet.cuda.device import devices
 
     return devices()
 
@@ -83,7 +83,7 @@ def open_backend(target: Target) -> Backend:
     if target.device == "cpu":
         return CpuBackend(target.cpu_threads)
     from lenet.cuda.backend import CudaBackend
-    from lenet.cuda.plan_cache import PlanCache, default_cache
+    from lenet.cuda.engine_cache import PlanCache, default_cache
 
     cache = PlanCache(default_cache())
     return CudaBackend(target.index, target.precision, cache, target.profile)

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import math
 
-from lenet.blocks import DenseBlock
 from lenet.cuda.fusion import is_first
 from lenet.cuda.graphs import Precision
 from lenet.cuda.packing import padded
-from lenet.model import Model
+from lenet.model import DenseBlock, Model
 from lenet.pixels import HEIGHT, WIDTH
 
 _LEAST_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` takes at a time

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
-from lenet.blocks import Activation, ConvBlock, Pool
+from lenet.model import Activation, ConvBlock, Pool
 from lenet.pixels import HEIGHT, SCALE, WIDTH
 from lenet.weightfile import WeightFile
 

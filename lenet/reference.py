@@ -13,8 +13,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lenet.blocks import Activation, ConvBlock, Pair, Pool
-from lenet.model import Model
+from lenet.model import Activation, ConvBlock, Model, Pair, Pool
 from lenet.pixels import SCALE, Images
 
 Array: TypeAlias = NDArray[Any]

@@ -28,14 +28,14 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
         return ExitCode.SETTINGS
     logs.configure(settings.log_level)
     # Imported late: --help and a wrong flag should not wait for the runtime to load.
-    from service.devices import on_gpu
+    from service.engine.devices import on_gpu
 
     # A GPU's context cannot be mended, only replaced with its process, so somebody must watch.
     if settings.workers > 1 or on_gpu(settings.device):
         from service.supervisor import supervise
 
         return supervise(settings)
-    from service.process import run
+    from service.server import run
 
     return run(settings)
 

@@ -1,15 +1,18 @@
-"""Every series that the service exposes: its name, its unit, its buckets, in one place.
+"""What happens at every request, kept in plain Python until prometheus_client is told of it.
 
-Observed once a request or once a batch, never once a row. Labels come from closed sets, so strange
-requests make no new series. Several workers share a folder (prometheus_client's multiprocess mode),
-and any of them answers for all, but for what the others did in the last second.
+In the files that several workers share, what the library did for a lone request took 21 us of the
+39 that it spent behind its transport (two cores, 2026-11-20). Here an observation is a bisection
+and two additions. It refuses to expose anything: the series are the library's.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
+from bisect import bisect_left
 from collections.abc import Iterator
-from typing import Literal, get_args
+from contextlib import contextmanager
+from typing import Literal, Protocol, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -23,9 +26,134 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from service.tallies import CounterTally, Tallies
+FLUSHED_EVERY_S = 1.0
 
-Protocol = Literal["http", "grpc"]
+
+class Tally(Protocol):
+    """What has happened to one series since the library was told last."""
+
+    def flush(self) -> None:
+        """Tell it now."""
+        ...
+
+
+T = TypeVar("T", bound=Tally)
+
+
+class Tallies:
+    """The tallies of one process."""
+
+    def __init__(self) -> None:
+        self._all: list[Tally] = []
+
+    def counter(self, series: Counter) -> CounterTally:
+        """One more, of a counter."""
+        return self._kept(CounterTally(series))
+
+    def gauge(self, series: Gauge) -> GaugeTally:
+        """One more, of a gauge."""
+        return self._kept(GaugeTally(series))
+
+    def histogram(self, series: Histogram, bounds: tuple[float, ...]) -> HistogramTally:
+        """One more, of a histogram with these upper bounds."""
+        return self._kept(HistogramTally(series, bounds))
+
+    def _kept(self, tally: T) -> T:
+        self._all.append(tally)
+        return tally
+
+    def flush(self) -> None:
+        """Put everything that happened so far into the library's series."""
+        for tally in self._all:
+            tally.flush()
+
+    @contextmanager
+    def flushed_regularly(self) -> Iterator[None]:
+        """Inside, on the running event loop, every `FLUSHED_EVERY_S` for those who share a folder.
+
+        An exposition of this process has everything at any time.
+        """
+
+        async def flush() -> None:
+            while True:
+                await asyncio.sleep(FLUSHED_EVERY_S)
+                self.flush()
+
+        flushing = asyncio.create_task(flush())
+        try:
+            yield
+        finally:
+            flushing.cancel()
+            self.flush()
+
+
+class CounterTally:
+    """Of a counter without labels, or with all of them given."""
+
+    __slots__ = ("_amount", "_series")
+
+    def __init__(self, series: Counter) -> None:
+        self._series = series
+        self._amount = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        """Count `amount` more."""
+        self._amount += amount
+
+    def flush(self) -> None:
+        """Tell it now."""
+        if self._amount:
+            self._series.inc(self._amount)
+            self._amount = 0.0
+
+
+class GaugeTally:
+    """Of a gauge."""
+
+    __slots__ = ("_changed", "_series", "_value")
+
+    def __init__(self, series: Gauge) -> None:
+        self._series = series
+        self._value, self._changed = 0.0, False
+
+    def set(self, value: float) -> None:
+        """It is `value` now."""
+        self._value, self._changed = value, True
+
+    def flush(self) -> None:
+        """Tell it now."""
+        if self._changed:
+            self._series.set(self._value)
+            self._changed = False
+
+
+class HistogramTally:
+    """Of a histogram with these upper bounds, the last of which is infinite by itself."""
+
+    __slots__ = ("_bounds", "_counts", "_series", "_sum")
+
+    def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
+        self._series, self._bounds = series, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """One more event, of this size."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def flush(self) -> None:
+        """Tell it now: by the library's own values, for it takes no more than one event a call."""
+        if any(self._counts):
+            for index, count in enumerate(self._counts):
+                if count:
+                    self._series._buckets[index].inc(count)
+                    self._counts[index] = 0
+            self._series._sum.inc(self._sum)
+            self._sum = 0.0
+
+
+Transport = Literal["http", "grpc"]
 Stage = Literal["decode", "queue", "compute", "encode"]
 ReloadOutcome = Literal["ok", "refused"]
 LossReason = Literal["sticky", "hang"]
@@ -73,7 +201,7 @@ class Metrics:
             buckets=_STAGE_BOUNDS_S,
             registry=registry,
         )
-        protocols = get_args(Protocol)
+        protocols = get_args(Transport)
         answered = {protocol: self._requests.labels(protocol, "ok") for protocol in protocols}
         self._answered = {name: tallies.counter(series) for name, series in answered.items()}
         self._durations = {
@@ -171,14 +299,16 @@ class Metrics:
             name, help_text, ("model",), multiprocess_mode="livesum", registry=self._registry
         )
 
-    def request_done(self, protocol: Protocol, outcome: str) -> None:
+    def request_done(self, protocol: Transport, outcome: str) -> None:
         """A request was answered: `outcome` is ok or the code of a `ServiceError`."""
         if outcome == "ok":
             self._answered[protocol].inc()
         else:
             self._requests.labels(protocol, outcome).inc()
 
-    def request_timed(self, protocol: Protocol, stages: dict[Stage, float], total_s: float) -> None:
+    def request_timed(
+        self, protocol: Transport, stages: dict[Stage, float], total_s: float
+    ) -> None:
         """Seconds of a predicted request, by stage and in all."""
         for stage, seconds in stages.items():
             self._stages[stage].observe(seconds)
@@ -252,7 +382,7 @@ class _AllWorkers(MultiProcessCollector):
 
 
 class ModelMetrics:
-    """The series of one model's batcher; see `service.observer.BatchObserver`."""
+    """The series of one model's batcher; see `service.engine.batcher.BatchObserver`."""
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model

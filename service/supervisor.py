@@ -30,9 +30,9 @@ from multiprocessing.process import BaseProcess
 from prometheus_client.multiprocess import mark_process_dead
 
 from service import logs
+from service.engine.versions import read_models
 from service.errors import FORESEEN, ExitCode, exit_code
 from service.listener import cannot_listen, listen
-from service.model_files import read_models
 from service.mps import shared_gpu
 from service.settings import Settings
 
@@ -241,6 +241,6 @@ class _Supervisor:
 
 def _work(settings: Settings, told: Connection) -> None:
     logs.configure(settings.log_level)
-    from service.process import run  # here alone: all that serves is half a second of imports
+    from service.server import run  # here alone: all that serves is half a second of imports
 
     sys.exit(run(settings, told))

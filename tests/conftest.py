@@ -27,9 +27,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.errors import InvalidModel
-from lenet.model import Model, named
+from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool, named
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from trainer.mnist import FILES, load
 

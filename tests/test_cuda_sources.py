@@ -11,9 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.cuda.fusion import first_macros, whole_macros
-from lenet.model import ARCHITECTURES, Model
+from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 
 ROOT = Path(__file__).parents[1]
 SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
@@ -27,7 +26,7 @@ def pair(name, values):
 
 
 def tail(height, channels, window=(1, 1), pool="NONE", activation="relu", norm=1, **fields):
-    """Macros of tail.cu for a square image; `fields`: stride, by default window, and padding."""
+    """Macros of epilogue.cu for a square image; `fields`: stride (default: window), padding."""
     stride = fields.get("stride", window)
     padding = fields.get("padding", (0, 0))
     out = [(height + 2 * p - w) // s + 1 for w, s, p in zip(window, stride, padding, strict=True)]
@@ -52,7 +51,7 @@ def first_filter(kernel, channels, stride=1, padding=0, dilation=1):
 
 
 def first(kernel, channels, padding=(0, 0), pool="MAX", size=(28, 28), activation="relu"):
-    """Macros of first.cu; pooling is 2 x 2 with stride 2."""
+    """Macros of conv1.cu; pooling is 2 x 2 with stride 2."""
     pool = None if pool == "NONE" else Pool(pool.lower())
     kind = Activation(activation)
     block = ConvBlock(channels, kernel, padding=padding, activation=kind, pool=pool)
@@ -73,17 +72,17 @@ ODD = Model(
 
 # What the networks of this project ask for: here nothing may spill.
 LENET = {
-    "tail-conv1": (SERVING / "tail.cu", tail(24, 32, (2, 2), "MAX")),
-    "tail-conv2": (SERVING / "tail.cu", tail(8, 64, (2, 2), "MAX")),
-    "tail-dense": (SERVING / "tail.cu", tail(1, 512)),
-    "tail-logits": (SERVING / "tail.cu", tail(1, 10, activation="identity", norm=0)),
-    "tail-classic": (SERVING / "tail.cu", tail(24, 6, (2, 2), "AVERAGE", "tanh", norm=0)),
-    "first": (SERVING / "first.cu", first((5, 5), 20)),
-    "first-6-16": (SERVING / "first.cu", first((5, 5), 6)),
-    "first-32-64": (SERVING / "first.cu", first((3, 3), 32, (1, 1))),
+    "tail-conv1": (SERVING / "epilogue.cu", tail(24, 32, (2, 2), "MAX")),
+    "tail-conv2": (SERVING / "epilogue.cu", tail(8, 64, (2, 2), "MAX")),
+    "tail-dense": (SERVING / "epilogue.cu", tail(1, 512)),
+    "tail-logits": (SERVING / "epilogue.cu", tail(1, 10, activation="identity", norm=0)),
+    "tail-classic": (SERVING / "epilogue.cu", tail(24, 6, (2, 2), "AVERAGE", "tanh", norm=0)),
+    "first": (SERVING / "conv1.cu", first((5, 5), 20)),
+    "first-6-16": (SERVING / "conv1.cu", first((5, 5), 6)),
+    "first-32-64": (SERVING / "conv1.cu", first((3, 3), 32, (1, 1))),
     "unpack": (SERVING / "unpack.cu", {}),
-    "last": (SERVING / "last.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
-    "last-one-row": (SERVING / "last.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
+    "last": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
+    "last-one-row": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
     "first-filter": (TRAINING / "first_filter.cu", first_filter(5, 32)),
     "batch": (TRAINING / "batch.cu", {}),
     "loss": (TRAINING / "loss.cu", {"CLASSES": 10, "PADDED": 16}),
@@ -91,32 +90,35 @@ LENET = {
     "dropout": (TRAINING / "dropout.cu", {"C": 512, "UNITS": 500}),
 }
 LENET |= {
-    f"whole-{name}": (SERVING / "whole.cu", whole_macros(model))
+    f"whole-{name}": (SERVING / "fused_network.cu", whole_macros(model))
     for name, model in ARCHITECTURES.items()
 }
 
 # What a described network may ask for besides.
 OTHERS = {
     "tail-overlapping": (
-        SERVING / "tail.cu",
+        SERVING / "epilogue.cu",
         tail(13, 20, (3, 2), "MAX", "elu", stride=(2, 1), padding=(1, 1)),
     ),
     "tail-padded-average": (
-        SERVING / "tail.cu",
+        SERVING / "epilogue.cu",
         tail(13, 24, (3, 3), "AVERAGE", "sigmoid", stride=(1, 1), padding=(1, 1)),
     ),
-    "tail-global-average": (SERVING / "tail.cu", tail(8, 16, (8, 8), "AVERAGE", "clipped_relu")),
-    "tail-wide-window": (SERVING / "tail.cu", tail(24, 8, (24, 24), "MAX", norm=0)),
+    "tail-global-average": (
+        SERVING / "epilogue.cu",
+        tail(8, 16, (8, 8), "AVERAGE", "clipped_relu"),
+    ),
+    "tail-wide-window": (SERVING / "epilogue.cu", tail(24, 8, (24, 24), "MAX", norm=0)),
     "first-unpooled": (
-        SERVING / "first.cu",
+        SERVING / "conv1.cu",
         first((4, 6), 9, (1, 2), "NONE", (13, 16), "sigmoid"),
     ),
     "first-largest": (
-        SERVING / "first.cu",
+        SERVING / "conv1.cu",
         first((10, 9), 100, (4, 3), "AVERAGE", activation="elu"),
     ),
-    "last-odd": (SERVING / "last.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
-    "whole-odd": (SERVING / "whole.cu", whole_macros(ODD)),
+    "last-odd": (SERVING / "dense_softmax.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
+    "whole-odd": (SERVING / "fused_network.cu", whole_macros(ODD)),
     "first-filter-largest": (
         TRAINING / "first_filter.cu",
         first_filter(7, 40, stride=2, padding=3, dilation=2),
@@ -129,7 +131,7 @@ OTHERS = {
 
 def supported(source):
     """(GPUs, storage types) of a source: clusters of blocks came with Hopper."""
-    return (GPUS[-1:], SCALARS[-1:]) if source.name == "whole.cu" else (GPUS, SCALARS)
+    return (GPUS[-1:], SCALARS[-1:]) if source.name == "fused_network.cu" else (GPUS, SCALARS)
 
 
 def nvcc(source, macros, scalar, gpus):

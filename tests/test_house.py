@@ -18,7 +18,7 @@ import lenet
 import service
 import trainer
 from service.errors import ExitCode
-from service.http.errors import STATUS
+from service.http.app import STATUS
 
 ROOT = Path(__file__).parents[1]
 GPU = {"cupy", "cupyx", "cudnn"}
@@ -49,8 +49,8 @@ def modules(package):
 def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
     edge = {name for package in (lenet, service, trainer) for name in every_module(package)}
     edge = {name for name in edge if needs_gpu(name)}
-    assert edge >= {f"lenet.cuda.{name}" for name in ("cublas", "kernels", "memory", "plans")}
-    names = ("fusion", "graphs", "handle", "packing", "plan_cache", "tail_shape")
+    assert edge >= {f"lenet.cuda.{name}" for name in ("cublas", "kernels", "memory", "engines")}
+    names = ("device", "engine_cache", "epilogue", "fusion", "graphs", "packing")
     pure = {f"lenet.cuda.{name}" for name in names}
     assert pure <= set(modules(lenet))
     assert all(name.startswith(("lenet.cuda.", "trainer.ops_cuda.")) for name in edge)

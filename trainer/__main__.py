@@ -43,7 +43,7 @@ from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
 from lenet.cpu import CpuBackend
-from lenet.cuda.plan_cache import PlanCache, default_cache
+from lenet.cuda.engine_cache import PlanCache, default_cache
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, LeNetError
 from lenet.model import named
 from lenet.weightfile import Training, WeightFile

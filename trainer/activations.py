@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lenet import reference
-from lenet.blocks import Activation, ActivationKind
+from lenet.model import Activation, ActivationKind
 from lenet.reference import Array
 
 

@@ -11,10 +11,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
-from lenet.blocks import IDENTITY, Block, ConvBlock
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.packing import layout, padded
-from lenet.model import BlockShape, Model, Shape
+from lenet.model import IDENTITY, Block, BlockShape, ConvBlock, Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
 from trainer.bounds import first_filter_fits
 from trainer.roofline import Key

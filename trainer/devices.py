@@ -10,8 +10,8 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from threading import Barrier, Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from lenet.cuda.handle import devices, translated
-from lenet.cuda.plan_cache import PlanCache, default_cache
+from lenet.cuda.device import devices, translated
+from lenet.cuda.engine_cache import PlanCache, default_cache
 from lenet.errors import BackendUnavailable
 from trainer.errors import DeviceUnavailable
 from trainer.ops import TrainingOps

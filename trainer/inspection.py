@@ -13,8 +13,8 @@ from functools import partial
 
 import numpy as np
 
-from lenet.cuda.handle import translated
-from lenet.cuda.plan_cache import PlanCache
+from lenet.cuda.device import translated
+from lenet.cuda.engine_cache import PlanCache
 from lenet.model import Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
 from trainer.augment import Limits

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from lenet.blocks import IDENTITY, ConvBlock
+from lenet.model import IDENTITY, ConvBlock
 from trainer.ops import Array, Progress, Saved, Tail, TrainingOps
 
 

@@ -13,8 +13,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import DTypeLike
 
-from lenet.blocks import ConvBlock
-from lenet.model import Model
+from lenet.model import ConvBlock, Model
 from lenet.nvtx import span
 from lenet.pixels import Images
 from trainer.layers import BlockTail, Convolution, Dense, Dropout, Layer

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lenet.blocks import Activation, ConvBlock, Pool
-from lenet.model import Model
+from lenet.model import Activation, ConvBlock, Model, Pool
 from lenet.pixels import Images
 from trainer.augment import Limits
 from trainer.mnist import Digits

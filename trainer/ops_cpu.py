@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from lenet.blocks import ConvBlock
-from lenet.model import Model, window_count
+from lenet.model import ConvBlock, Model, window_count
 from lenet.pixels import SCALE, Images
 from lenet.reference import Array
 from trainer.activations import Activated, activate, activate_backward

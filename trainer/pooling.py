@@ -10,8 +10,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from lenet.blocks import Pool
-from lenet.model import window_count
+from lenet.model import Pool, window_count
 from lenet.reference import Array
 from trainer.windows import crop, pad, taps
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from lenet.blocks import Pair
+from lenet.model import Pair
 from lenet.reference import Array
 
 

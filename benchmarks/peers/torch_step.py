@@ -16,8 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
-from lenet.blocks import Activation, ConvBlock, Pool
-from lenet.model import Model
+from lenet.model import Activation, ConvBlock, Model, Pool
 
 Precision: TypeAlias = Literal["fp32", "tf32", "mixed"]
 """float32 without TF32, with it, or float16 autocast with a loss scale (TF32 for the rest)."""

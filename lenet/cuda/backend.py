@@ -15,18 +15,17 @@ from typing import Self
 
 import numpy as np
 
-from lenet.cuda import whole
-from lenet.cuda.bucket import Choice, CudaPlan, Launch, Way, captured, launched_us
+from lenet.cuda.device import Handle, translated
+from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engines import Planner
+from lenet.cuda.fused_network import MAX_ROWS, Whole
 from lenet.cuda.fusion import check, is_whole, pack_layers, pack_whole
 from lenet.cuda.graphs import Convolution, Precision, Product
-from lenet.cuda.handle import Handle, translated
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.layers import Layers, Tools
 from lenet.cuda.memory import Arena, Buffers, Workspace
-from lenet.cuda.plan_cache import PlanCache
-from lenet.cuda.plans import Planner
+from lenet.cuda.plan import Choice, CudaPlan, Launch, Way, captured, launched_us
 from lenet.cuda.weights import DeviceWeights
-from lenet.cuda.whole import Whole
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from lenet.model import Model
 from lenet.nvtx import span
@@ -52,7 +51,7 @@ class CudaBackend:
     each layer in a range of its name.
 
     Raises:
-        BackendUnavailable: see `lenet.cuda.handle.devices`.
+        BackendUnavailable: see `lenet.cuda.device.devices`.
         DeviceError: the device cannot be used.
     """
 
@@ -121,7 +120,7 @@ class CudaBackend:
         """
         host: dict[Way, Launch] = {}
         device: dict[Way, Launch] = {}
-        network = self._whole_network(model) if buffers.rows <= whole.MAX_ROWS else None
+        network = self._whole_network(model) if buffers.rows <= MAX_ROWS else None
         if network is not None and known != "layers":
             host["whole"] = partial(network.queue_from_host, buffers)
             device["whole"] = partial(network.queue, buffers)

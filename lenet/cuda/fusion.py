@@ -1,13 +1,13 @@
 """What of a network is computed together when it is served, and its weights packed for that.
 
-    first convolution    one kernel: bytes in, pooled activations out; where `first.cu` was not
+    first convolution    one kernel: bytes in, pooled activations out; where `conv1.cu` was not
                          written for it, `unpack.cu` and then as any other
-    convolution          cuDNN, then `tail.cu`: bias, activation, pooling; without pooling cuDNN
+    convolution          cuDNN, then `epilogue.cu`: bias, activation, pooling; without pooling cuDNN
                          adds bias and ReLU itself
-    dense                cuDNN with bias and ReLU, or cuDNN and `tail.cu`
+    dense                cuDNN with bias and ReLU, or cuDNN and `epilogue.cu`
     last dense           one kernel: product, bias, softmax
 
-Or all of it in the one kernel of `whole.cu`. Pure NumPy; it refuses to launch anything.
+Or all of it in the one kernel of `fused_network.cu`. Pure NumPy; it refuses to launch anything.
 """
 
 from __future__ import annotations
@@ -16,19 +16,18 @@ from typing import Any
 
 import numpy as np
 
-from lenet.blocks import IDENTITY, RELU, Block, ConvBlock, DenseBlock, Pool
 from lenet.cuda.graphs import Precision
 from lenet.cuda.packing import PIXEL_SCALE, first_fragments, layout, padded, whole_fragments
 from lenet.errors import BackendUnavailable
-from lenet.model import BlockShape, Model
+from lenet.model import IDENTITY, RELU, Block, BlockShape, ConvBlock, DenseBlock, Model, Pool
 from lenet.pixels import HEIGHT, WIDTH
 from lenet.weightfile import WeightFile
 
 MAX_CLASSES = 32
-"""Of a network: in `last.cu` each lane of a warp writes one."""
+"""Of a network: in `dense_softmax.cu` each lane of a warp writes one."""
 
 _BY_CUDNN = (IDENTITY, RELU)  # what it computes in the kernel of the convolution or product
-_MAX_FILTER_STEPS = 8  # of 16 taps: first.cu keeps its filter in registers
+_MAX_FILTER_STEPS = 8  # of 16 taps: conv1.cu keeps its filter in registers
 _HOPPER = 90
 _WITH_PARAMETER = ("clipped_relu", "elu")
 
@@ -47,7 +46,7 @@ def check(model: Model) -> None:
 
 
 def is_first(block: Block, precision: Precision) -> bool:
-    """Whether `first.cu` computes `block` as the first of a network."""
+    """Whether `conv1.cu` computes `block` as the first of a network."""
     if not isinstance(block, ConvBlock) or not _is_plain(block):
         return False
     r, s = block.kernel
@@ -61,14 +60,14 @@ def is_first(block: Block, precision: Precision) -> bool:
 
 
 def is_fused(block: Block, precision: Precision) -> bool:
-    """Whether cuDNN leaves nothing for `tail.cu` to do; `graphs.Product` says why not in fp32."""
+    """Whether cuDNN computes the epilogue; not for fp32 products, see `graphs.Product`."""
     if isinstance(block, DenseBlock):
         return block.activation in _BY_CUDNN and precision != "fp32"
     return block.activation in _BY_CUDNN and block.pool is None
 
 
 def is_whole(model: Model, capability: int) -> bool:
-    """Whether `whole.cu` describes `model`, on a GPU of this compute capability, as 90 for 9.0.
+    """Whether `fused_network.cu` supports `model` on this compute capability (90 is 9.0).
 
     It may still be too large for a block's memory: then it does not compile.
     """
@@ -93,7 +92,7 @@ def is_whole(model: Model, capability: int) -> bool:
 
 
 def parts(precision: Precision) -> int:
-    """Halves whose sum is a weight of `first.cu`."""
+    """Halves whose sum is a weight of `conv1.cu`."""
     return 1 if precision == "fp16" else 2
 
 
@@ -122,12 +121,12 @@ def pack_layers(file: WeightFile, precision: Precision) -> dict[str, Any]:
 
 
 def pack_whole(file: WeightFile) -> dict[str, Any]:
-    """The tensors of `file` by the names of the arguments of `whole.cu`."""
+    """The tensors of `file` by the names of the arguments of `fused_network.cu`."""
     return dict(whole_fragments(file.model, file.tensors))
 
 
 def first_macros(block: ConvBlock, shape: BlockShape) -> dict[str, str | int | float]:
-    """What `first.cu` is compiled with, but for SCALAR and IMAGES."""
+    """What `conv1.cu` is compiled with, but for SCALAR and IMAGES."""
     _, oh, ow = shape.output
     return {
         "H": shape.input[1],
@@ -147,7 +146,7 @@ def first_macros(block: ConvBlock, shape: BlockShape) -> dict[str, str | int | f
 
 
 def whole_macros(model: Model) -> dict[str, str | int | float]:
-    """What `whole.cu` is compiled with."""
+    """What `fused_network.cu` is compiled with."""
     *convolutions, hidden, last = model.blocks
     assert isinstance(hidden, DenseBlock), "bug: not described"
     assert isinstance(last, DenseBlock), "bug: not described"

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Literal, TypeAlias, get_args
 
-from lenet.blocks import Pair
-from lenet.model import window_count
+from lenet.model import Pair, window_count
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
 """How a plan multiplies: float32 on ordinary units, float32 rounded to TF32 or float16 on tensor

@@ -15,12 +15,12 @@ from typing import Any, TypeAlias
 
 import cupy
 
-from lenet.cuda.handle import Handle, translated
+from lenet.cuda.device import Handle, translated
 
 Macros: TypeAlias = Mapping[str, str | int | float]
 
 FOLDER = Path(__file__).parent
-"""Where `tail.cu` and the headers for all kernels are."""
+"""Where `epilogue.cu` and the headers for all kernels are."""
 
 
 class Kernel:

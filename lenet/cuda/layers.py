@@ -14,26 +14,25 @@ from typing import Any
 import cupy
 import numpy as np
 
-from lenet.blocks import RELU, Block, ConvBlock, DenseBlock
 from lenet.cuda import fusion
+from lenet.cuda.device import Handle
+from lenet.cuda.engines import Planner
+from lenet.cuda.epilogue import THREADS, TailShape
 from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
-from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.memory import Arena, Buffers
 from lenet.cuda.packing import padded
-from lenet.cuda.plans import Planner
-from lenet.cuda.tail_shape import THREADS, TailShape
 from lenet.cuda.weights import DeviceWeights
-from lenet.model import BlockShape, Model
+from lenet.model import RELU, Block, BlockShape, ConvBlock, DenseBlock, Model
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH
 
 # Smaller convolutions cost little more than their launch; of a smaller product cuDNN's first plan
 # was 1 us behind its best one, and each plan tried costs the first start 0.2 s (H200, 2026-11-20).
 _TUNED_FROM_ROWS = {Convolution: 256, Product: 1024}
-_WIDE_FROM_ROWS = 512  # from here on a block of first.cu takes two images
-_TALL_FROM_ROWS = 4096  # from here on a warp of last.cu takes two rows
-_FIRST_BLOCKS = 4  # of first.cu, resident on a multiprocessor
+_WIDE_FROM_ROWS = 512  # from here on a block of conv1.cu takes two images
+_TALL_FROM_ROWS = 4096  # from here on a warp of dense_softmax.cu takes two rows
+_FIRST_BLOCKS = 4  # of conv1.cu, resident on a multiprocessor
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +83,7 @@ class Layers:
         _, oh, ow = shape.output
         c = padded(block.channels)
         y = self._arena.take((self._rows, oh, ow, c), self._dtype)
-        kernel = self._kernels.get(FOLDER / "first.cu", "first_convolution", macros)
+        kernel = self._kernels.get(FOLDER / "conv1.cu", "first_convolution", macros)
         weight, bias = self._tensors(shape.name)
         grid = (
             min(-(-self._rows // images), _FIRST_BLOCKS * self._tools.handle.multiprocessors),
@@ -141,7 +140,7 @@ class Layers:
         y = self._arena.take((self._rows, *shape.output, shape.c), self._dtype)
         tiles, _ = shape.tiles()
         grid = shape.blocks(self._rows * math.prod(shape.output)), tiles
-        kernel = self._kernels.get(FOLDER / "tail.cu", "tail_forward", shape.macros())
+        kernel = self._kernels.get(FOLDER / "epilogue.cu", "tail_forward", shape.macros())
         null = np.uintp(0)
         arguments = (x, null, null, null, bias, y, null, np.int32(self._rows))
         self._add(f"{name}.tail", lambda: kernel(grid, (THREADS,), arguments))
@@ -157,7 +156,7 @@ class Layers:
             "CLASSES": self._model.classes,
             "ROWS": rows,
         }
-        kernel = self._kernels.get(FOLDER / "last.cu", "last_dense_softmax", macros)
+        kernel = self._kernels.get(FOLDER / "dense_softmax.cu", "last_dense_softmax", macros)
         grid = (-(-self._rows // (4 * rows)),)  # four warps a block
         answers = buffers.logits, buffers.probabilities
         arguments = (flat, weight, bias, *answers, np.int32(self._rows))

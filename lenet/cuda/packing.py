@@ -10,7 +10,7 @@ Capitals are channel counts rounded up by `padded`, but the image that a network
 its one channel. What is added is zero, and stays zero in training, as every gradient there is
 zero. The weight file keeps the true shapes. It refuses to choose a dtype.
 
-`first_fragments` and `whole_fragments` are for `first.cu` and `whole.cu`, and only for serving:
+`first_fragments` and `whole_fragments` are for `conv1.cu` and `fused_network.cu`, serving only:
 half matrices, taken apart so that each lane of a warp finds what the tensor cores ask of it side
 by side. There the 1/255 of a pixel is folded in.
 """
@@ -25,14 +25,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from lenet.blocks import ConvBlock, DenseBlock
-from lenet.model import Model
+from lenet.model import ConvBlock, DenseBlock, Model
 
 PIXEL_SCALE = 256 / 255
 """What the first weights are multiplied by: the kernels take a pixel as its value / 256."""
 
 CLUSTER = 8
-"""Blocks that share the work of an image in `whole.cu`."""
+"""Blocks that share the work of an image in `fused_network.cu`."""
 
 _WARPS = 16  # of each of these blocks
 
@@ -110,7 +109,7 @@ def _layout(shape: tuple[int, ...], source: tuple[int, ...], channels: int) -> P
 
 
 def first_fragments(weight: ArrayLike, parts: int) -> Halves:
-    """The filters of `first.cu`, (k, 1, r, s), with `padded` channels.
+    """The filters of `conv1.cu`, (k, 1, r, s), with `padded` channels.
 
     Args:
         weight: canonical, of pixels from 0 to 1.
@@ -135,7 +134,7 @@ def first_fragments(weight: ArrayLike, parts: int) -> Halves:
 
 
 def whole_fragments(model: Model, tensors: Mapping[str, ArrayLike]) -> dict[str, Halves | Floats]:
-    """The weights of `whole.cu` by the names of its arguments, in their order.
+    """The weights of `fused_network.cu` by the names of its arguments, in their order.
 
     Args:
         model: without batch norm; two convolutions or none, then two dense blocks.

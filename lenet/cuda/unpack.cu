@@ -1,4 +1,4 @@
-// Pixels to the first layer's input, for networks whose first block `first.cu` cannot compute.
+// Pixels to the first layer's input, for networks whose first block `conv1.cu` cannot compute.
 //
 // images: uint8 (rows, 28, 28), x: SCALAR likewise; both 16-byte aligned. A pixel is stored as its
 // value / 256: exact in half, and the weights times 256 / 255 stay clear of the subnormals.

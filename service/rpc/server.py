@@ -17,9 +17,8 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from service.engine.models import Predictor, Repository, Stop
 from service.errors import CannotListen
-from service.predictor import Predictor
-from service.repository import Repository, Stop
 from service.rpc.servicer import HealthServicer, InferenceServicer, add_inference
 
 _log = logging.getLogger(__name__)

@@ -1,17 +1,17 @@
-# ruff: noqa: N802 - methods are named as the protocol names its calls
-"""`inference.GRPCInferenceService` and `grpc.health.v1.Health`: thin translations.
+"""What an error is called in gRPC.
 
-A message becomes tensors, tensors become images (`service.tensors`), the predictor answers, and
-the answer goes out in the form the request used: raw if it was raw, typed if it was typed. The
-deadline is the call's own; a client that cancels takes its waiting rows out of the queue, because
-gRPC cancels the task that waits for them. A deadline that passes at the client first arrives here
-as a cancel, and is counted as one. It refuses Triton's additions to the service.
+The status map follows Triton where Triton's clients act on it, with one difference: a full queue
+is RESOURCE_EXHAUSTED, so that a client can tell "send less" from UNAVAILABLE, "send elsewhere".
+An image too many is INVALID_ARGUMENT as in Triton, not RESOURCE_EXHAUSTED: sending it again would
+not help. It refuses to tell a client anything about an error that is not a `ServiceError`.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -20,18 +20,20 @@ from grpc_health.v1 import health_pb2
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service import DISTRIBUTION, distribution_version
-from service.errors import InvalidInput, UnknownModel
-from service.metrics import Stage
-from service.predictor import Prediction, Predictor, RequestClock
-from service.repository import Repository
-from service.rpc import open_inference_pb2 as pb
-from service.rpc.errors import abort
-from service.rpc.open_inference_pb2_grpc import (
-    GRPCInferenceServiceServicer,
-    add_GRPCInferenceServiceServicer_to_server,
+from service.engine.models import Prediction, Predictor, Repository, RequestClock
+from service.errors import (
+    Cancelled,
+    DeadlineExceeded,
+    InvalidInput,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+    UnknownModel,
+    UnsupportedMediaType,
 )
-from service.rpc.wire import read_infer_request
-from service.tensors import (
+from service.metrics import Stage
+from service.open_inference import (
     InputTensor,
     Numbers,
     OutputTensor,
@@ -42,6 +44,68 @@ from service.tensors import (
     read_images,
     requested_outputs,
 )
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.guard import read_infer_request
+from service.rpc.open_inference_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
+
+_log = logging.getLogger(__name__)
+
+_CODES: dict[type[ServiceError], grpc.StatusCode] = {
+    InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: grpc.StatusCode.CANCELLED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+}
+_LONGEST_DETAILS = 500
+"""Characters. Trailing metadata over 8 KiB is dropped by the client, each character may take 12."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call ends: code, sentence, trailing metadata.
+
+    The metadata is `lenet-error-code`, `lenet-error-field` if a field was wrong, and
+    `grpc-retry-pushback-ms` (gRFC A6, obeyed by clients with a retry policy) if a later try may
+    succeed.
+    """
+
+    code: grpc.StatusCode
+    details: str
+    metadata: tuple[tuple[str, str], ...]
+
+
+def status_of(error: Exception) -> Status:
+    """The status of `error`; one that is no `ServiceError` is logged here and hidden there."""
+    if not isinstance(error, ServiceError):
+        _log.error("a gRPC call failed unexpectedly", exc_info=error)
+        error = ServiceError("internal error; the server's log says more")
+    metadata = [("lenet-error-code", error.code)]
+    if error.field:
+        metadata.append(("lenet-error-field", error.field))
+    if error.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(1000 * error.retry_after_s)))
+    details = error.message
+    if len(details) > _LONGEST_DETAILS:
+        details = f"{details[: _LONGEST_DETAILS - 3]}..."
+    code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    return Status(code, details, tuple(metadata))
+
+
+async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
+    """End the call of `context` with the status of `error`."""
+    status = status_of(error)
+    await context.abort(status.code, status.details, status.metadata)
+
+
+# ruff: noqa: N802 - methods are named as the protocol names its calls
+
 
 SERVICE = "inference.GRPCInferenceService"
 

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.digits import encode, own_labels, prepare_requests, read_digits
 from lenet import reference
-from service.decode import Limits, decode
+from service.images import Limits, decode
 from trainer.errors import DatasetUnavailable
 
 

@@ -232,14 +232,14 @@ def test_without_a_gpu_one_sentence_says_so(command, monkeypatch, capsys):
     def devices():
         raise BackendUnavailable("there is no NVIDIA GPU here")
 
-    monkeypatch.setattr("lenet.cuda.handle.devices", devices)
+    monkeypatch.setattr("lenet.cuda.device.devices", devices)
     code, told = command("--rows", "1")
     assert (code, told) == (2, None)
     assert capsys.readouterr() == ("", "there is no NVIDIA GPU here\n")
 
 
 def test_more_gpus_than_there_are_are_refused(command, monkeypatch, capsys):
-    monkeypatch.setattr("lenet.cuda.handle.devices", lambda: 1)
+    monkeypatch.setattr("lenet.cuda.device.devices", lambda: 1)
     code, told = command("--gpus", "2")
     assert (code, told) == (2, None)
     assert capsys.readouterr().err == "--gpus is 2, and there are 1 GPUs here\n"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lenet.cuda.handle import devices
+from lenet.cuda.device import devices
 from lenet.errors import BackendUnavailable
 
 TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "mixed": 5e-3}

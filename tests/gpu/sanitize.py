@@ -15,13 +15,12 @@ from pathlib import Path
 import cupy
 import numpy as np
 
-from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
 from lenet.cuda.backend import CudaBackend
+from lenet.cuda.device import Handle
 from lenet.cuda.graphs import Convolution
-from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
-from lenet.model import Model
+from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import WeightFile
 from trainer.augment import Limits
 from trainer.mnist import Digits

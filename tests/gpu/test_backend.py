@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
 from lenet.context import ExecutionContext, Target, buckets, open_backend
 from lenet.cuda.backend import CudaBackend
-from lenet.cuda.plan_cache import PlanCache
+from lenet.cuda.engine_cache import PlanCache
 from lenet.errors import OutOfDeviceMemory
-from lenet.model import ARCHITECTURES, Model
+from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import WeightFile
 
 PRECISIONS = ("fp32", "tf32", "fp16")

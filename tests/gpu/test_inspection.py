@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from lenet.blocks import IDENTITY, ConvBlock, DenseBlock
-from lenet.cuda.plan_cache import PlanCache
-from lenet.model import Model, named
+from lenet.cuda.engine_cache import PlanCache
+from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, named
 from trainer.calls import step_calls
 from trainer.inspection import measure, report
 

@@ -7,8 +7,17 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
-from lenet.model import Model, named, window_count
+from lenet.model import (
+    IDENTITY,
+    RELU,
+    Activation,
+    ConvBlock,
+    DenseBlock,
+    Model,
+    Pool,
+    named,
+    window_count,
+)
 from trainer.augment import Limits
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors

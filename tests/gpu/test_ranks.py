@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lenet.cuda.handle import devices
+from lenet.cuda.device import devices
 from lenet.model import named
 
 if devices() < 2:

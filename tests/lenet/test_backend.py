@@ -8,8 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
-from lenet.model import ARCHITECTURES, Model
+from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 
 # float32 sums of a few hundred products against float64: 1e-5 of the norm is some 100 roundings.
 TOLERANCE = 1e-5

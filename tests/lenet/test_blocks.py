@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from lenet.blocks import MAX_FIELD, Activation, ConvBlock, DenseBlock, Pool
 from lenet.errors import InvalidModel
+from lenet.model import MAX_FIELD, Activation, ConvBlock, DenseBlock, Pool
 
 
 def test_blocks_are_values_when_they_are_described_alike():

@@ -78,11 +78,11 @@ def no_gpu(monkeypatch):
     def devices():
         raise BackendUnavailable("no NVIDIA GPU was found")
 
-    monkeypatch.setattr("lenet.cuda.handle.devices", devices)
+    monkeypatch.setattr("lenet.cuda.device.devices", devices)
 
 
 def test_auto_is_a_gpu_where_there_is_one(monkeypatch):
-    monkeypatch.setattr("lenet.cuda.handle.devices", lambda: 2)
+    monkeypatch.setattr("lenet.cuda.device.devices", lambda: 2)
     assert choose("auto") == choose("cuda") == ("cuda", None)
     assert gpus() == 2
 

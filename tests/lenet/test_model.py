@@ -6,9 +6,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
 from lenet.errors import InvalidModel
-from lenet.model import ARCHITECTURES, Model, named, window_count
+from lenet.model import (
+    ARCHITECTURES,
+    IDENTITY,
+    RELU,
+    Activation,
+    ConvBlock,
+    DenseBlock,
+    Model,
+    Pool,
+    named,
+    window_count,
+)
 
 LOGITS = DenseBlock(10, activation=IDENTITY)
 

@@ -5,8 +5,7 @@ import onnx
 import pytest
 from onnx import TensorProto
 
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
-from lenet.model import ARCHITECTURES, Model
+from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
 
 LAST = DenseBlock(10, activation=IDENTITY)

@@ -8,8 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
-from lenet.model import Model, window_count
+from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool, window_count
 
 
 def column(*values):

@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
-from service import __main__, devices, process, supervisor
+from service import __main__, server, supervisor
 from service.__main__ import main
+from service.engine import devices
 from service.errors import ExitCode
 
 
@@ -23,7 +24,7 @@ def started(monkeypatch):
     found = []
     monkeypatch.setattr(devices, "on_gpu", lambda device: device == "cuda")
     monkeypatch.setattr(__main__.logs, "configure", lambda level: None)
-    for module, name in ((process, "run"), (supervisor, "supervise")):
+    for module, name in ((server, "run"), (supervisor, "supervise")):
         monkeypatch.setattr(
             module, name, lambda s, name=name: found.append((name, s)) or ExitCode.STOPPED
         )

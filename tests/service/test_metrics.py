@@ -13,17 +13,17 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.model import ARCHITECTURES
 from service import errors
+from service.engine.queue import CutReason
 from service.errors import ServiceError
 from service.metrics import (
     CONTENT_TYPE,
+    FLUSHED_EVERY_S,
     LossReason,
     Metrics,
     Protocol,
     ReloadOutcome,
     Stage,
 )
-from service.policy import CutReason
-from service.tallies import FLUSHED_EVERY_S
 
 ROOT = Path(__file__).parents[2]
 LONG_S = 20.0
@@ -363,7 +363,7 @@ import sys
 from pathlib import Path
 from prometheus_client import CollectorRegistry
 from prometheus_client.mmap_dict import MmapedDict
-from service import metrics, tallies
+from service import metrics
 
 def answered():
     (file,) = Path(sys.argv[1]).glob("counter_*.db")
@@ -383,7 +383,7 @@ async def main():
         shared.request_done("http", "ok")
     assert answered() == 2
 
-tallies.FLUSHED_EVERY_S = 0.01
+metrics.FLUSHED_EVERY_S = 0.01
 asyncio.run(main())
 """
 

@@ -16,13 +16,13 @@ import pytest
 from fastapi import FastAPI
 
 from lenet.errors import DeviceError
-from service import process
+from service import server as process
+from service.engine.models import Stop
 from service.errors import CannotListen, ExitCode
-from service.http.protocol import HttpProtocol
-from service.process import listen, run
-from service.repository import Stop
+from service.http.connection import HttpProtocol
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from service.server import listen, run
 from service.settings import Settings
 
 PATIENCE_S = 30.0

@@ -8,9 +8,9 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
+from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.mps import STOP_TIMEOUT_S
 from service.settings import Settings
-from service.worker import CLOSE_TIMEOUT_S
 
 
 @pytest.fixture(autouse=True)

@@ -376,4 +376,4 @@ def test_the_supervisor_starts_workers_without_what_only_they_need():
         text=True,
     ).stdout.split()
     assert "service.supervisor" in loaded
-    assert not {"fastapi", "uvicorn", "uvloop", "grpc", "service.process"} & set(loaded)
+    assert not {"fastapi", "uvicorn", "uvloop", "grpc", "service.server"} & set(loaded)

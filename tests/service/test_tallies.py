@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import Counter, Gauge, Histogram
 
-from service.tallies import CounterTally, GaugeTally, HistogramTally
+from service.metrics import CounterTally, GaugeTally, HistogramTally
 
 BOUNDS = (0.5, 1.0, 2.5)
 # Eighths: their sums are exact in any order.

@@ -204,7 +204,7 @@ def no_gpu(monkeypatch):
 
 @contextmanager
 def translated(what):
-    """In the place of `lenet.cuda.handle.translated`, which needs CuPy to know its errors."""
+    """In the place of `lenet.cuda.device.translated`, which needs CuPy to know its errors."""
     try:
         yield
     except MemoryError as exc:  # of which CuPy's is one

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import RELU, Activation, ActivationKind
+from lenet.model import RELU, Activation, ActivationKind
 from trainer.activations import activate, activate_backward
 
 ALL = [Activation(kind) for kind in get_args(ActivationKind)]

@@ -1,8 +1,7 @@
 import numpy as np
 import pytest
 
-from lenet.blocks import IDENTITY, ConvBlock, DenseBlock, Pool
-from lenet.model import ARCHITECTURES, Model, named
+from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
 from trainer.calls import step_calls
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps

@@ -4,7 +4,7 @@ from types import ModuleType
 
 import pytest
 
-from lenet.cuda.plan_cache import PlanCache
+from lenet.cuda.engine_cache import PlanCache
 from lenet.model import named
 from trainer import __main__ as program
 from trainer.__main__ import main

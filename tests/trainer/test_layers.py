@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lenet.blocks import IDENTITY, RELU, ConvBlock, Pool
+from lenet.model import IDENTITY, RELU, ConvBlock, Pool
 from trainer.layers import BlockTail, Convolution, Dense, Dropout
 from trainer.ops import Norm, Tail
 from trainer.ops_cpu import CpuOps

@@ -9,8 +9,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
-from lenet.model import ARCHITECTURES, Model, named
+from lenet.model import (
+    ARCHITECTURES,
+    IDENTITY,
+    Activation,
+    ConvBlock,
+    DenseBlock,
+    Model,
+    Pool,
+    named,
+)
 from trainer.fold import fold
 from trainer.mnist import Digits
 from trainer.network import EVALUATION_BATCH, Network, initial_tensors

@@ -6,8 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, Pool
-from lenet.model import named
+from lenet.model import IDENTITY, RELU, Activation, ConvBlock, Pool, named
 from trainer.augment import Limits, warp
 from trainer.mnist import Digits
 from trainer.ops import RUNNING_SHARE, Norm, Run, Tail, Update

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenet import reference
-from lenet.blocks import Pool
+from lenet.model import Pool
 from trainer.pooling import pool, pool_backward
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import cupy
 import numpy as np
 
+from lenet.cuda.device import Handle
 from lenet.cuda.graphs import Convolution
-from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
 from trainer.bounds import FILTER_IMAGES, FILTER_THREADS

@@ -12,14 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 import cupy
 
-from lenet.blocks import ConvBlock
 from lenet.cuda.cublas import Arithmetic
+from lenet.cuda.device import Handle
+from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engines import Planner
 from lenet.cuda.graphs import Convolution, Uid
-from lenet.cuda.handle import Handle
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena, Workspace
-from lenet.cuda.plan_cache import PlanCache
-from lenet.cuda.plans import Planner
+from lenet.model import ConvBlock
 from trainer.bounds import first_filter_fits
 from trainer.ops_cuda.first_filter import FirstFilter
 from trainer.ops_cuda.parameters import Parameter

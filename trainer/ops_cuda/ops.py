@@ -18,12 +18,11 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from lenet.blocks import ConvBlock
-from lenet.cuda.handle import Handle, translated
+from lenet.cuda.device import Handle, translated
+from lenet.cuda.engine_cache import PlanCache
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
-from lenet.cuda.plan_cache import PlanCache
-from lenet.model import Model
+from lenet.model import ConvBlock, Model
 from lenet.pixels import Images
 from trainer.ops import Array, Run, Tail, Update
 from trainer.ops_cuda import parameters
@@ -44,7 +43,7 @@ class CudaOps:
     `fp32` never uses TF32; `mixed` computes in float16 with float32 sums, masters and moments.
 
     Raises:
-        BackendUnavailable: see `lenet.cuda.handle.devices`.
+        BackendUnavailable: see `lenet.cuda.device.devices`.
         DeviceError: the device cannot be used.
     """
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import cupy
 
-from lenet.cuda.handle import translated
+from lenet.cuda.device import translated
 from lenet.errors import BackendUnavailable, DeviceError
 from lenet.nvtx import span
 

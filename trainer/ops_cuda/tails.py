@@ -1,7 +1,7 @@
 """What follows a block's convolution or product, fused: batch norm or bias, activation, pooling.
 
 One read and one quarter of a write where cuDNN and single operations would go through memory six
-times. The kernels are in `lenet/cuda/tail.cu`; here are their shapes, buffers and order. With
+times. The kernels are in `lenet/cuda/epilogue.cu`; here are their shapes, buffers and order. With
 several GPUs the moments, and the sums of the backward pass, are those of the whole batch: what
 N GPUs compute is what one would.
 """
@@ -15,15 +15,15 @@ import cupy
 import numpy as np
 
 from lenet.cuda import kernels
-from lenet.cuda.handle import Handle
+from lenet.cuda.device import Handle
+from lenet.cuda.epilogue import THREADS, TailShape
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
-from lenet.cuda.tail_shape import THREADS, TailShape
 from trainer.fold import EPSILON
 from trainer.ops import RUNNING_SHARE, Tail
 from trainer.ops_cuda.ranks import Ranks
 
-_SOURCE = kernels.FOLDER / "tail.cu"
+_SOURCE = kernels.FOLDER / "epilogue.cu"
 _CONSTANTS = {"EPSILON": float(EPSILON), "RUNNING_SHARE": float(RUNNING_SHARE)}
 _SUM_THREADS = 512
 _MAX_SUM_BLOCKS = 132  # what the last block must add up grows with their number
@@ -42,7 +42,7 @@ class Saved(NamedTuple):
 
 
 class Tails:
-    """Launches the kernels of `tail.cu` on the handle's stream, with buffers from the arena."""
+    """Launches the kernels of `epilogue.cu` on the handle's stream, with buffers from the arena."""
 
     def __init__(self, handle: Handle, kernels: Kernels, arena: Arena) -> None:
         self._handle, self._kernels, self._arena = handle, kernels, arena

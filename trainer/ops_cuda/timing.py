@@ -18,15 +18,14 @@ from typing import Any, TypeAlias
 import cupy
 import numpy as np
 
-from lenet.blocks import Block, ConvBlock
 from lenet.cuda.cublas import WORKSPACE_BYTES, Arithmetic
+from lenet.cuda.device import Handle, translated
+from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engines import Plan
 from lenet.cuda.graphs import Uid
-from lenet.cuda.handle import Handle, translated
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
-from lenet.cuda.plan_cache import PlanCache
-from lenet.cuda.plans import Plan
-from lenet.model import Model
+from lenet.model import Block, ConvBlock, Model
 from trainer.bounds import first_filter_fits
 from trainer.ops import Norm, Run, Tail, Update
 from trainer.ops_cuda import parameters

@@ -3,7 +3,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lenet.blocks import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Pool
 from lenet.cuda.fusion import (
     MAX_CLASSES,
     check,
@@ -16,7 +15,16 @@ from lenet.cuda.fusion import (
 )
 from lenet.cuda.packing import PIXEL_SCALE, layout
 from lenet.errors import BackendUnavailable
-from lenet.model import ARCHITECTURES, Model
+from lenet.model import (
+    ARCHITECTURES,
+    IDENTITY,
+    RELU,
+    Activation,
+    ConvBlock,
+    DenseBlock,
+    Model,
+    Pool,
+)
 
 HALVED = Pool("max")
 LOGITS = DenseBlock(10, activation=IDENTITY)

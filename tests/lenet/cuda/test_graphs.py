@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenet.blocks import ConvBlock
 from lenet.cuda.graphs import Convolution, Product, Uid
-from lenet.model import window_count
+from lenet.model import ConvBlock, window_count
 from trainer.ops_cpu import CpuOps
 
 PRECISIONS = ["fp32", "tf32", "fp16"]

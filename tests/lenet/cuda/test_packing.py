@@ -7,9 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lenet.blocks import IDENTITY, ConvBlock, DenseBlock, Pool
 from lenet.cuda.packing import CLUSTER, first_fragments, layout, padded, whole_fragments
-from lenet.model import Model, named
+from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
 
 
 @st.composite

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.context import ExecutionContext
-from service import process
-from service.app import create_app
-from service.batcher import Batcher
-from service.http.schemas import ErrorResponse
+from service import server as process
+from service.engine.batcher import Batcher
+from service.http.openapi import ErrorResponse
+from service.server import create_app
 from service.settings import Settings
 
 

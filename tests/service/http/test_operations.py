@@ -5,7 +5,7 @@ import random
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.weightfile import WeightFile
-from service.http.schemas import Health, InfoResponse
+from service.http.openapi import Health, InfoResponse
 
 
 async def test_the_probes_say_yes_when_the_service_is_ready(served):

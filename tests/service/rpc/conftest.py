@@ -12,11 +12,10 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from lenet.context import Target
-from service.devices import Placement
+from service.engine.devices import Placement
+from service.engine.models import Batching, Predictor, Repository
+from service.engine.versions import read_models
 from service.metrics import Metrics
-from service.model_files import read_models
-from service.predictor import Predictor
-from service.repository import Batching, Repository
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.rpc.server import serve

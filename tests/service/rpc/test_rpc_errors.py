@@ -4,7 +4,7 @@ import grpc
 import pytest
 
 from service import errors
-from service.rpc.errors import status_of
+from service.rpc.servicer import status_of
 
 CODES = {
     errors.InvalidInput: "INVALID_ARGUMENT",

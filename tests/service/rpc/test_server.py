@@ -9,8 +9,8 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
+from service.engine.models import Stop
 from service.errors import CannotListen
-from service.repository import Stop
 from service.rpc import open_inference_pb2 as pb
 from service.rpc import server
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub

@@ -7,8 +7,7 @@ import math
 
 import numpy as np
 
-from lenet.blocks import IDENTITY, Activation, ConvBlock, DenseBlock, Pool
-from lenet.model import ARCHITECTURES, Model
+from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 
 SEED = 20
 BATCH = 8

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from lenet.blocks import ConvBlock
+from lenet.model import ConvBlock
 
 HERE = Path(__file__).parent
 INPUTS = runpy.run_path(str(HERE / "inputs.py"))

@@ -1,0 +1,100 @@
+"""The geometry of what follows a block's linear map, and how `epilogue.cu` is launched for it.
+
+Pure arithmetic: no GPU library is needed. It refuses to hold buffers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from lenet.model import Activation, Pool, window_count
+
+THREADS = 256
+"""Of a block of the kernels that write a result; those that sum take 512."""
+
+# Of a grid, at most: the best of those tried for lenet at batch 256 on an H200 (2026-11-20), though
+# 396 suited the backward kernel better on halves.
+MAX_BLOCKS = 528
+
+
+@dataclass(frozen=True, slots=True)
+class TailShape:
+    """The geometry of one tail; images (rows, h, w, c) in, windows of them out."""
+
+    h: int
+    w: int
+    c: int
+    channels: int
+    pool: Pool | None
+    activation: Activation
+    norm: bool
+    scalar: str
+
+    @property
+    def window(self) -> tuple[tuple[int, int], ...]:
+        """(size, stride, padding)."""
+        if self.pool is None:
+            return (1, 1), (1, 1), (0, 0)
+        if self.pool.kind == "global_average":
+            return (self.h, self.w), (1, 1), (0, 0)
+        return self.pool.size, self.pool.stride, self.pool.padding
+
+    @property
+    def output(self) -> tuple[int, int]:
+        """(oh, ow)."""
+        size, stride, padding = self.window
+        return (
+            window_count(self.h, size[0], stride[0], padding[0]),
+            window_count(self.w, size[1], stride[1], padding[1]),
+        )
+
+    @property
+    def index(self) -> str | None:
+        """The type that counts a window's taps, where a maximum must be found again."""
+        if self.pool is None or self.pool.kind != "max":
+            return None
+        return "uint8" if math.prod(self.pool.size) <= 256 else "uint16"
+
+    @property
+    def lanes(self) -> int:
+        """Channels in 16 bytes."""
+        return 8 if self.scalar == "__half" else 4
+
+    def tiles(self) -> tuple[int, int]:
+        """(tiles, channels of one), as `epilogue.cuh` cuts the channels."""
+        vectors = self.c // self.lanes
+        width = vectors if vectors < 3 else 4
+        return -(-vectors // width), width * self.lanes
+
+    def macros(self) -> Mapping[str, str | int | float]:
+        """What `epilogue.cu` is compiled with."""
+        (window, stride, padding), (oh, ow) = self.window, self.output
+        kind = "NONE" if self.pool is None else ("MAX" if self.pool.kind == "max" else "AVERAGE")
+        return {
+            "SCALAR": self.scalar,
+            "C": self.c,
+            "CHANNELS": self.channels,
+            "H": self.h,
+            "W": self.w,
+            "OH": oh,
+            "OW": ow,
+            "WINDOW_H": window[0],
+            "WINDOW_W": window[1],
+            "STRIDE_H": stride[0],
+            "STRIDE_W": stride[1],
+            "PAD_H": padding[0],
+            "PAD_W": padding[1],
+            "POOL": kind,
+            "NORM": int(self.norm),
+            "ACTIVATION": self.activation.kind,
+            "PARAMETER": float(self.activation.parameter),
+            "INDEX": self.index or "uint8",
+        }
+
+    def blocks(self, pixels: int, threads: int = THREADS, most: int = MAX_BLOCKS) -> int:
+        """Blocks along `pixels`: enough for the whole GPU, none without work."""
+        tiles, tile_channels = self.tiles()
+        vectors = tile_channels // self.lanes
+        return max(1, min(-(-pixels * vectors // threads), -(-most // tiles)))

@@ -1,0 +1,108 @@
+"""What cuDNN fuses for a served layer, and the choice of its plans, against float64."""
+
+from __future__ import annotations
+
+import json
+
+import cupy
+import numpy as np
+import pytest
+
+from lenet.cuda.device import Handle
+from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engines import Planner
+from lenet.cuda.graphs import Convolution, Product, Uid
+from lenet.cuda.memory import Workspace
+from lenet.model import ConvBlock
+from trainer.ops_cpu import CpuOps
+
+TOLERANCE = {"fp32": 1e-5, "tf32": 1e-3, "fp16": 5e-3}
+
+
+@pytest.fixture
+def handle():
+    with Handle() as made:
+        yield made
+
+
+def relative(got, expected):
+    return np.linalg.norm(got.get().astype(np.float64) - expected) / np.linalg.norm(expected)
+
+
+def drawn(precision, *shapes):
+    """Arrays on the GPU in the storage type of `precision`, and the same values in float64."""
+    dtype = np.float16 if precision == "fp16" else np.float32
+    random = np.random.default_rng(len(shapes[0]))
+    host = [random.standard_normal(shape).astype(dtype) for shape in shapes]
+    return [cupy.asarray(array) for array in host], [array.astype(np.float64) for array in host]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("precision", ["tf32", "fp16"])
+def test_a_product_with_bias_and_relu_agrees(handle, precision, relu):
+    operation = Product(precision, 37, 96, 800, bias=True, relu=relu)
+    (x, weight, bias), (a, b, c) = drawn(precision, (37, 800), (96, 800), (96,))
+    y = cupy.full((37, 96), np.nan, x.dtype)
+    plan = Planner(handle, Workspace(), None, autotune=False).plan(operation)
+    plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
+    want = a @ b.T + c
+    assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("precision", TOLERANCE)
+def test_a_convolution_with_bias_and_relu_agrees(handle, precision, relu):
+    image, filters = (7, 12, 11, 32), (64, 5, 3, 32)
+    operation = Convolution("forward", precision, image, filters, bias=True, relu=relu)
+    (x, weight, bias), (a, b, c) = drawn(precision, image, filters, (64,))
+    y = cupy.full(operation.output, np.nan, x.dtype)
+    plan = Planner(handle, Workspace(), None, autotune=False).plan(operation)
+    plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
+    block = ConvBlock(64, (5, 3))
+    linear, _ = CpuOps(np.float64).convolution(
+        a.transpose(3, 1, 2, 0), b.transpose(0, 3, 1, 2), block
+    )
+    want = linear.transpose(3, 1, 2, 0) + c
+    assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
+
+
+def test_a_kept_plan_is_not_built_again_and_gives_the_same_bits(handle, tmp_path, monkeypatch):
+    operation = Product("fp16", 64, 96, 128, bias=True, relu=True)
+    (x, weight, bias), _ = drawn("fp16", (64, 128), (96, 128), (96,))
+    path = tmp_path / "plans.json"
+
+    def answer():
+        y = cupy.full((64, 96), np.nan, x.dtype)
+        plan = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+        plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
+        return plan.name, y.get().tobytes()
+
+    first = answer()
+    built, building = [], Planner._built
+
+    def watched(self, *arguments):
+        built.append(arguments)
+        return building(self, *arguments)
+
+    monkeypatch.setattr(Planner, "_built", watched)
+    assert answer() == first
+    assert built == []
+    (kept,) = (tmp_path / "plans").iterdir()
+    kept.write_bytes(kept.read_bytes()[:-1])
+    assert answer() == first
+    assert len(built) == 1
+
+
+def test_the_fastest_plan_is_remembered_and_an_unknown_name_measured_anew(handle, tmp_path):
+    path = tmp_path / "plans.json"
+    operation = Product("fp16", 64, 96, 128)
+    first = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    (key,) = kept = json.loads(path.read_text())
+    assert kept[key] == first.name
+    assert handle.name in key
+    assert handle.cudnn_version in key
+    again = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    assert again.name == first.name
+    path.write_text(json.dumps({key: "no such plan"}))
+    Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    assert json.loads(path.read_text())[key] != "no such plan"

@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from service.http.app import STATUS
+from service.http.openapi import ErrorResponse, PredictResponse, example_seven
+from service.images import ACCEPTED
+
+ROOT = Path(__file__).parents[3]
+SEVEN = 7
+
+
+@pytest.fixture
+async def api(served):
+    return (await served.client.get("/openapi.json")).json()
+
+
+@pytest.fixture
+async def trained(open_app):
+    """The service with the weights that are committed."""
+    async with open_app(
+        weights=ROOT / "weights", default_model="lenet", models=("lenet",), max_batch_rows=1
+    ) as served:
+        yield served
+
+
+async def test_every_example_is_answered_with_the_digit_it_shows_when_pasted(trained):
+    api = (await trained.client.get("/openapi.json")).json()
+    content = api["paths"]["/predict"]["post"]["requestBody"]["content"]
+    examples = [
+        (kind, name, example["value"])
+        for kind, entry in content.items()
+        for name, example in entry.get("examples", {}).items()
+    ]
+    assert {kind for kind, _, _ in examples} == {"application/json"}
+    assert len(examples) >= 2
+    for kind, name, value in examples:
+        response = await trained.post(json.dumps(value), kind)
+        assert response.status_code == 200, name
+        (prediction,) = PredictResponse.model_validate_json(response.content).predictions
+        assert prediction.label == SEVEN, name
+        assert prediction.confidence > 0.9
+
+
+async def test_the_example_is_the_same_digit_in_bytes(trained):
+    response = await trained.post(b"".join(map(bytes, example_seven())))
+    assert response.json()["predictions"][0]["label"] == SEVEN
+
+
+async def test_422_is_documented_nowhere(api):
+    text = json.dumps(api)
+    assert '"422"' not in text
+    assert "ValidationError" not in text
+
+
+async def test_every_route_is_documented(api):
+    assert set(api["paths"]) == {"/predict", "/healthz", "/readyz", "/metrics", "/info"}
+
+
+async def test_every_answer_of_predict_is_documented_in_the_one_shape(api):
+    responses = api["paths"]["/predict"]["post"]["responses"]
+    # 499 is for the log of a proxy: whoever would read it has left.
+    assert {int(status) for status in responses} == {200, *STATUS.values()} - {499}
+    for status, response in responses.items():
+        schema = response["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
+        assert schema == ("PredictResponse" if status == "200" else "ErrorResponse")
+    assert set(api["components"]["schemas"]["ErrorResponse"]["properties"]) == set(
+        ErrorResponse.model_fields
+    )
+
+
+async def test_every_type_that_is_read_is_documented(api):
+    content = api["paths"]["/predict"]["post"]["requestBody"]["content"]
+    assert set(content) == set(ACCEPTED)
+
+
+async def test_every_parameter_that_is_documented_is_taken(api, served, one):
+    parameters = api["paths"]["/predict"]["post"]["parameters"]
+    values = {"model": "tiny", "version": "3", "X-Request-Timeout-Ms": "1000", "Accept": "*/*"}
+    query, headers = {}, {"Content-Type": "application/octet-stream"}
+    for parameter in parameters:
+        name, schema = parameter["name"], parameter["schema"]
+        assert parameter["description"]
+        place = query if parameter["in"] == "query" else headers
+        place[name] = schema.get("default") or values[name]
+    assert set(query) == {"model", "version", "invert"}
+    response = await served.client.post("/predict", content=one, params=query, headers=headers)
+    assert response.status_code == 200

@@ -1,0 +1,638 @@
+import base64
+import binascii
+import io
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from PIL import Image
+
+from service import images as module
+from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
+from service.images import ACCEPTED, Limits, decode
+from service.images import json as json_images
+
+LIMITS = Limits(max_images=8, max_picture_pixels=1_000_000)
+JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
+FORM = "multipart/form-data; boundary=x"
+IMAGES = np.random.default_rng(0).integers(0, 256, (8, 28, 28), np.uint8)
+ONE = IMAGES[0]
+FLAT: list[Any] = ONE.ravel().tolist()
+ROWS: list[Any] = ONE.tolist()
+TEXT = base64.b64encode(ONE.tobytes()).decode()
+
+
+def as_json(images: Any) -> bytes:
+    return orjson.dumps({"images": images})
+
+
+def as_npy(array: Any) -> bytes:
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return file.getvalue()
+
+
+def npy_with(header: str, data: bytes = ONE.tobytes(), version: int = 1) -> bytes:
+    size = len(header).to_bytes(2 if version == 1 else 4, "little")
+    return b"\x93NUMPY" + bytes([version, 0]) + size + header.encode("latin-1") + data
+
+
+def as_form(*parts: tuple[str | None, bytes], boundary: str = "x") -> bytes:
+    body = b""
+    for kind, content in parts:
+        body += f'--{boundary}\r\nContent-Disposition: form-data; name="file"\r\n'.encode()
+        body += b"" if kind is None else f"CONTENT-Type: {kind}\r\n".encode()
+        body += b"\r\n" + content + b"\r\n"
+    return body + f"--{boundary}--\r\n".encode()
+
+
+def png(image: Any) -> bytes:
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, "PNG")
+    return file.getvalue()
+
+
+def digit() -> Any:
+    image = np.zeros((28, 28), np.uint8)
+    image[4:24, 12:17] = 255
+    return image
+
+
+def refused(body: bytes, kind: str, limits: Limits = LIMITS, **more: Any) -> InvalidInput:
+    with pytest.raises(InvalidInput) as caught:
+        decode(body, kind, limits=limits, **more)
+    error = caught.value
+    assert error.field
+    assert error.message.startswith(error.field)
+    assert len(error.message) < 400
+    return error
+
+
+# JSON
+
+
+@pytest.mark.parametrize("image", [FLAT, ROWS, TEXT], ids=["flat", "rows", "base64"])
+@pytest.mark.parametrize("wrap", [False, True], ids=["bare", "listed"])
+def test_one_image_is_read_in_every_form(image, wrap):
+    images = decode(as_json([image] if wrap else image), JSON, limits=LIMITS)
+    assert images.shape == (1, 28, 28)
+    assert images.dtype == np.uint8
+    assert images.flags.c_contiguous
+    np.testing.assert_array_equal(images[0], ONE)
+
+
+def test_many_images_keep_their_order_when_their_forms_are_mixed():
+    forms = [
+        IMAGES[0].tolist(),
+        IMAGES[1].ravel().tolist(),
+        base64.b64encode(IMAGES[2].tobytes()).decode(),
+    ]
+    np.testing.assert_array_equal(decode(as_json(forms), JSON, limits=LIMITS), IMAGES[:3])
+
+
+def test_twenty_eight_flat_images_are_not_taken_for_rows():
+    many = np.resize(IMAGES, (28, 28, 28))
+    images = decode(as_json(many.reshape(28, 784).tolist()), JSON, limits=Limits(28))
+    np.testing.assert_array_equal(images, many)
+
+
+def test_base64_that_spells_true_is_read_like_any_other():
+    text = "true" + TEXT[4:]
+    expected = base64.b64decode(text)
+    images = decode(as_json([text, FLAT]), JSON, limits=LIMITS)
+    assert images[0].tobytes() == expected
+    np.testing.assert_array_equal(images[1], ONE)
+
+
+def edited(form: str, value: Any) -> list[Any]:
+    if form == "flat":
+        return [FLAT, [*FLAT[:123], value, *FLAT[124:]]]
+    rows = [list(row) for row in ROWS]
+    rows[4][11] = value
+    return [ROWS, rows]
+
+
+@pytest.mark.parametrize(("form", "place"), [("flat", "[123]"), ("rows", "[4][11]")])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        (-1, "-1"),
+        (256, "256"),
+        (2**63, str(2**63)),
+        (0.5, "0.5"),
+        (1.0, "1.0"),
+        (True, "true"),
+        (False, "false"),
+        (None, "null"),
+        ("7", "'7'"),
+        ("y" * 100, "'" + "y" * 40 + "'..."),
+        ([], "a list of 0"),
+        ([1] * 28, "a list of 28"),
+        ({"a": 1}, "an object of 1"),
+    ],
+)
+def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, shown):
+    error = refused(as_json(edited(form, value)), JSON)
+    assert error.field == f"images[1]{place}"
+    assert f"got {shown}, expected an integer 0 to 255" in error.message
+
+
+def test_fractions_are_told_how_to_become_pixels():
+    assert "round(255 * x)" in refused(as_json((ONE / 255).ravel().tolist()), JSON).message
+
+
+@pytest.mark.parametrize(
+    ("images", "field", "words"),
+    [
+        ([], "images", "0 images"),
+        (None, "images", "got null"),
+        (7, "images", "got 7"),
+        ({}, "images", "an object of 0"),
+        ([None], "images[0]", "got null"),
+        ([FLAT, None], "images[1]", "got null"),
+        ([FLAT, 5], "images[1]", "got 5"),
+        (FLAT[:-1], "images", "783 values"),
+        ([FLAT[:-1]], "images[0]", "783 values"),
+        ([FLAT, []], "images[1]", "0 values"),
+        ([[]], "images[0]", "0 values"),
+        (ROWS[:-1], "images", "27 rows"),
+        ([ROWS[:-1]], "images[0]", "27 rows"),
+        ([*ROWS[:-1], ROWS[0][:-1]], "images[27]", "a list of 27"),
+        ([ROWS[0][:-1], *ROWS[1:]], "images[0]", "a list of 27"),
+        ([[], *ROWS[1:]], "images[0]", "a list of 0"),
+        ([*ROWS[:-1], 28], "images[27]", "got 28"),
+        ([28] * 28, "images", "28 values"),
+        ([FLAT, [28] * 28], "images[1]", "28 values"),
+        ([FLAT, [10**12] * 28], "images[1]", "28 values"),
+        ([ROWS, [{str(i): i for i in range(28)}] * 28], "images[1]", "28 values"),
+        ([ROWS, ["x" * 28] * 28], "images[1]", "28 values"),
+        ("", "images", "base64 of 0 bytes"),
+        (TEXT[:-4], "images", "base64 of 783 bytes"),
+        ([FLAT, TEXT + "\n"], "images[1]", "not base64"),
+        ([FLAT, "-_" + TEXT[2:]], "images[1]", "not base64"),
+        ([FLAT, "\u00e9" + TEXT[1:]], "images[1]", "not base64"),
+        ([FLAT, TEXT[:-1]], "images[1]", "not base64"),
+    ],
+)
+def test_a_wrong_structure_is_refused_with_its_place(images, field, words):
+    error = refused(as_json(images), JSON)
+    assert error.field.startswith(field)
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"{",
+        b"\xff",
+        b'{"images": "\xff"}',
+        b'{"images": [NaN]}',
+        b'{"images": [Infinity]}',
+        b'{"images": [1e999]}',
+        b'{"images": "\\ud800"}',
+        b"{'images': []}",
+        b'{"images": []} {}',
+        b"\xef\xbb\xbf{}",
+    ],
+)
+def test_a_body_that_is_not_json_is_refused(body):
+    assert "not JSON" in refused(body, JSON).message
+
+
+@pytest.mark.parametrize("body", [b"[]", b"1", b"null", b'"images"', b"true", b"1.5"])
+def test_a_document_that_is_no_object_is_refused(body):
+    assert '{"images": [...]}' in refused(body, JSON).message
+
+
+def test_missing_images_are_refused():
+    error = refused(b"{}", JSON)
+    assert error.field == "images"
+    assert "28 rows of 28" in error.message
+
+
+@pytest.mark.parametrize("document", [{"image": FLAT}, {"images": FLAT, "image": 1}])
+def test_an_unknown_key_is_named(document):
+    assert refused(orjson.dumps(document), JSON).field == "image"
+
+
+def test_more_images_than_allowed_are_too_large_before_any_is_looked_at(monkeypatch):
+    monkeypatch.setattr(json_images, "_pixels", None)
+    with pytest.raises(TooLarge, match="got 9 images, expected at most 8"):
+        decode(as_json([TEXT] * 9), JSON, limits=LIMITS)
+
+
+def peak_of(body: bytes, kind: str) -> int:
+    tracemalloc.start()
+    try:
+        with pytest.raises(ServiceError):
+            decode(body, kind, limits=LIMITS)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"images":' * 100_000,
+        b'{"images":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"images":' + b"[" * 1000 + b"]" * 1000 + b"}",
+        b'{"images":"' + b"A" * 4_000_000 + b'"}',
+        b'{"images":[' + b"1" * 100_000 + b"]}",
+    ],
+    ids=["lists", "objects", "closed lists", "allowed depth", "long string", "long number"],
+)
+def test_memory_stays_linear_in_the_body_when_json_is_hostile(body):
+    # orjson 3.13 takes 12 bytes of room for each byte of the body, before it looks.
+    assert peak_of(body, JSON) < 16 * len(body) + 200_000
+
+
+def test_a_million_keys_are_refused_by_the_first():
+    body = b"{" + b",".join(b'"k%d":0' % i for i in range(1_000_000)) + b"}"
+    assert refused(body, JSON).field == "k0"
+
+
+def test_a_million_values_are_refused_without_looking_at_each():
+    assert "1000000 values" in refused(as_json([1.5] * 1_000_000), JSON).message
+
+
+# bytes and npy
+
+
+@pytest.mark.parametrize("n", [1, 8])
+def test_octets_are_read_without_a_copy(n):
+    body = IMAGES[:n].tobytes()
+    images = decode(body, RAW, limits=LIMITS)
+    np.testing.assert_array_equal(images, IMAGES[:n])
+    assert np.shares_memory(images, np.frombuffer(body, np.uint8))
+
+
+@pytest.mark.parametrize("size", [1, 783, 785])
+def test_octets_are_refused_when_they_are_no_multiple_of_784(size):
+    assert f"got {size} bytes" in refused(bytes(size), RAW).message
+
+
+@pytest.mark.parametrize("kind", [RAW, NPY])
+def test_too_many_images_are_too_large_in_binary_too(kind):
+    many = np.zeros((9, 28, 28), np.uint8)
+    with pytest.raises(TooLarge, match="9 images"):
+        decode(many.tobytes() if kind == RAW else as_npy(many), kind, limits=LIMITS)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (784,), (1, 28, 28), (8, 28, 28), (8, 784), (1, 784)])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_npy_is_read_in_every_shape_and_order(shape, order):
+    n = 1 if shape in ((28, 28), (784,)) else shape[0]
+    array = np.array(IMAGES[:n].reshape(shape), order=order)
+    images = decode(as_npy(array), NPY, limits=LIMITS)
+    assert images.flags.c_contiguous
+    np.testing.assert_array_equal(images, IMAGES[:n])
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+@pytest.mark.parametrize(
+    "header",
+    [
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (28, 28), }\n",
+        '{"shape":(1,784),"descr":"<u1","fortran_order":False}',
+        "{'descr': 'u1', 'shape': (784,), 'fortran_order': True}   ",
+    ],
+)
+def test_npy_headers_of_other_writers_are_read(header, version):
+    images = decode(npy_with(header, version=version), NPY, limits=LIMITS)
+    np.testing.assert_array_equal(images[0], ONE)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "int8", "uint16", "complex64"])
+def test_npy_of_another_dtype_is_refused_by_name(dtype):
+    error = refused(as_npy(np.zeros((28, 28), dtype)), NPY)
+    assert f"dtype {dtype}, expected uint8" in error.message
+
+
+@pytest.mark.parametrize("descr", ["|O", "<U4", "|V8", ""])
+def test_npy_of_objects_and_strings_is_refused_without_numpy_seeing_it(descr):
+    header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (28, 28), }}"
+    assert "expected uint8" in refused(npy_with(header), NPY).message
+
+
+@pytest.mark.parametrize("shape", [(28,), (28, 27), (2, 28, 27), (1, 1, 28, 28), (785,), (2, 785)])
+def test_npy_of_another_shape_is_refused(shape):
+    assert "got shape" in refused(as_npy(np.zeros(shape, np.uint8)), NPY).message
+
+
+def test_npy_of_no_images_is_refused():
+    assert "0 images" in refused(as_npy(np.zeros((0, 28, 28), np.uint8)), NPY).message
+
+
+def test_npy_is_refused_when_its_shape_promises_more_than_it_brings():
+    body = as_npy(IMAGES)
+    assert "6271 bytes of data, expected 6272" in refused(body[:-1], NPY).message
+    assert "6273 bytes of data" in refused(body + b"x", NPY).message
+
+
+def test_npy_allocates_nothing_from_its_shape():
+    header = "{'descr': '|u1', 'fortran_order': True, 'shape': (99999999999999, 28, 28), }"
+    assert peak_of(npy_with(header), NPY) < 200_000
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        "",
+        "{}",
+        "[1, 2]",
+        "{'descr': [('a', '|u1')], 'fortran_order': False, 'shape': (28, 28)}",
+        "{'descr': '|u1', 'fortran_order': False}",
+        "{'descr': '|u1', 'fortran_order': 0, 'shape': (28, 28)}",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (28L, 28L)}",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (-1, 28)}",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': ()}",
+        "{'descr': '|u1', 'descr': '|u1', 'shape': (28, 28)}",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (28, 28), 'x': 1}",
+        "{'descr': '\\d', 'fortran_order': False, 'shape': (28, 28)}",
+        "__import__('os').abort()",
+        "{'descr': '|u1', 'fortran_order': False, 'shape': (" + "9" * 500 + ",)}",
+        "(" * 900,
+        "-" * 900 + "1",
+    ],
+)
+def test_npy_headers_that_say_anything_else_are_refused(header):
+    refused(npy_with(header), NPY)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"\x93NUMPY",
+        b"\x93NUMPY\x01\x00\xff\xff{}",
+        b"\x93NUMPY\x02\x00\xff\xff\xff\xff{}",
+        b"\x93NUMPY\x04\x00\x10\x00" + bytes(20),
+        b"\x93NUMPY\x01\x00" + (2000).to_bytes(2, "little") + b" " * 3000,
+        b"PK\x03\x04" + bytes(100),
+    ],
+)
+def test_npy_that_is_cut_or_something_else_is_refused(body):
+    refused(body, NPY)
+
+
+# content types, invert
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["application/json; charset=utf-8", "Application/JSON", " application/json ;x", JSON],
+)
+def test_case_and_parameters_of_the_content_type_do_not_matter(kind):
+    assert len(decode(as_json(FLAT), kind, limits=LIMITS)) == 1
+
+
+@pytest.mark.parametrize("kind", ["", ";", "text/plain", "image/gif", "x" * 1000, "\u2603"])
+def test_another_content_type_is_told_what_to_send(kind):
+    with pytest.raises(UnsupportedMediaType) as caught:
+        decode(b"", kind, limits=LIMITS)
+    assert caught.value.field == "content-type"
+    assert all(accepted in caught.value.message for accepted in ACCEPTED)
+    assert len(caught.value.message) < 250
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (JSON, as_json(FLAT)),
+        (RAW, ONE.tobytes()),
+        (NPY, as_npy(ONE)),
+        (FORM, as_form((RAW, ONE.tobytes()))),
+    ],
+)
+def test_invert_turns_pixels_over_only_when_true(kind, body):
+    for invert in ("auto", "false"):
+        np.testing.assert_array_equal(decode(body, kind, invert=invert, limits=LIMITS)[0], ONE)
+    np.testing.assert_array_equal(decode(body, kind, invert="true", limits=LIMITS)[0], 255 - ONE)
+
+
+def test_another_invert_is_refused():
+    error = refused(ONE.tobytes(), RAW, invert="yes")
+    assert error.field == "invert"
+    assert "got 'yes', expected auto, true or false" in error.message
+
+
+# multipart
+
+
+def test_parts_of_every_type_are_read_in_their_order():
+    jpeg = io.BytesIO()
+    Image.fromarray(digit()).save(jpeg, "JPEG")
+    body = as_form(
+        ("application/octet-stream", IMAGES[:2].tobytes()),
+        ("application/x-npy; v=1", as_npy(IMAGES[2])),
+        ("Image/PNG", png(digit())),
+        ("image/jpeg", jpeg.getvalue()),
+    )
+    images = decode(body, FORM, limits=LIMITS)
+    assert images.shape == (5, 28, 28)
+    np.testing.assert_array_equal(images[:3], IMAGES[:3])
+    assert images[3:, 14, 14].min() > 200
+    assert images[3:, :, :8].max() < 30
+
+
+@pytest.mark.parametrize("kind", [None, "application/octet-stream"])
+def test_a_part_without_a_type_of_its_own_is_known_by_its_first_bytes(kind):
+    jpeg = io.BytesIO()
+    Image.fromarray(digit()).save(jpeg, "JPEG")
+    contents = [png(digit()), jpeg.getvalue(), as_npy(ONE), ONE.tobytes()]
+    images = decode(as_form(*((kind, content) for content in contents)), FORM, limits=LIMITS)
+    assert len(images) == 4
+    np.testing.assert_array_equal(images[2:], [ONE, ONE])
+
+
+def test_a_quoted_boundary_of_any_case_is_found():
+    body = as_form((RAW, ONE.tobytes()), boundary="aB c")
+    images = decode(body, 'Multipart/Form-Data; charset=x; boundary="aB c"', limits=LIMITS)
+    np.testing.assert_array_equal(images[0], ONE)
+
+
+def test_what_follows_the_last_boundary_is_ignored():
+    assert len(decode(as_form((RAW, ONE.tobytes())) + b"epilogue", FORM, limits=LIMITS)) == 1
+
+
+def test_a_wrong_part_is_named_by_its_number():
+    assert refused(as_form((RAW, ONE.tobytes()), (RAW, b"auto")), FORM).field == "parts[1]"
+
+
+@pytest.mark.parametrize(
+    "kind", ["text/plain", "application/json", "multipart/form-data; boundary=y"]
+)
+def test_a_part_of_another_type_is_unsupported(kind):
+    with pytest.raises(UnsupportedMediaType) as caught:
+        decode(as_form((kind, b"1")), FORM, limits=LIMITS)
+    assert caught.value.field == "parts[0]"
+    assert "image/png" in caught.value.message
+
+
+GOOD = as_form((RAW, ONE.tobytes()))
+
+
+@pytest.mark.parametrize(
+    ("body", "kind"),
+    [
+        (GOOD, "multipart/form-data"),
+        (GOOD, "multipart/form-data; boundary="),
+        (GOOD, "multipart/form-data; boundary=y"),
+        (GOOD, "multipart/form-data; boundary=\u2603"),
+        (GOOD, "multipart/form-data; boundary=" + "x" * 1000),
+        (b"", FORM),
+        (b"--x--\r\n", FORM),
+        (GOOD[:-6], FORM),
+        (GOOD[:100], FORM),
+        (GOOD[:20], FORM),
+        (b"preamble" + GOOD, FORM),
+        (b"--x\r\nBad Header\x00: 1\r\n\r\n\r\n--x--\r\n", FORM),
+        (b"--x\r\nA: " + b"b" * 100_000 + b"\r\n\r\n\r\n--x--\r\n", FORM),
+        (b"--x\r\n" + b"a: b\r\n" * 1000 + b"\r\n\r\n--x--\r\n", FORM),
+        (b"--x\r\n\r\n\r\n--x--\r\n", FORM),
+    ],
+)
+def test_malformed_multipart_is_refused(body, kind):
+    refused(body, kind)
+
+
+def test_more_parts_than_images_allowed_are_too_large_while_they_are_read(monkeypatch):
+    monkeypatch.setattr(module, "_binary", None)
+    with pytest.raises(TooLarge) as caught:
+        decode(as_form(*[(None, b"")] * 1000), FORM, limits=LIMITS)
+    assert caught.value.field == "parts"
+
+
+def test_parts_that_hold_too_many_images_together_are_too_large():
+    with pytest.raises(TooLarge, match="got 10 images"):
+        decode(as_form(*[(RAW, IMAGES[:5].tobytes())] * 2), FORM, limits=LIMITS)
+
+
+def test_pictures_of_one_request_share_its_pixels():
+    body = as_form(*[("image/png", png(digit()))] * 3)
+    assert len(decode(body, FORM, limits=Limits(8, 3 * 784))) == 3
+    with pytest.raises(TooLarge) as caught:
+        decode(body, FORM, limits=Limits(8, 3 * 784 - 1))
+    assert caught.value.field == "parts[2]"
+
+
+# properties
+
+stacks = st.builds(
+    lambda data, n: np.resize(np.frombuffer(data or b"\0", np.uint8), (n, 28, 28)),
+    st.binary(max_size=64),
+    st.integers(1, 8),
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(stacks)
+def test_any_images_survive_every_exact_format(images):
+    texts = [base64.b64encode(image.tobytes()).decode() for image in images]
+    for body, kind in (
+        (as_json(images.tolist()), JSON),
+        (as_json(images.reshape(-1, 784).tolist()), JSON),
+        (as_json(texts), JSON),
+        (images.tobytes(), RAW),
+        (as_npy(images), NPY),
+        (as_npy(np.asfortranarray(images)), NPY),
+        (as_form(*(("application/x-npy", as_npy(image)) for image in images)), FORM),
+    ):
+        np.testing.assert_array_equal(decode(body, kind, limits=LIMITS), images)
+
+
+def is_answered(body: bytes, kind: str, invert: Any = "auto") -> None:
+    try:
+        images = decode(body, kind, invert=invert, limits=LIMITS)
+    except (InvalidInput, TooLarge, UnsupportedMediaType) as error:
+        assert error.message  # noqa: PT017 - an answer is what is asked for
+    else:
+        assert images.dtype == np.uint8
+        assert images.shape[1:] == (28, 28)
+        assert 1 <= len(images) <= LIMITS.max_images
+
+
+starts = st.sampled_from(
+    [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"\x93NUMPY\x01\x00", b"--x\r\n", b'{"images":']
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(starts, st.binary(max_size=400), st.sampled_from([*ACCEPTED[:-1], FORM]))
+def test_random_bytes_of_any_type_get_an_answer(start, rest, kind):
+    is_answered(start + rest, kind)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.text(max_size=60),
+    st.sampled_from(["", "multipart/form-data;", "multipart/form-data; boundary="]),
+)
+def test_any_content_type_gets_an_answer(text, prefix):
+    is_answered(GOOD, prefix + text)
+
+
+leaves = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
+documents = st.recursive(
+    leaves | st.text(max_size=5) | st.sampled_from([FLAT, ROWS, TEXT, ROWS[0]]),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=3), inner, max_size=2)
+    ),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(documents)
+def test_any_json_gets_an_answer(images):
+    is_answered(as_json(images), JSON)
+    is_answered(orjson.dumps(images), JSON)
+
+
+WHOLE = {JSON: as_json([TEXT, FLAT]), NPY: as_npy(IMAGES[:2]), FORM: GOOD}
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.data(), st.sampled_from(list(WHOLE)), st.sampled_from(["auto", "true", "false"]))
+def test_a_good_body_with_a_wound_gets_an_answer(data, kind, invert):
+    body = bytearray(WHOLE[kind])
+    at = data.draw(st.integers(0, min(len(body) - 1, 200)))
+    body[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
+    is_answered(bytes(body[: data.draw(st.integers(0, len(body)))]), kind, invert)
+
+
+def test_base64_is_as_strict_as_python_offers():
+    with pytest.raises(binascii.Error):
+        binascii.a2b_base64("QQ==QQ==", strict_mode=True)
+    refused(as_json(TEXT[:-4] + "QQ==QQ=="), JSON)
+
+
+@pytest.mark.parametrize("inner", [b"[],", b"{},", b'{"a":1},', b"[[]],"])
+def test_a_large_body_of_containers_is_refused_before_it_is_built(monkeypatch, inner):
+    monkeypatch.setattr(json_images.orjson, "loads", None)
+    body = b'{"images":[' + inner * 100_000 + b"0]}"
+    with pytest.raises((InvalidInput, TooLarge)) as caught:
+        decode(body, "application/json", limits=Limits(max_images=100))
+    assert caught.value.field == "body"
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_an_empty_body_is_told_apart_from_a_wrong_one(kind):
+    assert "got nothing" in refused(b"", kind).message
+
+
+def test_the_unregistered_name_of_jpeg_is_understood():
+    file = io.BytesIO()
+    bar = np.zeros((56, 56), np.uint8)
+    bar[10:46, 24:32] = 255
+    Image.fromarray(bar).save(file, "JPEG")
+    as_jpg, as_jpeg = (
+        decode(file.getvalue(), kind, limits=LIMITS) for kind in ("image/jpg", "image/jpeg")
+    )
+    np.testing.assert_array_equal(as_jpg, as_jpeg)

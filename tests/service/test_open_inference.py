@@ -1,0 +1,318 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+
+from service.engine.models import Prediction
+from service.engine.versions import ModelFile
+from service.errors import InvalidInput, ServiceError, TooLarge
+from service.open_inference import (
+    InputTensor,
+    TensorMetadata,
+    answer,
+    check_parameters,
+    model_metadata,
+    read_images,
+    requested_outputs,
+)
+
+MAX_IMAGES = 16
+SHAPES = {
+    "batch": lambda n: (n, 28, 28),
+    "flat batch": lambda n: (n, 784),
+    "channels": lambda n: (n, 1, 28, 28),
+}
+
+
+def uint8(shape=(1, 28, 28), data=bytes(784), **changes):
+    return replace(InputTensor("image", "UINT8", shape, data, "data"), **changes)
+
+
+def refused(*inputs, kind=InvalidInput):
+    with pytest.raises(kind) as caught:
+        read_images(inputs, MAX_IMAGES)
+    assert caught.value.message.startswith(f"{caught.value.field}: got ")
+    return caught.value
+
+
+def drawn(n):
+    return np.random.default_rng(n).integers(0, 256, (n, 28, 28), np.uint8)
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("n", [1, 3, MAX_IMAGES])
+@pytest.mark.parametrize("form", ["uint8", "fp32", "uint32 numbers", "fp32 numbers"])
+def test_images_come_out_as_sent_when_the_shape_is_known(shape, n, form):
+    images = drawn(n)
+    datatype, data = {
+        "uint8": ("UINT8", images.tobytes()),
+        "fp32": ("FP32", memoryview(images.astype("<f4").tobytes())),
+        "uint32 numbers": ("UINT8", images.ravel().astype(np.uint32)),
+        "fp32 numbers": ("FP32", images.ravel().astype(np.float32)),
+    }[form]
+    read = read_images([uint8(shape(n), data, datatype=datatype)], MAX_IMAGES)
+    assert read.dtype == np.uint8
+    assert read.flags.c_contiguous
+    np.testing.assert_array_equal(read, images)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (784,), [784]])
+def test_one_image_is_a_batch_of_one_when_the_batch_dimension_is_left_out(shape):
+    images = drawn(1)
+    np.testing.assert_array_equal(read_images([uint8(shape, images.tobytes())], MAX_IMAGES), images)
+
+
+def test_raw_pixels_are_not_copied_when_they_are_uint8():
+    data = drawn(2).tobytes()
+    images = read_images([uint8((2, 28, 28), data)], MAX_IMAGES)
+    assert np.shares_memory(images, np.frombuffer(data, np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("shape", "shown"),
+    [
+        ((), "[]"),
+        ((-1, 28, 28), "[-1, 28, 28]"),
+        ((0, 28, 28), "[0, 28, 28]"),
+        ((0, 784), "[0, 784]"),
+        ((1, 28), "[1, 28]"),
+        ((1, 28, 27), "[1, 28, 27]"),
+        ((1, 3, 28, 28), "[1, 3, 28, 28]"),
+        ((1, 1, 1, 28, 28), "[1, 1, 1, 28, 28]"),
+        ((28, 28, 1), "[28, 28, 1]"),
+        ((2**40, 2**40), f"[{2**40}, {2**40}]"),
+        ((2**63, 28, 28), "[beyond int64, 28, 28]"),
+        ((10**5000, 28, 28), "[beyond int64, 28, 28]"),
+        ((True, 28, 28), "[bool, 28, 28]"),
+        ((1.0, 28, 28), "[float, 28, 28]"),
+        (("1", 28, 28), "[str, 28, 28]"),
+        ((1,) * 10**6, "[1, 1, 1, 1, 1, ...]"),
+    ],
+)
+def test_a_shape_is_refused_when_it_is_none_of_an_image(shape, shown):
+    error = refused(uint8(shape))
+    assert error.field == "inputs[0].shape"
+    assert f"got {shown}, expected" in error.message
+
+
+@pytest.mark.parametrize("rows", [MAX_IMAGES + 1, 2**62, 2**63 - 1])
+def test_too_many_images_are_refused_when_the_shape_says_so_whatever_the_bytes(rows):
+    error = refused(uint8((rows, 28, 28)), kind=TooLarge)
+    assert error.field == "inputs[0].shape"
+    assert f"expected at most {MAX_IMAGES}" in error.message
+
+
+@pytest.mark.parametrize(
+    ("datatype", "data", "got", "expected"),
+    [
+        ("UINT8", bytes(783), "783 bytes", "784"),
+        ("UINT8", bytes(1568), "1568 bytes", "784"),
+        ("FP32", bytes(784), "784 bytes", "3136"),
+        ("FP32", bytes(3137), "3137 bytes", "3136"),
+        ("FP32", np.zeros(783, np.float32), "783 numbers", "784"),
+        ("UINT8", np.zeros(0, np.uint32), "0 numbers", "784"),
+    ],
+)
+def test_data_are_refused_when_they_do_not_fit_the_shape(datatype, data, got, expected):
+    error = refused(uint8(data=data, datatype=datatype, source="raw_input_contents[0]"))
+    assert error.field == "raw_input_contents[0]"
+    assert f"got {got}, expected {expected} for shape [1, 28, 28] of {datatype}" in error.message
+
+
+class Read(list):
+    """Numbers that remember how many were read at once."""
+
+    def __init__(self, numbers):
+        super().__init__(numbers)
+        self.at_once = []
+
+    def __getitem__(self, part):
+        numbers = super().__getitem__(part)
+        self.at_once.append(len(numbers))
+        return numbers
+
+    def __iter__(self):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(("shape", "kind"), [((1, 784), InvalidInput), ((17, 784), TooLarge)])
+def test_numbers_are_refused_unread_when_they_do_not_fit_the_shape(shape, kind):
+    numbers = Read([0] * 784 * 17 + [0])
+    refused(uint8(shape, numbers), kind=kind)
+    assert not numbers.at_once
+
+
+def test_numbers_are_read_in_slices_when_they_are_many():
+    images = drawn(40)
+    numbers = Read(images.ravel().tolist())
+    np.testing.assert_array_equal(read_images([uint8((40, 784), numbers)], 40), images)
+    assert numbers.at_once == [16 * 784, 16 * 784, 8 * 784]
+
+
+@pytest.mark.parametrize("value", [-1.0, 0.5, 256.0, 1e30, np.nan, np.inf, -np.inf, 254.99998])
+def test_a_float_is_refused_when_it_is_no_pixel(value):
+    values = drawn(2).astype(np.float32).ravel()
+    values[784 + 28 * 3 + 4] = value
+    error = refused(uint8((2, 28, 28), values.astype("<f4").tobytes(), datatype="FP32"))
+    assert error.field == "data"
+    assert f"got {np.float32(value)} at index 872 (image 1, row 3, column 4)" in error.message
+    assert ("multiply by 255" in error.message) == (value == 0.5)
+
+
+def test_a_number_is_refused_when_it_passes_255():
+    values = np.zeros(784, np.uint32)
+    values[5] = 256
+    assert "got 256 at index 5" in refused(uint8(data=values)).message
+
+
+def test_the_place_of_a_number_is_told_when_it_is_far_from_the_first():
+    values = [0] * 784 * 40
+    values[784 * 33 + 28 * 3 + 4] = 256
+    message = refused_by(values, 40)
+    assert "got 256 at index 25960 (image 33, row 3, column 4)" in message
+
+
+def refused_by(values, rows):
+    with pytest.raises(InvalidInput) as caught:
+        read_images([uint8((rows, 784), values)], rows)
+    return caught.value.message
+
+
+def test_a_negative_zero_is_paper_when_it_comes_as_a_float():
+    values = np.full(784, -0.0, np.float32)
+    assert not read_images([uint8(data=values, datatype="FP32")], 1).any()
+
+
+@pytest.mark.parametrize("datatype", ["", "uint8", "FP16", "BYTES", "x" * 10**6])
+def test_a_datatype_is_refused_when_it_is_neither_uint8_nor_fp32(datatype):
+    error = refused(uint8(datatype=datatype))
+    assert error.field == "inputs[0].datatype"
+    assert error.message.endswith("expected one of UINT8, FP32")
+    assert len(error.message) < 200
+
+
+@pytest.mark.parametrize(
+    ("inputs", "field"),
+    [
+        ((), "inputs"),
+        ((uint8(name="images"),), "inputs[0].name"),
+        ((uint8(), uint8()), "inputs[1].name"),
+        ((uint8(), uint8(name="mask")), "inputs[1].name"),
+    ],
+)
+def test_inputs_are_refused_when_they_are_not_exactly_the_image(inputs, field):
+    assert refused(*inputs).field == field
+
+
+def test_all_outputs_come_when_none_is_named():
+    assert requested_outputs([]) == ("probabilities", "label")
+
+
+def test_outputs_come_in_the_order_asked_for_when_some_are_named():
+    assert requested_outputs(["label", "probabilities"]) == ("label", "probabilities")
+    assert requested_outputs(["label"]) == ("label",)
+
+
+@pytest.mark.parametrize(
+    ("names", "field"),
+    [(["digit"], "outputs[0].name"), (["label", "label"], "outputs[1].name")],
+)
+def test_outputs_are_refused_when_unknown_or_named_twice(names, field):
+    with pytest.raises(InvalidInput) as caught:
+        requested_outputs(names)
+    assert caught.value.field == field
+
+
+@pytest.mark.parametrize("name", ["classification", "shared_memory_region"])
+def test_a_parameter_is_refused_when_it_would_move_or_change_the_data(name):
+    with pytest.raises(InvalidInput) as caught:
+        check_parameters({name: 1}, "outputs[0]")
+    assert caught.value.field == f"outputs[0].parameters.{name}"
+
+
+def test_a_parameter_is_ignored_when_the_answer_is_right_without_it():
+    check_parameters({"binary_data": True, "colour": "red"}, "inputs[0]")
+
+
+def test_the_answer_holds_what_was_asked_for_when_made():
+    probabilities = np.random.default_rng(0).random((3, 10)).astype(np.float32)
+    label, share = answer(
+        Prediction("lenet", "1", probabilities[:, ::-1]), ("label", "probabilities")
+    )
+    assert (label.name, label.datatype, label.shape) == ("label", "INT64", (3,))
+    assert label.values.dtype == "<i8"
+    assert label.values.tolist() == (9 - probabilities.argmax(axis=1)).tolist()
+    assert (share.name, share.datatype, share.shape) == ("probabilities", "FP32", (3, 10))
+    assert share.values.tobytes() == probabilities[:, ::-1].tobytes()
+
+
+def test_metadata_state_the_classes_of_the_model_when_described(tiny, random_weights):
+    file = ModelFile("tiny", "7", Path("7.safetensors"), random_weights(tiny), "0" * 64)
+    metadata = model_metadata(file)
+    assert (metadata.name, metadata.versions) == ("tiny", ("7",))
+    assert metadata.platform == "lenet_safetensors"
+    assert metadata.inputs == (TensorMetadata("image", "UINT8", (-1, 28, 28)),)
+    assert metadata.outputs == (
+        TensorMetadata("probabilities", "FP32", (-1, 10)),
+        TensorMetadata("label", "INT64", (-1,)),
+    )
+
+
+sizes = st.sampled_from([-1, 0, 1, 2, 3, 28, 784, 2**31, 2**62, 2**63 - 1]) | st.integers()
+shapes = st.lists(sizes, max_size=6) | st.sampled_from(
+    [make(n) for make in SHAPES.values() for n in (1, 2, 3, 17)]
+)
+counts = st.sampled_from([0, 1, 783, 784, 785, 1568, 2352, 3136, 6272])
+arrays = st.builds(
+    lambda count, dtype, value: np.full(count, value).astype(dtype),
+    counts,
+    st.sampled_from([np.uint8, np.uint32, np.int64]),
+    st.integers(0, 255) | st.integers(0, 2**31),
+) | st.builds(
+    lambda count, dtype, value: np.full(count, value, dtype),
+    counts,
+    st.sampled_from([np.float32, np.float64]),
+    st.integers(0, 255) | st.floats(width=32),
+)
+raw = st.binary(max_size=32) | st.builds(
+    lambda count, value: bytes([value]) * count, counts, st.integers(0, 255)
+)
+tensors = st.builds(
+    InputTensor,
+    name=st.just("image") | st.text(max_size=8),
+    datatype=st.sampled_from(["UINT8", "FP32"]) | st.text(max_size=8),
+    shape=shapes,
+    data=raw | arrays,
+    source=st.just("data"),
+)
+
+
+def read_or_refuse(inputs):
+    try:
+        return read_images(inputs, MAX_IMAGES)
+    except ServiceError as error:
+        return error
+
+
+@given(st.lists(tensors, max_size=3))
+@example([uint8()])
+@example([uint8((3, 784), bytes(2352))])
+def test_anything_is_the_right_images_or_an_error_with_its_field_when_read(inputs):
+    images = read_or_refuse(inputs)
+    if isinstance(images, ServiceError):
+        assert images.field.startswith(("inputs", "data"))
+        assert len(images.message) < 1000
+        return
+    (tensor,) = inputs
+    assert images.dtype == np.uint8
+    assert images.shape[1:] == (28, 28)
+    assert 1 <= len(images) <= MAX_IMAGES
+    data = tensor.data
+    if isinstance(data, bytes):
+        data = np.frombuffer(data, {"UINT8": np.uint8, "FP32": "<f4"}[tensor.datatype])
+    np.testing.assert_array_equal(images.ravel(), data)
