@@ -1,23 +1,18 @@
-"""What every test may ask for: weights that prove themselves, real digits, time that jumps."""
+"""Fixtures for every test: weight files, networks, real digits, an event loop on virtual time."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import math
 import os
 import selectors
-import shlex
-import shutil
-import signal
-import subprocess
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-# Both before NumPy and ONNX Runtime are loaded: two BLAS threads wait for each other when other
-# programs want the cores, and tests need tell nobody of themselves.
+# Before NumPy and ONNX Runtime are loaded. Two BLAS threads slow each other down when other
+# programs want the cores.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
@@ -32,7 +27,7 @@ from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from trainer.mnist import FILES, load
 
-# One machine's luck must not be another's failure: examples come from the test's own name.
+# Every machine tries the same examples: they are derived from the name of the test.
 settings.register_profile("suite", deadline=None, derandomize=True)
 settings.load_profile("suite")
 
@@ -64,13 +59,13 @@ def _draw_weights(model: Model | str, seed: int = 0) -> WeightFile:
 
 @pytest.fixture(scope="session")
 def random_weights() -> Callable[..., WeightFile]:
-    """`random_weights(model_or_name, seed=0)`; the same arguments give the same object."""
+    """`random_weights(model_or_name, seed=0)`: cached by its arguments."""
     return cache(_draw_weights)
 
 
 @pytest.fixture(scope="session")
 def tiny() -> Model:
-    """The smallest network that is one: 784 pixels, ten logits."""
+    """The smallest network: one dense layer from 784 pixels to ten logits."""
     return Model("tiny", (DenseBlock(10, activation=IDENTITY),))
 
 
@@ -86,7 +81,7 @@ def _pools(draw: st.DrawFn) -> Pool:
     return Pool(kind, size, draw(_pair(1, 3)), padding)
 
 
-# Made once: Hypothesis looks at a strategy before it first draws from it, longer than it draws.
+# Built once: Hypothesis validates a strategy before its first draw, longer than it then draws.
 _ACTIVATIONS = st.builds(
     Activation,
     st.sampled_from(["identity", "relu", "clipped_relu", "elu", "sigmoid", "tanh"]),
@@ -125,15 +120,17 @@ def _networks(draw: st.DrawFn) -> Model:
 
 @pytest.fixture(scope="session")
 def networks() -> st.SearchStrategy[Model]:
-    """Described networks with every activation, pooling, stride, padding and dilation."""
+    """Random networks with every activation, pooling, stride, padding and dilation."""
     return _networks()
 
 
 class VirtualTimeLoop(asyncio.SelectorEventLoop):
-    """Never waits: when nothing is ready, time jumps to the next timer.
+    """An event loop that never waits: when nothing is ready, its time jumps to the next timer.
 
-    Where no timer is left either, everybody waits for ever, and it says so. `before_jump` is
-    called when everything that could be done at one time has been done.
+    `before_jump` is called before each jump, when nothing is left to do at the present time.
+
+    Raises:
+        RuntimeError: nothing is ready and no timer is set: a deadlock.
     """
 
     def __init__(self) -> None:
@@ -150,7 +147,7 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def _jump(self) -> None:
         self.before_jump()
         if not self._scheduled:
-            raise RuntimeError("nothing is ready and no timer is set: somebody waits for ever")
+            raise RuntimeError("deadlock: nothing is ready and no timer is set")
         self._now_s = max(self._now_s, self._scheduled[0].when())
 
 
@@ -173,13 +170,13 @@ def _run_virtually(main: Callable[[VirtualTimeLoop], Coroutine[Any, Any, Any]]) 
 
 @pytest.fixture(scope="session")
 def run_virtually() -> Callable[[Callable[[VirtualTimeLoop], Coroutine[Any, Any, Any]]], Any]:
-    """`run_virtually(main)` runs `main(loop)` to its end on a loop whose time is virtual."""
+    """`run_virtually(main)` runs `main(loop)` to its end on a `VirtualTimeLoop`."""
     return _run_virtually
 
 
 @pytest.fixture(scope="session")
 def mnist_folder() -> Path:
-    """Where the four real MNIST files are, or a skip."""
+    """The folder with the four real MNIST files; skips the test if there is none."""
     folder = Path(os.environ.get("LENET_TEST_MNIST", ROOT / "data" / "mnist"))
     if any(file.find(folder) is None for file in FILES):
         pytest.skip(f"MNIST is not in {folder}; set LENET_TEST_MNIST to its folder")
@@ -191,63 +188,3 @@ def mnist(mnist_folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The 10,000 real test images, uint8 (10000, 28, 28), and their labels, uint8 (10000,)."""
     test = load(mnist_folder).test
     return test.images, test.labels
-
-
-class _Nvcc:
-    """Compilations, one after another beside the tests, in one process of low priority.
-
-    One process and no thread: a test that patches a clock or a module meets nobody.
-    """
-
-    def __init__(self, compilations: list[tuple[str, ...]], folder: Path) -> None:
-        self._said = {key: folder / f"{number}.txt" for number, key in enumerate(compilations)}
-        self._codes: list[int] = []
-        lines = [
-            f"nvcc {shlex.join(key)} -o /dev/null 2> {shlex.quote(str(said))}; echo $?\n"
-            for key, said in self._said.items()
-        ]
-        (folder / "compile.sh").write_text("".join(lines))
-        self._process = subprocess.Popen(
-            ["nice", "sh", folder / "compile.sh"], stdout=subprocess.PIPE, start_new_session=True
-        )
-
-    def __call__(self, arguments: tuple[str, ...], refused: bool = False) -> str:
-        """What nvcc and ptxas say of `arguments`, once they do; fails unless it compiles.
-
-        With `refused` it fails if it compiles.
-        """
-        number = list(self._said).index(arguments)
-        while len(self._codes) <= number:
-            self._codes.append(int(self._process.stdout.readline()))
-        said = self._said[arguments].read_text()
-        assert (self._codes[number] != 0) == refused, said
-        return said
-
-    def close(self) -> None:
-        with self._process:
-            if self._process.poll() is None:  # the session ends before its last test
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(self._process.pid, signal.SIGKILL)
-
-
-@pytest.fixture(scope="session", autouse=True)
-def _nvcc(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[_Nvcc | None]:
-    # From the first test on, since the second core has little else to do: 28
-    # compilations take 22 s where tests wait for them (two cores of an EPYC, 2026-11-20).
-    calls = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    wanted = [call.params["nvcc_arguments"] for call in calls if "nvcc_arguments" in call.params]
-    if not wanted or shutil.which("nvcc") is None:
-        yield None
-        return
-    with contextlib.closing(_Nvcc(wanted, tmp_path_factory.mktemp("nvcc"))) as nvcc:
-        yield nvcc
-
-
-@pytest.fixture
-def nvcc_says(_nvcc: _Nvcc | None) -> _Nvcc:
-    """`nvcc_says(nvcc_arguments)`: its standard error; the parameter of that name starts it."""
-    if _nvcc is None:
-        pytest.skip("nvcc is not on PATH")
-    return _nvcc
