@@ -1,8 +1,7 @@
-"""What only a test can hold of docs and conventions."""
+"""Rules that span modules: imports, packaging, documents and deployment files."""
 
 from __future__ import annotations
 
-import importlib
 import os
 import pkgutil
 import re
@@ -19,15 +18,14 @@ import service
 import trainer
 from service.errors import ExitCode
 from service.http.app import STATUS
+from service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
 GPU = {"cupy", "cupyx", "cudnn"}
 WEB = {"fastapi", "starlette", "uvicorn", "grpc", "prometheus_client"}
-
-
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 UNMEASURED = PROJECT["tool"]["coverage"]["run"]["omit"]
-"""Patterns of the files that coverage leaves out: generated code, and what needs a GPU library."""
+"""Patterns of files without coverage: generated code, and modules that import a GPU library."""
 
 
 def every_module(package):
@@ -36,7 +34,7 @@ def every_module(package):
 
 
 def needs_gpu(name):
-    """Whether coverage leaves the module out, and not because it is generated."""
+    """Whether coverage omits the module for another reason than being generated."""
     path = f"/{name.replace('.', '/')}.py"
     return "_pb2" not in name and any(fnmatch(path, pattern) for pattern in UNMEASURED)
 
@@ -47,12 +45,9 @@ def modules(package):
 
 
 def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
-    edge = {name for package in (lenet, service, trainer) for name in every_module(package)}
-    edge = {name for name in edge if needs_gpu(name)}
-    assert edge >= {f"lenet.cuda.{name}" for name in ("cublas", "kernels", "memory", "engines")}
-    names = ("device", "engine_cache", "epilogue", "fusion", "graphs", "packing")
-    pure = {f"lenet.cuda.{name}" for name in names}
-    assert pure <= set(modules(lenet))
+    every = {name for package in (lenet, service, trainer) for name in every_module(package)}
+    edge = {name for name in every if needs_gpu(name)}
+    assert edge
     assert all(name.startswith(("lenet.cuda.", "trainer.ops_cuda.")) for name in edge)
     code = (
         "import importlib, sys\n"
@@ -60,7 +55,7 @@ def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
         f"for name in {sorted(edge)!r}:\n"
         "    try: importlib.import_module(name)\n"
         "    except ImportError: continue\n"
-        "    raise SystemExit(f'{name} needs no GPU library: let coverage measure it')\n"
+        "    raise SystemExit(f'{name} needs no GPU library: remove it from coverage omit')\n"
     )
     result = subprocess.run(
         [sys.executable, "-c", code],
@@ -118,27 +113,34 @@ def test_importing_a_package_does_nothing_and_loads_no_more_than_it_needs(
     assert not loaded & absent
 
 
-@pytest.mark.parametrize("package", [lenet, service, trainer], ids=lambda found: found.__name__)
-def test_every_module_says_why_it_exists(package):
-    for name in modules(package):
-        if not re.search(r"_pb2(_grpc)?$", name):
-            assert importlib.import_module(name).__doc__, name
-
-
-def readme_rows(first_cell):
-    """Rows of the README's tables whose first cell matches."""
-    text = (ROOT / "README.md").read_text()
+def table_rows(first_cell):
+    """Rows of the tables, for users of the service, whose first cell matches."""
+    documents = [ROOT / "README.md", *ROOT.glob("docs/operations.md")]
+    text = "\n".join(document.read_text() for document in documents)
     return re.findall(rf"^\| {first_cell} \|.*$", text, re.MULTILINE)
 
 
-def test_the_readme_tells_every_exit_code():
-    codes = [int(row.split("|")[1]) for row in readme_rows(r"\d{1,2}")]
+def test_the_documents_list_every_exit_code():
+    codes = [int(row.split("|")[1]) for row in table_rows(r"\d{1,2}")]
     assert codes == [int(code) for code in ExitCode]
 
 
-def test_the_readme_tells_every_answer_that_is_not_a_prediction():
-    told = " ".join(readme_rows(r"[45]\d\d[\d, ]*"))
-    missing = {code for code in STATUS if f"`{code}`" not in told}
-    assert missing <= {"cancelled"}  # nobody is left to read it
+def test_the_documents_list_every_http_error():
+    documented = " ".join(table_rows(r"[45]\d\d[\d, ]*"))
     for code, status in STATUS.items():
-        assert code in missing or str(status) in told
+        if code != "cancelled":  # the client is gone, nobody reads it
+            assert f"`{code}`" in documented
+            assert str(status) in documented
+
+
+def test_compose_passes_every_setting_of_the_service():
+    compose = (ROOT / "docker-compose.yml").read_text()
+    passed = set(re.findall(r"- (LENET_\w+)", compose)) | {"LENET_HOST"}  # set by the Dockerfile
+    passed |= set(re.findall(r"\$\{(LENET_\w+)", compose)) - {"LENET_BIND"}
+    assert passed == {f"LENET_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_the_image_bears_the_version_of_the_project():
+    dockerfile = (ROOT / "Dockerfile").read_text()
+    version = re.search(r'image\.version="(.*?)"', dockerfile)[1]
+    assert version == PROJECT["project"]["version"]
