@@ -25,7 +25,8 @@ POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
 
 SUPERVISED = """
 import sys
-from service import __main__, devices
+from service import __main__
+from service.engine import devices
 if __name__ == "__main__":
     devices.on_gpu = lambda _: True
     sys.exit(__main__.main())

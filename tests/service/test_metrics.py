@@ -20,9 +20,9 @@ from service.metrics import (
     FLUSHED_EVERY_S,
     LossReason,
     Metrics,
-    Protocol,
     ReloadOutcome,
     Stage,
+    Transport,
 )
 
 ROOT = Path(__file__).parents[2]
@@ -81,7 +81,7 @@ def codes():
 
 
 def test_the_series_stay_below_600_when_everything_has_been_seen(metrics):
-    for protocol in get_args(Protocol):
+    for protocol in get_args(Transport):
         for outcome in ("ok", *codes()):
             metrics.request_done(protocol, outcome)
         metrics.request_timed(protocol, dict.fromkeys(get_args(Stage), 0.1), 0.4)
