@@ -16,8 +16,10 @@ import pytest
 import lenet
 import service
 import trainer
+from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.errors import ExitCode
 from service.http.app import STATUS
+from service.mps import STOP_TIMEOUT_S
 from service.settings import Settings
 
 ROOT = Path(__file__).parents[1]
@@ -138,6 +140,18 @@ def test_compose_passes_every_setting_of_the_service():
     passed = set(re.findall(r"- (LENET_\w+)", compose)) | {"LENET_HOST"}  # set by the Dockerfile
     passed |= set(re.findall(r"\$\{(LENET_\w+)", compose)) - {"LENET_BIND"}
     assert passed == {f"LENET_{name.upper()}" for name in Settings.model_fields}
+
+
+def test_compose_waits_longer_than_a_stop_takes():
+    compose = (ROOT / "docker-compose.yml").read_text()
+
+    def seconds(pattern):
+        return float(re.search(pattern, compose)[1])
+
+    grace_s = seconds(r"LENET_GRACE_S:-(\d+)")
+    drain_s = seconds(r"LENET_DRAIN_TIMEOUT_S:-(\d+)")
+    limit_s = seconds(r"stop_grace_period: (\d+)s")
+    assert grace_s + drain_s + CLOSE_TIMEOUT_S + STOP_TIMEOUT_S < limit_s
 
 
 def test_the_image_bears_the_version_of_the_project():

@@ -8,8 +8,6 @@ import pytest
 from pydantic import ValidationError
 from pydantic_settings import CliApp
 
-from service.engine.contexts import CLOSE_TIMEOUT_S
-from service.mps import STOP_TIMEOUT_S
 from service.settings import Settings
 
 
@@ -172,20 +170,6 @@ def test_http_and_grpc_cannot_share_a_port_unless_it_is_any():
     with pytest.raises(ValidationError, match="grpc_port is 8001, expected another than port"):
         Settings(port=8001)
     assert Settings(port=0, grpc_port=0)
-
-
-def test_docker_compose_waits_longer_than_a_stop_takes_and_gives_up_starting():
-    text = (Path(__file__).parents[2] / "docker-compose.yml").read_text()
-
-    def number(pattern):
-        return float(re.search(pattern, text)[1])
-
-    grace_s = number(r'LENET_GRACE_S: "([\d.]+)"')
-    drain_s = number(r'LENET_DRAIN_TIMEOUT_S: "([\d.]+)"')
-    assert grace_s + drain_s + CLOSE_TIMEOUT_S + STOP_TIMEOUT_S < number(
-        r"stop_grace_period: (\d+)s"
-    )
-    assert "restart: on-failure:3\n" in text
 
 
 def test_settings_cannot_be_changed_once_they_are_read():
