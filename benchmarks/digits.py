@@ -95,7 +95,10 @@ def own_labels(weights: WeightFile, images: Images) -> NDArray[np.int64]:
     plan = CpuBackend().plan(weights, _BATCH_ROWS)
     starts = range(0, len(images), _BATCH_ROWS)
     return np.concatenate(
-        [plan.run(images[start : start + _BATCH_ROWS]).argmax(axis=1) for start in starts]
+        [
+            plan.run(images[start : start + _BATCH_ROWS]).probabilities.argmax(axis=1)
+            for start in starts
+        ]
     )
 
 

@@ -41,8 +41,9 @@ from benchmarks.peers.torch_step import WAYS
 from benchmarks.peers.torch_training import PeerMissing
 from benchmarks.stopwatch import cupy_timer, host_summary, host_us, rounds_us, summary
 from lenet import reference
+from lenet.backend import BatchResult
 from lenet.errors import BackendUnavailable, LeNetError
-from lenet.pixels import Images, Probabilities
+from lenet.pixels import Images
 from lenet.weightfile import WeightFile
 
 ROWS = (*(1 << exponent for exponent in range(11)), 8192)
@@ -60,14 +61,14 @@ _DISTRIBUTIONS = (
 class Plan(Protocol):
     """What is timed of a bucket, and how it chose its way: microseconds of each it tried."""
 
-    ways_us: dict[str, float]
-    way: str
+    measured_us: dict[str, float]
+    strategy: str
 
-    def run(self, images: Images) -> Probabilities:
+    def run(self, images: Images) -> BatchResult:
         """Copies, computes, copies back and waits."""
         ...
 
-    def run_in_place(self, rows: int) -> Probabilities:
+    def run_in_place(self, rows: int) -> BatchResult:
         """As `run`, of the images that lie in its page-locked memory."""
         ...
 
@@ -110,8 +111,8 @@ def bucket(
         **host_summary(single_us),
         "images_per_s": 1e6 * rows / found["device_us"],
         "max_error": error,
-        "way": plan.way,
-        "ways_us": dict(plan.ways_us),
+        "way": plan.strategy,
+        "ways_us": dict(plan.measured_us),
         "torch": {
             **{f"{way}_us": peer.get(f"{way}_us") for way in WAYS},
             **({"details": peer} if peer else {}),
@@ -140,7 +141,7 @@ def ask_buckets(weights: WeightFile, asked: argparse.Namespace, document: Docume
             timer = cupy_timer(backend.stream)
             for rows in asked.rows:
                 plan, mine, true = backend.plan(weights, rows), images[:rows], expected[:rows]
-                error = float(np.abs(plan.run(mine) - true).max())
+                error = float(np.abs(plan.run(mine).probabilities - true).max())
                 # What `run` copies its images to: they come from page-locked memory.
                 single_us = host_us(partial(plan.run_in_place, rows))
                 device_us = rounds_us(plan.replay, timer)

@@ -144,7 +144,7 @@ def _measure(files: Sequence[WeightFile], options: argparse.Namespace) -> dict[s
     name = files[0].model.name
     images = np.random.default_rng(0).integers(0, 256, (options.images, 28, 28), np.uint8)
     answers = {
-        str(version): CpuBackend().plan(file, options.images).run(images)
+        str(version): CpuBackend().plan(file, options.images).run(images).probabilities
         for version, file in enumerate(files, 1)
     }
     tolerance = 0.0

@@ -1,91 +1,82 @@
-"""The narrow waist: what a device must offer to serve a weight file.
+"""The narrow waist: what a device offers so that a weight file can be served on it.
 
-Whole-model level, so that a backend may fuse what it likes and the service never learns what a
-kernel is.
+A backend gets the whole network at once, so it may fuse layers as it likes.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from lenet.pixels import Images, Logits, Probabilities
 from lenet.weightfile import WeightFile
 
 
-class Launched(Protocol):
-    """A batch that a device computes while its caller does something else."""
+@dataclass(slots=True)  # not frozen: one is made for each batch, and freezing doubles its cost
+class BatchResult:
+    """One computed batch. The plan makes it; it is passed up unchanged to the metrics."""
+
+    probabilities: Probabilities
+    computed_rows: int
+    """Rows that the device computed; those beyond the batch's own are padding."""
+    captured: bool
+    """Whether a captured graph was replayed."""
+    device_s: float | None = None
+    """Seconds by the device's clock; None if this batch was not timed."""
+
+
+class Pending(Protocol):
+    """A batch that the device is computing. Any thread may use it."""
 
     def done(self) -> bool:
-        """Whether it is computed.
+        """Whether the batch is finished. Does not wait.
 
         Raises:
-            DeviceError: it failed.
+            DeviceError: the batch failed.
         """
         ...
 
-    def collect(self) -> Probabilities:
-        """Its probabilities, once it is done."""
+    def result(self) -> BatchResult:
+        """The result. Call it once, after `done` returned True."""
         ...
 
 
 class Plan(Protocol):
-    """One network made ready for batches of up to `batch` rows, on the thread that made it."""
+    """One network, prepared for batches of up to `rows` images.
+
+    It works on the thread that made it, except for `launch`.
+    """
 
     @property
-    def batch(self) -> int:
-        """The largest number of rows."""
+    def rows(self) -> int:
+        """The largest number of images in a batch."""
         ...
 
-    def run(self, images: Images) -> Probabilities:
-        """Probabilities of `images`, uint8 (n, 28, 28), 1 <= n <= batch."""
+    def run(self, images: Images) -> BatchResult:
+        """Compute `images`, uint8 (n, 28, 28), 1 <= n <= rows, and wait for the result."""
         ...
 
-    def launch(self, images: Images) -> Launched | None:
-        """As `run`, but it does not wait and works from any thread; None where only `run` can.
+    def launch(self, images: Images) -> Pending | None:
+        """Start `images` without waiting, from any thread; None if only `run` is supported.
 
-        One batch at a time: it is done before the next `launch` or `run` of the same backend.
+        A backend computes one batch at a time: wait for it before the next `launch` or `run`.
 
         Raises:
-            DeviceError: it cannot be started.
+            DeviceError: the batch cannot be started.
         """
         ...
 
     def logits(self, images: Images) -> Logits:
-        """Logits of the same rows, computed by the same arithmetic; for proof, not for serving."""
-        ...
-
-    def replace(self, weights: WeightFile) -> None:
-        """Compute with `weights`, of the same architecture, from the next `run` on.
-
-        Nothing that was made ready is made again: a device copies the weights into the buffers
-        that the plan reads, behind what its stream already does, so that a captured graph stays
-        valid. What a backend made of the two files used last it keeps, so that going back and
-        forth between them costs no more than that copy. Plans of one backend and one file may
-        share those buffers: replace the weights of all of them before the next run of any.
-        """
-        ...
-
-    def computed_rows(self, rows: int) -> int:
-        """How many rows the device works on when given `rows`; the difference is padding."""
-        ...
-
-    @property
-    def captured(self) -> bool:
-        """Whether `run` replays a captured graph."""
-        ...
-
-    @property
-    def device_s(self) -> float | None:
-        """Seconds of the device's clock that the last `run` took; None where none was read."""
+        """Logits of `images`, computed by the same arithmetic as `run`. For validation."""
         ...
 
 
 class Backend(Protocol):
-    """A device and the precision it computes in."""
+    """A device and its precision, with the plans of one network."""
 
     @property
     def name(self) -> str:
-        """As `LENET_DEVICE` spells it."""
+        """The device's name as in the setting LENET_DEVICE."""
         ...
 
     @property
@@ -93,33 +84,42 @@ class Backend(Protocol):
         """The largest |logit - golden logit| / max |golden logits| that its precision explains."""
         ...
 
-    def plan(self, weights: WeightFile, batch: int) -> Plan:
-        """Make the network ready for up to `batch` rows.
+    def plan(self, weights: WeightFile, rows: int) -> Plan:
+        """Load `weights` and prepare the network for batches of up to `rows` images.
 
         Raises:
             BackendUnavailable: the device cannot run this network; the message says why.
-            OutOfDeviceMemory: it does not fit.
+            OutOfDeviceMemory: the plan does not fit.
+        """
+        ...
+
+    def load(self, weights: WeightFile) -> None:
+        """Make all plans compute with `weights`, of the same architecture, from the next batch on.
+
+        Captured graphs stay valid: the weights are copied into the buffers that the plans read,
+        after the work that is already queued. The prepared tensors of the last two files are kept,
+        so switching between them costs one copy.
         """
         ...
 
     @property
     def device_bytes(self) -> int:
-        """Device memory that its plans take: weights, buffers and workspace."""
+        """Device memory of all plans: weights, buffers and workspaces."""
         ...
 
     @property
     def workspace_bytes(self) -> int:
-        """The part of it that is scratch, shared by all plans."""
+        """The part of `device_bytes` that is scratch memory, shared by all plans."""
         ...
 
     def poison(self) -> None:
-        """Break the device as a faulty kernel would, for a test of what is done about it.
+        """Break the device as a faulty kernel would. For tests of the recovery.
 
         Raises:
-            DeviceError: a sticky one, now or at the next `run`, and at every one from then on.
+            DeviceError: a sticky one, from this call or from the next `run`, and ever after.
         """
         ...
 
     def close(self) -> None:
-        """Give everything back; closing twice is allowed."""
+        """Free everything. Closing twice is allowed."""
         ...

@@ -1,29 +1,26 @@
-"""One batch in flight: an execution context and the plans it holds.
+"""An execution context: the plans of one network on one backend, one batch at a time.
 
-A context belongs to the thread that made it, as the handles of a GPU backend do; what a GPU
-computes by itself, another thread may launch. It owns one plan
-for each bucket (1, 2, 4, ... largest), builds all of them before the first request, and proves the
-weights on the way. It refuses requests larger than its largest bucket: splitting is the queue's
-work.
+A context belongs to the thread that made it, as the handles of a GPU backend do; only `launch` may
+be called from other threads. It holds a plan for each bucket (1, 2, 4, ... largest), builds all of
+them before the first request and validates the weights with the golden vectors of their file. A
+batch larger than the largest bucket has to be split by the caller.
 """
 
 from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
-from lenet.backend import Backend, Launched, Plan
-from lenet.context_statistics import ContextStatistics
+from lenet.backend import Backend, BatchResult, Pending, Plan
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
+from lenet.model import Model
 from lenet.nvtx import span
-from lenet.pixels import HEIGHT, WIDTH, Images, Probabilities
+from lenet.pixels import HEIGHT, WIDTH, Images
 from lenet.weightfile import WeightFile
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -33,23 +30,25 @@ Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """What a context computes on."""
+    """The device that a context computes on, and how.
+
+    `index` is the number of the GPU. `precision` and `profile` apply to GPUs; with `profile`
+    nothing is captured, so that a profiler sees each layer by its name. `cpu_threads` applies to
+    the CPU.
+    """
 
     device: Literal["cpu", "cuda"]
     index: int = 0
-    """Which of the GPUs."""
     precision: Precision = "fp16"
-    """Of a GPU."""
     cpu_threads: int = 1
     profile: bool = False
-    """On a GPU: no captured graphs, so that a profiler sees each layer by its name."""
 
 
 def choose(device: Device) -> tuple[Literal["cpu", "cuda"], str | None]:
-    """The device that is meant, and, where auto came to be the CPU, why it is no GPU.
+    """Resolve `device`. If auto falls back to the CPU, the second value says why.
 
     Raises:
-        BackendUnavailable: a GPU is asked for and cannot be used; the message says what to do.
+        BackendUnavailable: a GPU is requested and cannot be used; the message says what to do.
     """
     if device == "cpu":
         return "cpu", None
@@ -63,10 +62,10 @@ def choose(device: Device) -> tuple[Literal["cpu", "cuda"], str | None]:
 
 
 def gpus() -> int:
-    """How many there are, at least one.
+    """The number of GPUs, at least one.
 
     Raises:
-        BackendUnavailable: none that can be used; the message says what is missing.
+        BackendUnavailable: no GPU can be used; the message says what is missing.
     """
     from lenet.cuda.device import devices
 
@@ -74,7 +73,7 @@ def gpus() -> int:
 
 
 def open_backend(target: Target) -> Backend:
-    """The backend of `target`, for the thread that calls.
+    """Open the backend of `target` for the calling thread.
 
     Raises:
         BackendUnavailable: it cannot run here; the message says why.
@@ -89,6 +88,18 @@ def open_backend(target: Target) -> Backend:
     return CudaBackend(target.index, target.precision, cache, target.profile)
 
 
+def estimate_bytes(target: Target, model: Model, rows: int) -> int:
+    """About the device memory that a context of `target` takes for batches of up to `rows` images.
+
+    A function and not a method of a backend: when memory runs out there may be no backend to ask.
+    """
+    if target.device == "cpu":
+        return 0
+    from lenet.cuda.fusion import estimate_bytes
+
+    return estimate_bytes(model, rows, target.precision)
+
+
 def buckets(largest: int) -> tuple[int, ...]:
     """Powers of two up to `largest`, and `largest` itself: (1, 2, 4, ..., largest)."""
     if largest < 1:
@@ -97,37 +108,15 @@ def buckets(largest: int) -> tuple[int, ...]:
     return tuple(powers if powers[-1] == largest else [*powers, largest])
 
 
-@dataclass(slots=True)
-class LaunchedBatch:
-    """What `ExecutionContext.launch` started; counted when it is collected."""
-
-    _launched: Launched
-    _count: Callable[[], None]
-
-    def done(self) -> bool:
-        """Whether it is computed; see `lenet.backend.Launched`.
-
-        Raises:
-            DeviceError: it failed.
-        """
-        return self._launched.done()
-
-    def collect(self) -> Probabilities:
-        """Its probabilities, once it is done."""
-        probabilities = self._launched.collect()
-        self._count()
-        return probabilities
-
-
 class ExecutionContext:
-    """Runs batches of 1 to `largest` images on one backend, on one thread.
+    """Computes batches of 1 to `largest` images on `backend`, with `weights`.
 
-    Use it as a context manager, or call `close`; one dropped open gives a ResourceWarning.
+    Use it as a context manager, or call `close`; one that is dropped open gives a ResourceWarning.
 
     Raises:
-        GoldenMismatch: from `warm_up`, `stage` and `replace_weights`, the weights fail their proof.
-        WrongThread: from every method but `statistics` and `launch`, called on a thread not its
-            own.
+        GoldenMismatch: from `warm_up`, `stage` and `replace_weights`: the backend computes other
+            logits than the trainer did.
+        WrongThread: from every method but `launch`, if another thread calls it.
     """
 
     def __init__(self, backend: Backend, weights: WeightFile, largest: int) -> None:
@@ -136,80 +125,77 @@ class ExecutionContext:
         self._weights = weights
         self._buckets = buckets(largest)
         self._plans: dict[int, Plan] = {}
-        self._proven: dict[WeightFile, float] = {}  # golden error by weights: served, staged
+        self._golden_errors: dict[WeightFile, float] = {}  # of the served and the staged weights
         self._open = True
-        self.statistics = ContextStatistics(backend.name)
+
+    @property
+    def device(self) -> str:
+        """The backend's name."""
+        return self._backend.name
 
     @property
     def weights(self) -> WeightFile:
-        """What the next `run` computes with."""
+        """The weights of the next batch."""
         return self._weights
+
+    @property
+    def golden_error(self) -> float:
+        """The largest difference from the golden logits, relative to the largest of them."""
+        return self._golden_errors[self._weights]
+
+    @property
+    def device_bytes(self) -> int:
+        """Device memory of all plans."""
+        return self._backend.device_bytes
+
+    @property
+    def workspace_bytes(self) -> int:
+        """The part of `device_bytes` that is scratch memory."""
+        return self._backend.workspace_bytes
 
     @span("warm_up")
     def warm_up(self) -> None:
-        """Build the plan of every bucket, run each once, and prove the weights."""
+        """Build the plan of every bucket, run each once and validate the weights."""
         self._check()
-        # The largest first: beside its tuning a GPU's kernels for all of them are compiled.
-        plans = {
+        # The largest first: while it is tuned, the kernels of all buckets compile.
+        self._plans = {
             bucket: self._backend.plan(self._weights, bucket) for bucket in reversed(self._buckets)
         }
-        error = self._prove(plans, self._weights)
-        self._plans, self._proven = plans, {self._weights: error}
-        self.statistics.golden_error = error
-        self.statistics.device_bytes = self._backend.device_bytes
-        self.statistics.workspace_bytes = self._backend.workspace_bytes
+        self._golden_errors = {self._weights: self._validate(self._weights)}
 
     @span("run")
-    def run(self, images: Images) -> Probabilities:
-        """Probabilities float32 (n, classes) of uint8 (n, 28, 28), 1 <= n <= largest."""
+    def run(self, images: Images) -> BatchResult:
+        """Compute `images`, uint8 (n, 28, 28), 1 <= n <= largest, and wait for the result."""
         self._check()
-        rows = len(images)
-        plan = self._plan(rows)
-        probabilities = plan.run(images)
-        self._count(plan, rows)
-        return probabilities
+        return self._plan(len(images)).run(images)
 
-    def launch(self, images: Images) -> LaunchedBatch | None:
-        """As `run`, but it does not wait and may be called by any thread, as what it returns.
+    def launch(self, images: Images) -> Pending | None:
+        """Start `images` without waiting, from any thread; None if only `run` is supported.
 
-        No other method may be called between this and `collect`. None where only `run` can do it.
+        Call no other method until the batch is done.
 
         Raises:
             DeviceError: the batch cannot be started.
         """
-        rows = len(images)
-        plan = self._plan(rows)
-        launched = plan.launch(images)
-        return (
-            None if launched is None else LaunchedBatch(launched, partial(self._count, plan, rows))
-        )
+        return self._plan(len(images)).launch(images)
 
     def _plan(self, rows: int) -> Plan:
         assert 1 <= rows <= self._buckets[-1], f"bug: a batch of {rows} rows"
         return self._plans[self._buckets[(rows - 1).bit_length()]]
 
-    def _count(self, plan: Plan, rows: int) -> None:
-        statistics = self.statistics
-        statistics.batches += 1
-        statistics.rows += rows
-        statistics.padding_rows += plan.computed_rows(rows) - rows
-        statistics.graph_hits += plan.captured
-        statistics.graph_misses += not plan.captured
-        statistics.device_s = plan.device_s
-
     def poison(self) -> None:
-        """Break the device on purpose: see `lenet.backend.Backend.poison`."""
+        """Break the device; see `lenet.backend.Backend.poison`."""
         self._check()
         self._backend.poison()
 
     @span("stage")
     def stage(self, weights: WeightFile) -> None:
-        """Prove `weights`, so that replacing the served ones by them takes no time.
+        """Validate `weights`, so that `replace_weights` switches to them at once.
 
-        Served before and after, whatever happens, are the same weights. One file can be staged.
+        The served weights stay the same, also on an error. One file can be staged at a time.
 
         Raises:
-            InvalidModel: another architecture than the one this context was made for.
+            InvalidModel: the architecture differs from that of the served weights.
         """
         self._check()
         if weights.model.fingerprint() != self._weights.model.fingerprint():
@@ -218,34 +204,33 @@ class ExecutionContext:
                 f"{self._weights.model.name!r}; load it as a model of its own"
             )
         try:
-            self._load(weights)
-            error = self._prove(self._plans, weights)
+            self._backend.load(weights)
+            error = self._validate(weights)
         finally:
-            self._load(self._weights)
-        self._proven = {self._weights: self._proven[self._weights], weights: error}
+            self._backend.load(self._weights)
+        self._golden_errors = {self._weights: self.golden_error, weights: error}
 
     def replace_weights(self, weights: WeightFile) -> None:
-        """Serve `weights` from the next `run` on; on any error the old ones stay.
+        """Serve `weights` from the next batch on; on any error the old ones stay.
 
-        Weights that are neither staged nor those that were served when others were staged are
-        staged first. Between those two this goes back and forth at the price of a copy.
+        Weights that are not staged are staged first. After that, switching between the two files
+        costs one copy.
 
         Raises:
             InvalidModel: as `stage`.
         """
         self._check()
-        if weights not in self._proven:
+        if weights not in self._golden_errors:
             self.stage(weights)
         try:
-            self._load(weights)
+            self._backend.load(weights)
             self._weights = weights
         finally:
             if self._weights is not weights:
-                self._load(self._weights)
-        self.statistics.golden_error = self._proven[weights]
+                self._backend.load(self._weights)
 
     def close(self) -> None:
-        """Give everything back; closing twice is allowed."""
+        """Free everything. Closing twice is allowed."""
         if self._open:
             self._check()
             self._plans = {}
@@ -268,16 +253,12 @@ class ExecutionContext:
         if not self._open:
             raise RuntimeError("bug: the execution context is closed")
 
-    def _load(self, weights: WeightFile) -> None:
-        for plan in self._plans.values():
-            plan.replace(weights)
-
-    def _prove(self, plans: dict[int, Plan], weights: WeightFile) -> float:
-        """The largest golden error of `plans`, which hold `weights`, each run once with zeros."""
+    def _validate(self, weights: WeightFile) -> float:
+        """Run each plan with zeros and with the golden images; return the largest error."""
         golden = weights.golden
         scale = float(np.abs(golden.logits).max()) or 1.0
         worst = 0.0
-        for bucket, plan in plans.items():
+        for bucket, plan in self._plans.items():
             plan.run(np.zeros((bucket, HEIGHT, WIDTH), np.uint8))
             for start in range(0, len(golden.images), bucket):
                 rows = slice(start, start + bucket)
@@ -288,7 +269,7 @@ class ExecutionContext:
                         f"model {weights.model.name!r} on backend {self._backend.name}: golden "
                         f"logits differ by {error:.1e} of the largest in bucket {bucket}, expected "
                         f"at most {self._backend.tolerance:.0e}; the weight file or the device is "
-                        "not what the trainer saw"
+                        "not what the trainer used"
                     )
                 worst = max(worst, error)
         return worst

@@ -111,8 +111,8 @@ def _golden(network: Network, test: Digits) -> Golden:
 
 
 def _served(plan: Plan, images: Images) -> Tensor:
-    starts = range(0, len(images), plan.batch)
-    return np.concatenate([plan.logits(images[start : start + plan.batch]) for start in starts])
+    starts = range(0, len(images), plan.rows)
+    return np.concatenate([plan.logits(images[start : start + plan.rows]) for start in starts])
 
 
 def _compare(which: str, trained: Tensor, served: Tensor) -> None:

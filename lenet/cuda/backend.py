@@ -15,6 +15,7 @@ from typing import Self
 
 import numpy as np
 
+from lenet.cuda.capture import Launch, captured, time_us
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.engine_cache import PlanCache
 from lenet.cuda.engines import Planner
@@ -24,7 +25,7 @@ from lenet.cuda.graphs import Convolution, Precision, Product
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.layers import Layers, Tools
 from lenet.cuda.memory import Arena, Buffers, Workspace
-from lenet.cuda.plan import Choice, CudaPlan, Launch, Way, captured, launched_us
+from lenet.cuda.plan import ChosenStrategy, CudaPlan, Strategy
 from lenet.cuda.weights import DeviceWeights
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from lenet.model import Model
@@ -40,6 +41,8 @@ TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 _LAYERS_FROM_ROWS = 8
 
 # A product is compiled by cuDNN, which takes up to 0.4 s; convolutions it has at hand.
+_ROUNDS, _LAUNCHES = 7, 20  # of a strategy that is timed
+
 _PLANS_TRIED = {Convolution: 12, Product: 3}
 
 
@@ -71,7 +74,7 @@ class CudaBackend:
         self._planner = Planner(
             self._handle, self._workspace, cache, cache is not None, _PLANS_TRIED
         )
-        self._weights: dict[Way, DeviceWeights] = {}
+        self._weights: dict[Strategy, DeviceWeights] = {}
         self._whole: Whole | None = None
         self._whole_runs = False
 
@@ -91,43 +94,45 @@ class CudaBackend:
         """What cuDNN's plans asked for."""
         return self._workspace.size_bytes
 
-    def plan(self, weights: WeightFile, batch: int) -> CudaPlan:
-        """A captured graph for up to `batch` rows; the plans of one backend share the weights.
+    def plan(self, weights: WeightFile, rows: int) -> CudaPlan:
+        """A captured graph for up to `rows` rows; the plans of one backend share the weights.
 
         All of them are of one architecture.
         """
         self._handle.check()
-        with translated(f"making ready for {batch} rows of model {weights.model.name!r}"):
+        with translated(f"making ready for {rows} rows of model {weights.model.name!r}"):
             self._open(weights)
             self._arena.rewind()  # buckets share it: they run one after another
-            buffers = Buffers.take(self._arena, batch, weights.model.classes)
-            key = f"the way of {batch} rows through {weights.model.fingerprint()}"
+            buffers = Buffers.take(self._arena, rows, weights.model.classes)
+            key = f"the way of {rows} rows through {weights.model.fingerprint()}"
             host, device = self._ways(weights.model, buffers, self._remembered(key))
             launches = {way: self._ready(queue) for way, queue in host.items()}
-            tried_us: dict[Way, float] = {}
+            tried_us: dict[Strategy, float] = {}
             if len(launches) > 1:
-                tried_us = {way: launched_us(launch) for way, launch in launches.items()}
+                tried_us = {
+                    way: time_us(launch, _ROUNDS, _LAUNCHES) for way, launch in launches.items()
+                }
             way = self._fastest(key, tried_us) if tried_us else next(iter(launches))
-            choice = Choice(way, tried_us, launches[way], device[way])
-            return CudaPlan(buffers, self._handle, self.load, choice, not self.profile)
+            chosen = ChosenStrategy(way, tried_us, launches[way], device[way])
+            return CudaPlan(buffers, self._handle, chosen, not self.profile)
 
     def _ways(
         self, model: Model, buffers: Buffers, known: str | None
-    ) -> tuple[dict[Way, Launch], dict[Way, Launch]]:
+    ) -> tuple[dict[Strategy, Launch], dict[Strategy, Launch]]:
         """The way that is `known` to be the fastest, or each that is worth a try.
 
         From host to host, and on the device alone.
         """
-        host: dict[Way, Launch] = {}
-        device: dict[Way, Launch] = {}
+        host: dict[Strategy, Launch] = {}
+        device: dict[Strategy, Launch] = {}
         network = self._whole_network(model) if buffers.rows <= MAX_ROWS else None
-        if network is not None and known != "layers":
-            host["whole"] = partial(network.queue_from_host, buffers)
-            device["whole"] = partial(network.queue, buffers)
-        if not host or (buffers.rows >= _LAYERS_FROM_ROWS and known != "whole"):
+        if network is not None and known != "layer_by_layer":
+            host["fused_network"] = partial(network.queue_from_host, buffers)
+            device["fused_network"] = partial(network.queue, buffers)
+        if not host or (buffers.rows >= _LAYERS_FROM_ROWS and known != "fused_network"):
             layers = Layers(model, buffers, self._tools())
-            host["layers"] = partial(_queue_copies, layers, buffers)
-            device["layers"] = layers.queue
+            host["layer_by_layer"] = partial(_queue_copies, layers, buffers)
+            device["layer_by_layer"] = layers.queue
         return host, device
 
     def load(self, weights: WeightFile) -> None:
@@ -162,12 +167,12 @@ class CudaBackend:
             return
         check(weights.model)
         pack = partial(pack_layers, precision=self.precision)
-        self._weights["layers"] = DeviceWeights(weights, pack)
+        self._weights["layer_by_layer"] = DeviceWeights(weights, pack)
         if self.precision != "fp16" or self.profile:
             return
         if is_whole(weights.model, self._handle.capability):
             tensors = DeviceWeights(weights, pack_whole)
-            self._weights["whole"] = tensors
+            self._weights["fused_network"] = tensors
             self._whole = Whole(weights.model, tensors, self._kernels)
 
     def _whole_network(self, model: Model) -> Whole | None:
@@ -185,14 +190,14 @@ class CudaBackend:
                 raise
             _log.info("model %s goes layer by layer: %s", model.name, exc)
             self._whole = None
-            del self._weights["whole"]
+            del self._weights["fused_network"]
         self._whole_runs = self._whole is not None
         return self._whole
 
     def _remembered(self, key: str) -> str | None:
         return None if self._cache is None else self._cache.get(self._here(key))
 
-    def _fastest(self, key: str, tried_us: Mapping[Way, float]) -> Way:
+    def _fastest(self, key: str, tried_us: Mapping[Strategy, float]) -> Strategy:
         """The same for other contexts and at the next start: what was found first counts."""
         fastest = min(tried_us, key=tried_us.__getitem__)
         if self._cache is None:
@@ -212,7 +217,7 @@ class CudaBackend:
         return Tools(
             self._handle,
             self.precision,
-            self._weights["layers"],
+            self._weights["layer_by_layer"],
             self._planner,
             self._kernels,
             self._arena,

@@ -10,7 +10,6 @@ It refuses to know what an operation is for.
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +18,7 @@ import cudnn
 import cupy
 import numpy as np
 
+from lenet.cuda.capture import captured, time_us
 from lenet.cuda.device import Handle, is_sticky, translated
 from lenet.cuda.engine_cache import PlanCache
 from lenet.cuda.graphs import Operation, Uid
@@ -184,23 +184,14 @@ def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_byt
     # wait for; nor may anything else run beside what is timed.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
+
+    def repeated() -> None:
+        for _ in range(_REPEATS):
+            graph.execute(pointers, workspace.data.ptr, handle.cudnn)
+
     with handle.on(stream):
         graph.execute(pointers, workspace.data.ptr, handle.cudnn)
         stream.synchronize()
-        stream.begin_capture()
-        try:
-            for _ in range(_REPEATS):
-                graph.execute(pointers, workspace.data.ptr, handle.cudnn)
-        finally:
-            # Also of a plan that cannot be captured: a thread that captures can do little else.
-            captured = stream.end_capture()
-        captured.launch(stream)
-        times: list[float] = []
-        for _ in range(_ROUNDS):
-            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
-            start.record(stream)
-            captured.launch(stream)
-            stop.record(stream)
-            stop.synchronize()
-            times.append(1e3 * cupy.cuda.get_elapsed_time(start, stop) / _REPEATS)
-    return statistics.median(times)
+        launch = captured(repeated, stream)
+        launch()
+        return time_us(launch, _ROUNDS) / _REPEATS

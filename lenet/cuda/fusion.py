@@ -12,6 +12,7 @@ Or all of it in the one kernel of `fused_network.cu`. Pure NumPy; it refuses to 
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -189,3 +190,24 @@ def _halves(pool: Pool) -> bool:
         and pool.size == pool.stride == (2, 2)
         and pool.padding == (0, 0)
     )
+
+
+_ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` takes at a time
+_WEIGHT_COPIES = 6  # three of each of two layouts
+
+
+def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
+    """About the bytes that one context on a GPU takes for batches of up to `rows` images.
+
+    Images, answers, what each layer gives before and after its pooling, and the weights; without
+    cuDNN's workspaces and what CUDA takes for itself.
+    """
+    width = 2 if precision == "fp16" else 4
+    row_bytes = HEIGHT * WIDTH + 2 * 4 * model.classes
+    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+        first = block is model.blocks[0] and is_first(block, precision)
+        for channels, *sides in (shape.output,) if first else (shape.linear, shape.output):
+            wide = channels if isinstance(block, DenseBlock) else padded(channels)
+            row_bytes += width * wide * math.prod(sides)
+    weights = sum(math.prod(shape) for shape in model.parameters().values())
+    return max(rows * row_bytes, _ARENA_BYTES) + 4 * _WEIGHT_COPIES * weights

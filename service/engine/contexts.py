@@ -17,8 +17,8 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeAlias, TypeVar
 
-from lenet.context import ExecutionContext, LaunchedBatch
-from lenet.context_statistics import ContextStatistics
+from lenet import backend
+from lenet.context import ExecutionContext
 from lenet.errors import DeviceError
 from lenet.nvtx import span
 from lenet.pixels import Images, Probabilities
@@ -85,13 +85,12 @@ class Worker:
     """
 
     def __init__(self, make_context: MakeContext, name: str, device: int, on_lost: OnLost) -> None:
-        self.statistics = ContextStatistics()
         self.device = device
         self.begun = self.done = 0
         self.opening_s = self.warm_up_s = 0.0
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self._context: ExecutionContext | None = None
+        self.context: ExecutionContext | None = None
         self._landed = asyncio.Event()  # no batch that was launched is on its way
         self._landed.set()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
@@ -106,11 +105,11 @@ class Worker:
         It is computed with `weights`, which are to be proven on this context: then going from
         others to them is no work.
         """
-        context = self._context
+        context = self.context
         assert context is not None, "bug: not warmed up"
         if context.weights is not weights:
             return self._do(partial(_run, images=images, weights=weights))
-        batch = _Batch(context.statistics)
+        started_s = time.perf_counter()
         try:
             launched = context.launch(images)
         except DeviceError as exc:
@@ -123,7 +122,7 @@ class Worker:
         self.begun += 1
         self._landed.clear()
         future: asyncio.Future[BatchResult] = self._loop.create_future()
-        self._loop.call_soon(self._look, launched, batch, future)
+        self._loop.call_soon(self._look, launched, len(images), started_s, future)
         return future
 
     def stage(self, weights: WeightFile) -> asyncio.Future[None]:
@@ -150,15 +149,19 @@ class Worker:
             _log.error("%s hangs: not closed after %g s", self._thread.name, CLOSE_TIMEOUT_S)
 
     def _look(
-        self, launched: LaunchedBatch, batch: _Batch, future: asyncio.Future[BatchResult]
+        self,
+        launched: backend.Pending,
+        rows: int,
+        started_s: float,
+        future: asyncio.Future[BatchResult],
     ) -> None:
         """Look whether the batch is done, in every turn of the event loop until it is."""
         outcome: BatchResult | Exception
         try:
             if not launched.done():
-                self._loop.call_soon(self._look, launched, batch, future)
+                self._loop.call_soon(self._look, launched, rows, started_s, future)
                 return
-            outcome = batch.result(launched.collect())
+            outcome = _timed(launched.result(), rows, started_s)
         except Exception as exc:  # noqa: BLE001 - the batch's answer: callers get it
             if isinstance(exc, DeviceError) and exc.sticky:
                 self._on_lost(*self._loss(exc))
@@ -197,8 +200,7 @@ class Worker:
             self._tell(self.ready, exc)
             return
         self.warm_up_s = time.perf_counter() - started
-        self.statistics = context.statistics
-        self._context = context
+        self.context = context
         self._tell(self.ready, None)
         while (job := self._jobs.get()) is not None:
             work, future = job
@@ -226,30 +228,18 @@ class Worker:
 def _run(context: ExecutionContext, images: Images, weights: WeightFile) -> BatchResult:
     if context.weights is not weights:
         context.replace_weights(weights)
-    batch = _Batch(context.statistics)
-    return batch.result(context.run(images))
+    started_s = time.perf_counter()
+    return _timed(context.run(images), len(images), started_s)
 
 
-class _Batch:
-    """What the statistics of a context were when a batch began."""
-
-    __slots__ = ("_graph_hits", "_padding_rows", "_started_s", "_statistics")
-
-    def __init__(self, statistics: ContextStatistics) -> None:
-        self._statistics = statistics
-        self._padding_rows, self._graph_hits = statistics.padding_rows, statistics.graph_hits
-        self._started_s = time.perf_counter()
-
-    def result(self, probabilities: Probabilities) -> BatchResult:
-        """What came of it, now that it is done."""
-        statistics = self._statistics
-        return BatchResult(
-            probabilities,
-            time.perf_counter() - self._started_s,
-            statistics.device_s,
-            statistics.padding_rows - self._padding_rows,
-            statistics.graph_hits > self._graph_hits,
-        )
+def _timed(result: backend.BatchResult, rows: int, started_s: float) -> BatchResult:
+    return BatchResult(
+        result.probabilities,
+        time.perf_counter() - started_s,
+        result.device_s,
+        result.computed_rows - rows,
+        result.captured,
+    )
 
 
 def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
@@ -386,9 +376,9 @@ class ContextPool:
             else:  # also when the caller was cancelled just after it got the worker
                 self.release(worker)
 
-    def statistics(self) -> tuple[ContextStatistics, ...]:
-        """One for each context."""
-        return tuple(worker.statistics for worker in self._workers)
+    def contexts(self) -> tuple[ExecutionContext, ...]:
+        """Those that are warmed up."""
+        return tuple(worker.context for worker in self._workers if worker.context is not None)
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the contexts and warming them up took, on the slowest device."""

@@ -10,8 +10,9 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeAlias
 
-from lenet.context import ExecutionContext, LaunchedBatch
-from lenet.pixels import Images, Probabilities
+from lenet.backend import BatchResult, Pending
+from lenet.context import ExecutionContext
+from lenet.pixels import Images
 
 _log = logging.getLogger(__name__)
 
@@ -53,11 +54,11 @@ class FaultyContext(ExecutionContext):
 
     faults: Faults
 
-    def launch(self, images: Images) -> LaunchedBatch | None:
+    def launch(self, images: Images) -> Pending | None:
         """None for a batch that has a fault: it strikes on the context's own thread."""
         return None if self.faults.waiting else super().launch(images)
 
-    def run(self, images: Images) -> Probabilities:
+    def run(self, images: Images) -> BatchResult:
         """As its base; see `lenet.context.ExecutionContext.run`."""
         self.faults.strike(self)
         return super().run(images)

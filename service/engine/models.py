@@ -19,9 +19,8 @@ from types import TracebackType
 from typing import Self
 
 from lenet import nvtx
-from lenet.context import ExecutionContext, Target, open_backend
+from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
 from lenet.errors import InvalidWeightFile, LeNetError, OutOfDeviceMemory
-from lenet.footprint import context_bytes
 from lenet.model import Model
 from lenet.pixels import Images, Probabilities
 from lenet.weightfile import WeightFile
@@ -185,7 +184,7 @@ class Repository:
             file,
             self._awake,
         )
-        contexts = pool.statistics()
+        contexts = pool.contexts()
         error = max(context.golden_error for context in contexts)
         self._metrics.model_loaded(file.name, file.version, file.sha256, len(contexts), error)
         self._metrics.memory_taken(
@@ -222,7 +221,7 @@ def _does_not_fit(model: Model, placement: Placement, error: OutOfDeviceMemory) 
     rows, contexts = placement.max_batch_rows, placement.contexts
 
     def each(rows: int) -> str:
-        needed = context_bytes(model, rows, placement.targets[0].precision)
+        needed = estimate_bytes(placement.targets[0], model, rows)
         return f"{needed / 1e6:.0f} MB each"
 
     fitting = [f"max_batch_rows to {rows // 2} ({each(rows // 2)})"] if rows > 1 else []
@@ -295,7 +294,7 @@ class Reloader:
         if error is not None:
             self._refuse(old, f"{new.path}: {error}", error)
             return
-        golden_error = max(context.golden_error for context in served.pool.statistics())
+        golden_error = max(context.golden_error for context in served.pool.contexts())
         self._metrics.model_replaced(new.name, new.version, new.sha256, golden_error)
         self._metrics.reloaded(new.name, "ok")
         _log.info(

@@ -30,7 +30,7 @@ class Plan:
     def __init__(self, plan):
         self._plan, self._images = plan, None
         self.replays = 0
-        self.ways_us, self.way = {"whole": 25.0, "layers": 36.0}, "whole"
+        self.measured_us, self.strategy = {"whole": 25.0, "layers": 36.0}, "whole"
 
     def run(self, images):
         self._images = images
@@ -152,9 +152,9 @@ def test_a_wrong_row_shows_as_an_error(opened, command, monkeypatch):
             run = plan.run
 
             def wrong(images):
-                probabilities = run(images)
-                probabilities[-1] += 0.25
-                return probabilities
+                result = run(images)
+                result.probabilities[-1] += 0.25
+                return result
 
             plan.run = wrong
             return plan

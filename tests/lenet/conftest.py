@@ -1,13 +1,14 @@
-"""The backends that one body of tests runs over, and a device that pads."""
+"""The backends that one body of tests runs over."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
 
 from lenet import reference
+from lenet.backend import BatchResult
 from lenet.context import Target, open_backend
 from lenet.errors import DeviceError
 from lenet.weightfile import WeightFile
@@ -15,71 +16,63 @@ from lenet.weightfile import WeightFile
 
 @dataclass
 class ReferencePlan:
-    batch: int
-    weights: WeightFile
+    """Pads each batch to all of its rows, as a captured graph does."""
+
+    rows: int
+    backend: ReferenceBackend
 
     def logits(self, images: np.ndarray) -> np.ndarray:
-        assert 1 <= len(images) <= self.batch
-        return reference.logits(self.weights.model, self.weights.tensors, images)
+        self.backend.validations += 1
+        return self._logits(images)
 
-    def run(self, images: np.ndarray) -> np.ndarray:
-        return reference.softmax(self.logits(images))
+    def run(self, images: np.ndarray) -> BatchResult:
+        return BatchResult(reference.softmax(self._logits(images)), self.rows, captured=False)
 
-    def launch(self, images: np.ndarray) -> None:
-        """As on a CPU: nothing computes by itself."""
+    def _logits(self, images: np.ndarray) -> np.ndarray:
+        assert 1 <= len(images) <= self.rows
+        weights = self.backend.weights
+        return reference.logits(weights.model, weights.tensors, images)
 
-    def replace(self, weights: WeightFile) -> None:
-        self.weights = weights
-
-    def computed_rows(self, rows: int) -> int:
-        """As on a device with one captured graph a bucket: always all of the bucket."""
-        return self.batch
-
-    captured = False
-    device_s = None
+    def launch(self, images: np.ndarray) -> PendingRows | None:
+        return PendingRows(self, images) if self.backend.launches else None
 
 
 @dataclass
-class LaunchedRows:
-    """What a plan launched, done at the second look."""
+class PendingRows:
+    """Done at the second poll."""
 
     plan: ReferencePlan
     images: np.ndarray
-    looks: int = 0
+    polls: int = 0
 
     def done(self) -> bool:
-        self.looks += 1
-        return self.looks > 1
+        self.polls += 1
+        return self.polls > 1
 
-    def collect(self) -> np.ndarray:
-        return self.plan.run(self.images)
-
-
-class LaunchingPlan(ReferencePlan):
-    """As on a device that computes by itself, by captured graphs and with a clock."""
-
-    def launch(self, images: np.ndarray) -> LaunchedRows:
-        return LaunchedRows(self, images)
-
-    captured = True
-    device_s = 0.25
+    def result(self) -> BatchResult:
+        return replace(self.plan.run(self.images), captured=True, device_s=0.25)
 
 
 class ReferenceBackend:
-    """NumPy in plain sight, float32; its plans launch if they are a `LaunchingPlan`."""
+    """NumPy, float32."""
 
     name = "reference"
     tolerance = 1e-4
 
-    def __init__(self, make_plan: type[ReferencePlan] = ReferencePlan) -> None:
+    def __init__(self, launches: bool = False) -> None:
         self.planned: list[int] = []
-        self.make_plan = make_plan
+        self.launches = launches
+        self.validations = 0  # calls of `logits`
 
-    def plan(self, weights: WeightFile, batch: int) -> ReferencePlan:
-        self.planned.append(batch)
-        return self.make_plan(batch, weights)
+    def plan(self, weights: WeightFile, rows: int) -> ReferencePlan:
+        self.planned.append(rows)
+        self.load(weights)
+        return ReferencePlan(rows, self)
 
-    device_bytes = workspace_bytes = 0
+    def load(self, weights: WeightFile) -> None:
+        self.weights = weights
+
+    device_bytes, workspace_bytes = 5000, 1000
 
     def poison(self) -> None:
         raise DeviceError("poisoned for a test", sticky=True)
@@ -95,7 +88,7 @@ def reference_backend():
 
 @pytest.fixture
 def launching_backend():
-    return ReferenceBackend(LaunchingPlan)
+    return ReferenceBackend(launches=True)
 
 
 @pytest.fixture(params=["reference", "cpu"])

@@ -8,8 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from lenet.context import ExecutionContext, buckets, choose, gpus
-from lenet.context_statistics import ContextStatistics
+from lenet.context import ExecutionContext, Target, buckets, choose, estimate_bytes, gpus
 from lenet.errors import (
     BackendUnavailable,
     DeviceError,
@@ -18,7 +17,7 @@ from lenet.errors import (
     LeNetError,
     WrongThread,
 )
-from lenet.model import Model
+from lenet.model import ARCHITECTURES, Model
 from lenet.reference import logits as reference_logits
 from lenet.reference import softmax
 
@@ -38,6 +37,10 @@ def on_another_thread(function, *arguments):
     thread.join()
     (error,) = errors
     return error
+
+
+def answer(context, images):
+    return context.run(images).probabilities
 
 
 def softmax_of(weights, images):
@@ -97,12 +100,26 @@ def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused(no_gpu):
         choose("cuda")
 
 
-def test_a_context_counts_what_ran_without_a_captured_graph(backend, random_weights, tiny):
-    weights = random_weights(tiny)
-    with ExecutionContext(backend, weights, 4) as context:
-        context.warm_up()
-        context.run(np.zeros((3, 28, 28), np.uint8))
-        assert (context.statistics.graph_hits, context.statistics.graph_misses) == (0, 1)
+SLAB = 64 << 20
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
+def test_the_estimate_grows_by_the_row_above_the_first_slab(name, precision):
+    model, target, rows = ARCHITECTURES[name], Target("cuda", precision=precision), 1 << 18
+    small, large, larger = (estimate_bytes(target, model, n) for n in (1, rows, 2 * rows))
+    assert SLAB < small == estimate_bytes(target, model, 64) < 1.5 * SLAB
+    assert larger - large == pytest.approx(large - (small - SLAB))
+
+
+def test_a_row_of_lenet_in_fp16_is_estimated_by_the_outputs_of_its_layers():
+    # 784 pixels and 2 x 10 answers in float32; 12x12x32 after the first convolution, 8x8x64 and
+    # 4x4x64 for the second, 500 and 10 units before and after their activation, in halves.
+    expected = 784 + 80 + 2 * (12 * 12 * 32 + 8 * 8 * 64 + 4 * 4 * 64 + 2 * 500 + 2 * 10)
+    lenet = ARCHITECTURES["lenet"]
+    few, many = (estimate_bytes(Target("cuda"), lenet, rows) for rows in (1 << 18, 1 << 19))
+    assert (many - few) / (1 << 18) == expected
+    assert estimate_bytes(Target("cpu"), lenet, 1 << 18) == 0
 
 
 def test_poison_is_a_sticky_error_of_the_device(backend, random_weights, tiny):
@@ -118,9 +135,10 @@ def test_a_context_answers_any_number_of_rows_up_to_its_largest(backend, random_
     images = np.random.default_rng(3).integers(0, 256, (6, 28, 28), np.uint8)
     with ExecutionContext(backend, weights, 6) as context:
         context.warm_up()
-        expected = backend.plan(weights, 6).run(images)
+        expected = backend.plan(weights, 6).run(images).probabilities
         for rows in range(1, 7):
-            np.testing.assert_allclose(context.run(images[:rows]), expected[:rows], rtol=1e-5)
+            found = answer(context, images[:rows])
+            np.testing.assert_allclose(found, expected[:rows], rtol=1e-5)
         for rows in (0, 7):
             with pytest.raises(AssertionError, match=f"bug: a batch of {rows} rows"):
                 context.run(np.zeros((rows, 28, 28), np.uint8))
@@ -134,47 +152,42 @@ def test_every_bucket_is_planned_before_the_first_request(reference_backend, ran
         assert reference_backend.planned == [6, 4, 2, 1]
 
 
-def test_statistics_count_batches_rows_and_padding_when_the_device_pads(
-    reference_backend, random_weights, tiny
-):
+def test_a_result_says_how_many_rows_its_bucket_computed(reference_backend, random_weights, tiny):
     with ExecutionContext(reference_backend, random_weights(tiny), 6) as context:
         context.warm_up()
-        assert context.statistics.batches == 0, "warming up is not counted"
-        for rows in (1, 2, 3, 5, 6):
-            context.run(np.zeros((rows, 28, 28), np.uint8))
-        assert context.statistics.batches == 5
-        assert context.statistics.rows == 17
-        assert context.statistics.padding_rows == (4 - 3) + (6 - 5)
-        assert 0 < context.statistics.golden_error < 1e-5
+        found = [context.run(np.zeros((rows, 28, 28), np.uint8)) for rows in (1, 2, 3, 5, 6)]
+        assert [(len(one.probabilities), one.computed_rows) for one in found] == [
+            *((1, 1), (2, 2), (3, 4), (5, 6), (6, 6))
+        ]
+        assert 0 < context.golden_error < 1e-5
+        assert context.device == "reference"
+        assert (context.device_bytes, context.workspace_bytes) == (5000, 1000)
 
 
 @pytest.mark.parametrize("thread", ["its own", "another"])
-def test_a_launched_batch_is_counted_when_it_is_collected_by_whichever_thread(
+def test_a_launched_batch_has_its_result_on_whichever_thread_it_is_polled(
     launching_backend, random_weights, tiny, thread
 ):
     weights = random_weights(tiny)
     images = weights.golden.images[:5]
 
     def drive(context):
-        launched = context.launch(images)
-        assert [launched.done(), launched.done()] == [False, True]
-        assert context.statistics.batches == 0
-        return launched.collect()
+        pending = context.launch(images)
+        assert [pending.done(), pending.done()] == [False, True]
+        return pending.result()
 
     with ExecutionContext(launching_backend, weights, 6) as context, ThreadPoolExecutor(1) as other:
         context.warm_up()
         found = drive(context) if thread == "its own" else other.submit(drive, context).result()
-        np.testing.assert_allclose(found, softmax_of(weights, images), rtol=1e-5)
-        assert dataclasses.replace(context.statistics, golden_error=0) == ContextStatistics(
-            "reference", batches=1, rows=5, padding_rows=1, graph_hits=1, device_s=0.25
-        )
+        np.testing.assert_allclose(found.probabilities, softmax_of(weights, images), rtol=1e-5)
+        assert (found.computed_rows, found.captured, found.device_s) == (6, True, 0.25)
 
 
-def test_nothing_is_launched_or_counted_where_only_run_can_compute(backend, random_weights, tiny):
+def test_nothing_is_launched_where_only_run_can_compute(backend, random_weights, tiny):
     with ExecutionContext(backend, random_weights(tiny), 2) as context:
         context.warm_up()
         assert context.launch(np.zeros((2, 28, 28), np.uint8)) is None
-        assert context.statistics.batches == 0
+        assert not context.run(np.zeros((2, 28, 28), np.uint8)).captured
 
 
 @pytest.mark.parametrize("rows", [0, 7])
@@ -185,22 +198,6 @@ def test_more_rows_than_the_largest_bucket_has_are_a_bug_when_launched(
         context.warm_up()
         with pytest.raises(AssertionError, match=f"bug: a batch of {rows} rows"):
             context.launch(np.zeros((rows, 28, 28), np.uint8))
-
-
-@pytest.mark.parametrize("where", ["done", "collect"])
-def test_a_launched_batch_that_fails_is_not_counted(
-    launching_backend, random_weights, tiny, monkeypatch, where
-):
-    def fails(_):
-        raise DeviceError("illegal address", sticky=True)
-
-    with ExecutionContext(launching_backend, random_weights(tiny), 1) as context:
-        context.warm_up()
-        launched = context.launch(np.zeros((1, 28, 28), np.uint8))
-        monkeypatch.setattr(type(launched._launched), where, fails)
-        with pytest.raises(DeviceError, match="illegal address"):
-            getattr(launched, where)()
-        assert context.statistics.batches == 0
 
 
 def test_weights_are_refused_when_the_backend_computes_other_logits(backend, random_weights, tiny):
@@ -243,7 +240,7 @@ def test_silent_weights_are_accepted_when_all_logits_are_zero(backend, random_we
     silent = dataclasses.replace(edited(weights, logits=golden), tensors=tensors)
     with ExecutionContext(backend, silent, 2) as context:
         context.warm_up()
-        assert context.statistics.golden_error == 0.0
+        assert context.golden_error == 0.0
 
 
 def test_new_weights_answer_from_the_next_batch_on_when_they_are_replaced(
@@ -253,24 +250,28 @@ def test_new_weights_answer_from_the_next_batch_on_when_they_are_replaced(
     images = new.golden.images[:4]
     with ExecutionContext(backend, old, 4) as context:
         context.warm_up()
-        before = context.run(images)
+        before = answer(context, images)
         context.replace_weights(new)
         assert context.weights is new
-        np.testing.assert_allclose(context.run(images), softmax(new.golden.logits[:4]), rtol=1e-4)
-        assert np.abs(context.run(images) - before).max() > 1e-3
+        np.testing.assert_allclose(
+            answer(context, images), softmax(new.golden.logits[:4]), rtol=1e-4
+        )
+        assert np.abs(answer(context, images) - before).max() > 1e-3
 
 
-def test_the_old_weights_stay_when_the_new_ones_fail_their_proof(backend, random_weights, tiny):
+def test_the_old_weights_stay_when_the_new_ones_have_other_golden_logits(
+    backend, random_weights, tiny
+):
     old = random_weights(tiny, 1)
     images = old.golden.images[:4]
     with ExecutionContext(backend, old, 4) as context:
         context.warm_up()
-        before, error = context.run(images), context.statistics.golden_error
+        before, error = answer(context, images), context.golden_error
         with pytest.raises(GoldenMismatch):
             context.replace_weights(edited(random_weights(tiny, 2), scale=2.0))
         assert context.weights is old
-        assert context.statistics.golden_error == error
-        np.testing.assert_array_equal(context.run(images), before)
+        assert context.golden_error == error
+        np.testing.assert_array_equal(answer(context, images), before)
 
 
 def test_the_old_weights_stay_when_the_new_ones_are_of_another_network(
@@ -291,11 +292,11 @@ def test_the_served_weights_answer_on_when_others_are_staged(backend, random_wei
     images = old.golden.images[:4]
     with ExecutionContext(backend, old, 4) as context:
         context.warm_up()
-        before, error = context.run(images), context.statistics.golden_error
+        before, error = answer(context, images), context.golden_error
         context.stage(new)
         assert context.weights is old
-        assert context.statistics.golden_error == error
-        np.testing.assert_array_equal(context.run(images), before)
+        assert context.golden_error == error
+        np.testing.assert_array_equal(answer(context, images), before)
 
 
 @pytest.mark.parametrize("wrong", ["proof", "architecture"])
@@ -307,44 +308,44 @@ def test_the_served_weights_answer_on_when_staged_ones_are_refused(
     refused = random_weights("mlp") if wrong == "architecture" else edited(staged, scale=2.0)
     with ExecutionContext(backend, old, 4) as context:
         context.warm_up()
-        before = context.run(images)
+        before = answer(context, images)
         with pytest.raises((GoldenMismatch, InvalidModel)):
             context.stage(refused)
-        np.testing.assert_array_equal(context.run(images), before)
+        np.testing.assert_array_equal(answer(context, images), before)
         context.stage(staged)
         context.replace_weights(staged)
-        np.testing.assert_allclose(context.run(images), softmax_of(staged, images), rtol=1e-4)
+        np.testing.assert_allclose(answer(context, images), softmax_of(staged, images), rtol=1e-4)
 
 
-def test_nothing_is_proven_again_when_staged_and_served_weights_take_turns(
-    backend, random_weights, tiny, monkeypatch
+def test_nothing_is_validated_again_when_staged_and_served_weights_take_turns(
+    reference_backend, random_weights, tiny
 ):
     old, new = random_weights(tiny, 1), random_weights(tiny, 2)
     images = old.golden.images[:3]
-    with ExecutionContext(backend, old, 4) as context:
+    with ExecutionContext(reference_backend, old, 4) as context:
         context.warm_up()
         context.stage(new)
-        monkeypatch.setattr(context, "_prove", lambda *_: pytest.fail("proven again"))
+        validations = reference_backend.validations
         errors = []
         for weights in (new, old, new, new, old):
             context.replace_weights(weights)
-            errors.append(context.statistics.golden_error)
-            answer = context.run(images)
-            np.testing.assert_allclose(answer, softmax_of(weights, images), rtol=1e-4)
+            errors.append(context.golden_error)
+            found = answer(context, images)
+            np.testing.assert_allclose(found, softmax_of(weights, images), rtol=1e-4)
         assert errors[0] == errors[2] == errors[3] != errors[1] == errors[4]
+        assert reference_backend.validations == validations
 
 
-def test_weights_are_proven_again_when_they_were_served_long_ago(
+def test_weights_are_validated_again_when_they_were_served_long_ago(
     reference_backend, random_weights, tiny
 ):
     first, second, third = (random_weights(tiny, seed) for seed in (1, 2, 3))
     with ExecutionContext(reference_backend, first, 1) as context:
         context.warm_up()
-        context.replace_weights(second)
-        context.replace_weights(third)
-        assert set(context._proven) == {second, third}
-        context.replace_weights(first)
-        assert set(context._proven) == {third, first}
+        for weights in (second, third, first):
+            before = reference_backend.validations
+            context.replace_weights(weights)
+            assert reference_backend.validations > before
         assert reference_backend.planned == [1], "plans are never made again"
 
 
@@ -355,23 +356,23 @@ def test_the_old_weights_stay_when_the_device_fails_at_a_replacement(
     images = old.golden.images[:4]
     with ExecutionContext(reference_backend, old, 4) as context:
         context.warm_up()
-        before = context.run(images)
+        before = answer(context, images)
         context.stage(new)
-        plan_type = type(context._plans[1])
-        replace = plan_type.replace
+        load = reference_backend.load
 
-        def fails_half_way(plan, weights):
-            if weights is new and plan.batch == 4:
+        def fails_half_way(weights):
+            load(weights)
+            if weights is new:
                 raise DeviceError("the copy failed")
-            replace(plan, weights)
 
-        monkeypatch.setattr(plan_type, "replace", fails_half_way)
-        for replace_ in (context.replace_weights, context.stage):
+        monkeypatch.setattr(reference_backend, "load", fails_half_way)
+        for method in (context.replace_weights, context.stage):
             with pytest.raises(DeviceError):
-                replace_(new)
+                method(new)
             assert context.weights is old
             for rows in (1, 2, 4):
-                np.testing.assert_allclose(context.run(images[:rows]), before[:rows], rtol=1e-5)
+                found = answer(context, images[:rows])
+                np.testing.assert_allclose(found, before[:rows], rtol=1e-5)
 
 
 def test_a_context_refuses_when_another_thread_uses_it(reference_backend, random_weights, tiny):

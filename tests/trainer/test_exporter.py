@@ -60,7 +60,7 @@ class Distorting(CpuBackend):
 
         class Plan:
             def __init__(self):
-                self.batch = batch
+                self.rows = batch
 
             def logits(self, images):
                 logits = plan.logits(images)

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenet.context_statistics import ContextStatistics
+from lenet import backend
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from service.engine.contexts import HANG_LOOKS, BatchResult, ContextPool, Worker
 
@@ -30,7 +30,7 @@ class FakeContext:
         self.number = len(stage.made)
         self.threads = [threading.get_ident()]
         self.closed = False
-        self.statistics = ContextStatistics()
+        self.rows = 0
         self.weights = "served"
         stage.made.append(self)
 
@@ -45,14 +45,15 @@ class FakeContext:
         if self.number == self.theatre.warm_up_fails_at:
             raise ValueError(f"context {self.number} has the wrong weights")
 
-    def run(self, images: np.ndarray) -> np.ndarray:
+    def run(self, images: np.ndarray) -> backend.BatchResult:
         self.note()
         self.theatre.running.set()
         assert self.theatre.may_finish.wait(LONG_S)
         if images[0, 0, 0] == 13:
             raise ZeroDivisionError("unlucky")
-        self.statistics.rows += len(images)
-        return np.full((len(images), 10), images[0, 0, 0], np.float32)
+        self.rows += len(images)
+        answers = np.full((len(images), 10), images[0, 0, 0], np.float32)
+        return backend.BatchResult(answers, len(images), captured=False)
 
     def launch(self, images: np.ndarray) -> FakeLaunched | None:
         """As on a CPU where the stage says nothing else: a batch runs on the context's thread."""
@@ -91,13 +92,10 @@ class FakeLaunched:
         self.context.theatre.called("done")
         return self.context.theatre.may_finish.is_set()
 
-    def collect(self) -> np.ndarray:
-        self.context.theatre.called("collect")
-        statistics = self.context.statistics
-        statistics.padding_rows += 8 - len(self.images)
-        statistics.graph_hits += 1
-        statistics.device_s = 0.25
-        return np.full((len(self.images), 10), self.images[0, 0, 0], np.float32)
+    def result(self) -> backend.BatchResult:
+        self.context.theatre.called("result")
+        answers = np.full((len(self.images), 10), self.images[0, 0, 0], np.float32)
+        return backend.BatchResult(answers, 8, captured=True, device_s=0.25)
 
 
 class Stage:
@@ -271,10 +269,8 @@ async def test_a_batch_tells_what_the_device_did_for_it_alone(stage):
     class Padding(FakeContext):
         def run(self, images: np.ndarray) -> np.ndarray:
             missed = len(images) == 3
-            self.statistics.padding_rows += 8 - len(images)
-            self.statistics.graph_hits += not missed
-            self.statistics.device_s = None if missed else 0.25
-            return np.zeros((len(images), 10), np.float32)
+            answers = np.zeros((len(images), 10), np.float32)
+            return backend.BatchResult(answers, 8, not missed, None if missed else 0.25)
 
     async with ContextPool([lambda: Padding(stage)], 1, "puppet", stage.on_lost, LONG_S) as pool:
         worker = pool.acquire()
@@ -455,7 +451,7 @@ async def test_a_batch_is_computed_with_its_weights_when_the_context_rests_on_ot
             await worker.run(batch(1), weights)
             assert context.weights == weights
             # Made, warmed up; then one run for each batch and one note for each replacement.
-            assert len(context.threads) == 2 + int(context.statistics.rows) + replaced
+            assert len(context.threads) == 2 + context.rows + replaced
 
 
 async def test_weights_are_staged_and_replaced_on_the_contexts_thread_in_the_order_asked(stage):
@@ -605,15 +601,6 @@ async def test_the_warming_context_is_closed_when_the_start_is_cancelled(stage):
     assert threads() == []
 
 
-async def test_the_statistics_are_the_contexts_own_when_the_pool_is_asked(stage):
-    async with stage.pool(2) as pool:
-        await pool.acquire().run(batch(1, 7), "served")
-        assert sorted(statistics.rows for statistics in pool.statistics()) == [0, 7]
-        assert {id(context.statistics) for context in stage.made} == {
-            id(statistics) for statistics in pool.statistics()
-        }
-
-
 def test_the_thread_ends_in_peace_when_its_loop_is_gone(stage):
     stage.may_finish.clear()
 
@@ -636,7 +623,7 @@ async def test_the_event_loop_launches_and_collects_and_the_contexts_thread_stay
         worker = pool.acquire()
         found = [await worker.run(batch(rows, rows), "served") for rows in (5, 8)]
     assert launching.calls == [
-        (name, threading.get_ident()) for name in ("launch", "done", "collect") * 2
+        (name, threading.get_ident()) for name in ("launch", "done", "result") * 2
     ]
     assert len(launching.made[0].threads) == 3, "made, warmed up, closed"
     assert [one.probabilities.tolist() for one in found] == [[[5.0] * 10] * 5, [[8.0] * 10] * 8]
@@ -664,7 +651,7 @@ async def test_the_loop_looks_once_a_turn_while_a_launched_batch_is_not_done(lau
         assert (worker.begun, worker.done) == (1, 1)
 
 
-@pytest.mark.parametrize("where", ["launch", "done", "collect"])
+@pytest.mark.parametrize("where", ["launch", "done", "result"])
 @pytest.mark.parametrize(
     ("error", "losses"),
     [
@@ -762,7 +749,7 @@ async def test_nothing_happens_when_a_launched_batch_ends_that_nobody_waits_for(
     asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
     async with launching.pool(1) as pool:
         worker = pool.acquire()
-        for fails in ({}, {"collect": ZeroDivisionError("unlucky")}):
+        for fails in ({}, {"result": ZeroDivisionError("unlucky")}):
             launching.fails = fails
             worker.run(batch(1), "served").cancel()
             await asyncio.sleep(0)

@@ -37,7 +37,7 @@ def test_the_next_batch_and_no_other_finds_its_device_poisoned(make):
             second.run(BATCH)
         assert caught.value.sticky
         for context in (first, second):
-            assert context.run(BATCH).shape == (1, 10)
+            assert context.run(BATCH).probabilities.shape == (1, 10)
 
 
 def test_a_batch_that_hangs_holds_nobody_else_up(make):
@@ -62,7 +62,7 @@ def test_a_batch_that_hangs_holds_nobody_else_up(make):
     thread.start()
     assert hanging.wait(LONG_S)
     with make(faults) as other:
-        assert other.run(BATCH).shape == (1, 10)
+        assert other.run(BATCH).probabilities.shape == (1, 10)
     assert not came_back.is_set()
     faults._never.set()
     thread.join(LONG_S)
@@ -71,16 +71,16 @@ def test_a_batch_that_hangs_holds_nobody_else_up(make):
 
 def test_a_batch_is_launched_unless_its_fault_waits_for_the_contexts_thread(make, monkeypatch):
     def launch(plan, images):
-        return SimpleNamespace(collect=lambda: plan.run(images))
+        return SimpleNamespace(result=lambda: plan.run(images))
 
     monkeypatch.setattr(CpuPlan, "launch", launch)
     faults = Faults()
     with make(faults) as first, make(faults) as second:
-        assert first.launch(BATCH).collect().shape == (1, 10)
+        assert first.launch(BATCH).result().probabilities.shape == (1, 10)
         faults.inject("poison")
         for context in (first, second):
             assert context.launch(BATCH) is None
         with pytest.raises(DeviceError):
             second.run(BATCH)
         for context in (first, second):
-            assert context.launch(BATCH).collect().shape == (1, 10)
+            assert context.launch(BATCH).result().probabilities.shape == (1, 10)

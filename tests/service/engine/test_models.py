@@ -137,6 +137,9 @@ class FullBackend:
             raise OutOfDeviceMemory("a plan for 4 rows: 1 of 80 MB is free, 2 are needed")
         return self._cpu.plan(weights, batch)
 
+    def load(self, weights):
+        self._cpu.load(weights)
+
     def close(self):
         self._cpu.close()
 
