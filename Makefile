@@ -40,6 +40,9 @@ gpu-check: .venv/dev.stamp ## on a GPU: its tests, and compute-sanitizer on our 
 	  compute-sanitizer --report-api-errors no --tool $$tool --error-exitcode 1 \
 	    $(BIN)/python -m tests.gpu.sanitize || exit 1; done
 
+docs-check: ## run the commands of README.md and docs that need no GPU, in a temporary clone
+	@$(PYTHON) tests/docs_check.py
+
 check: .venv/dev.stamp ## format, lint, types, import contracts, spelling, generated code
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .

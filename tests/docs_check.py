@@ -1,0 +1,188 @@
+"""Run the shell commands of README.md and docs/*.md in a temporary clone: `make docs-check`.
+
+Fenced blocks of the language `sh` are run command by command, with bash, in the clone's root.
+A word after the language skips a block and is not rendered, as in ```sh gpu. SKIPS has the words.
+
+- `make serve` runs in the background until the next `make serve` or the end of the document. It is
+  started for the first command that talks to port 8000 or 8001.
+- /tmp is a folder that is removed at the end. PID is the process id of the service.
+- curl fails on every HTTP error.
+- Where LENET_TEST_MNIST names a folder with the MNIST files, the clone has them in data/mnist.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 600
+SKIPS = {
+    "gpu": "needs a GPU",
+    "docker": "needs Docker",
+    "network": "downloads from elsewhere than the package index",
+    "long": "takes too long",
+    "example": "holds placeholders",
+}
+_FENCE = re.compile(r"^```sh\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+_TALKS = re.compile(r"(127\.0\.0\.1|localhost):800[01]|make load-test")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command of a document; `skip` is the reason not to run it, "" if there is none."""
+
+    line: int
+    text: str
+    skip: str
+
+
+def commands(document: str) -> Iterator[Command]:
+    """The commands of a Markdown document, in order.
+
+    Raises:
+        KeyError: a fence bears a word that is not in SKIPS.
+    """
+    for fence in _FENCE.finditer(document):
+        skip = ", ".join(SKIPS[word] for word in fence[1].split())
+        first = document.count("\n", 0, fence.start(2)) + 1
+        text = ""
+        for number, line in enumerate(fence[2].splitlines(keepends=True), first):
+            if not text and (not line.strip() or line.startswith("#")):
+                continue
+            text += line
+            if _is_complete(text):
+                yield Command(number - text.count("\n") + 1, text.strip(), skip)
+                text = ""
+
+
+def _is_complete(text: str) -> bool:
+    """Whether bash would run `text` now, rather than wait for another line."""
+    if text.endswith("\\\n"):
+        return False
+    parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    return parsed.returncode == 0 and not parsed.stderr  # an open heredoc is only a warning
+
+
+class Clone:
+    """A clone of the repository's HEAD in `folder`, and the service that runs in it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self._tmp = folder / "lenet-serve", folder / "tmp"
+        subprocess.run(["git", "clone", "--quiet", ROOT, self.root], check=True)
+        self._tmp.mkdir()
+        (self._tmp / ".curlrc").write_text("fail-with-body\n")
+        if mnist := os.environ.get("LENET_TEST_MNIST"):
+            (self.root / "data").mkdir()
+            (self.root / "data" / "mnist").symlink_to(Path(mnist).resolve())
+        self._env = {name: v for name, v in os.environ.items() if not name.startswith("LENET_")}
+        self._env["CURL_HOME"] = str(self._tmp)
+        self._service: subprocess.Popen[bytes] | None = None
+        self._log = self._tmp / "service.log"
+
+    def run(self, command: str) -> str:
+        """Run a command to its end; the problem in words, "" if there is none."""
+        if re.match(r"make serve\b(?!.*--(help|version))", command):
+            return self._serve(command)
+        if self._service is None and _TALKS.search(command):
+            problem = self._serve("make serve")
+            if problem:
+                return problem
+        try:
+            result = subprocess.run(
+                ["bash", "-ec", self._local(command)],
+                cwd=self.root,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+                timeout=LIMIT_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return f"still running after {LIMIT_S} s"
+        return f"exit code {result.returncode}\n{result.stdout}" if result.returncode else ""
+
+    def _local(self, command: str) -> str:
+        command = command.replace("/tmp/", f"{self._tmp}/")
+        if self._service is not None:
+            command = re.sub(r"\bPID\b", str(self._pid(self._service.pid)), command)
+        return command
+
+    def _pid(self, make: int) -> int:
+        children = Path(f"/proc/{make}/task/{make}/children").read_text().split()
+        return int(children[0])
+
+    def _serve(self, command: str) -> str:
+        self.stop()
+        port = int(found[1]) if (found := re.search(r"--port (\d+)", command)) else 8000
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return f"port {port} is taken by another program: stop that first"
+        with self._log.open("wb") as log:
+            self._service = subprocess.Popen(
+                ["bash", "-ec", self._local(command)],
+                cwd=self.root,
+                env=self._env,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        for _ in range(LIMIT_S):
+            with contextlib.suppress(OSError):
+                urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1).close()
+                return ""
+            if self._service.poll() is not None:
+                self._service = None
+                return f"the service did not start\n{self._log.read_text()}"
+            time.sleep(1)
+        return f"not ready after {LIMIT_S} s\n{self._log.read_text()}"
+
+    def stop(self) -> None:
+        """Stop the service, as Ctrl-C does."""
+        if self._service is not None:
+            os.killpg(self._service.pid, signal.SIGINT)
+            self._service.wait(timeout=60)
+            self._service = None
+
+
+def main() -> int:
+    """Run everything; 1 if a command failed."""
+    if subprocess.run(["git", "-C", ROOT, "diff", "--quiet", "HEAD"], check=False).returncode:
+        print("uncommitted changes are not checked")
+    failed = 0
+    with tempfile.TemporaryDirectory(prefix="lenet-serve-docs-") as folder:
+        clone = Clone(Path(folder))
+        for path in (clone.root / "README.md", *sorted(clone.root.glob("docs/*.md"))):
+            try:
+                for command in commands(path.read_text()):
+                    place = f"{path.relative_to(clone.root)}:{command.line}"
+                    start_s = time.monotonic()
+                    problem = "" if command.skip else clone.run(command.text)
+                    taken = f"{time.monotonic() - start_s:.1f} s"
+                    outcome = "FAILED" if problem else command.skip or f"ok, {taken}"
+                    print(f"{place}: {outcome}: {command.text.splitlines()[0]}", flush=True)
+                    if problem:
+                        failed += 1
+                        print("\n".join(f"    {line}" for line in problem.splitlines()[-20:]))
+            finally:
+                clone.stop()
+    print(f"{failed} commands failed")
+    return min(failed, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
