@@ -1,11 +1,12 @@
-"""Every CUDA source compiles for every supported GPU, without spilling. This needs nvcc, no GPU."""
+"""Every CUDA source compiles for every supported GPU, without spilling. This needs no GPU.
+
+The compiler is NVRTC, as in production, from the wheels of the extra `dev`.
+"""
 
 from __future__ import annotations
 
-import os
+import ctypes
 import re
-import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,6 @@ ROOT = Path(__file__).parents[1]
 SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
 GPUS = ("75", "80", "90")  # Turing: the oldest of CUDA 13; Ampere; Hopper
 SCALARS = ("float", "__half")
-
-needs_nvcc = pytest.mark.skipif(shutil.which("nvcc") is None, reason="nvcc is not on PATH")
 
 
 def pair(name, values):
@@ -135,46 +134,71 @@ def supported(source):
     return (GPUS[-1:], SCALARS[-1:]) if source.name == "fused_network.cu" else (GPUS, SCALARS)
 
 
-def nvcc(source, macros, scalar, gpus, fails=False):
-    """What nvcc and ptxas print when they compile one specialisation for `gpus`."""
-    options = ["-std=c++17", "-fatbin", "--Werror=all-warnings", "-Xptxas=-v", "-o", os.devnull]
-    options += [f"-gencode=arch=compute_{a},code=sm_{a}" for a in gpus]
-    options += [f"-I{SERVING}", f"-I{TRAINING}"]
-    options += [f"-D{name}={value}" for name, value in {**macros, "SCALAR": scalar}.items()]
-    result = subprocess.run(
-        ["nvcc", *options, str(source)], capture_output=True, text=True, check=False
-    )
-    assert (result.returncode != 0) == fails, result.stderr
-    return result.stderr
+class Nvrtc:
+    """NVRTC and the headers of the CUDA wheels in `folder`."""
+
+    def __init__(self, folder):
+        for name in ("libnvrtc-builtins.so.*", "libnvrtc.so.*"):  # the second opens the first
+            self._library = ctypes.CDLL(str(next(folder.glob(f"lib/{name}"))))
+        self._options = ["--std=c++17", "--ptxas-options=-v", f"-I{folder / 'include'}"]
+        self._options += [f"-I{SERVING}", f"-I{TRAINING}"]
+
+    def compile(self, source, macros, scalar, gpu, fails=False):
+        """The log of NVRTC and ptxas from compiling one specialisation of a file."""
+        words = [f"-D{name}={value}" for name, value in {**macros, "SCALAR": scalar}.items()]
+        words = [word.encode() for word in (*self._options, f"--gpu-architecture=sm_{gpu}", *words)]
+        program, size = ctypes.c_void_p(), ctypes.c_size_t()
+        arguments = source.read_bytes(), source.name.encode(), 0, None, None
+        assert self._library.nvrtcCreateProgram(ctypes.byref(program), *arguments) == 0
+        options = (ctypes.c_char_p * len(words))(*words)
+        status = self._library.nvrtcCompileProgram(program, len(words), options)
+        assert self._library.nvrtcGetProgramLogSize(program, ctypes.byref(size)) == 0
+        log = ctypes.create_string_buffer(size.value)
+        assert self._library.nvrtcGetProgramLog(program, log) == 0
+        assert self._library.nvrtcDestroyProgram(ctypes.byref(program)) == 0
+        text = log.value.decode()
+        assert (status != 0) == fails, text
+        if not fails:
+            assert "warning" not in text
+        return text
 
 
-@needs_nvcc
+@pytest.fixture(scope="module")
+def nvrtc():
+    nvidia = pytest.importorskip("nvidia.cu13", reason="the wheel nvidia-cuda-nvrtc is missing")
+    return Nvrtc(Path(nvidia.__path__[0]))
+
+
 @pytest.mark.parametrize(
-    ("case", "scalar"),
-    [(case, scalar) for case, (source, _) in LENET.items() for scalar in supported(source)[1]],
+    ("case", "scalar", "gpu"),
+    [
+        (case, scalar, gpu)
+        for case, (source, _) in LENET.items()
+        for scalar in supported(source)[1]
+        for gpu in supported(source)[0]
+    ],
 )
-def test_a_kernel_of_a_named_network_compiles_and_keeps_everything_in_registers(case, scalar):
+def test_a_kernel_of_a_named_network_compiles_and_keeps_everything_in_registers(
+    case, scalar, gpu, nvrtc
+):
     source, macros = LENET[case]
-    gpus, _ = supported(source)
-    printed = nvcc(source, macros, scalar, gpus)
-    kernels = len(re.findall(r"Compiling entry function", printed))
-    assert kernels == len(gpus) * source.read_text().count("__global__")
-    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", printed)
-    assert stacks == [("0", "0")] * kernels, printed
+    log = nvrtc.compile(source, macros, scalar, gpu)
+    kernels = len(re.findall(r"Compiling entry function", log))
+    assert kernels == source.read_text().count("__global__")
+    stacks = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores", log)
+    assert stacks == [("0", "0")] * kernels, log
 
 
-@needs_nvcc
 @pytest.mark.parametrize("case", OTHERS)
-def test_a_kernel_compiles_for_other_networks(case):
+def test_a_kernel_compiles_for_other_networks(case, nvrtc):
     source, macros = OTHERS[case]
     # The shapes that differ from the named networks' are the same on every GPU: one is enough.
-    nvcc(source, macros, "__half", supported(source)[0][:1])
+    nvrtc.compile(source, macros, "__half", supported(source)[0][0])
 
 
 WHOLE, WHOLE_LENET = LENET["whole-lenet"]
 
 
-@needs_nvcc
 @pytest.mark.parametrize(
     ("macros", "gpu", "reason"),
     [
@@ -183,8 +207,10 @@ WHOLE, WHOLE_LENET = LENET["whole-lenet"]
         ({"C2": 72}, "90", "8 channels of the second"),
     ],
 )
-def test_the_fused_network_fails_to_compile_with_the_reason_beyond_its_bounds(macros, gpu, reason):
-    assert reason in nvcc(WHOLE, WHOLE_LENET | macros, "__half", [gpu], fails=True)
+def test_the_fused_network_fails_to_compile_with_the_reason_beyond_its_bounds(
+    macros, gpu, reason, nvrtc
+):
+    assert reason in nvrtc.compile(WHOLE, WHOLE_LENET | macros, "__half", gpu, fails=True)
 
 
 def test_every_cuda_source_is_compiled_here():
