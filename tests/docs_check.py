@@ -101,7 +101,7 @@ class Clone:
                 return problem
         try:
             result = subprocess.run(
-                ["bash", "-ec", self._local(command)],
+                ["bash", "-eo", "pipefail", "-c", self._local(command)],
                 cwd=self.root,
                 env=self._env,
                 stdin=subprocess.DEVNULL,
