@@ -1,1 +1,1 @@
-"""Programs that measure; nothing here is imported by what they measure."""
+"""Programs that measure this project. Nothing here is imported by lenet, service or trainer."""

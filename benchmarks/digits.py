@@ -1,16 +1,17 @@
-"""Real digits as bodies of requests, with what must come back for them.
+"""Requests with real digits, and checks of the answers to them.
 
-For each request it is known beforehand what the digits are and what the model itself takes them
-for, so that a service that mixes up its callers' rows cannot hide behind a model's own mistakes.
-It refuses to download: a folder with MNIST, or the ten golden images of the weight file.
+The digits are MNIST's from a folder, or the ten golden images of a weight file. Each request knows
+the true labels and the labels that the model predicts. So a service that mixes up the rows of
+its callers is distinguished from a model that makes mistakes.
 """
 
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 import orjson
@@ -27,11 +28,13 @@ Format: TypeAlias = Literal["json", "raw", "npy", "png"]
 
 _BATCH_ROWS = 256
 _BOUNDARY = "digits-and-nothing-else"
+_SUM_TOLERANCE = 1e-3
+"""How far probabilities may sum from 1: ten float32 numbers rounded to a device's precision."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LabelledDigits:
-    """`images` uint8 (n, 28, 28), ink high; `labels` uint8 (n,), what they show; and whence."""
+    """`images`: uint8 (n, 28, 28), ink high. `labels`: uint8 (n,). `source`: for people."""
 
     images: Images
     labels: NDArray[np.uint8]
@@ -40,9 +43,9 @@ class LabelledDigits:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A body and what must come back: one label an image, in the order of the images.
+    """A body and the labels of its images, in their order.
 
-    `own_labels` are those of the local model, `true_labels` those of the dataset.
+    `own_labels` are predicted by the local model, `true_labels` are the dataset's.
     """
 
     body: bytes
@@ -67,17 +70,16 @@ def read_digits(folder: Path | None, weights: WeightFile) -> LabelledDigits:
 def prepare_requests(
     digits: LabelledDigits, weights: WeightFile, form: Format, images_per_request: int
 ) -> list[PreparedRequest]:
-    """Requests that together send every digit at least once, in the order of the dataset.
+    """Requests that send every digit at least once, in the order of the dataset.
 
-    The last one is filled up with the first digits again, and so is the only one where there are
-    fewer digits than images in a request.
+    The last request is filled with the first digits again.
     """
     count = len(digits.images)
     requests = -(-count // images_per_request)
     rows = np.arange(requests * images_per_request).reshape(requests, -1) % count
     bodies = [encode(digits.images[chosen], form) for chosen in rows]
     if form == "png":
-        # A picture is cropped, scaled and centred before the model sees it.
+        # The service crops, scales and centres a picture before the model sees it.
         limits = Limits(max_images=images_per_request)
         seen = np.concatenate([decode(body, kind, limits=limits) for kind, body in bodies])
         own = own_labels(weights, seen).reshape(rows.shape)
@@ -91,7 +93,7 @@ def prepare_requests(
 
 
 def own_labels(weights: WeightFile, images: Images) -> NDArray[np.int64]:
-    """What the model takes `images` for, computed here on ONNX Runtime: int64 (n,)."""
+    """The labels that the model predicts for `images`, on ONNX Runtime: int64 (n,)."""
     plan = CpuBackend().plan(weights, _BATCH_ROWS)
     starts = range(0, len(images), _BATCH_ROWS)
     return np.concatenate(
@@ -129,3 +131,62 @@ def _png(image: Images) -> bytes:
     file = io.BytesIO()
     Image.fromarray(image).save(file, "PNG")
     return file.getvalue()
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The check of an answer: `error` is its kind, from a closed set, or "" if it is well formed.
+
+    `wrong_labels` differ from the local model's, `mistakes` from the true ones.
+    """
+
+    error: str = ""
+    wrong_labels: int = 0
+    mistakes: int = 0
+
+
+def judge(content: bytes, request: PreparedRequest) -> Verdict:
+    """Check the body of an answer with status 200."""
+    try:
+        predictions = orjson.loads(content)["predictions"]
+        if len(predictions) != len(request.own_labels):
+            return Verdict("bad answer: count of predictions")
+        labels = [_label(prediction) for prediction in predictions]
+    except _BadAnswer as exc:
+        return Verdict(f"bad answer: {exc}")
+    except (ValueError, KeyError, TypeError, IndexError):
+        return Verdict("bad answer: not the documented JSON")
+    return Verdict(
+        wrong_labels=_differences(labels, request.own_labels),
+        mistakes=_differences(labels, request.true_labels),
+    )
+
+
+def error_kind(status: int, content: bytes) -> str:
+    """The kind of an answer with another status than 200: the status and the service's code."""
+    try:
+        return f"{status} {orjson.loads(content)['error']['code']}"
+    except (ValueError, KeyError, TypeError):
+        return str(status)
+
+
+class _BadAnswer(Exception):
+    """The message says what is wrong with a prediction."""
+
+
+def _label(prediction: dict[str, Any]) -> int:
+    label, probabilities = prediction["label"], prediction["probabilities"]
+    if len(probabilities) != 10:
+        raise _BadAnswer("count of probabilities")
+    if not abs(sum(probabilities) - 1) <= _SUM_TOLERANCE:
+        raise _BadAnswer("sum of probabilities")
+    largest = max(probabilities)
+    if type(label) is not int or probabilities[label] != largest:
+        raise _BadAnswer("label is not the most probable")
+    if prediction["confidence"] != largest:
+        raise _BadAnswer("confidence is not the label's probability")
+    return label
+
+
+def _differences(labels: Sequence[int], expected: Sequence[int]) -> int:
+    return sum(label != right for label, right in zip(labels, expected, strict=True))

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.http`: our front door beside a plain FastAPI + ONNX Runtime app's.
+"""`python -m benchmarks.http`: our HTTP service compared with a plain FastAPI + ONNX Runtime app.
 
-Both run at the same time on the same machine and get the same bodies from wrk, in turns, A B A B,
-so that whatever else the machine does meets both. wrk takes a share of the same cores: the
-ratios mean something, the absolute numbers are low. Exit code: 0, 1 when an answer failed,
-2 when nothing was measured.
+With --against DIR it is compared with the service of another checkout instead, for example a
+`git worktree` of an older commit. Both run on the CPU backend at the same time on the same machine
+and get the same bodies from wrk in alternating rounds, so that other work on the machine affects
+both. wrk uses the same cores: the ratios mean something, the absolute rates are low. Exit code: 0,
+1 when an answer failed, 2 when nothing was measured.
 """
 
 from __future__ import annotations
@@ -20,9 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.arguments import latest_weights, positive_int
+from benchmarks.command import arguments_of, commit, latest_weights, positive_int, provenance
 from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
-from benchmarks.machine import provenance
 from benchmarks.servers import (
     Server,
     ServerFailed,
@@ -36,7 +36,7 @@ from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
 from trainer.errors import TrainerError
 
-OURS, PEER = "lenet-serve", "plain FastAPI"
+OURS = "lenet-serve"
 
 _WARM_UP_S = 1
 _NUMBERS = ("requests_per_s", "images_per_s", "p50_ms", "p99_ms", "max_ms", "cpu_us")
@@ -44,12 +44,12 @@ _DISTRIBUTIONS = (
     *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools"),
     *("onnxruntime", "orjson", "pydantic"),
 )
-_BODIES_BYTES = 16 * 1024 * 1024  # wrk keeps all bodies, and each server's cache sees them
+_BODIES_BYTES = 16 * 1024 * 1024  # wrk keeps all bodies in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """What is sent, and over how many connections."""
+    """A kind of request, and the number of connections that send it."""
 
     form: Format
     images: int
@@ -60,6 +60,16 @@ class Case:
         return f"{self.images} x {self.form}, {self.connections} connection{many}"
 
 
+def case(text: str) -> Case:
+    """A case from its notation on the command line, FORMAT:IMAGES:CONNECTIONS."""
+    form, _, numbers = text.partition(":")
+    images, _, connections = numbers.partition(":")
+    for known in ("json", "raw"):
+        if form == known:
+            return Case(known, positive_int(images), positive_int(connections))
+    raise argparse.ArgumentTypeError(f"{text!r}, expected json:IMAGES:CONNECTIONS or raw:...")
+
+
 CASES = (
     Case("json", 1, 1),
     Case("raw", 1, 1),
@@ -68,10 +78,17 @@ CASES = (
     Case("json", 64, 4),
 )
 
+AGAINST_CASES = tuple(
+    Case(form, images, connections)
+    for images in (1, 16)
+    for connections in (1, 32)
+    for form in ("json", "raw")
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One server under one case once; `cpu_us` is the server's processor time a request."""
+    """One run of wrk; `cpu_us` is the server's CPU time per request."""
 
     case: str
     server: str
@@ -85,43 +102,42 @@ class Round:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; the exit code."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.against is not None and not (options.against / "service").is_dir():
+        parser.error(f"--against: {options.against} is not a checkout of this repository")
     try:
         wrk = find_wrk()
-        path = options.weights or latest_weights(Path("weights") / "lenet")
+        path = (options.weights or latest_weights()).resolve()
         weights = WeightFile.read(path)
         digits = read_digits(options.data, weights)
     except (WrkFailed, LeNetError, TrainerError, FileNotFoundError) as exc:
         print(f"http: {exc}", file=sys.stderr)
         return 2
     rounds: list[Round] = []
-    flags = ["--device=cpu", *shlex.split(options.service_args)]
     try:
-        with contextlib.ExitStack() as stack:
-            servers = [
-                stack.enter_context(lenet_serve(path, weights.model.name, flags)),
-                stack.enter_context(_peer(path)),
-            ]
-            for case in CASES:
-                print(f"{case} ...", file=sys.stderr)
-                requests = prepare_requests(digits, weights, case.form, case.images)
-                rounds += _measure(wrk, case, requests, servers, options)
+        with _servers(path, weights.model.name, options) as servers:
+            for one in options.cases or (CASES if options.against is None else AGAINST_CASES):
+                print(f"{one} ...", file=sys.stderr, flush=True)
+                requests = prepare_requests(digits, weights, one.form, one.images)
+                rounds += _measure(wrk, one, requests, servers, options)
     except (WrkFailed, ServerFailed) as exc:
         print(f"http: {exc}", file=sys.stderr)
         return 1
-    summary = summarise(rounds)
-    print(table(summary))
-    print(f"\nMedians of {options.rounds} rounds of {options.duration} s (least..most).")
-    print("CPU us: the server's processor time a request. ratio: requests/s, ours over the peer's.")
-    print("wrk ran on the same cores: take the ratios.")
+    found = summarise(rounds)
+    print(table(found))
+    print(
+        f"\nMedians of {options.rounds} rounds of {options.duration} s (min..max). CPU us: the "
+        "server's CPU time per request.\nratio: median of our requests/s over the other's, round "
+        "by round (min..max).\nwrk ran on the same cores: only the ratios mean something."
+    )
     if options.json is not None:
         document = {
             **provenance(_DISTRIBUTIONS),
-            "arguments": {
-                name: str(value) if isinstance(value, Path) else value
-                for name, value in vars(options).items()
-            },
-            "cases": summary,
+            "commit": commit(),
+            **({} if options.against is None else {"against": commit(options.against)}),
+            "arguments": arguments_of(options),
+            "cases": found,
             "rounds": [asdict(one) for one in rounds],
         }
         options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
@@ -129,11 +145,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def _peer(weights: Path) -> Iterator[Server]:
-    port = free_port()
-    command = ["benchmarks.peers.plain_fastapi", f"--port={port}", f"--weights={weights}"]
-    with running(PEER, command, port, {"json": "/predict", "raw": "/predict/raw"}) as server:
-        yield server
+def _servers(weights: Path, model: str, options: argparse.Namespace) -> Iterator[list[Server]]:
+    """Our service, and the one that it is compared with."""
+    flags = ["--device=cpu", *shlex.split(options.service_args)]
+    with contextlib.ExitStack() as stack:
+        ours = stack.enter_context(lenet_serve(weights, model, flags))
+        if options.against is not None:
+            other = stack.enter_context(
+                lenet_serve(
+                    weights, model, flags, name="against", checkout=options.against.resolve()
+                )
+            )
+        else:
+            port = free_port()
+            command = ["benchmarks.baselines.plain_fastapi", f"--port={port}"]
+            command += [f"--weights={weights}"]
+            paths = {"json": "/predict", "raw": "/predict/raw"}
+            other = stack.enter_context(running("plain FastAPI", command, port, paths))
+        yield [ours, other]
 
 
 def _measure(
@@ -143,26 +172,26 @@ def _measure(
     servers: Sequence[Server],
     options: argparse.Namespace,
 ) -> Iterator[Round]:
-    """The rounds of one case, the servers taking turns."""
+    """The rounds of one case, the servers in turns, after a warm-up round of each."""
     bodies = [request.body for request in requests]
     bodies = bodies[: max(1, _BODIES_BYTES // len(bodies[0]))]
     with tempfile.TemporaryDirectory() as folder:
-        scripts = []
+        pairs = []
         for index, server in enumerate(servers):
-            check_answer(server, server.paths[case.form], requests[0])
+            path, kind = server.paths[case.form], requests[0].content_type
+            check_answer(server, path, requests[0])
             place = Path(folder) / str(index)
             place.mkdir()
-            path, kind = server.paths[case.form], requests[0].content_type
-            scripts.append(write_script(place, path, kind, bodies))
+            pairs.append((server, write_script(place, path, kind, bodies)))
         for turn in range(options.rounds + 1):
-            for server, script in zip(servers, scripts, strict=True):
+            for server, script in pairs:
                 duration_s = options.duration if turn else _WARM_UP_S
                 before_s = server.cpu_s()
                 result = run_wrk(wrk, script, server.url, case.connections, duration_s)
                 after_s = server.cpu_s()
                 if not turn:
                     continue
-                used = None if before_s is None or after_s is None else after_s - before_s
+                used_s = None if before_s is None or after_s is None else after_s - before_s
                 yield Round(
                     case=str(case),
                     server=server.name,
@@ -171,24 +200,39 @@ def _measure(
                     p50_ms=result.p50_ms,
                     p99_ms=result.p99_ms,
                     max_ms=result.max_ms,
-                    cpu_us=None if used is None else used / result.requests * 1e6,
+                    cpu_us=None if used_s is None else used_s / result.requests * 1e6,
                 )
+            pairs.reverse()  # a drift within a pair of rounds favours each alike
 
 
 def summarise(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """For each case and server the median, least and most of each number, and `ratio`.
+    """Median, least and most of each number, by case and server, ours first.
 
-    `ratio` is our requests a second over the peer's, of the medians.
+    `ratio`: the median over rounds of our requests per second over the other's; `ratio_spread`: its
+    [minimum, maximum].
     """
     cases: list[dict[str, Any]] = []
+    servers = sorted({one.server for one in rounds}, key=OURS.__ne__)
     for case in dict.fromkeys(one.case for one in rounds):
-        entry: dict[str, Any] = {"case": case}
-        for server in (OURS, PEER):
-            mine = [one for one in rounds if (one.case, one.server) == (case, server)]
-            entry[server] = {number: _spread(mine, number) for number in _NUMBERS}
-        ours, peers = (entry[server]["requests_per_s"]["median"] for server in (OURS, PEER))
-        entry["ratio"] = ours / peers
-        cases.append(entry)
+        runs = {
+            server: [one for one in rounds if (one.case, one.server) == (case, server)]
+            for server in servers
+        }
+        ratios = [
+            ours.requests_per_s / other.requests_per_s
+            for ours, other in zip(*runs.values(), strict=True)
+        ]
+        cases.append(
+            {
+                "case": case,
+                **{
+                    server: {number: _spread(some, number) for number in _NUMBERS}
+                    for server, some in runs.items()
+                },
+                "ratio": statistics.median(ratios),
+                "ratio_spread": [min(ratios), max(ratios)],
+            }
+        )
     return cases
 
 
@@ -200,38 +244,48 @@ def _spread(rounds: Sequence[Round], number: str) -> dict[str, float] | None:
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
-    """Two lines a case, ours and the peer's, and the ratio."""
+    """Two lines per case, one per server, with the ratio in the first."""
     lines = [
-        f"{'':<25}{'server':<14}{'images/s':>9} {'(least..most)':<17}"
+        f"{'':<24}{'server':<14}{'images/s':>9} {'(min..max)':<17}"
         f"{'p50 ms':>8}{'p99 ms':>8}{'CPU us':>8}  ratio"
     ]
     for case in cases:
-        for server in (OURS, PEER):
+        for index, server in enumerate(name for name in case if isinstance(case[name], dict)):
             numbers = case[server]
             rate, cpu = numbers["images_per_s"], numbers["cpu_us"]
             spread = f"({rate['least']:,.0f}..{rate['most']:,.0f})"
             cells = (
-                f"{case['case'] if server == OURS else '':<25}{server:<14}"
+                f"{'' if index else case['case']:<24}{server:<14}"
                 f"{rate['median']:>9,.0f} {spread:<17}"
                 f"{numbers['p50_ms']['median']:>8.2f}{numbers['p99_ms']['median']:>8.2f}"
                 f"{'-' if cpu is None else format(cpu['median'], ',.0f'):>8}"
             )
-            lines.append(cells + (f"  {case['ratio']:5.2f}" if server == OURS else ""))
+            low, high = case["ratio_spread"]
+            ratio = f"  {case['ratio']:.2f} ({low:.2f}..{high:.2f})"
+            lines.append(cells + ("" if index else ratio))
     return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.http",
-        description="Our service beside a plain FastAPI + ONNX Runtime app, loaded by wrk.",
+        description="Compare our service with a plain FastAPI + ONNX Runtime app, loaded by wrk.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--rounds", default=3, type=positive_int, help="of each server in each case")
+    add("--against", type=Path, metavar="DIR", help="compare with the checkout in DIR instead")
+    add(
+        "--cases",
+        nargs="+",
+        type=case,
+        metavar="FORMAT:IMAGES:CONNECTIONS",
+        help="requests to measure, such as json:1:32 raw:16:1, instead of the usual ones",
+    )
+    add("--rounds", default=3, type=positive_int, help="per server and case")
     add("--duration", default=5, type=positive_int, help="seconds of a round")
-    add("--data", type=Path, help="folder of MNIST; without it, the weight file's ten images")
-    add("--weights", type=Path, help="weight file for both; without it, weights/lenet's latest")
-    add("--service-args", default="", help="more arguments for our service, as one string")
+    add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
+    add("--weights", type=Path, help="weight file, instead of the latest in weights/lenet")
+    add("--service-args", default="", help="more arguments for our services, as one string")
     add("--json", type=Path, help="file to write the results to")
     return parser
 

@@ -1,13 +1,13 @@
 """`make load-test`: load POST /predict of a running service with real digits, check every answer.
 
-The labels are held against what the same weight file says here, on ONNX Runtime: an answer that
-differs is wrong, whatever the digit shows. Exit code: 0 when there was no error and no wrong
-label, 1 when there was, 2 when nothing could be sent, 130 after Ctrl-C.
+The labels are compared with those that the same weight file predicts here, on ONNX Runtime: a label
+that differs is wrong, whatever the digit shows. Exit code: 0 without errors and wrong labels,
+1 with any, 2 when nothing was sent, 130 after Ctrl-C.
 
-One process of httpx sends at most 2,000 to 3,000 requests a second (some 370 us of processor time
-each, on an EPYC core, 2026-11-20), and on the service's own machine takes that time from the
-service. Closer to the service's limit: `--processes`, more `--images` a request, or
-`python -m benchmarks.http`, which drives wrk.
+A process sends at most 2,000 to 3,000 requests per second (about 370 us of CPU time each; EPYC,
+2026-11-20), and takes this CPU time from a service on the same machine. To get closer to the
+service's limit, use --processes, more --images per request, or `python -m benchmarks.http`, which
+uses wrk.
 """
 
 from __future__ import annotations
@@ -17,27 +17,37 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import TYPE_CHECKING, Any, get_args
 
 if not __package__:
-    # Run by its path, Python looks for modules in this folder first, and would take its http.py
-    # for the standard library's.
+    # When the file is run by its path, Python looks in this folder first, and would import its
+    # http.py instead of the standard library's.
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-import httpx
-
-from benchmarks.arguments import positive_float, positive_int, url
-from benchmarks.crew import send_from_processes
+from benchmarks.command import (
+    arguments_of,
+    missing_library,
+    positive_float,
+    positive_int,
+    provenance,
+    url,
+)
 from benchmarks.digits import Format, prepare_requests, read_digits
-from benchmarks.machine import provenance
-from benchmarks.results import Summary, summarise, table
-from benchmarks.traffic import MAX_CONNECTIONS, Load
 from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
 from trainer.errors import TrainerError
 
+if TYPE_CHECKING:
+    from benchmarks.load import Summary
+
 NOT_STARTED = 2
 INTERRUPTED = 130
+
+_LATE_MS = 10.0
+"""An open loop that sends so late measures itself."""
+
+_BUSY = 0.9
+"""A client process that uses so much of a core is the limit, not the service."""
 
 
 class CannotStart(Exception):
@@ -48,9 +58,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the load test; the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    try:
+        from benchmarks.load import MAX_CONNECTIONS, Load, summarise
+        from benchmarks.load_processes import send_from_processes
+    except ImportError as exc:
+        print(f"load test: {missing_library(exc)}", file=sys.stderr)
+        return NOT_STARTED
     each = options.connections / options.processes
     if not 1 <= each <= MAX_CONNECTIONS:
-        parser.error(f"--connections: {each:g} a process, expected 1 to {MAX_CONNECTIONS}")
+        parser.error(f"--connections: {each:g} per process, expected 1 to {MAX_CONNECTIONS}")
     try:
         service = find_service(options.url, options.model)
         weights = _matching_weights(options.weights, service)
@@ -79,11 +95,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def find_service(url: str, model: str | None) -> dict[str, Any]:
-    """Which model answers at `url`: name, version, sha256, device.
+    """The model that the service at `url` uses: name, version, sha256, device.
 
     Raises:
         CannotStart: nothing answers there, it is not ready, or it does not serve `model`.
     """
+    import httpx
+
     try:
         with httpx.Client(base_url=url, timeout=10, trust_env=False) as client:
             ready = client.get("/readyz").status_code
@@ -91,20 +109,20 @@ def find_service(url: str, model: str | None) -> dict[str, Any]:
         models = {one["name"]: one for one in info["models"]}
         wanted = model or info["default_model"]
         if ready != 200:
-            raise CannotStart(f"{url} is not ready (/readyz says {ready}): wait and try again")
+            raise CannotStart(f"{url} is not ready (/readyz answers {ready}): try again later")
         if wanted not in models:
-            raise CannotStart(f"{url} serves {', '.join(models)}, not {wanted!r}: mend --model")
-        told = {key: models[wanted][key] for key in ("version", "sha256", "device")}
-        return {"model": wanted, **told}
+            raise CannotStart(f"{url} serves {', '.join(models)}, not {wanted!r}: change --model")
+        about = {key: models[wanted][key] for key in ("version", "sha256", "device")}
+        return {"model": wanted, **about}
     except httpx.ConnectError as exc:
         raise CannotStart(
             f"nothing answers at {url} ({exc}): start the service with `make serve` in another "
-            "terminal, or name where it listens with --url"
+            "terminal, or name its address with --url"
         ) from exc
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as exc:
         raise CannotStart(
-            f"what answers at {url} is no lenet-serve ({type(exc).__name__}: {exc}): name where "
-            "one listens with --url"
+            f"the server at {url} is not lenet-serve ({type(exc).__name__}: {exc}): name the "
+            "service's address with --url"
         ) from exc
 
 
@@ -114,8 +132,8 @@ def _matching_weights(path: Path | None, service: dict[str, Any]) -> WeightFile:
     weights = WeightFile.read(path)
     if weights.digest() != service["sha256"]:
         raise CannotStart(
-            f"{path} has sha256 {weights.digest()[:12]}, the service's model {service['model']} "
-            f"version {service['version']} {service['sha256'][:12]}: name the file that is served "
+            f"{path} has sha256 {weights.digest()[:12]}, but version {service['version']} of the "
+            f"service's {service['model']} has {service['sha256'][:12]}: name the service's file "
             "with --weights"
         )
     return weights
@@ -124,14 +142,10 @@ def _matching_weights(path: Path | None, service: dict[str, Any]) -> WeightFile:
 def write_json(
     path: Path, options: argparse.Namespace, service: dict[str, Any], summary: Summary
 ) -> None:
-    """Everything that was printed, and with what arguments, versions and machine."""
-    arguments = {
-        name: str(value) if isinstance(value, Path) else value
-        for name, value in vars(options).items()
-    }
+    """Write the results with the command line, versions and machine."""
     document = {
         **provenance(["lenet-serve", "httpx", "numpy", "onnxruntime"]),
-        "arguments": arguments,
+        "arguments": arguments_of(options),
         "service": service,
         "results": summary.as_dict(),
     }
@@ -141,14 +155,61 @@ def write_json(
 def _title(options: argparse.Namespace, service: dict[str, Any], digits: int, source: str) -> str:
     loop = f"{options.connections} connections"
     if options.mode == "open":
-        loop = f"{options.rate:g} requests/s on at most {loop}"
+        loop = f"{options.rate:g} requests/s on up to {loop}"
     processes = f" from {options.processes} processes" if options.processes > 1 else ""
     return (
         f"{options.url}: {service['model']} version {service['version']} on {service['device']}\n"
         f"{options.mode} loop, {loop}{processes}, {options.duration:g} s; "
-        f"{options.images} x {options.format} a request\n"
+        f"{options.images} x {options.format} per request\n"
         f"{digits:,} digits: {source}"
     )
+
+
+def table(summary: Summary, title: str) -> str:
+    """One screen of text under `title`."""
+    accuracy = "-" if summary.accuracy is None else f"{summary.accuracy:.3%}"
+    left = [
+        f"requests      {summary.requests:>11,}",
+        f"errors        {sum(summary.errors.values()):>11,}",
+        f"requests/s    {summary.requests_per_s:>11,.1f}",
+        f"images/s      {summary.images_per_s:>11,.1f}",
+        f"wrong labels  {summary.wrong_labels:>11,}",
+        f"accuracy      {accuracy:>11}",
+    ]
+    latency = summary.latency_ms or dict.fromkeys(["no good answer"], 0.0)
+    right = [f"{name:<6}{value:>10,.2f}" for name, value in latency.items()]
+    lines = [title, "", f"{'':<34}latency of good answers in ms"]
+    for index in range(max(len(left), len(right))):
+        cells = [column[index] if index < len(column) else "" for column in (left, right)]
+        lines.append(f"{cells[0]:<34}{cells[1]}".rstrip())
+    lines.append("")
+    lines.append(
+        f"{summary.mistakes:,} of {summary.images:,} predictions differ from the true labels; "
+        f"of the model's own predictions {summary.own_mistakes:,} do."
+    )
+    if summary.server_ms:
+        stages = ", ".join(f"{name} {value:.3f}" for name, value in summary.server_ms.items())
+        lines.append(f"Server-Timing, medians in ms: {stages}")
+    if summary.sent_late_ms:
+        late = ", ".join(f"{name} {summary.sent_late_ms[name]:.2f}" for name in ("p50", "p99"))
+        lines.append(f"Sent after the due time, in ms: {late}")
+        if summary.sent_late_ms["p99"] > _LATE_MS:
+            lines.append(
+                "The client sent too late, which adds to the latencies: lower --rate or raise "
+                "--processes."
+            )
+    busy = f"The client was busy {summary.client_busy:.0%} of a core"
+    if summary.client_busy < _BUSY:
+        lines.append(f"{busy}.")
+    else:
+        lines.append(
+            f"{busy}: it is the limit, not the service. Use --processes N, or wrk:\n"
+            "python -m benchmarks.http"
+        )
+    lines += [f"error: {count:,} x {kind}" for kind, count in summary.errors.items()]
+    if summary.interrupted:
+        lines.append("Interrupted: these are the results so far.")
+    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -158,19 +219,25 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", type=url, help="where the service listens")
-    add("--mode", default="closed", choices=("closed", "open"), help="see benchmarks/traffic.py")
-    add("--connections", default=32, type=positive_int, help="most connections at a time")
-    add("--rate", default=500.0, type=positive_float, help="requests a second, open loop")
+    add("--url", default="http://127.0.0.1:8000", type=url, help="address of the service")
+    add(
+        "--mode",
+        default="closed",
+        choices=("closed", "open"),
+        help="closed: each connection sends its next request after the previous answer; open: "
+        "requests are sent at random times, --rate per second, however fast the service is",
+    )
+    add("--connections", default=32, type=positive_int, help="maximum number at a time")
+    add("--rate", default=500.0, type=positive_float, help="requests per second in open mode")
     add("--duration", default=30.0, type=positive_float, help="seconds")
-    add("--images", default=1, type=positive_int, help="images a request")
-    add("--format", default="json", choices=get_args(Format), help="of the body")
-    add("--model", help="model to ask for; without it, the service's default one")
+    add("--images", default=1, type=positive_int, help="images per request")
+    add("--format", default="json", choices=get_args(Format), help="of the request body")
+    add("--model", help="model to request instead of the service's default")
     add("--timeout-ms", type=positive_int, help="sent as X-Request-Timeout-Ms")
-    add("--data", type=Path, help="folder of MNIST; without it, the weight file's ten images")
-    add("--weights", type=Path, help="the file served; without it, looked for in weights/")
+    add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
+    add("--weights", type=Path, help="the served file, if it is not in weights/")
     add("--processes", default=1, type=positive_int, help="that share connections and rate")
-    add("--seed", default=1, type=int, help="of the arrivals, open loop")
+    add("--seed", default=1, type=int, help="of the random times in open mode")
     add("--json", type=Path, help="file to write the results to")
     return parser
 

@@ -1,9 +1,10 @@
-"""`python -m benchmarks.reload`: one service, two versions of its model in turns, under load.
+"""`python -m benchmarks.reload`: a service that switches between two versions under load.
 
-Two clients ask all the time, one for single images and one for many at a time, and hold each answer
-against the version that it names: to the bit on the CPU, and on a GPU, which computes in another
-precision, within a hundredth of what tells the two versions apart. First without reloads, then
-with. Exit code: 0, 1 when an answer was wrong or missing, 2 when nothing was measured.
+Two clients send requests all the time, one with single images and one with many. Each answer is
+compared with the version that it names: bit by bit on the CPU; on a GPU, which computes in another
+precision, within a hundredth of the difference between the versions. The first phase has no
+reloads, the second one does. Exit code: 0, 1 when an answer was wrong or missing, 2 when nothing
+was measured.
 """
 
 from __future__ import annotations
@@ -30,28 +31,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.arguments import latest_weights, positive_int
-from benchmarks.machine import provenance
-from benchmarks.results import percentile
+from benchmarks.command import latest_weights, positive_int, provenance
 from benchmarks.servers import Server, ServerFailed, free_port, running
+from benchmarks.timing import percentile
 from lenet.cpu import CpuBackend
 from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
 
 _RAW = "application/octet-stream"
-_PATIENCE_S = 30.0
+_TIMEOUT_S = 30.0
 _POLL_S = 0.001
 _DISTRIBUTIONS = ("lenet-serve", "fastapi", "uvicorn", "onnxruntime")
 
 
 class ReloadFailed(Exception):
-    """An answer was wrong or did not come, or a reload did not end."""
+    """An answer was wrong or missing, or a reload did not complete."""
 
 
 class Caller:
-    """A client that asks for the same `images` on and on, on a thread and connection of its own.
+    """A client that sends the same `images` repeatedly, with its own thread and connection.
 
-    `expected`: by version, float32 probabilities; an answer may be `tolerance` off.
+    `expected`: float32 probabilities by version; answers may differ by `tolerance`.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class Caller:
         self._address = server.url.removeprefix("http://")
         self._body = images.tobytes()
         self._expected, self._tolerance = expected, tolerance
-        self.over = threading.Event()
+        self._over = threading.Event()
         self.latencies_s: list[float] = []
         self.by_version = dict.fromkeys(expected, 0)
         self.wrong = ""
@@ -75,15 +75,15 @@ class Caller:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.over.set()
+        self._over.set()
         self._thread.join()
 
     def _ask(self) -> None:
         headers = {"Content-Type": _RAW, "Accept": _RAW}
-        connection = http.client.HTTPConnection(self._address, timeout=_PATIENCE_S)
+        connection = http.client.HTTPConnection(self._address, timeout=_TIMEOUT_S)
         with contextlib.closing(connection):
-            while not self.over.is_set() and not self.wrong:
-                began_s = time.perf_counter()
+            while not self._over.is_set() and not self.wrong:
+                start_s = time.perf_counter()
                 try:
                     connection.request("POST", "/predict", self._body, headers)
                     response = connection.getresponse()
@@ -91,16 +91,17 @@ class Caller:
                 except (OSError, http.client.HTTPException) as exc:
                     self.wrong = repr(exc)
                     return
-                self.latencies_s.append(time.perf_counter() - began_s)
+                self.latencies_s.append(time.perf_counter() - start_s)
                 version = response.headers.get("X-Model-Version", "")
                 if response.status != 200:
                     self.wrong = f"{response.status}: {content[:200].decode(errors='replace')}"
-                elif not self._is_right(content, version):
-                    self.wrong = f"an answer is not what version {version!r} says"
+                elif not self.is_correct(content, version):
+                    self.wrong = f"an answer differs from version {version!r}"
                 else:
                     self.by_version[version] += 1
 
-    def _is_right(self, content: bytes, version: str) -> bool:
+    def is_correct(self, content: bytes, version: str) -> bool:
+        """Whether the body of an answer has the probabilities of `version`."""
         expected = self._expected.get(version)
         if expected is None or len(content) != expected.nbytes:
             return False
@@ -112,7 +113,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
     options = _parser().parse_args(arguments)
     try:
-        first = WeightFile.read(options.weights or latest_weights(Path("weights") / "lenet"))
+        first = WeightFile.read(options.weights or latest_weights())
     except (LeNetError, FileNotFoundError) as exc:
         print(f"reload: {exc}", file=sys.stderr)
         return 2
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def renamed(weights: WeightFile) -> WeightFile:
-    """The same network that takes each digit for the next one; its proof says the same."""
+    """The same network with its classes rotated by one, also in the golden vectors."""
     last = f"{list(weights.tensors)[-1].rpartition('.')[0]}."
     tensors = {
         name: np.roll(tensor, 1, axis=0) if name.startswith(last) else tensor
@@ -158,7 +159,7 @@ def _measure(files: Sequence[WeightFile], options: argparse.Namespace) -> dict[s
         files[1].write(folder / "kept")
 
         def alternate(number: int) -> str:
-            """Change the files; the version that is the highest now."""
+            """Add or remove version 2; returns the version to serve."""
             if number % 2:
                 (folder / "2.safetensors").unlink()
                 return "1"
@@ -173,7 +174,7 @@ def _measure(files: Sequence[WeightFile], options: argparse.Namespace) -> dict[s
         with running("lenet-serve", command, port, {}) as server:
             phase = partial(_phase, server, images, answers, tolerance)
             quiet = phase(lambda: time.sleep(options.duration))
-            # From the second version on both are kept on the device.
+            # Once both versions were loaded, the device keeps both.
             _reload(server, alternate, 2)
             reloading = phase(lambda: _reload(server, alternate, options.reloads))
     return {"without reloads": quiet, "with reloads": reloading}
@@ -186,7 +187,7 @@ def _phase(
     tolerance: float,
     work: Callable[[], None],
 ) -> dict[str, Any]:
-    before, began_s = _memory_mib(server.pid), time.perf_counter()
+    before, start_s = _memory_mib(server), time.perf_counter()
     with contextlib.ExitStack() as stack:
         callers = [
             stack.enter_context(
@@ -200,22 +201,22 @@ def _phase(
             for rows in (1, len(images))
         ]
         work()
-        passed_s = time.perf_counter() - began_s
+        passed_s = time.perf_counter() - start_s
     for caller in callers:
         if caller.wrong:
             raise ReloadFailed(caller.wrong)
-    told: dict[str, Any] = {"seconds": round(passed_s, 2)}
-    after = _memory_mib(server.pid)
-    told |= {name: [before[name], after[name]] for name in before}
+    found: dict[str, Any] = {"seconds": round(passed_s, 2)}
+    after = _memory_mib(server)
+    found |= {name: [before[name], after[name]] for name in before}
     for caller, rows in zip(callers, (1, len(images)), strict=True):
-        told[f"{rows} at a time"] = {
+        found[f"{rows} at a time"] = {
             "answers": caller.by_version,
             **{
                 f"p{share}_ms": round(1e3 * percentile(caller.latencies_s, share), 2)
                 for share in (50, 99, 100)
             },
         }
-    return told
+    return found
 
 
 def _reload(server: Server, alternate: Callable[[int], str], reloads: int) -> None:
@@ -224,12 +225,12 @@ def _reload(server: Server, alternate: Callable[[int], str], reloads: int) -> No
         for number in range(reloads):
             expected = alternate(number)
             os.kill(server.pid, signal.SIGHUP)
-            deadline_s = time.monotonic() + _PATIENCE_S
+            deadline_s = time.monotonic() + _TIMEOUT_S
             for version in _served(connection):
                 if version == expected:
                     break
                 if time.monotonic() > deadline_s:
-                    raise ReloadFailed(f"version {version} is served still, expected {expected}")
+                    raise ReloadFailed(f"version {version} is still served, expected {expected}")
 
 
 def _served(connection: http.client.HTTPConnection) -> Iterator[str]:
@@ -239,13 +240,12 @@ def _served(connection: http.client.HTTPConnection) -> Iterator[str]:
         time.sleep(_POLL_S)
 
 
-def _memory_mib(pid: int) -> dict[str, float | None]:
-    """Of the process and its children, and of the GPU; None what the system does not tell."""
+def _memory_mib(server: Server) -> dict[str, float | None]:
+    """Memory of the server's processes and of the GPU; None where the system does not report it."""
     try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
         pages = [
-            int(Path(f"/proc/{number}/statm").read_text(encoding="ascii").split()[1])
-            for number in (pid, *children)
+            int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+            for pid in server.pids()
         ]
         resident = round(sum(pages) * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
     except OSError:
@@ -253,8 +253,8 @@ def _memory_mib(pid: int) -> dict[str, float | None]:
     found: dict[str, float | None] = {"resident_mib": resident}
     if shutil.which("nvidia-smi"):
         query = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits"]
-        said = subprocess.run(query, capture_output=True, text=True, check=False).stdout
-        used = said.split()[:1]
+        output = subprocess.run(query, capture_output=True, text=True, check=False).stdout
+        used = output.split()[:1]
         found["gpu_mib"] = float(used[0]) if used and used[0].isdigit() else None
     return found
 
@@ -262,15 +262,15 @@ def _memory_mib(pid: int) -> dict[str, float | None]:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.reload",
-        description="Two versions of one model in turns, reloaded under load.",
+        description="Reload two versions of one model in turns, under load.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
-    add("--reloads", default=1000, type=positive_int)
-    add("--images", default=200, type=positive_int, help="in the larger requests")
-    add("--duration", default=10, type=positive_int, help="seconds without reloads, before")
-    add("--weights", type=Path, help="weight file; without it, weights/lenet's latest")
-    add("--device", choices=("cpu", "cuda"), default="cpu", help="what the service computes on")
+    add("--reloads", default=1000, type=positive_int, help="number of reloads")
+    add("--images", default=200, type=positive_int, help="per request of the second client")
+    add("--duration", default=10, type=positive_int, help="seconds of the phase without reloads")
+    add("--weights", type=Path, help="weight file, instead of the latest in weights/lenet")
+    add("--device", choices=("cpu", "cuda"), default="cpu", help="of the service")
     add("--service-args", default="", help="more arguments for the service, as one string")
     add("--json", type=Path, help="file to write the results to")
     return parser

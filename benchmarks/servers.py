@@ -1,11 +1,9 @@
-"""The servers under test: started, found ready and right, measured, stopped.
-
-It refuses to time a server whose answers are wrong.
-"""
+"""The servers under test: start on chosen cores, wait for readiness, check an answer, stop."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import shutil
 import socket
@@ -17,23 +15,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
+from benchmarks.digits import PreparedRequest, judge
 
-from benchmarks.answers import judge
-from benchmarks.digits import PreparedRequest
-
+_ROOT = Path(__file__).resolve().parents[1]
 _START_S = 60.0
 _STOP_S = 30.0
 _POLL_S = 0.05
 
 
 class ServerFailed(Exception):
-    """A server did not start or does not answer right; the message has the end of its log."""
+    """A server did not start or answered wrongly; the message has the end of its log."""
 
 
 @dataclass(frozen=True, slots=True)
 class Server:
-    """A running process that answers at `url` and logs to `log`; `paths` by the body's format."""
+    """A running process that listens at `url` and logs to `log`.
+
+    `paths`: the path for each format of a body.
+    """
 
     name: str
     url: str
@@ -41,22 +40,58 @@ class Server:
     pid: int
     log: Path
 
-    def said(self) -> str:
+    def logged(self) -> str:
         """Its log so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
-    def cpu_s(self) -> float | None:
-        """Seconds of processor time it took so far, None where the system does not tell.
+    def pids(self) -> list[int]:
+        """The process and its descendants.
 
-        Its children's only when they have ended.
+        Raises:
+            OSError: the system has no /proc, or the process ended.
         """
+        found = [self.pid]
+        for pid in found:
+            children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii")
+            found += map(int, children.split())
+        return found
+
+    def cpu_s(self) -> float | None:
+        """The CPU time of the process and its running descendants; None without /proc."""
         try:
-            content = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii", errors="replace")
+            return sum(map(_cpu_s, self.pids()))
         except OSError:
             return None
-        # proc(5): the name, in parentheses, may itself hold spaces; utime and stime follow.
-        ticks = content.rpartition(")")[2].split()[11:13]
-        return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+
+    def get(self, path: str) -> tuple[int, bytes]:
+        """Status and body of GET `path`.
+
+        Raises:
+            OSError: there was no answer.
+            http.client.HTTPException: the answer was not HTTP.
+        """
+        return self._exchange("GET", path, None, {}, timeout_s=5)
+
+    def post(self, path: str, body: bytes, content_type: str) -> tuple[int, bytes]:
+        """Status and body of POST `path`; raises as `get`."""
+        return self._exchange("POST", path, body, {"Content-Type": content_type}, timeout_s=30)
+
+    def _exchange(
+        self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout_s: float
+    ) -> tuple[int, bytes]:
+        address = self.url.removeprefix("http://")
+        connection = http.client.HTTPConnection(address, timeout=timeout_s)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers)
+            response = connection.getresponse()
+            return response.status, response.read()
+
+
+def _cpu_s(pid: int) -> float:
+    content = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    # proc(5): the name, in parentheses, may contain spaces; fields 14 and 15 are utime and stime.
+    ticks = content.rpartition(")")[2].split()[11:13]
+    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
 
 
 @contextlib.contextmanager
@@ -66,28 +101,32 @@ def running(
     port: int,
     paths: dict[str, str],
     environment: Mapping[str, str] | None = None,
+    checkout: Path = _ROOT,
 ) -> Iterator[Server]:
-    """`command`, a Python module with its arguments, until the block is left.
+    """Run `command`, a Python module with its arguments, from the packages of `checkout`.
 
-    `environment` comes on top of this process's.
+    `environment` is added to this process's.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
     """
     url = f"http://127.0.0.1:{port}"
+    packages = os.pathsep.join([str(checkout), *filter(None, [os.environ.get("PYTHONPATH")])])
     with tempfile.NamedTemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *command],
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, **(environment or {})},
+            # `-m` imports from the working directory before PYTHONPATH.
+            cwd=checkout,
+            env={**os.environ, "PYTHONPATH": packages, **(environment or {})},
         )
         server = Server(name, url, paths, process.pid, Path(log.name))
         try:
             deadline_s = time.monotonic() + _START_S
-            while not _ready(url):
+            while not _ready(server):
                 if process.poll() is not None or time.monotonic() > deadline_s:
-                    tail = server.said()[-1000:]
+                    tail = server.logged()[-1000:]
                     raise ServerFailed(f"{name} did not become ready at {url}:\n{tail}")
                 time.sleep(_POLL_S)
             yield server
@@ -106,14 +145,17 @@ def lenet_serve(
     model: str,
     arguments: Sequence[str],
     environment: Mapping[str, str] | None = None,
+    *,
+    name: str = "lenet-serve",
+    checkout: Path = _ROOT,
 ) -> Iterator[Server]:
-    """Our service on the one file `weights`, of the architecture `model`.
+    """Our service with only the file `weights`, of the architecture `model`.
 
     Raises:
         ServerFailed: as `running`.
     """
     with tempfile.TemporaryDirectory() as folder:
-        # A folder with this one model in it: what else is under weights/ would be loaded too.
+        # A folder of its own: the service would also load the other models under weights/.
         served = Path(folder) / model / "1.safetensors"
         served.parent.mkdir()
         shutil.copyfile(weights, served)
@@ -121,7 +163,7 @@ def lenet_serve(
         command = ["service", f"--port={port}", "--grpc-port=0"]
         command += [f"--default-model={model}", f"--weights={folder}", *arguments]
         paths = {"json": "/predict", "raw": "/predict"}
-        with running("lenet-serve", command, port, paths, environment) as server:
+        with running(name, command, port, paths, environment, checkout) as server:
             yield server
 
 
@@ -129,18 +171,19 @@ def check_answer(server: Server, path: str, request: PreparedRequest) -> None:
     """Send `request` once.
 
     Raises:
-        ServerFailed: the answer is malformed or not what the model says.
+        ServerFailed: there was no well-formed answer, or its labels are not the model's.
     """
-    headers = {"Content-Type": request.content_type}
-    with httpx.Client(base_url=server.url, timeout=30, trust_env=False) as client:
-        response = client.post(path, content=request.body, headers=headers)
-    found = response.text[:200]
-    if response.status_code != 200:
-        raise ServerFailed(f"{server.name} answers {response.status_code} at {path}: {found}")
-    verdict = judge(response.content, request)
+    try:
+        status, content = server.post(path, request.body, request.content_type)
+    except (OSError, http.client.HTTPException) as exc:
+        raise ServerFailed(f"{server.name} does not answer at {path}: {exc!r}") from exc
+    start = content[:200].decode(errors="replace")
+    if status != 200:
+        raise ServerFailed(f"{server.name} answers {status} at {path}: {start}")
+    verdict = judge(content, request)
     if verdict.error or verdict.wrong_labels:
         what = verdict.error or f"{verdict.wrong_labels} wrong labels"
-        raise ServerFailed(f"{server.name} answers wrongly at {path}, {what}: {found}")
+        raise ServerFailed(f"{server.name} answers wrongly at {path}, {what}: {start}")
 
 
 def free_port() -> int:
@@ -151,8 +194,54 @@ def free_port() -> int:
         return port
 
 
-def _ready(url: str) -> bool:
+def _ready(server: Server) -> bool:
     try:
-        return httpx.get(f"{url}/readyz", timeout=5, trust_env=False).status_code == 200
-    except httpx.TransportError:
+        return server.get("/readyz")[0] == 200
+    except (OSError, http.client.HTTPException):
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Cores:
+    """The core numbers of each, disjoint unless there is only one core."""
+
+    service: tuple[int, ...]
+    load: tuple[int, ...]
+
+    def __str__(self) -> str:
+        if self.service == self.load:
+            return f"core {spans(self.load)} for service and load: only ratios mean something"
+        return f"cores {spans(self.service)} for the service, {spans(self.load)} for the load"
+
+
+def split(available: Sequence[int], load: int) -> Cores:
+    """Give the last `load` cores, at most all but one, to the load and the rest to the service.
+
+    A single core is shared.
+    """
+    load = min(load, len(available) - 1)
+    if not load:
+        return Cores(tuple(available), tuple(available))
+    return Cores(tuple(available[:-load]), tuple(available[-load:]))
+
+
+def spans(numbers: Sequence[int]) -> str:
+    """Ascending numbers in the notation of `taskset --cpu-list`: 0-3,8."""
+    ends: list[list[int]] = []
+    for number in numbers:
+        if ends and number == ends[-1][1] + 1:
+            ends[-1][1] = number
+        else:
+            ends.append([number, number])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in ends)
+
+
+@contextlib.contextmanager
+def on(cores: Sequence[int]) -> Iterator[None]:
+    """Run this thread on `cores` inside the block; processes started there stay on them."""
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cores)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)

@@ -1,9 +1,9 @@
-"""`python -m benchmarks.training`: training on this GPU, beside PyTorch in the same process.
+"""`python -m benchmarks.training`: training on this GPU, compared with PyTorch in one process.
 
-Three questions, each asked for with --only: what one step costs in each precision and in PyTorch;
-how long a network takes to 99 % of the test images; how good the default recipe is, in float32
-and in mixed precision. Seeds are 1, 2, 3, ...; the test images are looked at after a run, never
-to choose anything. Exit code: 0, 1 when PyTorch was not measured, 2 when there is no GPU.
+--only selects parts: `step`, the time of a step in each precision and in PyTorch; `time`, the time
+to 99 % accuracy on the test images; `accuracy`, the default recipe's accuracy in float32 and in
+mixed precision. Seeds are 1, 2, 3, ...; test images are evaluated after a run and choose nothing.
+Exit code: 0, 1 when PyTorch was not measured, 2 when there is no GPU.
 """
 
 from __future__ import annotations
@@ -20,23 +20,21 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.arguments import positive_int
-from benchmarks.machine import commit
-from benchmarks.peers.torch_training import PeerMissing, measure
-from benchmarks.stopwatch import cupy_timer
+from benchmarks.baselines.torch_step import MODES
+from benchmarks.baselines.torch_training import BaselineUnavailable, measure
+from benchmarks.command import commit, missing_library, positive_int
+from benchmarks.timing import cupy_timer
 from lenet.cuda.engine_cache import PlanCache, default_cache
 from lenet.errors import LeNetError
 from lenet.model import named
 from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainerError
-from trainer.loop import run_of, train
 from trainer.mnist import Dataset, Digits, load
 from trainer.network import Network, initial_tensors
 from trainer.optimizer import Sgd
 from trainer.settings import Fit, Precision
-from trainer.step import take_step
 
-QUESTIONS = ("step", "time", "accuracy")
+PARTS = ("step", "time", "accuracy")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "mixed")
 
 STEPS, ROUNDS = 200, 9
@@ -49,36 +47,38 @@ FAST = {
     "shear": 0.0,
     "shift": 0.0,
 }
-"""What differs from the default recipe in a run to 99 %; chosen on the validation images."""
+"""The run to 99 % differs from the default recipe in these; chosen on the validation images."""
 
 
 def recipe(precision: Precision, seed: int, **fields: Any) -> Fit:
-    """The default recipe of a GPU, but for `fields`."""
+    """The default recipe on a GPU with `fields` replaced."""
     return Fit(precision=precision, seed=seed, **fields).resolved("cuda")
 
 
 def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[list[float], int]:
-    """(the time of a captured step of lenet in each round, device memory in bytes).
+    """(time of a captured step of lenet in us in each round, device memory in bytes).
 
-    Everything is in the step: the choice of images, augmentation, forward, backward, update.
+    The step includes the choice of images, augmentation, forward, backward and update.
     """
     import cupy
 
+    from trainer.loop import run_of
     from trainer.ops_cuda.ops import CudaOps
+    from trainer.step import take_step
 
     random = np.random.default_rng(1)
     images = random.integers(0, 256, (60_000, 28, 28), np.uint8)
     digits = Digits(images, random.integers(0, 10, 60_000).astype(np.uint8))
-    # A step beyond the last would have no rate: as many epochs as the steps taken below need.
+    # Every step needs a learning rate: at least as many epochs as the steps taken below.
     epochs = max(60, -(-(1 + rounds) * STEPS // (len(digits) // batch)))
-    wanted = recipe(precision, 1, batch=batch, epochs=epochs)
+    fit = recipe(precision, 1, batch=batch, epochs=epochs)
     model = named("lenet")
     with CudaOps(precision, cache=PlanCache(default_cache())) as ops:
         network = Network(model, initial_tensors(model, random), ops)
         optimizer = Sgd(
-            model, network.parameters, ops, wanted.momentum, wanted.weight_decay, wanted.nesterov
+            model, network.parameters, ops, fit.momentum, fit.weight_decay, fit.nesterov
         )
-        progress = ops.start(run_of(wanted, digits))
+        progress = ops.start(run_of(fit, digits))
         repeat = ops.record(lambda: take_step(network, optimizer, progress))
         for _ in range(STEPS):
             repeat()
@@ -89,25 +89,26 @@ def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[lis
     return times, memory
 
 
-def trained(dataset: Dataset, wanted: Fit) -> tuple[float, float]:
+def trained(dataset: Dataset, fit: Fit) -> tuple[float, float]:
     """(seconds from the first step to the last, accuracy on the test images in percent)."""
+    from trainer.loop import train
     from trainer.ops_cuda.ops import CudaOps
 
-    training, validation = dataset.hold_out(wanted.validation_images)
-    model = named(wanted.model)
-    assert wanted.precision != "auto", "bug: the recipe is not resolved"
+    training, validation = dataset.hold_out(fit.validation_images)
+    model = named(fit.model)
+    assert fit.precision != "auto", "bug: the recipe is not resolved"
     cache = PlanCache(default_cache())
-    with tempfile.TemporaryDirectory() as folder, CudaOps(wanted.precision, cache=cache) as ops:
-        tensors = initial_tensors(model, np.random.default_rng(wanted.seed))
-        network = Network(model, tensors, ops, wanted.dropout)
-        checkpoint = Checkpoint(Path(folder), wanted, dataset.sha256)
-        _, seconds = train(network, wanted, training, validation, checkpoint, leader=False)
+    with tempfile.TemporaryDirectory() as folder, CudaOps(fit.precision, cache=cache) as ops:
+        tensors = initial_tensors(model, np.random.default_rng(fit.seed))
+        network = Network(model, tensors, ops, fit.dropout)
+        checkpoint = Checkpoint(Path(folder), fit, dataset.sha256)
+        _, seconds = train(network, fit, training, validation, checkpoint, leader=False)
         tensors = network.tensors
-    # What is served is float32: so is what is counted.
+    # Evaluated in float32, as the weight file stores them.
     with CudaOps("fp32", cache=cache) as ops:
         logits = Network(model, tensors, ops).logits(dataset.test.images)
-    right = np.count_nonzero(logits.argmax(axis=1) == dataset.test.labels)
-    return seconds, 100 * float(right) / len(dataset.test)
+    correct = np.count_nonzero(logits.argmax(axis=1) == dataset.test.labels)
+    return seconds, 100 * float(correct) / len(dataset.test)
 
 
 def spread(values: Sequence[float]) -> dict[str, Any]:
@@ -120,8 +121,8 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def ask_step(batch: int, ways: Sequence[str], result: dict[str, Any]) -> int:
-    """Steps of both, ours before and after PyTorch's; 1 if PyTorch was not measured."""
+def run_step(batch: int, modes: Sequence[str], result: dict[str, Any]) -> int:
+    """Time steps of both, ours before and after PyTorch's; 1 if PyTorch was not measured."""
     rounds: dict[Precision, list[float]] = {precision: [] for precision in PRECISIONS}
 
     def ours() -> None:
@@ -133,10 +134,10 @@ def ask_step(batch: int, ways: Sequence[str], result: dict[str, Any]) -> int:
     ours()
     code = 0
     try:
-        peer = measure("lenet", batch, "tf32", ways, report=lambda line: print(line, flush=True))
-        result["torch"] = {f"{way}_us": peer[f"{way}_us"] for way in ways}
-        result["torch"]["details"] = peer
-    except PeerMissing as exc:
+        torch = measure("lenet", batch, "tf32", modes, report=lambda line: print(line, flush=True))
+        result["torch"] = {f"{mode}_us": torch[f"{mode}_us"] for mode in modes}
+        result["torch"]["details"] = torch
+    except BaselineUnavailable as exc:
         print(exc, file=sys.stderr)
         code = 1
     ours()
@@ -153,8 +154,8 @@ def ask_step(batch: int, ways: Sequence[str], result: dict[str, Any]) -> int:
     return code
 
 
-def ask_time(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
-    """Short runs in mixed precision."""
+def run_time(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
+    """Time the short recipe in mixed precision."""
     runs = [trained(dataset, recipe("mixed", seed, **FAST)) for seed in range(1, seeds + 1)]
     seconds, accuracies = spread([run[0] for run in runs]), spread([run[1] for run in runs])
     result["time_to_99"] = {
@@ -174,8 +175,8 @@ def ask_time(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
     )
 
 
-def ask_accuracy(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
-    """The default recipe in float32 and mixed precision."""
+def run_accuracy(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
+    """Evaluate the default recipe in float32 and in mixed precision."""
     for precision, key in (("fp32", "accuracy"), ("mixed", "accuracy_mixed")):
         chosen: Precision = "fp32" if precision == "fp32" else "mixed"
         runs = [trained(dataset, recipe(chosen, seed)) for seed in range(1, seeds + 1)]
@@ -191,35 +192,38 @@ def ask_accuracy(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
-    asked = _parser().parse_args(arguments)
+    options = _parser().parse_args(arguments)
     try:
-        import cupy
-
         from lenet.cuda.device import devices
 
         devices()
+        import cupy
+
         name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         result: dict[str, Any] = {
             "device": name,
             "date": datetime.now(UTC).date().isoformat(),
-            "commit": asked.commit or commit(),
-            "batch": asked.batch,
+            "commit": options.commit or commit(),
+            "batch": options.batch,
         }
-        if asked.json and asked.json.exists():
-            result = json.loads(asked.json.read_text()) | result
+        if options.json and options.json.exists():
+            result = json.loads(options.json.read_text()) | result
         code = 0
-        dataset = load(asked.data) if {"time", "accuracy"} & set(asked.only) else None
-        for question in asked.only:
-            if question == "step":
-                code = ask_step(asked.batch, asked.ways, result)
-            elif question == "time":
-                ask_time(dataset, asked.time_seeds, result)
+        dataset = load(options.data) if {"time", "accuracy"} & set(options.only) else None
+        for part in options.only:
+            if part == "step":
+                code = run_step(options.batch, options.modes, result)
+            elif part == "time":
+                run_time(dataset, options.time_seeds, result)
             else:
-                ask_accuracy(dataset, asked.seeds, result)
-            if asked.json:  # at once: the next question may take minutes
-                asked.json.parent.mkdir(parents=True, exist_ok=True)
-                asked.json.write_text(json.dumps(result, indent=1) + "\n")
-    except (ImportError, LeNetError, TrainerError) as exc:
+                run_accuracy(dataset, options.seeds, result)
+            if options.json:  # after each part: the next one may take minutes
+                options.json.parent.mkdir(parents=True, exist_ok=True)
+                options.json.write_text(json.dumps(result, indent=1) + "\n")
+    except ImportError as exc:
+        print(missing_library(exc), file=sys.stderr)
+        return 2
+    except (LeNetError, TrainerError) as exc:
         print(exc, file=sys.stderr)
         return 2
     return code
@@ -227,22 +231,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.training", description=(__doc__ or "").split("\n\n")[0]
+        prog="python -m benchmarks.training",
+        description="Measure training on this GPU, compared with PyTorch.",
     )
-    parser.add_argument("--only", nargs="+", choices=QUESTIONS, default=QUESTIONS)
-    parser.add_argument("--batch", type=positive_int, default=256, help="images in a step")
-    parser.add_argument(
-        "--ways",
+    add = parser.add_argument
+    add("--only", nargs="+", choices=PARTS, default=PARTS)
+    add("--batch", type=positive_int, default=256, help="images per step")
+    add(
+        *("--modes", "--ways"),
         nargs="+",
-        choices=("eager", "graph", "compile"),
-        default=("eager", "graph", "compile"),
-        help="of PyTorch; compile takes minutes",
+        choices=MODES,
+        default=MODES,
+        help="PyTorch's execution modes to measure; compile takes minutes",
     )
-    parser.add_argument("--time-seeds", type=positive_int, default=30, help="runs to 99 %%")
-    parser.add_argument("--seeds", type=positive_int, default=10, help="runs of the recipe")
-    parser.add_argument("--data", type=Path, default=Path("data/mnist"), help="the MNIST files")
-    parser.add_argument("--commit", help="what to note where there is no repository")
-    parser.add_argument("--json", type=Path, help="write everything measured, kept what is there")
+    add("--time-seeds", type=positive_int, default=30, help="runs to 99 %%")
+    add("--seeds", type=positive_int, default=10, help="runs of the default recipe per precision")
+    add("--data", type=Path, default=Path("data/mnist"), help="folder of the MNIST files")
+    add("--commit", help="commit to record where there is no repository")
+    add("--json", type=Path, help="file to update with the results")
     return parser
 
 

@@ -1,9 +1,9 @@
 """`python -m benchmarks.workers`: single images over HTTP, answered by 1, 2, 4 and 8 workers.
 
-Closed loop, the same number of connections a worker; service and load have cores of their own, and
-which they are is told. On a GPU the workers share it once through MPS and once without. Before that
-one connection alone, beside a bare uvicorn that computes nothing. Exit code: 0, 1 when an answer
-failed, 2 when nothing was measured.
+The load is a closed loop with the same number of connections per worker. Service and load run on
+separate cores, which are printed. On a GPU, several workers are measured with MPS and without. A
+first measurement compares one connection with a bare uvicorn that computes nothing. Exit code: 0,
+1 when an answer failed, 2 when nothing was measured.
 """
 
 from __future__ import annotations
@@ -22,22 +22,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from benchmarks.arguments import positive_int
-from benchmarks.cores import Cores, on, spans, split
-from benchmarks.crew import send_from_processes
+from benchmarks.command import latest_weights, missing_library, positive_int, provenance
 from benchmarks.digits import PreparedRequest, prepare_requests, read_digits
-from benchmarks.http import latest_weights
-from benchmarks.machine import provenance
-from benchmarks.results import summarise
 from benchmarks.servers import (
+    Cores,
     Server,
     ServerFailed,
     check_answer,
     free_port,
     lenet_serve,
+    on,
     running,
+    spans,
+    split,
 )
-from benchmarks.traffic import Load
 from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
 from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
@@ -53,7 +51,7 @@ _DISTRIBUTIONS = ("lenet-serve", "uvicorn", "uvloop", "httptools", "onnxruntime"
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What `n` workers did together, medians of rounds; `mps`: they shared the GPU through it."""
+    """The medians of rounds of `n` workers; `mps`: they shared the GPU through MPS."""
 
     n: int
     mps: bool
@@ -63,21 +61,21 @@ class Row:
     requests_per_s_rounds: tuple[float, ...]
 
 
-Seen: TypeAlias = tuple[float, float, float]
-"""Requests a second, p50 and p99 in us, of a round in which every answer was good."""
+Measured: TypeAlias = tuple[float, float, float]
+"""Requests per second, p50 and p99 in us, of a round without a failed answer."""
 
-Send: TypeAlias = Callable[[Server, int, int], Seen]
-"""A round of load on a server: connections, seconds."""
+Send: TypeAlias = Callable[[Server, int, int], Measured]
+"""`send(server, connections, seconds)`: a round of load."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit code."""
     options = _parser().parse_args(arguments)
     if not hasattr(os, "sched_setaffinity"):
-        print("workers: needs Linux, to give service and load cores of their own", file=sys.stderr)
+        print("workers: needs Linux, to pin service and load to separate cores", file=sys.stderr)
         return 2
     try:
-        path = options.weights or latest_weights(Path("weights") / "lenet")
+        path = options.weights or latest_weights()
         weights = WeightFile.read(path)
         requests = prepare_requests(read_digits(options.data, weights), weights, "raw", 1)
     except (LeNetError, TrainerError, FileNotFoundError) as exc:
@@ -85,11 +83,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 2
     available = sorted(os.sched_getaffinity(0))
     cores = split(available, options.load_cores or max(1, len(available) // 4))
-    print(f"{cores}; {options.connections} connections a worker")
+    print(f"{cores}; {options.connections} connections per worker")
     bench = Bench(path, weights.model.name, requests[0], cores, options)
     rows: list[Row] = []
     try:
-        with generator(requests, len(cores.load)) as (name, send):
+        with load_generator(requests, len(cores.load)) as (name, send):
             how = {
                 **provenance(_DISTRIBUTIONS),
                 "device": options.device,
@@ -107,6 +105,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for row in bench.rows(send):
                 rows.append(row)
                 merge_into(options.json, {"workers": [asdict(one) for one in rows]})
+    except ImportError as exc:
+        print(f"workers: without wrk {missing_library(exc)}", file=sys.stderr)
+        return 2
     except (WrkFailed, ServerFailed) as exc:
         print(f"workers: {exc}", file=sys.stderr)
         return 1
@@ -115,18 +116,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 @contextlib.contextmanager
-def generator(requests: Sequence[PreparedRequest], cores: int) -> Iterator[tuple[str, Send]]:
-    """What sends the load, named: wrk's threads where it is installed, else Python processes."""
+def load_generator(requests: Sequence[PreparedRequest], cores: int) -> Iterator[tuple[str, Send]]:
+    """(name, send): wrk with a thread per core where it is installed, else Python processes."""
     try:
         wrk = find_wrk()
     except WrkFailed:
-        yield f"{cores} Python processes (without wrk it may be the limit)", _ours(requests, cores)
+        send = _send_from_python(requests, cores)
+        yield f"{cores} Python processes (without wrk they may be the limit)", send
         return
     with tempfile.TemporaryDirectory() as folder:
         bodies = [request.body for request in requests]
         script = write_script(Path(folder), _PATH, requests[0].content_type, bodies)
 
-        def send(server: Server, connections: int, duration_s: int) -> Seen:
+        def send(server: Server, connections: int, duration_s: int) -> Measured:
             threads = min(cores, connections)
             found = run_wrk(wrk, script, server.url, connections, duration_s, threads)
             return found.requests_per_s, found.p50_ms * 1e3, found.p99_ms * 1e3
@@ -134,12 +136,15 @@ def generator(requests: Sequence[PreparedRequest], cores: int) -> Iterator[tuple
         yield f"wrk on {cores} threads", send
 
 
-def _ours(requests: Sequence[PreparedRequest], processes: int) -> Send:
-    def send(server: Server, connections: int, duration_s: int) -> Seen:
+def _send_from_python(requests: Sequence[PreparedRequest], processes: int) -> Send:
+    from benchmarks.load import Load, summarise
+    from benchmarks.load_processes import send_from_processes
+
+    def send(server: Server, connections: int, duration_s: int) -> Measured:
         load = Load(server.url, "closed", connections, 1.0, duration_s, seed=1)
         found = summarise(send_from_processes(load, requests, min(processes, connections)))
         if found.errors or not found.requests:
-            raise ServerFailed(f"{server.name} failed {found.errors} of {found.requests} requests")
+            raise ServerFailed(f"{server.name}: of {found.requests} requests failed {found.errors}")
         return found.requests_per_s, found.latency_ms["p50"] * 1e3, found.latency_ms["p99"] * 1e3
 
     return send
@@ -147,7 +152,7 @@ def _ours(requests: Sequence[PreparedRequest], processes: int) -> Send:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """The servers, started on their cores, and what the load sees of them."""
+    """Starts servers on their cores and measures them under load."""
 
     weights: Path
     model: str
@@ -156,32 +161,32 @@ class Bench:
     options: argparse.Namespace
 
     def single(self, send: Send) -> dict[str, Any]:
-        """Medians of p50 in us of one connection, ours and the bare server's in turns."""
+        """The p50 in us of one connection, for our service and the bare server in turns."""
         with contextlib.ExitStack() as stack:
             ours = stack.enter_context(self._service(1, mps=False))
             port = free_port()
             with on(self.cores.service):
-                command = ["benchmarks.peers.bare_uvicorn", f"--port={port}"]
+                command = ["benchmarks.baselines.bare_uvicorn", f"--port={port}"]
                 bare = stack.enter_context(running("bare uvicorn", command, port, {}))
             rounds = list(self._in_turns([ours, bare], 1, send))
-        told: dict[str, Any] = {}
+        found: dict[str, Any] = {}
         for name, index in (("ours", 0), ("bare", 1)):
             values = [one[index][1] for one in rounds]
-            told |= {f"{name}_p50_us": statistics.median(values), f"{name}_p50_us_rounds": values}
-        return told
+            found |= {f"{name}_p50_us": statistics.median(values), f"{name}_p50_us_rounds": values}
+        return found
 
     def rows(self, send: Send) -> Iterator[Row]:
-        """Of each number of workers, of several on a GPU with MPS, if there is one, and without."""
+        """A row per number of workers; for several on a GPU one with MPS and one without."""
         for n in self.options.workers:
-            ways = [False] if n == 1 or self.options.device == "cpu" else [True, False]
-            for mps in ways:
+            choices = [False] if n == 1 or self.options.device == "cpu" else [True, False]
+            for mps in choices:
                 if mps and self.options.no_mps:
                     continue
                 with self._service(n, mps=mps) as server:
-                    shared = "MPS: found" in server.said() or "MPS: started" in server.said()
+                    shared = "MPS: found" in server.logged() or "MPS: started" in server.logged()
                     if mps and not shared:
-                        lines = [line for line in server.said().splitlines() if "no MPS" in line]
-                        print("\n".join(lines) or "no worker uses a GPU: no MPS", file=sys.stderr)
+                        lines = [line for line in server.logged().splitlines() if "no MPS" in line]
+                        print("\n".join(lines) or "no MPS: no worker uses a GPU", file=sys.stderr)
                         continue
                     many = n * self.options.connections
                     rounds = [one for (one,) in self._in_turns([server], many, send)]
@@ -195,17 +200,17 @@ class Bench:
         with contextlib.ExitStack() as stack:
             environment = {}
             if not mps:
-                # CUDA itself looks for a daemon; here there is none.
+                # CUDA looks for an MPS daemon in this folder, and finds none.
                 environment[PIPE] = stack.enter_context(tempfile.TemporaryDirectory())
             with on(self.cores.service):
                 server = stack.enter_context(
                     lenet_serve(self.weights, self.model, arguments, environment)
                 )
             deadline_s = time.monotonic() + _START_S
-            while server.said().count("ready: HTTP") < n:
+            while server.logged().count("ready: HTTP") < n:
                 if time.monotonic() > deadline_s:
                     raise ServerFailed(
-                        f"not all of {n} workers are ready:\n{server.said()[-1000:]}"
+                        f"not all {n} workers became ready:\n{server.logged()[-1000:]}"
                     )
                 time.sleep(_POLL_S)
             check_answer(server, _PATH, self.probe)
@@ -213,8 +218,8 @@ class Bench:
 
     def _in_turns(
         self, servers: Sequence[Server], connections: int, send: Send
-    ) -> Iterator[list[Seen]]:
-        """A round of each server after another, `options.rounds` times, after one that is short."""
+    ) -> Iterator[list[Measured]]:
+        """`options.rounds` rounds, the servers in turns, after a short warm-up round of each."""
         for turn in range(self.options.rounds + 1):
             duration_s = self.options.duration if turn else _WARM_UP_S
             with on(self.cores.load):
@@ -224,7 +229,7 @@ class Bench:
 
 
 def merge_into(path: Path | None, measured: dict[str, Any]) -> None:
-    """Write `measured` into the JSON object in `path`, if there is one; what else it has stays."""
+    """Update the JSON object in `path` with `measured`; None writes nothing."""
     if path is None:
         return
     document = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
@@ -232,7 +237,7 @@ def merge_into(path: Path | None, measured: dict[str, Any]) -> None:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line a row; the ratio is that to one worker, where one was measured."""
+    """A line per row; the ratio is to one worker, if that was measured."""
     one = next((row.requests_per_s for row in rows if row.n == 1), None)
     lines = [
         f"{'workers':>7}  {'MPS':<4}{'requests/s':>11}{'p50 us':>10}{'p99 us':>10}{'ratio':>8}"
@@ -249,21 +254,28 @@ def table(rows: Sequence[Row]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.workers",
-        description="Single images over HTTP, answered by one worker and by several.",
+        description="Measure single images over HTTP with one worker and with several.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
     add("--device", default="auto", choices=("auto", "cpu", "cuda"), help="of the service")
-    add("--workers", default=[1, 2, 4, 8], nargs="+", type=positive_int, metavar="N")
-    add("--no-mps", action="store_true", help="leave out the runs under MPS")
-    add("--connections", default=32, type=positive_int, help="a worker")
-    add("--load-cores", type=positive_int, help="for the load; without it, a quarter of all")
-    add("--rounds", default=3, type=positive_int, help="whose medians are taken")
+    add(
+        "--workers",
+        default=[1, 2, 4, 8],
+        nargs="+",
+        type=positive_int,
+        metavar="N",
+        help="numbers of workers to measure",
+    )
+    add("--no-mps", action="store_true", help="measure only without MPS")
+    add("--connections", default=32, type=positive_int, help="per worker")
+    add("--load-cores", type=positive_int, help="cores for the load, instead of a quarter of all")
+    add("--rounds", default=3, type=positive_int, help="whose medians are reported")
     add("--duration", default=5, type=positive_int, help="seconds of a round")
-    add("--data", type=Path, help="folder of MNIST; without it, the weight file's ten images")
-    add("--weights", type=Path, help="weight file; without it, weights/lenet's latest")
+    add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
+    add("--weights", type=Path, help="weight file, instead of the latest in weights/lenet")
     add("--service-args", default="", help="more arguments for the service, as one string")
-    add("--json", type=Path, help="file to write the results into, beside what it holds")
+    add("--json", type=Path, help="file to update with the results")
     return parser
 
 

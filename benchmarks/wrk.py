@@ -1,7 +1,7 @@
-"""wrk as a load generator: C, so that two cores are left to what is measured, nearly.
+"""wrk as a load generator: written in C, it uses far less CPU time than one in Python.
 
-It sends prepared bodies in turn over kept-alive connections, closed loop. It refuses to look at
-what comes back beyond the status; `benchmarks.load_test` does that.
+It sends prepared bodies in turn over kept-alive connections, in a closed loop, and checks only the
+status of the answers; `benchmarks.load_test` checks their content.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ end
 
 
 class WrkFailed(Exception):
-    """wrk is missing, ended in error, or saw answers that were none; the message says which."""
+    """wrk is missing, ended in error, or got bad answers; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class WrkResult:
-    """Of one run in which every answer was 2xx."""
+    """The numbers of a run in which every answer was 2xx."""
 
     requests: int
     requests_per_s: float
@@ -76,7 +76,7 @@ def find_wrk() -> str:
 
 
 def write_script(folder: Path, path: str, content_type: str, bodies: Sequence[bytes]) -> Path:
-    """A Lua script in `folder` that sends `bodies` in turn to `path`, and tells of it in JSON."""
+    """Write a Lua script to `folder` that sends `bodies` in turn and prints its result as JSON."""
     content = folder / "bodies"
     content.write_bytes(b"".join(bodies))
     script = folder / "requests.lua"
@@ -95,7 +95,7 @@ def write_script(folder: Path, path: str, content_type: str, bodies: Sequence[by
 def run_wrk(
     wrk: str, script: Path, url: str, connections: int, duration_s: int, threads: int = 1
 ) -> WrkResult:
-    """One run on `threads` threads, at most one a connection.
+    """One run on `threads` threads, at most one per connection.
 
     Raises:
         WrkFailed: it ended in error, or an answer was not 2xx, or a connection broke.
@@ -112,10 +112,10 @@ def run_wrk(
 
 
 def parse_output(output: str, errors: str = "") -> WrkResult:
-    """What the script's last line says.
+    """The result that the script printed in its last line.
 
     Raises:
-        WrkFailed: there is none, or it tells of failures.
+        WrkFailed: there is none, or it counts failures.
     """
     lines = [line for line in output.splitlines() if line.startswith("RESULT ")]
     if not lines:
@@ -123,9 +123,8 @@ def parse_output(output: str, errors: str = "") -> WrkResult:
     result = json.loads(lines[-1].removeprefix("RESULT "))
     if result["bad_status"] or result["socket_errors"] or not result["requests"]:
         raise WrkFailed(
-            f"of {result['requests']} answers {result['bad_status']} were not 2xx, "
-            f"{result['socket_errors']} connections broke or timed out; expected answers and none "
-            "of these"
+            f"of {result['requests']} answers {result['bad_status']} were not 2xx, and "
+            f"{result['socket_errors']} connections broke or timed out; expected neither"
         )
     return WrkResult(
         requests=result["requests"],
@@ -137,7 +136,7 @@ def parse_output(output: str, errors: str = "") -> WrkResult:
 
 
 def _lua(text: str) -> str:
-    """`text` as a Lua string: decimal escapes for all that is not plain."""
+    """`text` as a Lua string, with decimal escapes for everything but plain ASCII."""
     plain = "".join(
         chr(byte) if 32 <= byte < 127 and chr(byte) not in '"\\' else f"\\{byte:03d}"
         for byte in text.encode()

@@ -1,4 +1,4 @@
-"""A service that answers as it is told to, in memory and on a port."""
+"""A scripted service, in memory and on a port, and requests that it knows."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ import uvicorn
 
 from benchmarks.digits import LabelledDigits, PreparedRequest, prepare_requests
 
-TIMING = "decode;dur=0.250, queue;dur=0.5, compute;dur=1.000, total;dur=1.75"
+TIMING = b"decode;dur=0.250, queue;dur=0.5, compute;dur=1.000, total;dur=1.75"
 
 
 def answer(labels: Sequence[int]) -> bytes:
-    """A well-formed answer that takes the images for `labels`."""
+    """A well-formed answer that predicts `labels`."""
     predictions = []
     for label in labels:
         probabilities = [0.01] * 10
@@ -29,20 +29,16 @@ def answer(labels: Sequence[int]) -> bytes:
 
 
 class FakeService:
-    """Answers each known body with the labels that the local model gives it.
+    """Answers each known body with the labels that the local model predicts.
 
-    Replace `behave(number, labels)`, with the number of the request from 0, to make it answer
-    something else: status, body, seconds to wait.
+    Replace `behave(number, labels)`, with the number of the request from 0, for another answer:
+    status, body, seconds to wait.
     """
 
     def __init__(self, requests: Sequence[PreparedRequest], sha256: str) -> None:
         self._labels = {request.body: request.own_labels for request in requests}
-        self.info = {
-            "default_model": "lenet",
-            "models": [
-                {"name": "lenet", "version": "1", "sha256": sha256, "device": "cpu"},
-            ],
-        }
+        model = {"name": "lenet", "version": "1", "sha256": sha256, "device": "cpu"}
+        self.info = {"default_model": "lenet", "models": [model]}
         self.ready = 200
         self.behave: Callable[[int, Sequence[int]], tuple[int, bytes, float]] = lambda _, labels: (
             200,
@@ -67,7 +63,7 @@ class FakeService:
             number = len(self.scopes) - 1
             status, content, delay_s = self.behave(number, self._labels[body])
             await asyncio.sleep(delay_s)
-        headers = [(b"server-timing", TIMING.encode()), (b"content-type", b"application/json")]
+        headers = [(b"server-timing", TIMING), (b"content-type", b"application/json")]
         headers.append((b"content-length", str(len(content)).encode()))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
@@ -75,26 +71,20 @@ class FakeService:
     def transport(self) -> httpx.ASGITransport:
         return httpx.ASGITransport(self)
 
-
-@contextlib.contextmanager
-def listening(service: FakeService) -> Iterator[str]:
-    """The URL at which `service` answers, from a thread."""
-    config = uvicorn.Config(service, port=0, lifespan="off", log_config=None, ws="none")
-    server = uvicorn.Server(config)
-    with config.bind_socket() as listener:
-        port = listener.getsockname()[1]
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{port}"
-        finally:
-            server.should_exit = True
-            thread.join()
-
-
-@pytest.fixture
-def serve():
-    return listening
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[str]:
+        """The URL at which this service answers, from a thread."""
+        config = uvicorn.Config(self, port=0, lifespan="off", log_config=None, ws="none")
+        server = uvicorn.Server(config)
+        with config.bind_socket() as listener:
+            port = listener.getsockname()[1]
+            thread = threading.Thread(target=server.run, args=([listener],))
+            thread.start()
+            try:
+                yield f"http://127.0.0.1:{port}"
+            finally:
+                server.should_exit = True
+                thread.join()
 
 
 @pytest.fixture(scope="session")
@@ -108,9 +98,16 @@ def weights(random_weights):
     return random_weights("lenet")
 
 
+@pytest.fixture
+def tiny_file(tmp_path, random_weights, tiny):
+    path = tmp_path / "1.safetensors"
+    random_weights(tiny).write(path)
+    return path
+
+
 @pytest.fixture(scope="session")
 def digits():
-    """Twelve images of a bright box, each elsewhere; none of the labels means anything."""
+    """Twelve images of a bright box at different places; the labels have no meaning."""
     generator = np.random.default_rng(3)
     images = np.zeros((12, 28, 28), np.uint8)
     for image in images:
@@ -132,6 +129,6 @@ def service(requests, weights):
 
 @pytest.fixture
 def golden_service(weights):
-    """Knows the bodies that the load test sends when it has no other digits."""
+    """Knows the bodies that the load test sends without a folder of MNIST."""
     golden = LabelledDigits(weights.golden.images, weights.golden.labels, "golden")
     return FakeService(prepare_requests(golden, weights, "json", 1), weights.digest())

@@ -1,36 +1,55 @@
-"""The whole command without a GPU: the CPU backend and fakes where a device is needed."""
+"""The arithmetic of the engine benchmark, and its contexts over the CPU backend."""
 
 import json
+import multiprocessing
+import threading
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
-from benchmarks import engine
-from benchmarks.engine import digits, exact, main
-from benchmarks.peers.torch_training import PeerMissing, summarise
-from benchmarks.servers import ServerFailed
+from benchmarks.engine import (
+    Context,
+    ContextFailed,
+    best,
+    digits,
+    exact,
+    main,
+    measure_gpus,
+    measure_pool,
+    operations,
+    rates,
+)
+from benchmarks.engine_report import (
+    Document,
+    FigureUnavailable,
+    draw,
+    gpus_line,
+    head,
+    limits_line,
+    line,
+    merged,
+    pool_line,
+)
 from lenet import reference
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable
+from lenet.model import named
 
-PEER = summarise({"eager": {"contiguous": [110.0]}, "graph": {"contiguous": [47.0]}, "compile": {}})
+SHORT_S = 1e-6  # one batch
 LIMITS = {
     "copy_gb_s": 55.0,
     "matmul_tflops": 790.0,
     "copy_images_per_s": 70e6,
     "matmul_images_per_s": 172e6,
 }
-WHERE = {"device": "NVIDIA H200", "date": "2026-11-20", "commit": "abc1234"}
 
 
-class Plan:
-    """The CPU backend's, with what an engine's plan tells besides."""
+class PlanInPlace:
+    """The CPU backend's plan, which keeps its images as the CUDA one does."""
 
     def __init__(self, plan):
         self._plan, self._images = plan, None
-        self.replays = 0
-        self.measured_us, self.strategy = {"whole": 25.0, "layers": 36.0}, "whole"
 
     def run(self, images):
         self._images = images
@@ -39,224 +58,170 @@ class Plan:
     def run_in_place(self, rows):
         return self._plan.run(self._images[:rows])
 
-    def replay(self):
-        self.replays += 1
+
+class CpuInPlace(CpuBackend):
+    def plan(self, weights, rows):
+        return PlanInPlace(super().plan(weights, rows))
 
 
-class Engine:
-    """Notes the plans it made."""
-
-    stream = None
-
-    def __init__(self):
-        self.plans = {}
-
-    def plan(self, weights, batch):
-        self.plans[batch] = Plan(CpuBackend().plan(weights, batch))
-        return self.plans[batch]
+@contextmanager
+def open_cpu(device):
+    yield CpuInPlace()
 
 
-@pytest.fixture
-def opened(monkeypatch):
-    """(device, precision, engine) of each engine that is opened; the rest is there, too."""
-    found = []
-
-    @contextmanager
-    def open_cuda(device, precision="fp16"):
-        found.append((device, precision, Engine()))
-        yield found[-1][2]
-
-    def timer(call, count):
-        for _ in range(count):
-            call()
-        return 12.5 * count
-
-    monkeypatch.setattr(engine, "open_cuda", open_cuda)
-    monkeypatch.setattr(engine, "cupy_timer", lambda stream: timer)
-    monkeypatch.setattr(engine, "host_us", lambda call: [call() is None or 20.0, 22.0])
-    monkeypatch.setattr(engine, "limits", lambda model: LIMITS)
-    monkeypatch.setattr(engine, "_provenance", lambda asked: WHERE)
-    monkeypatch.setattr(engine, "measure", lambda *asked: PEER)
-    monkeypatch.setattr(engine, "POOL_ROWS", (1, 2))
-    return found
+@contextmanager
+def open_nothing(device):
+    raise BackendUnavailable("there is no such device")
+    yield
 
 
-@pytest.fixture
-def command(tmp_path, random_weights, tiny):
-    """`command(*arguments)`: the exit code and the JSON."""
-    path = tmp_path / "1.safetensors"
-    random_weights(tiny).write(path)
-    told = tmp_path / "engine.json"
+def bucket(rows, precision="fp16", device_us=10.0, compile_us=None):
+    return {
+        "rows": rows,
+        "precision": precision,
+        "device_us": device_us,
+        "device_spread_us": [9.0, 12.0],
+        "host_us": 20.0,
+        "host_p99_us": 30.0,
+        "images_per_s": 1e6 * rows / device_us,
+        "max_error": 3e-4,
+        "way": "fused_network",
+        "torch": {"eager_us": 110.0, "graph_us": 47.0, "compile_us": compile_us},
+    }
 
-    def run(*arguments):
-        code = main([f"--weights={path}", f"--json={told}", "--duration=0.000001", *arguments])
-        return code, json.loads(told.read_text()) if told.exists() else None
 
-    return run
+def test_operations_are_those_of_convolutions_and_products():
+    # 2 (20 x 24 x 24 x 25 + 50 x 8 x 8 x 500 + 500 x 800 + 10 x 500)
+    assert operations(named("lenet")) == 4_586_000
 
 
-def test_the_file_has_what_it_is_read_for(opened, command, capsys, monkeypatch):
-    started = {"no_cache": 14.0, "warm_cache": 4.0}
-    monkeypatch.setattr("benchmarks.engine_cold.cold_start_s", lambda: started)
-    code, told = command("--rows", "1", "3", "--precisions", "fp16", "fp32")
-    assert code == 0
-    assert WHERE.items() <= told.items()
-    assert told["limits"] == LIMITS
-    assert told["cold_start_s"] == started
-    assert set(told["pool"]) == {"contexts", "rows", "images_per_s"}
-    assert told["pool"]["contexts"] == 2
-    assert told["pool"] in told["pool_all"]
-    assert [(found["precision"], found["rows"]) for found in told["buckets"]] == [
-        *(("fp16", 1), ("fp16", 3), ("fp32", 1), ("fp32", 3)),
+def test_limits_follow_from_the_times_of_a_copy_and_a_product():
+    found = rates(named("lenet"), copy_us=2**28 / 50e3, product_us=2 * 8192**3 / 700e6)
+    assert found["copy_gb_s"] == pytest.approx(50)
+    assert found["matmul_tflops"] == pytest.approx(700)
+    assert found["copy_images_per_s"] == pytest.approx(50e9 / 784)
+    assert found["matmul_images_per_s"] == pytest.approx(700e12 / 4_586_000)
+
+
+def test_digits_differ_and_exact_is_the_reference(random_weights):
+    weights = random_weights("mlp")
+    images = digits(weights, 5)
+    assert (images.shape, images.dtype) == ((5, 28, 28), np.uint8)
+    assert len({image.tobytes() for image in images}) == 5
+    expected = reference.softmax(reference.logits(weights.model, weights.tensors, images))
+    np.testing.assert_allclose(exact(weights, images), expected, atol=1e-5)
+
+
+def test_a_pool_is_measured_for_every_number_of_contexts_and_batch_size(random_weights, tiny):
+    weights = random_weights(tiny)
+    found = measure_pool(open_cpu, weights, rows=(1, 4), counts=(1, 2), duration_s=SHORT_S)
+    assert [(one["contexts"], one["rows"]) for one in found] == [(1, 1), (2, 1), (1, 4), (2, 4)]
+    assert all(one["images_per_s"] > 0 for one in found)
+
+
+def test_the_best_entry_has_the_given_number_of_contexts():
+    rates = [(1, 256, 9.0), (2, 256, 5.0), (2, 512, 7.0), (4, 512, 8.0)]
+    found = [dict(zip(("contexts", "rows", "images_per_s"), one, strict=True)) for one in rates]
+    assert best(found, 2)["rows"] == 512
+
+
+def test_a_context_that_cannot_be_opened_leaves_no_thread(random_weights, tiny):
+    before = threading.active_count()
+    with pytest.raises(BackendUnavailable, match="no such device"):
+        Context(open_nothing, 0, random_weights(tiny), [1])
+    assert threading.active_count() == before
+
+
+def test_several_devices_are_compared_with_one_in_threads_and_in_processes(tiny_file):
+    found = measure_gpus(open_cpu, tiny_file, gpus=2, count=1, rows=2, duration_s=SHORT_S)
+    assert (found["n"], found["contexts"], found["rows"]) == (2, 1, 2)
+    for kind in ("threads", "processes"):
+        rates = found[kind]
+        assert rates["ratio"] == rates["images_per_s"] / rates["one_gpu_images_per_s"] > 0
+
+
+@contextmanager
+def open_in_parent(device):
+    if multiprocessing.parent_process() is not None:
+        raise BackendUnavailable("no such device in a process")
+    yield CpuInPlace()
+
+
+def test_a_process_that_fails_reports_its_error(tiny_file):
+    with pytest.raises(ContextFailed, match="no such device in a process"):
+        measure_gpus(open_in_parent, tiny_file, gpus=1, count=1, rows=2, duration_s=SHORT_S)
+
+
+def test_buckets_are_replaced_by_rows_and_precision_and_other_keys_as_a_whole():
+    before = {"buckets": [bucket(1), bucket(2), bucket(1, "fp32")], "pool": {"rows": 256}}
+    after = merged(before, {"buckets": [bucket(16), bucket(2, device_us=5.0)], "pool": {}})
+    assert [(one["precision"], one["rows"], one["device_us"]) for one in after["buckets"]] == [
+        *(("fp16", 1, 10.0), ("fp16", 2, 5.0), ("fp16", 16, 10.0)),
+        ("fp32", 1, 10.0),
     ]
-    bucket = told["buckets"][1]
-    assert (bucket["device_us"], bucket["images_per_s"]) == (12.5, 3e6 / 12.5)
-    assert bucket["host_us"] == 20
-    assert (bucket["torch"]["eager_us"], bucket["torch"]["graph_us"]) == (110, 47)
-    assert bucket["torch"]["compile_us"] is None
-    assert bucket["max_error"] < 1e-5
-    assert bucket["ways_us"][bucket["way"]] == 25
-    out = capsys.readouterr().out
-    assert "the service is ready after 4.0 s, warm cache" in out
-    assert "3.8" in out  # 47 over 12.5
+    assert after["pool"] == {}
 
 
-def test_every_bucket_is_made_in_every_precision_before_and_after_the_peer(
-    opened, command, monkeypatch
-):
-    asked = []
-
-    def measure(weights, images, expected, precision, ways, report):
-        plan = opened[-1][2].plans[len(images)]
-        asked.append((precision, len(images), ways, plan.replays))
-        assert len(expected) == len(images)
-        return PEER
-
-    monkeypatch.setattr(engine, "measure", measure)
-    code, _ = command("--only", "buckets", "--rows", "1", "65", "--compile-buckets", "65")
-    assert code == 0
-    assert [(device, precision) for device, precision, _ in opened] == [
-        *((0, "fp16"), (0, "tf32"), (0, "fp32"))
-    ]
-    assert [(rows, ways) for _, rows, ways, _ in asked[:2]] == [
-        *((1, ("eager", "graph")), (65, ("eager", "graph", "compile")))
-    ]
-    for _, rows, _, replays in asked[:2]:
-        assert opened[0][2].plans[rows].replays == 2 * replays > 0
+def test_results_of_another_benchmark_in_the_same_file_are_kept(tmp_path):
+    path = tmp_path / "new" / "engine.json"
+    document = Document(path)
+    assert not list(tmp_path.iterdir())
+    document.add({"device": "NVIDIA H200"})
+    path.write_text(json.dumps({**json.loads(path.read_text()), "workers": [1, 2]}))
+    document.add({"buckets": [bucket(1)]})
+    written = json.loads(path.read_text())
+    assert written == document.content
+    assert (written["device"], written["workers"], len(written["buckets"])) == (
+        *("NVIDIA H200", [1, 2]),
+        1,
+    )
 
 
-def test_a_wrong_row_shows_as_an_error(opened, command, monkeypatch):
-    class Wrong(Engine):
-        def plan(self, weights, batch):
-            plan = super().plan(weights, batch)
-            run = plan.run
-
-            def wrong(images):
-                result = run(images)
-                result.probabilities[-1] += 0.25
-                return result
-
-            plan.run = wrong
-            return plan
-
-    @contextmanager
-    def open_cuda(device, precision):
-        yield Wrong()
-
-    monkeypatch.setattr(engine, "open_cuda", open_cuda)
-    _, told = command("--only", "buckets", "--rows", "70", "--precisions", "fp16")
-    assert told["buckets"][0]["max_error"] == pytest.approx(0.25, abs=1e-5)
+def test_a_line_compares_with_the_best_of_pytorch():
+    assert line(bucket(1)).split()[-3] == "4.7"  # 47 us of a CUDA graph over 10 us
+    alone = bucket(1) | {"torch": {"eager_us": None, "graph_us": None, "compile_us": None}}
+    assert line(alone).split()[-3] == "-"
 
 
-def test_without_pytorch_ours_is_measured_all_the_same(opened, command, monkeypatch, capsys):
-    def measure(*asked):
-        raise PeerMissing("PyTorch is not installed")
-
-    monkeypatch.setattr(engine, "measure", measure)
-    code, told = command("--only", "buckets", "--rows", "1", "2", "--precisions", "fp16")
-    assert code == 1
-    assert [found["device_us"] for found in told["buckets"]] == [12.5, 12.5]
-    assert set(told["buckets"][0]["torch"].values()) == {None}
-    assert capsys.readouterr().err == "PyTorch is not installed\n"
+def test_the_columns_of_a_table_are_below_their_heads():
+    columns = head("fp16").splitlines()[-1]
+    found = line({**bucket(8192, device_us=1234.5), "host_us": 9876.5})
+    assert len(found) - len("fused_network") == len(columns) - len("strategy")
 
 
-def test_several_gpus_run_at_the_best_rows_of_the_pool(opened, command, monkeypatch, capsys):
-    def measure_gpus(open_backend, path, gpus, count, rows, duration_s):
-        rates = {"one_gpu_images_per_s": 20e6, "images_per_s": 39e6, "ratio": 1.95}
-        found = {"n": gpus, "contexts": count, "rows": rows}
-        return {**found, "threads": rates, "processes": rates}
-
-    monkeypatch.setattr(engine, "measure_gpus", measure_gpus)
-    code, told = command("--only", "gpus", "pool", "--gpus", "2")
-    assert code == 0
-    assert told["gpus"]["rows"] == told["pool"]["rows"]
-    assert (told["gpus"]["n"], told["gpus"]["contexts"]) == (2, 2)
-    assert "processes: 39.00 M images/s" in capsys.readouterr().out
+def test_rates_are_printed_with_their_limits():
+    assert "55.0 GB/s (70 M images/s)" in limits_line(LIMITS)
+    found = {"contexts": 2, "rows": 4096, "images_per_s": 21e6}
+    assert pool_line(found, LIMITS).endswith("21.00 M images/s, 0.30 of the copy limit")
+    assert pool_line(found, {}).endswith("21.00 M images/s")
+    rates = {"one_gpu_images_per_s": 20e6, "images_per_s": 39e6, "ratio": 1.95}
+    found = {"n": 2, "contexts": 2, "rows": 4096, "threads": rates}
+    assert "39.00 M images/s, 1.95 times one GPU's 20.00 M" in gpus_line(found, "threads")
 
 
-def test_a_service_that_does_not_start_is_told(opened, command, monkeypatch, capsys):
-    def cold_start_s():
-        raise ServerFailed("it did not become ready")
-
-    monkeypatch.setattr("benchmarks.engine_cold.cold_start_s", cold_start_s)
-    code, told = command("--only", "cold")
-    assert code == 1
-    assert "cold_start_s" not in told
-    assert capsys.readouterr().err == "it did not become ready\n"
-
-
-def test_a_picture_is_drawn_of_the_file_alone(command, tmp_path, monkeypatch):
-    drawn = []
-    monkeypatch.setattr(engine, "draw", lambda content, path: drawn.append((content, path)))
-    (tmp_path / "engine.json").write_text('{"buckets": []}')
-    code, told = command("--only", "figure", f"--figure={tmp_path / 'engine.png'}")
-    assert code == 0
-    assert told == {"buckets": []}
-    assert drawn == [(told, tmp_path / "engine.png")]
+def test_a_figure_is_drawn_of_the_file(tiny_file, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `figure` is not installed")
+    path, png = tmp_path / "engine.json", tmp_path / "new" / "engine.png"
+    content = {"buckets": [bucket(1, compile_us=40.0), bucket(4, "fp32")], "limits": LIMITS}
+    path.write_text(json.dumps(content))
+    command = [f"--weights={tiny_file}", f"--json={path}", "--only=figure", f"--figure={png}"]
+    assert main(command) == 0
+    assert png.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert json.loads(path.read_text()) == content
+    with pytest.raises(FigureUnavailable, match="--only buckets"):
+        draw({}, png)
 
 
-def test_a_picture_needs_a_place(command, capsys):
+def test_a_figure_needs_a_path(capsys):
     with pytest.raises(SystemExit) as stopped:
-        command("--only", "figure")
+        main(["--only", "figure"])
     assert stopped.value.code == 2
     assert "--figure PATH" in capsys.readouterr().err
 
 
-def test_a_picture_of_nothing_is_told(command, tmp_path, capsys):
-    code, _ = command("--only", "figure", f"--figure={tmp_path / 'engine.png'}")
-    assert code == 1
-    assert len(capsys.readouterr().err.splitlines()) == 1
-
-
-def test_without_a_gpu_one_sentence_says_so(command, monkeypatch, capsys):
-    def devices():
-        raise BackendUnavailable("there is no NVIDIA GPU here")
-
-    monkeypatch.setattr("lenet.cuda.device.devices", devices)
-    code, told = command("--rows", "1")
-    assert (code, told) == (2, None)
-    assert capsys.readouterr() == ("", "there is no NVIDIA GPU here\n")
-
-
-def test_more_gpus_than_there_are_are_refused(command, monkeypatch, capsys):
-    monkeypatch.setattr("lenet.cuda.device.devices", lambda: 1)
-    code, told = command("--gpus", "2")
-    assert (code, told) == (2, None)
-    assert capsys.readouterr().err == "--gpus is 2, and there are 1 GPUs here\n"
-
-
-def test_a_file_that_is_no_json_is_told_and_kept(opened, tmp_path, capsys):
+def test_a_file_that_is_not_json_is_reported_and_kept(tmp_path, capsys):
     path = tmp_path / "engine.json"
     path.write_text("not JSON")
     assert main([f"--json={path}", "--only", "limits"]) == 2
     assert "Expecting value" in capsys.readouterr().err
     assert path.read_text() == "not JSON"
-
-
-def test_the_digits_are_the_references_to_judge(random_weights):
-    weights = random_weights("mlp")
-    images = digits(weights, 5)
-    assert (images.shape, images.dtype) == ((5, 28, 28), np.uint8)
-    assert len({image.tobytes() for image in images}) == 5
-    own = reference.softmax(reference.logits(weights.model, weights.tensors, images))
-    np.testing.assert_allclose(exact(weights, images), own, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Several processes that load one service at the same time: one Python process is soon busy."""
+"""A load sent from several processes: one Python process is soon the limit."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from multiprocessing.connection import Connection
 from multiprocessing.synchronize import Barrier
 
 from benchmarks.digits import PreparedRequest
-from benchmarks.results import Results
-from benchmarks.traffic import Load, send_load
+from benchmarks.load import Load, Results, send_load
 
 _START_TIMEOUT_S = 60.0
 
 
 def share(load: Load, processes: int) -> list[Load]:
-    """`load` split into equal parts, each with a seed of its own; together they are `load`."""
-    least, rest = divmod(load.connections, processes)
+    """`load` split into equal parts with different seeds."""
+    connections, rest = divmod(load.connections, processes)
     return [
         replace(
             load,
-            connections=least + (index < rest),
+            connections=connections + (index < rest),
             rate=load.rate / processes,
             seed=load.seed + index,
         )
@@ -42,15 +41,15 @@ def send_from_processes(load: Load, requests: Sequence[PreparedRequest], process
     spawn = multiprocessing.get_context("spawn")
     start = spawn.Barrier(processes)
     receivers, workers = [], []
-    # They inherit this and so live until their own loop listens for the signal.
+    # Workers inherit this, and survive a signal that comes before their own loop handles it.
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         for index, part in enumerate(share(load, processes)):
             receiver, sender = spawn.Pipe(duplex=False)
-            # Each begins elsewhere in the digits, so that no two send the same at a time.
+            # Each starts at another digit, so that no two send the same one at a time.
             first = index * len(requests) // processes
-            mine = [*requests[first:], *requests[:first]]
-            worker = spawn.Process(target=_work, args=(part, mine, start, sender), daemon=True)
+            rotated = [*requests[first:], *requests[:first]]
+            worker = spawn.Process(target=_work, args=(part, rotated, start, sender), daemon=True)
             worker.start()
             sender.close()
             receivers.append(receiver)

@@ -1,7 +1,7 @@
-"""The least that answers over HTTP with uvicorn: it reads the body and sends one fixed answer.
+"""A minimal uvicorn app: it reads the body and sends one fixed answer.
 
-Beside it one sees what a service adds. The event loop and the parser are uvicorn's own choice:
-uvloop and httptools where they are installed. It refuses to look at what it is sent.
+The difference to it is the cost of a service. uvicorn chooses the event loop and the parser: uvloop
+and httptools where they are installed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ async def app(
     receive: Callable[[], Awaitable[dict[str, Any]]],
     send: Callable[[dict[str, Any]], Awaitable[None]],
 ) -> None:
-    """200 and `ANSWER`, whatever is asked."""
+    """Answer every request with 200 and `ANSWER`."""
     while (await receive()).get("more_body", False):
         pass
     headers = [

@@ -1,11 +1,11 @@
-"""A training step in PyTorch, in the variants that its documentation lets hope are fastest.
+"""A training step in PyTorch, in the variants that its documentation recommends for speed.
 
 One step is forward, cross entropy, backward and SGD (Nesterov momentum, weight decay), on one
-batch that already lies on the device as float32 (n, 1, 28, 28): PyTorch pays neither for choosing
-images nor for augmenting them. All parameters decay, in one group, for that is one launch; ours
-decays the weights alone. It refuses to time anything.
+batch that is already on the device as float32 (n, 1, 28, 28). Unlike ours, the step neither selects
+nor augments images, and it decays all parameters in one group, which is one launch; ours decays
+only the weights.
 
-torch is no dependency of this project: each function imports it.
+Each function imports torch, which this project does not depend on.
 """
 
 from __future__ import annotations
@@ -26,50 +26,51 @@ Layout: TypeAlias = Literal["contiguous", "channels_last"]
 Step: TypeAlias = Callable[[], Any]
 """One training step; returns the loss, a tensor of one value."""
 
-WAYS = ("eager", "graph", "compile")
+MODES = ("eager", "graph", "compile")
+"""Eager execution, the whole step as one CUDA graph, torch.compile."""
 
-_WARM_UP_STEPS = 11  # what PyTorch's documentation of CUDA graphs asks for with autograd
+_WARM_UP_STEPS = 11  # PyTorch's documentation of CUDA graphs asks for these with autograd
 _RATE, _MOMENTUM, _WEIGHT_DECAY = 0.01, 0.9, 5e-4
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """One way to write the same step.
+    """One implementation of the step.
 
-    `optimizer`: SGD's fused kernel, its kernels over lists of tensors, or those after
-    torch.compile. `mode` is torch.compile's, "" without it. `captured`: all in one CUDA graph.
+    `optimizer`: SGD's fused kernel, its kernels over lists of tensors, or the latter compiled.
+    `compile_mode` is torch.compile's, "" without it. `captured`: one CUDA graph for all.
     """
 
     layout: Layout
     optimizer: Literal["fused", "foreach", "compiled"]
-    mode: str = ""
+    compile_mode: str = ""
     captured: bool = False
 
     def __str__(self) -> str:
-        parts = [self.mode, "one CUDA graph" if self.captured else "", self.layout]
+        parts = [self.compile_mode, "one CUDA graph" if self.captured else "", self.layout]
         return ", ".join(part for part in [*parts, f"{self.optimizer} SGD"] if part)
 
 
 def variants(model: Model, precision: Precision) -> dict[str, list[Variant]]:
-    """What is tried of each of `WAYS`."""
+    """The variants to measure, by mode."""
     layouts: tuple[Layout, ...] = ("contiguous",)
     if any(isinstance(block, ConvBlock) for block in model.blocks):
         layouts += ("channels_last",)
-    # Not "max-autotune" or "reduce-overhead", which capture by themselves: what they launch beside
-    # their graphs decides (978 and 1,270 us against 389: lenet, batch 256, tf32, H200, 2026-11-20).
+    # "max-autotune" and "reduce-overhead" capture by themselves, but launch more than their graphs
+    # and are slower (978 and 1,270 us, this one 389: lenet, batch 256, tf32, H200, 2026-11-20).
     compiled = [Variant("contiguous", "fused", "max-autotune-no-cudagraphs", captured=True)]
-    # In a capture a loss scale needs the fused kernel: for any other, the host asks the device
-    # whether to step.
+    # In a capture, a loss scale needs the fused kernel. With any other, the host reads from the
+    # device whether to step.
     if precision != "mixed":
         compiled.append(replace(compiled[0], optimizer="compiled"))
-    tried = {
+    found = {
         "eager": [Variant("contiguous", "fused"), Variant("contiguous", "foreach")],
         "graph": [Variant("contiguous", "fused", captured=True)],
         "compile": compiled,
     }
     return {
-        way: [replace(variant, layout=layout) for variant in found for layout in layouts]
-        for way, found in tried.items()
+        mode: [replace(variant, layout=layout) for variant in tried for layout in layouts]
+        for mode, tried in found.items()
     }
 
 
@@ -125,9 +126,9 @@ def _pool(window: Pool) -> Any:
 def training_step(
     model: Model, batch: int, precision: Precision, variant: Variant, device: str = "cuda"
 ) -> Step:
-    """A fresh network with a batch of random images, as the step that trains it on them.
+    """A step that trains a new network on one batch of random images.
 
-    `variant.captured` needs a CUDA device. Call it inside `settings(precision)`.
+    Call it inside `settings(precision)`. `variant.captured` needs a CUDA device.
     """
     import torch
 
@@ -149,8 +150,8 @@ def training_step(
         fused=variant.optimizer == "fused",
         foreach=variant.optimizer != "fused",
     )
-    # From zeros the first step is what it would be from nothing, but no case of its own: nothing
-    # to compile twice, and no harm when the loss scale skips it.
+    # Zeros give the same first step as no buffer, and make it like every other: nothing is compiled
+    # twice, and the loss scale may skip it.
     for parameter in net.parameters():
         optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
     scaler = torch.amp.GradScaler(kind, enabled=mixed)
@@ -159,20 +160,20 @@ def training_step(
         with torch.autocast(kind, torch.float16, enabled=mixed):
             return torch.nn.functional.cross_entropy(net(images), labels)
 
-    if variant.mode:
-        loss_of = torch.compile(loss_of, mode=variant.mode, dynamic=False)
+    if variant.compile_mode:
+        loss_of = torch.compile(loss_of, mode=variant.compile_mode, dynamic=False)
     if variant.optimizer == "compiled":
-        optimizer.step = torch.compile(optimizer.step, mode=variant.mode, dynamic=False)
+        optimizer.step = torch.compile(optimizer.step, mode=variant.compile_mode, dynamic=False)
 
     def step() -> Any:
-        if variant.mode and not variant.captured:
+        if variant.compile_mode and not variant.captured:
             torch.compiler.cudagraph_mark_step_begin()
         loss = loss_of(images, labels)
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
-        # Without gradients the next backward writes them, which is cheaper than adding to zeros;
-        # and in a capture it allocates them in the graph's own memory.
+        # The next backward then writes gradients, which is cheaper than adding to zeros, and in a
+        # capture allocates them in the graph's own memory.
         optimizer.zero_grad(set_to_none=True)
         return loss.detach()
 
@@ -180,7 +181,7 @@ def training_step(
 
 
 def captured(step: Step) -> Step:
-    """What `step` queues as one CUDA graph, after a warm-up on a side stream."""
+    """`step` as one CUDA graph, captured after a warm-up on a side stream."""
     import torch
 
     side = torch.cuda.Stream()
@@ -202,7 +203,7 @@ def captured(step: Step) -> Step:
 
 @contextlib.contextmanager
 def settings(precision: Precision) -> Iterator[None]:
-    """PyTorch's process-wide switches for `precision`, and cuDNN's search for its fastest plans."""
+    """Set PyTorch's process-wide switches for `precision`, and let cuDNN search its plans."""
     import torch
 
     cudnn = torch.backends.cudnn

@@ -1,0 +1,1 @@
+"""What the benchmarks compare this project with: plain services, and PyTorch."""

@@ -1,0 +1,122 @@
+"""Shared by the benchmark commands: argument types, advice for missing libraries, provenance."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import subprocess
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+_PIP = ".venv/bin/python -m pip install"
+_EXTRA = f"{_PIP} --constraint constraints.txt --editable"
+_INSTALL = {
+    "httpx": "make dev",
+    "tqdm": "make dev",
+    "matplotlib": f"{_EXTRA} '.[figure]'",
+    "cupy": f"{_EXTRA} '.[cuda12]', or '.[cuda13]'",
+    "torch": f"{_PIP} torch",
+}
+
+
+def missing_library(error: ImportError) -> str:
+    """One line that names the library that cannot be imported and says how to install it."""
+    name = (error.name or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or name not in _INSTALL:
+        return " ".join(str(error).split())
+    return f"this benchmark needs {name}, which is not installed: {_INSTALL[name]}"
+
+
+def url(text: str) -> str:
+    """http://HOST:PORT without a trailing slash."""
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected http://HOST:PORT")
+    return text.rstrip("/")
+
+
+def positive_int(text: str) -> int:
+    """An integer >= 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of at least 1")
+    return int(text)
+
+
+def positive_float(text: str) -> float:
+    """A finite number > 0."""
+    value = float(text)
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r}, expected a finite number above 0")
+    return value
+
+
+def latest_weights(folder: Path = Path("weights/lenet")) -> Path:
+    """The weight file with the highest version in `folder`.
+
+    Raises:
+        FileNotFoundError: there is none.
+    """
+    found = [path for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
+    if not found:
+        raise FileNotFoundError(
+            f"no VERSION.safetensors in {folder}: run this in the repository's root, or name a "
+            "file with --weights"
+        )
+    return max(found, key=lambda path: int(path.stem))
+
+
+def provenance(distributions: Iterable[str]) -> dict[str, Any]:
+    """Date (ISO 8601, UTC), processor, cores, and the versions of `distributions`.
+
+    A distribution that is not installed has the version None.
+    """
+    return {
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": {
+            "platform": platform.platform(),
+            "processor": _processor(),
+            "cpu_count": os.cpu_count(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in distributions},
+        },
+    }
+
+
+def commit(folder: Path = Path()) -> str:
+    """The short hash of the commit checked out in `folder`, "unknown" outside a repository."""
+    command = ["git", "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    except FileNotFoundError:
+        return "unknown"
+    return done.stdout.strip() or "unknown"
+
+
+def arguments_of(options: argparse.Namespace) -> dict[str, Any]:
+    """The parsed command line, for JSON."""
+    plain = (bool, int, float, str, type(None))
+    return {
+        name: value if isinstance(value, plain) else str(value)
+        for name, value in vars(options).items()
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor())

@@ -1,1 +1,0 @@
-"""What other people would have written, to measure ours against."""

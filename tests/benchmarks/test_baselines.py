@@ -1,0 +1,99 @@
+"""The baselines answer and compute correctly; PyTorch's are tried only where it is installed."""
+
+import math
+
+import httpx
+import numpy as np
+import pytest
+
+from benchmarks.baselines import torch_serving, torch_step, torch_training
+from benchmarks.baselines.bare_uvicorn import app
+from benchmarks.baselines.torch_step import MODES
+from benchmarks.digits import judge
+from lenet import reference
+from lenet.model import ARCHITECTURES, named
+
+
+@pytest.fixture
+def torch():
+    return pytest.importorskip("torch", reason="PyTorch, a baseline, is not installed")
+
+
+@pytest.mark.parametrize("path", ["/predict", "/readyz"])
+async def test_bare_uvicorn_sends_a_well_formed_answer(path, requests):
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://bare") as client:
+        response = await client.post(path, content=bytes(784))
+    assert response.status_code == 200
+    assert judge(response.content, requests[0]).error == ""
+
+
+@pytest.mark.parametrize(
+    "variants",
+    [
+        torch_serving.VARIANTS,
+        *(torch_step.variants(named("lenet"), one) for one in ("fp32", "tf32", "mixed")),
+    ],
+)
+def test_the_variants_of_a_mode_have_different_names(variants):
+    assert tuple(variants) == MODES
+    for tried in variants.values():
+        assert len({str(variant) for variant in tried}) == len(tried) > 1
+
+
+def test_the_variant_with_the_smallest_median_counts():
+    found = torch_training.summarise(
+        {
+            "eager": {"contiguous": [900.0, 700.0, 800.0]},
+            "graph": {"contiguous": [300.0, 310.0, 320.0], "channels_last": [100.0, 400.0, 250.0]},
+            "compile": {},
+        }
+    )
+    assert found["eager_us"] == 800
+    assert (found["graph_us"], found["graph_variant"]) == (250, "channels_last")
+    assert found["graph_spread_us"] == [100, 400]
+    assert found["medians_us"]["graph"] == {"contiguous": 310, "channels_last": 250}
+    assert found["compile_us"] is found["compile_spread_us"] is found["compile_variant"] is None
+    about = {"model": "lenet", "batch": 256, "precision": "tf32", "device": "a GPU", "torch": "2"}
+    text = torch_training.table({**about, **found, "failed": {"compile: x": "no compiler"}})
+    assert "(100.0..400.0)" in text
+    assert "no compiler" in text
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
+@pytest.mark.parametrize("precision", torch_serving.TOLERANCES)
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pytorchs_pass_computes_the_references_probabilities(
+    name, precision, layout, torch, random_weights
+):
+    weights, variant = random_weights(name), torch_serving.Variant(layout)
+    images = weights.golden.images
+    exact = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
+    expected = reference.softmax(reference.logits(weights.model, exact, images))
+    with torch_serving.settings(precision):
+        forward = torch_serving.forward_pass(weights, images, precision, variant, device="cpu")
+        torch_serving.check(forward, expected, precision)
+        with pytest.raises(torch_serving.WrongAnswer, match="from the reference, expected"):
+            torch_serving.check(forward, 1 - expected, precision)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pytorch_trains_the_same_parameters(name, torch):
+    model = named(name)
+    trained = [
+        shape
+        for parameter, shape in model.parameters().items()
+        if not parameter.endswith((".mean", ".variance"))
+    ]
+    assert [tuple(one.shape) for one in torch_step.network(model).parameters()] == trained
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_pytorchs_steps_train(name, precision, torch):
+    for variant in torch_step.variants(named(name), precision)["eager"]:
+        with torch_step.settings(precision):
+            step = torch_step.training_step(named(name), 32, precision, variant, "cpu")
+            losses = [float(step()) for _ in range(40)]
+        # Random labels of noise are learnt slowly by the smallest network.
+        assert losses[-1] < min(losses[0], math.log(10)) - 0.02

@@ -1,0 +1,88 @@
+"""The commands without the libraries that serving does not need, and what they share."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.command import latest_weights, missing_library
+
+ROOT = Path(__file__).parents[2]
+
+WITHOUT = """
+import sys
+for name in ("httpx", "tqdm", "cupy", "cudnn", "torch", "matplotlib"):
+    sys.modules[name] = None
+import contextlib, importlib, io
+COMMANDS = {
+    "load_test": [],
+    "http": None,
+    "workers": None,
+    "reload": None,
+    "engine": ["--only", "buckets"],
+    "training": [],
+    "multi_gpu": ["--trace"],
+    "baselines.torch_training": [],
+}
+for name, arguments in COMMANDS.items():
+    main = importlib.import_module(f"benchmarks.{name}").main
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main(["--help"])
+        except SystemExit as exc:
+            assert exc.code == 0, name
+        assert "--json" in out.getvalue(), name
+        if arguments is not None:
+            assert main(arguments) == 2, name
+    print(name, err.getvalue().count("\\n"), err.getvalue())
+"""
+
+
+def test_help_needs_no_library_and_a_missing_one_is_one_line_with_its_remedy():
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT], cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    for name, remedy in (
+        ("load_test", "needs httpx, which is not installed: make dev"),
+        ("engine", "[cuda12]"),
+        ("training", "[cuda12]"),
+        ("multi_gpu", "needs torch, which is not installed: .venv/bin/python -m pip install torch"),
+        ("baselines.torch_training", "needs torch"),
+    ):
+        (line,) = (line for line in lines if line.startswith(f"{name} 1 "))
+        assert remedy in line
+
+
+def test_run_by_its_path_the_load_test_imports_the_standard_librarys_http(tmp_path):
+    script = ROOT / "benchmarks" / "load_test.py"
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert "--duration" in done.stdout
+
+
+@pytest.mark.parametrize("name", ["cupy.cuda", "matplotlib"])
+def test_a_missing_library_is_named_with_its_extra(name):
+    line = missing_library(ModuleNotFoundError("No module", name=name))
+    assert "--constraint constraints.txt --editable '.[" in line
+
+
+def test_another_import_error_keeps_its_message():
+    assert missing_library(ImportError("libcublas.so:\nno such file")) == (
+        "libcublas.so: no such file"
+    )
+
+
+def test_versions_are_compared_as_numbers(tmp_path):
+    with pytest.raises(FileNotFoundError, match="--weights"):
+        latest_weights(tmp_path)
+    for name in ("9.safetensors", "10.safetensors", "notes.safetensors"):
+        (tmp_path / name).touch()
+    assert latest_weights(tmp_path).name == "10.safetensors"

@@ -1,0 +1,75 @@
+import os
+import subprocess
+import sys
+
+import pytest
+
+from benchmarks.servers import Cores, Server, ServerFailed, check_answer, on, running, spans, split
+
+
+@pytest.mark.parametrize(
+    ("available", "load", "service", "rest"),
+    [
+        (range(16), 4, tuple(range(12)), (12, 13, 14, 15)),
+        ((3, 7), 1, (3,), (7,)),
+        ((3, 7, 9), 8, (3,), (7, 9)),
+        ((5,), 1, (5,), (5,)),
+    ],
+)
+def test_the_load_gets_the_last_cores_and_the_service_at_least_one(available, load, service, rest):
+    assert split(available, load) == Cores(service, rest)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "text"), [((0, 1, 2, 3, 8), "0-3,8"), ((4,), "4"), ((1, 3), "1,3"), ((), "")]
+)
+def test_cores_are_printed_in_the_notation_of_taskset(numbers, text):
+    assert spans(numbers) == text
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
+def test_processes_started_inside_stay_on_their_cores_and_this_one_does_not():
+    before = os.sched_getaffinity(0)
+    core = max(before)
+    with on((core,)):
+        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
+    with child:
+        assert os.sched_getaffinity(child.pid) == {core}
+        assert os.sched_getaffinity(0) == before
+        child.stdin.close()
+
+
+def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
+    (tmp_path / "broken.py").write_text("raise SystemExit('no such setting')")
+    with (
+        pytest.raises(ServerFailed, match="no such setting"),
+        running("ours", ["broken"], 1, {}, checkout=tmp_path),
+    ):
+        pass
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
+def test_cpu_time_is_that_of_the_process_and_its_descendants(tmp_path):
+    burn = "sum(i * i for i in range(10**6))"
+    child = f"{burn}; print('done', flush=True); input()"
+    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen(
+        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        server = Server("ours", "http://nowhere", {}, process.pid, tmp_path)
+        assert len(server.pids()) == 2
+        assert server.cpu_s() > 0.02
+        process.stdin.write(b"\n")
+        process.stdin.close()
+
+
+def test_a_wrong_answer_is_reported_before_anything_is_measured(service, requests, say, tmp_path):
+    with service.listening() as url:
+        server = Server("ours", url, {}, 0, tmp_path)
+        check_answer(server, "/predict", requests[0])
+        service.behave = lambda number, labels: (200, say([(labels[0] + 1) % 10]), 0.0)
+        with pytest.raises(ServerFailed, match="1 wrong labels"):
+            check_answer(server, "/predict", requests[0])
+        with pytest.raises(ServerFailed, match="answers 404 at /nowhere"):
+            check_answer(server, "/nowhere", requests[0])
