@@ -31,7 +31,7 @@ from lenet.model import named
 from trainer.devices import on_devices
 from trainer.errors import TrainerError
 from trainer.mnist import load
-from trainer.network import Network, initial_tensors
+from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import TrainingOps
 from trainer.optimizer import Sgd
 from trainer.settings import Fit
@@ -55,7 +55,6 @@ class Outcome:
 def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcome]:
     """Train for `count` steps at a constant rate on `gpus` GPUs: the outcome of each rank."""
     from trainer.loop import run_of
-    from trainer.step import take_step
 
     training, _ = load(recipe.data).hold_out(recipe.validation_images)
     # Every step needs a learning rate, those that are only timed too.
@@ -71,13 +70,13 @@ def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcom
         optimizer = Sgd(
             model, network.parameters, ops, recipe.momentum, recipe.weight_decay, recipe.nesterov
         )
-        progress = ops.start(run)
-        repeat = ops.record(lambda: take_step(network, optimizer, progress))
+        state = ops.start(run)
+        repeat = ops.capture(lambda: take_step(network, optimizer, state))
         # An all-reduce of a rank that runs would block the allocations of one that still captures.
-        ops.meet()
+        ops.barrier()
         for _ in range(count):
             repeat()
-        losses, _ = ops.losses(progress, 0, count)
+        losses, _ = ops.losses(state, 0, count)
         after = network.tensors
         times = []
         for _ in range(5):
@@ -85,7 +84,7 @@ def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcom
             start = time.perf_counter()
             for _ in range(_TIMED):
                 repeat()
-            ops.losses(progress, 0, 1)
+            ops.losses(state, 0, 1)
             times.append(1e6 * (time.perf_counter() - start) / _TIMED)
         outcomes[rank] = Outcome(losses, statistics.median(times), after)
         together.wait()
@@ -94,7 +93,7 @@ def steps(recipe: Fit, gpus: int, count: int, trace: Path | None) -> list[Outcom
             together.wait()
             for _ in range(5):
                 repeat()
-            ops.losses(progress, 0, 1)
+            ops.losses(state, 0, 1)
             together.wait()
 
     on_devices(recipe, gpus, work)

@@ -30,7 +30,7 @@ from lenet.model import named
 from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainerError
 from trainer.mnist import Dataset, Digits, load
-from trainer.network import Network, initial_tensors
+from trainer.network import Network, initial_tensors, take_step
 from trainer.optimizer import Sgd
 from trainer.settings import Fit, Precision
 
@@ -64,7 +64,6 @@ def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[lis
 
     from trainer.loop import run_of
     from trainer.ops_cuda.ops import CudaOps
-    from trainer.step import take_step
 
     random = np.random.default_rng(1)
     images = random.integers(0, 256, (60_000, 28, 28), np.uint8)
@@ -78,8 +77,8 @@ def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[lis
         optimizer = Sgd(
             model, network.parameters, ops, fit.momentum, fit.weight_decay, fit.nesterov
         )
-        progress = ops.start(run_of(fit, digits))
-        repeat = ops.record(lambda: take_step(network, optimizer, progress))
+        state = ops.start(run_of(fit, digits))
+        repeat = ops.capture(lambda: take_step(network, optimizer, state))
         for _ in range(STEPS):
             repeat()
         time_us = cupy_timer(cupy.cuda.get_current_stream())

@@ -25,7 +25,7 @@ def pair(name, values):
     return dict(zip((f"{name}H", f"{name}W"), values, strict=True))
 
 
-def tail(height, channels, window=(1, 1), pool="NONE", activation="relu", norm=1, **fields):
+def epilogue(height, channels, window=(1, 1), pool="NONE", activation="relu", norm=1, **fields):
     """Macros of epilogue.cu for a square image; `fields`: stride (default: window), padding."""
     stride = fields.get("stride", window)
     padding = fields.get("padding", (0, 0))
@@ -70,23 +70,44 @@ ODD = Model(
     (1, 21, 20),
 )
 
-# What the named networks need: none of these may spill.
-LENET = {
-    "tail-conv1": (SERVING / "epilogue.cu", tail(24, 32, (2, 2), "MAX")),
-    "tail-conv2": (SERVING / "epilogue.cu", tail(8, 64, (2, 2), "MAX")),
-    "tail-dense": (SERVING / "epilogue.cu", tail(1, 512)),
-    "tail-logits": (SERVING / "epilogue.cu", tail(1, 10, activation="identity", norm=0)),
-    "tail-classic": (SERVING / "epilogue.cu", tail(24, 6, (2, 2), "AVERAGE", "tanh", norm=0)),
+EPILOGUES = {
+    "conv1": epilogue(24, 32, (2, 2), "MAX"),
+    "conv2": epilogue(8, 64, (2, 2), "MAX"),
+    "dense": epilogue(1, 512),
+    "logits": epilogue(1, 10, activation="identity", norm=0),
+    "classic": epilogue(24, 6, (2, 2), "AVERAGE", "tanh", norm=0),
+}
+OTHER_EPILOGUES = {
+    "overlapping": epilogue(13, 20, (3, 2), "MAX", "elu", stride=(2, 1), padding=(1, 1)),
+    "padded": epilogue(13, 24, (3, 3), "AVERAGE", "sigmoid", stride=(1, 1), padding=(1, 1)),
+    "global-average": epilogue(8, 16, (8, 8), "AVERAGE", "clipped_relu"),
+    "wide-window": epilogue(24, 8, (24, 24), "MAX", norm=0),
+}
+
+
+def forward_and_backward(cases):
+    """Each case with the kernel of serving and those of training."""
+    sources = SERVING / "epilogue.cu", TRAINING / "epilogue_backward.cu"
+    return {
+        f"{source.stem}-{case}": (source, macros)
+        for case, macros in cases.items()
+        for source in sources
+    }
+
+
+# What the networks of this project ask for: here nothing may spill.
+LENET = forward_and_backward(EPILOGUES) | {
     "first": (SERVING / "conv1.cu", first((5, 5), 20)),
     "first-6-16": (SERVING / "conv1.cu", first((5, 5), 6)),
     "first-32-64": (SERVING / "conv1.cu", first((3, 3), 32, (1, 1))),
     "unpack": (SERVING / "unpack.cu", {}),
+    "unpack-training": (SERVING / "unpack.cu", {"SCALE": "0.00392156862745098f"}),
     "last": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
     "last-one-row": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
     "first-filter": (TRAINING / "first_filter.cu", first_filter(5, 32)),
     "batch": (TRAINING / "batch.cu", {}),
     "loss": (TRAINING / "loss.cu", {"CLASSES": 10, "PADDED": 16}),
-    "update": (TRAINING / "update.cu", {"CHUNK": 1024}),
+    "sgd": (TRAINING / "sgd.cu", {"CHUNK": 1024}),
     "dropout": (TRAINING / "dropout.cu", {"C": 512, "UNITS": 500}),
 }
 LENET |= {
@@ -94,21 +115,8 @@ LENET |= {
     for name, model in ARCHITECTURES.items()
 }
 
-# What other networks may need.
-OTHERS = {
-    "tail-overlapping": (
-        SERVING / "epilogue.cu",
-        tail(13, 20, (3, 2), "MAX", "elu", stride=(2, 1), padding=(1, 1)),
-    ),
-    "tail-padded-average": (
-        SERVING / "epilogue.cu",
-        tail(13, 24, (3, 3), "AVERAGE", "sigmoid", stride=(1, 1), padding=(1, 1)),
-    ),
-    "tail-global-average": (
-        SERVING / "epilogue.cu",
-        tail(8, 16, (8, 8), "AVERAGE", "clipped_relu"),
-    ),
-    "tail-wide-window": (SERVING / "epilogue.cu", tail(24, 8, (24, 24), "MAX", norm=0)),
+# What a described network may ask for besides.
+OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
     "first-unpooled": (
         SERVING / "conv1.cu",
         first((4, 6), 9, (1, 2), "NONE", (13, 16), "sigmoid"),

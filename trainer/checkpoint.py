@@ -1,8 +1,7 @@
-"""What a run is resumed from: the state after its last good epoch, in memory and in a file.
+"""The state after the last good epoch, kept on the device and in a file that a run resumes from.
 
-Parameters, running statistics and velocities are all there is, as whatever is random is a
-function of the step. The state in memory lies where the network does, so that keeping it after
-each epoch is cheap; the file is written now and then, and when a run ends before its time.
+The state is parameters, running statistics and velocities; random numbers are functions of the
+step. The copy on the device is updated after each epoch, the file less often and when a run ends.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from trainer.settings import Recipe
 
 @dataclass(frozen=True, slots=True)
 class Epoch:
-    """How one epoch went; accuracies from 0 to 1, `loss` and `accuracy` over its training steps."""
+    """The results of an epoch; accuracies from 0 to 1, `loss` and `accuracy` of training steps."""
 
     loss: float
     accuracy: float
@@ -35,39 +34,39 @@ class Epoch:
 
 
 class Snapshot:
-    """A second copy, on the device, of what training changes: the state after `epochs`."""
+    """A second copy, on the device, of what training changes, as it was after `epochs`."""
 
     def __init__(self, network: Network, optimizer: Sgd) -> None:
         self.epochs: tuple[Epoch, ...] = ()
         self._model, self._ops = network.model, network.ops
-        self._live = {"": network.placed, "velocity.": optimizer.velocities}
+        self._live = {"": network.arrays, "velocity.": optimizer.velocities}
         self._kept = {
-            prefix: self._ops.place(self._model, self._ops.read(self._model, live))
+            prefix: self._ops.upload(self._model, self._ops.download(self._model, live))
             for prefix, live in self._live.items()
         }
 
     def take(self, epochs: Sequence[Epoch]) -> None:
-        """Keep the state that network and optimiser are in."""
-        self.epochs = ()  # a copy that is interrupted is no state to resume from
+        """Copy the state of network and optimizer."""
+        self.epochs = ()  # an interrupted copy must not be resumed from
         for prefix, live in self._live.items():
             self._ops.copy(live, self._kept[prefix])
         self.epochs = tuple(epochs)
 
     def restore(self) -> None:
-        """Put network and optimiser back into the kept state."""
+        """Copy the state back into network and optimizer."""
         for prefix, live in self._live.items():
             self._ops.copy(self._kept[prefix], live)
 
     def read(self) -> dict[str, Tensor]:
-        """The kept tensors in NumPy; the velocity of conv1.weight is velocity.conv1.weight."""
+        """Host copies; the velocity of conv1.weight is velocity.conv1.weight."""
         return {
             f"{prefix}{name}": value
             for prefix, kept in self._kept.items()
-            for name, value in self._ops.read(self._model, kept).items()
+            for name, value in self._ops.download(self._model, kept).items()
         }
 
     def write(self, tensors: Mapping[str, Tensor], epochs: Sequence[Epoch]) -> None:
-        """Keep what `read` gave once, and put network and optimiser into that state."""
+        """Restore the state that `read` returned, also in network and optimizer."""
         for prefix, kept in self._kept.items():
             values = {name: tensors[f"{prefix}{name}"] for name in kept}
             self._ops.write(self._model, kept, values)
@@ -76,10 +75,10 @@ class Snapshot:
 
 
 class Checkpoint:
-    """A snapshot of one run in one file, whose name says which run: a recipe on a dataset.
+    """The file of one run's snapshot; its name identifies the run: a recipe on a dataset.
 
-    The loss scale of mixed precision is not in it: a mixed run that is resumed begins with the
-    first scale again and may end with other last bits than one that was not interrupted.
+    It does not hold the loss scale of mixed precision: a resumed mixed run starts with the initial
+    scale and may differ in the last bits from an uninterrupted one.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str) -> None:
@@ -99,7 +98,7 @@ class Checkpoint:
         write_atomically(self.path, content)
 
     def resume(self, snapshot: Snapshot) -> None:
-        """Put the saved state, if there is one, into `snapshot`, its network and its optimiser.
+        """Load the saved state, if there is one, into `snapshot`, its network and its optimizer.
 
         Raises:
             InvalidCheckpoint: the file is broken or of another run.
@@ -122,7 +121,7 @@ class Checkpoint:
         snapshot.write(saved, epochs)
 
     def discard(self) -> None:
-        """The run is over: remove the file."""
+        """Remove the file of a finished run."""
         self.path.unlink(missing_ok=True)
 
     def _refusal(self, what: str) -> str:

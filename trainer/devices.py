@@ -1,13 +1,10 @@
-"""Opens the device, or the GPUs, that a network is trained on.
-
-It knows which device can do what, and refuses in one sentence what none can.
-"""
+"""Resolves the device to train on, and runs the training there, on one or several GPUs."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
-from threading import Barrier, Thread
+from threading import Barrier, Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from lenet.cuda.device import devices, translated
@@ -23,17 +20,17 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
-_PATIENCE_S = 10.0  # with ranks that were asked to end, before they are made to
+_STOP_TIMEOUT_S = 3.0  # how long ranks may take to stop before they are aborted
 
 Work = Callable[[TrainingOps, int], Result]
-"""What is done on a device: it is given the operations and its rank, from 0."""
+"""Runs on a device: takes the operations and the rank, from 0."""
 
 
 def unavailable(device: Device) -> str | None:
-    """Why `device` means no GPU here; None if it means one.
+    """Why no GPU is used for `device`; None if one is.
 
     Raises:
-        DeviceUnavailable: a GPU is asked for and cannot be used; the message says what to do.
+        DeviceUnavailable: `device` is cuda and no GPU can be used; the message says what to do.
     """
     if device == "cpu":
         return "--device is cpu"
@@ -42,12 +39,12 @@ def unavailable(device: Device) -> str | None:
     except BackendUnavailable as exc:
         if device == "cuda":
             raise DeviceUnavailable(f"--device is cuda: {exc}") from exc
-        return str(exc)
+        return "no usable GPU was found (--device cuda says why)"
     return None
 
 
-def choose(device: Device, say: Callable[[str], None]) -> Device:
-    """The device meant: auto is the GPU where there is one, else the CPU, and says why.
+def choose(device: Device, report: Callable[[str], None]) -> Device:
+    """Resolve auto: the GPU if one can be used, else the CPU, which is reported in one line.
 
     Raises:
         DeviceUnavailable: see `unavailable`.
@@ -56,12 +53,12 @@ def choose(device: Device, say: Callable[[str], None]) -> Device:
     if reason is None:
         return "cuda"
     if device == "auto":
-        say(f"training on the CPU: {reason}")
+        report(f"training on the CPU: {reason}")
     return "cpu"
 
 
 def check(recipe: Recipe, gpus: int) -> None:
-    """Refuse what the device of a resolved `recipe` cannot do.
+    """Check that the device of a resolved `recipe` supports it.
 
     Raises:
         DeviceUnavailable: the message names the setting, its value and what is expected.
@@ -79,30 +76,35 @@ def check(recipe: Recipe, gpus: int) -> None:
         raise DeviceUnavailable(f"--gpus is {gpus}, expected at most {found}: there are no more")
     if recipe.batch % gpus:
         raise DeviceUnavailable(
-            f"--batch is {recipe.batch}, expected a multiple of --gpus {gpus}: each GPU has an "
+            f"--batch is {recipe.batch}, expected a multiple of --gpus {gpus}: each GPU takes an "
             "equal part of every batch"
         )
 
 
 def on_devices(recipe: Recipe, gpus: int, work: Work[Result]) -> Result:
-    """Do `work` on the device of a resolved `recipe`, once for each of `gpus`; give rank 0's.
+    """Run `work` on the device of a resolved `recipe`, on each of `gpus`; return rank 0's result.
 
     Raises:
         DeviceUnavailable: see `check`.
         DeviceError: a GPU failed, or has too little memory.
-        Exception: whatever else `work` raises; of several ranks the first that failed, as the
-            others are then told to stop.
+        Exception: what `work` raises; of several ranks the first that failed, after the others
+            were stopped.
     """
     check(recipe, gpus)
     if recipe.device == "cpu":
         return work(CpuOps(), 0)
     assert recipe.precision != "auto", "bug: the recipe is not resolved"
     if gpus == 1:
-        return _on_gpu(recipe.precision, work)
+        return on_gpu(recipe.precision, work)
     return _on_gpus(recipe.precision, gpus, work)
 
 
-def _on_gpu(precision: Precision, work: Work[Result]) -> Result:
+def on_gpu(precision: Precision, work: Work[Result]) -> Result:
+    """Run `work` on GPU 0, in this thread.
+
+    Raises:
+        DeviceError: the GPU failed, or has too little memory.
+    """
     from trainer.ops_cuda.ops import CudaOps
 
     cache = PlanCache(default_cache())
@@ -111,30 +113,33 @@ def _on_gpu(precision: Precision, work: Work[Result]) -> Result:
 
 
 def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
-    """One thread a rank, each with its own GPU; a rank that fails lets the others stop waiting."""
+    """One thread a rank, each with its own GPU; a rank that fails stops the others."""
     from trainer.ops_cuda.ops import CudaOps
     from trainer.ops_cuda.ranks import Ranks, new_identity
 
     identity = new_identity()
-    cache = PlanCache(default_cache())  # shared: what one rank measures, all take
-    ready = Barrier(gpus)
+    cache = PlanCache(default_cache())  # shared: all ranks use the engines that one has measured
+    barrier, stopping = Barrier(gpus), Event()
     joined: list[Ranks] = []
     failures: list[BaseException] = []
 
     def rank_work(rank: int) -> Result:
         try:
-            with translated(f"training on GPU {rank}"), CudaOps(precision, rank, cache) as ops:
-                ready.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
-                ranks = Ranks(identity, rank, gpus, ready)
+            with (
+                translated(f"training on GPU {rank}"),
+                CudaOps(precision, rank, cache, stopping=stopping) as ops,
+            ):
+                barrier.wait()  # NCCL would wait for ever for a rank whose GPU cannot be opened
+                ranks = Ranks(identity, rank, gpus, barrier, stopping)
                 joined.append(ranks)
-                ready.wait()  # whoever fails from here on, all can be told to stop
+                barrier.wait()  # from here on every rank can be aborted
                 ops.join(ranks)
                 result = work(ops, rank)
-            ranks.close()  # NCCL cannot be left before the graphs with its sums are gone
+            ranks.close()  # after the graphs with its all-reduces are gone
             return result
         except BaseException as exc:
             failures.append(exc)
-            ready.abort()
+            barrier.abort()
             raise
 
     with ThreadPoolExecutor(gpus, thread_name_prefix="rank") as executor:
@@ -142,29 +147,24 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
         try:
             wait(futures, return_when=FIRST_EXCEPTION)
             if failures:
-                raise failures[0]  # those that it causes come after it
+                raise failures[0]  # the later ones are its consequences
         except BaseException:
-            # On a thread of its own, which a second Ctrl-C does not keep from telling the ranks.
-            ending = Thread(target=_end, args=(ready, joined, futures, failures))
+            interrupted = not failures
+            barrier.abort()
+            stopping.set()
+            # On a thread of its own, which a second Ctrl-C does not interrupt.
+            ending = Thread(target=_end, args=(interrupted, joined, futures))
             ending.start()
             ending.join()
             raise
     return futures[0].result()
 
 
-def _end(
-    ready: Barrier,
-    joined: Sequence[Ranks],
-    futures: Sequence[Future[Result]],
-    failures: Sequence[BaseException],
-) -> None:
-    """Let every rank end: together if all are well, else by aborting what they wait for."""
-    ready.abort()
-    if not failures:  # an interruption
-        for ranks in joined:
-            ranks.ask()
-        wait(futures, _PATIENCE_S)
+def _end(interrupted: bool, joined: Sequence[Ranks], futures: Sequence[Future[object]]) -> None:
+    """End every rank: interrupted ones have time to stop by themselves, then all are aborted."""
+    if interrupted:
+        wait(futures, _STOP_TIMEOUT_S)
     for ranks in joined:
-        ranks.stop()  # all of them first: what an aborted rank computes is no result
+        ranks.mark_aborted()  # all before the first abort
     for ranks in joined:
         ranks.abort()

@@ -1,10 +1,12 @@
 """Every error that `trainer` raises on purpose.
 
     TrainerError
-    ├── DatasetUnavailable      the digits are neither on disk nor to be had from a mirror
-    ├── InvalidDataset          a file that is not what it should be: which file, what was found
-    ├── DeviceUnavailable       the device is not here, or cannot do what is asked of it
-    ├── TrainingDiverged        the loss is no longer a number: which step and layer, what to try
+    ├── InvalidSetting          a flag or variable is unknown or has an invalid value
+    ├── DatasetUnavailable      the digits are not on disk and cannot be downloaded
+    ├── InvalidDataset          a dataset file is broken: which file, what was found
+    ├── DeviceUnavailable       the device does not exist, or does not support the settings
+    ├── UnwritableFolder        the folder for the result cannot be created
+    ├── TrainingDiverged        the loss is NaN or infinite: which step and layer, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
     └── ExportRefused           the exported network does not compute what was trained
 
@@ -13,7 +15,11 @@ A message says what happened, what was found, what was expected and what to do n
 
 
 class TrainerError(Exception):
-    """The root of the tree; catching it catches what `trainer` foresaw and nothing else."""
+    """The root of the tree."""
+
+
+class InvalidSetting(TrainerError):
+    """A flag or variable is unknown or has an invalid value; the message names it."""
 
 
 class DatasetUnavailable(TrainerError):
@@ -21,20 +27,24 @@ class DatasetUnavailable(TrainerError):
 
 
 class InvalidDataset(TrainerError):
-    """A dataset file is refused; the message starts with its path."""
+    """A dataset file is invalid; the message starts with its path."""
 
 
 class DeviceUnavailable(TrainerError):
-    """The device is not here, or cannot do what is asked of it."""
+    """The device does not exist, or does not support the settings."""
+
+
+class UnwritableFolder(TrainerError):
+    """The folder for the result cannot be created."""
 
 
 class TrainingDiverged(TrainerError):
-    """The loss became NaN or infinite."""
+    """The loss is NaN or infinite."""
 
 
 class InvalidCheckpoint(TrainerError):
-    """The checkpoint is refused; the message starts with its path."""
+    """The checkpoint cannot be resumed from; the message starts with its path."""
 
 
 class ExportRefused(TrainerError):
-    """What would be served differs from what was trained, so no file was written."""
+    """The served network would differ from the trained one, so no file was written."""

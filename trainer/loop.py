@@ -1,9 +1,8 @@
-"""The training loop: epochs of steps, evaluation after each, a checkpoint now and then.
+"""The training loop: epochs of steps, an evaluation after each, checkpoints.
 
-A step asks nothing of the host, so the operations may record it once and repeat it. Everything
-random in it is a function of the seed and the step, so a run that was interrupted and resumed
-ends with the same bytes as one that was not. It refuses to look at test images and to choose
-among epochs: what the recipe ends with is the result.
+Everything random in a step is a function of the seed and the step, so an interrupted and resumed
+run ends with the same bytes as an uninterrupted one. The result is the state after the last epoch;
+test images are never used.
 """
 
 from __future__ import annotations
@@ -21,15 +20,13 @@ from trainer.augment import Limits
 from trainer.checkpoint import Checkpoint, Epoch, Snapshot
 from trainer.errors import InvalidDataset, TrainingDiverged
 from trainer.mnist import Digits
-from trainer.network import Network
-from trainer.ops import Progress, Run, TrainingOps
+from trainer.network import Network, take_step
+from trainer.ops import Array, Run, RunState, TrainingOps
 from trainer.optimizer import Sgd, rates
 from trainer.settings import Recipe
-from trainer.step import find_fault, take_step
 
 CHECKPOINT_S = 10.0
-"""How much training may be lost: an epoch that ends this long after the last checkpoint writes
-the next one."""
+"""The first epoch that ends this long after the last checkpoint writes the next one."""
 
 
 def accuracy(network: Network, digits: Digits) -> float:
@@ -63,21 +60,21 @@ def train(
     checkpoint: Checkpoint,
     *,
     target: float | None = None,
-    record: bool = True,
+    capture: bool = True,
     leader: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> tuple[list[Epoch], float]:
-    """Train `network` in place, from its checkpoint if it has one; a bar and a line per epoch.
+    """Train `network` in place, from its checkpoint if there is one; print a line per epoch.
 
-    `target`: the validation accuracy, in percent, after which no further epoch is begun. `record`:
-    whether a step may be recorded and repeated, which hides its layers from a profiler. `leader`:
-    of several ranks that train one network only one shows and writes anything.
+    `target`: the validation accuracy, in percent, after which training stops. `capture`: whether
+    the step may be captured and replayed, which hides its layers from a profiler. `leader`: of
+    several ranks only one prints and writes checkpoints.
 
-    Returns: how each epoch went, those before the checkpoint included, and the seconds from before
-    the first step of this call to after its last.
+    Returns: the results of all epochs, those before the checkpoint included, and the seconds that
+    the steps of this call took.
 
     Raises:
-        TrainingDiverged: the loss is no longer finite; the checkpoint holds the last good epoch.
+        TrainingDiverged: the loss is NaN or infinite; the checkpoint holds the last good epoch.
         InvalidCheckpoint: the checkpoint cannot be resumed from.
         InvalidDataset: fewer training images than one batch has.
         OSError: the checkpoint cannot be written.
@@ -95,20 +92,21 @@ def train(
     snapshot = Snapshot(network, optimizer)
     checkpoint.resume(snapshot)
     epochs = list(snapshot.epochs)
-    progress = ops.start(run, len(epochs) * run.steps_per_epoch)
-    step = partial(take_step, network, optimizer, progress)
-    # Recording takes a step, and after the last one there is none to take.
-    left = len(epochs) < recipe.epochs
-    repeat = ops.record(step) if record and left else step
-    accuracy(network, validation)  # whatever its first time costs is no training
-    ops.meet()  # a rank that is still taking memory would wait for one that waits for its sum
+    state = ops.start(run, len(epochs) * run.steps_per_epoch)
+    step: Callable[[], None] = partial(take_step, network, optimizer, state)
+    # Capturing runs a step, which needs a learning rate: there is none after the last epoch.
+    if capture and len(epochs) < recipe.epochs:
+        step = ops.capture(step)
+    accuracy(network, validation)  # warms up the evaluation, so that the epochs' times are alike
+    # Without it a rank that still allocates memory and one that waits in its all-reduce deadlock.
+    ops.barrier()
     images = run.steps_per_epoch * run.batch
     with tqdm(
         total=recipe.epochs * images,
         initial=len(epochs) * images,
         unit="images",
         unit_scale=True,
-        disable=None if leader else True,  # on a terminal only
+        disable=None if leader else True,  # None: only on a terminal
     ) as bar:
         if epochs and leader:
             bar.write(f"resumed after epoch {len(epochs)} from {checkpoint.path}")
@@ -117,14 +115,16 @@ def train(
         try:
             while len(epochs) < recipe.epochs and not _reached(target, epochs):
                 first = len(epochs) * run.steps_per_epoch
-                losses, hits = _epoch(ops, repeat, progress, run, first, bar)
+                losses, correct = _epoch(ops, step, state, run, first, bar)
                 now = clock()
                 seconds = now - start
                 if not np.isfinite(losses).all():
                     snapshot.restore()
                     raise _diverged(network, optimizer, run, recipe, first, losses)
                 epoch = Epoch(
-                    float(losses.mean()), int(hits.sum()) / images, accuracy(network, validation)
+                    float(losses.mean()),
+                    int(correct.sum()) / images,
+                    accuracy(network, validation),
                 )
                 epochs.append(epoch)
                 snapshot.take(epochs)
@@ -137,7 +137,7 @@ def train(
                         f"{epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
                     )
         finally:
-            # However it ends: an export that fails must not cost the training either.
+            # Also after the last epoch: a failed export must not cost the training.
             if leader and len(snapshot.epochs) > written:
                 checkpoint.save(snapshot)
     return epochs, seconds
@@ -152,33 +152,33 @@ def _reached(target: float | None, epochs: Sequence[Epoch]) -> bool:
 
 def _epoch(
     ops: TrainingOps,
-    repeat: Callable[[], None],
-    progress: Progress,
+    step: Callable[[], None],
+    state: RunState,
     run: Run,
     first: int,
     bar: tqdm[NoReturn],
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Losses and hits of an epoch's steps; it ends early when it sees a loss that is not finite."""
+    """Losses and correct answers of an epoch's steps, up to the first loss that is not finite."""
     count = run.steps_per_epoch
-    losses, hits, looked = np.zeros(count), np.zeros(count, np.int64), 0
-    # A diverging step may overflow before the loss says so, in one clear sentence.
+    losses, correct, seen = np.zeros(count), np.zeros(count, np.int64), 0
+    # A diverging step may overflow before its loss is read and reported.
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         for taken in range(1, count + 1):
-            repeat()
-            if taken - looked < ops.readback_steps and taken < count:
+            step()
+            if taken - seen < ops.readback_steps and taken < count:
                 continue
-            new = slice(looked, taken)
-            losses[new], hits[new] = ops.losses(progress, first + looked, first + taken)
+            new = slice(seen, taken)
+            losses[new], correct[new] = ops.losses(state, first + seen, first + taken)
             bar.set_postfix(
                 loss=f"{losses[:taken].mean():.4f}",
-                accuracy=f"{hits[:taken].sum() / (taken * run.batch):.2%}",
+                accuracy=f"{correct[:taken].sum() / (taken * run.batch):.2%}",
                 refresh=False,
             )
-            bar.update((taken - looked) * run.batch)
-            looked = taken
+            bar.update((taken - seen) * run.batch)
+            seen = taken
             if not np.isfinite(losses[new]).all():
                 break
-    return losses[:looked], hits[:looked]
+    return losses[:seen], correct[:seen]
 
 
 def _diverged(
@@ -189,15 +189,49 @@ def _diverged(
     first: int,
     losses: NDArray[np.float64],
 ) -> TrainingDiverged:
-    """The error for an epoch from step `first` on; network and optimiser are as before it."""
+    """The error for the epoch that begins at step `first`; the state before it is restored."""
     bad = int(np.flatnonzero(~np.isfinite(losses))[0])
     if network.ops.ranks > 1:
-        where = "one GPU alone would tell in which layer first"
+        where = "train on one GPU to see in which layer first"
     else:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
             fault = find_fault(network, optimizer, run, first, first + bad + 1)
-        where = f"first in {fault}" if fault else "not so when the epoch was repeated"
+        where = f"first in {fault}" if fault else "it was finite when the epoch was repeated"
     return TrainingDiverged(
         f"the loss is {losses[bad]} at step {first + bad + 1} of {run.steps}, expected a finite "
         f"number; {where}; try a --rate lower than {recipe.rate}"
     )
+
+
+class _FirstFault:
+    """The name of the first array that is not finite."""
+
+    def __init__(self, ops: TrainingOps) -> None:
+        self.name: str | None = None
+        self._ops = ops
+
+    def __call__(self, name: str, value: Array) -> None:
+        if self.name is None and not self._ops.finite(value):
+            self.name = name
+
+
+def find_fault(network: Network, optimizer: Sgd, run: Run, start: int, stop: int) -> str | None:
+    """The first array that is not finite, as in "conv2's gradient at step 7", counted from 1.
+
+    A NaN spreads: when the loss shows it, it is everywhere. So the steps `start` to `stop` - 1 are
+    run again from the state before them, and every output, gradient and parameter is checked. A
+    gradient counts only if the loss or a parameter of its step is not finite either: mixed
+    precision skips a step whose gradient overflows. None: all arrays are finite.
+    """
+    ops = network.ops
+    state = ops.start(run, start)
+    for step in range(start, stop):
+        first = _FirstFault(ops)
+        take_step(network, optimizer, state, first)
+        updated = _FirstFault(ops)
+        for name, parameter in network.parameters.items():
+            updated(name, parameter)
+        (loss,), _ = ops.losses(state, step, step + 1)
+        if not np.isfinite(loss) or updated.name:
+            return f"{first.name or updated.name or 'the loss itself'} at step {step + 1}"
+    return None

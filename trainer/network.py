@@ -1,7 +1,6 @@
-"""A `Model` made trainable: its layers in order, forward directly followed by its backward.
+"""A `Model` that can be trained: its layers in order, and one training step.
 
-The network trains arrays of its operations in place; `tensors` reads them back under the names of
-`Model.parameters`, which is what folding and checkpoints work on.
+`Network.tensors` has the names of `Model.parameters`; export and checkpoints work on them.
 """
 
 from __future__ import annotations
@@ -16,25 +15,32 @@ from numpy.typing import DTypeLike
 from lenet.model import ConvBlock, Model
 from lenet.nvtx import span
 from lenet.pixels import Images
-from trainer.layers import BlockTail, Convolution, Dense, Dropout, Layer
-from trainer.loss import SoftmaxCrossEntropy
-from trainer.ops import Array, Norm, Progress, Tail, Tensor, TrainingOps
+from trainer.layers import (
+    BlockEpilogue,
+    Convolution,
+    Dense,
+    Dropout,
+    Layer,
+    SoftmaxCrossEntropy,
+)
+from trainer.ops import Array, Epilogue, Norm, RunState, Tensor, TrainingOps
+from trainer.optimizer import Sgd
 
 EVALUATION_BATCH = 1000
-"""Rows of one forward pass outside training; bounds the memory, changes no result that counts."""
+"""Rows of one forward pass outside training; bounds the memory."""
 
-Watch: TypeAlias = Callable[[str, Array], None]
-"""Is shown each output and each gradient, with its name, as it is made."""
+TensorHook: TypeAlias = Callable[[str, Array], None]
+"""Called with each output and each gradient of a step, and its name, when it is computed."""
 
 
-def look_away(_name: str, _value: Array) -> None:
-    """Watch nothing."""
+def no_hook(_name: str, _value: Array) -> None:
+    """Do nothing."""
 
 
 def initial_tensors(
     model: Model, random: np.random.Generator, dtype: DTypeLike = np.float32
 ) -> dict[str, Tensor]:
-    """Where training starts: weights normal with variance 2 / fan_in; batch norm that does nothing.
+    """Initial values: weights normal with variance 2 / fan_in; batch norm the identity.
 
     Source: He et al. 2015, eq. 10.
     """
@@ -51,11 +57,11 @@ def initial_tensors(
 
 
 class Network:
-    """The layers of `model` on `ops`, over copies of `tensors`, which training changes in place.
+    """The layers of `model` on `ops`, with copies of `tensors` that are trained in place.
 
-    `dropout` is the share of units zeroed after each hidden dense block, 0 for none. `placed`
-    holds all tensors as `ops` keeps them, `parameters` those of them that are trained: the
-    running means and variances are not.
+    `dropout` is the share of units zeroed after each hidden dense block, 0 for none. `arrays`
+    holds all tensors on the device, `parameters` those that are trained: all but the running
+    means and variances.
     """
 
     def __init__(
@@ -67,8 +73,8 @@ class Network:
     ) -> None:
         self.model = model
         self.ops = ops
-        self.placed = ops.place(model, tensors)
-        self.layers = tuple(_layers(model, self.placed, ops, dropout))
+        self.arrays = ops.upload(model, tensors)
+        self.layers = tuple(_layers(model, self.arrays, ops, dropout))
         self.parameters: dict[str, Array] = {
             name: value for layer in self.layers for name, value in layer.parameters.items()
         }
@@ -76,38 +82,36 @@ class Network:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Copies in NumPy of all that the model has now; waits for the device."""
-        return self.ops.read(self.model, self.placed)
+        """Host copies of all tensors; waits for the device."""
+        return self.ops.download(self.model, self.arrays)
 
     @property
     def gradients(self) -> dict[str, Array]:
         """The gradient of each parameter after `backward`."""
         return {name: value for layer in self.layers for name, value in layer.gradients.items()}
 
-    def forward(
-        self, x: Array, labels: Array, progress: Progress, watch: Watch = look_away
-    ) -> None:
-        """The step of `progress`, whose loss and hits it notes there."""
+    def forward(self, x: Array, labels: Array, state: RunState, hook: TensorHook = no_hook) -> None:
+        """The forward pass of the current step; loss and correct answers go into `state`."""
         for layer in self.layers:
             with span(layer.name):
-                x = layer.forward(x, progress)
-            watch(f"{layer.name}'s output", x)
-        self._loss.forward(x, labels, progress)
+                x = layer.forward(x, state)
+            hook(f"{layer.name}'s output", x)
+        self._loss.forward(x, labels, state)
 
-    def backward(self, watch: Watch = look_away) -> None:
-        """Leave in `gradients` what the latest `forward` calls for."""
+    def backward(self, hook: TensorHook = no_hook) -> None:
+        """Compute the gradients of the latest `forward` into `gradients`."""
         dy: Array | None = self._loss.backward()
         for layer in reversed(self.layers):
             assert dy is not None, f"bug: no gradient reaches {layer.name}"
             with span(layer.name):
                 dy = layer.backward(dy)
-            for made in (*layer.gradients.values(), *(() if dy is None else (dy,))):
-                watch(f"{layer.name}'s gradient", made)
+            for gradient in (*layer.gradients.values(), *(() if dy is None else (dy,))):
+                hook(f"{layer.name}'s gradient", gradient)
             if layer.gradients:
-                self.ops.share(layer.gradients)
+                self.ops.all_reduce(layer.gradients)
 
     def logits(self, images: Images) -> Tensor:
-        """Logits (n, classes) outside training, for any number of images from 1."""
+        """Logits (n, classes) outside training, n >= 1."""
         batches = (
             images[start : start + EVALUATION_BATCH]
             for start in range(0, len(images), EVALUATION_BATCH)
@@ -115,26 +119,43 @@ class Network:
         return np.concatenate([self._logits(batch) for batch in batches])
 
     def _logits(self, images: Images) -> Tensor:
-        x = self.ops.enter(images)
+        x = self.ops.input_from_images(images)
         for layer in self.layers:
             with span(layer.name):
                 x = layer.forward(x, None)
-        return self.ops.leave(x)
+        return self.ops.to_numpy(x)
 
 
 def _layers(
-    model: Model, placed: Mapping[str, Array], ops: TrainingOps, dropout: float
+    model: Model, arrays: Mapping[str, Array], ops: TrainingOps, dropout: float
 ) -> Iterator[Layer]:
     for index, (block, shape) in enumerate(zip(model.blocks, model.shapes(), strict=True)):
         name, first, last = shape.name, index == 0, index == len(model.blocks) - 1
-        weight, norm, pool = placed[f"{name}.weight"], None, None
+        weight, norm, pool = arrays[f"{name}.weight"], None, None
         if isinstance(block, ConvBlock):
             yield Convolution(name, ops, weight, first, block)
             pool = block.pool
         else:
             yield Dense(name, ops, weight, first)
         if block.batch_norm:
-            norm = Norm(*(placed[f"{name}.{part}"] for part in Norm._fields))
-        yield BlockTail(name, ops, Tail(norm, placed.get(f"{name}.bias"), block.activation, pool))
+            norm = Norm(*(arrays[f"{name}.{part}"] for part in Norm._fields))
+        bias = arrays.get(f"{name}.bias")
+        yield BlockEpilogue(name, ops, Epilogue(norm, bias, block.activation, pool))
         if dropout and not isinstance(block, ConvBlock) and not last:
             yield Dropout(name, ops, block.units, dropout, index)
+
+
+def take_step(
+    network: Network, optimizer: Sgd, state: RunState, hook: TensorHook = no_hook
+) -> None:
+    """One training step: batch, forward, backward, update; `state` advances to the next step."""
+    ops = network.ops
+    with span("step"):
+        x, labels = ops.batch(state)
+        with span("forward"):
+            network.forward(x, labels, state, hook)
+        with span("backward"):
+            network.backward(hook)
+        with span("update"):
+            optimizer.step(network.gradients, state)
+        ops.end_step(state)

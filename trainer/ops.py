@@ -1,13 +1,11 @@
-"""What a network needs in order to be trained: each operation forward, then its backward.
+"""`TrainingOps`: the operations that training needs, each forward with its gradients.
 
-A forward returns its result and what its own backward will need; that second value is opaque to
-everyone else. So are arrays: where they lie, how, and in which precision is the implementation's
-own affair. `place` and `enter` are the doors in, `read`, `leave` and `losses` the doors out, and
-what passes through them has the shapes of `lenet.model.Model.parameters`.
+Arrays belong to the implementation: where they lie, their layout and their precision. So does what
+a forward saves for its gradients. On the host, tensors have the shapes of
+`lenet.model.Model.parameters`.
 
-A step asks nothing of the host. Its number, its learning rate and all that is random in it come
-from a `Progress` that lives where the arrays do, so that a step recorded once can be run again
-and again. The protocol refuses to know about networks and optimisers.
+A step needs no data from the host: its number, its learning rate and its random numbers come from
+a `RunState` on the device, so a captured step can be replayed.
 """
 
 from __future__ import annotations
@@ -31,17 +29,20 @@ Tensor: TypeAlias = NDArray[Any]
 """A float32 or float64 NumPy array, shaped as `lenet.model.Model.parameters` says."""
 
 Saved: TypeAlias = Any
-"""What a forward keeps for its backward."""
+"""What a forward saves for its gradients."""
 
-Progress: TypeAlias = Any
-"""How far a run has come: its digits, step, rates, losses and hits, on the device."""
+RunState: TypeAlias = Any
+"""The state of a run on the device: digits, step number, rates, losses, correct answers."""
+
+EPSILON = 1e-5
+"""Added to every variance of batch norm, in training and when it is folded."""
 
 RUNNING_SHARE = 0.1
-"""How much of a batch's mean and variance enters the running ones, as in PyTorch."""
+"""The weight of a batch's mean and variance in the running ones, as in PyTorch."""
 
 
 class Norm(NamedTuple):
-    """A batch norm's arrays (k,); training moves the running mean and variance in place."""
+    """A batch norm's arrays (k,); training updates the running mean and variance in place."""
 
     gamma: Array
     beta: Array
@@ -49,8 +50,8 @@ class Norm(NamedTuple):
     variance: Array
 
 
-class Tail(NamedTuple):
-    """What follows a block's linear map, in this order: norm or bias, activation, pooling."""
+class Epilogue(NamedTuple):
+    """The rest of a block after its convolution or product: norm or bias, activation, pooling."""
 
     norm: Norm | None
     bias: Array | None
@@ -59,7 +60,7 @@ class Tail(NamedTuple):
 
 
 class Update(NamedTuple):
-    """One parameter's part of a step of descent; `parameter` and `velocity` change in place."""
+    """One parameter's part of an SGD step; `parameter` and `velocity` change in place."""
 
     name: str
     parameter: Array
@@ -69,11 +70,10 @@ class Update(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
-    """All that a run of steps depends on, but for the network.
+    """The input of a sequence of steps, without the network.
 
-    `rates` (steps,) holds the learning rate of each step, `batch` the images of one. A step takes
-    the next `batch` images of its epoch's order; what is left over at the end of an epoch waits
-    for the next.
+    `rates` (steps,) holds the learning rate of each step, `batch` the images of a step. A step
+    takes the next `batch` images in its epoch's order; an incomplete last batch is dropped.
     """
 
     digits: Digits
@@ -89,67 +89,67 @@ class Run:
 
     @property
     def steps_per_epoch(self) -> int:
-        """The whole batches among the digits."""
+        """The complete batches in the digits."""
         return len(self.digits) // self.batch
 
 
 class TrainingOps(Protocol):
-    """The operations of `lenet`'s blocks with their gradients, and the steps made of them."""
+    """The operations of `lenet`'s blocks with their gradients, and what a step needs besides."""
 
     name: str
     """The device: cpu or cuda."""
 
     readback_steps: int
-    """How many steps may run before their losses are looked at, which waits for the device."""
+    """Steps that may run before their losses are read, which waits for the device."""
 
     @property
     def ranks(self) -> int:
-        """How many GPUs train together, each with a part of every batch; 1 on the CPU."""
+        """The GPUs that train together, each on a part of every batch; 1 on the CPU."""
         ...
 
-    def meet(self) -> None:
-        """Wait until every rank has come this far; at once where there is one."""
+    def barrier(self) -> None:
+        """Wait until every rank has reached this call."""
         ...
 
     @property
     def memory_bytes(self) -> int:
-        """What has been taken of a GPU's memory, 0 on the CPU."""
+        """The device memory in use; 0 on the CPU."""
         ...
 
-    def place(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-        """Copies of any of `model`'s tensors, or of tensors shaped like them, on the device."""
+    def upload(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+        """Device copies of tensors that have names and shapes of `model`'s parameters."""
         ...
 
-    def read(self, model: Model, placed: Mapping[str, Array]) -> dict[str, Tensor]:
-        """Copies of what `place` gave, back in NumPy."""
+    def download(self, model: Model, arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        """Host copies of uploaded arrays."""
         ...
 
     def write(
-        self, model: Model, placed: Mapping[str, Array], tensors: Mapping[str, Tensor]
+        self, model: Model, arrays: Mapping[str, Array], tensors: Mapping[str, Tensor]
     ) -> None:
-        """Put the values of `tensors` into the memory of `placed`, name by name."""
+        """Copy `tensors` into the memory of `arrays`, name by name."""
         ...
 
     def copy(self, source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
-        """Put the values of `source` into the memory of `target`, both placed, on the device."""
+        """Copy `source` into the memory of `target`, both uploaded, on the device."""
         ...
 
-    def start(self, run: Run, step: int = 0) -> Progress:
-        """Bring all that `run` needs to the device; the next step is `step`."""
+    def start(self, run: Run, step: int = 0) -> RunState:
+        """Upload what `run` needs; `step` is the next one."""
         ...
 
-    def batch(self, progress: Progress) -> tuple[Array, Array]:
-        """The step's images, shuffled and warped, as activations, and their labels.
+    def batch(self, state: RunState) -> tuple[Array, Array]:
+        """The step's images, shuffled and augmented, as activations, and their labels.
 
-        Which images and which warps, `trainer.random.permutation` and `trainer.augment` say.
+        `trainer.random.permutation` defines the order, `trainer.augment` the augmentation.
         """
         ...
 
-    def enter(self, images: Images) -> Array:
+    def input_from_images(self, images: Images) -> Array:
         """Pixels times 1/255, as activations of one channel: uint8 (n, h, w) in."""
         ...
 
-    def leave(self, x: Array) -> Tensor:
+    def to_numpy(self, x: Array) -> Tensor:
         """Flat activations as a NumPy array (n, units)."""
         ...
 
@@ -157,43 +157,46 @@ class TrainingOps(Protocol):
         """Cross-correlation with `weight` (k, c, r, s), stride, padding and dilation of `block`."""
         ...
 
-    def convolution_backward(
-        self, dy: Array, saved: Saved, input_gradient: bool
-    ) -> tuple[Array | None, Array]:
-        """(dx, dweight); dx is None unless `input_gradient`."""
+    def convolution_weight_gradient(self, dy: Array, saved: Saved) -> Array:
+        """The gradient dweight."""
+        ...
+
+    def convolution_input_gradient(self, dy: Array, saved: Saved) -> Array:
+        """The gradient dx."""
         ...
 
     def dense(self, x: Array, weight: Array) -> tuple[Array, Saved]:
         """Matrix product with `weight` (units, inputs); an image is flattened (c, h, w) first."""
         ...
 
-    def dense_backward(
-        self, dy: Array, saved: Saved, input_gradient: bool
-    ) -> tuple[Array | None, Array]:
-        """(dx, dweight); dx has the shape that `dense` was given."""
+    def dense_weight_gradient(self, dy: Array, saved: Saved) -> Array:
+        """The gradient dweight."""
         ...
 
-    def tail(self, x: Array, tail: Tail, training: bool) -> tuple[Array, Saved]:
-        """Norm or bias, activation, pooling; finite for any finite x but for norm's overflow.
+    def dense_input_gradient(self, dy: Array, saved: Saved) -> Array:
+        """The gradient dx, in the shape that `dense` was given."""
+        ...
 
-        In training, batch norm normalises each channel or unit over the whole batch, with
-        `trainer.fold.EPSILON`, and moves the running mean and unbiased variance by RUNNING_SHARE
-        towards the batch's; outside it, it uses those. Padding is never the largest of a window
-        and counts as zeros in a mean. Source: Ioffe & Szegedy 2015, alg. 1.
+    def epilogue(self, x: Array, epilogue: Epilogue, training: bool) -> tuple[Array, Saved]:
+        """Norm or bias, activation, pooling; finite for any finite x unless batch norm overflows.
+
+        In training, batch norm normalizes each channel or unit over the whole batch, with
+        EPSILON, and moves the running mean and unbiased variance by RUNNING_SHARE towards the
+        batch's; outside training it uses the running ones. Padding is never the maximum of a
+        window and counts as zeros in an average. Source: Ioffe & Szegedy 2015, alg. 1.
         """
         ...
 
-    def tail_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
+    def epilogue_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
         """(dx, (dgamma, dbeta)) with batch norm, (dx, (dbias,)) without.
 
-        The first of equal maxima, in reading order, receives the whole gradient of its window. At
-        a kink the slope is zero where ReLU or clipped ReLU meets its floor or ceiling, alpha for
-        ELU at 0.
+        The first of equal maxima, in reading order, receives the whole gradient of its window.
+        The slope at a kink is 0 for ReLU and both ends of clipped ReLU, alpha for ELU.
         """
         ...
 
     def dropout(
-        self, x: Array, units: int, rate: float, layer: int, progress: Progress
+        self, x: Array, units: int, rate: float, layer: int, state: RunState
     ) -> tuple[Array, Saved]:
         """Zero a share `rate` of flat x, 0 < rate < 1, and divide the rest by 1 - rate.
 
@@ -206,11 +209,11 @@ class TrainingOps(Protocol):
         """The gradient dx."""
         ...
 
-    def softmax_cross_entropy(self, logits: Array, labels: Array, progress: Progress) -> Saved:
-        """Note the step's loss, the mean of -log softmax(logits)[label], and its hits.
+    def softmax_cross_entropy(self, logits: Array, labels: Array, state: RunState) -> Saved:
+        """Store in `state` the step's loss, the mean of -log softmax(logits)[label], and `correct`.
 
-        A hit is a row whose first maximum is its label. The loss is finite for any finite logits
-        whose differences are.
+        `correct` counts the rows whose first maximum is their label. The loss is finite for
+        finite logits whose differences are finite.
         """
         ...
 
@@ -218,35 +221,35 @@ class TrainingOps(Protocol):
         """The gradient of the logits: (softmax - onehot) / n."""
         ...
 
-    def share(self, gradients: Mapping[str, Array]) -> None:
-        """Start to sum them over all GPUs, behind the rest of the backward pass."""
+    def all_reduce(self, gradients: Mapping[str, Array]) -> None:
+        """Start to sum the gradients over all ranks while the backward pass goes on."""
         ...
 
-    def descend(
+    def sgd_step(
         self,
         updates: Sequence[Update],
-        progress: Progress,
+        state: RunState,
         momentum: float,
         weight_decay: float,
         nesterov: bool,
     ) -> None:
-        """One step of `trainer.optimizer.Sgd`, at the step's own rate."""
+        """One step of `trainer.optimizer.Sgd`, at the learning rate of the step."""
         ...
 
-    def tick(self, progress: Progress) -> None:
-        """The step is over."""
+    def end_step(self, state: RunState) -> None:
+        """Advance to the next step."""
         ...
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """What does what `step` does, perhaps faster; it may run later than it is called."""
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """A function with the effect of `step`, possibly faster; it may run asynchronously."""
         ...
 
     def losses(
-        self, progress: Progress, start: int, stop: int
+        self, state: RunState, start: int, stop: int
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.integer[Any]]]:
-        """The mean losses and the hits of the steps from `start` to before `stop`, which ran."""
+        """Mean loss and correct answers of each step from `start` to `stop` - 1."""
         ...
 
     def finite(self, x: Array) -> bool:
-        """Whether it holds neither NaN nor infinity."""
+        """Whether `x` holds neither NaN nor infinity."""
         ...

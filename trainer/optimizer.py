@@ -1,8 +1,4 @@
-"""Stochastic gradient descent, and the learning rate as a pure function of the step.
-
-A rate that is multiplied by something at every step can vanish without anyone noticing; here
-`one_cycle` and `step_decay` say what the rate is at every step, and a test can draw them.
-"""
+"""Stochastic gradient descent, and the learning rate as a pure function of the step."""
 
 from __future__ import annotations
 
@@ -13,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.model import Model
-from trainer.ops import Array, Progress, TrainingOps, Update
+from trainer.ops import Array, RunState, TrainingOps, Update
 from trainer.settings import Schedule
 
 WARM_UP = 0.3
@@ -58,14 +54,14 @@ _SCHEDULES: Mapping[Schedule, Callable[[int, float], NDArray[np.float64]]] = {
 
 
 class Sgd:
-    """Gradient descent with momentum; Nesterov's unless told otherwise.
+    """Gradient descent with momentum, Nesterov's by default.
 
     v <- momentum v + g, then w <- w - rate (g + momentum v) with Nesterov or w - rate v without,
-    where g is the gradient plus weight_decay w. Weight decay pulls on `*.weight` only: biases and
-    batch norm's gamma and beta do not overfit, and pulling gamma to zero would only undo itself.
+    where g is the gradient plus weight_decay w. Weight decay applies to `*.weight` only: biases,
+    gamma and beta do not overfit, and a smaller gamma would be undone by the next layer.
 
-    `parameters` are tensors of `model` as `ops` placed them, and are updated in place; `velocities`
-    lie beside them. Source: Sutskever et al. 2013, in the form of PyTorch's SGD.
+    `parameters` are uploaded tensors of `model`, updated in place; `velocities` are uploaded
+    likewise. Source: Sutskever et al. 2013, in the form of PyTorch's SGD.
     """
 
     def __init__(
@@ -80,16 +76,16 @@ class Sgd:
         self.parameters = parameters
         shapes = model.parameters()
         zeros = {name: np.zeros(shapes[name], np.float32) for name in parameters}
-        self.velocities = ops.place(model, zeros)
+        self.velocities = ops.upload(model, zeros)
         self._ops = ops
         self._momentum = momentum
         self._weight_decay = weight_decay
         self._nesterov = nesterov
 
-    def step(self, gradients: Mapping[str, Array], progress: Progress) -> None:
-        """One update of every parameter by its gradient, at the rate of the step of `progress`."""
+    def step(self, gradients: Mapping[str, Array], state: RunState) -> None:
+        """Update every parameter by its gradient, at the learning rate of the current step."""
         updates = [
             Update(name, parameter, gradients[name], self.velocities[name])
             for name, parameter in self.parameters.items()
         ]
-        self._ops.descend(updates, progress, self._momentum, self._weight_decay, self._nesterov)
+        self._ops.sgd_step(updates, state, self._momentum, self._weight_decay, self._nesterov)

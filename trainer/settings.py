@@ -1,19 +1,29 @@
-"""What can be set, once, on the command line or in the environment.
+"""The settings of each command, read once from the command line and the environment.
 
-`Recipe` is what the result depends on: two runs of one recipe on one dataset give the same bytes,
-on a GPU as long as cuDNN's plans are the same, and its `command` goes into the weight file. `Fit`
-adds where things lie, `Export` and `Inspect` are the other commands. A variable
+`Recipe` holds what the result depends on: two runs of one recipe on one dataset give the same
+bytes, on a GPU as long as cuDNN's engines are the same. Its `command` goes into the weight file.
+`Fit` adds folders and devices; `Export` and `Inspect` are the other commands. A variable
 LENET_TRAINER_EPOCHS does what --epochs does; the command line wins.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias, TypeVar
 
-from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliApp,
+    CliImplicitFlag,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from trainer.errors import InvalidSetting
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -37,89 +47,90 @@ class _Command(BaseSettings):
         extra="ignore",
         cli_kebab_case=True,
         cli_avoid_json=True,
+        cli_prog_name="python -m trainer fit",
         cli_hide_none_type=True,
         cli_exit_on_error=False,
     )
 
 
 class Recipe(_Command):
-    """How a network is trained. The defaults were chosen on the validation images alone."""
+    """How a network is trained. The defaults were chosen on the validation images."""
 
     model: str = "lenet"
-    """The architecture, one of those that lenet.model names."""
+    """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp."""
 
     seed: int = Field(1, ge=0, lt=2**63)
-    """Where the initial weights, the order of images, augmentation and dropout come from."""
+    """The seed of initial weights, order of images, augmentation and dropout."""
 
     epochs: int = Field(0, ge=0, le=10_000)
-    """How often every training image is met; 0 is 20 times on the CPU, 120 on a GPU."""
+    """Passes over the training images; 0 means 20 on the CPU, 120 on a GPU."""
 
     batch: int = Field(0, ge=0, le=60_000)
-    """Images in one step, at least 2; what is left over at the end of an epoch waits for the next.
-    0 is 128 on the CPU, 256 on a GPU."""
+    """Images in one step, at least 2; 0 means 128 on the CPU, 256 on a GPU. An incomplete last
+    batch of an epoch is dropped."""
 
     schedule: Schedule = "one-cycle"
-    """How the learning rate runs: up and down once, or down tenfold at 50 % and at 75 %."""
+    """The learning rate: up and down once, or divided by 10 at 50 % and at 75 % of the run."""
 
     rate: float = Field(0.2, gt=0, le=100)
     """The highest learning rate."""
 
     momentum: Share = 0.9
-    """How much of the last update the next one keeps."""
+    """The share of the last update that the next one keeps."""
 
     nesterov: bool = True
-    """Look ahead along the momentum."""
+    """Use Nesterov's momentum."""
 
     weight_decay: Share = 2e-4
-    """The pull of weights towards zero; biases and batch norm are left alone."""
+    """L2 regularization of the weights; not of biases and batch norm."""
 
     dropout: Share = 0.0
-    """The share of each hidden dense layer's units that is zeroed in a step."""
+    """The share of units of each hidden dense layer that is zeroed in a step."""
 
     rotation: float = Field(12.0, ge=0, le=45)
-    """Augmentation: degrees, to either side."""
+    """Augmentation: at most so many degrees in either direction."""
 
     scale: float = Field(0.1, ge=0, le=0.5)
-    """Augmentation: each axis stretched or shrunk by up to this share."""
+    """Augmentation: each axis is scaled by at most this share."""
 
     shear: float = Field(8.0, ge=0, le=45)
-    """Augmentation: degrees, to either side."""
+    """Augmentation: at most so many degrees in either direction."""
 
     shift: float = Field(2.0, ge=0, le=14)
-    """Augmentation: pixels, in any direction."""
+    """Augmentation: at most so many pixels along each axis."""
 
     elastic: float = Field(0.0, ge=0, le=14)
-    """Augmentation: pixels that each of 7 by 7 control points is displaced by, along either axis;
-    splines bend what lies between them."""
+    """Augmentation: each of 7 by 7 control points of a spline is displaced by at most so many
+    pixels along each axis."""
 
     validation_images: int = Field(5_000, ge=1)
-    """The last so many of the training images are held out for validation."""
+    """How many of the training images, the last ones, are held out for validation."""
 
     device: Device = "auto"
-    """Where it runs: auto is the GPU where there is one. The last bits of the result depend on
+    """Where to train: auto takes a GPU if there is one. The last bits of the result depend on
     it."""
 
-    precision: Precision | Literal["auto"] = "auto"
-    """How a GPU computes: in float32, with products rounded to TF32, or with float16 values and
-    float32 weights; auto is mixed. The CPU has fp32 alone."""
+    precision: Literal["auto", "fp32", "tf32", "mixed"] = "auto"
+    """Arithmetic of a GPU: float32, products rounded to TF32, or float16 values with float32
+    weights; auto is mixed. The CPU supports only fp32."""
 
     @field_validator("batch")
     @classmethod
     def _check_batch(cls, batch: int) -> int:
         if batch == 1:
-            raise ValueError("the variance that batch norm takes needs at least 2 images")
+            raise ValueError("expected 0 or at least 2: batch norm needs a variance")
         return batch
 
     def resolved(self, device: Device) -> Self:
-        """The recipe on `device`, with what depends on it written out."""
-        meant: dict[str, object] = {"device": device}
+        """The recipe on `device`, with the defaults that depend on it filled in."""
+        values: dict[str, object] = {"device": device}
         for field, by_device in _BY_DEVICE.items():
             if getattr(self, field) in (0, "auto"):
-                meant[field] = by_device[device]
-        return self.model_copy(update=meant)
+                values[field] = by_device[device]
+        return self.model_copy(update=values)
 
     def command(self) -> str:
-        """The canonical command line: every field of the recipe in order, no path."""
+        """The canonical command line: every field of the recipe in order, no paths."""
         words = ["python", "-m", "trainer", "fit"]
         for name in Recipe.model_fields:
             words += [f"--{name.replace('_', '-')}", str(getattr(self, name)).lower()]
@@ -130,41 +141,43 @@ class Fit(Recipe):
     """Train a network on MNIST and write its weight file."""
 
     data: Path = Path("data/mnist")
-    """The folder of the four MNIST files; what is missing there is downloaded."""
+    """The folder of the four MNIST files; missing ones are downloaded."""
 
     out: Path = Path("weights")
-    """The weight file becomes OUT/MODEL/VERSION.safetensors, with the next free version."""
+    """The weight file is OUT/MODEL/VERSION.safetensors, with the next free version."""
 
     checkpoints: Path = Path("data/checkpoints")
-    """Where an interrupted run is kept; the same command resumes it."""
+    """The folder for interrupted runs; the same command resumes one."""
 
     target: float | None = Field(None, gt=0, le=100)
-    """Stop after the first epoch whose validation accuracy, in percent, reaches this."""
+    """Stop after the first epoch with this validation accuracy, in percent."""
 
     gpus: int = Field(1, ge=1, le=64)
-    """How many GPUs share each batch."""
+    """The number of GPUs, which share each batch."""
 
     profile: CliImplicitFlag[bool] = False
-    """Take every step anew instead of recording one, so that a profiler sees the layers' names."""
+    """Run every step without a CUDA graph, so that a profiler sees the layers' names."""
 
     @field_validator("gpus")
     @classmethod
     def _one_gpu_has_a_target(cls, gpus: int, others: ValidationInfo) -> int:
-        # Each rank would look at its own evaluation, and wait for ever for one that has stopped.
+        # Ranks may evaluate differently; one that stops would keep the others waiting for ever.
         if gpus > 1 and others.data.get("target") is not None:
-            raise ValueError(f"--target is {others.data['target']}, and one GPU alone can have one")
+            raise ValueError(f"expected 1 with --target {others.data['target']}")
         return gpus
 
     @field_validator("profile")
     @classmethod
     def _one_gpu_is_profiled(cls, profile: bool, others: ValidationInfo) -> bool:
-        # Not captured, a step loads kernels while another GPU waits for its sum.
+        # Outside a graph, a step may load kernels while another GPU waits for its all-reduce.
         if profile and others.data.get("gpus", 1) > 1:
-            raise ValueError(f"it looks at one GPU, and --gpus is {others.data['gpus']}")
+            raise ValueError(
+                f"expected false with --gpus {others.data['gpus']}: it supports one GPU"
+            )
         return profile
 
     def command(self) -> str:
-        """The recipe's, and what else the result depends on where it is set."""
+        """The recipe's, with --target and --gpus where they are set."""
         command = super().command()
         if self.target is not None:
             command += f" --target {self.target}"
@@ -176,7 +189,9 @@ class Fit(Recipe):
 class Export(_Command):
     """Write a weight file as an ONNX model."""
 
-    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_EXPORT_")
+    model_config = SettingsConfigDict(
+        env_prefix="LENET_TRAINER_EXPORT_", cli_prog_name="python -m trainer export"
+    )
 
     weights: Path
     """The weight file to read."""
@@ -186,18 +201,93 @@ class Export(_Command):
 
 
 class Inspect(_Command):
-    """Print a table of one training step: what each call computes, moves and takes."""
+    """Print a table of the calls of one training step: their work, memory traffic and time."""
 
-    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_INSPECT_")
+    model_config = SettingsConfigDict(
+        env_prefix="LENET_TRAINER_INSPECT_", cli_prog_name="python -m trainer inspect"
+    )
 
     model: str = "lenet"
-    """The architecture, one of those that lenet.model names."""
+    """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp."""
 
     precision: Precision = "mixed"
-    """How the GPU computes: in float32, with products rounded to TF32, or with float16 values."""
+    """Arithmetic of the GPU: float32, products rounded to TF32, or float16 values."""
 
     batch: int = Field(256, ge=2, le=60_000)
     """Images in the step."""
 
     device: Device = "auto"
-    """Where it is timed: without a GPU, or with cpu, the table has no plans and no times."""
+    """Where to measure: without a GPU, or with cpu, the table has no engines and no times."""
+
+
+COMMANDS: dict[str, type[BaseSettings]] = {"fit": Fit, "export": Export, "inspect": Inspect}
+
+Command = TypeVar("Command", bound=BaseSettings)
+
+
+def parse(kind: type[Command], arguments: Sequence[str], environment: Mapping[str, str]) -> Command:
+    """The settings of one command from its arguments and the process's environment.
+
+    Raises:
+        InvalidSetting: the message names the flag or variable, its value and what is expected.
+    """
+    flags = [f"--{name.replace('_', '-')}" for name in kind.model_fields]
+    given = [word.partition("=")[0] for word in arguments if word.startswith("--")]
+    for flag in given:
+        if flag not in (*flags, "--no-profile", "--help"):
+            raise InvalidSetting(f"{flag} is unknown{_did_you_mean(flag, flags)}")
+    try:
+        return CliApp.run(kind, cli_args=list(arguments))
+    except SettingsError as exc:
+        message = str(exc).removeprefix("error parsing CLI: ")
+        raise InvalidSetting(f"{message}; --help lists every setting") from exc
+    except ValidationError as exc:
+        field = str(exc.errors()[0]["loc"][0])
+        flag, variable = f"--{field.replace('_', '-')}", _variable(kind, field)
+        name = variable if variable in environment and flag not in given else flag
+        raise InvalidSetting(_sentence(name, exc)) from exc
+
+
+def unknown_variables(environment: Mapping[str, str]) -> list[str]:
+    """A sentence for each LENET_TRAINER_ variable that no command reads."""
+    known = [_variable(kind, name) for kind in COMMANDS.values() for name in kind.model_fields]
+    return [
+        f"{name} is ignored: no such variable{_did_you_mean(name, known)}"
+        for name in environment
+        if name.startswith("LENET_TRAINER_") and name not in known
+    ]
+
+
+def _variable(kind: type[BaseSettings], field: str) -> str:
+    return f"{kind.model_config['env_prefix']}{field}".upper()
+
+
+def _did_you_mean(word: str, words: Sequence[str]) -> str:
+    close = get_close_matches(word, words, n=1)
+    return f"; did you mean {close[0]}?" if close else "; --help lists every setting"
+
+
+_EXPECTED = {
+    "greater_than": "more than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "int_parsing": "a whole number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "bool_parsing": "true or false",
+    "literal_error": "{expected}",
+}
+
+
+def _sentence(name: str, error: ValidationError) -> str:
+    """What is wrong with the setting `name`, in our own words rather than pydantic's."""
+    first = error.errors()[0]
+    if first["type"] == "missing":
+        return f"{name} is missing; --help lists every setting"
+    value, context = first["input"], first.get("ctx", {})
+    if first["type"] == "value_error":
+        return f"{name} is {value}, {context['error']}"
+    if first["type"] in _EXPECTED:
+        return f"{name} is {value}, expected {_EXPECTED[first['type']].format(**context)}"
+    return f"{name} is {value}: {first['msg']}"

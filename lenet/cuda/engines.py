@@ -10,7 +10,7 @@ It refuses to know what an operation is for.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,8 @@ class Planner:
 
     With `autotune` all plans of an operation are tried, or, for a kind of operation that is in
     `most`, so many of the first that can be captured: those come first that cuDNN believes to be
-    fast. Without, the first of them is taken.
+    fast. Without, the first of them is taken. `check_stop` is called before each is tried; it may
+    raise, which ends the search.
     """
 
     def __init__(
@@ -65,11 +66,13 @@ class Planner:
         cache: PlanCache | None,
         autotune: bool,
         most: Mapping[type[Operation], int] | None = None,
+        check_stop: Callable[[], None] | None = None,
     ) -> None:
         self._handle = handle
         self._workspace = workspace
         self._cache = cache
         self._autotune, self._most = autotune, most or {}
+        self._check_stop = check_stop
         self.plans: dict[Operation, Plan] = {}
 
     def plan(self, operation: Operation, tune: bool = True) -> Plan:
@@ -151,6 +154,8 @@ class Planner:
         for index in range(count):
             if len(times) == most:
                 break
+            if self._check_stop is not None:
+                self._check_stop()
             try:
                 graph.build_plan_at_index(index)
                 size = graph.get_workspace_size_plan_at_index(index)

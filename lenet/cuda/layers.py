@@ -140,7 +140,7 @@ class Layers:
         y = self._arena.take((self._rows, *shape.output, shape.c), self._dtype)
         tiles, _ = shape.tiles()
         grid = shape.blocks(self._rows * math.prod(shape.output)), tiles
-        kernel = self._kernels.get(FOLDER / "epilogue.cu", "tail_forward", shape.macros())
+        kernel = self._kernels.get(FOLDER / "epilogue.cu", "epilogue_forward", shape.macros())
         null = np.uintp(0)
         arguments = (x, null, null, null, bias, y, null, np.int32(self._rows))
         self._add(f"{name}.tail", lambda: kernel(grid, (THREADS,), arguments))

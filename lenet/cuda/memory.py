@@ -53,9 +53,13 @@ class Arena:
         self._slabs.append(cupy.empty(max(rounded, self._slab_bytes), cupy.uint8))
         return self.take(shape, dtype)
 
-    def rewind(self) -> None:
-        """Everything taken so far may be taken again, in the same order at the same place."""
-        self._current = self._offset = 0
+    def mark(self) -> tuple[int, int]:
+        """The current position, for `rewind`."""
+        return self._current, self._offset
+
+    def rewind(self, mark: tuple[int, int] = (0, 0)) -> None:
+        """Free what was taken after `mark`; the same requests get the same addresses again."""
+        self._current, self._offset = mark
 
 
 class Workspace:

@@ -1,11 +1,16 @@
 // Pixels to the first layer's input, for networks whose first block `conv1.cu` cannot compute.
 //
 // images: uint8 (rows, 28, 28), x: SCALAR likewise; both 16-byte aligned. A pixel is stored as its
-// value / 256: exact in half, and the weights times 256 / 255 stay clear of the subnormals.
+// value times SCALE. Serving uses 1 / 256: exact in half, and the weights times 256 / 255 stay
+// clear of the subnormals. Training uses 1 / 255.
 //
-// Macro: SCALAR, float or __half. Grid: a thread takes 16 pixels.
+// Macros: SCALAR, float or __half; SCALE. Grid: a thread takes 16 pixels.
 
 #include "vector.cuh"
+
+#ifndef SCALE
+#define SCALE (1 / 256.0f)
+#endif
 
 constexpr int SIDE = 28, RUN = 16;
 
@@ -18,7 +23,7 @@ extern "C" __global__ void unpack(const uint8* __restrict__ images, SCALAR* __re
 #pragma unroll
     for (int part = 0; part < RUN; part += LANES) {
         float values[LANES];
-        for (int k = 0; k < LANES; ++k) values[k] = pixels[part + k] / 256.0f;
+        for (int k = 0; k < LANES; ++k) values[k] = pixels[part + k] * SCALE;
         store(x + first + part, values);
     }
 }

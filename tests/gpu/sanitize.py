@@ -17,20 +17,21 @@ import numpy as np
 
 from lenet.cuda.backend import CudaBackend
 from lenet.cuda.device import Handle
+from lenet.cuda.engines import Planner
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.kernels import Kernels
-from lenet.cuda.memory import Arena
+from lenet.cuda.memory import Arena, Workspace
 from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import WeightFile
 from trainer.augment import Limits
 from trainer.mnist import Digits
-from trainer.ops import Norm, Run, Tail, Update
-from trainer.ops_cuda.descent import Descent
-from trainer.ops_cuda.first_filter import FirstFilter
+from trainer.ops import Epilogue, Norm, Run, Update
+from trainer.ops_cuda.batch import BatchKernels
+from trainer.ops_cuda.epilogue import Epilogues
+from trainer.ops_cuda.linear import Linear, SavedConvolution
 from trainer.ops_cuda.parameters import Parameter
-from trainer.ops_cuda.progress import Progress
-from trainer.ops_cuda.rows import Rows
-from trainer.ops_cuda.tails import Tails
+from trainer.ops_cuda.sgd import FusedSgd
+from trainer.ops_cuda.state import RunState
 
 WEIGHTS = Path(__file__).parents[2] / "weights"
 MLP = "mlp/1.safetensors"
@@ -38,7 +39,7 @@ MLP = "mlp/1.safetensors"
 # What has no layer between the two that are our kernels.
 ENDS = Model("ends", (ConvBlock(20, (5, 5), pool=Pool("max")), DenseBlock(10, activation=IDENTITY)))
 
-TAILS = [
+EPILOGUES = [
     ((5, 12, 12, 32), 20, True, RELU, Pool("max")),
     ((3, 8, 8, 64), 50, True, RELU, Pool("max", (3, 2), (1, 2), (1, 0))),
     ((7, 9, 6, 8), 3, False, Activation("elu"), Pool("average", (3, 3), (2, 2), (1, 1))),
@@ -59,37 +60,37 @@ def main() -> None:
     with Handle() as handle:
         for dtype in (np.float32, np.float16):
             kernels, arena = Kernels(handle), Arena(1 << 22)
-            rows, tails = Rows(kernels, arena, cupy.dtype(dtype)), Tails(handle, kernels, arena)
-            first, descent = FirstFilter(handle, kernels, arena), Descent(kernels)
-            for shape, channels, norm, activation, pool in TAILS:
+            batch = BatchKernels(kernels, arena, cupy.dtype(dtype))
+            epilogues, sgd = Epilogues(handle, kernels, arena), FusedSgd(kernels)
+            planner = Planner(handle, Workspace(), None, autotune=False)
+            linear = Linear(handle, handle, (planner, planner), kernels, arena, "fp32")
+            for shape, channels, norm, activation, pool in EPILOGUES:
                 values = random.standard_normal(shape).astype(dtype)
                 values[..., channels:] = 0
                 vectors = [parameter(random, shape[-1], channels) for _ in range(4)]
-                tail = Tail(Norm(*vectors), None, activation, pool) if norm else None
-                tail = tail or Tail(None, vectors[0], activation, pool)
-                y, saved = tails.forward(cupy.asarray(values), tail, True)
-                tails.backward(y, saved)
-                tails.forward(cupy.asarray(values), tail, False)
+                epilogue = Epilogue(Norm(*vectors), None, activation, pool) if norm else None
+                epilogue = epilogue or Epilogue(None, vectors[0], activation, pool)
+                y, saved = epilogues.forward(cupy.asarray(values), epilogue, True)
+                epilogues.backward(y, saved)
+                epilogues.forward(cupy.asarray(values), epilogue, False)
             images = random.integers(0, 256, (40, 28, 28), np.uint8)
             digits = Digits(images, random.integers(0, 10, 40).astype(np.uint8))
             limits = Limits(10, 0.1, 5, 2, 2)
             run = Run(digits, 13, limits, 5, np.full(3, 0.1, np.float32))
-            progress = Progress.begin(run, 0, dtype == np.float16, 0, 1)
-            x, labels = rows.batch(progress)
-            rows.enter(images)
+            state = RunState.upload(run, 0, dtype == np.float16, 0, 1)
+            x, labels = batch.batch(state)
+            batch.input_from_images(images)
             dy = cupy.asarray(random.standard_normal((13, 24, 24, 32)).astype(dtype))
             forward = Convolution("forward", "fp32", (13, 28, 28, 1), (32, 5, 5, 1))
-            gradient = first.gradient(x, dy, forward)
             logits = cupy.asarray(random.standard_normal((13, 16)).astype(dtype))
-            rows.dropout(
-                rows.softmax_cross_entropy(logits, 10, labels, progress), 10, 0.3, 1, progress
-            )
+            dlogits = batch.softmax_cross_entropy(logits, 10, labels, state)
+            batch.dropout(dlogits, 10, 0.3, 1, state)
             weight, velocity = (Parameter(cupy.zeros((32, 5, 5, 1), "f4"), 20) for _ in range(2))
             weight.operand(cupy.float16)
-            descent.step(
-                [Update("conv1.weight", weight, gradient, velocity)], progress, 0.9, 0.1, True
-            )
-            descent.tick(progress)
+            saved = SavedConvolution(x, weight, forward)
+            gradient = linear.convolution_weight_gradient(dy, saved)
+            sgd.step([Update("conv1.weight", weight, gradient, velocity)], state, 0.9, 0.1, True)
+            sgd.end_step(state)
             handle.synchronize()
     lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
     tensors = {

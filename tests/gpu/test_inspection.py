@@ -1,32 +1,41 @@
-"""The inspected calls are those that the operations make, and each of them is timed."""
+"""Each call of a real step is recorded with its shape and engine, and timed."""
 
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 
-from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engine_cache import default_cache
 from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, named
-from trainer.calls import step_calls
-from trainer.inspection import measure, report
+from trainer.inspect import measure, outline
 
 WIDE = Model("wide", (ConvBlock(8, (8, 8)), DenseBlock(10, activation=IDENTITY)))
+MEASURED = re.compile(r"(-|\d+) +(\d+\.\d+) +(\d+\.\d+) +(-|eng\S+|cuBLAS's own choice)$")
+"""Workspace, time, share of the roofline, engine."""
 
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
 @pytest.mark.parametrize("model", [named("lenet"), named("mlp"), WIDE], ids=lambda m: m.name)
-def test_every_call_is_timed_and_has_the_plan_of_its_shape(model, precision, tmp_path):
-    calls = step_calls(model, 32, precision)
-    times, step_us = measure(model, 32, precision, PlanCache(tmp_path / "plans.json"))
-    assert set(times.calls) == {call.key for call in calls}
-    planned = (tmp_path / "plans.json").read_text() if model.name != "mlp" else ""
-    for call in calls:
-        timed = times.calls[call.key]
-        assert timed.time_us > 0
-        assert (timed.plan == "-") == call.routine.startswith("our ")
-        assert (timed.workspace_bytes is None) == call.routine.startswith("our ")
-        if call.convolution is not None:
-            assert str(call.convolution) in planned
-            assert timed.plan in planned
+def test_every_call_is_timed_and_has_the_engine_of_its_shape(
+    model, precision, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    device, _, *rows, sums, _, rates = measure(model, 32, precision).splitlines()
+    assert "cuDNN 9" in device
+    chosen = json.loads(default_cache().read_text()).values() if model.name != "mlp" else ()
+    # A step on the CPU predicts the shapes, operations and bytes of the GPU's arrays.
+    _, *predicted = outline(model, 32, precision).splitlines()
+    times = []
+    for row, line in zip(rows, predicted, strict=True):
+        assert row.split()[: len(line.split())] == line.split()
+        workspace, time_us, share, engine = MEASURED.search(row).groups()
+        times.append(float(time_us))
+        assert float(share) > 0 or float(time_us) > 1
+        assert (workspace == "-") == (engine == "-") == ("our " in row)
+        assert ("cuDNN" in row) == (engine in chosen)
+    assert min(times) > 0
     # No step is faster than its slowest call.
-    assert step_us > 0.9 * max(timed.time_us for timed in times.calls.values())
-    assert len(report(calls, times, step_us).splitlines()) == len(calls) + 5
+    assert float(sums.split("the whole captured step ")[1].split()[0]) > 0.9 * max(times)
+    assert "TFLOP/s" in rates

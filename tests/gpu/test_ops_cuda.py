@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from threading import Event
 
 import numpy as np
 import pytest
 
+from lenet.errors import DeviceError
 from lenet.model import (
     IDENTITY,
     RELU,
@@ -21,7 +23,7 @@ from lenet.model import (
 from trainer.augment import Limits
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
-from trainer.ops import Norm, Run, Tail
+from trainer.ops import Epilogue, Norm, Run
 from trainer.optimizer import Sgd
 
 SEEDS = range(8)
@@ -51,7 +53,7 @@ def odd(random, low, high):
     return int(random.integers(low, high)) | 1
 
 
-def place_one(bench, kind, tensor):
+def upload_one(bench, kind, tensor):
     """One tensor as a parameter of both sides; `kind` tells its layout."""
     import cupy
 
@@ -95,19 +97,20 @@ def test_a_convolution_and_its_gradients_agree(bench, seed, first):
     random = np.random.default_rng([seed, first])
     x, weight, block = a_convolution(random, first)
     x, weight = bench.rounded(x), bench.rounded(weight)
-    parameter = place_one(bench, "first" if first else "filter", weight)
+    parameter = upload_one(bench, "first" if first else "filter", weight)
     y, saved = bench.gpu.convolution(bench.up(x, image=first), parameter, block)
     expected, kept = bench.cpu.convolution(bench.aside(x), weight, block)
     bench.agrees(bench.down(y, len(weight)), bench.back(expected))
 
     dy = bench.rounded(random.standard_normal(bench.back(expected).shape))
-    dx, dw = bench.gpu.convolution_backward(bench.up(dy), saved, not first)
+    dw = bench.gpu.convolution_weight_gradient(bench.up(dy), saved)
     assert bench.gpu.finite(dw)  # and waits for the second stream
-    want_dx, want_dw = bench.cpu.convolution_backward(bench.aside(dy), kept, not first)
+    want_dw = bench.cpu.convolution_weight_gradient(bench.aside(dy), kept)
     got_dw = np.moveaxis(dw.get().astype(np.float64), -1, 1)[: len(weight), : weight.shape[1]]
     bench.agrees(got_dw, want_dw)
-    assert (dx is None) == first
-    if dx is not None:
+    if not first:
+        dx = bench.gpu.convolution_input_gradient(bench.up(dy), saved)
+        want_dx = bench.cpu.convolution_input_gradient(bench.aside(dy), kept)
         bench.agrees(bench.down(dx, x.shape[1]), bench.back(want_dx))
 
 
@@ -118,19 +121,20 @@ def test_a_dense_product_and_its_gradients_agree(bench, seed):
     x = bench.rounded(random.standard_normal((n, inputs)))
     weight = bench.rounded(random.standard_normal((units, inputs)) / np.sqrt(inputs))
     dy = bench.rounded(random.standard_normal((n, units)))
-    y, saved = bench.gpu.dense(bench.up(x), place_one(bench, "dense", weight))
-    dx, dw = bench.gpu.dense_backward(bench.up(dy), saved, True)
+    y, saved = bench.gpu.dense(bench.up(x), upload_one(bench, "dense", weight))
+    dw = bench.gpu.dense_weight_gradient(bench.up(dy), saved)
+    dx = bench.gpu.dense_input_gradient(bench.up(dy), saved)
     assert bench.gpu.finite(dw)  # and waits for the second stream
     bench.agrees(bench.down(y, units), x @ weight.T)
     bench.agrees(bench.down(dx, inputs), dy @ weight)
     bench.agrees(dw.get().astype(np.float64)[:units, :inputs], dy.T @ x)
 
 
-def a_tail(bench, random, channels, norm, activation, pool):
-    """The same tail for both sides."""
+def an_epilogue(bench, random, channels, norm, activation, pool):
+    """The same epilogue for both sides."""
 
     def vector(values):
-        return place_one(bench, "vector", values), values.astype(np.float64)
+        return upload_one(bench, "vector", values), values.astype(np.float64)
 
     names = ("gamma", "beta", "mean", "variance") if norm else ("bias",)
     drawn = {name: random.standard_normal(channels).astype(np.float32) for name in names}
@@ -138,7 +142,7 @@ def a_tail(bench, random, channels, norm, activation, pool):
         drawn["variance"] = np.exp(drawn["variance"])
     both = {name: vector(values) for name, values in drawn.items()}
     return tuple(
-        Tail(
+        Epilogue(
             Norm(*(both[name][side] for name in names)) if norm else None,
             None if norm else both["bias"][side],
             activation,
@@ -151,22 +155,22 @@ def a_tail(bench, random, channels, norm, activation, pool):
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("pool", POOLS, ids=str)
 @pytest.mark.parametrize("activation", ACTIVATIONS, ids=lambda a: a.kind)
-def test_a_tail_and_its_gradients_agree(bench, activation, pool, norm):
+def test_an_epilogue_and_its_gradients_agree(bench, activation, pool, norm):
     seed = [ACTIVATIONS.index(activation), POOLS.index(pool), norm]
     random = np.random.default_rng(seed)
     n, c = odd(random, 2, 40), odd(random, 1, 70)
     h, w = odd(random, 5, 13), int(random.integers(5, 13))
     # Far from zero: a sum of squares would lose its digits.
     x = bench.rounded(random.standard_normal((n, c, h, w)) * 2 + random.normal(0, 5, (c, 1, 1)))
-    ours, theirs = a_tail(bench, random, c, norm, activation, pool)
-    y, saved = bench.gpu.tail(bench.up(x), ours, True)
-    expected, kept = bench.cpu.tail(bench.aside(x), theirs, True)
+    ours, theirs = an_epilogue(bench, random, c, norm, activation, pool)
+    y, saved = bench.gpu.epilogue(bench.up(x), ours, True)
+    expected, kept = bench.cpu.epilogue(bench.aside(x), theirs, True)
     # Without batch norm nothing is recentred, and z may be large where a function saturates.
     bench.agrees(bench.down(y, c), bench.back(expected))
 
     dy = bench.rounded(random.standard_normal(bench.back(expected).shape))
-    dx, gradients = bench.gpu.tail_backward(bench.up(dy), saved)
-    want_dx, wanted = bench.cpu.tail_backward(bench.aside(dy), kept)
+    dx, gradients = bench.gpu.epilogue_backward(bench.up(dy), saved)
+    want_dx, wanted = bench.cpu.epilogue_backward(bench.aside(dy), kept)
     bench.agrees(bench.down(dx, c), bench.back(want_dx))
     assert len(gradients) == len(wanted) == 1 + norm
     for got, want in zip(gradients, wanted, strict=True):
@@ -180,20 +184,21 @@ def test_a_tail_and_its_gradients_agree(bench, activation, pool, norm):
 
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_a_dense_tail_agrees_in_training_and_outside_it(bench, seed, norm):
+def test_a_dense_epilogue_agrees_in_training_and_outside_it(bench, seed, norm):
     random = np.random.default_rng([seed, norm])
     n, units = odd(random, 2, 400), odd(random, 1, 600)
     x = bench.rounded(random.standard_normal((n, units)))
     dy = bench.rounded(random.standard_normal((n, units)))
-    ours, theirs = a_tail(bench, random, units, norm, ACTIVATIONS[seed % 6], None)
-    evaluated, _ = bench.gpu.tail(bench.up(x), ours, False)
+    ours, theirs = an_epilogue(bench, random, units, norm, ACTIVATIONS[seed % 6], None)
+    evaluated, _ = bench.gpu.epilogue(bench.up(x), ours, False)
     bench.agrees(
-        bench.down(evaluated, units), bench.back(bench.cpu.tail(bench.aside(x), theirs, False)[0])
+        bench.down(evaluated, units),
+        bench.back(bench.cpu.epilogue(bench.aside(x), theirs, False)[0]),
     )
-    y, saved = bench.gpu.tail(bench.up(x), ours, True)
-    expected, kept = bench.cpu.tail(bench.aside(x), theirs, True)
-    dx, gradients = bench.gpu.tail_backward(bench.up(dy), saved)
-    want_dx, wanted = bench.cpu.tail_backward(bench.aside(dy), kept)
+    y, saved = bench.gpu.epilogue(bench.up(x), ours, True)
+    expected, kept = bench.cpu.epilogue(bench.aside(x), theirs, True)
+    dx, gradients = bench.gpu.epilogue_backward(bench.up(dy), saved)
+    want_dx, wanted = bench.cpu.epilogue_backward(bench.aside(dy), kept)
     bench.agrees(bench.down(y, units), bench.back(expected))
     bench.agrees(bench.down(dx, units), bench.back(want_dx))
     for got, want in zip(gradients, wanted, strict=True):
@@ -224,14 +229,14 @@ def test_the_gpu_draws_and_warps_the_batches_of_numpy(bench, elastic):
         # Sines and fused multiply-adds round otherwise: a value may fall to the next of 256.
         assert difference.max() < 1.2
         assert (difference > 0.5).mean() < 0.01
-        bench.gpu.tick(ours)
-        bench.cpu.tick(theirs)
+        bench.gpu.end_step(ours)
+        bench.cpu.end_step(theirs)
 
 
 @pytest.mark.parametrize("rows", [1, 33, 256, 3000])
 def test_the_loss_its_gradient_and_the_hits_agree(bench, rows):
     random = np.random.default_rng(rows)
-    bench.gpu.place(named("mlp"), {})  # ten classes
+    bench.gpu.upload(named("mlp"), {})  # ten classes
     run = a_run(random, size=rows, batch=rows)
     ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
     logits = bench.rounded(random.standard_normal((rows, 10)) * 8)
@@ -243,10 +248,10 @@ def test_the_loss_its_gradient_and_the_hits_agree(bench, rows):
     kept = bench.cpu.softmax_cross_entropy(bench.aside(logits), labels, theirs)
     got = bench.down(bench.gpu.softmax_cross_entropy_backward(saved), 10) / scale
     bench.agrees(got, bench.back(bench.cpu.softmax_cross_entropy_backward(kept)))
-    losses, hits = bench.gpu.losses(ours, 0, 1)
-    want_losses, want_hits = bench.cpu.losses(theirs, 0, 1)
+    losses, correct = bench.gpu.losses(ours, 0, 1)
+    want_losses, want_correct = bench.cpu.losses(theirs, 0, 1)
     assert losses == pytest.approx(want_losses, rel=1e-5)
-    assert hits.tolist() == np.asarray(want_hits).tolist()
+    assert correct.tolist() == np.asarray(want_correct).tolist()
 
 
 def test_dropout_zeroes_the_units_that_numpy_zeroes_forward_and_backward(bench):
@@ -276,24 +281,24 @@ SMALL = Model(
 NETWORKS = [*map(named, ("lenet", "lenet-classic", "lenet-6-16", "cnn-32-64", "mlp")), SMALL]
 
 
-def trained(ops, model, run, steps, record, dropout=0.0):
+def trained(ops, model, run, steps, capture, dropout=0.0):
     """(the network, its canonical tensors, losses) after some steps."""
     tensors = initial_tensors(model, np.random.default_rng(1))
     network = Network(model, tensors, ops, dropout)
     optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
-    progress = ops.start(run)
+    state = ops.start(run)
 
     def step():
-        x, labels = ops.batch(progress)
-        network.forward(x, labels, progress)
+        x, labels = ops.batch(state)
+        network.forward(x, labels, state)
         network.backward()
-        optimizer.step(network.gradients, progress)
-        ops.tick(progress)
+        optimizer.step(network.gradients, state)
+        ops.end_step(state)
 
-    once = ops.record(step) if record else step
+    once = ops.capture(step) if capture else step
     for _ in range(steps):
         once()
-    return network, network.tensors, ops.losses(progress, 0, steps)[0]
+    return network, network.tensors, ops.losses(state, 0, steps)[0]
 
 
 def gently(model, seed=11):
@@ -305,8 +310,8 @@ def gently(model, seed=11):
 @pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
 def test_ten_float32_steps_of_every_network_agree_with_float64(make_bench, model):
     bench, run = make_bench("fp32"), gently(model)
-    _, ours, losses = trained(bench.gpu, model, run, 10, record=True)
-    _, theirs, wanted = trained(bench.cpu, model, run, 10, record=False)
+    _, ours, losses = trained(bench.gpu, model, run, 10, capture=True)
+    _, theirs, wanted = trained(bench.cpu, model, run, 10, capture=False)
     before = initial_tensors(model, np.random.default_rng(1))
     assert losses == pytest.approx(wanted, rel=1e-4)
     for name, want in theirs.items():
@@ -318,8 +323,8 @@ def test_ten_float32_steps_of_every_network_agree_with_float64(make_bench, model
 @pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
 def test_ten_steps_in_reduced_precision_stay_near_float64(make_bench, model, precision):
     bench, run = make_bench(precision), gently(model)
-    _, ours, losses = trained(bench.gpu, model, run, 10, record=True)
-    _, theirs, wanted = trained(bench.cpu, model, run, 10, record=False)
+    _, ours, losses = trained(bench.gpu, model, run, 10, capture=True)
+    _, theirs, wanted = trained(bench.cpu, model, run, 10, capture=False)
     before = initial_tensors(model, np.random.default_rng(1))
     assert losses == pytest.approx(wanted, rel=5e-3)
     # What rounding to half alone does, by NumPy: at most 0.12, to the shift of conv1 in "small",
@@ -333,8 +338,8 @@ def test_ten_steps_in_reduced_precision_stay_near_float64(make_bench, model, pre
 def test_a_recorded_step_does_what_the_step_does_to_the_bit(make_bench, precision):
     run = a_run(np.random.default_rng(2), limits=Limits(10, 0.1, 5, 1, 3), steps=9)
     results = [
-        trained(make_bench(precision).gpu, named("lenet"), run, 9, record, dropout=0.2)
-        for record in (False, True, True)
+        trained(make_bench(precision).gpu, named("lenet"), run, 9, capture, dropout=0.2)
+        for capture in (False, True, True)
     ]
     for _, tensors, losses in results[1:]:
         assert losses.tobytes() == results[0][2].tobytes()
@@ -346,19 +351,19 @@ def test_a_loss_scale_that_overflows_drops_the_step_and_is_halved(make_bench):
     model = named("lenet")
     network = Network(model, initial_tensors(model, np.random.default_rng(1)), bench.gpu)
     optimizer = Sgd(model, network.parameters, bench.gpu, 0.9, 5e-4, True)
-    progress = bench.gpu.start(a_run(np.random.default_rng(2)))
-    progress.scale[0] = 2.0**24
+    state = bench.gpu.start(a_run(np.random.default_rng(2)))
+    state.scale[0] = 2.0**24
     before = network.tensors
-    x, labels = bench.gpu.batch(progress)
-    network.forward(x, labels, progress)
+    x, labels = bench.gpu.batch(state)
+    network.forward(x, labels, state)
     network.backward()
-    optimizer.step(network.gradients, progress)
-    bench.gpu.tick(progress)
+    optimizer.step(network.gradients, state)
+    bench.gpu.end_step(state)
     after = network.tensors
     weights = [name for name in before if not name.endswith((".mean", ".variance"))]
     assert all((before[name] == after[name]).all() for name in weights)
-    assert float(progress.scale[0]) == 2.0**23
-    assert int(progress.step[0]) == 1
+    assert float(state.scale[0]) == 2.0**23
+    assert int(state.step[0]) == 1
 
 
 def test_logits_outside_training_agree_for_more_images_than_one_batch(bench):
@@ -369,3 +374,40 @@ def test_logits_outside_training_agree_for_more_images_than_one_batch(bench):
     whole = network.logits(images)
     want = Network(model, network.tensors, bench.cpu).logits(images[:50])
     assert relative(whole[:50], want) <= 3 * bench.tolerance  # through eight operations
+
+
+class TwoRanks:
+    rank, size = 0, 2
+
+
+@pytest.mark.parametrize("failing", [1, 2], ids=["its first run", "its capture"])
+def test_a_step_that_fails_leaves_no_open_capture_and_keeps_its_ranks(make_bench, failing):
+    ops, runs = make_bench("fp32").gpu, []
+    state = ops.start(a_run(np.random.default_rng(2)))
+    ops.join(TwoRanks())
+
+    def step():
+        runs.append(1)
+        ops.end_step(state)
+        if len(runs) == failing:
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted"):
+        ops.capture(step)
+    assert len(runs) == failing
+    assert not ops.handle.stream.is_capturing()
+    assert ops.ranks == 2
+    ops.close()  # which an open capture forbids
+
+
+def test_the_choice_of_engines_stops_when_asked():
+    from trainer.ops_cuda.ops import CudaOps
+
+    stopping = Event()
+    with CudaOps("tf32", stopping=stopping) as ops:
+        network = Network(
+            named("lenet"), initial_tensors(named("lenet"), np.random.default_rng(0)), ops
+        )
+        stopping.set()
+        with pytest.raises(DeviceError, match="asked to stop"):
+            network.logits(np.zeros((1, 28, 28), np.uint8))

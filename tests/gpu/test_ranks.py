@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -15,15 +22,14 @@ from trainer.augment import Limits
 from trainer.devices import on_devices
 from trainer.errors import DeviceUnavailable
 from trainer.mnist import Digits
-from trainer.network import Network, initial_tensors
+from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import Run
 from trainer.optimizer import Sgd
 from trainer.settings import Fit
-from trainer.step import take_step
 
 
 def recorded(ops, batch, steps):
-    """(network, progress, the captured step)."""
+    """(network, state, the captured step)."""
     random = np.random.default_rng(4)
     images = random.integers(0, 256, (500, 28, 28), np.uint8)
     digits = Digits(images, random.integers(0, 10, 500).astype(np.uint8))
@@ -31,10 +37,10 @@ def recorded(ops, batch, steps):
     model = named("lenet")
     network = Network(model, initial_tensors(model, np.random.default_rng(1)), ops, 0.3)
     optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
-    progress = ops.start(run)
-    repeat = ops.record(lambda: take_step(network, optimizer, progress))
-    ops.meet()  # a rank that is still recording takes memory, which waits for others' sums
-    return network, progress, repeat
+    state = ops.start(run)
+    repeat = ops.capture(lambda: take_step(network, optimizer, state))
+    ops.barrier()  # a rank that is still recording takes memory, which waits for others' sums
+    return network, state, repeat
 
 
 def trained(gpus, precision="fp32", batch=64, steps=20):
@@ -42,10 +48,10 @@ def trained(gpus, precision="fp32", batch=64, steps=20):
     outcomes = {}
 
     def work(ops, rank):
-        network, progress, repeat = recorded(ops, batch, steps)
+        network, state, repeat = recorded(ops, batch, steps)
         for _ in range(steps):
             repeat()
-        outcomes[rank] = ops.losses(progress, 0, steps)[0], network.tensors
+        outcomes[rank] = ops.losses(state, 0, steps)[0], network.tensors
 
     on_devices(Fit(precision=precision, batch=batch).resolved("cuda"), gpus, work)
     return [outcomes[rank] for rank in range(gpus)]
@@ -77,7 +83,7 @@ def test_a_rank_that_fails_ends_the_others():
         network = Network(
             named("mlp"), initial_tensors(named("mlp"), np.random.default_rng(1)), ops
         )
-        ops.share({"dense1.weight": network.placed["dense1.weight"].master})
+        ops.all_reduce({"dense1.weight": network.arrays["dense1.weight"].master})
         return network.tensors
 
     with pytest.raises(ValueError, match="planted"):
@@ -86,12 +92,12 @@ def test_a_rank_that_fails_ends_the_others():
 
 def test_a_rank_that_fails_ends_the_others_though_graphs_hold_their_sums():
     def work(ops, rank):
-        _, progress, repeat = recorded(ops, 64, 20)
+        _, state, repeat = recorded(ops, 64, 20)
         repeat()
         if rank == 1:
             raise ValueError("planted")
         repeat()  # waits for rank 1 until it is aborted
-        return ops.losses(progress, 0, 2)
+        return ops.losses(state, 0, 2)
 
     with pytest.raises(ValueError, match="planted"):
         on_devices(Fit(precision="fp32", batch=64).resolved("cuda"), 2, work)
@@ -100,3 +106,29 @@ def test_a_rank_that_fails_ends_the_others_though_graphs_hold_their_sums():
 def test_more_gpus_than_there_are_are_refused():
     with pytest.raises(DeviceUnavailable, match="--gpus is 60, expected at most"):
         on_devices(Fit(batch=60).resolved("cuda"), 60, lambda ops, rank: None)
+
+
+def test_an_interrupted_fit_ends_within_five_seconds_while_engines_are_chosen(
+    mnist_folder, tmp_path
+):
+    folders = ("--data", mnist_folder, "--out", tmp_path / "out", "--checkpoints", tmp_path / "c")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trainer", "fit", "--gpus", "2", *map(str, folders)],
+        env={**os.environ, "XDG_CACHE_HOME": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        # Locked while the first engine is chosen; that takes longer than the interruption.
+        deadline = time.monotonic() + 120
+        while not list(tmp_path.glob("lenet-serve/*.lock")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        process.send_signal(signal.SIGINT)
+        interrupted = time.monotonic()
+        _, error = process.communicate(timeout=60)
+        assert time.monotonic() - interrupted < 5
+        assert process.returncode == 130
+        assert error.splitlines()[-1].startswith("interrupted before the first epoch")
+    finally:
+        process.kill()

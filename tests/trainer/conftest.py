@@ -11,10 +11,10 @@ import pytest
 from lenet.errors import BackendUnavailable, OutOfDeviceMemory
 from trainer.augment import Limits
 from trainer.mnist import FILES, Dataset, Digits
+from trainer.network import take_step
 from trainer.ops import Run
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd
-from trainer.step import take_step
 
 # The error of a central difference in float64 is about h^2 + 1e-16 / h, so 1e-9 at this h.
 H = 1e-5
@@ -90,11 +90,11 @@ def practise():
     """Take some steps at one rate; returns their losses."""
 
     def practise(network, digits, batch, steps, rate):
-        progress = network.ops.start(plain_run(digits, batch, np.full(steps, rate)))
+        state = network.ops.start(plain_run(digits, batch, np.full(steps, rate)))
         sgd = Sgd(network.model, network.parameters, network.ops)
         for _ in range(steps):
-            take_step(network, sgd, progress)
-        return network.ops.losses(progress, 0, steps)[0]
+            take_step(network, sgd, state)
+        return network.ops.losses(state, 0, steps)[0]
 
     return practise
 
@@ -123,10 +123,10 @@ WAIT_S = 30.0
 
 
 class FakeGpus:
-    """Stands in for `trainer.ops_cuda`: each GPU is the CPU, and how it is used is noted.
+    """Stands in for `trainer.ops_cuda`: each GPU is the CPU.
 
-    As with NCCL, a rank is made only when all of them are, and one can be left or aborted only when
-    its GPU is closed, and with it the graphs that hold its sums.
+    As with NCCL, a rank is constructed only when all of them are, and one can be left or aborted
+    only when its GPU is closed, and with it the graphs that hold its all-reduces.
     """
 
     def __init__(self):
@@ -137,9 +137,9 @@ class FakeGpus:
             name = "cuda"
             memory_bytes = 12_000_000
 
-            def __init__(self, precision, device=0, cache=None):
+            def __init__(self, precision, device=0, cache=None, stopping=None):
                 super().__init__()
-                self.precision, self.device, self.cache = precision, device, cache
+                self.precision, self.device, self.stopping = precision, device, stopping
                 self.thread, self.joined = threading.get_ident(), None
                 self.left = threading.Event()
                 gpus.opened.append(self)
@@ -155,24 +155,21 @@ class FakeGpus:
                 self.left.set()
 
         class Ranks:
-            def __init__(self, identity, rank, size, meeting):
-                self.identity, self.rank, self.size = identity, rank, size
-                self.meet = meeting.wait
-                self.asked, self.stopped = threading.Event(), threading.Event()
+            def __init__(self, identity, rank, size, barrier, stopping):
+                self.rank, self.size = rank, size
+                self.barrier = barrier.wait
+                self.marked = threading.Event()
                 self.aborted, self.closed = threading.Event(), threading.Event()
                 with gpus._lock:
                     gpus.ranks.append(self)
                     all_made = gpus._meetings.setdefault(identity, threading.Barrier(size))
                 all_made.wait(WAIT_S)
 
-            def ask(self):
-                self.asked.set()
-
-            def stop(self):
-                self.stopped.set()
+            def mark_aborted(self):
+                self.marked.set()
 
             def abort(self):
-                assert all(ranks.stopped.is_set() for ranks in gpus.ranks), "a rank may go on"
+                assert all(ranks.marked.is_set() for ranks in gpus.ranks), "a rank may go on"
                 self.aborted.set()
                 assert self._ops().left.wait(WAIT_S), "aborting waits for ever"
 

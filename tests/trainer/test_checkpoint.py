@@ -25,13 +25,13 @@ def new_state(name="lenet", seed=0, ops=None):
 
 def change(network, sgd, seed):
     random = np.random.default_rng(seed)
-    for arrays in (network.placed, sgd.velocities):
+    for arrays in (network.arrays, sgd.velocities):
         for value in arrays.values():
             value[...] = random.standard_normal(value.shape)
 
 
 def values(network, sgd):
-    arrays = [*network.placed.items(), *sgd.velocities.items()]
+    arrays = [*network.arrays.items(), *sgd.velocities.items()]
     return [(name, value.tobytes()) for name, value in arrays]
 
 

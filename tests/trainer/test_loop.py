@@ -9,11 +9,12 @@ from lenet.model import named
 from trainer import loop
 from trainer.checkpoint import Checkpoint
 from trainer.errors import InvalidDataset, TrainingDiverged
-from trainer.loop import accuracy, run_of, train
+from trainer.loop import accuracy, find_fault, train
+from trainer.loop import run_of as run_of_recipe
 from trainer.mnist import Digits
-from trainer.network import Network, initial_tensors, look_away
+from trainer.network import Network, initial_tensors, no_hook, take_step
 from trainer.ops_cpu import CpuOps
-from trainer.optimizer import rates
+from trainer.optimizer import Sgd, rates
 from trainer.settings import Recipe
 
 RECIPE = Recipe(
@@ -58,7 +59,7 @@ def test_a_network_learns_and_says_how_each_epoch_went(tiny, tmp_path, capsys, s
 
 def test_a_run_is_what_its_recipe_says(tiny):
     recipe = RECIPE.model_copy(update={"seed": 5, "shear": 3.0, "elastic": 1.5, "batch": 30})
-    found = run_of(recipe, tiny.train)
+    found = run_of_recipe(recipe, tiny.train)
     assert (found.digits, found.batch, found.seed) == (tiny.train, 30, 5)
     assert (found.steps_per_epoch, found.steps) == (13, 39)
     limits = found.limits
@@ -69,7 +70,7 @@ def test_a_run_is_what_its_recipe_says(tiny):
 
 def test_the_settings_of_descent_are_those_of_the_recipe(tiny, tmp_path):
     class Noting(CpuOps):
-        def descend(self, updates, progress, *settings):
+        def sgd_step(self, updates, state, *settings):
             self.settings = settings
 
     recipe = RECIPE.model_copy(
@@ -95,9 +96,9 @@ def test_the_seed_alone_orders_the_images(tiny, tmp_path):
 
 
 class Telling(CpuOps):
-    """Every step has the same loss and the same hits."""
+    """Every step has the same loss and the same correct."""
 
-    def losses(self, progress, start, stop):
+    def losses(self, state, start, stop):
         return np.full(stop - start, 0.75, np.float32), np.full(stop - start, 5)
 
 
@@ -111,11 +112,11 @@ class Interrupting(Network):
 
     steps = 0
 
-    def backward(self, watch=look_away):
+    def backward(self, hook=no_hook):
         self.steps += 1
         if self.steps == 2 * STEPS + 5:
             raise KeyboardInterrupt
-        super().backward(watch)
+        super().backward(hook)
 
 
 def test_an_interrupted_run_resumes_and_ends_with_the_same_tensors(tiny, tmp_path, capsys):
@@ -226,7 +227,7 @@ class Recording(CpuOps):
         self.readback_steps, self.repeated, self.looks = readback_steps, 0, []
         self.recorded = 0
 
-    def record(self, step):
+    def capture(self, step):
         self.recorded += 1
 
         def repeat():
@@ -235,16 +236,16 @@ class Recording(CpuOps):
 
         return repeat
 
-    def losses(self, progress, start, stop):
-        assert stop <= progress.step
+    def losses(self, state, start, stop):
+        assert stop <= state.step
         self.looks.append((start, stop))
-        return super().losses(progress, start, stop)
+        return super().losses(state, start, stop)
 
 
 def test_a_step_is_recorded_once_and_repeated_unless_it_is_profiled(tiny, tmp_path):
     recorded, profiled = Recording(), Recording()
     first, _, _ = run(tiny, tmp_path / "a", network=new_network(ops=recorded))
-    second, _, _ = run(tiny, tmp_path / "b", network=new_network(ops=profiled), record=False)
+    second, _, _ = run(tiny, tmp_path / "b", network=new_network(ops=profiled), capture=False)
     assert (recorded.recorded, recorded.repeated) == (1, 3 * STEPS)
     assert (profiled.recorded, profiled.repeated) == (0, 0)
     assert_same(first, second)
@@ -282,14 +283,14 @@ class Faulty(Recording):
     """From one step on, the second convolution's gradient holds a NaN."""
 
     def start(self, run, step=0):
-        self.progress = super().start(run, step)
-        return self.progress
+        self.state = super().start(run, step)
+        return self.state
 
-    def convolution_backward(self, dy, saved, input_gradient):
-        dx, dweight = super().convolution_backward(dy, saved, input_gradient)
-        if input_gradient and self.progress.step == 20:
+    def convolution_weight_gradient(self, dy, saved):
+        dweight = super().convolution_weight_gradient(dy, saved)
+        if dweight.shape[1] > 1 and self.state.step == 20:  # not the first convolution
             dweight[0, 0, 0, 0] = np.nan
-        return dx, dweight
+        return dweight
 
 
 def contents(folder):
@@ -331,24 +332,24 @@ class OneOfSeveral(Faulty):
         super().__init__(4)
         self.doings = []
 
-    def meet(self):
-        self.doings.append("meet")
+    def barrier(self):
+        self.doings.append("barrier")
 
-    def enter(self, images):
+    def input_from_images(self, images):
         self.doings.append("evaluate")
-        return super().enter(images)
+        return super().input_from_images(images)
 
-    def batch(self, progress):
+    def batch(self, state):
         self.doings.append("step")
-        return super().batch(progress)
+        return super().batch(state)
 
 
 def test_several_ranks_meet_before_the_first_step_and_look_for_no_layer(tiny, tmp_path):
     ops = OneOfSeveral()
-    with pytest.raises(TrainingDiverged, match="one GPU alone would tell in which layer first"):
+    with pytest.raises(TrainingDiverged, match="train on one GPU to see in which layer first"):
         run(tiny, tmp_path, network=new_network(ops=ops))
-    assert ops.doings[:3] == ["evaluate", "meet", "step"]
-    assert ops.doings.count("meet") == 1
+    assert ops.doings[:3] == ["evaluate", "barrier", "step"]
+    assert ops.doings.count("barrier") == 1
 
 
 class Poisoned(Network):
@@ -356,15 +357,17 @@ class Poisoned(Network):
 
     steps = 0
 
-    def backward(self, watch=look_away):
-        super().backward(watch)
+    def backward(self, hook=no_hook):
+        super().backward(hook)
         self.steps += 1
         if self.steps == 2:
             next(iter(self.parameters.values()))[...] = np.nan
 
 
 def test_a_fault_that_does_not_come_again_is_told_as_such(tiny, tmp_path):
-    with pytest.raises(TrainingDiverged, match=r"at step 3 of 45, .*; not so when the epoch was"):
+    with pytest.raises(
+        TrainingDiverged, match=r"at step 3 of 45, .*; it was finite when the epoch was"
+    ):
         run(tiny, tmp_path, network=new_network(kind=Poisoned))
     assert list(tmp_path.iterdir()) == []
 
@@ -380,3 +383,98 @@ def test_accuracy_is_the_share_that_is_right():
     label = int(network.logits(images)[0].argmax())
     labels = np.array([label, label, label, (label + 1) % 10], np.uint8)
     assert accuracy(network, Digits(images, labels)) == 0.75
+
+
+class Spoiling(CpuOps):
+    """One operation gives a NaN in one step; which is what `fault` says: (method, step)."""
+
+    def __init__(self, fault=None, skips=False):
+        super().__init__()
+        self.fault, self.skips = fault, skips
+
+    def start(self, run, step=0):
+        self.state = super().start(run, step)
+        return self.state
+
+    def spoil(self, method, x):
+        if (method, self.state.step) == self.fault:
+            x.flat[-1] = np.nan
+
+    def dense(self, x, weight):
+        y, saved = super().dense(x, weight)
+        self.spoil("dense", y)
+        return y, saved
+
+    def dense_weight_gradient(self, dy, saved):
+        dweight = super().dense_weight_gradient(dy, saved)
+        self.spoil("dense_weight_gradient", dweight)
+        return dweight
+
+    def epilogue_backward(self, dy, saved):
+        dx, gradients = super().epilogue_backward(dy, saved)
+        self.spoil("epilogue_backward", dx)
+        return dx, gradients
+
+    def sgd_step(self, updates, state, *settings):
+        if self.skips and not all(np.isfinite(update.gradient).all() for update in updates):
+            return
+        super().sgd_step(updates, state, *settings)
+        self.spoil("sgd_step", updates[0].parameter)
+
+    def softmax_cross_entropy(self, logits, labels, state):
+        saved = super().softmax_cross_entropy(logits, labels, state)
+        if ("softmax", state.step) == self.fault:
+            state.losses[state.step] = np.inf
+        return saved
+
+
+def fault_of(ops, digits, run_of, start=0, stop=5):
+    model = named("mlp")
+    network = Network(model, initial_tensors(model, np.random.default_rng(0)), ops)
+    optimizer = Sgd(model, network.parameters, ops)
+    return find_fault(network, optimizer, run_of(digits(40, 0), 20, [0.01] * 9), start, stop)
+
+
+@pytest.mark.parametrize(
+    ("method", "found"),
+    [
+        ("dense", "dense1's output"),
+        ("dense_weight_gradient", "dense2's gradient"),
+        ("epilogue_backward", "dense2.bias's gradient"),
+        ("sgd_step", "dense1.weight"),
+        ("softmax", "the loss itself"),
+    ],
+)
+def test_the_first_array_that_is_not_finite_is_found_with_its_step(digits, run_of, method, found):
+    assert fault_of(Spoiling((method, 3)), digits, run_of) == f"{found} at step 4"
+
+
+def test_nothing_is_found_in_steps_that_are_not_taken(digits, run_of):
+    assert fault_of(Spoiling(("dense", 5)), digits, run_of) is None
+    assert fault_of(Spoiling(("dense", 5)), digits, run_of, 4, 6) == "dense1's output at step 6"
+
+
+def test_a_gradient_that_is_met_by_taking_no_step_is_no_fault(digits, run_of):
+    assert fault_of(Spoiling(("dense_weight_gradient", 3), skips=True), digits, run_of) is None
+
+
+def test_a_step_is_a_batch_forward_backward_an_update_and_a_tick(digits, run_of):
+    model, ops = named("mlp"), CpuOps()
+    tensors = initial_tensors(model, np.random.default_rng(0))
+    run, networks = run_of(digits(40, 0), 20, [0.1, 0.2, 0.3]), []
+    for _ in range(2):
+        network = Network(model, tensors, ops, 0.5)
+        networks.append((network, Sgd(model, network.parameters, ops), ops.start(run, 1)))
+    (one, sgd, state), (other, other_sgd, other_progress) = networks
+    for _ in range(2):
+        take_step(one, sgd, state)
+    for step in (1, 2):
+        assert other_progress.step == step
+        x, labels = ops.batch(other_progress)
+        other.forward(x, labels, other_progress)
+        other.backward()
+        other_sgd.step(other.gradients, other_progress)
+        ops.end_step(other_progress)
+    for name, value in one.tensors.items():
+        np.testing.assert_array_equal(value, other.tensors[name])
+    np.testing.assert_array_equal(ops.losses(state, 0, 3)[0], ops.losses(other_progress, 0, 3)[0])

@@ -19,7 +19,7 @@ from lenet.model import (
     Pool,
     named,
 )
-from trainer.fold import fold
+from trainer.export import fold
 from trainer.mnist import Digits
 from trainer.network import EVALUATION_BATCH, Network, initial_tensors
 from trainer.ops_cpu import CpuOps
@@ -49,16 +49,16 @@ def test_logits_and_one_training_step_agree_with_pytorch(name, dtype, tolerance,
     images, labels = INPUTS["batch"]()
     found = {"logits": network.logits(images)}
     # A batch of all there is, in the order of its first epoch: neither loss nor gradients care.
-    progress = network.ops.start(run_of(Digits(images, labels), len(images), [INPUTS["RATE"]]))
-    x, y = network.ops.batch(progress)
-    network.forward(x, y, progress)
+    state = network.ops.start(run_of(Digits(images, labels), len(images), [INPUTS["RATE"]]))
+    x, y = network.ops.batch(state)
+    network.forward(x, y, state)
     network.backward()
     gradients = network.gradients
-    found["loss"] = network.ops.losses(progress, 0, 1)[0].item()
+    found["loss"] = network.ops.losses(state, 0, 1)[0].item()
     found |= {f"gradient.{key}": value.copy() for key, value in gradients.items()}
     momentum, decay = INPUTS["MOMENTUM"], INPUTS["WEIGHT_DECAY"]
     sgd = Sgd(model, network.parameters, network.ops, momentum, decay)
-    sgd.step(gradients, progress)
+    sgd.step(gradients, state)
     found |= {f"after.{key}": value for key, value in network.tensors.items()}
     with np.load(GOLDEN / f"{name}.npz") as golden:
         parts = {f"{part}{key}" for key in found for part in ("", "sums.", "norm.")}
@@ -82,12 +82,12 @@ def assert_gradients_agree(run_of, model, tolerance, step):
     network = new_network(model, np.float64)
     images, labels = some_images(5)
     ops = network.ops
-    progress = ops.start(run_of(Digits(images, labels % model.classes), 5, [0.1]))
-    x, y = ops.batch(progress)
+    state = ops.start(run_of(Digits(images, labels % model.classes), 5, [0.1]))
+    x, y = ops.batch(state)
 
     def loss():
-        network.forward(x, y, progress)
-        return ops.losses(progress, 0, 1)[0].item()
+        network.forward(x, y, state)
+        return ops.losses(state, 0, 1)[0].item()
 
     loss()
     network.backward()
@@ -150,8 +150,8 @@ def test_the_forward_pass_of_any_network_agrees_with_the_reference(networks, run
     images, labels = some_images(3)
     digits = Digits(images, labels % network.model.classes)
     # One training pass, so that the running values are not the initial ones.
-    progress = network.ops.start(run_of(digits, 3, [0.1]))
-    network.forward(*network.ops.batch(progress), progress)
+    state = network.ops.start(run_of(digits, 3, [0.1]))
+    network.forward(*network.ops.batch(state), state)
     expected = reference.logits(network.model.folded, fold(network.model, network.tensors), images)
     np.testing.assert_allclose(network.logits(images), expected, rtol=1e-9, atol=1e-9)
 
@@ -186,9 +186,9 @@ def losses_of(network, run):
     """Of its first step, twice."""
     found = []
     for _ in range(2):
-        progress = network.ops.start(run)
-        network.forward(*network.ops.batch(progress), progress)
-        found.append(network.ops.losses(progress, 0, 1)[0].item())
+        state = network.ops.start(run)
+        network.forward(*network.ops.batch(state), state)
+        found.append(network.ops.losses(state, 0, 1)[0].item())
     return found
 
 
@@ -206,12 +206,12 @@ def test_each_dropout_of_a_network_keeps_other_units(run_of):
     hidden, logits = DenseBlock(50), DenseBlock(10, activation=IDENTITY)
     network = new_network(Model("deep", (hidden, hidden, logits)), dropout=0.5)
     first, second = (layer for layer in network.layers if "dropout" in layer.name)
-    progress = network.ops.start(run_of(Digits(*some_images(4)), 4, [0.1]))
+    state = network.ops.start(run_of(Digits(*some_images(4)), 4, [0.1]))
     x = np.ones((50, 4), np.float32)
-    assert (first.forward(x, progress) != second.forward(x, progress)).any()
+    assert (first.forward(x, state) != second.forward(x, state)).any()
 
 
-def test_the_layers_of_lenet_are_each_a_linear_map_and_its_tail():
+def test_the_layers_of_lenet_are_each_a_linear_map_and_its_epilogue():
     assert [layer.name for layer in new_network(named("lenet")).layers] == [
         "conv1",
         "conv1.batch_norm+relu+max",
@@ -244,13 +244,13 @@ def test_the_trained_parameters_are_all_tensors_but_the_running_values():
 
 def test_a_watch_sees_every_output_and_every_gradient_with_its_layer(digits, run_of):
     network, seen = new_network(named("mlp")), []
-    progress = network.ops.start(run_of(digits(4, 0), 4, [0.1]))
+    state = network.ops.start(run_of(digits(4, 0), 4, [0.1]))
 
-    def watch(name, value):
+    def hook(name, value):
         seen.append((name, value.shape))
 
-    network.forward(*network.ops.batch(progress), progress, watch)
-    network.backward(watch)
+    network.forward(*network.ops.batch(state), state, hook)
+    network.backward(hook)
     assert seen == [
         ("dense1's output", (500, 4)),
         ("dense1.bias+relu's output", (500, 4)),
@@ -273,7 +273,7 @@ class Sharing(CpuOps):
         super().__init__()
         self.shared = []
 
-    def share(self, gradients):
+    def all_reduce(self, gradients):
         self.shared.append(list(gradients))
         for gradient in gradients.values():
             gradient *= 2
@@ -284,8 +284,8 @@ def test_the_gradients_of_each_layer_are_shared_once_they_are_made(digits, run_o
     found = []
     for ops in (CpuOps(), Sharing()):
         network = Network(model, initial_tensors(model, np.random.default_rng(0)), ops)
-        progress = ops.start(run)
-        network.forward(*ops.batch(progress), progress)
+        state = ops.start(run)
+        network.forward(*ops.batch(state), state)
         network.backward()
         found.append(network.gradients)
     assert ops.shared == [["dense2.bias"], ["dense2.weight"], ["dense1.bias"], ["dense1.weight"]]

@@ -45,9 +45,9 @@ def test_the_rates_of_a_run_are_those_of_its_schedule():
 class Noting(CpuOps):
     """Notes what descent is asked for."""
 
-    def descend(self, updates, progress, momentum, weight_decay, nesterov):
+    def sgd_step(self, updates, state, momentum, weight_decay, nesterov):
         self.noted = updates, momentum, weight_decay, nesterov
-        super().descend(updates, progress, momentum, weight_decay, nesterov)
+        super().sgd_step(updates, state, momentum, weight_decay, nesterov)
 
 
 def test_sgd_hands_each_parameter_its_own_gradient_and_velocity(digits, run_of):
@@ -57,7 +57,7 @@ def test_sgd_hands_each_parameter_its_own_gradient_and_velocity(digits, run_of):
         name: random.standard_normal(shape).astype(np.float32)
         for name, shape in model.parameters().items()
     }
-    parameters = ops.place(model, tensors)
+    parameters = ops.upload(model, tensors)
     gradients = {name: np.ones_like(value) for name, value in reversed(tensors.items())}
     sgd = Sgd(model, parameters, ops, 0.8, 0.1, False)
     assert not any(velocity.any() for velocity in sgd.velocities.values())
@@ -76,10 +76,10 @@ def test_sgd_hands_each_parameter_its_own_gradient_and_velocity(digits, run_of):
 
 def test_sgd_finds_the_bottom_of_a_bowl(digits, run_of):
     ops, model = CpuOps(np.float64), named("mlp")
-    parameters = ops.place(model, {"dense2.bias": np.linspace(-4, 3, 10)})
+    parameters = ops.upload(model, {"dense2.bias": np.linspace(-4, 3, 10)})
     sgd = Sgd(model, parameters, ops)
-    progress = ops.start(run_of(digits(4, 0), 4, rates("one-cycle", 200, 0.05)))
+    state = ops.start(run_of(digits(4, 0), 4, rates("one-cycle", 200, 0.05)))
     for _ in range(200):
-        sgd.step({"dense2.bias": 2 * parameters["dense2.bias"]}, progress)
-        ops.tick(progress)
+        sgd.step({"dense2.bias": 2 * parameters["dense2.bias"]}, state)
+        ops.end_step(state)
     assert np.linalg.norm(parameters["dense2.bias"]) < 1e-3

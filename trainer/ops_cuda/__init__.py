@@ -1,4 +1,4 @@
-"""`TrainingOps` on cuDNN, cuBLAS and our own kernels; beside `lenet.cuda` all that names cupy.
+"""`TrainingOps` on cuDNN, cuBLAS and our own kernels.
 
-Importing this package loads no GPU library; importing a module of it does.
+Importing this package loads no GPU library; importing most of its modules does.
 """

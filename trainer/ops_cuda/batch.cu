@@ -1,15 +1,17 @@
-// The batch of a step: which images come next, each turned, scaled, sheared, shifted and bent a
-// little, and divided by 255. The images stay on the GPU, uint8; the step is read there as well.
+// The batch of a step: selects the images, augments each (rotation, scale, shear, shift, elastic)
+// and divides by 255. The images, uint8, and the step number are read on the GPU.
 //
-// What an image goes through is that of trainer/augment.py; with all limits 0 it stays as it is.
-// Source of the bending: a uniform cubic B-spline on a 7 x 7 grid (Lee, Wolberg & Shin 1997).
+// The augmentation is that of trainer/augment.py; with all limits 0 an image is unchanged. Source
+// of the elastic displacement: a uniform cubic B-spline on a 7 x 7 grid (Lee, Wolberg & Shin 1997).
+//
+// Macro: SCALAR.
 
 #include "random.cuh"
 
 constexpr int SIDE = 28, PIXELS = SIDE * SIDE;
 constexpr float SCALE = 1.0f / 255.0f;
 
-// The image between paper: one row above, two below, so that every clipped place has four
+// The image with a border of 0: one row above, two below, so that every clipped position has four
 // neighbours.
 constexpr int PADDED_SIDE = SIDE + 3;
 constexpr float CENTRE = (SIDE - 1) / 2.0f;
@@ -17,20 +19,20 @@ constexpr float CENTRE = (SIDE - 1) / 2.0f;
 constexpr int GRID = 7, INTERVAL = 7;  // control points along an axis, pixels between two of them
 constexpr int AFFINE_DRAWS = 6, DRAWS = AFFINE_DRAWS + 2 * GRID * GRID;
 
-// Limits of the random map; each image draws uniformly between minus and plus each.
+// Limits of the random map; each image draws uniformly between minus and plus each limit.
 // rotation and shear in radians, scale as a share, shift and elastic in pixels.
 struct Limits {
     float rotation, scale, shear, shift, elastic;
 };
 
-// From a pixel of the result, relative to the centre, back to where it comes from.
+// Maps a pixel of the result, relative to the centre, to its source position.
 struct Affine {
     float yy, yx, xy, xx;  // of y, x on y, x
     float y, x;            // the shift
 };
 
 __device__ inline Affine affine(const float* draws, const Limits& limits) {
-    // In half turns, because sincosf and tanf keep a stack frame for angles of many turns.
+    // In half turns: sincosf and tanf need a stack frame, for angles of many turns.
     constexpr float HALF_TURNS = 0.31830988618f;
     float sin, cos, slant_sin, slant_cos;
     sincospif(limits.rotation * draws[0] * HALF_TURNS, &sin, &cos);
@@ -52,7 +54,7 @@ __device__ inline float4 basis(int pixel) {
                        (-3 * f * f * f + 3 * f * f + 3 * f + 1) / 6, f * f * f / 6);
 }
 
-// The displacement of pixel (i, j) along one axis, in limits; control: GRID x GRID.
+// The displacement of pixel (i, j) along one axis, in units of the limit; control: GRID x GRID.
 __device__ inline float displacement(const float* control, int i, int j) {
     const float4 down = basis(i), right = basis(j);
     const float* corner = control + i / INTERVAL * GRID + j / INTERVAL;
@@ -63,37 +65,37 @@ __device__ inline float displacement(const float* control, int i, int j) {
            down.z * along(corner + 2 * GRID) + down.w * along(corner + 3 * GRID);
 }
 
-__device__ inline float between(float low, float high, float share) {
-    return low + (high - low) * share;
+__device__ inline float interpolate(float low, float high, float fraction) {
+    return low + (high - low) * fraction;
 }
 
-// The rounded bilinear value at a place of the padded image, clipped to it; 0 to 255.
+// The rounded bilinear value at a position of the padded image, clipped to it; 0 to 255.
 __device__ inline float sample(const uint8 (*image)[PADDED_SIDE], float y, float x) {
     y = fminf(fmaxf(y, 0), SIDE + 1);
     x = fminf(fmaxf(x, 0), SIDE + 1);
     const int top = y, left = x;
     const uint8 *above = image[top] + left, *below = image[top + 1] + left;
-    const float share = x - left;
-    const float value =
-        between(between(above[0], above[1], share), between(below[0], below[1], share), y - top);
+    const float fraction = x - left;
+    const float value = interpolate(interpolate(above[0], above[1], fraction),
+                                    interpolate(below[0], below[1], fraction), y - top);
     return floorf(value + 0.5f);
 }
 
 // images: (size, 28, 28); labels: (size). x: SCALAR (rows, 28, 28), out_labels: (rows).
-// The global batch has `batch` rows, those of this GPU begin at first_row; size >= batch, and a
-// rest of an epoch that fills no batch is left out. One block of 256 threads a row.
+// The global batch has `batch` rows, of which this GPU's begin at first_row; size >= batch; an
+// incomplete last batch of an epoch is dropped. One block of 256 threads a row.
 extern "C" __global__ void __launch_bounds__(256)
-training_batch(const uint8* __restrict__ images, const uint8* __restrict__ labels,
-               const int* __restrict__ step, SCALAR* __restrict__ x,
-               uint8* __restrict__ out_labels, uint64 seed, int size, int batch, int first_row,
-               float rotation, float scale, float shear, float shift, float elastic) {
+    training_batch(const uint8* __restrict__ images, const uint8* __restrict__ labels,
+                   const int* __restrict__ step, SCALAR* __restrict__ x,
+                   uint8* __restrict__ out_labels, uint64 seed, int size, int batch, int first_row,
+                   float rotation, float scale, float shear, float shift, float elastic) {
     __shared__ uint8 image[PADDED_SIDE][PADDED_SIDE];
     __shared__ alignas(16) float draws[(DRAWS + 3) / 4 * 4];
     __shared__ unsigned source;
     const Limits limits = {rotation, scale, shear, shift, elastic};
     const int thread = threadIdx.x, row = first_row + blockIdx.x;
 
-    // Two warps at once: the draws, and which image it is.
+    // Warps in parallel: the random draws, and the index of the image.
     if (thread < (elastic == 0 ? (AFFINE_DRAWS + 3) / 4 : (DRAWS + 3) / 4)) {
         const uint4 words = philox(seed, make_uint4(row, *step, AUGMENTATION, thread));
         reinterpret_cast<float4*>(draws)[thread] =
@@ -115,29 +117,13 @@ training_batch(const uint8* __restrict__ images, const uint8* __restrict__ label
     for (int pixel = thread; pixel < PIXELS; pixel += blockDim.x) {
         const int i = pixel / SIDE, j = pixel % SIDE;
         const float down = i - CENTRE, right = j - CENTRE;
-        float place_y = map.yy * down + map.yx * right + (CENTRE + 1 + map.y);
-        float place_x = map.xy * down + map.xx * right + (CENTRE + 1 + map.x);
+        float source_y = map.yy * down + map.yx * right + (CENTRE + 1 + map.y);
+        float source_x = map.xy * down + map.xx * right + (CENTRE + 1 + map.x);
         if (elastic != 0) {
             const float* control = draws + AFFINE_DRAWS;
-            place_y += elastic * displacement(control, i, j);
-            place_x += elastic * displacement(control + GRID * GRID, i, j);
+            source_y += elastic * displacement(control, i, j);
+            source_x += elastic * displacement(control + GRID * GRID, i, j);
         }
-        to[pixel] = static_cast<SCALAR>(sample(image, place_y, place_x) * SCALE);
-    }
-}
-
-// images times 1/255, nothing else. One thread 16 pixels, 49 threads an image; rows < 2^31 / 784.
-extern "C" __global__ void plain_batch(const uint8* __restrict__ images, SCALAR* __restrict__ x,
-                                       int rows) {
-    constexpr int RUN = 16;
-    const int first = (blockIdx.x * blockDim.x + threadIdx.x) * RUN;
-    if (first >= rows * PIXELS) return;
-    alignas(16) uint8 pixels[RUN];
-    *reinterpret_cast<uint4*>(pixels) = *reinterpret_cast<const uint4*>(images + first);
-#pragma unroll
-    for (int part = 0; part < RUN; part += LANES) {
-        float values[LANES];
-        for (int k = 0; k < LANES; ++k) values[k] = pixels[part + k] * SCALE;
-        store(x + first + part, values);
+        to[pixel] = static_cast<SCALAR>(sample(image, source_y, source_x) * SCALE);
     }
 }

@@ -1,44 +1,47 @@
-// The gradient of the first convolution's filter: of each channel's R x S taps, the sum over all
-// images and output pixels of dy times the one input pixel that the tap met there.
+// The gradient of the first convolution's filter: for each of a channel's R x S taps, the sum over
+// all images and output pixels of dy times the tap's input pixel.
 //
 //     dweight[c][r][s] = sum dy[n][i][j][c] x[n][i STRIDE_H + r DILATION_H - PAD_H][j ...]
 //
-// With one input channel this is no matrix product worth the name, and cuDNN is slow at it. Here a
-// lane is a channel and keeps all its taps in registers; a warp takes a row of the output, for
-// which every lane needs the same input pixels: they come out of shared memory once for all.
+// With one input channel the matrix product is too narrow, and cuDNN is slow at it. Here a lane is
+// a channel and keeps all its taps in registers; a warp takes a row of the output, for which all
+// lanes read the same input pixels from shared memory.
 //
 // x: SCALAR (rows, H, W); dy: SCALAR (rows, OH, OW, C); dweight: float (C, R, S).
 // Grid: any number of blocks, best one for each 2 images up to about one a multiprocessor, by
 // ceil(C / 32); 512 threads.
 // partial: gridDim.x gridDim.y R S 32 floats;
-// counters: (ceil(gridDim.x / 16) + 1) gridDim.y zeros, left so.
-// The sums have the same order whenever the grid is the same. (The 1 in the launch bounds: left
-// alone, nvcc 13.0 squeezes the kernel into 64 registers and spills.)
+// counters: (ceil(gridDim.x / 16) + 1) gridDim.y zeros, reset to 0.
+// The sums have the same order whenever the grid is the same. (The 1 in the launch bounds: without
+// it nvcc 13.0 uses only 64 registers and spills.)
 // rows H W and rows OH OW < 2^31.
+//
+// Macros: SCALAR, R, S, C, H, W, OH, OW, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W.
 
 #include "vector.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * WARP;
-constexpr int IMAGES = 2;   // of a block at a time: enough rows for its warps
-constexpr int COLUMNS = 8;  // of the output, of a warp at a time
-constexpr int GROUP = 16;   // blocks whose sums are added first, while other groups do the same
+constexpr int IMAGES = 2;   // that a block processes at a time: enough rows for its warps
+constexpr int COLUMNS = 8;  // of the output that a warp processes at a time
+constexpr int GROUP = 16;   // blocks whose sums are added first, in parallel with other groups
 constexpr int VALUES = R * S * WARP;
 
 __host__ __device__ constexpr int round_up(int value, int multiple) {
     return (value + multiple - 1) / multiple * multiple;
 }
 
-// The input pixels that COLUMNS outputs of a row meet in a row of the filter, in whole float4.
+// The input pixels of COLUMNS outputs of a row, for a row of the filter, rounded up to float4.
 constexpr int SPAN = round_up((COLUMNS - 1) * STRIDE_W + (S - 1) * DILATION_W + 1, 4);
-// The image with its padding, as far as the filter reaches and a whole SPAN at its right end.
+// The padded image, as far as the filter reaches, with room for a whole SPAN at the right.
 constexpr int REACH_H = (OH - 1) * STRIDE_H + (R - 1) * DILATION_H + 1;
 constexpr int PITCH = (round_up(OW, COLUMNS) - COLUMNS) * STRIDE_W + SPAN;
 
 static_assert(R * S <= 49, "each thread keeps the whole filter in registers");
 
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
-first_filter_gradient(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy, float* partial,
-                      unsigned* counters, float* __restrict__ dweight, int rows) {
+    first_filter_gradient(const SCALAR* __restrict__ x, const SCALAR* __restrict__ dy,
+                          float* partial, unsigned* counters, float* __restrict__ dweight,
+                          int rows) {
     __shared__ alignas(16) float images[IMAGES][REACH_H][PITCH];
     __shared__ float by_warp[WARPS][S][WARP];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
@@ -88,7 +91,7 @@ first_filter_gradient(const SCALAR* __restrict__ x, const SCALAR* __restrict__ d
         }
     }
 
-    // Over the warps of the block, a row of the filter at a time.
+    // Sum over the warps of the block, a row of the filter at a time.
     float* const slots = partial + blockIdx.y * gridDim.x * VALUES;
     float* const mine = slots + blockIdx.x * VALUES;
 #pragma unroll
@@ -103,8 +106,8 @@ first_filter_gradient(const SCALAR* __restrict__ x, const SCALAR* __restrict__ d
         }
     }
 
-    // Over the blocks: each group into the slot of its first, by the last of its blocks; then over
-    // the groups, by the last of those.
+    // Sum over the blocks: the last block of each group to finish writes the group's sum into the
+    // slot of its first block; the last group to finish adds these.
     const int group = blockIdx.x / GROUP, groups = (gridDim.x + GROUP - 1) / GROUP;
     const int members = min(GROUP, gridDim.x - group * GROUP);
     unsigned* const counter = counters + blockIdx.y * (groups + 1);

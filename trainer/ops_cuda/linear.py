@@ -1,67 +1,77 @@
-"""The linear part of a block, forward and backward: convolutions by cuDNN, products by cuBLAS.
+"""Convolutions by cuDNN and products by cuBLAS, forward and backward.
 
-Nothing but the end of the step waits for the gradient of a weight, while the backward pass goes on
-through that of the input; so weights' gradients are queued on a second stream, with handles and a
-workspace of its own, and run beside everything else.
+Nothing but the end of the step waits for the gradient of a weight. So weight gradients are queued
+on a second stream, with handles and a workspace of its own, and run beside the backward pass.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import cupy
+import numpy as np
 
 from lenet.cuda.cublas import Arithmetic
 from lenet.cuda.device import Handle
-from lenet.cuda.engine_cache import PlanCache
-from lenet.cuda.engines import Planner
+from lenet.cuda.engines import Plan, Planner
 from lenet.cuda.graphs import Convolution, Uid
-from lenet.cuda.kernels import Kernels
-from lenet.cuda.memory import Arena, Workspace
+from lenet.cuda.kernels import Kernels, Macros
+from lenet.cuda.memory import Arena
 from lenet.model import ConvBlock
-from trainer.bounds import first_filter_fits
-from trainer.ops_cuda.first_filter import FirstFilter
+from trainer.ops_cuda import first_filter
 from trainer.ops_cuda.parameters import Parameter
+from trainer.ops_cuda.state import FOLDER, scalar_type
+
+_COUNTERS = 4096
 
 
-class Convolved(NamedTuple):
-    """What the backward of a convolution needs."""
+class SavedConvolution(NamedTuple):
+    """What the gradients of a convolution need."""
 
     x: Any
     weight: Parameter
     forward: Convolution
 
 
-class Multiplied(NamedTuple):
-    """What the backward of a product needs; `x` as it was given."""
+class SavedProduct(NamedTuple):
+    """What the gradients of a product need; `x` has the shape that `dense` was given."""
 
     x: Any
     weight: Parameter
 
 
 class Linear:
-    """Convolutions and products on `main`'s stream, weights' gradients on `aside`'s."""
+    """Convolutions and products on `main`'s stream, weight gradients on `wgrad_handle`'s.
+
+    `planners` are those of the two handles, in this order.
+    """
 
     def __init__(
         self,
         main: Handle,
-        aside: Handle,
+        wgrad_handle: Handle,
+        planners: tuple[Planner, Planner],
         kernels: Kernels,
         arena: Arena,
         arithmetic: Arithmetic,
-        cache: PlanCache | None,
-        autotune: bool,
     ) -> None:
-        self._main, self._aside, self._arena = main, aside, arena
+        self._main, self._wgrad_handle = main, wgrad_handle
+        self._planner, self._wgrad_planner = planners
+        self._kernels, self._arena = kernels, arena
         self._arithmetic = arithmetic
         self._dtype = cupy.float16 if arithmetic == "fp16" else cupy.float32
-        self.planners = tuple(
-            Planner(handle, Workspace(), cache, autotune) for handle in (main, aside)
-        )
-        self._first_filter = FirstFilter(aside, kernels, arena)
+        # Zeros between any two launches of first_filter.cu.
+        self._counters = cupy.zeros(_COUNTERS, cupy.uint32)
 
-    def convolution(self, x: Any, weight: Parameter, block: ConvBlock) -> tuple[Any, Convolved]:
+    def plan(self, convolution: Convolution) -> Plan:
+        """The plan that computes `convolution`, made at its first use."""
+        wgrad = convolution.direction == "filter"
+        return (self._wgrad_planner if wgrad else self._planner).plan(convolution)
+
+    def convolution(
+        self, x: Any, weight: Parameter, block: ConvBlock
+    ) -> tuple[Any, SavedConvolution]:
         """(n, h, w, c) -> (n, oh, ow, k)."""
         forward = Convolution(
             "forward",
@@ -74,54 +84,66 @@ class Linear:
         )
         y = self._arena.take(forward.output, self._dtype)
         operand = weight.operand(self._dtype)
-        plan = self.planners[0].plan(forward)
-        plan.run({Uid.INPUT: x, Uid.WEIGHT: operand, Uid.OUTPUT: y})
-        return y, Convolved(x, weight, forward)
+        self.plan(forward).run({Uid.INPUT: x, Uid.WEIGHT: operand, Uid.OUTPUT: y})
+        return y, SavedConvolution(x, weight, forward)
 
-    def convolution_backward(
-        self, dy: Any, saved: Convolved, input_gradient: bool
-    ) -> tuple[Any | None, Any]:
-        """(dx, dweight); dweight in the dtype of the arithmetic, or float32 of the first filter."""
+    def convolution_weight_gradient(self, dy: Any, saved: SavedConvolution) -> Any:
+        """(k, r, s, c), in the dtype of the arithmetic, or float32 from `first_filter.cu`."""
         x, weight, forward = saved
-        with self._aside.fork(self._main):
-            if not input_gradient and first_filter_fits(forward):
-                dweight = self._first_filter.gradient(x, dy, forward)
-            else:
-                dweight = self._arena.take(weight.master.shape, self._dtype)
-                plan = self._backward_plan(1, forward, "filter")
-                plan.run({Uid.INPUT: x, Uid.WEIGHT: dy, Uid.OUTPUT: dweight})
-        if not input_gradient:
-            return None, dweight
+        with self._wgrad_handle.fork(self._main):
+            if first_filter.fits(forward):
+                return self._first_filter(x, dy, forward)
+            dweight = self._arena.take(weight.master.shape, self._dtype)
+            plan = self.plan(replace(forward, direction="filter"))
+            plan.run({Uid.INPUT: x, Uid.WEIGHT: dy, Uid.OUTPUT: dweight})
+            return dweight
+
+    def convolution_input_gradient(self, dy: Any, saved: SavedConvolution) -> Any:
+        """(n, h, w, c)."""
+        x, weight, forward = saved
         dx = self._arena.take(x.shape, self._dtype)
         operand = weight.operand(self._dtype)
-        plan = self._backward_plan(0, forward, "data")
+        plan = self.plan(replace(forward, direction="data"))
         plan.run({Uid.INPUT: dy, Uid.WEIGHT: operand, Uid.OUTPUT: dx})
-        return dx, dweight
+        return dx
 
-    def _backward_plan(
-        self, lane: int, forward: Convolution, direction: Literal["filter", "data"]
-    ) -> Any:
-        return self.planners[lane].plan(replace(forward, direction=direction))
-
-    def dense(self, x: Any, weight: Parameter) -> tuple[Any, Multiplied]:
+    def dense(self, x: Any, weight: Parameter) -> tuple[Any, SavedProduct]:
         """(n, inputs) or (n, h, w, c) -> (n, units)."""
         y = self._arena.take((len(x), len(weight.master)), self._dtype)
         operand = weight.operand(self._dtype)
         flat = x.reshape(len(x), -1)
         self._main.cublas.product(flat, operand, y, self._arithmetic, transpose_b=True)
-        return y, Multiplied(x, weight)
+        return y, SavedProduct(x, weight)
 
-    def dense_backward(
-        self, dy: Any, saved: Multiplied, input_gradient: bool
-    ) -> tuple[Any | None, Any]:
-        """Two products: dW = dy^T x, in float32, and dx = dy W."""
+    def dense_weight_gradient(self, dy: Any, saved: SavedProduct) -> Any:
+        """One product, dW = dy^T x: float32 (units, inputs)."""
         x, weight = saved
-        flat = x.reshape(len(x), -1)
         dweight = self._arena.take(weight.master.shape, cupy.float32)
-        with self._aside.fork(self._main):
-            self._aside.cublas.product(dy, flat, dweight, self._arithmetic, transpose_a=True)
-        if not input_gradient:
-            return None, dweight
-        dx = self._arena.take(flat.shape, self._dtype)
+        with self._wgrad_handle.fork(self._main):
+            self._wgrad_handle.cublas.product(
+                dy, x.reshape(len(x), -1), dweight, self._arithmetic, transpose_a=True
+            )
+        return dweight
+
+    def dense_input_gradient(self, dy: Any, saved: SavedProduct) -> Any:
+        """One product, dx = dy W, in the shape of x."""
+        x, weight = saved
+        dx = self._arena.take((len(x), weight.master.shape[1]), self._dtype)
         self._main.cublas.product(dy, weight.operand(self._dtype), dx, self._arithmetic)
-        return dx.reshape(x.shape), dweight
+        return dx.reshape(x.shape)
+
+    def _first_filter(self, x: Any, dy: Any, forward: Convolution) -> Any:
+        """From x (n, h, w, 1) and dy (n, oh, ow, k) to float32 (k, r, s, 1)."""
+        blocks, tiles = first_filter.grid(forward, self._wgrad_handle.multiprocessors)
+        assert (blocks // first_filter.GROUP + 2) * tiles <= _COUNTERS, "bug: too few counters"
+        _, r, s, _ = forward.filters
+        partial = self._arena.take((blocks * tiles * r * s * 32,), cupy.float32)
+        dweight = self._arena.take(forward.filters, cupy.float32)
+        macros: Macros = {"SCALAR": scalar_type(x.dtype), **first_filter.macros(forward)}
+        kernel = self._kernels.get(FOLDER / "first_filter.cu", "first_filter_gradient", macros)
+        kernel(
+            (blocks, tiles),
+            (first_filter.THREADS,),
+            (x, dy, partial, self._counters, dweight, np.int32(len(x))),
+        )
+        return dweight

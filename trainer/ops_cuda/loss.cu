@@ -1,25 +1,27 @@
-// The softmax cross-entropy of a batch and its gradient: one operation, because together they are
-// simply softmax - onehot, and neither can overflow.
+// The softmax cross-entropy of a batch and its gradient in one kernel: together the gradient is
+// softmax - onehot, and neither can overflow.
 //
-// logits, dlogits: SCALAR (rows, PADDED), CLASSES of them true, the rest of dlogits written as 0.
-// losses (float), hits (int): one entry a step, of this GPU's rows: the sum of -log p[label] over
-// `total_rows`, the rows of all GPUs; and how many first maxima are the label. A logit that is NaN or
-// +inf makes the loss NaN; -inf is the probability 0. dlogits carries scale[0], which keeps small gradients above half's
-// smallest number.
+// logits, dlogits: SCALAR (rows, PADDED), CLASSES of them real, the rest of dlogits written as 0.
+// losses (float), correct (int): one entry a step, for this GPU's rows: the sum of -log p[label]
+// divided by `total_rows`, the rows of all GPUs; and the number of rows whose first maximum is the
+// label. A logit that is NaN or +inf makes the loss NaN; -inf is the probability 0. dlogits is
+// multiplied by scale[0], which keeps small gradients above half's smallest number.
+//
+// Macros: SCALAR, CLASSES, PADDED.
 
 #include "vector.cuh"
 
 static_assert(CLASSES <= PADDED && PADDED % 8 == 0 && PADDED <= 64, "a thread holds a whole row");
 
-// One block, a multiple of 32 threads up to 1024, one row each at a time: enough for a batch, and
-// the sums have one order. rows PADDED < 2^31.
+// One block, a multiple of 32 threads up to 1024, one row each at a time: fast enough for a batch,
+// and the sums always have the same order. rows PADDED < 2^31.
 extern "C" __global__ void __launch_bounds__(1024)
-softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict__ labels,
-                      SCALAR* __restrict__ dlogits, float* losses, int* hits,
-                      const int* __restrict__ step, const float* __restrict__ scale, int rows,
-                      int total_rows) {
+    softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict__ labels,
+                          SCALAR* __restrict__ dlogits, float* losses, int* correct,
+                          const int* __restrict__ step, const float* __restrict__ scale, int rows,
+                          int total_rows) {
     __shared__ float warp_loss[WARP];
-    __shared__ int warp_hits[WARP];
+    __shared__ int warp_correct[WARP];
     float loss = 0;
     int right = 0;
     const float factor = scale[0] / total_rows;
@@ -27,7 +29,7 @@ softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict
         float p[PADDED];
 #pragma unroll
         for (int k = 0; k < PADDED; k += LANES)
-            load(logits + row * PADDED + k, *reinterpret_cast<float(*)[LANES]>(p + k));
+            load(logits + row * PADDED + k, *reinterpret_cast<float (*)[LANES]>(p + k));
         const int label = labels[row];
         int first = 0;
         float largest = p[0], of_label = 0;
@@ -46,23 +48,23 @@ softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict
             p[k] = k < CLASSES ? (p[k] / total - (k == label)) * factor : 0;
 #pragma unroll
         for (int k = 0; k < PADDED; k += LANES)
-            store(dlogits + row * PADDED + k, *reinterpret_cast<float(*)[LANES]>(p + k));
+            store(dlogits + row * PADDED + k, *reinterpret_cast<float (*)[LANES]>(p + k));
     }
 
-    for (int apart = WARP / 2; apart > 0; apart /= 2) {
-        loss += __shfl_xor_sync(~0u, loss, apart);
-        right += __shfl_xor_sync(~0u, right, apart);
+    for (int distance = WARP / 2; distance > 0; distance /= 2) {
+        loss += __shfl_xor_sync(~0u, loss, distance);
+        right += __shfl_xor_sync(~0u, right, distance);
     }
     if (threadIdx.x % WARP == 0) {
         warp_loss[threadIdx.x / WARP] = loss;
-        warp_hits[threadIdx.x / WARP] = right;
+        warp_correct[threadIdx.x / WARP] = right;
     }
     __syncthreads();
     if (threadIdx.x > 0) return;
     for (int warp = 1; warp < blockDim.x / WARP; ++warp) {
         loss += warp_loss[warp];
-        right += warp_hits[warp];
+        right += warp_correct[warp];
     }
     losses[*step] = loss / total_rows;
-    hits[*step] = right;
+    correct[*step] = right;
 }

@@ -1,9 +1,8 @@
-"""The training operations on cuDNN, cuBLAS and our kernels; see `trainer.ops.TrainingOps`.
+"""`trainer.ops.TrainingOps` on a GPU, with cuDNN, cuBLAS and our kernels.
 
-Activations lie channels last, (n, h, w, c) or (n, units), channels padded as `lenet.cuda.packing`
-says, in float32 or, under mixed precision, float16. All is queued and nothing waits, so that a
-whole step can be captured. It refuses to take memory by itself: buffers are the arena's, and are
-the next step's again after `tick`.
+Activations are channels last, (n, h, w, c) or (n, units), channels padded as `lenet.cuda.packing`
+says, in float32 or, in mixed precision, float16. Operations are queued and nothing waits, so a
+whole step can be captured. Buffers come from an arena, which `end_step` rewinds.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
+from threading import Event
 from types import TracebackType
 from typing import Any, Self
 
@@ -18,29 +18,32 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
+from lenet.cuda.capture import captured
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engines import Planner
 from lenet.cuda.kernels import Kernels
-from lenet.cuda.memory import Arena
-from lenet.model import ConvBlock, Model
+from lenet.cuda.memory import Arena, Workspace
+from lenet.errors import DeviceError
+from lenet.model import Model
 from lenet.pixels import Images
-from trainer.ops import Array, Run, Tail, Update
+from trainer.ops import Array, Run, Update
 from trainer.ops_cuda import parameters
-from trainer.ops_cuda.descent import Descent
-from trainer.ops_cuda.linear import Convolved, Linear, Multiplied
+from trainer.ops_cuda.batch import BatchKernels
+from trainer.ops_cuda.epilogue import Epilogues
+from trainer.ops_cuda.linear import Linear
 from trainer.ops_cuda.parameters import Parameter
-from trainer.ops_cuda.progress import Progress
 from trainer.ops_cuda.ranks import Ranks
-from trainer.ops_cuda.rows import Rows
-from trainer.ops_cuda.tails import Saved as TailSaved
-from trainer.ops_cuda.tails import Tails
+from trainer.ops_cuda.sgd import FusedSgd
+from trainer.ops_cuda.state import RunState
 from trainer.settings import Precision
 
 
 class CudaOps:
-    """`TrainingOps` on GPU number `device`, for the thread that makes it; see `close`.
+    """`TrainingOps` on GPU number `device`, for the thread that constructs it; see `close`.
 
     `fp32` never uses TF32; `mixed` computes in float16 with float32 sums, masters and moments.
+    Once `stopping` is set, choosing cuDNN engines fails with a DeviceError.
 
     Raises:
         BackendUnavailable: see `lenet.cuda.device.devices`.
@@ -56,40 +59,60 @@ class CudaOps:
         device: int = 0,
         cache: PlanCache | None = None,
         autotune: bool = True,
+        stopping: Event | None = None,
     ) -> None:
         with ExitStack() as opened:
-            # The one made last is the thread's own.
-            self._aside = opened.enter_context(Handle(device))
-            self._handle = opened.enter_context(Handle(device))
+            # The handle made last binds the thread's current stream.
+            self.wgrad_handle = opened.enter_context(Handle(device))
+            self.handle = opened.enter_context(Handle(device))
             self._opened = opened.pop_all()
         self.precision = precision
         self._ranks: Ranks | None = None
-        self._arena = Arena()
-        arithmetic = "fp16" if precision == "mixed" else precision
+        self.arena = Arena()
+        self.arithmetic = "fp16" if precision == "mixed" else precision
         dtype = cupy.float16 if precision == "mixed" else cupy.float32
-        kernels = Kernels(self._handle)
-        self.linear = Linear(
-            self._handle, self._aside, kernels, self._arena, arithmetic, cache, autotune
+        kernels = Kernels(self.handle)
+        check_stop = partial(_check_stop, stopping) if stopping is not None else None
+        planner, wgrad_planner = (
+            Planner(handle, Workspace(), cache, autotune, check_stop=check_stop)
+            for handle in (self.handle, self.wgrad_handle)
         )
-        self._tails = Tails(self._handle, kernels, self._arena)
-        self._rows = Rows(kernels, self._arena, dtype)
-        self._descent = Descent(kernels)
+        self.linear = Linear(
+            self.handle,
+            self.wgrad_handle,
+            (planner, wgrad_planner),
+            kernels,
+            self.arena,
+            self.arithmetic,
+        )
+        self._epilogues = Epilogues(self.handle, kernels, self.arena)
+        self._batch = BatchKernels(kernels, self.arena, dtype)
+        self._sgd = FusedSgd(kernels)
         self._parameters: list[Parameter] = []
-        self._progress: Progress | None = None
-        self._recorded: list[tuple[Any, Callable[[], None]]] = []
+        self._state: RunState | None = None
+        self._captured: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._classes = 0
+        self.batch = self._batch.batch
+        self.convolution = self.linear.convolution
+        self.convolution_weight_gradient = self.linear.convolution_weight_gradient
+        self.convolution_input_gradient = self.linear.convolution_input_gradient
+        self.dense = self.linear.dense
+        self.dense_weight_gradient = self.linear.dense_weight_gradient
+        self.dense_input_gradient = self.linear.dense_input_gradient
+        self.epilogue = self._epilogues.forward
+        self.epilogue_backward = self._epilogues.backward
 
     def join(self, ranks: Ranks) -> None:
-        """Be one of several from now on, each of which has a part of every batch."""
-        self._ranks = self._tails.ranks = ranks
+        """Train on a part of every batch from now on, together with the other ranks."""
+        self._ranks = self._epilogues.ranks = ranks
 
     def close(self) -> None:
-        """Drop what was recorded, give the handles back; closing twice is allowed.
+        """Drop captured steps and close the handles; may be called twice.
 
-        NCCL can neither be left nor aborted while a graph with its sums is alive, and whoever holds
-        the step that `record` gave, as the traceback of an error does, would keep it so.
+        NCCL can neither be left nor aborted while a graph with its all-reduces exists. So the graph
+        must go here, though others, such as a traceback, may still hold what `capture` returned.
         """
-        self._recorded.clear()
+        self._captured.clear()
         self._opened.close()
 
     def __enter__(self) -> Self:
@@ -101,192 +124,168 @@ class CudaOps:
         problem: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._recorded.clear()
+        self._captured.clear()
         self._opened.__exit__(kind, problem, trace)
 
-    def place(self, model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
+    def upload(self, model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
         """Packed, as float32 masters."""
         self._classes = model.classes
         with translated("loading the network"):
-            placed = parameters.place(model, tensors)
-        self._parameters += placed.values()
-        return placed
+            uploaded = parameters.upload(model, tensors)
+        self._parameters += uploaded.values()
+        return uploaded
 
-    def read(self, model: Model, placed: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
+    def download(self, model: Model, arrays: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
         """Unpacked; waits."""
         with translated("waiting for the GPU"):
-            return parameters.read(model, placed)
+            return parameters.download(model, arrays)
 
     def write(
-        self, model: Model, placed: Mapping[str, Array], tensors: Mapping[str, NDArray[Any]]
+        self, model: Model, arrays: Mapping[str, Array], tensors: Mapping[str, NDArray[Any]]
     ) -> None:
-        """Masters and their halves."""
-        parameters.write(model, placed, tensors)
+        """Masters and their float16 copies."""
+        parameters.write(model, arrays, tensors)
 
     def copy(self, source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
-        """Masters and their halves."""
+        """Masters and their float16 copies."""
         for name, parameter in target.items():
             parameter.master[...] = source[name].master
             parameter.refresh()
 
-    def start(self, run: Run, step: int = 0) -> Progress:
-        """Digits and rates go to the GPU."""
+    def start(self, run: Run, step: int = 0) -> RunState:
+        """Uploads digits and rates."""
         rank, ranks = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
-        scaled = self.precision == "mixed"
         with translated("loading the digits"):
-            self._progress = Progress.begin(run, step, scaled, rank, ranks)
-        return self._progress
+            self._state = RunState.upload(run, step, self.precision == "mixed", rank, ranks)
+        return self._state
 
-    def batch(self, progress: Progress) -> tuple[Array, Array]:
-        """(rows, 28, 28, 1) and uint8 (rows,)."""
-        return self._rows.batch(progress)
-
-    def enter(self, images: Images) -> Array:
+    def input_from_images(self, images: Images) -> Array:
         """(n, 28, 28, 1)."""
-        self._arena.rewind()
-        return self._rows.enter(images)
+        self.arena.rewind()
+        return self._batch.input_from_images(images)
 
-    def leave(self, x: Array) -> NDArray[Any]:
+    def to_numpy(self, x: Array) -> NDArray[Any]:
         """Float32; waits."""
         with translated("waiting for the GPU"):
             host: NDArray[Any] = cupy.asnumpy(x)[:, : self._classes].astype(np.float32)
         return host
 
-    def convolution(self, x: Array, weight: Parameter, block: ConvBlock) -> tuple[Array, Convolved]:
-        """See `Linear`."""
-        return self.linear.convolution(x, weight, block)
-
-    def convolution_backward(
-        self, dy: Array, saved: Convolved, input_gradient: bool
-    ) -> tuple[Array | None, Array]:
-        """See `Linear`."""
-        return self.linear.convolution_backward(dy, saved, input_gradient)
-
-    def dense(self, x: Array, weight: Parameter) -> tuple[Array, Multiplied]:
-        """See `Linear`."""
-        return self.linear.dense(x, weight)
-
-    def dense_backward(
-        self, dy: Array, saved: Multiplied, input_gradient: bool
-    ) -> tuple[Array | None, Array]:
-        """See `Linear`."""
-        return self.linear.dense_backward(dy, saved, input_gradient)
-
-    def tail(self, x: Array, tail: Tail, training: bool) -> tuple[Array, TailSaved]:
-        """See `Tails`."""
-        return self._tails.forward(x, tail, training)
-
-    def tail_backward(self, dy: Array, saved: TailSaved) -> tuple[Array, tuple[Array, ...]]:
-        """See `Tails`."""
-        return self._tails.backward(dy, saved)
-
     def dropout(
-        self, x: Array, units: int, rate: float, layer: int, progress: Progress
+        self, x: Array, units: int, rate: float, layer: int, state: RunState
     ) -> tuple[Array, Callable[[Array], Array]]:
-        """The mask is a function of seed, step, row and layer: nothing is kept of it."""
-        masked = partial(self._rows.dropout, units=units, rate=rate, layer=layer, progress=progress)
+        """The mask is a function of seed, step, row and layer, so it is not saved."""
+        masked = partial(self._batch.dropout, units=units, rate=rate, layer=layer, state=state)
         return masked(x), masked
 
     def dropout_backward(self, dy: Array, saved: Callable[[Array], Array]) -> Array:
-        """The same units are zeroed."""
+        """Zeroes the same units."""
         return saved(dy)
 
-    def softmax_cross_entropy(self, logits: Array, labels: Array, progress: Progress) -> Array:
-        """Loss, hits and the gradient of the logits in one kernel; the gradient is kept."""
-        return self._rows.softmax_cross_entropy(logits, self._classes, labels, progress)
+    def softmax_cross_entropy(self, logits: Array, labels: Array, state: RunState) -> Array:
+        """Loss, correct answers and the gradient of the logits in one kernel."""
+        return self._batch.softmax_cross_entropy(logits, self._classes, labels, state)
 
     def softmax_cross_entropy_backward(self, saved: Array) -> Array:
-        """As it was kept: times the loss scale."""
+        """The saved gradient, which includes the loss scale."""
         return saved
 
-    def share(self, gradients: Mapping[str, Array]) -> None:
-        """By NCCL on a stream of its own; batch norm's are sums over all ranks already."""
+    def all_reduce(self, gradients: Mapping[str, Array]) -> None:
+        """By NCCL on a stream of its own; batch norm's gradients are global sums already."""
         if self._ranks is not None:
-            own = [g for name, g in gradients.items() if not name.endswith((".gamma", ".beta"))]
-            if own:
-                # A capture takes no wait for a stream that it has not met: the last block may have
-                # the gradient of a bias before any weight's was queued there.
-                self._aside.join(self._handle)
-                self._ranks.start_sum(own, self._handle.stream, self._aside.stream)
+            local = [g for name, g in gradients.items() if not name.endswith((".gamma", ".beta"))]
+            if local:
+                # A capture rejects an event of a stream outside it, and the last block may have
+                # the gradient of a bias before any weight's was queued on the second stream.
+                self.wgrad_handle.join(self.handle)
+                self._ranks.start_all_reduce(local, self.handle.stream, self.wgrad_handle.stream)
 
-    def descend(
+    def sgd_step(
         self,
         updates: Sequence[Update],
-        progress: Progress,
+        state: RunState,
         momentum: float,
         weight_decay: float,
         nesterov: bool,
     ) -> None:
-        """All parameters in one kernel, once all gradients are there."""
-        self._handle.join(self._aside)
+        """Waits on the device for all gradients, then updates all parameters in one kernel."""
+        self.handle.join(self.wgrad_handle)
         if self._ranks is not None:
-            self._ranks.finish(self._handle.stream)
-        self._descent.step(updates, progress, momentum, weight_decay, nesterov)
+            self._ranks.finish_all_reduce(self.handle.stream)
+        self._sgd.step(updates, state, momentum, weight_decay, nesterov)
 
-    def tick(self, progress: Progress) -> None:
-        """Count the step; what it took of the arena is free."""
-        self._descent.tick(progress)
-        self._arena.rewind()
+    def end_step(self, state: RunState) -> None:
+        """Counts the step and rewinds the arena."""
+        self._sgd.end_step(state)
+        self.arena.rewind()
 
-    def record(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of `step`, which runs once for its plans and buffers and is then undone.
+    def capture(self, step: Callable[[], None]) -> Callable[[], None]:
+        """A CUDA graph of `step`. The step runs once before, for plans and buffers, and is undone.
 
-        That run is this rank's alone: loading a kernel or taking memory may wait for the device,
-        which would wait for a sum over the ranks, for which another thread needs the interpreter.
+        That run leaves the other ranks out: loading a kernel or allocating memory may wait for the
+        device, which would wait for an all-reduce, which would wait for another rank's thread,
+        which may need the interpreter that this thread holds.
+
+        Raises:
+            DeviceError: the step cannot be run or captured.
         """
-        assert self._progress is not None, "bug: no run was started"
-        state = [parameter.master for parameter in self._parameters] + self._progress.state
-        before = [array.copy() for array in state]
-        ranks, self._ranks, self._tails.ranks = self._ranks, None, None
-        step()
-        self._ranks = self._tails.ranks = ranks
-        for array, old in zip(state, before, strict=True):
+        assert self._state is not None, "bug: no run was started"
+        arrays = [parameter.master for parameter in self._parameters] + self._state.changing
+        before = [array.copy() for array in arrays]
+        ranks, self._ranks, self._epilogues.ranks = self._ranks, None, None
+        try:
+            step()
+        finally:
+            self._ranks = self._epilogues.ranks = ranks
+        for array, old in zip(arrays, before, strict=True):
             array[...] = old
         for parameter in self._parameters:
             parameter.refresh()
-        self._handle.synchronize()
-        stream = self._handle.stream
+        self.handle.synchronize()
         with translated("capturing a step"):
-            stream.begin_capture()
-            step()
-            graph = stream.end_capture()
-            graph.upload(stream)
-        # With the step, whose arrays the graph has only the addresses of.
-        recorded, place = self._recorded, len(self._recorded)
-        recorded.append((graph, step))
-        left = iter(range(self._progress.left))
+            launch = captured(step, self.handle.stream)
+        # The step is kept, too: its arrays are those that the graph writes to.
+        graphs, index = self._captured, len(self._captured)
+        graphs.append((launch, step))
+        left = self._state.steps_left
 
-        def repeat() -> None:
-            assert recorded, "bug: the operations are closed"
-            assert next(left, None) is not None, "bug: a step beyond the last of the run"
-            recorded[place][0].launch(stream)
+        def replay() -> None:
+            nonlocal left
+            assert graphs, "bug: the operations are closed"
+            assert left > 0, "bug: a step beyond the last of the run"
+            left -= 1
+            graphs[index][0]()
 
-        return repeat
+        return replay
 
     def losses(
-        self, progress: Progress, start: int, stop: int
+        self, state: RunState, start: int, stop: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
         """Over all ranks; waits."""
         with translated("waiting for the GPU"):
-            return progress.read(start, stop, self._ranks)
+            return state.download(start, stop, self._ranks)
 
     def finite(self, x: Array) -> bool:
         """Of activations, gradients or parameters; waits."""
-        self._handle.join(self._aside)
+        self.handle.join(self.wgrad_handle)
         array = x.master if isinstance(x, Parameter) else x
         return bool(cupy.isfinite(array).all())
 
     @property
     def ranks(self) -> int:
-        """As many as have joined."""
+        """The ranks that have joined."""
         return self._ranks.size if self._ranks else 1
 
-    def meet(self) -> None:
-        """The host waits; nothing that it has queued may wait for the others meanwhile."""
+    def barrier(self) -> None:
+        """Blocks the thread; work queued before must not wait for other ranks."""
         if self._ranks is not None:
-            self._ranks.meet()
+            self._ranks.barrier()
 
     @property
     def memory_bytes(self) -> int:
-        """What CuPy has taken of the GPU for this process: all but contexts and libraries."""
+        """The memory that CuPy has allocated, without contexts and libraries."""
         return int(cupy.get_default_memory_pool().total_bytes())
+
+
+def _check_stop(stopping: Event) -> None:
+    if stopping.is_set():
+        raise DeviceError("training was asked to stop")

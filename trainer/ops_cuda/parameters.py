@@ -1,7 +1,7 @@
-"""Trained tensors on the device: float32 masters in cuDNN's layout, halves of them where needed.
+"""Trained tensors on the device: float32 masters in cuDNN's layout, with float16 copies.
 
-Under mixed precision the network multiplies with a half of each weight while the optimiser goes
-on moving the master, so that small updates are not rounded away.
+In mixed precision the network multiplies with the float16 copy of a weight and the optimizer
+updates the float32 master, so that small updates are not rounded away.
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
 """
 
@@ -21,7 +21,7 @@ from lenet.model import Model
 
 @dataclass(eq=False, slots=True)
 class Parameter:
-    """One packed tensor: `master` float32, `half` float16 once an operation asked for it."""
+    """One packed tensor: `master` float32, `half` float16 once an operation has used it."""
 
     master: Any
     channels: int
@@ -30,7 +30,7 @@ class Parameter:
     half: Any = field(default=None)
 
     def operand(self, dtype: Any) -> Any:
-        """The tensor as an operation of `dtype` takes it."""
+        """The tensor in `dtype`, float32 or float16."""
         if dtype == cupy.float32:
             return self.master
         if self.half is None:
@@ -38,38 +38,38 @@ class Parameter:
         return self.half
 
     def fill(self, packed: NDArray[Any]) -> None:
-        """New values from the host, into the same memory."""
+        """Copy new values from the host into the same memory."""
         self.master.set(np.ascontiguousarray(packed, np.float32))
         self.refresh()
 
     def refresh(self) -> None:
-        """Round the master once more."""
+        """Round the master into `half` again."""
         if self.half is not None:
             self.half[...] = self.master
 
 
-def place(model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Parameter]:
+def upload(model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Parameter]:
     """Canonical tensors, any of `model.parameters()`, onto the current GPU."""
     layouts = layout(model)
-    placed: dict[str, Parameter] = {}
+    uploaded: dict[str, Parameter] = {}
     for name, tensor in tensors.items():
         packed = layouts[name].pack(tensor.astype(np.float32))
-        placed[name] = Parameter(cupy.asarray(packed), len(tensor))
-    return placed
+        uploaded[name] = Parameter(cupy.asarray(packed), len(tensor))
+    return uploaded
 
 
-def read(model: Model, placed: Mapping[str, Parameter | Any]) -> dict[str, NDArray[np.float32]]:
+def download(model: Model, arrays: Mapping[str, Parameter | Any]) -> dict[str, NDArray[np.float32]]:
     """Canonical copies of parameters, or of gradients, which are plain packed arrays."""
     layouts = layout(model)
-    return {name: _canonical(layouts[name], value) for name, value in placed.items()}
+    return {name: _canonical(layouts[name], value) for name, value in arrays.items()}
 
 
 def write(
-    model: Model, placed: Mapping[str, Parameter], tensors: Mapping[str, NDArray[Any]]
+    model: Model, arrays: Mapping[str, Parameter], tensors: Mapping[str, NDArray[Any]]
 ) -> None:
-    """New values into the same memory."""
+    """Copy new values into the same memory."""
     layouts = layout(model)
-    for name, parameter in placed.items():
+    for name, parameter in arrays.items():
         parameter.fill(layouts[name].pack(tensors[name]))
 
 

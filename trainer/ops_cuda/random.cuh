@@ -1,5 +1,5 @@
-// Random numbers as pure functions of (seed, step or epoch, row, purpose): no state, so a step
-// draws the same numbers on every GPU and in trainer/random.py, which has the same functions.
+// Random numbers as pure functions of (seed, step or epoch, row, purpose), without state: the same
+// numbers on every GPU and in trainer/random.py, which has the same functions.
 //
 // Source: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3" (Philox4x32-10);
 // Black & Rogaway 2002, "Ciphers with arbitrary finite domains" (the order of the images).
@@ -7,7 +7,7 @@
 #pragma once
 #include "vector.cuh"
 
-// What the numbers are for: the third word of the counter.
+// The purpose of a number, the third word of the counter.
 constexpr unsigned ORDER = 0, AUGMENTATION = 1, DROPOUT = 2;
 
 // Four random words of a counter of four.
@@ -39,8 +39,8 @@ __device__ inline unsigned mix(unsigned x, unsigned key) {
 
 // Which of `size` images comes at `position` in `epoch`: a bijection of 0 <= position < size.
 //
-// A Feistel network of six rounds permutes the next 4^b >= size places; a place that falls outside
-// is permuted again until it does not, on average less than four times in all.
+// A Feistel network of six rounds permutes the smallest 4^b >= size indices; an index outside the
+// range is permuted again until it is inside, on average less than four times in all.
 __device__ inline unsigned permutation(uint64 seed, unsigned epoch, unsigned size,
                                        unsigned position) {
     const uint4 first = philox(seed, make_uint4(epoch, 0, ORDER, 0));
@@ -49,16 +49,16 @@ __device__ inline unsigned permutation(uint64 seed, unsigned epoch, unsigned siz
     // Half of the bits of size - 1, rounded up.
     const int bits = max(1, (33 - __clz(size - 1)) / 2);
     const unsigned mask = (1u << bits) - 1;
-    unsigned place = position;
+    unsigned index = position;
     do {
-        unsigned left = place >> bits, right = place & mask;
+        unsigned left = index >> bits, right = index & mask;
 #pragma unroll
         for (int round = 0; round < 6; ++round) {
             const unsigned mixed = left ^ (mix(right, keys[round]) & mask);
             left = right;
             right = mixed;
         }
-        place = left << bits | right;
-    } while (place >= size);
-    return place;
+        index = left << bits | right;
+    } while (index >= size);
+    return index;
 }

@@ -1,8 +1,7 @@
-"""Several GPUs of one host training one network: sums over all of them, by NCCL.
+"""Several GPUs of one host that train one network: all-reduce through NCCL.
 
-One rank is one thread with its own GPU. The sums run on a stream of their own, one after another
-in the same order on every rank, so that the rest of the backward pass runs meanwhile. It refuses
-to span hosts.
+A rank is a thread with its own GPU. All-reduces run on a stream of their own, in the same order on
+every rank, beside the rest of the backward pass.
 """
 
 from __future__ import annotations
@@ -19,37 +18,39 @@ from lenet.nvtx import span
 
 
 class Ranks:
-    """This rank, number `rank` of `size`, among those that were given the same `identity`.
+    """Rank `rank` among the `size` ranks with the same `identity`.
 
-    Every rank must make its own, and all at once: NCCL waits for the last of them. `meeting` is a
-    barrier of all ranks' threads.
+    All ranks' threads must construct theirs at the same time: NCCL waits for the last one.
+    `barrier` is shared by these threads; once `stopping` is set, all ranks stop at the same step.
 
     Raises:
         DeviceError: NCCL cannot be set up.
     """
 
-    def __init__(self, identity: bytes, rank: int, size: int, meeting: Barrier) -> None:
+    def __init__(
+        self, identity: bytes, rank: int, size: int, barrier: Barrier, stopping: Event
+    ) -> None:
         self.rank, self.size = rank, size
-        self.meet = meeting.wait
+        self.barrier = barrier.wait
+        self._stopping, self._aborted = stopping, Event()
         self._nccl = nccl = _nccl()
         with translated(f"joining {size} GPUs"):
             self._communicator = nccl.NcclCommunicator(size, identity, rank)
             self._stream = cupy.cuda.Stream(non_blocking=True)
         self._pending = False
-        self._asked, self._stopped = Event(), Event()
-        # NCCL connects the GPUs at the first sum, which must not be one in a capture.
-        self.sum(cupy.zeros(1, cupy.float32))
+        # NCCL connects the GPUs at the first all-reduce, which must not happen in a capture.
+        self.all_reduce(cupy.zeros(1, cupy.float32))
         cupy.cuda.get_current_stream().synchronize()
 
-    def start_sum(self, arrays: Sequence[Any], *after: Any) -> None:
-        """Add the arrays up over all ranks, in place, behind what those streams hold.
+    def start_all_reduce(self, arrays: Sequence[Any], *after: Any) -> None:
+        """Sum the arrays over all ranks, in place, after the work queued on the streams `after`.
 
         arrays: float32, float16 or int32, contiguous.
 
         Raises:
-            DeviceError: NCCL refused, or the ranks were told to stop.
+            DeviceError: NCCL failed, or this rank was aborted.
         """
-        self.check()
+        self.check_abort()
         for stream in after:
             self._stream.wait_event(stream.record())
         nccl = self._nccl
@@ -69,68 +70,63 @@ class Ranks:
             nccl.groupEnd()
         self._pending = True
 
-    def finish(self, before: Any) -> None:
-        """Whatever is queued on `before` from now on sees the sums."""
+    def finish_all_reduce(self, stream: Any) -> None:
+        """Let the work queued on `stream` from now on wait for the sums."""
         if self._pending:
-            before.wait_event(self._stream.record())
+            stream.wait_event(self._stream.record())
             self._pending = False
 
-    def sum(self, array: Any) -> Any:
-        """The array added up over all ranks, as another one."""
+    def all_reduce(self, array: Any) -> Any:
+        """A new array: the sum of `array` over all ranks, on the current stream."""
         total = array.copy()
         stream = cupy.cuda.get_current_stream()
-        self.start_sum([total], stream)
-        self.finish(stream)
+        self.start_all_reduce([total], stream)
+        self.finish_all_reduce(stream)
         return total
 
-    def ask(self) -> None:
-        """Let all ranks end at the next `agree`; any thread may, of any rank.
+    def check_stop(self) -> None:
+        """Stop if any rank sees `stopping` set; each rank must call it at the same step. Waits.
 
-        Where every rank is well this is the quick way: what an abort leaves queued, each sum for
-        itself, takes seconds to find that it was aborted.
-        """
-        self._asked.set()
-
-    def agree(self) -> None:
-        """Go on if no rank was asked to end; each must call it at the same step. Waits.
+        An abort would do, too, but NCCL takes seconds to abort what is queued.
 
         Raises:
-            DeviceError: one was.
+            DeviceError: `stopping` is set.
         """
-        if int(self.sum(cupy.full(1, self._asked.is_set(), cupy.int32))[0]):
-            raise DeviceError(f"rank {self.rank} of {self.size} was asked to end")
+        if int(self.all_reduce(cupy.full(1, self._stopping.is_set(), cupy.int32))[0]):
+            raise DeviceError(f"rank {self.rank} of {self.size} was asked to stop")
 
-    def check(self) -> None:
-        """Refuse what was summed since the ranks were told to stop: an aborted sum is any number.
+    def check_abort(self) -> None:
+        """Reject sums that may have been aborted: they hold arbitrary numbers.
 
         Raises:
-            DeviceError: they were.
+            DeviceError: `mark_aborted` was called.
         """
-        if self._stopped.is_set():
-            raise DeviceError(f"rank {self.rank} of {self.size} was told to stop")
+        if self._aborted.is_set():
+            raise DeviceError(f"rank {self.rank} of {self.size} was aborted")
 
-    def stop(self) -> None:
-        """Let this rank end in an error; any thread may. Every rank must be told before one aborts.
+    def mark_aborted(self) -> None:
+        """Make this rank fail at its next check; any thread may call it.
 
-        Aborted, NCCL waits for nobody any more and says nothing, so that a rank would go on alone.
+        All ranks must be marked before the first is aborted: an aborted all-reduce returns without
+        an error, so an unmarked rank would go on alone.
         """
-        self._stopped.set()
+        self._aborted.set()
 
     def abort(self) -> None:
-        """Let this rank go on to its error instead of waiting for the others; any thread may.
+        """Abort this rank's all-reduces, which then wait for no other rank; any thread may call it.
 
-        Returns once the graphs with its sums are gone.
+        Returns once the graphs that hold its all-reduces are gone.
         """
         self._communicator.abort()
 
     def close(self) -> None:
-        """Leave; every rank must, and nothing that was captured may be left."""
-        if not self._stopped.is_set():
+        """Leave NCCL; every rank must, after its captured graphs are gone."""
+        if not self._aborted.is_set():
             self._communicator.destroy()
 
 
 def new_identity() -> bytes:
-    """What one rank makes and all are given.
+    """An identity for one group of ranks.
 
     Raises:
         BackendUnavailable: NCCL is not installed.
@@ -140,14 +136,14 @@ def new_identity() -> bytes:
 
 
 def _nccl() -> Any:
-    """CuPy's door to NCCL, which is there and locked where the library is missing."""
+    """CuPy's NCCL module; without the library it is missing, or present but not `available`."""
     try:
         from cupy.cuda import nccl
     except (ImportError, AttributeError):
         nccl = None
     if nccl is None or not nccl.available:
         raise BackendUnavailable(
-            "libnccl.so.2 cannot be loaded, and several GPUs need it: pip install nvidia-nccl-cu12 "
-            "(or -cu13), or put its folder into LD_LIBRARY_PATH"
+            "libnccl.so.2 cannot be loaded, and several GPUs need it: python -m pip install "
+            "nvidia-nccl-cu12 (or -cu13), or add its folder to LD_LIBRARY_PATH"
         )
     return nccl

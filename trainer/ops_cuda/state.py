@@ -1,7 +1,6 @@
-"""Where a run of training steps stands, all of it on the device, so that a step needs no host.
+"""The state of a run of training steps on the device, so that a step needs no data from the host.
 
-The digits as uint8, the learning rate of every step, the loss and hits of every step so far, the
-step's number, the loss scale: kernels read and write them, and the host looks when it wants to.
+Kernels read and write it; the host reads losses and correct answers now and then.
 """
 
 from __future__ import annotations
@@ -18,23 +17,28 @@ from trainer.ops import Run
 from trainer.ops_cuda.ranks import Ranks
 
 FOLDER = Path(__file__).parent
-"""Where the CUDA sources of training are."""
+"""The folder of the CUDA sources of training."""
 
 GROWTH_INTERVAL = 1000
 """Steps without overflow after which the loss scale is doubled."""
 
-_FIRST_SCALE = 2.0**13
+_INITIAL_SCALE = 2.0**13
+
+
+def scalar_type(dtype: Any) -> str:
+    """The macro SCALAR of our kernels for arrays of `dtype`."""
+    return "__half" if dtype == cupy.float16 else "float"
 
 
 @dataclass(eq=False, slots=True)
-class Progress:
+class RunState:
     """A run and its arrays on the device.
 
     `images` uint8 (size, 28, 28), `labels` uint8 (size,), `rates` and `losses` float32 (steps,),
-    `hits` int32 (steps,), `step` int32 (1,), `scale` float32 (2,): the loss scale and the steps
+    `correct` int32 (steps,), `step` int32 (1,), `scale` float32 (2,): the loss scale and the steps
     since it changed, `overflow` int32 (1,).
 
-    `rows` of the batch, from `first_row` on, are this rank's.
+    `rows` of each batch, from `first_row` on, belong to this rank.
     """
 
     run: Run
@@ -45,14 +49,14 @@ class Progress:
     labels: Any
     rates: Any
     losses: Any
-    hits: Any
+    correct: Any
     step: Any
     scale: Any
     overflow: Any
 
     @classmethod
-    def begin(cls, run: Run, step: int, scaled: bool, rank: int, ranks: int) -> Progress:
-        """Onto the current GPU; the loss is scaled only if `scaled`."""
+    def upload(cls, run: Run, step: int, scaled: bool, rank: int, ranks: int) -> RunState:
+        """The state before `step`, on the current GPU; the loss is scaled only if `scaled`."""
         rows = run.batch // ranks
         steps = len(run.rates)
         return cls(
@@ -64,35 +68,35 @@ class Progress:
             labels=cupy.asarray(run.digits.labels),
             rates=cupy.asarray(run.rates, cupy.float32),
             losses=cupy.zeros(steps, cupy.float32),
-            hits=cupy.zeros(steps, cupy.int32),
+            correct=cupy.zeros(steps, cupy.int32),
             step=cupy.full(1, step, cupy.int32),
-            scale=cupy.asarray([_FIRST_SCALE if scaled else 1, 0], cupy.float32),
+            scale=cupy.asarray([_INITIAL_SCALE if scaled else 1, 0], cupy.float32),
             overflow=cupy.zeros(1, cupy.int32),
         )
 
     @property
-    def left(self) -> int:
+    def steps_left(self) -> int:
         """The steps from the next to the run's last; waits for the device."""
         return len(self.losses) - int(self.step[0])
 
     @property
-    def state(self) -> list[Any]:
+    def changing(self) -> list[Any]:
         """The arrays that a step changes."""
-        return [self.losses, self.hits, self.step, self.scale, self.overflow]
+        return [self.losses, self.correct, self.step, self.scale, self.overflow]
 
-    def read(
+    def download(
         self, start: int, stop: int, ranks: Ranks | None
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """(losses, hits) of steps start to stop - 1, over all ranks; waits for the device.
+        """(losses, correct) of steps start to stop - 1, over all ranks; waits for the device.
 
         Raises:
-            DeviceError: the ranks were asked to end, or told to stop.
+            DeviceError: the ranks were stopped or aborted.
         """
-        losses, hits = self.losses[start:stop], self.hits[start:stop]
+        losses, correct = self.losses[start:stop], self.correct[start:stop]
         if ranks is not None:
-            ranks.agree()
-            losses, hits = ranks.sum(losses), ranks.sum(hits)
-        found = cupy.asnumpy(losses), cupy.asnumpy(hits)
+            ranks.check_stop()
+            losses, correct = ranks.all_reduce(losses), ranks.all_reduce(correct)
+        found = cupy.asnumpy(losses), cupy.asnumpy(correct)
         if ranks is not None:
-            ranks.check()
+            ranks.check_abort()
         return found

@@ -1,6 +1,6 @@
 """Batch norm of each channel or unit, the first axis of an array, with its gradient, on NumPy.
 
-It refuses to keep running values; whoever trains does.
+The caller keeps the running mean and variance.
 
 Source: Ioffe & Szegedy 2015, "Batch Normalization", alg. 1.
 """
@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lenet.reference import Array
-from trainer.fold import EPSILON
+from trainer.ops import EPSILON
 
 
 class Standardized(NamedTuple):
@@ -23,10 +23,10 @@ class Standardized(NamedTuple):
 
 
 class Normalized(NamedTuple):
-    """What batch norm gives: y, and the data's mean and variance (k,) as this batch suggests them.
+    """y, and the batch's mean and variance (k,).
 
-    `variance` is the unbiased estimate, a sum divided by m - 1, while y was divided by the root of
-    the batch's own, a sum divided by m.
+    `variance` is the unbiased estimate, a sum divided by m - 1; y was computed with the biased one,
+    a sum divided by m.
     """
 
     y: Array
@@ -36,7 +36,7 @@ class Normalized(NamedTuple):
 
 
 def batch_norm(x: Array, gamma: Array, beta: Array) -> Normalized:
-    """Over all but the first axis of x; gamma and beta (k,)."""
+    """Normalize over all axes of x but the first; gamma and beta (k,)."""
     flat = x.reshape(len(x), -1)
     mean = flat.mean(axis=1)
     normal = flat - mean[:, np.newaxis]
@@ -68,7 +68,14 @@ def batch_norm_backward(dy: Array, saved: Standardized) -> tuple[Array, Array, A
 
 
 def affine(x: Array, scale: Array, shift: Array) -> Array:
-    """Scale and shift over the first axis: batch norm outside training."""
+    """Scale and shift each channel, the first axis: batch norm outside training."""
     y = x.reshape(len(x), -1) * scale[:, np.newaxis]
     y += shift[:, np.newaxis]
     return y.reshape(x.shape)
+
+
+def scale_and_shift(gamma: Array, beta: Array, mean: Array, variance: Array) -> tuple[Array, Array]:
+    """The s and beta - s m of `trainer.export`, in float64; all of shape (k,)."""
+    wide = [np.asarray(value, np.float64) for value in (gamma, beta, mean, variance)]
+    scale = wide[0] / np.sqrt(wide[3] + EPSILON)
+    return scale, wide[1] - scale * wide[2]

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from lenet import reference
 from lenet.model import RELU, Activation, ActivationKind
-from trainer.activations import activate, activate_backward
+from trainer.ops_cpu.activations import activate, activate_backward
 
 ALL = [Activation(kind) for kind in get_args(ActivationKind)]
 H = 1e-5

@@ -1,9 +1,8 @@
-"""What follows a block's convolution or product, fused: batch norm or bias, activation, pooling.
+"""The epilogue of a block, fused: batch norm or bias, activation, pooling, and its gradient.
 
-One read and one quarter of a write where cuDNN and single operations would go through memory six
-times. The kernels are in `lenet/cuda/epilogue.cu`; here are their shapes, buffers and order. With
-several GPUs the moments, and the sums of the backward pass, are those of the whole batch: what
-N GPUs compute is what one would.
+The forward kernel is `lenet/cuda/epilogue.cu`, the others are `epilogue_backward.cu`. With several
+GPUs the moments of batch norm and the sums of its gradient are those of the whole batch, so N GPUs
+compute what one would.
 """
 
 from __future__ import annotations
@@ -19,42 +18,43 @@ from lenet.cuda.device import Handle
 from lenet.cuda.epilogue import THREADS, TailShape
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
-from trainer.fold import EPSILON
-from trainer.ops import RUNNING_SHARE, Tail
+from trainer.ops import EPSILON, RUNNING_SHARE, Epilogue
 from trainer.ops_cuda.ranks import Ranks
+from trainer.ops_cuda.state import FOLDER, scalar_type
 
-_SOURCE = kernels.FOLDER / "epilogue.cu"
+_FORWARD = kernels.FOLDER / "epilogue.cu"
+_BACKWARD = FOLDER / "epilogue_backward.cu"
 _CONSTANTS = {"EPSILON": float(EPSILON), "RUNNING_SHARE": float(RUNNING_SHARE)}
 _SUM_THREADS = 512
-_MAX_SUM_BLOCKS = 132  # what the last block must add up grows with their number
+_MAX_SUM_BLOCKS = 132  # the last block adds the sums of all
 _MAX_TILES = 1 << 14
 
 
-class Saved(NamedTuple):
-    """What the backward of one tail needs; `index` says where each maximum was."""
+class SavedEpilogue(NamedTuple):
+    """What the gradient of an epilogue needs; `index` is the position of each maximum."""
 
     shape: TailShape
-    tail: Tail
+    epilogue: Epilogue
     x: Any
     mean: Any
     variance: Any
     index: Any
 
 
-class Tails:
-    """Launches the kernels of `epilogue.cu` on the handle's stream, with buffers from the arena."""
+class Epilogues:
+    """Launches the epilogue kernels on the handle's stream, with buffers from the arena."""
 
     def __init__(self, handle: Handle, kernels: Kernels, arena: Arena) -> None:
         self._handle, self._kernels, self._arena = handle, kernels, arena
         self.ranks: Ranks | None = None
-        # Zeros that each sum over a grid leaves as zeros: one for each tile of channels.
+        # Zeros between any two launches: one for each tile of channels.
         self._counters = cupy.zeros(_MAX_TILES, cupy.uint32)
 
-    def forward(self, x: Any, tail: Tail, training: bool) -> tuple[Any, Saved]:
+    def forward(self, x: Any, epilogue: Epilogue, training: bool) -> tuple[Any, SavedEpilogue]:
         """From x (n, h, w, c) or (n, c) to y (n, oh, ow, c) or (n, c)."""
-        norm = tail.norm
+        norm = epilogue.norm
         mean = variance = None
-        shape = _shape(x, tail)
+        shape = _shape(x, epilogue)
         if norm is not None:
             mean, variance = norm.mean.master, norm.variance.master
             if training:
@@ -62,25 +62,25 @@ class Tails:
         rows = len(x)
         y = self._arena.take((rows, *shape.output, shape.c), x.dtype)
         index = self._arena.take(y.shape, shape.index) if training and shape.index else None
-        gamma, beta = _gamma_beta(tail)
+        gamma, beta = _gamma_beta(epilogue)
         self._launch(
             shape,
-            "tail_forward",
+            "epilogue_forward",
             rows * math.prod(shape.output),
             (x, mean, variance, gamma, beta, y, index, np.int32(rows)),
         )
         if x.ndim == 2:
             y = y.reshape(rows, shape.c)
-        return y, Saved(shape, tail, x, mean, variance, index)
+        return y, SavedEpilogue(shape, epilogue, x, mean, variance, index)
 
-    def backward(self, dy: Any, saved: Saved) -> tuple[Any, tuple[Any, ...]]:
+    def backward(self, dy: Any, saved: SavedEpilogue) -> tuple[Any, tuple[Any, ...]]:
         """(dx, (dgamma, dbeta) or (dbias,)), the latter float32."""
-        shape, tail, x, mean, variance, index = saved
-        gamma, beta = _gamma_beta(tail)
+        shape, epilogue, x, mean, variance, index = saved
+        gamma, beta = _gamma_beta(epilogue)
         rows = len(x)
         sums = self._sums(
             shape,
-            "tail_backward_sums",
+            "epilogue_backward_sums",
             rows * math.prod(shape.output if shape.index else (shape.h, shape.w)),
             (x, dy, index, mean, variance, gamma, beta),
             (np.int32(rows),),
@@ -89,11 +89,11 @@ class Tails:
         if not shape.norm and shape.pool is None and shape.activation.kind == "identity":
             return dy, (sums[0],)
         if shape.norm:
-            self._sum_over_ranks(sums)
+            self._all_reduce(sums)
         dx = self._arena.take(x.shape, x.dtype)
         self._launch(
             shape,
-            "tail_backward",
+            "epilogue_backward",
             rows * shape.h * shape.w,
             (
                 *(x, dy, index, mean, variance, gamma, beta, sums, dx),
@@ -104,23 +104,23 @@ class Tails:
         return dx, (sums[1], sums[0]) if shape.norm else (sums[0],)
 
     def _moments(self, shape: TailShape, x: Any, running_mean: Any, running_variance: Any) -> Any:
-        """The batch's (mean, variance), over all ranks; the running ones have moved towards it."""
+        """The batch's (mean, variance) over all ranks; also updates the running ones."""
         rows = len(x)
         mean, variance = (self._arena.take((shape.c,), cupy.float32) for _ in range(2))
         moved = (mean, variance, running_mean, running_variance)
         alone = self.ranks is None
         sums = self._sums(
             shape,
-            "tail_statistics",
+            "epilogue_statistics",
             rows * shape.h * shape.w,
             (x,),
             (*moved, np.int32(rows), np.int32(alone)),
             planes=2,
         )
         if not alone:
-            self._sum_over_ranks(sums)
+            self._all_reduce(sums)
             count = np.int32(self._count(shape, rows))
-            kernel = self._get(shape, "tail_moments")
+            kernel = self._get(shape, "epilogue_moments")
             kernel((-(-shape.c // 128),), (128,), (sums, count, *moved))
         return mean, variance
 
@@ -152,43 +152,43 @@ class Tails:
         function((blocks, tiles), (THREADS,), _pointers(arguments))
 
     def _get(self, shape: TailShape, kernel: str) -> Any:
-        return self._kernels.get(_SOURCE, kernel, {**shape.macros(), **_CONSTANTS})
+        source = _FORWARD if kernel == "epilogue_forward" else _BACKWARD
+        return self._kernels.get(source, kernel, {**shape.macros(), **_CONSTANTS})
 
-    def _sum_over_ranks(self, sums: Any) -> None:
+    def _all_reduce(self, sums: Any) -> None:
         if self.ranks is not None:
-            self.ranks.start_sum([sums], self._handle.stream)
-            self.ranks.finish(self._handle.stream)
+            self.ranks.start_all_reduce([sums], self._handle.stream)
+            self.ranks.finish_all_reduce(self._handle.stream)
 
     def _count(self, shape: TailShape, rows: int) -> int:
         """Elements of a channel in the whole batch."""
         return rows * (self.ranks.size if self.ranks else 1) * shape.h * shape.w
 
 
-def _shape(x: Any, tail: Tail) -> TailShape:
+def _shape(x: Any, epilogue: Epilogue) -> TailShape:
     h, w = x.shape[1:3] if x.ndim == 4 else (1, 1)
-    scalar = "__half" if x.dtype == cupy.float16 else "float"
     return TailShape(
         h,
         w,
         x.shape[-1],
-        _beta(tail).channels,
-        tail.pool,
-        tail.activation,
-        tail.norm is not None,
-        scalar,
+        _beta(epilogue).channels,
+        epilogue.pool,
+        epilogue.activation,
+        epilogue.norm is not None,
+        scalar_type(x.dtype),
     )
 
 
-def _gamma_beta(tail: Tail) -> tuple[Any, Any]:
-    gamma = None if tail.norm is None else tail.norm.gamma.master
-    return gamma, _beta(tail).master
+def _gamma_beta(epilogue: Epilogue) -> tuple[Any, Any]:
+    gamma = None if epilogue.norm is None else epilogue.norm.gamma.master
+    return gamma, _beta(epilogue).master
 
 
-def _beta(tail: Tail) -> Any:
-    """The shift of batch norm, or the bias: a tail has one of them."""
-    return tail.bias if tail.norm is None else tail.norm.beta
+def _beta(epilogue: Epilogue) -> Any:
+    """The beta of batch norm, or the bias: an epilogue has one of them."""
+    return epilogue.bias if epilogue.norm is None else epilogue.norm.beta
 
 
 def _pointers(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
-    """CuPy takes no None: a null pointer is the integer 0."""
+    """CuPy rejects None: a null pointer is the integer 0."""
     return tuple(np.uintp(0) if argument is None else argument for argument in arguments)

@@ -1,13 +1,30 @@
-"""From trained tensors to a weight file that has been proven, or to no file.
+r"""From trained tensors to a weight file, verified before it appears under its name.
 
-Batch norm is folded, the file written to a temporary place, read back as the service reads it,
-run through the serving backend and compared with the network as it was trained, batch norm and
-all. Only then does it appear under its name. It refuses to overwrite a version.
+Batch norm is folded, the file is written to a temporary folder, read back as the service reads it,
+run through the serving backend and compared with the trained network, which has batch norm. Then it
+is published under the next free version; an existing version is never overwritten.
+
+Folding: outside training, batch norm knows the mean m and variance v of each channel. After
+x' = w x (the convolution has no bias of its own) it is
+
+    y = gamma (x' - m) / sqrt(v + eps) + beta
+      = s x' + (beta - s m)            with s = gamma / sqrt(v + eps)
+
+and as the layer is linear in w, s (w x) = (s w) x. Hence, per output channel or unit,
+
+    w_folded = s w
+    b_folded = beta - s m
+
+Computed in float64 and rounded once, so that the folded network differs by rounding alone.
+
+Source: Jacob et al. 2018, "Quantization and Training of Neural Networks for Efficient
+Integer-Arithmetic-Only Inference", section 3.2.
 """
 
 from __future__ import annotations
 
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,23 +33,41 @@ import numpy as np
 from lenet.backend import Backend, Plan
 from lenet.cpu import CpuBackend
 from lenet.files import write_atomically
+from lenet.model import Model
 from lenet.onnx_graph import onnx_model
 from lenet.pixels import Images
 from lenet.weightfile import Golden, Training, WeightFile
 from trainer.errors import ExportRefused, InvalidDataset
-from trainer.fold import fold
 from trainer.mnist import CLASSES, Digits
 from trainer.network import EVALUATION_BATCH, Network
-from trainer.ops import Tensor
+from trainer.ops import Norm, Tensor
+from trainer.ops_cpu.batch_norm import scale_and_shift
 
 TOLERANCE = 1e-4
-"""The largest |served - trained| / max |trained| of an image's logits: float32, summed in another
-order, and weights rounded once more by folding."""
+"""The largest |served - trained| / max |trained| of an image's logits: float32 sums in another
+order, and weights that folding rounded once more."""
+
+
+def fold(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of `model.folded` from those of `model`, in the dtype of the weights."""
+    folded: dict[str, Tensor] = {}
+    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+        weight = tensors[f"{shape.name}.weight"]
+        if block.batch_norm:
+            norm = (tensors[f"{shape.name}.{part}"] for part in Norm._fields)
+            scale, bias = scale_and_shift(*norm)
+            per_channel = scale.reshape(-1, *[1] * (weight.ndim - 1))
+            folded[f"{shape.name}.weight"] = (weight * per_channel).astype(weight.dtype)
+            folded[f"{shape.name}.bias"] = bias.astype(weight.dtype)
+        else:
+            folded[f"{shape.name}.weight"] = weight.copy()
+            folded[f"{shape.name}.bias"] = tensors[f"{shape.name}.bias"].copy()
+    return folded
 
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file, how many test images it gets wrong as served, and what it holds."""
+    """The file, its content, and how many test images the serving backend gets wrong."""
 
     path: Path
     errors: int
@@ -46,13 +81,13 @@ def export_weights(
     folder: Path,
     backend: Backend,
 ) -> Exported:
-    """Fold, write, read back through `backend`, compare, and move to the next free version.
+    """Fold, write, verify through `backend`, and publish as the next free version.
 
     `training.accuracy` is replaced by the share of `test` that `backend` classifies correctly.
 
     Raises:
-        ExportRefused: what is read back computes something else than `network`; no file is left.
-        InvalidDataset: `test` lacks a digit, so there can be no golden images.
+        ExportRefused: the file computes other logits than `network`; no file is left.
+        InvalidDataset: `test` lacks a digit, so there are no golden images.
         OSError: `folder` cannot be written.
     """
     model = network.model.folded
@@ -61,25 +96,25 @@ def export_weights(
     golden = _golden(folded, test)
     draft = WeightFile(model, tensors, golden, training)
     folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder, prefix=".unproven-") as temporary:
+    with tempfile.TemporaryDirectory(dir=folder, prefix=".unverified-") as temporary:
         path = Path(temporary) / "weights.safetensors"
         _, plan = _write_and_read_back(draft, path, backend)
         served = _served(plan, test.images)
         _compare("test", network.logits(test.images), served)
         right = int(np.count_nonzero(served.argmax(axis=1) == test.labels))
-        proven = replace(draft, training=replace(training, accuracy=right / len(test)))
-        weights, _ = _write_and_read_back(proven, path, backend)
+        verified = replace(draft, training=replace(training, accuracy=right / len(test)))
+        weights, _ = _write_and_read_back(verified, path, backend)
         final = _publish(path, folder)
     return Exported(final, len(test) - right, weights)
 
 
 def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:
-    """Write `weights` as an ONNX model that reproduces the golden logits, or write nothing.
+    """Write `weights` as an ONNX model, verified against the golden logits.
 
-    `backend` runs the very model that is written.
+    `backend` runs the same ONNX model that is written.
 
     Raises:
-        ExportRefused: the model computes something else than the trainer saw.
+        ExportRefused: the model computes other logits; no file is written.
         OSError: `path` cannot be written.
     """
     images = weights.golden.images
@@ -117,7 +152,7 @@ def _served(plan: Plan, images: Images) -> Tensor:
 
 def _compare(which: str, trained: Tensor, served: Tensor) -> None:
     difference = np.abs(served - trained).max(axis=1) / np.abs(trained).max(axis=1)
-    # Written so that NaN is refused too.
+    # Not `difference > TOLERANCE`: a NaN must be refused too.
     if not (difference <= TOLERANCE).all():
         worst = int(difference.argmax())
         raise ExportRefused(
@@ -132,13 +167,13 @@ def _compare(which: str, trained: Tensor, served: Tensor) -> None:
         )
 
 
-def _publish(proven: Path, folder: Path) -> Path:
-    """Give the file the next free version; a link, unlike a rename, overwrites nothing."""
+def _publish(verified: Path, folder: Path) -> Path:
+    """Link the file as the next free version; unlike a rename, a link overwrites nothing."""
     while True:
         taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
         final = folder / f"{max(taken, default=0) + 1}.safetensors"
         try:
-            final.hardlink_to(proven)
+            final.hardlink_to(verified)
         except FileExistsError:
-            continue  # another run took it in between
+            continue  # another run took this version meanwhile
         return final

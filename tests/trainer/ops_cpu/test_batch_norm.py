@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from trainer.batch_norm import affine, batch_norm, batch_norm_backward
+from trainer.ops_cpu.batch_norm import affine, batch_norm, batch_norm_backward
 
 
 @pytest.mark.parametrize("shape", [(3, 4, 2, 5), (6, 7)])

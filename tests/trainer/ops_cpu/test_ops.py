@@ -9,7 +9,7 @@ from lenet import reference
 from lenet.model import IDENTITY, RELU, Activation, ConvBlock, Pool, named
 from trainer.augment import Limits, warp
 from trainer.mnist import Digits
-from trainer.ops import RUNNING_SHARE, Norm, Run, Tail, Update
+from trainer.ops import RUNNING_SHARE, Epilogue, Norm, Run, Update
 from trainer.ops_cpu import CpuOps
 from trainer.random import permutation, philox, uniform
 
@@ -49,25 +49,14 @@ def test_convolution_agrees_with_its_definition_and_with_differences(assert_slop
     np.testing.assert_allclose(y.transpose(3, 0, 1, 2), direct, rtol=1e-12, atol=1e-12)
 
     dy = random.standard_normal(y.shape)
-    dx, dweight = OPS.convolution_backward(dy, saved, True)
+    dx = OPS.convolution_input_gradient(dy, saved)
+    dweight = OPS.convolution_weight_gradient(dy, saved)
 
     def value():
         return float((OPS.convolution(x, weight, block)[0] * dy).sum())
 
     assert_slope(dx, value, x)
     assert_slope(dweight, value, weight)
-
-
-def test_no_gradient_is_made_for_the_input_when_none_is_asked_for():
-    random = np.random.default_rng(0)
-    y, saved = OPS.convolution(
-        random.standard_normal((1, 5, 5, 2)),
-        random.standard_normal((2, 1, 3, 3)),
-        ConvBlock(2, (3, 3)),
-    )
-    assert OPS.convolution_backward(y, saved, False)[0] is None
-    y, saved = OPS.dense(random.standard_normal((4, 2)), random.standard_normal((3, 4)))
-    assert OPS.dense_backward(y, saved, False)[0] is None
 
 
 @pytest.mark.parametrize("shape", [(2, 3, 2, 4), (12, 4)])
@@ -77,7 +66,7 @@ def test_dense_agrees_with_differences_on_images_and_on_units(shape, assert_slop
     y, saved = OPS.dense(x, weight)
     np.testing.assert_allclose(y, weight @ x.reshape(12, 4))
     dy = random.standard_normal(y.shape)
-    dx, dweight = OPS.dense_backward(dy, saved, True)
+    dx, dweight = OPS.dense_input_gradient(dy, saved), OPS.dense_weight_gradient(dy, saved)
 
     def value():
         return float((OPS.dense(x, weight)[0] * dy).sum())
@@ -95,17 +84,17 @@ def new_norm(k, dtype=np.float64):
 @pytest.mark.parametrize("pool", [None, Pool("max"), Pool("average", (3, 2), (1, 2), (1, 0))])
 @pytest.mark.parametrize("activation", [IDENTITY, Activation("elu", 0.7), Activation("tanh")])
 @pytest.mark.parametrize("with_norm", [True, False])
-def test_a_tail_agrees_with_differences(assert_slope, with_norm, activation, pool):
+def test_an_epilogue_agrees_with_differences(assert_slope, with_norm, activation, pool):
     random = np.random.default_rng(12)
     x = random.standard_normal((3, 4, 5, 2))
     norm, bias = (new_norm(3), None) if with_norm else (None, random.standard_normal(3))
-    tail = Tail(norm, bias, activation, pool)
-    y, saved = OPS.tail(x, tail, True)
+    epilogue = Epilogue(norm, bias, activation, pool)
+    y, saved = OPS.epilogue(x, epilogue, True)
     dy = random.standard_normal(y.shape)
-    dx, gradients = OPS.tail_backward(dy, saved)
+    dx, gradients = OPS.epilogue_backward(dy, saved)
 
     def value():
-        return float((OPS.tail(x, tail, True)[0] * dy).sum())
+        return float((OPS.epilogue(x, epilogue, True)[0] * dy).sum())
 
     assert_slope(dx, value, x)
     parameters = [norm.gamma, norm.beta] if with_norm else [bias]
@@ -113,29 +102,34 @@ def test_a_tail_agrees_with_differences(assert_slope, with_norm, activation, poo
         assert_slope(gradient, value, parameter)
 
 
-def test_a_tail_is_norm_or_bias_then_activation_then_pooling():
+def test_an_epilogue_is_norm_or_bias_then_activation_then_pooling():
     x = np.array([[-3.0, 1.0], [0.5, -9.0]]).reshape(1, 2, 2, 1)
-    biased = Tail(None, np.array([-1.0]), RELU, Pool("average"))
-    assert OPS.tail(x, biased, False)[0].item() == 0
+    biased = Epilogue(None, np.array([-1.0]), RELU, Pool("average"))
+    assert OPS.epilogue(x, biased, False)[0].item() == 0
     norm = Norm(*(np.array([value]) for value in (-2.0, 1.0, 1.0, 4 - 1e-5)))
     # -(x - 1) + 1 = 2 - x
-    assert OPS.tail(x, Tail(norm, None, RELU, Pool("max")), False)[0].item() == 11
+    assert OPS.epilogue(x, Epilogue(norm, None, RELU, Pool("max")), False)[0].item() == 11
 
 
-def test_a_tail_on_units_is_one_on_images_of_one_pixel():
-    x, tail = np.random.default_rng(0).standard_normal((3, 4)), Tail(new_norm(3), None, RELU, None)
-    flat, _ = OPS.tail(x, tail, True)
-    np.testing.assert_array_equal(flat, OPS.tail(x.reshape(3, 1, 1, 4), tail, True)[0][:, 0, 0])
+def test_an_epilogue_on_units_is_one_on_images_of_one_pixel():
+    x, epilogue = (
+        np.random.default_rng(0).standard_normal((3, 4)),
+        Epilogue(new_norm(3), None, RELU, None),
+    )
+    flat, _ = OPS.epilogue(x, epilogue, True)
+    np.testing.assert_array_equal(
+        flat, OPS.epilogue(x.reshape(3, 1, 1, 4), epilogue, True)[0][:, 0, 0]
+    )
 
 
-def test_a_tail_moves_its_running_values_in_training_only():
+def test_an_epilogue_moves_its_running_values_in_training_only():
     mean, variance = np.zeros(2), np.ones(2)
-    tail = Tail(Norm(np.ones(2), np.zeros(2), mean, variance), None, IDENTITY, None)
+    epilogue = Epilogue(Norm(np.ones(2), np.zeros(2), mean, variance), None, IDENTITY, None)
     x = np.random.default_rng(0).standard_normal((2, 3, 3, 5)) * 3 + 2
-    OPS.tail(x, tail, False)
+    OPS.epilogue(x, epilogue, False)
     assert mean.tolist() == [0, 0]
     assert variance.tolist() == [1, 1]
-    OPS.tail(x, tail, True)
+    OPS.epilogue(x, epilogue, True)
     flat = x.reshape(2, -1)
     np.testing.assert_allclose(mean, RUNNING_SHARE * flat.mean(axis=1))
     np.testing.assert_allclose(
@@ -143,11 +137,14 @@ def test_a_tail_moves_its_running_values_in_training_only():
     )
 
 
-def test_a_tail_leaves_its_input_as_it_is():
+def test_an_epilogue_leaves_its_input_as_it_is():
     x = np.random.default_rng(0).standard_normal((2, 3, 3, 5))
     kept = x.copy()
-    for tail in (Tail(new_norm(2), None, RELU, None), Tail(None, np.ones(2), RELU, None)):
-        OPS.tail(x, tail, True)
+    for epilogue in (
+        Epilogue(new_norm(2), None, RELU, None),
+        Epilogue(None, np.ones(2), RELU, None),
+    ):
+        OPS.epilogue(x, epilogue, True)
         np.testing.assert_array_equal(x, kept)
 
 
@@ -160,13 +157,13 @@ def one_batch(count=6, seed=0, steps=9, **limits):
 
 
 def test_dropout_agrees_with_differences_and_keeps_the_expected_sum(assert_slope):
-    progress = OPS.start(one_batch(), 4)
+    state = OPS.start(one_batch(), 4)
     x = np.random.default_rng(4).standard_normal((6, 5))
     dy = np.random.default_rng(5).standard_normal((6, 5))
-    _, saved = OPS.dropout(x, len(x), 0.3, 2, progress)
+    _, saved = OPS.dropout(x, len(x), 0.3, 2, state)
     dx = OPS.dropout_backward(dy, saved)
-    assert_slope(dx, lambda: float((OPS.dropout(x, len(x), 0.3, 2, progress)[0] * dy).sum()), x)
-    y, factors = OPS.dropout(np.ones((400, 400)), 400, 0.3, 2, progress)
+    assert_slope(dx, lambda: float((OPS.dropout(x, len(x), 0.3, 2, state)[0] * dy).sum()), x)
+    y, factors = OPS.dropout(np.ones((400, 400)), 400, 0.3, 2, state)
     assert np.unique(factors).tolist() == [0, 1 / 0.7]
     assert y.mean() == pytest.approx(1, abs=0.01)
 
@@ -204,54 +201,52 @@ def test_dropout_keeps_other_units_in_each_step_layer_and_run():
 
 def test_a_batch_is_the_next_part_of_the_order_warped_by_its_step():
     run = one_batch(7, seed=3, rotation=20, shift=2)
-    progress = OPS.start(run, 2)
+    state = OPS.start(run, 2)
     for step in (2, 3):
         epoch, part = divmod(step, 2)
         chosen = permutation(3, epoch, 7, np.arange(3) + 3 * part)
-        x, labels = OPS.batch(progress)
+        x, labels = OPS.batch(state)
         np.testing.assert_array_equal(labels, run.digits.labels[chosen])
         images = warp(run.digits.images[chosen], run.limits, 3, step)
-        np.testing.assert_array_equal(x, OPS.enter(images))
-        OPS.tick(progress)
+        np.testing.assert_array_equal(x, OPS.input_from_images(images))
+        OPS.end_step(state)
 
 
 def test_softmax_cross_entropy_agrees_with_differences(assert_slope):
     random = np.random.default_rng(8)
     logits, labels = random.standard_normal((7, 5)), np.array([0, 6, 3, 3, 1], np.uint8)
-    progress = OPS.start(one_batch(), 1)
+    state = OPS.start(one_batch(), 1)
 
     def loss():
-        OPS.softmax_cross_entropy(logits, labels, progress)
-        return OPS.losses(progress, 1, 2)[0].item()
+        OPS.softmax_cross_entropy(logits, labels, state)
+        return OPS.losses(state, 1, 2)[0].item()
 
     probabilities = reference.softmax(logits.T)
     assert loss() == pytest.approx(-np.log(probabilities[np.arange(5), labels]).mean())
-    dlogits = OPS.softmax_cross_entropy_backward(
-        OPS.softmax_cross_entropy(logits, labels, progress)
-    )
+    dlogits = OPS.softmax_cross_entropy_backward(OPS.softmax_cross_entropy(logits, labels, state))
     assert_slope(dlogits, loss, logits)
 
 
 def test_softmax_cross_entropy_is_finite_for_huge_logits():
-    progress = OPS.start(one_batch())
+    state = OPS.start(one_batch())
     logits = np.array([[1e30], [-1e30]], np.float32)
-    saved = OPS.softmax_cross_entropy(logits, np.array([0], np.uint8), progress)
-    assert OPS.losses(progress, 0, 1)[0] == 0
+    saved = OPS.softmax_cross_entropy(logits, np.array([0], np.uint8), state)
+    assert OPS.losses(state, 0, 1)[0] == 0
     assert np.isfinite(OPS.softmax_cross_entropy_backward(saved)).all()
 
 
 def test_losses_and_hits_are_those_of_the_steps_asked_for():
-    progress = OPS.start(one_batch(), 2)
+    state = OPS.start(one_batch(), 2)
     for right in (1, 3):
         logits = np.zeros((10, 3))
         labels = np.array([0] * right + [9] * (3 - right), np.uint8)
-        OPS.softmax_cross_entropy(logits, labels, progress)
-        OPS.tick(progress)
-    losses, hits = OPS.losses(progress, 2, 4)
+        OPS.softmax_cross_entropy(logits, labels, state)
+        OPS.end_step(state)
+    losses, correct = OPS.losses(state, 2, 4)
     # Of equal logits the first is the answer.
-    assert hits.tolist() == [1, 3]
+    assert correct.tolist() == [1, 3]
     assert losses == pytest.approx([np.log(10)] * 2)
-    assert OPS.losses(progress, 3, 4)[1].tolist() == [3]
+    assert OPS.losses(state, 3, 4)[1].tolist() == [3]
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
@@ -262,15 +257,15 @@ def test_descent_follows_its_formula_over_several_steps(nesterov):
     expected = {name: value.copy() for name, value in parameters.items()}
     velocity = {name: value.copy() for name, value in velocities.items()}
     rates = np.array([9, 0.01, 0.02, 0.04])
-    progress = OPS.start(Run(one_batch().digits, 3, Limits(), 0, rates), 1)
+    state = OPS.start(Run(one_batch().digits, 3, Limits(), 0, rates), 1)
     for step in range(3):
         gradients = {"a.weight": np.array([0.5, step]), "a.bias": np.array([-1.0])}
         updates = [
             Update(name, value, gradients[name], velocities[name])
             for name, value in parameters.items()
         ]
-        OPS.descend(updates, progress, 0.8, 0.1, nesterov)
-        OPS.tick(progress)
+        OPS.sgd_step(updates, state, 0.8, 0.1, nesterov)
+        OPS.end_step(state)
         assert gradients["a.weight"].tolist() == [0.5, step]
         for name, value in expected.items():
             decay = 0.1 if name == "a.weight" else 0.0
@@ -285,23 +280,23 @@ def test_descent_follows_its_formula_over_several_steps(nesterov):
 
 def test_what_is_placed_is_a_copy_and_is_read_as_one():
     model, given = named("mlp"), {"dense2.bias": np.arange(10, dtype=np.float32)}
-    placed = OPS.place(model, given)
+    arrays = OPS.upload(model, given)
     given["dense2.bias"][:] = 0
-    read = OPS.read(model, placed)
+    read = OPS.download(model, arrays)
     assert read["dense2.bias"].tolist() == list(range(10))
     read["dense2.bias"][:] = 0
-    assert placed["dense2.bias"][3] == 3
+    assert arrays["dense2.bias"][3] == 3
 
 
 def test_writing_and_copying_keep_the_memory():
     model = named("mlp")
-    placed = OPS.place(model, {"dense2.bias": np.zeros(10)})
-    memory = placed["dense2.bias"]
-    OPS.write(model, placed, {"dense2.bias": np.arange(10)})
-    assert placed["dense2.bias"] is memory
+    arrays = OPS.upload(model, {"dense2.bias": np.zeros(10)})
+    memory = arrays["dense2.bias"]
+    OPS.write(model, arrays, {"dense2.bias": np.arange(10)})
+    assert arrays["dense2.bias"] is memory
     assert memory.tolist() == list(range(10))
-    OPS.copy({"dense2.bias": np.ones(10)}, placed)
-    assert placed["dense2.bias"] is memory
+    OPS.copy({"dense2.bias": np.ones(10)}, arrays)
+    assert arrays["dense2.bias"] is memory
     assert memory.tolist() == [1] * 10
 
 
@@ -317,26 +312,28 @@ def test_one_value_that_is_not_finite_is_seen(value):
 def test_every_result_has_the_dtype_of_the_operations(dtype):
     ops, model = CpuOps(dtype), named("lenet")
     run = one_batch(2)
-    progress = ops.start(Run(run.digits, 2, run.limits, 0, run.rates))
-    x, labels = ops.batch(progress)
+    state = ops.start(Run(run.digits, 2, run.limits, 0, run.rates))
+    x, labels = ops.batch(state)
     assert x.shape == (1, 28, 28, 2)
-    assert ops.enter(np.full((1, 28, 28), 255, np.uint8)).max() == pytest.approx(1)
-    placed = ops.place(model, {"conv1.weight": np.ones((3, 1, 3, 3), np.float32)})
-    weight = placed["conv1.weight"]
+    assert ops.input_from_images(np.full((1, 28, 28), 255, np.uint8)).max() == pytest.approx(1)
+    arrays = ops.upload(model, {"conv1.weight": np.ones((3, 1, 3, 3), np.float32)})
+    weight = arrays["conv1.weight"]
     y, convolved = ops.convolution(x, weight, ConvBlock(3, (3, 3)))
-    tail = Tail(new_norm(3, dtype), None, RELU, Pool("max"))
-    pooled, tailed = ops.tail(y, tail, True)
-    served, _ = ops.tail(y, tail, False)
+    epilogue = Epilogue(new_norm(3, dtype), None, RELU, Pool("max"))
+    pooled, tailed = ops.epilogue(y, epilogue, True)
+    served, _ = ops.epilogue(y, epilogue, False)
     logits, dense = ops.dense(pooled, np.ones((10, pooled[..., 0].size), dtype))
-    dropped, kept = ops.dropout(logits, len(logits), 0.5, 0, progress)
-    loss = ops.softmax_cross_entropy(dropped, labels, progress)
+    dropped, kept = ops.dropout(logits, len(logits), 0.5, 0, state)
+    loss = ops.softmax_cross_entropy(dropped, labels, state)
     dlogits = ops.dropout_backward(ops.softmax_cross_entropy_backward(loss), kept)
-    dpooled, ddense = ops.dense_backward(dlogits, dense, True)
-    dy, gradients = ops.tail_backward(dpooled, tailed)
+    dpooled = ops.dense_input_gradient(dlogits, dense)
+    ddense = ops.dense_weight_gradient(dlogits, dense)
+    dy, gradients = ops.epilogue_backward(dpooled, tailed)
     found = [x, weight, y, pooled, served, logits, dropped, dlogits, dpooled, ddense, dy]
-    found += [*gradients, *ops.convolution_backward(dy, convolved, True)]
+    found += [*gradients, ops.convolution_input_gradient(dy, convolved)]
+    found.append(ops.convolution_weight_gradient(dy, convolved))
     velocity = np.zeros_like(weight)
-    ops.descend([Update("a.weight", weight, found[-1], velocity)], progress, 0.9, 1e-3, True)
-    found += [velocity, ops.read(model, placed)["conv1.weight"], ops.losses(progress, 0, 1)[0]]
+    ops.sgd_step([Update("a.weight", weight, found[-1], velocity)], state, 0.9, 1e-3, True)
+    found += [velocity, ops.download(model, arrays)["conv1.weight"], ops.losses(state, 0, 1)[0]]
     assert {array.dtype for array in found} == {np.dtype(dtype)}
-    assert ops.leave(logits).shape == (2, 10)
+    assert ops.to_numpy(logits).shape == (2, 10)

@@ -1,8 +1,7 @@
-"""The elementwise functions of a block with their gradients, on NumPy arrays of any layout.
+"""Activations with their gradients, on NumPy arrays of any layout.
 
-Forward is the reference's own. A slope is written so that it neither overflows nor cancels: where
-a function saturates, what is left of its slope is small, but right to the last digits of float32,
-which y (1 - y) or 1 - y^2 would have lost. It refuses to know of layers and of gradients of losses.
+The forward is `lenet.reference`'s. Slopes are written so that they neither overflow nor cancel:
+where a function saturates, y (1 - y) or 1 - y^2 would lose all digits of a small slope.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from lenet.reference import Array
 
 
 class Activated(NamedTuple):
-    """What the slope is computed from: y where that is enough, so that no x is kept alive."""
+    """What the slope is computed from: y where that is enough, so that x can be freed."""
 
     kept: Array
     activation: Activation
@@ -47,13 +46,13 @@ _OF_X: frozenset[ActivationKind] = frozenset({"elu", "sigmoid", "tanh"})
 
 
 def activate(x: Array, activation: Activation) -> tuple[Array, Activated]:
-    """The function, and what its backward needs."""
+    """y, and what the gradient needs."""
     y = reference.activate(x, activation)
     return y, Activated(x if activation.kind in _OF_X else y, activation)
 
 
 def activate_backward(dy: Array, saved: Activated) -> Array:
-    """The slope times dy; `TrainingOps.tail_backward` says which slope a kink has."""
+    """Dy times the slope; `TrainingOps.epilogue_backward` defines the slope at a kink."""
     kept, activation = saved
     if activation.kind == "identity":
         return dy

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lenet import reference
 from lenet.model import Pool
-from trainer.pooling import pool, pool_backward
+from trainer.ops_cpu.pooling import pool, pool_backward
 
 
 def spread(random, shape):

@@ -1,7 +1,7 @@
-"""The end of a step: every parameter moved in one kernel, then the step counted.
+"""The end of a step: one kernel updates all parameters, then the step is counted.
 
-The kernel works through a table of all tensors, made when a set of updates is first seen: the
-arena hands out the same addresses in every step, so there is one table for a run.
+The kernel reads a table of all tensors, made when a set of updates is first seen: the arena returns
+the same addresses in every step, so a run has one table.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 from lenet.cuda.kernels import Kernels
 from trainer.ops import Update
-from trainer.ops_cuda.progress import FOLDER, GROWTH_INTERVAL, Progress
+from trainer.ops_cuda.state import FOLDER, GROWTH_INTERVAL, RunState
 
-_SOURCE = FOLDER / "update.cu"
+_SOURCE = FOLDER / "sgd.cu"
 _CHUNK = 2048  # elements of one block
 _THREADS = 512
-_DECAYS, _HALF_GRADIENT = 1, 2  # flags of the kernel
+_WEIGHT_DECAY, _HALF_GRADIENT = 1, 2  # flags of the kernel
 _ROW = np.dtype(
     {
         "names": ["weight", "gradient", "velocity", "copy", "size", "flags"],
@@ -33,8 +33,8 @@ class _Table(NamedTuple):
     chunks: Any
 
 
-class Descent:
-    """Nesterov's or plain momentum, with the loss scale divided out of the gradients."""
+class FusedSgd:
+    """SGD with momentum, plain or Nesterov's; divides the loss scale out of the gradients."""
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
@@ -43,39 +43,39 @@ class Descent:
     def step(
         self,
         updates: Sequence[Update],
-        progress: Progress,
+        state: RunState,
         momentum: float,
         weight_decay: float,
         nesterov: bool,
     ) -> None:
-        """Move every parameter; none of them if a scaled gradient overflowed."""
+        """Update every parameter, or none if a scaled gradient overflowed."""
         table = self._table(updates)
         grid = (len(table.chunks),)
-        if progress.scaled:
+        if state.scaled:
             self._kernel("find_overflow")(
-                grid, (_THREADS,), (table.rows, table.chunks, progress.overflow)
+                grid, (_THREADS,), (table.rows, table.chunks, state.overflow)
             )
-        self._kernel("descend")(
+        self._kernel("sgd_step")(
             grid,
             (_THREADS,),
             (
                 table.rows,
                 table.chunks,
-                progress.rates,
-                progress.step,
-                progress.scale,
-                progress.overflow,
+                state.rates,
+                state.step,
+                state.scale,
+                state.overflow,
                 np.float32(momentum),
                 np.float32(weight_decay),
                 np.int32(nesterov),
             ),
         )
 
-    def tick(self, progress: Progress) -> None:
-        """Count the step and settle the loss scale of the next."""
-        interval = GROWTH_INTERVAL if progress.scaled else 0
-        arguments = (progress.step, progress.scale, progress.overflow, np.int32(interval))
-        self._kernel("tick")((1,), (1,), arguments)
+    def end_step(self, state: RunState) -> None:
+        """Count the step and set the loss scale of the next."""
+        interval = GROWTH_INTERVAL if state.scaled else 0
+        arguments = (state.step, state.scale, state.overflow, np.int32(interval))
+        self._kernel("end_step")((1,), (1,), arguments)
 
     def _kernel(self, name: str) -> Any:
         return self._kernels.get(_SOURCE, name, {"CHUNK": _CHUNK})
@@ -87,8 +87,9 @@ class Descent:
             chunks: list[tuple[int, int]] = []
             for index, update in enumerate(updates):
                 size = update.parameter.master.size
-                flags = _DECAYS * update.name.endswith(".weight")
-                flags |= _HALF_GRADIENT * (update.gradient.dtype == cupy.float16)
+                flags = _WEIGHT_DECAY if update.name.endswith(".weight") else 0
+                if update.gradient.dtype == cupy.float16:
+                    flags |= _HALF_GRADIENT
                 rows[index] = (*_pointers(update), size, flags)
                 chunks += [(index, first) for first in range(0, size, _CHUNK)]
             self._tables[key] = _Table(

@@ -1,18 +1,21 @@
-// Gradient descent over all parameters in one launch, and the scale of the loss that half needs.
+// SGD over all parameters in one launch, and the loss scale that half needs.
 //
 // The rule is that of trainer/optimizer.py, Sgd: v <- momentum v + g, then w <- w - rate times
 // (g + momentum v) with Nesterov or v without, where g is the gradient plus weight_decay w.
-// Gradients carry scale[0], a power of two that is divided out here; they are float, or half.
+// Gradients are float or half, multiplied by scale[0], a power of two that is divided out here.
 //
-// scale: float (2): the scale, and for how many steps it has held. Source: Micikevicius et al.
-// 2018, "Mixed precision training": halved when a gradient overflows, doubled now and then.
+// scale: float (2): the scale, and the steps since it changed. It is halved when a gradient
+// overflows and doubled after a number of steps without overflow. Source: Micikevicius et al. 2018,
+// "Mixed precision training".
+//
+// Macro: CHUNK, the elements of a block.
 
 #include "vector.cuh"
 
 constexpr int RUN = 4;  // elements that a thread takes at once
 static_assert(CHUNK % RUN == 0, "a chunk begins on a whole vector");
 
-constexpr int DECAYS = 1, HALF_GRADIENT = 2;
+constexpr int WEIGHT_DECAY = 1, HALF_GRADIENT = 2;
 constexpr float SMALLEST_SCALE = 1, LARGEST_SCALE = 1 << 24;
 
 // One tensor, flat; all its arrays are 16-byte aligned and have `size` elements.
@@ -20,7 +23,7 @@ struct Update {
     float* weight;
     const void* gradient;
     float* velocity;
-    __half* copy;  // null, or where the new weight is written as half
+    __half* copy;  // null, or the half copy of the weight
     int size;
     int flags;
 };
@@ -30,7 +33,7 @@ struct alignas(sizeof(T) * RUN) Run {
     T values[RUN];
 };
 
-// Elements first to first + RUN of an array; beyond its end they are 0, and are not written.
+// Elements first to first + RUN of an array; those beyond its end read as 0 and are not written.
 template <typename T>
 __device__ inline void read(const T* from, int first, int size, float (&to)[RUN]) {
     if (first + RUN <= size) {
@@ -62,18 +65,18 @@ __device__ inline void read_gradient(const Update& tensor, int first, float (&to
 }
 
 // chunks: (tensor, first element), one a block; CHUNK elements each, fewer at a tensor's end.
-// Nothing is done if *overflow. Threads: any, best CHUNK / 4.
-extern "C" __global__ void descend(const Update* __restrict__ table,
-                                   const int2* __restrict__ chunks,
-                                   const float* __restrict__ rates, const int* __restrict__ step,
-                                   const float* __restrict__ scale,
-                                   const int* __restrict__ overflow, float momentum,
-                                   float weight_decay, int nesterov) {
+// Does nothing if *overflow. Threads: any, best CHUNK / 4.
+extern "C" __global__ void sgd_step(const Update* __restrict__ table,
+                                    const int2* __restrict__ chunks,
+                                    const float* __restrict__ rates, const int* __restrict__ step,
+                                    const float* __restrict__ scale,
+                                    const int* __restrict__ overflow, float momentum,
+                                    float weight_decay, int nesterov) {
     if (*overflow) return;
     const int2 chunk = chunks[blockIdx.x];
     const Update tensor = table[chunk.x];
     const float rate = rates[*step], unscale = 1 / scale[0];
-    const float decay = tensor.flags & DECAYS ? weight_decay : 0;
+    const float decay = tensor.flags & WEIGHT_DECAY ? weight_decay : 0;
     const int end = min(chunk.y + CHUNK, tensor.size);
     for (int first = chunk.y + threadIdx.x * RUN; first < end; first += blockDim.x * RUN) {
         float gradient[RUN], weight[RUN], velocity[RUN];
@@ -91,7 +94,7 @@ extern "C" __global__ void descend(const Update* __restrict__ table,
     }
 }
 
-// *overflow becomes 1 if any gradient is not finite, else it stays. Grid as descend.
+// Sets *overflow to 1 if any gradient is not finite. Grid as sgd_step.
 extern "C" __global__ void find_overflow(const Update* __restrict__ table,
                                          const int2* __restrict__ chunks, int* overflow) {
     const int2 chunk = chunks[blockIdx.x];
@@ -103,12 +106,12 @@ extern "C" __global__ void find_overflow(const Update* __restrict__ table,
         read_gradient(tensor, first, gradient);
         for (int k = 0; k < RUN; ++k) finite = finite && isfinite(gradient[k]);
     }
-    if (!finite) *overflow = 1;  // whoever writes, writes the same
+    if (!finite) *overflow = 1;  // all threads write the same value
 }
 
-// The end of a step, one thread: the next step, and the scale it will have. growth_interval: steps
-// without an overflow after which the scale is doubled, or 0 if it never is.
-extern "C" __global__ void tick(int* step, float* scale, int* overflow, int growth_interval) {
+// The end of a step, one thread: counts it and sets the scale of the next. growth_interval: steps
+// without overflow after which the scale is doubled, or 0 for never.
+extern "C" __global__ void end_step(int* step, float* scale, int* overflow, int growth_interval) {
     ++*step;
     ++scale[1];
     if (*overflow) {

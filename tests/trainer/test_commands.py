@@ -1,4 +1,5 @@
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -7,9 +8,8 @@ import pytest
 
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
-from trainer import __main__ as program
-from trainer import exporter
-from trainer.__main__ import main
+from trainer import commands, export, loop
+from trainer.commands import run
 from trainer.errors import (
     DatasetUnavailable,
     DeviceUnavailable,
@@ -19,6 +19,10 @@ from trainer.errors import (
 from trainer.ops_cpu import CpuOps
 
 ROOT = Path(__file__).parents[2]
+
+
+def main(line):
+    return run(line, {})
 
 
 @pytest.fixture
@@ -49,18 +53,17 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_fit_without_a_gpu_says_why_and_tells_the_device_that_it_was_trained_on(
-    arguments, tmp_path, capsys, no_gpu
-):
+def test_fit_without_a_gpu_says_so_and_records_the_device(arguments, tmp_path, capsys, no_gpu):
     assert main(["fit", *arguments, "--device", "auto"]) == 0
     command = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training.command
     assert command.endswith(" --device cpu --precision fp32")
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:2] == [f"training on the CPU: {no_gpu}", command]
+    assert lines[0].startswith("training on the CPU: no usable GPU was found")
+    assert lines[1] == command
     assert not [line for line in lines if "of memory" in line]
 
 
-def test_fit_is_refused_in_one_sentence_where_the_gpu_that_it_asks_for_is_not(
+def test_fit_is_refused_in_one_sentence_where_there_is_no_gpu_for_it(
     arguments, tmp_path, capsys, no_gpu
 ):
     assert main(["fit", *arguments, "--device", "cuda"]) == 2
@@ -68,19 +71,19 @@ def test_fit_is_refused_in_one_sentence_where_the_gpu_that_it_asks_for_is_not(
     assert not (tmp_path / "out").exists()
 
 
-def test_fit_trains_on_the_gpu_that_is_there_and_proves_its_result_on_the_cpu(
+def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
     arguments, tmp_path, capsys, monkeypatch, fake_gpus
 ):
-    gpus, proven = fake_gpus(1), []
+    gpus, verified = fake_gpus(1), []
 
     def export_weights(network, *rest):
         assert gpus.closed == gpus.opened
-        proven.append(network)
-        return exporter.export_weights(network, *rest)
+        verified.append(network)
+        return export.export_weights(network, *rest)
 
-    monkeypatch.setattr(program, "export_weights", export_weights)
+    monkeypatch.setattr(commands, "export_weights", export_weights)
     assert main(["fit", *arguments, "--device", "auto"]) == 0
-    (network,), (gpu,) = proven, gpus.opened
+    (network,), (gpu,) = verified, gpus.opened
     assert type(network.ops) is CpuOps
     assert {tensor.dtype.name for tensor in network.tensors.values()} == {"float32"}
     assert gpu.precision == "mixed"
@@ -91,7 +94,7 @@ def test_fit_trains_on_the_gpu_that_is_there_and_proves_its_result_on_the_cpu(
     assert "GPU 0: 12 MB of memory" in lines
 
 
-def test_fit_on_several_gpus_tells_each_epoch_once_and_writes_what_rank_0_has(
+def test_fit_on_several_gpus_reports_each_epoch_once_and_writes_what_rank_0_has(
     arguments, tmp_path, capsys, fake_gpus
 ):
     gpus = fake_gpus(2)
@@ -112,42 +115,24 @@ def test_fit_on_several_gpus_tells_each_epoch_once_and_writes_what_rank_0_has(
         assert (two.tensors[name] == tensor).all()
 
 
-def test_fit_stops_at_its_target_and_tells_how_many_epochs_it_took(arguments, tmp_path):
+def test_fit_stops_at_its_target_and_records_its_epochs(arguments, tmp_path):
     assert main(["fit", *arguments, "--target", "1"]) == 0
     training = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training
     assert training.epochs == 1
     assert training.command.endswith(" --target 1.0")
 
 
-def test_fit_drops_units_when_it_is_told_to(arguments, tmp_path):
+def test_fit_drops_units_when_asked_to(arguments, tmp_path):
     for rate in ("0", "0.5"):
         assert main(["fit", *arguments, "--epochs", "1", "--dropout", rate]) == 0
     first, second = (WeightFile.read(tmp_path / f"out/mlp/{n}.safetensors") for n in (1, 2))
     assert (first.tensors["dense1.weight"] != second.tensors["dense1.weight"]).any()
 
 
-@pytest.mark.parametrize(("profile", "recorded"), [("--profile", 0), ("--no-profile", 1)])
-def test_a_profiled_fit_records_no_step(arguments, monkeypatch, profile, recorded):
-    steps = []
-
-    def record(_, step):
-        steps.append(step)
-        return step
-
-    monkeypatch.setattr(CpuOps, "record", record)
-    assert main(["fit", *arguments, profile]) == 0
-    assert len(steps) == recorded
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_fit_trains_and_proves_every_named_architecture(arguments, tmp_path, name):
+def test_fit_trains_and_verifies_every_named_architecture(arguments, tmp_path, name):
     assert main([*arguments, "--model", name, "--epochs", "1"]) == 0
     assert WeightFile.read(tmp_path / f"out/{name}/1.safetensors").model == named(name).folded
-
-
-def test_fit_is_the_command_when_none_is_given(arguments, tmp_path):
-    assert main(arguments) == 0
-    assert (tmp_path / "out/mlp/1.safetensors").exists()
 
 
 def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
@@ -165,13 +150,6 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
     assert first.read_bytes() == second.read_bytes()
 
 
-def test_another_seed_gives_other_bytes(arguments, tmp_path):
-    for seed in ("1", "2"):
-        assert main([*arguments, "--seed", seed]) == 0
-    first, second = ((tmp_path / f"out/mlp/{version}.safetensors") for version in (1, 2))
-    assert first.read_bytes() != second.read_bytes()
-
-
 def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
     main(arguments)
     weights, out = tmp_path / "out/mlp/1.safetensors", tmp_path / "model.onnx"
@@ -183,22 +161,53 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
 @pytest.mark.parametrize(
     ("line", "code", "sentence"),
     [
-        (["--epochs", "-1"], 2, "--epochs is '-1', expected otherwise"),
-        (["--batch", "1"], 2, "--batch is '1', expected otherwise"),
-        (["fit", "--weight-decay", "x"], 2, "--weight-decay is 'x'"),
-        (["--epoch", "3"], 2, "unrecognized arguments: --epoch"),
-        (["--epochs"], 2, "expected one argument"),
+        (["--epochs", "-1"], 2, "--epochs is -1, expected at least 0"),
+        (["--rate", "0"], 2, "--rate is 0, expected more than 0"),
+        (["--momentum", "1"], 2, "--momentum is 1, expected less than 1"),
+        (["--gpus", "65"], 2, "--gpus is 65, expected at most 64"),
+        (["--epochs", "3.5"], 2, "--epochs is 3.5, expected a whole number"),
+        (
+            ["--batch", "1"],
+            2,
+            "--batch is 1, expected 0 or at least 2: batch norm needs a variance",
+        ),
+        (["fit", "--weight-decay", "x"], 2, "--weight-decay is x, expected a number"),
+        (["--nesterov", "maybe"], 2, "--nesterov is maybe, expected true or false"),
+        (["--device", "tpu"], 2, "--device is tpu, expected 'auto', 'cpu' or 'cuda'"),
+        (["inspect", "--precision", "bf16"], 2, "--precision is bf16, expected 'fp32', 'tf32' or"),
+        (["--target", "99", "--gpus", "2"], 2, "--gpus is 2, expected 1 with --target 99"),
+        (["--epoch", "3"], 2, "--epoch is unknown; did you mean --epochs?"),
+        (["--xyz=red"], 2, "--xyz is unknown; --help lists every setting"),
+        (["--epochs"], 2, "argument --epochs: expected one argument; --help lists every setting"),
         (["retrain"], 2, "the command is 'retrain', expected fit, export or inspect"),
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
+        (["inspect", "--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
+        (["inspect", "--device", "cuda"], 2, "--device is cuda: there is no NVIDIA GPU here"),
         (["export"], 2, "--weights is missing"),
         (["export", "--weights", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be read"),
     ],
 )
-def test_an_error_is_one_sentence_and_an_exit_code(capsys, line, code, sentence):
+def test_an_error_is_one_sentence_and_an_exit_code(no_gpu, capsys, line, code, sentence):
     assert main(line) == code
     error = capsys.readouterr().err
     assert sentence in error
     assert error.count("\n") == 1
+
+
+def test_an_invalid_variable_is_named_unless_the_flag_is_given(monkeypatch, capsys):
+    monkeypatch.setenv("LENET_TRAINER_EPOCHS", "-1")
+    assert run(["fit"], os.environ) == 2
+    assert capsys.readouterr().err == "LENET_TRAINER_EPOCHS is -1, expected at least 0\n"
+    assert run(["fit", "--epochs=-2"], os.environ) == 2
+    assert capsys.readouterr().err == "--epochs is -2, expected at least 0\n"
+
+
+def test_an_unknown_variable_is_reported(capsys):
+    assert run(["export"], {"LENET_TRAINER_EPOCH": "3", "LENET_TRAINER_SEED": "2"}) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        "LENET_TRAINER_EPOCH is ignored: no such variable; did you mean LENET_TRAINER_EPOCHS?",
+        "--weights is missing; --help lists every setting",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -212,13 +221,36 @@ def test_an_error_is_one_sentence_and_an_exit_code(capsys, line, code, sentence)
         (KeyboardInterrupt(), 130),
     ],
 )
-def test_every_foreseen_end_has_its_exit_code(monkeypatch, capsys, error, code):
+def test_every_error_has_its_exit_code_and_is_one_line(monkeypatch, capsys, error, code):
     def failing(settings):
         raise error
 
-    monkeypatch.setattr(program, "fit", failing)
+    monkeypatch.setattr(commands, "fit", failing)
     assert main([]) == code
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("epochs", "message"),
+    [
+        (0, "interrupted before the first epoch was completed; nothing was kept"),
+        (1, "interrupted; the same command resumes after the last completed epoch"),
+    ],
+)
+def test_an_interruption_says_whether_the_run_can_be_resumed(
+    arguments, monkeypatch, capsys, epochs, message
+):
+    evaluate, calls = loop.accuracy, []
+
+    def interrupted(network, digits):
+        calls.append(1)
+        if len(calls) == 2 + epochs:  # the first is before the first epoch
+            raise KeyboardInterrupt
+        return evaluate(network, digits)
+
+    monkeypatch.setattr(loop, "accuracy", interrupted)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == message
 
 
 def test_broken_digits_end_with_their_exit_code(arguments, tmp_path, capsys):
@@ -232,7 +264,7 @@ def test_a_broken_checkpoint_ends_with_its_exit_code(arguments, tmp_path, monkey
         raise ExportRefused("differs")
 
     with monkeypatch.context() as patch:
-        patch.setattr(program, "export_weights", refused)
+        patch.setattr(commands, "export_weights", refused)
         assert main(arguments) == 5
     (checkpoint,) = (tmp_path / "checkpoints").iterdir()
     checkpoint.write_bytes(b"broken")
@@ -241,21 +273,26 @@ def test_a_broken_checkpoint_ends_with_its_exit_code(arguments, tmp_path, monkey
     assert capsys.readouterr().err.startswith(str(checkpoint))
 
 
-def test_help_is_the_documentation(capsys):
+def test_help_is_the_documentation_and_the_version_is_the_distributions(capsys):
     assert main(["--help"]) == 0
-    assert capsys.readouterr().out.strip() == program.__doc__.strip()
+    assert capsys.readouterr().out.strip() == commands.__doc__.strip()
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help"])
     assert "--weight-decay" in capsys.readouterr().out
+    assert main(["--version"]) == 0
+    assert re.fullmatch(r"lenet-train \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
-def test_a_folder_that_cannot_be_made_is_told_before_the_training(
-    arguments, tmp_path, capsys, monkeypatch
+def test_a_folder_that_cannot_be_created_is_reported_before_the_training(
+    arguments, tmp_path, capsys
 ):
     (tmp_path / "out").write_bytes(b"")
-    monkeypatch.setattr(program, "train", None)
     assert main(["fit", *arguments]) == 6
-    assert str(tmp_path / "out") in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert error.startswith(
+        f"--out is {tmp_path / 'out'}: {tmp_path / 'out/mlp'} cannot be created"
+    )
+    assert error.endswith("; name a folder that you can write\n")
 
 
 def test_a_missing_extra_is_one_sentence(tmp_path):
@@ -265,12 +302,14 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
         "util.find_spec = lambda name, *rest: None if name == 'tqdm' else find(name, *rest)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    run = subprocess.run(
+    outcome = subprocess.run(
         [sys.executable, "-m", "trainer", "--help"],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert run.returncode == 1
-    assert run.stderr.startswith("training needs more than serving: make train")
+    assert outcome.returncode == 1
+    for cure in ("make train", "python -m pip install tqdm httpx", "--build-arg EXTRAS=[train]"):
+        assert cure in outcome.stderr
+    assert outcome.stderr.count("\n") == 1

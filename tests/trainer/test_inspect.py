@@ -1,0 +1,177 @@
+import numpy as np
+import pytest
+
+from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
+from trainer import commands
+from trainer.commands import run
+from trainer.inspect import Limits, Measured, outline, record_step, report
+from trainer.ops_cpu import CpuOps
+
+
+@pytest.fixture
+def calls_of(run_of, digits):
+    """`calls_of(model, batch, precision)`: recorded in a step of four images on the CPU."""
+
+    def record(model, batch=256, precision="mixed"):
+        steps = run_of(digits(8, 0), 4, np.full(2, 0.01))
+        return record_step(model, CpuOps(), steps, batch, precision)
+
+    return record
+
+
+def of(calls, layer, part):
+    (call,) = (call for call in calls if (call.layer, call.part) == (layer, part))
+    return call
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_a_step_is_a_batch_forward_loss_backward_and_an_update(calls_of, name):
+    layers = [shape.name for shape in named(name).shapes()]
+    forward = [(layer, part) for layer in layers for part in ("forward", "epilogue forward")]
+    backward = [
+        (layer, part)
+        for layer in reversed(layers)
+        for part in ("epilogue backward", "weight gradient", "input gradient")
+    ]
+    # The first layer computes no gradient of its input.
+    expected = [("batch", "step"), *forward, ("loss", "step"), *backward[:-1], ("update", "step")]
+    assert [(call.layer, call.part) for call in calls_of(named(name))] == expected
+
+
+def test_a_convolution_has_padded_channels_last_and_the_operations_of_those(calls_of):
+    calls = calls_of(named("lenet"))
+    forward = of(calls, "conv2", "forward")
+    assert (forward.source, forward.result) == ((256, 12, 12, 32), (256, 8, 8, 64))
+    assert forward.operations == 2 * 256 * 8 * 8 * 64 * 32 * 5 * 5
+    elements = 256 * 12 * 12 * 32 + 256 * 8 * 8 * 64 + 64 * 5 * 5 * 32
+    assert forward.size_bytes == 2 * elements
+    for part, result, direction in (
+        ("input gradient", (256, 12, 12, 32), "data"),
+        ("weight gradient", (64, 5, 5, 32), "filter"),
+    ):
+        gradient = of(calls, "conv2", part)
+        assert (gradient.source, gradient.result) == ((256, 8, 8, 64), result)
+        assert gradient.operations == forward.operations
+        assert gradient.size_bytes == forward.size_bytes
+        assert gradient.convolution.direction == direction
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("tf32", 4), ("mixed", 2)])
+def test_a_product_computes_the_gradient_of_its_weight_in_float32(calls_of, precision, width):
+    calls = calls_of(named("lenet"), precision=precision)
+    activations, weight = width * 256 * (1024 + 512), 1024 * 512
+    assert of(calls, "dense1", "forward").size_bytes == activations + width * weight
+    assert of(calls, "dense1", "input gradient").size_bytes == activations + width * weight
+    gradient = of(calls, "dense1", "weight gradient")
+    assert gradient.size_bytes == activations + 4 * weight
+    assert gradient.operations == 2 * 256 * 1024 * 512
+    assert (gradient.source, gradient.result) == ((256, 512), (512, 1024))
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("mixed", 2)])
+def test_our_kernel_computes_the_first_filters_gradient_in_float32(calls_of, precision, width):
+    gradient = of(calls_of(named("lenet"), precision=precision), "conv1", "weight gradient")
+    assert gradient.routine == "our first_filter kernel"
+    assert gradient.convolution is None
+    assert gradient.size_bytes == width * 256 * (28 * 28 + 24 * 24 * 32) + 4 * 32 * 5 * 5
+
+
+def test_cudnn_computes_the_first_filters_gradient_where_our_kernel_cannot(calls_of):
+    model = Model("wide", (ConvBlock(8, (8, 8)), DenseBlock(10, activation=IDENTITY)))
+    gradient = of(calls_of(model, 4, "tf32"), "conv1", "weight gradient")
+    assert gradient.routine == "cuDNN convolution filter gradient"
+    assert gradient.convolution is not None
+
+
+X, Y = 4 * 2 * 26 * 26 * 8, 4 * 2 * 13 * 13 * 8
+WIDE = 4 * 2 * 10 * 10 * 8
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (ConvBlock(8, (3, 3), pool=Pool("max")), (X + Y + Y // 4, Y + Y // 4 + 2 * X)),
+        (ConvBlock(8, (3, 3), pool=Pool("average")), (X + Y, Y + 2 * X)),
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max"), batch_norm=True),
+            (2 * X + Y + Y // 4, 2 * (Y + Y // 4 + X) + X),
+        ),
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max", (17, 17), (1, 1))),
+            (X + WIDE + WIDE // 2, WIDE + WIDE // 2 + 2 * X),
+        ),
+        (ConvBlock(8, (3, 3), activation=IDENTITY), (2 * X, X)),
+    ],
+)
+def test_an_epilogue_moves_each_array_once_and_batch_norm_its_input_twice(
+    calls_of, block, expected
+):
+    calls = calls_of(Model("one", (block, DenseBlock(10, activation=IDENTITY))), 2, "fp32")
+    parts = "epilogue forward", "epilogue backward"
+    assert tuple(of(calls, "conv1", part).size_bytes for part in parts) == expected
+
+
+def test_the_update_moves_weights_velocities_gradients_and_in_mixed_precision_halves(calls_of):
+    def size(model, precision):
+        return of(calls_of(named(model), precision=precision), "update", "step").size_bytes
+
+    weights, vectors = 512 * 784 + 16 * 512, 512 + 16
+    assert size("mlp", "fp32") == 20 * (weights + vectors)
+    assert size("mlp", "mixed") == 22 * weights + 20 * vectors
+    # Of the filters' gradients only the second's is half: cuDNN computes it.
+    first, second, dense = 32 * 25, 64 * 25 * 32, 512 * 1024 + 16 * 512
+    vectors = 2 * (32 + 64 + 512) + 16
+    assert size("lenet", "mixed") == 22 * (first + dense) + 20 * second + 20 * vectors
+
+
+def test_the_outline_has_shape_call_operations_and_bytes():
+    text = outline(named("lenet"), 256, "mixed")
+    assert line_of(text, "conv2", "input gradient").split() == [
+        *("conv2", "input", "gradient", "256x8x8x64", "->", "256x12x12x32"),
+        *("cuDNN", "convolution", "data", "gradient", "1677.7", "4.56"),
+    ]
+    heading, *rows = text.splitlines()
+    assert len(rows) == 22
+    assert {len(heading), *map(len, rows)} == {len(heading)}
+
+
+def line_of(text, layer, part):
+    (line,) = (
+        line for line in text.splitlines() if line.startswith(layer) and f"  {part}  " in line
+    )
+    return line
+
+
+def test_the_report_adds_workspace_time_roofline_and_plan_and_the_sums(calls_of):
+    calls = calls_of(named("lenet"))
+    measured = [Measured(2.0)] * len(calls)
+    measured[calls.index(of(calls, "conv2", "forward"))] = Measured(4.0, "eng7_k2=3", 4096)
+    text = report("a GPU", calls, measured, Limits(4e12, 7e14), 123.4)
+    # The product takes longer than the copy.
+    share = 100 * (1677721600 / 7e14) / 4e-6
+    assert line_of(text, "conv2", "forward").split()[-4:] == [
+        *("4096", "4.00", f"{share:.1f}", "eng7_k2=3"),
+    ]
+    # The copy takes longer; the L2 cache may exceed it.
+    share = 100 * (of(calls, "update", "step").size_bytes / 4e12) / 2e-6
+    assert line_of(text, "update", "step").split()[-4:] == ["-", "2.00", f"{share:.1f}", "-"]
+    sums, _, rates = text.splitlines()[-3:]
+    assert sums.startswith(
+        f"sum of the times {2 * len(calls) + 2:.1f} us, the whole captured step 123.4 us"
+    )
+    assert "4.00 TB/s, read and written" in rates
+    assert "700.0 TFLOP/s" in rates
+
+
+def test_the_command_prints_the_outline_without_a_gpu_and_the_report_with_one(
+    no_gpu, monkeypatch, capsys
+):
+    assert run(["inspect", "--model", "mlp", "--batch", "32"], {}) == 0
+    first, *rows, last = capsys.readouterr().out.splitlines()
+    assert first == "mlp, mixed, one step of 32 images"
+    assert "\n".join(rows) == outline(named("mlp"), 32, "mixed")
+    assert last.startswith("engines, workspaces and times need a GPU: no usable GPU was found")
+    monkeypatch.setattr("trainer.devices.devices", lambda: 1)
+    monkeypatch.setattr(commands, "measure", lambda *asked: f"measured {asked[1:]}")
+    assert run(["inspect"], {}) == 0
+    assert capsys.readouterr().out.splitlines()[1] == "measured (256, 'mixed')"

@@ -1,0 +1,201 @@
+"""Train a digit classifier on MNIST, or look at one. `fit` is the default command.
+
+    python -m trainer                                      the same as fit
+    python -m trainer fit --model mlp --data FOLDER ...    train, verify, write a weight file
+    python -m trainer export --weights FILE --out FILE     write a weight file as ONNX
+    python -m trainer inspect --precision tf32 --batch 512 each call of a training step: shapes,
+                                                           time, share of the GPU's limit; without
+                                                           a GPU all but the times
+    python -m trainer fit --help                           every setting and its default
+    python -m trainer --version
+
+Exit codes:
+    0    done
+    1    the packages that training needs are not installed
+    2    invalid command line or environment
+    3    the digits are missing, cannot be downloaded or are broken
+    4    the training diverged: the message says at which step and in which layer first
+    5    the result was refused: the served network would differ from the trained one
+    6    a file cannot be read or written
+    7    the GPU failed, or has too little memory
+    130  interrupted; after a completed epoch the same command resumes
+
+An error is one sentence on the standard error, never a traceback.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from lenet.cpu import CpuBackend
+from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, LeNetError
+from lenet.model import named
+from lenet.weightfile import Training, WeightFile
+from trainer.checkpoint import Checkpoint, Epoch
+from trainer.devices import check, choose, on_devices, unavailable
+from trainer.download import obtain
+from trainer.errors import (
+    DatasetUnavailable,
+    DeviceUnavailable,
+    ExportRefused,
+    InvalidCheckpoint,
+    InvalidDataset,
+    InvalidSetting,
+    TrainerError,
+    TrainingDiverged,
+    UnwritableFolder,
+)
+from trainer.export import export_onnx, export_weights
+from trainer.inspect import measure, outline
+from trainer.loop import train
+from trainer.mnist import CLASSES
+from trainer.network import Network, initial_tensors
+from trainer.ops import Tensor, TrainingOps
+from trainer.ops_cpu import CpuOps
+from trainer.settings import Export, Fit, Inspect, parse, unknown_variables
+
+_EXIT_CODES: dict[type[Exception], int] = {
+    InvalidSetting: 2,
+    InvalidModel: 2,
+    DeviceUnavailable: 2,
+    BackendUnavailable: 2,
+    DatasetUnavailable: 3,
+    InvalidDataset: 3,
+    TrainingDiverged: 4,
+    ExportRefused: 5,
+    InvalidCheckpoint: 6,
+    UnwritableFolder: 6,
+    DeviceError: 7,
+    LeNetError: 6,
+    OSError: 6,
+}
+
+
+def fit(settings: Fit) -> None:
+    """Train, export, report.
+
+    Raises:
+        KeyboardInterrupt: its message says whether the run can be resumed.
+    """
+    model = named(settings.model)
+    # The weight file records the resolved settings, not `auto`.
+    settings = settings.resolved(choose(settings.device, print))
+    check(settings, settings.gpus)
+    folder = settings.out / model.name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
+    except OSError as exc:
+        raise UnwritableFolder(
+            f"--out is {settings.out}: {folder} cannot be created ({exc.strerror}); name a folder "
+            "that you can write"
+        ) from exc
+    dataset = obtain(settings.data, print)
+    training, validation = dataset.hold_out(settings.validation_images)
+    checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
+    print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
+
+    def work(ops: TrainingOps, rank: int) -> tuple[dict[str, Tensor], list[Epoch], float]:
+        tensors = initial_tensors(model, np.random.default_rng(settings.seed))
+        network = Network(model, tensors, ops, settings.dropout)
+        epochs, seconds = train(
+            network,
+            settings,
+            training,
+            validation,
+            checkpoint,
+            target=settings.target,
+            capture=not settings.profile,
+            leader=rank == 0,
+        )
+        if ops.memory_bytes:
+            print(f"GPU {rank}: {ops.memory_bytes / 1e6:.0f} MB of memory")
+        return network.tensors, epochs, seconds
+
+    try:
+        tensors, epochs, seconds = on_devices(settings, settings.gpus, work)
+    except KeyboardInterrupt as exc:
+        if checkpoint.path.exists():
+            outcome = "interrupted; the same command resumes after the last completed epoch"
+        else:
+            outcome = "interrupted before the first epoch was completed; nothing was kept"
+        raise KeyboardInterrupt(outcome) from exc
+    provenance = Training(
+        dataset_sha256=dataset.sha256,
+        seed=settings.seed,
+        command=settings.command(),
+        epochs=len(epochs),
+        accuracy=0.0,
+        labels=tuple(str(digit) for digit in range(CLASSES)),
+    )
+    # The export is verified in float32 on the CPU, wherever the network was trained.
+    network = Network(model, tensors, CpuOps())
+    exported = export_weights(network, dataset.test, provenance, folder, CpuBackend())
+    checkpoint.discard()
+    parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
+    print(
+        f"{exported.path}: {parameters} parameters, "
+        f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
+        f"test accuracy {exported.weights.training.accuracy:.2%} "
+        f"({exported.errors} of {len(dataset.test)} wrong), trained in {seconds:.2f} s, "
+        f"sha256 {exported.weights.digest()}"
+    )
+
+
+def export(settings: Export) -> None:
+    """Write the ONNX model."""
+    export_onnx(WeightFile.read(settings.weights), settings.out, CpuBackend())
+    print(f"{settings.out}: written, its logits agree with the trainer's")
+
+
+def inspect(settings: Inspect) -> None:
+    """Print the table."""
+    model, reason = named(settings.model), unavailable(settings.device)
+    print(f"{settings.model}, {settings.precision}, one step of {settings.batch} images")
+    if reason is None:
+        print(measure(model, settings.batch, settings.precision))
+    else:
+        print(outline(model, settings.batch, settings.precision))
+        print(f"engines, workspaces and times need a GPU: {reason}")
+
+
+def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
+    """Run one command and return the exit code."""
+    command, rest = "fit", list(arguments)
+    if rest and not rest[0].startswith("-"):
+        command = rest.pop(0)
+    elif rest and rest[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    elif rest and rest[0] == "--version":
+        print(f"lenet-train {importlib.metadata.version('lenet-serve')}")
+        return 0
+    for sentence in unknown_variables(environment):
+        print(sentence, file=sys.stderr)
+    try:
+        match command:
+            case "fit":
+                fit(parse(Fit, rest, environment))
+            case "export":
+                export(parse(Export, rest, environment))
+            case "inspect":
+                inspect(parse(Inspect, rest, environment))
+            case _:
+                raise InvalidSetting(f"the command is {command!r}, expected fit, export or inspect")
+    except KeyboardInterrupt as exc:
+        print(str(exc) or "interrupted", file=sys.stderr)
+        return 130
+    except (TrainerError, LeNetError, OSError) as exc:
+        print(_sentence(exc), file=sys.stderr)
+        return next(code for kind, code in _EXIT_CODES.items() if isinstance(exc, kind))
+    return 0
+
+
+def _sentence(error: Exception) -> str:
+    """The message; an OSError's without its number."""
+    if isinstance(error, OSError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

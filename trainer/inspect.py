@@ -1,0 +1,388 @@
+"""What each call of one training step computes and moves, and how near it is to the GPU's limits.
+
+A real step runs on operations that record their calls. On a GPU each recorded call is then captured
+and timed alone, and compared with a large copy and a large matrix product. Without a GPU the step
+runs on the CPU and the table has no engines and no times; its shapes are those of the GPU: channels
+last, padded as `lenet.cuda.packing` says.
+
+Source: Williams, Waterman & Patterson 2009, "Roofline".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+
+from lenet.cuda.graphs import Convolution
+from lenet.cuda.packing import layout, padded
+from lenet.model import IDENTITY, ConvBlock, Model, Shape
+from lenet.pixels import HEIGHT, WIDTH
+from trainer import augment
+from trainer.devices import on_gpu
+from trainer.mnist import CLASSES, Digits
+from trainer.network import Network, initial_tensors, take_step
+from trainer.ops import Array, Epilogue, Run, RunState, Saved, Tensor, TrainingOps, Update
+from trainer.ops_cpu import CpuOps
+from trainer.ops_cuda import first_filter
+from trainer.optimizer import Sgd
+from trainer.settings import Precision, Recipe
+
+_STEPS = 100_000  # of the run; timing the update counts thousands of them
+_DIGITS = 50_000  # to draw from; fewer would fit into a cache
+_FLOAT32 = 4
+_MAX_BYTE_TAPS = 256  # larger windows need two bytes for the position of a maximum
+_HEADINGS = ("layer", "part", "shape in -> out", "call", "MFLOP", "MB")
+_MEASURED = ("workspace B", "us", "roofline %", "plan")
+_NUMBERS = frozenset({"MFLOP", "MB", "workspace B", "us", "roofline %"})
+_VERBS = {"forward": "forward", "filter": "filter gradient", "data": "data gradient"}
+_CUBLAS = "cuBLAS product"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """One call of a step; `run` repeats it with the same arguments.
+
+    `operations` are the multiplications and additions of a product or convolution, 0 of anything
+    else. `size_bytes` is the least memory traffic: each array once, the input of batch norm twice.
+    `convolution` is set if cuDNN computes it.
+    """
+
+    layer: str
+    part: str
+    source: Shape
+    result: Shape
+    routine: str
+    size_bytes: int
+    run: Callable[[], object]
+    operations: int = 0
+    convolution: Convolution | None = None
+
+
+class RecordingOps:
+    """Runs the operations of `ops` and records in `calls` those that compute something.
+
+    The arrays of `ops` tell the shapes, except on the CPU: there they are those that a step of
+    `batch` images has on a GPU.
+    """
+
+    def __init__(self, ops: TrainingOps, batch: int, precision: Precision) -> None:
+        self.calls: list[Call] = []
+        self._ops, self._batch, self._precision = ops, batch, precision
+        self._width = 2 if precision == "mixed" else _FLOAT32
+        self._layers: dict[int, str] = {}  # by the identity of a parameter
+        self._sizes: dict[str, int] = {}
+        self._images: Array = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._ops, name)
+
+    def upload(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+        """Remembers which layer an array belongs to."""
+        arrays = self._ops.upload(model, tensors)
+        self._layers |= {id(array): name.partition(".")[0] for name, array in arrays.items()}
+        self._sizes |= {name: math.prod(packed.shape) for name, packed in layout(model).items()}
+        return arrays
+
+    def batch(self, state: RunState) -> tuple[Array, Array]:
+        """Recorded."""
+        x, labels = self._ops.batch(state)
+        self._images = x
+        shape, run = self._shape(x), partial(self._ops.batch, state)
+        size = math.prod(shape) * (1 + self._width)
+        self.calls.append(Call("batch", "step", shape[:-1], shape, "our batch kernel", size, run))
+        return x, labels
+
+    def convolution(self, x: Array, weight: Array, block: ConvBlock) -> tuple[Array, Saved]:
+        """Recorded."""
+        y, saved = self._ops.convolution(x, weight, block)
+        n, h, w, c = self._shape(x)
+        forward = Convolution(
+            "forward",
+            "fp16" if self._precision == "mixed" else self._precision,
+            (n, h, w, c),
+            (self._shape(y)[-1], *block.kernel, c),
+            block.stride,
+            block.padding,
+            block.dilation,
+        )
+        layer = self._layers[id(weight)]
+        run = partial(self._ops.convolution, x, weight, block)
+        self._by_cudnn(layer, "forward", forward, run)
+        return y, (layer, forward, saved)
+
+    def convolution_weight_gradient(self, dy: Array, saved: Saved) -> Array:
+        """Recorded."""
+        layer, forward, own = saved
+        run = partial(self._ops.convolution_weight_gradient, dy, own)
+        if not first_filter.fits(forward):
+            self._by_cudnn(layer, "weight gradient", replace(forward, direction="filter"), run)
+            return run()
+        x, y, dweight = map(math.prod, (forward.image, forward.output, forward.filters))
+        size = self._width * (x + y) + _FLOAT32 * dweight
+        self.calls.append(
+            Call(
+                *(layer, "weight gradient", forward.output, forward.filters),
+                *("our first_filter kernel", size, run, forward.operations),
+            )
+        )
+        return run()
+
+    def convolution_input_gradient(self, dy: Array, saved: Saved) -> Array:
+        """Recorded."""
+        layer, forward, own = saved
+        run = partial(self._ops.convolution_input_gradient, dy, own)
+        self._by_cudnn(layer, "input gradient", replace(forward, direction="data"), run)
+        return run()
+
+    def _by_cudnn(
+        self, layer: str, part: str, convolution: Convolution, run: Callable[[], Any]
+    ) -> None:
+        image, filters, output = convolution.image, convolution.filters, convolution.output
+        source = image if convolution.direction == "forward" else output
+        to = {"forward": output, "filter": filters, "data": image}[convolution.direction]
+        routine = f"cuDNN convolution {_VERBS[convolution.direction]}"
+        size = sum(convolution.tensor_bytes().values())
+        operations = convolution.operations
+        self.calls.append(
+            Call(layer, part, source, to, routine, size, run, operations, convolution)
+        )
+
+    def dense(self, x: Array, weight: Array) -> tuple[Array, Saved]:
+        """Recorded."""
+        y, saved = self._ops.dense(x, weight)
+        n, *image = self._shape(x)
+        layer, shapes = self._layers[id(weight)], ((n, math.prod(image)), self._shape(y))
+        run = partial(self._ops.dense, x, weight)
+        self._by_cublas(layer, "forward", *shapes, shapes, self._width, run)
+        return y, (layer, shapes, saved)
+
+    def dense_weight_gradient(self, dy: Array, saved: Saved) -> Array:
+        """Recorded."""
+        layer, (x, y), own = saved
+        run = partial(self._ops.dense_weight_gradient, dy, own)
+        self._by_cublas(layer, "weight gradient", y, (y[1], x[1]), (x, y), _FLOAT32, run)
+        return run()
+
+    def dense_input_gradient(self, dy: Array, saved: Saved) -> Array:
+        """Recorded."""
+        layer, (x, y), own = saved
+        run = partial(self._ops.dense_input_gradient, dy, own)
+        self._by_cublas(layer, "input gradient", y, x, (x, y), self._width, run)
+        return run()
+
+    def _by_cublas(
+        self,
+        layer: str,
+        part: str,
+        source: Shape,
+        to: Shape,
+        shapes: tuple[Shape, Shape],
+        weight_width: int,
+        run: Callable[[], Any],
+    ) -> None:
+        (n, inputs), (_, units) = shapes
+        size = self._width * n * (inputs + units) + weight_width * inputs * units
+        operations = 2 * n * inputs * units
+        self.calls.append(Call(layer, part, source, to, _CUBLAS, size, run, operations))
+
+    def epilogue(self, x: Array, epilogue: Epilogue, training: bool) -> tuple[Array, Saved]:
+        """Recorded. Batch norm reads x for its moments first."""
+        y, saved = self._ops.epilogue(x, epilogue, training)
+        norm, pool = epilogue.norm, epilogue.pool
+        layer = self._layers[id(epilogue.bias if norm is None else norm.gamma)]
+        source, to = self._shape(x), self._shape(y)
+        read, written = (self._width * math.prod(shape) for shape in (source, to))
+        if pool is not None and pool.kind == "max":
+            written += math.prod(to) * (1 if math.prod(pool.size) <= _MAX_BYTE_TAPS else 2)
+        size = (1 if norm is None else 2) * read + written
+        run = partial(self._ops.epilogue, x, epilogue, training)
+        routine = "our epilogue kernels"
+        self.calls.append(Call(layer, "epilogue forward", source, to, routine, size, run))
+        backward = (1 if norm is None else 2) * (written + read) + read
+        if norm is None and pool is None and epilogue.activation == IDENTITY:
+            backward = written  # dx is dy: only the gradient of the bias is computed
+        return y, (partial(Call, layer, "epilogue backward", to, source, routine, backward), saved)
+
+    def epilogue_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
+        """Recorded. Batch norm reads x and dy for its sums first."""
+        call, own = saved
+        run = partial(self._ops.epilogue_backward, dy, own)
+        self.calls.append(call(run))
+        return run()
+
+    def softmax_cross_entropy(self, logits: Array, labels: Array, state: RunState) -> Saved:
+        """Recorded."""
+        shape = self._shape(logits)
+        run = partial(self._ops.softmax_cross_entropy, logits, labels, state)
+        size = 2 * self._width * math.prod(shape)
+        self.calls.append(Call("loss", "step", shape, shape, "our loss kernel", size, run))
+        return run()
+
+    def sgd_step(self, updates: Sequence[Update], state: RunState, *settings: Any) -> None:
+        """Recorded together with `end_step`. Velocities and float16 copies are updated, too."""
+        mixed, size = self._precision == "mixed", 0
+        # cuDNN writes the gradient of a filter in the dtype of the activations.
+        by_cudnn = {c.layer for c in self.calls if c.convolution and c.part == "weight gradient"}
+        for update in updates:
+            owner, _, kind = update.name.partition(".")
+            half = mixed and kind == "weight"
+            gradient = 2 if half and owner in by_cudnn else _FLOAT32
+            size += (4 * _FLOAT32 + gradient + (2 if half else 0)) * self._sizes[update.name]
+
+        def run() -> None:
+            self._ops.sgd_step(updates, state, *settings)
+            self._ops.end_step(state)
+
+        self.calls.append(Call("update", "step", (), (), "our update kernels", size, run))
+        self._ops.sgd_step(updates, state, *settings)
+
+    def end_step(self, state: RunState) -> None:
+        """Not run: it would free the arrays that the recorded calls need."""
+
+    def _shape(self, x: Array) -> Shape:
+        if self._ops.name != "cpu":
+            return tuple(x.shape)
+        return (self._batch, *x.shape[1:-1], 1 if x is self._images else padded(len(x)))
+
+
+def record_step(
+    model: Model, ops: TrainingOps, run: Run, batch: int, precision: Precision
+) -> list[Call]:
+    """The calls of one step of `run` in order; `batch` as in `RecordingOps`."""
+    recorder = RecordingOps(ops, batch, precision)
+    _step(model, cast("TrainingOps", recorder), run)()
+    return recorder.calls
+
+
+def outline(model: Model, batch: int, precision: Precision) -> str:
+    """The table without engines, workspaces and times."""
+    # Two images are enough: a step of any size makes the same calls.
+    calls = record_step(model, CpuOps(), _run(2, 2), batch, precision)
+    return _table([_HEADINGS, *map(_cells, calls)])
+
+
+def measure(model: Model, batch: int, precision: Precision) -> str:
+    """The whole table, with what was measured on GPU 0.
+
+    Raises:
+        DeviceError: the GPU failed, or has too little memory.
+    """
+    return on_gpu(precision, lambda ops, _: _measured(ops, model, batch, precision))
+
+
+def _measured(ops: Any, model: Model, batch: int, precision: Precision) -> str:
+    from lenet.cuda.cublas import WORKSPACE_BYTES
+    from trainer.ops_cuda import timed
+
+    run = _run(batch, max(batch, _DIGITS))
+    calls = record_step(model, ops, run, batch, precision)
+    measured = []
+    for call, time_us in zip(calls, timed.times_alone_us(ops, [c.run for c in calls]), strict=True):
+        if call.convolution is not None:
+            plan = ops.linear.plan(call.convolution)
+            measured.append(Measured(time_us, plan.name, plan.workspace_bytes))
+        elif call.routine == _CUBLAS:
+            measured.append(Measured(time_us, "cuBLAS's own choice", WORKSPACE_BYTES))
+        else:
+            measured.append(Measured(time_us))
+    limits = Limits(timed.copy_bytes_per_s(ops), timed.product_flop_per_s(ops))
+    step_us = timed.replay_us(ops, _step(model, ops, run))
+    device = f"{ops.handle.name}, cuDNN {ops.handle.cudnn_version}"
+    return report(device, calls, measured, limits, step_us)
+
+
+def _run(batch: int, size: int) -> Run:
+    """Steps on `size` random digits, augmented as by default; the rate changes hardly a weight."""
+    random = np.random.default_rng(0)
+    images = random.integers(0, 256, (size, HEIGHT, WIDTH), np.uint8)
+    labels = random.integers(0, CLASSES, size).astype(np.uint8)
+    usual = Recipe.model_construct()  # the defaults, not the environment's values
+    limits = augment.Limits(usual.rotation, usual.scale, usual.shear, usual.shift, usual.elastic)
+    return Run(Digits(images, labels), batch, limits, 1, np.full(_STEPS, 1e-9, np.float32))
+
+
+def _step(model: Model, ops: TrainingOps, run: Run) -> Callable[[], None]:
+    network = Network(model, initial_tensors(model, np.random.default_rng(0)), ops)
+    optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4)
+    return partial(take_step, network, optimizer, ops.start(run))
+
+
+class Measured(NamedTuple):
+    """The time of a call alone, its engine, and the workspace that cuDNN or cuBLAS has for it."""
+
+    time_us: float
+    plan: str = "-"
+    workspace_bytes: int | None = None
+
+
+class Limits(NamedTuple):
+    """What a large copy, counting bytes read and written, and a large product reached."""
+
+    copy_bytes_per_s: float
+    product_flop_per_s: float
+
+    def roofline(self, call: Call, time_us: float) -> float:
+        """The share of `time_us` that the call would need at these rates."""
+        least_s = max(
+            call.operations / self.product_flop_per_s, call.size_bytes / self.copy_bytes_per_s
+        )
+        return least_s / (1e-6 * time_us)
+
+
+def report(
+    device: str,
+    calls: Sequence[Call],
+    measured: Sequence[Measured],
+    limits: Limits,
+    step_us: float,
+) -> str:
+    """The table of `calls` with what was measured, followed by sums and rates."""
+    rows: list[tuple[str, ...]] = [(*_HEADINGS, *_MEASURED)]
+    for call, (time_us, plan, workspace_bytes) in zip(calls, measured, strict=True):
+        workspace = "-" if workspace_bytes is None else str(workspace_bytes)
+        share = f"{100 * limits.roofline(call, time_us):.1f}"
+        rows.append((*_cells(call), workspace, f"{time_us:.2f}", share, plan))
+    total_us = sum(one.time_us for one in measured)
+    return "\n".join(
+        (
+            device,
+            _table(rows),
+            f"sum of the times {total_us:.1f} us, the whole captured step {step_us:.1f} us: alone, "
+            "a call finds its data in the L2 cache; in the step, weight gradients run beside the "
+            "rest on a second stream",
+            "workspace: what cuDNN's engine needs, what cuBLAS is given",
+            f"roofline: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, read and written, in a large "
+            f"copy; {limits.product_flop_per_s / 1e12:.1f} TFLOP/s in a large product; data in the "
+            "L2 cache can exceed 100 %",
+        )
+    )
+
+
+def _cells(call: Call) -> tuple[str, ...]:
+    return (
+        call.layer,
+        call.part,
+        f"{_format_shape(call.source)} -> {_format_shape(call.result)}" if call.source else "-",
+        call.routine,
+        f"{call.operations / 1e6:.1f}" if call.operations else "-",
+        f"{call.size_bytes / 1e6:.2f}",
+    )
+
+
+def _format_shape(shape: Shape) -> str:
+    return "x".join(map(str, shape))
+
+
+def _table(rows: Iterable[tuple[str, ...]]) -> str:
+    """Columns two blanks apart, numbers right-aligned."""
+    columns = []
+    for column in zip(*rows, strict=True):
+        width = max(map(len, column))
+        right = column[0] in _NUMBERS
+        columns.append([cell.rjust(width) if right else cell.ljust(width) for cell in column])
+    return "\n".join("  ".join(line).rstrip() for line in zip(*columns, strict=True))
