@@ -94,9 +94,9 @@ class ContextFailed(Exception):
 def open_cuda(device: int, precision: str = "fp16") -> Iterator[Any]:
     """The engine on GPU number `device`, by default in the service's default precision."""
     from lenet.cuda.backend import CudaBackend
-    from lenet.cuda.engine_cache import PlanCache, default_cache
+    from lenet.cuda.engine_cache import EngineCache, default_cache
 
-    with CudaBackend(device, precision, cache=PlanCache(default_cache())) as backend:
+    with CudaBackend(device, precision, cache=EngineCache(default_cache())) as backend:
         yield backend
 
 

@@ -24,7 +24,7 @@ from benchmarks.baselines.torch_step import MODES
 from benchmarks.baselines.torch_training import BaselineUnavailable, measure
 from benchmarks.command import commit, missing_library, positive_int
 from benchmarks.timing import cupy_timer
-from lenet.cuda.engine_cache import PlanCache, default_cache
+from lenet.cuda.engine_cache import EngineCache, default_cache
 from lenet.errors import LeNetError
 from lenet.model import named
 from trainer.checkpoint import Checkpoint
@@ -72,7 +72,7 @@ def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[lis
     epochs = max(60, -(-(1 + rounds) * STEPS // (len(digits) // batch)))
     fit = recipe(precision, 1, batch=batch, epochs=epochs)
     model = named("lenet")
-    with CudaOps(precision, cache=PlanCache(default_cache())) as ops:
+    with CudaOps(precision, cache=EngineCache(default_cache())) as ops:
         network = Network(model, initial_tensors(model, random), ops)
         optimizer = Sgd(
             model, network.parameters, ops, fit.momentum, fit.weight_decay, fit.nesterov
@@ -96,7 +96,7 @@ def trained(dataset: Dataset, fit: Fit) -> tuple[float, float]:
     training, validation = dataset.hold_out(fit.validation_images)
     model = named(fit.model)
     assert fit.precision != "auto", "bug: the recipe is not resolved"
-    cache = PlanCache(default_cache())
+    cache = EngineCache(default_cache())
     with tempfile.TemporaryDirectory() as folder, CudaOps(fit.precision, cache=cache) as ops:
         tensors = initial_tensors(model, np.random.default_rng(fit.seed))
         network = Network(model, tensors, ops, fit.dropout)

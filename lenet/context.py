@@ -17,6 +17,7 @@ import numpy as np
 
 from lenet.backend import Backend, BatchResult, Pending, Plan
 from lenet.cpu import CpuBackend
+from lenet.cuda.graphs import Precision
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.model import Model
 from lenet.nvtx import span
@@ -24,8 +25,6 @@ from lenet.pixels import HEIGHT, WIDTH, Images
 from lenet.weightfile import WeightFile
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
-Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
-"""How a GPU multiplies; see `lenet.cuda.graphs`. The CPU has fp32 alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +56,7 @@ def choose(device: Device) -> tuple[Literal["cpu", "cuda"], str | None]:
     except BackendUnavailable as exc:
         if device == "cuda":
             raise
-        return "cpu", str(exc)
+        return "cpu", f"{exc.reason} (docs/operations.md says how to serve on a GPU)"
     return "cuda", None
 
 
@@ -82,9 +81,9 @@ def open_backend(target: Target) -> Backend:
     if target.device == "cpu":
         return CpuBackend(target.cpu_threads)
     from lenet.cuda.backend import CudaBackend
-    from lenet.cuda.engine_cache import PlanCache, default_cache
+    from lenet.cuda.engine_cache import EngineCache, default_cache
 
-    cache = PlanCache(default_cache())
+    cache = EngineCache(default_cache())
     return CudaBackend(target.index, target.precision, cache, target.profile)
 
 
@@ -95,7 +94,7 @@ def estimate_bytes(target: Target, model: Model, rows: int) -> int:
     """
     if target.device == "cpu":
         return 0
-    from lenet.cuda.fusion import estimate_bytes
+    from lenet.cuda.layers import estimate_bytes
 
     return estimate_bytes(model, rows, target.precision)
 

@@ -1,20 +1,20 @@
 """Every error that `lenet` raises on purpose.
 
     LeNetError
-    ├── InvalidModel            a network that cannot exist, or a name nobody knows
+    ├── InvalidModel            an impossible network, or an unknown name
     ├── InvalidWeightFile       a weight file that must not be served: which file, which tensor, why
-    ├── BackendUnavailable      the asked-for backend cannot run on this machine
-    ├── GoldenMismatch          the backend computes other logits than the trainer saw
+    ├── BackendUnavailable      the requested backend cannot run on this machine
+    ├── GoldenMismatch          the backend computes other logits than the trainer did
     ├── DeviceError             CUDA, cuDNN, cuBLAS or NCCL failed; `sticky` if the process is lost
     │   └── OutOfDeviceMemory   the device has too little memory left
-    └── WrongThread             an execution context used outside the thread that made it
+    └── WrongThread             an object bound to a thread was used from another one
 
 A message says what happened, what was found, what was expected and what to do next.
 """
 
 
 class LeNetError(Exception):
-    """The root of the tree; catching it catches what `lenet` foresaw and nothing else."""
+    """The root of the tree."""
 
 
 class InvalidModel(LeNetError):
@@ -22,22 +22,26 @@ class InvalidModel(LeNetError):
 
 
 class InvalidWeightFile(LeNetError):
-    """The weight file is refused; the message starts with its path."""
+    """The weight file is rejected; the message starts with its path."""
 
 
 class BackendUnavailable(LeNetError):
-    """The backend cannot run here."""
+    """The backend cannot run here: `reason`, and in the message also what to do."""
+
+    def __init__(self, reason: str, advice: str = "") -> None:
+        super().__init__(f"{reason}; {advice}" if advice else reason)
+        self.reason = reason
 
 
 class GoldenMismatch(LeNetError):
-    """The weights on this backend do not reproduce the trainer's golden logits."""
+    """The weights on this backend do not reproduce the golden logits of their file."""
 
 
 class DeviceError(LeNetError):
     """A call to the device failed.
 
-    After a sticky one (a fault inside a kernel, a hardware error) every later call of the process
-    fails too: only a new process helps. After any other the device is as it was.
+    After a sticky error (a fault inside a kernel, a hardware error) every later call of the process
+    fails too, and only a new process helps. After any other the device works as before.
     """
 
     def __init__(self, message: str, sticky: bool = False) -> None:
@@ -50,4 +54,4 @@ class OutOfDeviceMemory(DeviceError):
 
 
 class WrongThread(LeNetError):
-    """A thread-bound object was used from another thread."""
+    """An object bound to a thread was used from another one."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from lenet.cuda.fusion import first_macros, whole_macros
+from lenet.cuda import conv1, fused_network
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 
 ROOT = Path(__file__).parents[1]
@@ -56,7 +56,7 @@ def first(kernel, channels, padding=(0, 0), pool="MAX", size=(28, 28), activatio
     kind = Activation(activation)
     block = ConvBlock(channels, kernel, padding=padding, activation=kind, pool=pool)
     model = Model("first", (block, DenseBlock(10, activation=IDENTITY)), (1, *size))
-    return first_macros(block, model.shapes()[0])
+    return conv1.macros(block, model.shapes()[0])
 
 
 ODD = Model(
@@ -111,7 +111,7 @@ LENET = forward_and_backward(EPILOGUES) | {
     "dropout": (TRAINING / "dropout.cu", {"C": 512, "UNITS": 500}),
 }
 LENET |= {
-    f"whole-{name}": (SERVING / "fused_network.cu", whole_macros(model))
+    f"whole-{name}": (SERVING / "fused_network.cu", fused_network.macros(model))
     for name, model in ARCHITECTURES.items()
 }
 
@@ -126,7 +126,7 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
         first((10, 9), 100, (4, 3), "AVERAGE", activation="elu"),
     ),
     "last-odd": (SERVING / "dense_softmax.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
-    "whole-odd": (SERVING / "fused_network.cu", whole_macros(ODD)),
+    "whole-odd": (SERVING / "fused_network.cu", fused_network.macros(ODD)),
     "first-filter-largest": (
         TRAINING / "first_filter.cu",
         first_filter(7, 40, stride=2, padding=3, dilation=2),

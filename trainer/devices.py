@@ -8,7 +8,7 @@ from threading import Barrier, Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
 from lenet.cuda.device import devices, translated
-from lenet.cuda.engine_cache import PlanCache, default_cache
+from lenet.cuda.engine_cache import EngineCache, default_cache
 from lenet.errors import BackendUnavailable
 from trainer.errors import DeviceUnavailable
 from trainer.ops import TrainingOps
@@ -107,7 +107,7 @@ def on_gpu(precision: Precision, work: Work[Result]) -> Result:
     """
     from trainer.ops_cuda.ops import CudaOps
 
-    cache = PlanCache(default_cache())
+    cache = EngineCache(default_cache())
     with translated("training on GPU 0"), CudaOps(precision, cache=cache) as ops:
         return work(ops, 0)
 
@@ -118,7 +118,7 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
     from trainer.ops_cuda.ranks import Ranks, new_identity
 
     identity = new_identity()
-    cache = PlanCache(default_cache())  # shared: all ranks use the engines that one has measured
+    cache = EngineCache(default_cache())  # shared: all ranks use the engines that one has measured
     barrier, stopping = Barrier(gpus), Event()
     joined: list[Ranks] = []
     failures: list[BaseException] = []

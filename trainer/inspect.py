@@ -284,7 +284,7 @@ def _measured(ops: Any, model: Model, batch: int, precision: Precision) -> str:
     measured = []
     for call, time_us in zip(calls, timed.times_alone_us(ops, [c.run for c in calls]), strict=True):
         if call.convolution is not None:
-            plan = ops.linear.plan(call.convolution)
+            plan = ops.linear.engine(call.convolution)
             measured.append(Measured(time_us, plan.name, plan.workspace_bytes))
         elif call.routine == _CUBLAS:
             measured.append(Measured(time_us, "cuBLAS's own choice", WORKSPACE_BYTES))

@@ -8,8 +8,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
-import cupy
-
 Launch: TypeAlias = Callable[[], None]
 """Queues work on a stream and does not wait for it."""
 
@@ -32,11 +30,15 @@ def captured(queue: Launch, stream: Any) -> Launch:
     return partial(graph.launch, stream)
 
 
-def time_us(launch: Launch, rounds: int, launches: int = 1) -> float:
+def time_us(
+    launch: Launch, rounds: int, launches: int = 1
+) -> float:  # pragma: no cover - needs a GPU
     """Microseconds of one of `launches` in a row on the current stream: the median of `rounds`.
 
     Measured by CUDA events, because other threads may take the host's time meanwhile.
     """
+    import cupy
+
     times: list[float] = []
     for _ in range(rounds):
         start, stop = cupy.cuda.Event(), cupy.cuda.Event()

@@ -1,9 +1,8 @@
-"""The one function of cuBLAS that a network needs, called where CuPy will not: inside a capture.
+"""Matrix products with cuBLAS inside a capture.
 
-CuPy 14 refuses every cuBLAS call while a stream is being captured, though cuBLAS allows it; so
-this module talks to the library that CuPy has loaded, through ctypes. With a workspace of its own
-(`Handle` gives it one) cuBLAS takes no memory in a capture, and its sums keep their order. It
-refuses to convert layouts: matrices are row-major, and C-contiguous.
+CuPy 14 rejects every cuBLAS call while a stream is captured, though cuBLAS allows it. So the
+library that CuPy has loaded is called through ctypes. With a workspace of its own cuBLAS allocates
+nothing in a capture, and its sums keep their order.
 """
 
 from __future__ import annotations
@@ -11,12 +10,10 @@ from __future__ import annotations
 import ctypes
 from typing import Any, Literal, TypeAlias
 
-import cupy
-
 from lenet.errors import BackendUnavailable, DeviceError
 
 Arithmetic: TypeAlias = Literal["fp32", "tf32", "fp16"]
-"""Float32 throughout, float32 rounded to TF32, or float16 operands; sums are float32."""
+"""Of the operands: float32, float32 rounded to TF32, or float16. Sums are float32."""
 
 WORKSPACE_BYTES = 32 << 20
 """What NVIDIA recommends for Hopper."""
@@ -29,18 +26,19 @@ _ONE = ctypes.c_float(1)
 _ZERO = ctypes.c_float(0)
 
 
-class Cublas:
-    """A cuBLAS handle on `stream`; the thread's own, as the cuDNN handle is."""
+class Cublas:  # pragma: no cover - needs a GPU
+    """A cuBLAS handle on `stream`, for the thread that made it."""
 
     def __init__(self, stream: Any) -> None:
-        from cupy.cuda import cublas  # noqa: F401  # loads the library that is asked for below
+        import cupy
+        from cupy.cuda import cublas  # noqa: F401  # loads the library that is opened below
 
         major = cupy.cuda.runtime.runtimeGetVersion() // 1000
         try:
             self._library = ctypes.CDLL(f"libcublas.so.{major}")
         except OSError as exc:
             raise BackendUnavailable(
-                f"libcublas.so.{major} cannot be loaded ({exc}); CuPy's extra [ctk] brings it"
+                f"libcublas.so.{major} cannot be loaded ({exc})", "CuPy's extra [ctk] installs it"
             ) from exc
         self._library.cublasGetStatusString.restype = ctypes.c_char_p
         self._handle = ctypes.c_void_p()
@@ -49,9 +47,9 @@ class Cublas:
         self.bind(stream)
 
     def bind(self, stream: Any) -> None:
-        """Queue what follows on `stream`."""
+        """Queue on `stream` from now on."""
         self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))
-        # Setting the stream puts cuBLAS's own workspace back.
+        # Setting the stream restores cuBLAS's own workspace.
         self._call(
             "cublasSetWorkspace_v2",
             self._handle,
@@ -68,13 +66,13 @@ class Cublas:
         transpose_a: bool = False,
         transpose_b: bool = False,
     ) -> None:
-        """Write op(a) (m, k) op(b) (k, n) to out (m, n), CuPy arrays, float32 or float16 each.
+        """Write op(a) (m, k) op(b) (k, n) to out (m, n).
 
-        cuBLAS counts columns first, where a row-major matrix is its own transpose; so it is asked
-        for out^T = op(b)^T op(a)^T.
+        Row-major, C-contiguous CuPy arrays, each float32 or float16. cuBLAS is column-major, where
+        these are their transposes; so it computes out^T = op(b)^T op(a)^T.
 
         Raises:
-            DeviceError: cuBLAS refused.
+            DeviceError: cuBLAS returned an error.
         """
         m, n = out.shape
         k = a.shape[0] if transpose_a else a.shape[1]

@@ -1,8 +1,8 @@
-"""One thread's way to one GPU: a stream with a cuDNN and a cuBLAS handle bound to it.
+"""A stream of one GPU with its cuDNN and cuBLAS handles, owned by one thread.
 
-cuDNN asks that a handle stay with its thread, and CuPy's current device and stream are the
-thread's own, so a `Handle` checks who calls. Foreign errors become `DeviceError` here, and here
-alone it is decided which of them leave the process lost. It refuses to allocate memory.
+cuDNN requires that a handle stays on one thread, and CuPy's current device and stream belong to a
+thread, so a `Handle` checks its caller. The errors of CUDA's libraries become `DeviceError` here,
+and only here is it decided which of them leave the process unusable.
 """
 
 from __future__ import annotations
@@ -12,47 +12,55 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, Self
 
+from lenet.cuda.cublas import WORKSPACE_BYTES, Cublas
 from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory, WrongThread
 
 CUDNN_MAJOR = 9
-"""The only major version whose Graph API this package speaks."""
+"""The only major version whose Graph API this package supports."""
 
-_INSTALL = "pip install 'lenet-serve[cuda12]' (or [cuda13])"
-_OLDEST_CUDA = 12  # of these extras
+_OLDEST_CUDA = 12  # of the extras of pyproject.toml
+_NO_GPU = "use the cpu device"
 
 # Of cudaError_t; CUresult has the same numbers.
 _OUT_OF_MEMORY = 2
 _INSUFFICIENT_DRIVER = 35
 _NO_DEVICE = 100
-# What leaves the CUDA context, and with it the process, unusable: those of which driver_types.h of
-# CUDA 13.0 says that the process must be relaunched, uncorrectable memory and links, and unknown.
+# Errors that leave the CUDA context, and with it the process, unusable: those of which
+# driver_types.h of CUDA 13.0 says that the process must be relaunched, uncorrectable errors of
+# memory and links, and the unknown error.
 _STICKY = frozenset(
     {214, 220, 226, 700, 702, 710, 714, 715, 716, 717, 718, 719, 721, 810, 911, 999}
 )
 
 
+def _install(cuda: int = _OLDEST_CUDA) -> str:
+    return (
+        "install it in a checkout with .venv/bin/python -m pip install --constraint "
+        f"constraints.txt -e '.[cuda{cuda}]', in Docker with --build-arg 'EXTRAS=[cuda{cuda}]'"
+    )
+
+
 def _libraries() -> tuple[Any, Any]:
-    """(cupy, cudnn), or one sentence on which of them is missing.
+    """(cupy, cudnn).
 
     Raises:
-        BackendUnavailable: a package or a shared library is missing.
+        BackendUnavailable: a package or a shared library is missing; the message says which.
     """
     try:
         import cupy
         from cupy.cuda import cublas  # noqa: F401  # loads the library, a package of its own
     except ImportError as exc:
-        reason = _line(exc.__cause__ or exc)  # CuPy makes a page of what it stumbled over
-        raise BackendUnavailable(
-            f"CuPy cannot be loaded ({reason}); the cuda backend needs it and CUDA's libraries: "
-            f"{_INSTALL}"
-        ) from exc
+        reason = f"CuPy cannot be loaded ({_line(exc.__cause__ or exc)})"  # CuPy's own is a page
+        if isinstance(exc, ModuleNotFoundError) and exc.name == "cupy":
+            reason = "CuPy is not installed"
+        raise BackendUnavailable(reason, _install()) from exc
     try:
         import cudnn
     except (ImportError, OSError, RuntimeError, AssertionError) as exc:
         # The frontend 1.28 asserts that its neighbour package holds one libcudnn.
         raise BackendUnavailable(
-            f"cuDNN's Python package cannot be loaded ({_line(exc)}); the cuda backend needs "
-            f"nvidia-cudnn-frontend and libcudnn.so.{CUDNN_MAJOR}: {_INSTALL}"
+            f"cuDNN's Python package nvidia-cudnn-frontend cannot be loaded ({_line(exc)})",
+            _install(),
         ) from exc
     return cupy, cudnn
 
@@ -62,11 +70,11 @@ def _line(problem: BaseException) -> str:
 
 
 def devices() -> int:
-    """How many GPUs there are, at least one, with everything that a handle needs in place.
+    """The number of GPUs, at least one, after a check of everything that a handle needs.
 
     Raises:
         BackendUnavailable: no GPU, no driver or one too old, no cuDNN or one of another major
-            version; the message says what was found, what is needed and what to type.
+            version; the message says what was found, what is needed and what to do.
     """
     cupy, cudnn = _libraries()
     runtime = cupy.cuda.runtime
@@ -75,58 +83,57 @@ def devices() -> int:
     except runtime.CUDARuntimeError as exc:
         if exc.status == _INSUFFICIENT_DRIVER:
             needed, found = runtime.runtimeGetVersion() // 1000, runtime.driverGetVersion()
-            raise BackendUnavailable(_driver(needed, found)) from exc
+            raise _driver(needed, found) from exc
         if exc.status != _NO_DEVICE:
             raise BackendUnavailable(
-                f"the GPUs cannot be counted ({_line(exc)}), and the cuda backend needs one: see "
-                "what nvidia-smi says, or use the cpu device"
+                f"the GPUs cannot be counted ({_line(exc)})", f"see nvidia-smi, or {_NO_GPU}"
             ) from exc
         count = 0
     if not count:
         raise BackendUnavailable(
-            "there is no NVIDIA GPU here (nvidia-smi lists them), and the cuda backend needs one; "
-            "use the cpu device"
+            "there is no NVIDIA GPU", f"nvidia-smi must list one, or {_NO_GPU}"
         )
     try:
         version = int(cudnn.backend_version())
     except (OSError, RuntimeError) as exc:
         raise BackendUnavailable(
-            f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)}): {_INSTALL}, or put its "
-            "folder into LD_LIBRARY_PATH"
+            f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)})",
+            f"{_install()}, or add its folder to LD_LIBRARY_PATH",
         ) from exc
     if version // 10_000 != CUDNN_MAJOR:
         raise BackendUnavailable(
-            f"cuDNN {cudnn.backend_version_string()} was found, expected major version "
-            f"{CUDNN_MAJOR}: {_INSTALL}"
+            f"found cuDNN {cudnn.backend_version_string()}, expected major version {CUDNN_MAJOR}",
+            _install(),
         )
     return count
 
 
-def _driver(needed: int, found: int) -> str:
-    """What is wrong with the driver: `needed` is CUDA's major version, `found` 0 or 1000 x + 10 y.
+def _driver(needed: int, found: int) -> BackendUnavailable:
+    """What is wrong with the driver.
 
-    CUDA x.y is meant, of which the driver knows.
+    `needed`: CUDA's major version. `found`: the newest CUDA x.y that the driver supports, as
+    1000 x + 10 y; 0 without a driver.
     """
     if not found:
-        return (
-            f"there is no NVIDIA driver here, and CuPy needs one for CUDA {needed}: install it "
-            "(nvidia-smi must list the GPU), or use the cpu device"
+        return BackendUnavailable(
+            f"there is no NVIDIA driver, and CuPy needs one for CUDA {needed}",
+            f"install it (nvidia-smi must list the GPU), or {_NO_GPU}",
         )
     advice = "install a newer driver"
     if _OLDEST_CUDA <= found // 1000 < needed:
-        advice += f", or the CuPy for this one: pip install 'lenet-serve[cuda{found // 1000}]'"
-    return (
-        f"the NVIDIA driver is for CUDA {found // 1000}.{found % 1000 // 10}, and CuPy needs one "
-        f"for CUDA {needed}: {advice}"
+        advice += f", or CuPy for this one: {_install(found // 1000)}"
+    version = f"{found // 1000}.{found % 1000 // 10}"
+    return BackendUnavailable(
+        f"the NVIDIA driver is for CUDA {version}, and CuPy needs one for CUDA {needed}", advice
     )
 
 
 class translated:  # noqa: N801 - read as a verb: with translated("doing this")
-    """Turns whatever CuPy, cuDNN, cuBLAS or NCCL raise inside into `DeviceError`.
+    """Turns errors of CuPy, cuDNN, cuBLAS and NCCL into `DeviceError`.
 
     Raises:
         OutOfDeviceMemory: too little device memory is left.
-        DeviceError: anything else that they raise; `sticky` says whether the process is lost.
+        DeviceError: any other of their errors; `sticky` says whether the process is lost.
     """
 
     __slots__ = ("_what",)
@@ -140,7 +147,7 @@ class translated:  # noqa: N801 - read as a verb: with translated("doing this")
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: Any
     ) -> None:
-        # What is foreign is looked up when something is raised: this is entered every batch.
+        # The foreign classes are looked up on an error only: this is entered for every batch.
         if isinstance(error, Exception) and isinstance(error, _foreign()):
             raise _translation(self._what, error) from error
 
@@ -170,7 +177,7 @@ def _translation(what: str, problem: Exception) -> DeviceError:
 
 
 def is_sticky(problem: Exception) -> bool:
-    """Whether the process is lost after `problem`, an error of CuPy's."""
+    """Whether the process is lost after `problem`, an error of CuPy."""
     return getattr(problem, "status", None) in _STICKY
 
 
@@ -185,10 +192,10 @@ def _out_of_memory(what: str, problem: Exception, runtime: Any) -> OutOfDeviceMe
     )
 
 
-class Handle:
-    """A stream, a cuDNN handle and a cuBLAS handle on GPU `device`, for the thread that made it.
+class Handle:  # pragma: no cover - needs a GPU
+    """A stream and a cuDNN handle on GPU `device`, for the thread that made it.
 
-    Making it makes `device` and `stream` the thread's current ones for CuPy, also after `close`.
+    `device` and `stream` become the thread's current ones for CuPy, and stay so after `close`.
 
     Raises:
         BackendUnavailable: see `devices`; or there is no GPU of that number.
@@ -198,27 +205,22 @@ class Handle:
     def __init__(self, device: int = 0) -> None:
         count = devices()
         if not 0 <= device < count:
-            raise BackendUnavailable(
-                f"GPU {device} was asked for, expected 0 to {count - 1}: that is all there are"
-            )
+            raise BackendUnavailable(f"there is no GPU {device}, expected 0 to {count - 1}")
         import cudnn
         import cupy
-
-        from lenet.cuda.cublas import Cublas
 
         self.device = device
         self._thread = threading.get_ident()
         self._open = True
         self._current = cupy.cuda.get_current_stream
         self._set_stream = cudnn.set_stream
+        self._cublas: Cublas | None = None
         with translated(f"opening GPU {device}"), ExitStack() as opened:
             cupy.cuda.Device(device).use()
             self.stream = cupy.cuda.Stream(non_blocking=True)
             self.stream.use()
             self.cudnn = cudnn.create_handle()
             opened.callback(cudnn.destroy_handle, self.cudnn)
-            self.cublas = Cublas(self.stream)
-            opened.callback(self.cublas.close)
             self._bind(self.stream)
             properties = cupy.cuda.runtime.getDeviceProperties(device)
             self._opened = opened.pop_all()
@@ -227,9 +229,29 @@ class Handle:
         self.capability: int = 10 * properties["major"] + properties["minor"]
         self.cudnn_version: str = cudnn.backend_version_string()
 
+    @property
+    def cublas(self) -> Cublas:
+        """The cuBLAS handle. Its first use allocates `cublas_bytes`, which a capture must not do.
+
+        Raises:
+            BackendUnavailable: cuBLAS cannot be loaded.
+            DeviceError: it cannot be opened.
+        """
+        if self._cublas is None:
+            self.check()
+            with translated("opening cuBLAS"):
+                self._cublas = Cublas(self._bound)
+            self._opened.callback(self._cublas.close)
+        return self._cublas
+
+    @property
+    def cublas_bytes(self) -> int:
+        """Device memory of the cuBLAS workspace; 0 until `cublas` is used."""
+        return 0 if self._cublas is None else WORKSPACE_BYTES
+
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
-        """Queue on `stream` inside, instead of on the handle's own."""
+        """Queue on `stream` inside the block, instead of on the handle's own."""
         self.check()
         current, bound = self._current(), self._bound
         try:
@@ -242,7 +264,7 @@ class Handle:
 
     @contextmanager
     def fork(self, main: Handle) -> Iterator[None]:
-        """Queue on this handle's stream inside, behind what `main` has queued so far."""
+        """Queue on this handle's stream inside the block, after what `main` has queued so far."""
         self.check()
         current = self._current()
         self.stream.wait_event(main.stream.record())
@@ -253,20 +275,21 @@ class Handle:
             current.use()
 
     def join(self, other: Handle) -> None:
-        """What is queued from now on comes behind what `other` has queued so far."""
+        """Queue what follows after what `other` has queued so far."""
         self.check()
         self.stream.wait_event(other.stream.record())
 
     def _bind(self, stream: Any) -> None:
         self._bound = stream
         self._set_stream(self.cudnn, stream.ptr)
-        self.cublas.bind(stream)
+        if self._cublas is not None:
+            self._cublas.bind(stream)
 
     def check(self) -> None:
-        """Refuse another thread.
+        """Check the calling thread.
 
         Raises:
-            WrongThread: called from another thread than the one that made the handle.
+            WrongThread: it is not the one that made the handle.
         """
         if threading.get_ident() != self._thread:
             raise WrongThread("a cuDNN handle works only on the thread that made it")
@@ -279,11 +302,11 @@ class Handle:
             self.stream.synchronize()
 
     def close(self) -> None:
-        """Give everything back; closing twice is allowed."""
+        """Free everything. Closing twice is allowed."""
         if self._open:
             self.check()
             self._open = False
-            with translated("giving the GPU back"):
+            with translated("closing the GPU's handles"):
                 self._opened.close()
 
     def __enter__(self) -> Self:
@@ -293,6 +316,6 @@ class Handle:
         try:
             self.close()
         except DeviceError:
-            # After a fault nothing can be given back, and the fault is what has to be told.
+            # After a fault nothing can be freed, and the fault is the error to report.
             if kind is None:
                 raise

@@ -1,8 +1,8 @@
-"""What was measured to be the fastest, kept on disk between runs; no GPU library is needed for it.
+"""The fastest cuDNN engines and strategies, kept on disk between runs. Needs no GPU library.
 
-One JSON object, key to plan name, and beside it a folder of plans as cuDNN made them, a file each.
-It refuses to trust the files: what cannot be read is measured or built anew, and a name that cuDNN
-does not offer any more is never found.
+The choices are one JSON object, key to name; beside it is a folder with the engines as cuDNN
+serialized them, one file each. The files are not trusted: what cannot be read is measured or built
+again, and a name that cuDNN no longer offers is never found.
 """
 
 from __future__ import annotations
@@ -22,33 +22,30 @@ from lenet.files import write_atomically
 _log = logging.getLogger(__name__)
 
 
-def _digest(plan: bytes) -> bytes:
-    return sha256(plan).hexdigest().encode()
+def _digest(engine: bytes) -> bytes:
+    return sha256(engine).hexdigest().encode()
 
 
 def default_cache() -> Path:
-    """Where plans are kept unless told otherwise: below XDG_CACHE_HOME or ~/.cache."""
+    """The default path: below XDG_CACHE_HOME, or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     return Path(root) / "lenet-serve" / "plans.json"
 
 
-class PlanCache:
-    """Choices by name, in one JSON file; whatever cannot be read there is measured anew.
-
-    Whoever measures does so while it is `locked`, so that of several threads and processes one
-    does, and the others find what it chose.
-    """
+class EngineCache:
+    """Choices by key. Measure only while it is `locked`, so that threads and processes agree."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        # For threads that share this object where the folder, and so the file lock, is read-only.
         self._lock = threading.Lock()
         self._names = self._read()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """No other thread or process is between these lines; what they chose before is known."""
+        """Exclude other threads and processes; load the choices that they made before."""
         with self._lock, ExitStack() as stack:
-            with suppress(OSError):  # a folder that cannot be written: then each for itself
+            with suppress(OSError):  # the folder is read-only: every process measures for itself
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 file = stack.enter_context(self._path.with_suffix(".lock").open("w"))
                 flock(file, LOCK_EX)
@@ -56,44 +53,41 @@ class PlanCache:
             yield
 
     def get(self, key: str) -> str | None:
-        """The name of the plan chosen under `key`."""
+        """The name chosen under `key`."""
         return self._names.get(key)
 
     def put(self, key: str, name: str) -> None:
-        """Keep a choice, beside those that other processes have kept meanwhile.
-
-        A folder that cannot be written costs the next start its time, no more.
-        """
+        """Keep a choice. If the folder is read-only, the next start measures again."""
         self._names = {**self._read(), **self._names, key: name}
         try:
             content = json.dumps(self._names, indent=1, sort_keys=True)
             write_atomically(self._path, content.encode())
         except OSError as exc:
-            _log.warning("%s: the cache of cuDNN plans cannot be written: %s", self._path, exc)
+            _log.warning("%s: the cache of cuDNN engines cannot be written: %s", self._path, exc)
 
-    def plan(self, key: str, name: str) -> bytes | None:
-        """The plan `name` that was kept under `key`, as it was given."""
-        path = self._plan_path(key, name)
+    def engine(self, key: str, name: str) -> bytes | None:
+        """The serialized engine `name` that was kept under `key`."""
+        path = self._engine_path(key, name)
         try:
-            digest, plan = path.read_bytes().split(b"\n", 1)
-            if digest != _digest(plan):
+            digest, engine = path.read_bytes().split(b"\n", 1)
+            if digest != _digest(engine):
                 raise ValueError("its content was changed")
         except (FileNotFoundError, NotADirectoryError):
             return None
         except (OSError, ValueError) as exc:
-            _log.warning("%s: a kept cuDNN plan is dropped: %s", path, exc)
+            _log.warning("%s: a cached cuDNN engine is ignored: %s", path, exc)
             return None
-        return plan
+        return engine
 
-    def put_plan(self, key: str, name: str, plan: bytes) -> None:
-        """Keep a plan; where that cannot be done the next start builds it again."""
-        path = self._plan_path(key, name)
+    def put_engine(self, key: str, name: str, engine: bytes) -> None:
+        """Keep a serialized engine. If that fails, the next start builds it again."""
+        path = self._engine_path(key, name)
         try:
-            write_atomically(path, _digest(plan) + b"\n" + plan)
+            write_atomically(path, _digest(engine) + b"\n" + engine)
         except OSError as exc:
-            _log.warning("%s: a cuDNN plan cannot be kept: %s", path, exc)
+            _log.warning("%s: a cuDNN engine cannot be cached: %s", path, exc)
 
-    def _plan_path(self, key: str, name: str) -> Path:
+    def _engine_path(self, key: str, name: str) -> Path:
         return self._path.with_suffix("") / sha256(f"{key} | {name}".encode()).hexdigest()
 
     def _read(self) -> dict[str, str]:
@@ -104,6 +98,6 @@ class PlanCache:
         except (FileNotFoundError, NotADirectoryError):
             return {}
         except (OSError, ValueError, RecursionError) as exc:
-            _log.warning("%s: the cache of cuDNN plans is dropped: %s", self._path, exc)
+            _log.warning("%s: the cache of cuDNN engines is ignored: %s", self._path, exc)
             return {}
         return names

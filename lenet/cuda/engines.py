@@ -1,10 +1,9 @@
-"""The choice of a cuDNN plan for an operation: the first that works, or the fastest of all.
+"""The cuDNN engine of an operation: the first that works, or the fastest, autotuned once.
 
-cuDNN offers some ten plans for an operation, and the one it would take is often not the fastest:
-455 us against 287 for a 24 -> 50 channel 5x5 convolution (fp16, H200, 2026-11-20). What was
-measured is kept on disk under GPU, cuDNN version and operation. Plans whose sums come out in
-another order each time are never taken: with the same plans, the same seed gives the same weights.
-It refuses to know what an operation is for.
+cuDNN offers about ten engines for an operation, and its first choice is often not the fastest: 455
+us against 287 for a 5x5 convolution of 24 -> 50 channels (fp16, H200, 2026-11-20). Choices are kept
+on disk by GPU, cuDNN version and operation. Nondeterministic engines, whose sums have another order
+in each run, are never used: with the same engines, the same seed gives the same weights.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import numpy as np
 
 from lenet.cuda.capture import captured, time_us
 from lenet.cuda.device import Handle, is_sticky, translated
-from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.graphs import Operation, Uid
 from lenet.cuda.memory import Workspace
 
@@ -28,13 +27,13 @@ _log = logging.getLogger(__name__)
 
 MAX_WORKSPACE_BYTES = 256 << 20
 
-_REPEATS = 20  # executions in one captured graph: launches must not be what is timed
+_REPEATS = 20  # executions in one captured graph, so that the launch is not what is timed
 _ROUNDS = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """An operation made ready; `run` may be captured into a CUDA graph."""
+class Engine:
+    """A built execution plan of cuDNN for `operation`; `run` may be captured."""
 
     operation: Operation
     name: str
@@ -50,20 +49,20 @@ class Plan:
             self._graph.execute(pointers, self._workspace.pointer, self._handle.cudnn)
 
 
-class Planner:
-    """Makes the plan of an operation, each once; all share one workspace.
+class EngineCatalog:
+    """One engine for each operation; all of them share `workspace`.
 
-    With `autotune` all plans of an operation are tried, or, for a kind of operation that is in
-    `most`, so many of the first that can be captured: those come first that cuDNN believes to be
-    fast. Without, the first of them is taken. `check_stop` is called before each is tried; it may
-    raise, which ends the search.
+    With `autotune` every engine that cuDNN offers is timed, or, for the kinds of operation in
+    `most`, only the first so many that can be captured: cuDNN sorts them by expected speed. Without
+    it the first is taken. `check_stop` is called before each engine is tried and ends the search by
+    raising; no RuntimeError, which would be taken for one of cuDNN.
     """
 
     def __init__(
         self,
         handle: Handle,
         workspace: Workspace,
-        cache: PlanCache | None,
+        cache: EngineCache | None,
         autotune: bool,
         most: Mapping[type[Operation], int] | None = None,
         check_stop: Callable[[], None] | None = None,
@@ -73,41 +72,42 @@ class Planner:
         self._cache = cache
         self._autotune, self._most = autotune, most or {}
         self._check_stop = check_stop
-        self.plans: dict[Operation, Plan] = {}
+        self._engines: dict[Operation, Engine] = {}
 
-    def plan(self, operation: Operation, tune: bool = True) -> Plan:
-        """The plan of `operation`, measured or remembered if this planner autotunes and `tune`.
+    def engine(self, operation: Operation, tune: bool = True) -> Engine:
+        """The engine of `operation`, timed or cached if this catalog autotunes and `tune` is set.
 
         Raises:
-            DeviceError: cuDNN has no plan for it.
+            DeviceError: cuDNN has no engine for it.
         """
-        if operation not in self.plans:
-            with translated(f"planning {operation}"):
-                self.plans[operation] = self._made(operation, tune and self._autotune)
-        return self.plans[operation]
+        if operation not in self._engines:
+            with translated(f"choosing an engine for {operation}"):
+                self._engines[operation] = self._choose(operation, tune and self._autotune)
+        return self._engines[operation]
 
-    def _made(self, operation: Operation, tune: bool) -> Plan:
+    def _choose(self, operation: Operation, tune: bool) -> Engine:
         self._handle.check()
         versions = f"cuDNN {self._handle.cudnn_version}"
         key = f"{self._handle.name} | {versions} | {operation}" + ("" if tune else " | not tuned")
         if self._cache is None:
-            return self._built(operation, tune, None)
-        if (plan := self._kept(key, operation)) is not None:
-            return plan
+            return self._build(operation, tune, None)
+        if (engine := self._cached(key, operation)) is not None:
+            return engine
         with self._cache.locked():
-            # Another context or process may have come first; then its choice is everyone's.
-            if (plan := self._kept(key, operation)) is not None:
-                return plan
-            plan = self._built(operation, tune, self._cache.get(key))
-            self._cache.put(key, plan.name)
-            self._cache.put_plan(_with_frontend(key), plan.name, bytes(plan._graph.serialize()))
-        return plan
+            # Another thread or process may have chosen meanwhile: its choice holds for all.
+            if (engine := self._cached(key, operation)) is not None:
+                return engine
+            engine = self._build(operation, tune, self._cache.get(key))
+            self._cache.put(key, engine.name)
+            serialized = bytes(engine._graph.serialize())
+            self._cache.put_engine(_with_frontend(key), engine.name, serialized)
+        return engine
 
-    def _kept(self, key: str, operation: Operation) -> Plan | None:
-        """The plan as it was built before, on this machine, in a tenth of the time."""
-        assert self._cache is not None, "bug: nothing is kept"
+    def _cached(self, key: str, operation: Operation) -> Engine | None:
+        """The engine that was built before on this machine; ten times faster than building it."""
+        assert self._cache is not None, "bug: there is no cache"
         name = self._cache.get(key)
-        data = None if name is None else self._cache.plan(_with_frontend(key), name)
+        data = None if name is None else self._cache.engine(_with_frontend(key), name)
         if name is None or data is None:
             return None
         graph = cudnn.pygraph(handle=self._handle.cudnn)
@@ -116,12 +116,12 @@ class Planner:
         except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
             if is_sticky(exc):
                 raise
-            _log.warning("a kept cuDNN plan is built anew: %s", exc)
+            _log.warning("a cached cuDNN engine is built again: %s", exc)
             return None
-        return self._plan(operation, name, graph.get_workspace_size(), graph)
+        return self._engine(operation, name, graph.get_workspace_size(), graph)
 
-    def _built(self, operation: Operation, tune: bool, known: str | None) -> Plan:
-        """A plan built by cuDNN: the `known` one, if it is offered."""
+    def _build(self, operation: Operation, tune: bool, known: str | None) -> Engine:
+        """Build the engine called `known` if cuDNN offers it, else the fastest or first."""
         graph = operation.graph(self._handle.cudnn)
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -141,14 +141,14 @@ class Planner:
             most = self._most.get(type(operation)) if tune else 1
             index = self._fastest(operation, graph, len(names), most)
         size = graph.get_workspace_size_plan_at_index(index)
-        return self._plan(operation, names[index], size, graph)
+        return self._engine(operation, names[index], size, graph)
 
-    def _plan(self, operation: Operation, name: str, size_bytes: int, graph: Any) -> Plan:
+    def _engine(self, operation: Operation, name: str, size_bytes: int, graph: Any) -> Engine:
         self._workspace.reserve(size_bytes)
-        return Plan(operation, name, size_bytes, graph, self._handle, self._workspace)
+        return Engine(operation, name, size_bytes, graph, self._handle, self._workspace)
 
     def _fastest(self, operation: Operation, graph: Any, count: int, most: int | None) -> int:
-        """The index of the fastest, built, of the first `most` plans that can be captured."""
+        """Build the fastest of the first `most` engines that can be captured; return its index."""
         times: dict[int, float] = {}
         problem: Exception | None = None
         for index in range(count):
@@ -163,21 +163,21 @@ class Planner:
             except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
                 if is_sticky(exc):
                     raise
-                problem = exc  # it cannot be built, or not be run, or not be captured
+                problem = exc  # it cannot be built, run or captured
         if not times:
-            raise RuntimeError(f"none of {count} plans can be used: {problem}")
+            raise RuntimeError(f"none of {count} engines can be used: {problem}")
         best = min(times, key=times.__getitem__)
         graph.build_plan_at_index(best)
         return best
 
 
 def _with_frontend(key: str) -> str:
-    # A plan is written in the form of the package that drives cuDNN.
+    # The serialized form depends on the Python package.
     return f"{key} | frontend {cudnn.__version__}"
 
 
 def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_bytes: int) -> float:
-    # Neither zeros, on which a GPU runs faster, nor NaN: halves, which read as floats are small.
+    # Neither zeros, on which a GPU runs faster, nor NaN: halves, which are small read as floats.
     values = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float16)
     buffers = {
         int(uid): cupy.asarray(np.resize(values, size // 2))
@@ -185,8 +185,8 @@ def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_byt
     }
     workspace = cupy.empty(max(workspace_bytes, 1), cupy.uint8)
     pointers = {uid: int(buffer.data.ptr) for uid, buffer in buffers.items()}
-    # The buffers are made, and what had them before is done, on streams that the new one does not
-    # wait for; nor may anything else run beside what is timed.
+    # The new stream does not wait for those on which the buffers were filled, and nothing else may
+    # run beside what is timed.
     cupy.cuda.Device().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
 

@@ -1,27 +1,28 @@
-"""The geometry of what follows a block's linear map, and how `epilogue.cu` is launched for it.
-
-Pure arithmetic: no GPU library is needed. It refuses to hold buffers.
-"""
+"""The geometry of a block's epilogue (bias, activation, pooling), and its launch: `epilogue.cu`."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+
+from lenet.cuda.capture import Launch
+from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros
 from lenet.model import Activation, Pool, window_count
 
 THREADS = 256
-"""Of a block of the kernels that write a result; those that sum take 512."""
+"""Of a block, for kernels that do not sum."""
 
-# Of a grid, at most: the best of those tried for lenet at batch 256 on an H200 (2026-11-20), though
-# 396 suited the backward kernel better on halves.
+# Of a grid: the best of those tried for lenet at batch 256 on an H200 (2026-11-20), though 396 were
+# faster for the backward kernel on halves.
 MAX_BLOCKS = 528
 
 
 @dataclass(frozen=True, slots=True)
-class TailShape:
-    """The geometry of one tail; images (rows, h, w, c) in, windows of them out."""
+class EpilogueShape:
+    """The epilogue of a layer's output (rows, h, w, c), of which `channels` are not padding."""
 
     h: int
     w: int
@@ -52,7 +53,7 @@ class TailShape:
 
     @property
     def index(self) -> str | None:
-        """The type that counts a window's taps, where a maximum must be found again."""
+        """The dtype of the index of a maximum in its window; None without max pooling."""
         if self.pool is None or self.pool.kind != "max":
             return None
         return "uint8" if math.prod(self.pool.size) <= 256 else "uint16"
@@ -63,13 +64,13 @@ class TailShape:
         return 8 if self.scalar == "__half" else 4
 
     def tiles(self) -> tuple[int, int]:
-        """(tiles, channels of one), as `epilogue.cuh` cuts the channels."""
+        """(tiles, channels of one), as `epilogue.cuh` divides the channels."""
         vectors = self.c // self.lanes
         width = vectors if vectors < 3 else 4
         return -(-vectors // width), width * self.lanes
 
-    def macros(self) -> Mapping[str, str | int | float]:
-        """What `epilogue.cu` is compiled with."""
+    def macros(self) -> Macros:
+        """The macros of `epilogue.cu`."""
         (window, stride, padding), (oh, ow) = self.window, self.output
         kind = "NONE" if self.pool is None else ("MAX" if self.pool.kind == "max" else "AVERAGE")
         return {
@@ -94,7 +95,16 @@ class TailShape:
         }
 
     def blocks(self, pixels: int, threads: int = THREADS, most: int = MAX_BLOCKS) -> int:
-        """Blocks along `pixels`: enough for the whole GPU, none without work."""
+        """Blocks along `pixels`: enough to fill the GPU, none without work."""
         tiles, tile_channels = self.tiles()
         vectors = tile_channels // self.lanes
         return max(1, min(-(-pixels * vectors // threads), -(-most // tiles)))
+
+
+def launch(kernels: Kernels, shape: EpilogueShape, x: Any, bias: Any, y: Any) -> Launch:
+    """Prepare the launch of bias, activation and pooling from `x` to `y`, for serving."""
+    rows = len(x)
+    kernel = kernels.get(FOLDER / "epilogue.cu", "epilogue_forward", shape.macros())
+    grid = shape.blocks(rows * math.prod(shape.output)), shape.tiles()[0]
+    arguments = (x, NULL, NULL, NULL, bias, y, NULL, np.int32(rows))
+    return lambda: kernel(grid, (THREADS,), arguments)

@@ -1,7 +1,7 @@
-"""The hand-written CUDA kernels: read beside their caller, compiled once by NVRTC, launched.
+"""The hand-written CUDA kernels: compiled once by NVRTC, then launched by CuPy.
 
-Shapes are macros, so each kernel is compiled for the network at hand and its loops unroll; CuPy
-keeps what NVRTC made on disk. It refuses to know what a kernel computes.
+Shapes are macros, so each kernel is compiled for the network at hand and its loops unroll. CuPy
+keeps the compiled code on disk.
 """
 
 from __future__ import annotations
@@ -13,22 +13,36 @@ from pathlib import Path
 from threading import Thread
 from typing import Any, TypeAlias
 
-import cupy
+import numpy as np
 
 from lenet.cuda.device import Handle, translated
+from lenet.cuda.graphs import Precision
 
 Macros: TypeAlias = Mapping[str, str | int | float]
 
 FOLDER = Path(__file__).parent
-"""Where `epilogue.cu` and the headers for all kernels are."""
+"""The folder of the kernels for serving and of the headers for all kernels."""
+
+NULL = np.uintp(0)
+"""A null pointer as a kernel's argument."""
 
 
-class Kernel:
-    """A function of a CUDA file, which may still be compiled: its first launch waits for that.
+def storage_dtype(precision: Precision) -> np.dtype[Any]:
+    """The type of activations, and of the weights that cuDNN and cuBLAS read."""
+    return np.dtype(np.float16 if precision == "fp16" else np.float32)
+
+
+def scalar(dtype: Any) -> str:
+    """The macro SCALAR for arrays of `dtype`."""
+    return "__half" if dtype == np.float16 else "float"
+
+
+class Kernel:  # pragma: no cover - needs a GPU
+    """A function of a CUDA file. Its first launch waits until the file is compiled.
 
     Raises:
-        DeviceError: at the first launch, it does not compile, with the compiler's message, or
-            cannot be loaded.
+        DeviceError: at the first launch: the file does not compile, with the compiler's message, or
+            the function cannot be loaded.
     """
 
     def __init__(self, source: Path, name: str, module: Future[Any]) -> None:
@@ -43,10 +57,10 @@ class Kernel:
         self._function(grid, block, arguments)
 
 
-class Kernels:
-    """The kernels of one GPU, each compiled on a thread of its own from when it is asked for.
+class Kernels:  # pragma: no cover - needs a GPU
+    """The kernels of one GPU. Each is compiled on its own thread, from when it is requested.
 
-    The compiler takes half a second for the larger ones, in which cuDNN can be asked for plans.
+    The large ones take half a second, while cuDNN's engines are chosen.
     """
 
     def __init__(self, handle: Handle) -> None:
@@ -56,29 +70,33 @@ class Kernels:
     def get(self, source: Path, name: str, macros: Macros) -> Kernel:
         """The function `name` of the CUDA file `source`, compiled with `macros`."""
         self._handle.check()
-        words = tuple(sorted(f"-D{key}={_literal(value)}" for key, value in macros.items()))
-        key = (source, words)
+        defines = tuple(sorted(f"-D{key}={_literal(value)}" for key, value in macros.items()))
+        key = (source, defines)
         if key not in self._modules:
-            self._modules[key] = Future()
-            asked = source, words, self._handle.device, self._modules[key]
-            Thread(target=_compile, args=asked, name=f"nvrtc-{source.name}", daemon=True).start()
+            module = self._modules[key] = Future()
+            arguments = source, defines, self._handle.device, module
+            Thread(
+                target=_compile, args=arguments, name=f"nvrtc-{source.name}", daemon=True
+            ).start()
         return Kernel(source, name, self._modules[key])
 
 
-def _compile(source: Path, words: tuple[str, ...], device: int, module: Future[Any]) -> None:
+def _compile(source: Path, defines: tuple[str, ...], device: int, compiled: Future[Any]) -> None:
     try:
+        import cupy
+
         cupy.cuda.Device(device).use()
-        options = ("--std=c++17", f"-I{FOLDER}", f"-I{source.parent}", _headers(source), *words)
-        made = cupy.RawModule(code=source.read_text(), options=options)
-        made.compile()
-    except BaseException as exc:  # noqa: BLE001 - a thread's end: who launches the kernel gets it
-        module.set_exception(exc)
+        options = ("--std=c++17", f"-I{FOLDER}", f"-I{source.parent}", _headers(source), *defines)
+        module = cupy.RawModule(code=source.read_text(), options=options)
+        module.compile()
+    except BaseException as exc:  # noqa: BLE001 - top of a thread: the kernel's launch raises it
+        compiled.set_exception(exc)
     else:
-        module.set_result(made)
+        compiled.set_result(module)
 
 
-def _headers(source: Path) -> str:
-    """A macro that differs where a header does, which CuPy's cache does not look into."""
+def _headers(source: Path) -> str:  # pragma: no cover - needs a GPU
+    """A macro with the digest of the headers, which CuPy's cache does not look at."""
     files = sorted({*FOLDER.glob("*.cuh"), *source.parent.glob("*.cuh")})
     digest = sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
     return f"-DHEADERS=0x{digest[:16]}"

@@ -1,170 +1,251 @@
-"""A network layer by layer: cuDNN's fused operations and our kernels, over fixed buffers.
+"""The strategy "layer by layer": cuDNN's fused operations and our kernels, over fixed buffers.
 
-The buffers are taken once, so the launches can be captured into a CUDA graph and replayed. What is
-fused with what is `fusion`'s affair. It refuses to copy images or answers: that is the plan's work.
+    first convolution    `conv1`: one kernel from pixels to pooled activations. Where it does not
+                         support the block: `unpack.cu`, then as any other convolution
+    convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
+                         cuDNN adds the bias and applies ReLU itself
+    dense                cuDNN with bias and ReLU, or cuDNN and the epilogue; in fp32 cuBLAS and
+                         the epilogue
+    last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
+
+The buffers are taken once, so the launches can be captured into a CUDA graph and replayed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-import cupy
 import numpy as np
 
-from lenet.cuda import fusion
+from lenet.cuda import conv1, epilogue
+from lenet.cuda.capture import Launch
+from lenet.cuda.cublas import WORKSPACE_BYTES
 from lenet.cuda.device import Handle
-from lenet.cuda.engines import Planner
-from lenet.cuda.epilogue import THREADS, TailShape
 from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
-from lenet.cuda.kernels import FOLDER, Kernels
-from lenet.cuda.memory import Arena, Buffers
-from lenet.cuda.packing import padded
-from lenet.cuda.weights import DeviceWeights
-from lenet.model import RELU, Block, BlockShape, ConvBlock, DenseBlock, Model
+from lenet.cuda.kernels import FOLDER, Kernels, scalar, storage_dtype
+from lenet.cuda.packing import PIXEL_SCALE, layout, padded
+from lenet.errors import BackendUnavailable
+from lenet.model import IDENTITY, RELU, Block, BlockShape, ConvBlock, DenseBlock, Model
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH
+from lenet.weightfile import WeightFile
 
-# Smaller convolutions cost little more than their launch; of a smaller product cuDNN's first plan
-# was 1 us behind its best one, and each plan tried costs the first start 0.2 s (H200, 2026-11-20).
+if TYPE_CHECKING:  # these import CuPy, which packing does not need
+    from lenet.cuda.engines import EngineCatalog
+    from lenet.cuda.memory import Arena, Buffers
+    from lenet.cuda.weights import DeviceWeights
+
+MAX_CLASSES = 32
+"""In `dense_softmax.cu` each lane of a warp writes one class."""
+
+# Smaller convolutions cost little more than their launch; for a smaller product cuDNN's first
+# engine was 1 us slower than its best, and each engine tried costs the first start 0.2 s (H200,
+# 2026-11-20).
 _TUNED_FROM_ROWS = {Convolution: 256, Product: 1024}
-_WIDE_FROM_ROWS = 512  # from here on a block of conv1.cu takes two images
-_TALL_FROM_ROWS = 4096  # from here on a warp of dense_softmax.cu takes two rows
-_FIRST_BLOCKS = 4  # of conv1.cu, resident on a multiprocessor
+_TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
+_CUDNN_ACTIVATIONS = (IDENTITY, RELU)  # fused by cuDNN into a convolution or product
+_ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
+_WEIGHT_COPIES = 6  # three for each strategy
+
+
+def check(model: Model) -> None:
+    """Check that the kernels support `model`.
+
+    Raises:
+        BackendUnavailable: the message names the model and what is too large.
+    """
+    if model.classes > MAX_CLASSES:
+        raise BackendUnavailable(
+            f"model {model.name!r} has {model.classes} classes, expected at most {MAX_CLASSES} on "
+            "a GPU",
+            "use the cpu device",
+        )
+
+
+def is_fused_by_cudnn(block: Block, precision: Precision) -> bool:
+    """Whether cuDNN computes the whole epilogue; not for fp32 products, see `graphs.Product`."""
+    if isinstance(block, DenseBlock):
+        return block.activation in _CUDNN_ACTIVATIONS and precision != "fp32"
+    return block.activation in _CUDNN_ACTIVATIONS and block.pool is None
+
+
+def pack(file: WeightFile, precision: Precision) -> dict[str, Any]:
+    """The tensors of `file` under their canonical names, as the layers read them."""
+    model, dtype = file.model, storage_dtype(precision)
+    layouts, shapes = layout(model), model.shapes()
+    packed: dict[str, Any] = {}
+    for block, shape in zip(model.blocks, shapes, strict=True):
+        names = f"{shape.name}.weight", f"{shape.name}.bias"
+        weight, bias = (file.tensors[name] for name in names)
+        first = shape is shapes[0]
+        by_conv1 = first and conv1.is_supported(block, precision)
+        if by_conv1:
+            packed[names[0]] = conv1.fragments(weight, conv1.parts(precision))
+        else:
+            scaled = weight * np.float32(PIXEL_SCALE) if first else weight
+            packed[names[0]] = layouts[names[0]].pack(scaled).astype(dtype)
+        # A bias that cuDNN adds has the type of the activations; our kernels add float32.
+        added_by_cudnn = (
+            is_fused_by_cudnn(block, precision) and shape is not shapes[-1] and not by_conv1
+        )
+        wide = layouts[names[1]].pack(bias)
+        packed[names[1]] = wide.astype(dtype if added_by_cudnn else np.float32)
+    return packed
+
+
+def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
+    """About the device memory that a backend takes for batches of up to `rows` images.
+
+    Images, answers, the output of each layer before and after its pooling, the weights and cuBLAS's
+    workspace; without cuDNN's workspaces and what CUDA takes for itself.
+    """
+    width = storage_dtype(precision).itemsize
+    row_bytes = HEIGHT * WIDTH + 2 * 4 * model.classes
+    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+        by_conv1 = block is model.blocks[0] and conv1.is_supported(block, precision)
+        for channels, *sides in (shape.output,) if by_conv1 else (shape.linear, shape.output):
+            wide = channels if isinstance(block, DenseBlock) else padded(channels)
+            row_bytes += width * wide * math.prod(sides)
+    weights = sum(math.prod(shape) for shape in model.parameters().values())
+    uses_cublas = precision == "fp32" and any(
+        isinstance(block, DenseBlock) for block in model.blocks[:-1]
+    )
+    return (
+        max(rows * row_bytes, _ARENA_BYTES)
+        + 4 * _WEIGHT_COPIES * weights
+        + WORKSPACE_BYTES * uses_cublas
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class Tools:
-    """What all buckets of a backend build with; `weights` as `fusion.pack_layers` makes them."""
+class BuildContext:
+    """What all buckets of a backend share; `weights` are packed by `pack`."""
 
     handle: Handle
     precision: Precision
     weights: DeviceWeights
-    planner: Planner
+    engines: EngineCatalog
     kernels: Kernels
     arena: Arena
 
 
-class Layers:
-    """The launches of `model` for one batch, over `buffers` and what it takes of the arena.
+class LayerByLayer:  # pragma: no cover - needs a GPU
+    """The launches of `model` for one bucket, over `buffers` and others taken from the arena.
 
     Raises:
-        DeviceError: cuDNN has no plan for a layer.
+        DeviceError: cuDNN has no engine for a layer.
     """
 
-    def __init__(self, model: Model, buffers: Buffers, tools: Tools) -> None:
-        self._model, self._rows, self._precision = model, buffers.rows, tools.precision
-        self._tools, self._arena, self._kernels = tools, tools.arena, tools.kernels
-        self._dtype = cupy.float16 if tools.precision == "fp16" else cupy.float32
-        self._scalar = "__half" if tools.precision == "fp16" else "float"
-        self._launches: list[tuple[str, Callable[[], None]]] = []
-        rest = list(zip(model.blocks, model.shapes(), strict=True))
-        if fusion.is_first(model.blocks[0], tools.precision):
-            x = self._first(*rest.pop(0), buffers.pixels)
+    def __init__(self, model: Model, buffers: Buffers, build: BuildContext) -> None:
+        self._rows, self._build = buffers.rows, build
+        self._dtype = storage_dtype(build.precision)
+        self._launches: list[tuple[str, Launch]] = []
+        (first, first_shape), *rest = zip(model.blocks, model.shapes(), strict=True)
+        if conv1.is_supported(first, build.precision):
+            assert isinstance(first, ConvBlock), "bug: not a convolution"
+            x = self._conv1(first, first_shape, buffers.pixels)
         else:
             x = self._unpack(buffers.pixels)
+            rest = [(first, first_shape), *rest]
         *hidden, (_, last) = rest
         for block, shape in hidden:
             x = self._block(block, shape.name, x)
-        self._last(last.name, x, buffers)
+        self._dense_softmax(last.name, x, buffers)
 
     def queue(self) -> None:
-        """Compute all rows, from and to the device; each layer in a range of its name."""
+        """Compute all rows, from device memory to device memory; an NVTX range for each layer."""
         for name, launch in self._launches:
             with span(name):
                 launch()
 
-    def _first(self, block: Block, shape: BlockShape, pixels: Any) -> Any:
-        assert isinstance(block, ConvBlock), "bug: not a convolution"
-        images = 2 if self._rows >= _WIDE_FROM_ROWS else 1
-        macros = fusion.first_macros(block, shape) | {"SCALAR": self._scalar, "IMAGES": images}
+    def _conv1(self, block: ConvBlock, shape: BlockShape, pixels: Any) -> Any:
         _, oh, ow = shape.output
-        c = padded(block.channels)
-        y = self._arena.take((self._rows, oh, ow, c), self._dtype)
-        kernel = self._kernels.get(FOLDER / "conv1.cu", "first_convolution", macros)
+        y = self._take(oh, ow, padded(block.channels))
+        kernels, multiprocessors = self._build.kernels, self._build.handle.multiprocessors
         weight, bias = self._tensors(shape.name)
-        grid = (
-            min(-(-self._rows // images), _FIRST_BLOCKS * self._tools.handle.multiprocessors),
-            len(weight),
-        )
-        arguments = (pixels, weight, bias, y, np.int32(self._rows))
-        self._add(shape.name, lambda: kernel(grid, (128,), arguments))
+        launch = conv1.launch(kernels, multiprocessors, block, shape, pixels, weight, bias, y)
+        self._launches.append((shape.name, launch))
         return y
 
     def _unpack(self, pixels: Any) -> Any:
-        x = self._arena.take((self._rows, HEIGHT, WIDTH, 1), self._dtype)
-        grid = (-(-x.size // (16 * THREADS)),)
-        kernel = self._kernels.get(FOLDER / "unpack.cu", "unpack", {"SCALAR": self._scalar})
+        x = self._take(HEIGHT, WIDTH, 1)
+        grid = (-(-x.size // (16 * epilogue.THREADS)),)
+        macros = {"SCALAR": scalar(self._dtype)}
+        kernel = self._build.kernels.get(FOLDER / "unpack.cu", "unpack", macros)
         arguments = (pixels, x, np.int32(self._rows))
-        self._add("unpack", lambda: kernel(grid, (THREADS,), arguments))
+        self._launches.append(("unpack", lambda: kernel(grid, (epilogue.THREADS,), arguments)))
         return x
 
     def _block(self, block: Block, name: str, x: Any) -> Any:
         weight, bias = self._tensors(name)
-        fused = fusion.is_fused(block, self._precision)
+        precision = self._build.precision
+        fused = is_fused_by_cudnn(block, precision)
         relu = fused and block.activation == RELU
+        operation: Operation
         if isinstance(block, ConvBlock):
             geometry = block.stride, block.padding, block.dilation
-            convolution = Convolution(
-                "forward", self._precision, x.shape, weight.shape, *geometry, bias=fused, relu=relu
+            operation = Convolution(
+                "forward", precision, x.shape, weight.shape, *geometry, bias=fused, relu=relu
             )
-            y = self._arena.take(convolution.output, self._dtype)
-            self._cudnn(name, convolution, x, weight, bias if fused else None, y)
+            y = self._take(*operation.output[1:])
+            self._cudnn(name, operation, x, weight, bias, y)
         else:
             x, (n, k) = x.reshape(self._rows, -1), weight.shape
-            y = self._arena.take((self._rows, n), self._dtype)
-            if self._precision == "fp32":
-                product = self._tools.handle.cublas.product
-                self._add(name, lambda: product(x, weight, y, "fp32", transpose_b=True))
+            y = self._take(n)
+            if precision == "fp32":
+                product = self._build.handle.cublas.product
+                launch = partial(product, x, weight, y, "fp32", transpose_b=True)
+                self._launches.append((name, launch))
             else:
-                operation = Product(self._precision, self._rows, n, k, bias=fused, relu=relu)
-                self._cudnn(name, operation, x, weight, bias if fused else None, y)
-        return y if fused else self._tail(block, name, y, bias)
+                operation = Product(precision, self._rows, n, k, bias=fused, relu=relu)
+                self._cudnn(name, operation, x, weight, bias, y)
+        return y if fused else self._epilogue(block, name, y, bias)
 
     def _cudnn(
-        self, name: str, operation: Operation, x: Any, weight: Any, bias: Any | None, y: Any
+        self, name: str, operation: Operation, x: Any, weight: Any, bias: Any, y: Any
     ) -> None:
-        plan = self._tools.planner.plan(operation, self._rows >= _TUNED_FROM_ROWS[type(operation)])
+        tune = self._rows >= _TUNED_FROM_ROWS[type(operation)]
+        engine = self._build.engines.engine(operation, tune)
         addresses = {Uid.INPUT: x, Uid.WEIGHT: weight, Uid.OUTPUT: y}
-        if bias is not None:
+        if operation.bias:
             addresses[Uid.BIAS] = bias
-        self._add(name, lambda: plan.run(addresses))
+        self._launches.append((name, partial(engine.run, addresses)))
 
-    def _tail(self, block: Block, name: str, x: Any, bias: Any) -> Any:
+    def _epilogue(self, block: Block, name: str, x: Any, bias: Any) -> Any:
         h, w = x.shape[1:3] if x.ndim == 4 else (1, 1)
         pool = block.pool if isinstance(block, ConvBlock) else None
         channels = block.units if isinstance(block, DenseBlock) else block.channels
-        shape = TailShape(h, w, x.shape[-1], channels, pool, block.activation, False, self._scalar)
-        y = self._arena.take((self._rows, *shape.output, shape.c), self._dtype)
-        tiles, _ = shape.tiles()
-        grid = shape.blocks(self._rows * math.prod(shape.output)), tiles
-        kernel = self._kernels.get(FOLDER / "epilogue.cu", "epilogue_forward", shape.macros())
-        null = np.uintp(0)
-        arguments = (x, null, null, null, bias, y, null, np.int32(self._rows))
-        self._add(f"{name}.tail", lambda: kernel(grid, (THREADS,), arguments))
-        return y if x.ndim == 4 else y.reshape(self._rows, shape.c)
+        shape = epilogue.EpilogueShape(
+            h, w, x.shape[-1], channels, pool, block.activation, False, scalar(self._dtype)
+        )
+        y = self._take(*(shape.output if x.ndim == 4 else ()), shape.c)
+        launch = epilogue.launch(self._build.kernels, shape, x, bias, y)
+        self._launches.append((f"{name}.epilogue", launch))
+        return y
 
-    def _last(self, name: str, x: Any, buffers: Buffers) -> None:
+    def _dense_softmax(self, name: str, x: Any, buffers: Buffers) -> None:
         weight, bias = self._tensors(name)
         flat = x.reshape(self._rows, -1)
-        rows = 2 if self._rows >= _TALL_FROM_ROWS else 1
+        rows = 2 if self._rows >= _TWO_ROWS_FROM_ROWS else 1
         macros = {
-            "SCALAR": self._scalar,
+            "SCALAR": scalar(self._dtype),
             "I": flat.shape[1],
-            "CLASSES": self._model.classes,
+            "CLASSES": buffers.logits.shape[1],
             "ROWS": rows,
         }
-        kernel = self._kernels.get(FOLDER / "dense_softmax.cu", "last_dense_softmax", macros)
+        source = FOLDER / "dense_softmax.cu"
+        kernel = self._build.kernels.get(source, "last_dense_softmax", macros)
         grid = (-(-self._rows // (4 * rows)),)  # four warps a block
         answers = buffers.logits, buffers.probabilities
         arguments = (flat, weight, bias, *answers, np.int32(self._rows))
-        self._add(name, lambda: kernel(grid, (128,), arguments))
+        self._launches.append((name, lambda: kernel(grid, (128,), arguments)))
 
     def _tensors(self, name: str) -> tuple[Any, Any]:
-        weights = self._tools.weights
+        weights = self._build.weights
         return weights[f"{name}.weight"], weights[f"{name}.bias"]
 
-    def _add(self, name: str, launch: Callable[[], None]) -> None:
-        self._launches.append((name, launch))
+    def _take(self, *shape: int) -> Any:
+        return self._build.arena.take((self._rows, *shape), self._dtype)

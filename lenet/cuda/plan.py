@@ -7,7 +7,7 @@ a graph uses neither cuDNN nor cuBLAS.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import cupy
@@ -36,9 +36,9 @@ class ChosenStrategy:
     """
 
     strategy: Strategy
-    measured_us: Mapping[Strategy, float]
     launch: Launch
     network: Launch
+    measured_us: Mapping[Strategy, float] = field(default_factory=dict)
 
 
 class CudaPlan:

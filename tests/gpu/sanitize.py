@@ -17,7 +17,7 @@ import numpy as np
 
 from lenet.cuda.backend import CudaBackend
 from lenet.cuda.device import Handle
-from lenet.cuda.engines import Planner
+from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena, Workspace
@@ -62,8 +62,8 @@ def main() -> None:
             kernels, arena = Kernels(handle), Arena(1 << 22)
             batch = BatchKernels(kernels, arena, cupy.dtype(dtype))
             epilogues, sgd = Epilogues(handle, kernels, arena), FusedSgd(kernels)
-            planner = Planner(handle, Workspace(), None, autotune=False)
-            linear = Linear(handle, handle, (planner, planner), kernels, arena, "fp32")
+            engines = EngineCatalog(handle, Workspace(), None, autotune=False)
+            linear = Linear(handle, handle, (engines, engines), kernels, arena, "fp32")
             for shape, channels, norm, activation, pool in EPILOGUES:
                 values = random.standard_normal(shape).astype(dtype)
                 values[..., channels:] = 0

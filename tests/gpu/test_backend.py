@@ -16,7 +16,7 @@ import pytest
 from lenet import reference
 from lenet.context import ExecutionContext, Target, buckets, open_backend
 from lenet.cuda.backend import CudaBackend
-from lenet.cuda.engine_cache import PlanCache
+from lenet.cuda.engine_cache import EngineCache
 from lenet.errors import OutOfDeviceMemory
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import WeightFile
@@ -200,12 +200,12 @@ def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     weights = random_weights("lenet")
     images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
     path = tmp_path / "plans.json"  # by which all of them come to choose the same way
-    with opened("fp16", PlanCache(path)) as backend:
+    with opened("fp16", EngineCache(path)) as backend:
         want = {n: answer(backend.plan(weights, n), images[:n]).tobytes() for n in (1, 8, 32)}
     wrong = []
 
     def work():
-        with opened("fp16", PlanCache(path)) as backend:
+        with opened("fp16", EngineCache(path)) as backend:
             plans = {n: backend.plan(weights, n) for n in want}
             for _ in range(3000):
                 for n, plan in plans.items():
@@ -307,5 +307,19 @@ os._exit(0)
 
 
 def test_a_network_too_large_for_the_device_is_refused_by_its_memory(random_weights):
-    with opened("fp32") as backend, pytest.raises(OutOfDeviceMemory, match="making ready for"):
+    with (
+        opened("fp32") as backend,
+        pytest.raises(OutOfDeviceMemory, match="preparing 2097152 rows"),
+    ):
         backend.plan(random_weights("cnn-32-64"), 1 << 21)
+
+
+def test_cublas_takes_its_workspace_in_fp32_alone(random_weights):
+    found = {}
+    for precision in PRECISIONS:
+        with opened(precision) as backend:
+            backend.plan(random_weights("mlp"), 8)
+            found[precision] = backend.workspace_bytes
+            assert backend.workspace_bytes < backend.device_bytes
+    assert found["fp32"] == 32 << 20
+    assert max(found["tf32"], found["fp16"]) < 32 << 20

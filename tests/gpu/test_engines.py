@@ -1,4 +1,4 @@
-"""What cuDNN fuses for a served layer, and the choice of its plans, against float64."""
+"""What cuDNN fuses for a served layer, and the choice of its engines, against float64."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from lenet.cuda.device import Handle
-from lenet.cuda.engine_cache import PlanCache
-from lenet.cuda.engines import Planner
+from lenet.cuda.engine_cache import EngineCache
+from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.graphs import Convolution, Product, Uid
 from lenet.cuda.memory import Workspace
 from lenet.model import ConvBlock
@@ -43,7 +43,7 @@ def test_a_product_with_bias_and_relu_agrees(handle, precision, relu):
     operation = Product(precision, 37, 96, 800, bias=True, relu=relu)
     (x, weight, bias), (a, b, c) = drawn(precision, (37, 800), (96, 800), (96,))
     y = cupy.full((37, 96), np.nan, x.dtype)
-    plan = Planner(handle, Workspace(), None, autotune=False).plan(operation)
+    plan = EngineCatalog(handle, Workspace(), None, autotune=False).engine(operation)
     plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
     want = a @ b.T + c
     assert relative(y, np.maximum(want, 0) if relu else want) <= TOLERANCE[precision]
@@ -56,7 +56,7 @@ def test_a_convolution_with_bias_and_relu_agrees(handle, precision, relu):
     operation = Convolution("forward", precision, image, filters, bias=True, relu=relu)
     (x, weight, bias), (a, b, c) = drawn(precision, image, filters, (64,))
     y = cupy.full(operation.output, np.nan, x.dtype)
-    plan = Planner(handle, Workspace(), None, autotune=False).plan(operation)
+    plan = EngineCatalog(handle, Workspace(), None, autotune=False).engine(operation)
     plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
     block = ConvBlock(64, (5, 3))
     linear, _ = CpuOps(np.float64).convolution(
@@ -73,18 +73,20 @@ def test_a_kept_plan_is_not_built_again_and_gives_the_same_bits(handle, tmp_path
 
     def answer():
         y = cupy.full((64, 96), np.nan, x.dtype)
-        plan = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+        plan = EngineCatalog(handle, Workspace(), EngineCache(path), autotune=True).engine(
+            operation
+        )
         plan.run({Uid.INPUT: x, Uid.WEIGHT: weight, Uid.BIAS: bias, Uid.OUTPUT: y})
         return plan.name, y.get().tobytes()
 
     first = answer()
-    built, building = [], Planner._built
+    built, building = [], EngineCatalog._build
 
     def watched(self, *arguments):
         built.append(arguments)
         return building(self, *arguments)
 
-    monkeypatch.setattr(Planner, "_built", watched)
+    monkeypatch.setattr(EngineCatalog, "_build", watched)
     assert answer() == first
     assert built == []
     (kept,) = (tmp_path / "plans").iterdir()
@@ -96,13 +98,30 @@ def test_a_kept_plan_is_not_built_again_and_gives_the_same_bits(handle, tmp_path
 def test_the_fastest_plan_is_remembered_and_an_unknown_name_measured_anew(handle, tmp_path):
     path = tmp_path / "plans.json"
     operation = Product("fp16", 64, 96, 128)
-    first = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    first = EngineCatalog(handle, Workspace(), EngineCache(path), autotune=True).engine(operation)
     (key,) = kept = json.loads(path.read_text())
     assert kept[key] == first.name
     assert handle.name in key
     assert handle.cudnn_version in key
-    again = Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    again = EngineCatalog(handle, Workspace(), EngineCache(path), autotune=True).engine(operation)
     assert again.name == first.name
     path.write_text(json.dumps({key: "no such plan"}))
-    Planner(handle, Workspace(), PlanCache(path), autotune=True).plan(operation)
+    EngineCatalog(handle, Workspace(), EngineCache(path), autotune=True).engine(operation)
     assert json.loads(path.read_text())[key] != "no such plan"
+
+
+def test_no_further_engine_is_tried_when_the_search_is_to_stop(handle):
+    class Stopped(Exception):
+        pass
+
+    calls = []
+
+    def check_stop():
+        calls.append(None)
+        if len(calls) == 2:
+            raise Stopped
+
+    catalog = EngineCatalog(handle, Workspace(), None, autotune=True, check_stop=check_stop)
+    with pytest.raises(Stopped):
+        catalog.engine(Product("fp16", 64, 96, 128))
+    assert len(calls) == 2

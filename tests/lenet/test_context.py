@@ -79,7 +79,7 @@ def test_there_are_no_buckets_when_the_largest_is_below_one(largest):
 @pytest.fixture
 def no_gpu(monkeypatch):
     def devices():
-        raise BackendUnavailable("no NVIDIA GPU was found")
+        raise BackendUnavailable("there is no NVIDIA GPU", "use the cpu device")
 
     monkeypatch.setattr("lenet.cuda.device.devices", devices)
 
@@ -91,12 +91,13 @@ def test_auto_is_a_gpu_where_there_is_one(monkeypatch):
 
 
 def test_auto_is_the_cpu_elsewhere_and_says_why(no_gpu):
-    assert choose("auto") == ("cpu", "no NVIDIA GPU was found")
+    why = "there is no NVIDIA GPU (docs/operations.md says how to serve on a GPU)"
+    assert choose("auto") == ("cpu", why)
     assert choose("cpu") == ("cpu", None)
 
 
 def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused(no_gpu):
-    with pytest.raises(BackendUnavailable, match="no NVIDIA GPU"):
+    with pytest.raises(BackendUnavailable, match="there is no NVIDIA GPU; use the cpu device"):
         choose("cuda")
 
 
@@ -108,7 +109,10 @@ SLAB = 64 << 20
 def test_the_estimate_grows_by_the_row_above_the_first_slab(name, precision):
     model, target, rows = ARCHITECTURES[name], Target("cuda", precision=precision), 1 << 18
     small, large, larger = (estimate_bytes(target, model, n) for n in (1, rows, 2 * rows))
-    assert SLAB < small == estimate_bytes(target, model, 64) < 1.5 * SLAB
+    # cuBLAS computes the dense layers of fp32 alone.
+    cublas = (32 << 20) * (precision == "fp32")
+    assert SLAB < small - cublas < 1.5 * SLAB
+    assert small == estimate_bytes(target, model, 64)
     assert larger - large == pytest.approx(large - (small - SLAB))
 
 

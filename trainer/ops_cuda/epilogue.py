@@ -15,7 +15,7 @@ import numpy as np
 
 from lenet.cuda import kernels
 from lenet.cuda.device import Handle
-from lenet.cuda.epilogue import THREADS, TailShape
+from lenet.cuda.epilogue import THREADS, EpilogueShape
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
 from trainer.ops import EPSILON, RUNNING_SHARE, Epilogue
@@ -33,7 +33,7 @@ _MAX_TILES = 1 << 14
 class SavedEpilogue(NamedTuple):
     """What the gradient of an epilogue needs; `index` is the position of each maximum."""
 
-    shape: TailShape
+    shape: EpilogueShape
     epilogue: Epilogue
     x: Any
     mean: Any
@@ -103,7 +103,7 @@ class Epilogues:
         )
         return dx, (sums[1], sums[0]) if shape.norm else (sums[0],)
 
-    def _moments(self, shape: TailShape, x: Any, running_mean: Any, running_variance: Any) -> Any:
+    def _moments(self, shape: EpilogueShape, x: Any, running_mean: Any, running_variance: Any) -> Any:
         """The batch's (mean, variance) over all ranks; also updates the running ones."""
         rows = len(x)
         mean, variance = (self._arena.take((shape.c,), cupy.float32) for _ in range(2))
@@ -126,7 +126,7 @@ class Epilogues:
 
     def _sums(
         self,
-        shape: TailShape,
+        shape: EpilogueShape,
         kernel: str,
         pixels: int,
         before: tuple[Any, ...],
@@ -144,14 +144,14 @@ class Epilogues:
         return sums
 
     def _launch(
-        self, shape: TailShape, kernel: str, pixels: int, arguments: tuple[Any, ...]
+        self, shape: EpilogueShape, kernel: str, pixels: int, arguments: tuple[Any, ...]
     ) -> None:
         tiles, _ = shape.tiles()
         blocks = shape.blocks(pixels)
         function = self._get(shape, kernel)
         function((blocks, tiles), (THREADS,), _pointers(arguments))
 
-    def _get(self, shape: TailShape, kernel: str) -> Any:
+    def _get(self, shape: EpilogueShape, kernel: str) -> Any:
         source = _FORWARD if kernel == "epilogue_forward" else _BACKWARD
         return self._kernels.get(source, kernel, {**shape.macros(), **_CONSTANTS})
 
@@ -160,14 +160,14 @@ class Epilogues:
             self.ranks.start_all_reduce([sums], self._handle.stream)
             self.ranks.finish_all_reduce(self._handle.stream)
 
-    def _count(self, shape: TailShape, rows: int) -> int:
+    def _count(self, shape: EpilogueShape, rows: int) -> int:
         """Elements of a channel in the whole batch."""
         return rows * (self.ranks.size if self.ranks else 1) * shape.h * shape.w
 
 
-def _shape(x: Any, epilogue: Epilogue) -> TailShape:
+def _shape(x: Any, epilogue: Epilogue) -> EpilogueShape:
     h, w = x.shape[1:3] if x.ndim == 4 else (1, 1)
-    return TailShape(
+    return EpilogueShape(
         h,
         w,
         x.shape[-1],

@@ -14,7 +14,7 @@ import numpy as np
 
 from lenet.cuda.cublas import Arithmetic
 from lenet.cuda.device import Handle
-from lenet.cuda.engines import Plan, Planner
+from lenet.cuda.engines import Engine, EngineCatalog
 from lenet.cuda.graphs import Convolution, Uid
 from lenet.cuda.kernels import Kernels, Macros
 from lenet.cuda.memory import Arena
@@ -44,30 +44,32 @@ class SavedProduct(NamedTuple):
 class Linear:
     """Convolutions and products on `main`'s stream, weight gradients on `wgrad_handle`'s.
 
-    `planners` are those of the two handles, in this order.
+    `engines` are those of the two handles, in this order.
     """
 
     def __init__(
         self,
         main: Handle,
         wgrad_handle: Handle,
-        planners: tuple[Planner, Planner],
+        engines: tuple[EngineCatalog, EngineCatalog],
         kernels: Kernels,
         arena: Arena,
         arithmetic: Arithmetic,
     ) -> None:
         self._main, self._wgrad_handle = main, wgrad_handle
-        self._planner, self._wgrad_planner = planners
+        self._engines, self._wgrad_engines = engines
         self._kernels, self._arena = kernels, arena
         self._arithmetic = arithmetic
         self._dtype = cupy.float16 if arithmetic == "fp16" else cupy.float32
         # Zeros between any two launches of first_filter.cu.
         self._counters = cupy.zeros(_COUNTERS, cupy.uint32)
+        for handle in (main, wgrad_handle):
+            _ = handle.cublas  # its first use allocates memory, which a capture forbids
 
-    def plan(self, convolution: Convolution) -> Plan:
-        """The plan that computes `convolution`, made at its first use."""
+    def engine(self, convolution: Convolution) -> Engine:
+        """The engine that computes `convolution`, chosen at its first use."""
         wgrad = convolution.direction == "filter"
-        return (self._wgrad_planner if wgrad else self._planner).plan(convolution)
+        return (self._wgrad_engines if wgrad else self._engines).engine(convolution)
 
     def convolution(
         self, x: Any, weight: Parameter, block: ConvBlock
@@ -84,7 +86,7 @@ class Linear:
         )
         y = self._arena.take(forward.output, self._dtype)
         operand = weight.operand(self._dtype)
-        self.plan(forward).run({Uid.INPUT: x, Uid.WEIGHT: operand, Uid.OUTPUT: y})
+        self.engine(forward).run({Uid.INPUT: x, Uid.WEIGHT: operand, Uid.OUTPUT: y})
         return y, SavedConvolution(x, weight, forward)
 
     def convolution_weight_gradient(self, dy: Any, saved: SavedConvolution) -> Any:
@@ -94,8 +96,8 @@ class Linear:
             if first_filter.fits(forward):
                 return self._first_filter(x, dy, forward)
             dweight = self._arena.take(weight.master.shape, self._dtype)
-            plan = self.plan(replace(forward, direction="filter"))
-            plan.run({Uid.INPUT: x, Uid.WEIGHT: dy, Uid.OUTPUT: dweight})
+            engine = self.engine(replace(forward, direction="filter"))
+            engine.run({Uid.INPUT: x, Uid.WEIGHT: dy, Uid.OUTPUT: dweight})
             return dweight
 
     def convolution_input_gradient(self, dy: Any, saved: SavedConvolution) -> Any:
@@ -103,8 +105,8 @@ class Linear:
         x, weight, forward = saved
         dx = self._arena.take(x.shape, self._dtype)
         operand = weight.operand(self._dtype)
-        plan = self.plan(replace(forward, direction="data"))
-        plan.run({Uid.INPUT: dy, Uid.WEIGHT: operand, Uid.OUTPUT: dx})
+        engine = self.engine(replace(forward, direction="data"))
+        engine.run({Uid.INPUT: dy, Uid.WEIGHT: operand, Uid.OUTPUT: dx})
         return dx
 
     def dense(self, x: Any, weight: Parameter) -> tuple[Any, SavedProduct]:

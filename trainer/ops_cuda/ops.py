@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 
 from lenet.cuda.capture import captured
 from lenet.cuda.device import Handle, translated
-from lenet.cuda.engine_cache import PlanCache
-from lenet.cuda.engines import Planner
+from lenet.cuda.engine_cache import EngineCache
+from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena, Workspace
 from lenet.errors import DeviceError
@@ -57,7 +57,7 @@ class CudaOps:
         self,
         precision: Precision,
         device: int = 0,
-        cache: PlanCache | None = None,
+        cache: EngineCache | None = None,
         autotune: bool = True,
         stopping: Event | None = None,
     ) -> None:
@@ -73,14 +73,14 @@ class CudaOps:
         dtype = cupy.float16 if precision == "mixed" else cupy.float32
         kernels = Kernels(self.handle)
         check_stop = partial(_check_stop, stopping) if stopping is not None else None
-        planner, wgrad_planner = (
-            Planner(handle, Workspace(), cache, autotune, check_stop=check_stop)
+        engines, wgrad_engines = (
+            EngineCatalog(handle, Workspace(), cache, autotune, check_stop=check_stop)
             for handle in (self.handle, self.wgrad_handle)
         )
         self.linear = Linear(
             self.handle,
             self.wgrad_handle,
-            (planner, wgrad_planner),
+            (engines, wgrad_engines),
             kernels,
             self.arena,
             self.arithmetic,

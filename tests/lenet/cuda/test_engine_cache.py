@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from lenet.cuda.engine_cache import PlanCache, default_cache
+from lenet.cuda.engine_cache import EngineCache, default_cache
 
 KEY = "NVIDIA H200 | cuDNN 9.19.0 | Product(precision='fp16', m=256, n=512, k=1024)"
-READ = "the cache of cuDNN plans is dropped: "
-WRITTEN = "the cache of cuDNN plans cannot be written: "
+READ = "the cache of cuDNN engines is ignored: "
+WRITTEN = "the cache of cuDNN engines cannot be written: "
 PLAN = bytes(range(256)) + b"\n\n"  # with line ends, as a plan has by chance
 
 
@@ -28,12 +28,12 @@ def warnings(caplog):
 
 
 def test_a_choice_is_found_again_when_another_instance_reads_the_file(path, caplog):
-    first = PlanCache(path)
+    first = EngineCache(path)
     assert first.get(KEY) is None
     first.put(KEY, "eng0_k2=3")
     first.put("other", "eng1")
     first.put(KEY, "eng0_k2=4")
-    again = PlanCache(path)
+    again = EngineCache(path)
     for cache in (first, again):
         assert (cache.get(KEY), cache.get("other")) == ("eng0_k2=4", "eng1")
         assert cache.get("third") is None
@@ -42,15 +42,15 @@ def test_a_choice_is_found_again_when_another_instance_reads_the_file(path, capl
 
 
 def test_what_another_process_has_kept_meanwhile_stays(path):
-    ours, theirs = PlanCache(path), PlanCache(path)
+    ours, theirs = EngineCache(path), EngineCache(path)
     theirs.put("another key", "eng1")
     ours.put(KEY, "eng0")
-    found = PlanCache(path)
+    found = EngineCache(path)
     assert (found.get(KEY), found.get("another key")) == ("eng0", "eng1")
 
 
 def test_nothing_is_written_or_said_when_there_is_no_file(path, caplog):
-    assert PlanCache(path).get(KEY) is None
+    assert EngineCache(path).get(KEY) is None
     assert not path.parent.exists()
     assert warnings(caplog) == []
 
@@ -74,7 +74,7 @@ def test_nothing_is_written_or_said_when_there_is_no_file(path, caplog):
 def test_a_broken_file_is_dropped_with_a_warning_when_it_is_read(path, caplog, content):
     path.parent.mkdir()
     path.write_bytes(content)
-    cache = PlanCache(path)
+    cache = EngineCache(path)
     assert cache.get("key") is None
     (warning,) = warnings(caplog)
     assert warning.startswith(f"{path}: {READ}")
@@ -84,7 +84,7 @@ def test_a_broken_file_is_dropped_with_a_warning_when_it_is_read(path, caplog, c
 
 def test_a_warning_is_all_when_the_file_cannot_be_read(path, caplog):
     path.mkdir(parents=True)  # a folder: root too is refused to read it
-    assert PlanCache(path).get(KEY) is None
+    assert EngineCache(path).get(KEY) is None
     (warning,) = warnings(caplog)
     assert warning.startswith(f"{path}: {READ}")
 
@@ -92,7 +92,7 @@ def test_a_warning_is_all_when_the_file_cannot_be_read(path, caplog):
 def test_a_choice_holds_for_this_run_when_the_folder_cannot_be_made(tmp_path, caplog):
     (tmp_path / "file").write_text("in the way")  # root too makes no folder below a file
     path = tmp_path / "file" / "plans.json"
-    cache = PlanCache(path)
+    cache = EngineCache(path)
     caplog.clear()
     cache.put(KEY, "eng0")
     assert cache.get(KEY) == "eng0"
@@ -114,7 +114,7 @@ def interrupted(monkeypatch):
 def test_the_old_file_stays_whole_when_writing_breaks_off(path, caplog):
     path.parent.mkdir()
     path.write_text('{"key": "eng0"}')
-    cache = PlanCache(path)
+    cache = EngineCache(path)
     cache.put("key", "eng1")
     assert cache.get("key") == "eng1"
     assert json.loads(path.read_text()) == {"key": "eng0"}
@@ -131,7 +131,7 @@ def test_a_reader_sees_a_whole_file_when_a_choice_is_being_written(path, monkeyp
         seen.append((json.loads(path.read_text()), json.loads(self.read_text())))
         return replace(self, target)
 
-    cache = PlanCache(path)
+    cache = EngineCache(path)
     cache.put("a", "eng0")
     monkeypatch.setattr(Path, "replace", observed)
     cache.put("b", "eng1")
@@ -154,7 +154,7 @@ def test_a_choice_is_made_once_by_several_that_come_to_it_together(path):
     together, made = threading.Barrier(4), []
 
     def choose(name):
-        cache = PlanCache(path)
+        cache = EngineCache(path)
         together.wait(30)
         with cache.locked():
             if cache.get(KEY) is None:
@@ -168,41 +168,41 @@ def test_a_choice_is_made_once_by_several_that_come_to_it_together(path):
     for thread in threads:
         thread.join()
     assert len(made) == 1
-    assert PlanCache(path).get(KEY) == made[0]
+    assert EngineCache(path).get(KEY) == made[0]
 
 
 def test_a_folder_that_cannot_be_made_keeps_nobody_from_choosing(tmp_path):
     (tmp_path / "file").write_text("in the way")
-    with PlanCache(tmp_path / "file" / "plans.json").locked() as nothing:
+    with EngineCache(tmp_path / "file" / "plans.json").locked() as nothing:
         assert nothing is None
 
 
 def test_a_plan_is_found_again_by_another_instance_under_its_own_key_and_name(path, caplog):
-    first = PlanCache(path)
-    first.put_plan(KEY, "eng0", PLAN)
-    first.put_plan(KEY, "eng1", b"")
-    first.put_plan("other", "eng0", b"other")
-    for cache in (first, PlanCache(path)):
-        assert cache.plan(KEY, "eng0") == PLAN
-        assert cache.plan(KEY, "eng1") == b""
-        assert cache.plan("other", "eng0") == b"other"
-        assert cache.plan("other", "eng1") is None
+    first = EngineCache(path)
+    first.put_engine(KEY, "eng0", PLAN)
+    first.put_engine(KEY, "eng1", b"")
+    first.put_engine("other", "eng0", b"other")
+    for cache in (first, EngineCache(path)):
+        assert cache.engine(KEY, "eng0") == PLAN
+        assert cache.engine(KEY, "eng1") == b""
+        assert cache.engine("other", "eng0") == b"other"
+        assert cache.engine("other", "eng1") is None
     assert warnings(caplog) == []
 
 
 def test_the_last_plan_is_the_one_that_is_kept(path):
-    cache = PlanCache(path)
+    cache = EngineCache(path)
     for plan in (b"old", PLAN):
-        cache.put_plan(KEY, "eng0", plan)
-    assert cache.plan(KEY, "eng0") == PLAN
+        cache.put_engine(KEY, "eng0", plan)
+    assert cache.engine(KEY, "eng0") == PLAN
 
 
 def test_nothing_is_made_or_said_when_a_plan_is_looked_for_where_none_was_kept(path, caplog):
-    assert PlanCache(path).plan(KEY, "eng0") is None
+    assert EngineCache(path).engine(KEY, "eng0") is None
     assert not path.parent.exists()
     path.parent.mkdir()
     path.with_suffix("").write_text("no folder")
-    assert PlanCache(path).plan(KEY, "eng0") is None
+    assert EngineCache(path).engine(KEY, "eng0") is None
     assert warnings(caplog) == []
 
 
@@ -219,33 +219,35 @@ def test_nothing_is_made_or_said_when_a_plan_is_looked_for_where_none_was_kept(p
     ids=["plan", "digest", "truncated", "longer", "only a digest", "empty"],
 )
 def test_a_changed_plan_is_dropped_with_a_warning_until_it_is_kept_anew(path, caplog, change):
-    cache = PlanCache(path)
-    cache.put_plan(KEY, "eng0", PLAN)
+    cache = EngineCache(path)
+    cache.put_engine(KEY, "eng0", PLAN)
     (file,) = path.with_suffix("").iterdir()
     file.write_bytes(change(file.read_bytes()))
-    assert cache.plan(KEY, "eng0") is None
+    assert cache.engine(KEY, "eng0") is None
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"{file}: a kept cuDNN plan is dropped: ")
-    cache.put_plan(KEY, "eng0", PLAN)
-    assert cache.plan(KEY, "eng0") == PLAN
+    assert warning.startswith(f"{file}: a cached cuDNN engine is ignored: ")
+    cache.put_engine(KEY, "eng0", PLAN)
+    assert cache.engine(KEY, "eng0") == PLAN
 
 
 def test_a_warning_is_all_when_a_plan_cannot_be_read(path, caplog):
-    cache = PlanCache(path)
-    cache.put_plan(KEY, "eng0", PLAN)
+    cache = EngineCache(path)
+    cache.put_engine(KEY, "eng0", PLAN)
     (file,) = path.with_suffix("").iterdir()
     file.unlink()
     file.mkdir()  # a folder: root too is refused to read it
-    assert cache.plan(KEY, "eng0") is None
+    assert cache.engine(KEY, "eng0") is None
     (warning,) = warnings(caplog)
-    assert warning.startswith(f"{file}: a kept cuDNN plan is dropped: ")
+    assert warning.startswith(f"{file}: a cached cuDNN engine is ignored: ")
 
 
 def test_a_warning_is_all_when_the_folder_of_plans_cannot_be_made(path, caplog):
     path.parent.mkdir()
     path.with_suffix("").write_text("in the way")
-    cache = PlanCache(path)
-    cache.put_plan(KEY, "eng0", PLAN)
+    cache = EngineCache(path)
+    cache.put_engine(KEY, "eng0", PLAN)
     (warning,) = warnings(caplog)
-    assert re.fullmatch(rf"{path.with_suffix('')}/\w+: a cuDNN plan cannot be kept: .+", warning)
-    assert cache.plan(KEY, "eng0") is None
+    assert re.fullmatch(
+        rf"{path.with_suffix('')}/\w+: a cuDNN engine cannot be cached: .+", warning
+    )
+    assert cache.engine(KEY, "eng0") is None

@@ -2,12 +2,12 @@ from __future__ import annotations
 
 import pytest
 
-from lenet.cuda.epilogue import MAX_BLOCKS, TailShape
+from lenet.cuda.epilogue import MAX_BLOCKS, EpilogueShape
 from lenet.model import RELU, Pool
 
 
 def a_tail(pool=None, c=32, scalar="__half", size=(8, 6)):
-    return TailShape(*size, c, c - 1, pool, RELU, False, scalar)
+    return EpilogueShape(*size, c, c - 1, pool, RELU, False, scalar)
 
 
 @pytest.mark.parametrize(

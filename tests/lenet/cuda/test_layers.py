@@ -1,0 +1,51 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lenet.cuda.layers import MAX_CLASSES, check, is_fused_by_cudnn, pack
+from lenet.cuda.packing import PIXEL_SCALE, layout
+from lenet.errors import BackendUnavailable
+from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model, Pool
+
+HALVED = Pool("max")
+
+
+def test_a_network_with_more_classes_than_a_warp_has_lanes_is_refused_by_name():
+    check(Model("digits", (DenseBlock(MAX_CLASSES, activation=IDENTITY),)))
+    letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
+    with pytest.raises(BackendUnavailable, match="model 'letters' has 33 classes, expected at"):
+        check(letters)
+
+
+def test_cudnn_leaves_nothing_to_do_without_pooling_and_with_a_relu():
+    assert is_fused_by_cudnn(ConvBlock(9, (5, 5)), "fp32")
+    assert not is_fused_by_cudnn(ConvBlock(9, (5, 5), pool=HALVED), "fp32")
+    assert not is_fused_by_cudnn(ConvBlock(9, (5, 5), activation=Activation("tanh")), "fp16")
+    assert is_fused_by_cudnn(DenseBlock(9, activation=RELU), "tf32")
+    assert not is_fused_by_cudnn(DenseBlock(9, activation=RELU), "fp32")
+
+
+@pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+def test_weights_have_the_networks_type_and_biases_that_of_whoever_adds_them(
+    name, precision, random_weights
+):
+    file = random_weights(name)
+    packed = pack(file, precision)
+    assert set(packed) == set(file.model.parameters())
+    half = precision == "fp16"
+    last = f"dense{sum(isinstance(block, DenseBlock) for block in file.model.blocks)}"
+    assert packed[f"{last}.weight"].dtype == (np.float16 if half else np.float32)
+    assert packed[f"{last}.bias"].dtype == np.float32
+    assert packed["dense1.bias"].dtype == (np.float16 if half else np.float32)
+    if name == "lenet":
+        assert packed["conv1.weight"].dtype == np.float16
+        assert packed["conv1.bias"].dtype == packed["conv2.bias"].dtype == np.float32
+
+
+def test_a_first_layer_that_takes_unpacked_pixels_has_their_scale_in_its_weights(random_weights):
+    file = random_weights("mlp")
+    packed = pack(file, "fp32")["dense1.weight"]
+    canonical = layout(file.model)["dense1.weight"].unpack(packed)
+    np.testing.assert_allclose(canonical, file.tensors["dense1.weight"] * PIXEL_SCALE, rtol=1e-6)
