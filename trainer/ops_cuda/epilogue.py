@@ -103,7 +103,9 @@ class Epilogues:
         )
         return dx, (sums[1], sums[0]) if shape.norm else (sums[0],)
 
-    def _moments(self, shape: EpilogueShape, x: Any, running_mean: Any, running_variance: Any) -> Any:
+    def _moments(
+        self, shape: EpilogueShape, x: Any, running_mean: Any, running_variance: Any
+    ) -> Any:
         """The batch's (mean, variance) over all ranks; also updates the running ones."""
         rows = len(x)
         mean, variance = (self._arena.take((shape.c,), cupy.float32) for _ in range(2))
