@@ -115,6 +115,21 @@ def test_importing_a_package_does_nothing_and_loads_no_more_than_it_needs(
     assert not loaded & absent
 
 
+@pytest.mark.parametrize("script", PROJECT["project"]["scripts"])
+def test_a_console_script_returns_its_exit_code_when_a_flag_is_wrong(script):
+    module, function = PROJECT["project"]["scripts"][script].split(":")
+    code = f"import sys; from {module} import {function} as run; sys.exit(run())"
+    result = subprocess.run(
+        [sys.executable, "-c", code, "--no-such-flag"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 2, result.stderr
+    assert "--no-such-flag" in result.stderr
+
+
 def table_rows(first_cell):
     """Rows of the tables, for users of the service, whose first cell matches."""
     documents = [ROOT / "README.md", *ROOT.glob("docs/operations.md")]
