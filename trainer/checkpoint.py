@@ -69,7 +69,7 @@ class Snapshot:
         """Restore the state that `read` returned, also in network and optimizer."""
         for prefix, kept in self._kept.items():
             values = {name: tensors[f"{prefix}{name}"] for name in kept}
-            self._ops.write(self._model, kept, values)
+            self._kept[prefix] = self._ops.upload(self._model, values)
         self.restore()
         self.epochs = tuple(epochs)
 

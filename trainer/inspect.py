@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
@@ -39,8 +39,13 @@ _MAX_BYTE_TAPS = 256  # larger windows need two bytes for the position of a maxi
 _HEADINGS = ("layer", "part", "shape in -> out", "call", "MFLOP", "MB")
 _MEASURED = ("workspace B", "us", "roofline %", "plan")
 _NUMBERS = frozenset({"MFLOP", "MB", "workspace B", "us", "roofline %"})
-_VERBS = {"forward": "forward", "filter": "filter gradient", "data": "data gradient"}
-_CUBLAS = "cuBLAS product"
+_CUBLAS, _EPILOGUE = "cuBLAS product", "our epilogue kernels"
+_GRADIENTS = {
+    "convolution_weight_gradient": "weight gradient",
+    "convolution_input_gradient": "input gradient",
+    "dense_weight_gradient": "weight gradient",
+    "dense_input_gradient": "input gradient",
+}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -63,10 +68,20 @@ class Call:
     convolution: Convolution | None = None
 
 
+class _Linear(NamedTuple):
+    """The shapes of a layer's product or convolution."""
+
+    layer: str
+    x: Shape
+    y: Shape
+    weight: Shape
+    convolution: Convolution | None
+
+
 class RecordingOps:
     """Runs the operations of `ops` and records in `calls` those that compute something.
 
-    The arrays of `ops` tell the shapes, except on the CPU: there they are those that a step of
+    Shapes are those of the arrays of `ops`, except on the CPU: there they are those that a step of
     `batch` images has on a GPU.
     """
 
@@ -79,10 +94,10 @@ class RecordingOps:
         self._images: Array = None
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._ops, name)
+        return partial(self._gradient, name) if name in _GRADIENTS else getattr(self._ops, name)
 
     def upload(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-        """Remembers which layer an array belongs to."""
+        """Notes the layer of each array."""
         arrays = self._ops.upload(model, tensors)
         self._layers |= {id(array): name.partition(".")[0] for name, array in arrays.items()}
         self._sizes |= {name: math.prod(packed.shape) for name, packed in layout(model).items()}
@@ -91,122 +106,77 @@ class RecordingOps:
     def batch(self, state: RunState) -> tuple[Array, Array]:
         """Recorded."""
         x, labels = self._ops.batch(state)
-        self._images = x
-        shape, run = self._shape(x), partial(self._ops.batch, state)
-        size = math.prod(shape) * (1 + self._width)
+        self._images, shape = x, self._shape(x)
+        size, run = math.prod(shape) * (1 + self._width), partial(self._ops.batch, state)
         self.calls.append(Call("batch", "step", shape[:-1], shape, "our batch kernel", size, run))
         return x, labels
 
     def convolution(self, x: Array, weight: Array, block: ConvBlock) -> tuple[Array, Saved]:
         """Recorded."""
         y, saved = self._ops.convolution(x, weight, block)
-        n, h, w, c = self._shape(x)
-        forward = Convolution(
-            "forward",
-            "fp16" if self._precision == "mixed" else self._precision,
-            (n, h, w, c),
-            (self._shape(y)[-1], *block.kernel, c),
-            block.stride,
-            block.padding,
-            block.dilation,
-        )
-        layer = self._layers[id(weight)]
-        run = partial(self._ops.convolution, x, weight, block)
-        self._by_cudnn(layer, "forward", forward, run)
-        return y, (layer, forward, saved)
-
-    def convolution_weight_gradient(self, dy: Array, saved: Saved) -> Array:
-        """Recorded."""
-        layer, forward, own = saved
-        run = partial(self._ops.convolution_weight_gradient, dy, own)
-        if not first_filter.fits(forward):
-            self._by_cudnn(layer, "weight gradient", replace(forward, direction="filter"), run)
-            return run()
-        x, y, dweight = map(math.prod, (forward.image, forward.output, forward.filters))
-        size = self._width * (x + y) + _FLOAT32 * dweight
-        self.calls.append(
-            Call(
-                *(layer, "weight gradient", forward.output, forward.filters),
-                *("our first_filter kernel", size, run, forward.operations),
-            )
-        )
-        return run()
-
-    def convolution_input_gradient(self, dy: Array, saved: Saved) -> Array:
-        """Recorded."""
-        layer, forward, own = saved
-        run = partial(self._ops.convolution_input_gradient, dy, own)
-        self._by_cudnn(layer, "input gradient", replace(forward, direction="data"), run)
-        return run()
-
-    def _by_cudnn(
-        self, layer: str, part: str, convolution: Convolution, run: Callable[[], Any]
-    ) -> None:
-        image, filters, output = convolution.image, convolution.filters, convolution.output
-        source = image if convolution.direction == "forward" else output
-        to = {"forward": output, "filter": filters, "data": image}[convolution.direction]
-        routine = f"cuDNN convolution {_VERBS[convolution.direction]}"
-        size = sum(convolution.tensor_bytes().values())
-        operations = convolution.operations
-        self.calls.append(
-            Call(layer, part, source, to, routine, size, run, operations, convolution)
-        )
+        (n, h, w, c), output = self._shape(x), self._shape(y)
+        filters = (output[-1], *block.kernel, c)
+        precision = "fp16" if self._precision == "mixed" else self._precision
+        geometry = block.stride, block.padding, block.dilation
+        convolution = Convolution("forward", precision, (n, h, w, c), filters, *geometry)
+        linear = _Linear(self._layers[id(weight)], (n, h, w, c), output, filters, convolution)
+        self._record(linear, "forward", partial(self._ops.convolution, x, weight, block))
+        return y, (linear, saved)
 
     def dense(self, x: Array, weight: Array) -> tuple[Array, Saved]:
         """Recorded."""
         y, saved = self._ops.dense(x, weight)
-        n, *image = self._shape(x)
-        layer, shapes = self._layers[id(weight)], ((n, math.prod(image)), self._shape(y))
-        run = partial(self._ops.dense, x, weight)
-        self._by_cublas(layer, "forward", *shapes, shapes, self._width, run)
-        return y, (layer, shapes, saved)
+        (n, *image), units = self._shape(x), self._shape(y)[1]
+        inputs = math.prod(image)
+        linear = _Linear(self._layers[id(weight)], (n, inputs), (n, units), (units, inputs), None)
+        self._record(linear, "forward", partial(self._ops.dense, x, weight))
+        return y, (linear, saved)
 
-    def dense_weight_gradient(self, dy: Array, saved: Saved) -> Array:
-        """Recorded."""
-        layer, (x, y), own = saved
-        run = partial(self._ops.dense_weight_gradient, dy, own)
-        self._by_cublas(layer, "weight gradient", y, (y[1], x[1]), (x, y), _FLOAT32, run)
+    def _gradient(self, operation: str, dy: Array, saved: Saved) -> Array:
+        linear, own = saved
+        run = partial(getattr(self._ops, operation), dy, own)
+        self._record(linear, _GRADIENTS[operation], run)
         return run()
 
-    def dense_input_gradient(self, dy: Array, saved: Saved) -> Array:
-        """Recorded."""
-        layer, (x, y), own = saved
-        run = partial(self._ops.dense_input_gradient, dy, own)
-        self._by_cublas(layer, "input gradient", y, x, (x, y), self._width, run)
-        return run()
-
-    def _by_cublas(
-        self,
-        layer: str,
-        part: str,
-        source: Shape,
-        to: Shape,
-        shapes: tuple[Shape, Shape],
-        weight_width: int,
-        run: Callable[[], Any],
-    ) -> None:
-        (n, inputs), (_, units) = shapes
-        size = self._width * n * (inputs + units) + weight_width * inputs * units
-        operations = 2 * n * inputs * units
-        self.calls.append(Call(layer, part, source, to, _CUBLAS, size, run, operations))
+    def _record(self, linear: _Linear, part: str, run: Callable[[], object]) -> None:
+        layer, x, y, weight, convolution = linear
+        source, to = (x, y) if part == "forward" else (y, x)
+        routine, weight_width = _CUBLAS, self._width
+        if part == "weight gradient":
+            to, weight_width = weight, _FLOAT32
+        if part == "weight gradient" and convolution and first_filter.fits(convolution):
+            routine, convolution = "our first_filter kernel", None
+        elif convolution is not None:
+            directions: dict[str, tuple[Literal["forward", "filter", "data"], str]] = {
+                "forward": ("forward", "forward"),
+                "weight gradient": ("filter", "filter gradient"),
+                "input gradient": ("data", "data gradient"),
+            }
+            direction, verb = directions[part]
+            convolution = replace(convolution, direction=direction)
+            routine, weight_width = f"cuDNN convolution {verb}", self._width
+        size = self._width * (math.prod(x) + math.prod(y)) + weight_width * math.prod(weight)
+        operations = 2 * math.prod(y) * math.prod(weight[1:])
+        self.calls.append(
+            Call(layer, part, source, to, routine, size, run, operations, convolution)
+        )
 
     def epilogue(self, x: Array, epilogue: Epilogue, training: bool) -> tuple[Array, Saved]:
         """Recorded. Batch norm reads x for its moments first."""
         y, saved = self._ops.epilogue(x, epilogue, training)
-        norm, pool = epilogue.norm, epilogue.pool
+        norm, pool, passes = epilogue.norm, epilogue.pool, 1 if epilogue.norm is None else 2
         layer = self._layers[id(epilogue.bias if norm is None else norm.gamma)]
         source, to = self._shape(x), self._shape(y)
         read, written = (self._width * math.prod(shape) for shape in (source, to))
         if pool is not None and pool.kind == "max":
             written += math.prod(to) * (1 if math.prod(pool.size) <= _MAX_BYTE_TAPS else 2)
-        size = (1 if norm is None else 2) * read + written
-        run = partial(self._ops.epilogue, x, epilogue, training)
-        routine = "our epilogue kernels"
-        self.calls.append(Call(layer, "epilogue forward", source, to, routine, size, run))
-        backward = (1 if norm is None else 2) * (written + read) + read
+        size, run = passes * read + written, partial(self._ops.epilogue, x, epilogue, training)
+        self.calls.append(Call(layer, "epilogue forward", source, to, _EPILOGUE, size, run))
+        size = passes * (written + read) + read
         if norm is None and pool is None and epilogue.activation == IDENTITY:
-            backward = written  # dx is dy: only the gradient of the bias is computed
-        return y, (partial(Call, layer, "epilogue backward", to, source, routine, backward), saved)
+            size = written  # dx is dy: only the gradient of the bias is computed
+        backward = partial(Call, layer, "epilogue backward", to, source, _EPILOGUE, size)
+        return y, (backward, saved)
 
     def epilogue_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
         """Recorded. Batch norm reads x and dy for its sums first."""

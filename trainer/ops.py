@@ -124,12 +124,6 @@ class TrainingOps(Protocol):
         """Host copies of uploaded arrays."""
         ...
 
-    def write(
-        self, model: Model, arrays: Mapping[str, Array], tensors: Mapping[str, Tensor]
-    ) -> None:
-        """Copy `tensors` into the memory of `arrays`, name by name."""
-        ...
-
     def copy(self, source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
         """Copy `source` into the memory of `target`, both uploaded, on the device."""
         ...

@@ -15,7 +15,7 @@ EPOCHS = [Epoch(0.5, 0.8, 0.9), Epoch(0.25, 0.9, 0.95)]
 
 
 def new_state(name="lenet", seed=0, ops=None):
-    """A network and an optimiser with distinct numbers everywhere, and their snapshot."""
+    """A network and an optimizer with distinct numbers everywhere, and their snapshot."""
     model, ops = named(name), ops or CpuOps()
     network = Network(model, initial_tensors(model, np.random.default_rng(seed)), ops)
     sgd = Sgd(model, network.parameters, ops)
@@ -81,14 +81,6 @@ def test_a_checkpoint_brings_tensors_velocities_and_epochs_into_another_process(
     change(other, other_sgd, 6)
     other_snapshot.restore()
     assert values(other, other_sgd) == saved
-
-
-def test_without_a_file_a_run_starts_where_it_is(tmp_path):
-    network, sgd, snapshot = new_state()
-    before = values(network, sgd)
-    Checkpoint(tmp_path, RECIPE, "0" * 64).resume(snapshot)
-    assert values(network, sgd) == before
-    assert snapshot.epochs == ()
 
 
 def test_another_recipe_or_dataset_has_another_checkpoint(tmp_path):

@@ -12,7 +12,7 @@ from trainer.errors import InvalidDataset, TrainingDiverged
 from trainer.loop import accuracy, find_fault, train
 from trainer.loop import run_of as run_of_recipe
 from trainer.mnist import Digits
-from trainer.network import Network, initial_tensors, no_hook, take_step
+from trainer.network import Network, initial_tensors, no_hook
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd, rates
 from trainer.settings import Recipe
@@ -88,22 +88,15 @@ def test_the_same_seed_gives_the_same_tensors_and_another_seed_others(tiny, tmp_
     assert (other.tensors["conv1.weight"] != first.tensors["conv1.weight"]).all()
 
 
-def test_the_seed_alone_orders_the_images(tiny, tmp_path):
-    recipe = RECIPE.model_copy(update={"seed": 2})
-    first, _, _ = run(tiny, tmp_path / "a", recipe, new_network())
-    second, _, _ = run(tiny, tmp_path / "b", RECIPE, new_network())
-    assert (first.tensors["conv1.weight"] != second.tensors["conv1.weight"]).any()
-
-
-class Telling(CpuOps):
+class Constant(CpuOps):
     """Every step has the same loss and the same correct."""
 
     def losses(self, state, start, stop):
         return np.full(stop - start, 0.75, np.float32), np.full(stop - start, 5)
 
 
-def test_an_epoch_has_the_mean_loss_and_the_share_of_hits_of_its_steps(tiny, tmp_path):
-    _, epochs, _ = run(tiny, tmp_path, network=new_network(ops=Telling()))
+def test_an_epoch_has_the_mean_loss_and_the_share_of_correct_answers(tiny, tmp_path):
+    _, epochs, _ = run(tiny, tmp_path, network=new_network(ops=Constant()))
     assert [(epoch.loss, epoch.accuracy) for epoch in epochs] == [(0.75, 5 / 20)] * 3
 
 
@@ -179,19 +172,6 @@ def test_training_stops_after_the_first_epoch_that_reaches_the_target(
     assert again == epochs
 
 
-def test_a_rank_that_does_not_lead_writes_nothing_and_ends_with_the_same_tensors(
-    tiny, tmp_path, capsys
-):
-    leading, epochs, _ = run(tiny, tmp_path / "leading")
-    capsys.readouterr()
-    minutes = itertools.count(0.0, 60.0).__next__  # each epoch would write a checkpoint
-    led, same, _ = run(tiny, tmp_path / "led", leader=False, clock=minutes)
-    assert_same(leading, led)
-    assert same == epochs
-    assert not (tmp_path / "led").exists()
-    assert capsys.readouterr() == ("", "")
-
-
 def test_a_rank_that_does_not_lead_resumes_in_silence_and_keeps_nothing(tiny, tmp_path, capsys):
     whole, epochs, _ = run(tiny, tmp_path / "whole")
     with pytest.raises(KeyboardInterrupt):
@@ -219,58 +199,30 @@ def test_only_the_rank_that_leads_shows_a_bar_on_a_terminal(
     assert ("images/s" in capsys.readouterr().err) == leader
 
 
-class Recording(CpuOps):
-    """Counts the steps that were repeated, and how often their losses were looked at."""
+class Capturing(CpuOps):
+    """Counts the replays of captured steps."""
 
     def __init__(self, readback_steps=1):
         super().__init__()
-        self.readback_steps, self.repeated, self.looks = readback_steps, 0, []
-        self.recorded = 0
+        self.readback_steps, self.replays = readback_steps, 0
 
     def capture(self, step):
-        self.recorded += 1
-
-        def repeat():
-            self.repeated += 1
+        def replay():
+            self.replays += 1
             step()
 
-        return repeat
-
-    def losses(self, state, start, stop):
-        assert stop <= state.step
-        self.looks.append((start, stop))
-        return super().losses(state, start, stop)
+        return replay
 
 
-def test_a_step_is_recorded_once_and_repeated_unless_it_is_profiled(tiny, tmp_path):
-    recorded, profiled = Recording(), Recording()
-    first, _, _ = run(tiny, tmp_path / "a", network=new_network(ops=recorded))
+def test_a_captured_step_is_replayed_unless_it_is_profiled(tiny, tmp_path):
+    captured, profiled = Capturing(), Capturing()
+    first, _, _ = run(tiny, tmp_path / "a", network=new_network(ops=captured))
     second, _, _ = run(tiny, tmp_path / "b", network=new_network(ops=profiled), capture=False)
-    assert (recorded.recorded, recorded.repeated) == (1, 3 * STEPS)
-    assert (profiled.recorded, profiled.repeated) == (0, 0)
+    assert (captured.replays, profiled.replays) == (3 * STEPS, 0)
     assert_same(first, second)
 
 
-def test_a_finished_run_records_no_step_as_there_is_no_rate_for_one(tiny, tmp_path):
-    run(tiny, tmp_path)
-    again = Recording()
-    _, epochs, _ = run(tiny, tmp_path, network=new_network(ops=again))
-    assert len(epochs) == RECIPE.epochs
-    assert (again.recorded, again.repeated) == (0, 0)
-
-
-def test_losses_are_looked_at_now_and_then_and_at_the_end_of_each_epoch(tiny, tmp_path):
-    ops = Recording(readback_steps=6)
-    _, epochs, _ = run(tiny, tmp_path / "a", network=new_network(ops=ops))
-    assert ops.looks == [
-        (epoch * STEPS + start, epoch * STEPS + stop)
-        for epoch in range(3)
-        for start, stop in ((0, 6), (6, 12), (12, 15))
-    ]
-    assert run(tiny, tmp_path / "b")[1] == epochs
-
-
-def test_a_loss_that_is_no_number_stops_with_its_step(tiny, tmp_path):
+def test_a_loss_that_is_nan_or_infinite_stops_with_its_step(tiny, tmp_path):
     recipe = RECIPE.model_copy(update={"rate": 100.0, "model": "lenet-classic"})
     with pytest.raises(
         TrainingDiverged,
@@ -279,7 +231,7 @@ def test_a_loss_that_is_no_number_stops_with_its_step(tiny, tmp_path):
         run(tiny, tmp_path, recipe)
 
 
-class Faulty(Recording):
+class Faulty(Capturing):
     """From one step on, the second convolution's gradient holds a NaN."""
 
     def start(self, run, step=0):
@@ -312,8 +264,8 @@ def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
         "the loss is nan at step 22 of 45, expected a finite number; "
         "first in conv2's gradient at step 21; try a --rate lower than 0.03"
     )
-    # The steps of the search are taken, not repeated from what was recorded.
-    assert ops.repeated == {1: 22, 4: 23, 1000: 30}[readback_steps]
+    # Training stops at the first read of a loss that is not finite.
+    assert ops.replays == {1: 22, 4: 23, 1000: 30}[readback_steps]
     # What is kept is what an interruption in the same epoch would have kept.
     interrupted = new_network(kind=Interrupting)
     interrupted.steps = STEPS
@@ -324,32 +276,32 @@ def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
 
 
 class OneOfSeveral(Faulty):
-    """Notes where the ranks meet, among what is evaluated and what is recorded."""
+    """Notes the order of barriers, evaluations and steps."""
 
     ranks = 2
 
     def __init__(self):
         super().__init__(4)
-        self.doings = []
+        self.events = []
 
     def barrier(self):
-        self.doings.append("barrier")
+        self.events.append("barrier")
 
     def input_from_images(self, images):
-        self.doings.append("evaluate")
+        self.events.append("evaluate")
         return super().input_from_images(images)
 
     def batch(self, state):
-        self.doings.append("step")
+        self.events.append("step")
         return super().batch(state)
 
 
-def test_several_ranks_meet_before_the_first_step_and_look_for_no_layer(tiny, tmp_path):
+def test_ranks_wait_for_each_other_before_the_first_step_and_search_no_layer(tiny, tmp_path):
     ops = OneOfSeveral()
     with pytest.raises(TrainingDiverged, match="train on one GPU to see in which layer first"):
         run(tiny, tmp_path, network=new_network(ops=ops))
-    assert ops.doings[:3] == ["evaluate", "barrier", "step"]
-    assert ops.doings.count("barrier") == 1
+    assert ops.events[:3] == ["evaluate", "barrier", "step"]
+    assert ops.events.count("barrier") == 1
 
 
 class Poisoned(Network):
@@ -364,7 +316,7 @@ class Poisoned(Network):
             next(iter(self.parameters.values()))[...] = np.nan
 
 
-def test_a_fault_that_does_not_come_again_is_told_as_such(tiny, tmp_path):
+def test_a_fault_that_does_not_recur_is_reported_as_such(tiny, tmp_path):
     with pytest.raises(
         TrainingDiverged, match=r"at step 3 of 45, .*; it was finite when the epoch was"
     ):
@@ -454,27 +406,5 @@ def test_nothing_is_found_in_steps_that_are_not_taken(digits, run_of):
     assert fault_of(Spoiling(("dense", 5)), digits, run_of, 4, 6) == "dense1's output at step 6"
 
 
-def test_a_gradient_that_is_met_by_taking_no_step_is_no_fault(digits, run_of):
+def test_a_gradient_whose_step_is_skipped_is_no_fault(digits, run_of):
     assert fault_of(Spoiling(("dense_weight_gradient", 3), skips=True), digits, run_of) is None
-
-
-def test_a_step_is_a_batch_forward_backward_an_update_and_a_tick(digits, run_of):
-    model, ops = named("mlp"), CpuOps()
-    tensors = initial_tensors(model, np.random.default_rng(0))
-    run, networks = run_of(digits(40, 0), 20, [0.1, 0.2, 0.3]), []
-    for _ in range(2):
-        network = Network(model, tensors, ops, 0.5)
-        networks.append((network, Sgd(model, network.parameters, ops), ops.start(run, 1)))
-    (one, sgd, state), (other, other_sgd, other_progress) = networks
-    for _ in range(2):
-        take_step(one, sgd, state)
-    for step in (1, 2):
-        assert other_progress.step == step
-        x, labels = ops.batch(other_progress)
-        other.forward(x, labels, other_progress)
-        other.backward()
-        other_sgd.step(other.gradients, other_progress)
-        ops.end_step(other_progress)
-    for name, value in one.tensors.items():
-        np.testing.assert_array_equal(value, other.tensors[name])
-    np.testing.assert_array_equal(ops.losses(state, 0, 3)[0], ops.losses(other_progress, 0, 3)[0])

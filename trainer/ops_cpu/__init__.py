@@ -84,21 +84,12 @@ class CpuOps:
         """Returns at once: there is one rank."""
 
     def upload(self, model: Model, tensors: Mapping[str, Array]) -> dict[str, Array]:
-        """Copies of the same shape, in the dtype of these operations."""
         return {name: np.array(value, self._dtype, order="C") for name, value in tensors.items()}
 
     def download(self, model: Model, arrays: Mapping[str, Array]) -> dict[str, Array]:
-        """Copies."""
         return {name: value.copy() for name, value in arrays.items()}
 
-    def write(
-        self, model: Model, arrays: Mapping[str, Array], tensors: Mapping[str, Array]
-    ) -> None:
-        """In place."""
-        self.copy(tensors, arrays)
-
     def copy(self, source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
-        """In place."""
         for name, value in source.items():
             target[name][...] = value
 
@@ -219,7 +210,6 @@ class CpuOps:
         return x * factors, factors
 
     def dropout_backward(self, dy: Array, saved: Array) -> Array:
-        """Dy times the saved factors."""
         return dy * saved
 
     def softmax_cross_entropy(
@@ -253,7 +243,6 @@ class CpuOps:
         weight_decay: float,
         nesterov: bool,
     ) -> None:
-        """One parameter after another."""
         rate = float(state.run.rates[state.step])
         for name, parameter, gradient, velocity in updates:
             if weight_decay and name.endswith(".weight"):
@@ -266,7 +255,6 @@ class CpuOps:
                 parameter -= rate * velocity
 
     def end_step(self, state: CpuRunState) -> None:
-        """Count the step."""
         state.step += 1
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
@@ -276,9 +264,7 @@ class CpuOps:
     def losses(
         self, state: CpuRunState, start: int, stop: int
     ) -> tuple[NDArray[np.floating[Any]], NDArray[np.int64]]:
-        """Losses in the dtype of these operations, correct answers int64."""
         return state.losses[start:stop].copy(), state.correct[start:stop].copy()
 
     def finite(self, x: Array) -> bool:
-        """Checks every element."""
         return bool(np.isfinite(x).all())

@@ -13,6 +13,7 @@ from functools import partial
 from threading import Event
 from types import TracebackType
 from typing import Any, Self
+from weakref import WeakSet
 
 import cupy
 import numpy as np
@@ -88,7 +89,7 @@ class CudaOps:
         self._epilogues = Epilogues(self.handle, kernels, self.arena)
         self._batch = BatchKernels(kernels, self.arena, dtype)
         self._sgd = FusedSgd(kernels)
-        self._parameters: list[Parameter] = []
+        self._parameters: WeakSet[Parameter] = WeakSet()
         self._state: RunState | None = None
         self._captured: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._classes = 0
@@ -132,7 +133,7 @@ class CudaOps:
         self._classes = model.classes
         with translated("loading the network"):
             uploaded = parameters.upload(model, tensors)
-        self._parameters += uploaded.values()
+        self._parameters.update(uploaded.values())
         return uploaded
 
     def download(self, model: Model, arrays: Mapping[str, Array]) -> dict[str, NDArray[Any]]:
@@ -140,27 +141,18 @@ class CudaOps:
         with translated("waiting for the GPU"):
             return parameters.download(model, arrays)
 
-    def write(
-        self, model: Model, arrays: Mapping[str, Array], tensors: Mapping[str, NDArray[Any]]
-    ) -> None:
-        """Masters and their float16 copies."""
-        parameters.write(model, arrays, tensors)
-
     def copy(self, source: Mapping[str, Array], target: Mapping[str, Array]) -> None:
-        """Masters and their float16 copies."""
         for name, parameter in target.items():
             parameter.master[...] = source[name].master
             parameter.refresh()
 
     def start(self, run: Run, step: int = 0) -> RunState:
-        """Uploads digits and rates."""
         rank, ranks = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
         with translated("loading the digits"):
             self._state = RunState.upload(run, step, self.precision == "mixed", rank, ranks)
         return self._state
 
     def input_from_images(self, images: Images) -> Array:
-        """(n, 28, 28, 1)."""
         self.arena.rewind()
         return self._batch.input_from_images(images)
 
@@ -178,7 +170,6 @@ class CudaOps:
         return masked(x), masked
 
     def dropout_backward(self, dy: Array, saved: Callable[[Array], Array]) -> Array:
-        """Zeroes the same units."""
         return saved(dy)
 
     def softmax_cross_entropy(self, logits: Array, labels: Array, state: RunState) -> Array:
@@ -214,7 +205,6 @@ class CudaOps:
         self._sgd.step(updates, state, momentum, weight_decay, nesterov)
 
     def end_step(self, state: RunState) -> None:
-        """Counts the step and rewinds the arena."""
         self._sgd.end_step(state)
         self.arena.rewind()
 
@@ -229,7 +219,8 @@ class CudaOps:
             DeviceError: the step cannot be run or captured.
         """
         assert self._state is not None, "bug: no run was started"
-        arrays = [parameter.master for parameter in self._parameters] + self._state.changing
+        uploaded = list(self._parameters)
+        arrays = [parameter.master for parameter in uploaded] + self._state.changing
         before = [array.copy() for array in arrays]
         ranks, self._ranks, self._epilogues.ranks = self._ranks, None, None
         try:
@@ -238,7 +229,7 @@ class CudaOps:
             self._ranks = self._epilogues.ranks = ranks
         for array, old in zip(arrays, before, strict=True):
             array[...] = old
-        for parameter in self._parameters:
+        for parameter in uploaded:
             parameter.refresh()
         self.handle.synchronize()
         with translated("capturing a step"):
@@ -260,19 +251,16 @@ class CudaOps:
     def losses(
         self, state: RunState, start: int, stop: int
     ) -> tuple[NDArray[np.float32], NDArray[np.int32]]:
-        """Over all ranks; waits."""
         with translated("waiting for the GPU"):
             return state.download(start, stop, self._ranks)
 
     def finite(self, x: Array) -> bool:
-        """Of activations, gradients or parameters; waits."""
         self.handle.join(self.wgrad_handle)
         array = x.master if isinstance(x, Parameter) else x
         return bool(cupy.isfinite(array).all())
 
     @property
     def ranks(self) -> int:
-        """The ranks that have joined."""
         return self._ranks.size if self._ranks else 1
 
     def barrier(self) -> None:

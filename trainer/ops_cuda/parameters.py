@@ -19,7 +19,7 @@ from lenet.cuda.packing import Packed, layout
 from lenet.model import Model
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, slots=True, weakref_slot=True)
 class Parameter:
     """One packed tensor: `master` float32, `half` float16 once an operation has used it."""
 
@@ -36,11 +36,6 @@ class Parameter:
         if self.half is None:
             self.half = self.master.astype(cupy.float16)
         return self.half
-
-    def fill(self, packed: NDArray[Any]) -> None:
-        """Copy new values from the host into the same memory."""
-        self.master.set(np.ascontiguousarray(packed, np.float32))
-        self.refresh()
 
     def refresh(self) -> None:
         """Round the master into `half` again."""
@@ -62,15 +57,6 @@ def download(model: Model, arrays: Mapping[str, Parameter | Any]) -> dict[str, N
     """Canonical copies of parameters, or of gradients, which are plain packed arrays."""
     layouts = layout(model)
     return {name: _canonical(layouts[name], value) for name, value in arrays.items()}
-
-
-def write(
-    model: Model, arrays: Mapping[str, Parameter], tensors: Mapping[str, NDArray[Any]]
-) -> None:
-    """Copy new values into the same memory."""
-    layouts = layout(model)
-    for name, parameter in arrays.items():
-        parameter.fill(layouts[name].pack(tensors[name]))
 
 
 def _canonical(packed: Packed, value: Parameter | Any) -> NDArray[np.float32]:

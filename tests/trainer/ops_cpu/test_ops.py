@@ -102,26 +102,6 @@ def test_an_epilogue_agrees_with_differences(assert_slope, with_norm, activation
         assert_slope(gradient, value, parameter)
 
 
-def test_an_epilogue_is_norm_or_bias_then_activation_then_pooling():
-    x = np.array([[-3.0, 1.0], [0.5, -9.0]]).reshape(1, 2, 2, 1)
-    biased = Epilogue(None, np.array([-1.0]), RELU, Pool("average"))
-    assert OPS.epilogue(x, biased, False)[0].item() == 0
-    norm = Norm(*(np.array([value]) for value in (-2.0, 1.0, 1.0, 4 - 1e-5)))
-    # -(x - 1) + 1 = 2 - x
-    assert OPS.epilogue(x, Epilogue(norm, None, RELU, Pool("max")), False)[0].item() == 11
-
-
-def test_an_epilogue_on_units_is_one_on_images_of_one_pixel():
-    x, epilogue = (
-        np.random.default_rng(0).standard_normal((3, 4)),
-        Epilogue(new_norm(3), None, RELU, None),
-    )
-    flat, _ = OPS.epilogue(x, epilogue, True)
-    np.testing.assert_array_equal(
-        flat, OPS.epilogue(x.reshape(3, 1, 1, 4), epilogue, True)[0][:, 0, 0]
-    )
-
-
 def test_an_epilogue_moves_its_running_values_in_training_only():
     mean, variance = np.zeros(2), np.ones(2)
     epilogue = Epilogue(Norm(np.ones(2), np.zeros(2), mean, variance), None, IDENTITY, None)
@@ -177,29 +157,7 @@ def test_dropout_follows_its_definition():
         assert y[unit, row] == (1 / 0.6 if kept else 0)
 
 
-def test_dropout_keeps_a_unit_whose_number_is_the_rate():
-    run = one_batch(seed=8)
-    rate = float(uniform(philox(8, 0, 5, 2, 2))[3])
-    y, factors = OPS.dropout(np.ones((4, 1)), 4, rate, 2, OPS.start(run, 5))
-    assert y[3, 0] == factors[3, 0] == 1 / (1 - rate)
-
-
-def test_dropout_keeps_other_units_in_each_step_layer_and_run():
-    x = np.ones((50, 4))
-    cases = [
-        (one_batch(), 0, 0),
-        (one_batch(), 1, 0),
-        (one_batch(), 0, 1),
-        (one_batch(seed=1), 0, 0),
-    ]
-    found = {
-        OPS.dropout(x, len(x), 0.5, layer, OPS.start(run, step))[0].tobytes()
-        for run, step, layer in cases
-    }
-    assert len(found) == 4
-
-
-def test_a_batch_is_the_next_part_of_the_order_warped_by_its_step():
+def test_a_batch_is_the_next_part_of_the_order_augmented_by_its_step():
     run = one_batch(7, seed=3, rotation=20, shift=2)
     state = OPS.start(run, 2)
     for step in (2, 3):
@@ -235,7 +193,7 @@ def test_softmax_cross_entropy_is_finite_for_huge_logits():
     assert np.isfinite(OPS.softmax_cross_entropy_backward(saved)).all()
 
 
-def test_losses_and_hits_are_those_of_the_steps_asked_for():
+def test_losses_and_correct_answers_are_those_of_the_steps_asked_for():
     state = OPS.start(one_batch(), 2)
     for right in (1, 3):
         logits = np.zeros((10, 3))
@@ -250,7 +208,7 @@ def test_losses_and_hits_are_those_of_the_steps_asked_for():
 
 
 @pytest.mark.parametrize("nesterov", [True, False])
-def test_descent_follows_its_formula_over_several_steps(nesterov):
+def test_sgd_follows_its_formula_over_several_steps(nesterov):
     weight, bias = np.array([1.0, -2.0]), np.array([3.0])
     parameters = {"a.weight": weight, "a.bias": bias}
     velocities = {"a.weight": np.zeros(2), "a.bias": np.zeros(1)}
@@ -276,28 +234,6 @@ def test_descent_follows_its_formula_over_several_steps(nesterov):
     np.testing.assert_allclose(weight, expected["a.weight"])
     np.testing.assert_allclose(bias, expected["a.bias"])
     np.testing.assert_allclose(velocities["a.weight"], velocity["a.weight"])
-
-
-def test_what_is_placed_is_a_copy_and_is_read_as_one():
-    model, given = named("mlp"), {"dense2.bias": np.arange(10, dtype=np.float32)}
-    arrays = OPS.upload(model, given)
-    given["dense2.bias"][:] = 0
-    read = OPS.download(model, arrays)
-    assert read["dense2.bias"].tolist() == list(range(10))
-    read["dense2.bias"][:] = 0
-    assert arrays["dense2.bias"][3] == 3
-
-
-def test_writing_and_copying_keep_the_memory():
-    model = named("mlp")
-    arrays = OPS.upload(model, {"dense2.bias": np.zeros(10)})
-    memory = arrays["dense2.bias"]
-    OPS.write(model, arrays, {"dense2.bias": np.arange(10)})
-    assert arrays["dense2.bias"] is memory
-    assert memory.tolist() == list(range(10))
-    OPS.copy({"dense2.bias": np.ones(10)}, arrays)
-    assert arrays["dense2.bias"] is memory
-    assert memory.tolist() == [1] * 10
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
@@ -337,3 +273,13 @@ def test_every_result_has_the_dtype_of_the_operations(dtype):
     found += [velocity, ops.download(model, arrays)["conv1.weight"], ops.losses(state, 0, 1)[0]]
     assert {array.dtype for array in found} == {np.dtype(dtype)}
     assert ops.to_numpy(logits).shape == (2, 10)
+
+
+def test_what_is_uploaded_or_downloaded_is_a_copy():
+    model, given = named("mlp"), {"dense2.bias": np.arange(10, dtype=np.float32)}
+    arrays = OPS.upload(model, given)
+    given["dense2.bias"][:] = 0
+    found = OPS.download(model, arrays)
+    assert found["dense2.bias"].tolist() == list(range(10))
+    found["dense2.bias"][:] = 0
+    assert arrays["dense2.bias"][3] == 3
