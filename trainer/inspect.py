@@ -22,7 +22,7 @@ from lenet.cuda.graphs import Convolution
 from lenet.cuda.packing import layout, padded
 from lenet.model import IDENTITY, ConvBlock, Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
-from trainer import augment
+from trainer.augment import Limits
 from trainer.devices import on_gpu
 from trainer.mnist import CLASSES, Digits
 from trainer.network import Network, initial_tensors, take_step
@@ -37,7 +37,7 @@ _DIGITS = 50_000  # to draw from; fewer would fit into a cache
 _FLOAT32 = 4
 _MAX_BYTE_TAPS = 256  # larger windows need two bytes for the position of a maximum
 _HEADINGS = ("layer", "part", "shape in -> out", "call", "MFLOP", "MB")
-_MEASURED = ("workspace B", "us", "roofline %", "plan")
+_MEASURED = ("workspace B", "us", "roofline %", "engine")
 _NUMBERS = frozenset({"MFLOP", "MB", "workspace B", "us", "roofline %"})
 _CUBLAS, _EPILOGUE = "cuBLAS product", "our epilogue kernels"
 _GRADIENTS = {
@@ -254,25 +254,25 @@ def _measured(ops: Any, model: Model, batch: int, precision: Precision) -> str:
     measured = []
     for call, time_us in zip(calls, timed.times_alone_us(ops, [c.run for c in calls]), strict=True):
         if call.convolution is not None:
-            plan = ops.linear.engine(call.convolution)
-            measured.append(Measured(time_us, plan.name, plan.workspace_bytes))
+            engine = ops.linear.engine(call.convolution)
+            measured.append(Measured(time_us, engine.name, engine.workspace_bytes))
         elif call.routine == _CUBLAS:
             measured.append(Measured(time_us, "cuBLAS's own choice", WORKSPACE_BYTES))
         else:
             measured.append(Measured(time_us))
-    limits = Limits(timed.copy_bytes_per_s(ops), timed.product_flop_per_s(ops))
+    roofline = Roofline(timed.copy_bytes_per_s(ops), timed.product_flop_per_s(ops))
     step_us = timed.replay_us(ops, _step(model, ops, run))
     device = f"{ops.handle.name}, cuDNN {ops.handle.cudnn_version}"
-    return report(device, calls, measured, limits, step_us)
+    return report(device, calls, measured, roofline, step_us)
 
 
 def _run(batch: int, size: int) -> Run:
-    """Steps on `size` random digits, augmented as by default; the rate changes hardly a weight."""
+    """Steps on `size` random digits, augmented as by default; the rate is too small to matter."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (size, HEIGHT, WIDTH), np.uint8)
     labels = random.integers(0, CLASSES, size).astype(np.uint8)
     usual = Recipe.model_construct()  # the defaults, not the environment's values
-    limits = augment.Limits(usual.rotation, usual.scale, usual.shear, usual.shift, usual.elastic)
+    limits = Limits(usual.rotation, usual.scale, usual.shear, usual.shift, usual.elastic)
     return Run(Digits(images, labels), batch, limits, 1, np.full(_STEPS, 1e-9, np.float32))
 
 
@@ -286,17 +286,17 @@ class Measured(NamedTuple):
     """The time of a call alone, its engine, and the workspace that cuDNN or cuBLAS has for it."""
 
     time_us: float
-    plan: str = "-"
+    engine: str = "-"
     workspace_bytes: int | None = None
 
 
-class Limits(NamedTuple):
+class Roofline(NamedTuple):
     """What a large copy, counting bytes read and written, and a large product reached."""
 
     copy_bytes_per_s: float
     product_flop_per_s: float
 
-    def roofline(self, call: Call, time_us: float) -> float:
+    def share(self, call: Call, time_us: float) -> float:
         """The share of `time_us` that the call would need at these rates."""
         least_s = max(
             call.operations / self.product_flop_per_s, call.size_bytes / self.copy_bytes_per_s
@@ -308,15 +308,15 @@ def report(
     device: str,
     calls: Sequence[Call],
     measured: Sequence[Measured],
-    limits: Limits,
+    roofline: Roofline,
     step_us: float,
 ) -> str:
     """The table of `calls` with what was measured, followed by sums and rates."""
     rows: list[tuple[str, ...]] = [(*_HEADINGS, *_MEASURED)]
-    for call, (time_us, plan, workspace_bytes) in zip(calls, measured, strict=True):
+    for call, (time_us, engine, workspace_bytes) in zip(calls, measured, strict=True):
         workspace = "-" if workspace_bytes is None else str(workspace_bytes)
-        share = f"{100 * limits.roofline(call, time_us):.1f}"
-        rows.append((*_cells(call), workspace, f"{time_us:.2f}", share, plan))
+        share = f"{100 * roofline.share(call, time_us):.1f}"
+        rows.append((*_cells(call), workspace, f"{time_us:.2f}", share, engine))
     total_us = sum(one.time_us for one in measured)
     return "\n".join(
         (
@@ -326,9 +326,9 @@ def report(
             "a call finds its data in the L2 cache; in the step, weight gradients run beside the "
             "rest on a second stream",
             "workspace: what cuDNN's engine needs, what cuBLAS is given",
-            f"roofline: {limits.copy_bytes_per_s / 1e12:.2f} TB/s, read and written, in a large "
-            f"copy; {limits.product_flop_per_s / 1e12:.1f} TFLOP/s in a large product; data in the "
-            "L2 cache can exceed 100 %",
+            f"roofline: {roofline.copy_bytes_per_s / 1e12:.2f} TB/s, read and written, in a large "
+            f"copy; {roofline.product_flop_per_s / 1e12:.1f} TFLOP/s in a large product; data in "
+            "the L2 cache can exceed 100 %",
         )
     )
 

@@ -4,7 +4,7 @@ import pytest
 from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
 from trainer import commands
 from trainer.commands import run
-from trainer.inspect import Limits, Measured, outline, record_step, report
+from trainer.inspect import Measured, Roofline, outline, record_step, report
 from trainer.ops_cpu import CpuOps
 
 
@@ -142,11 +142,11 @@ def line_of(text, layer, part):
     return line
 
 
-def test_the_report_adds_workspace_time_roofline_and_plan_and_the_sums(calls_of):
+def test_the_report_adds_workspace_time_roofline_and_engine_and_the_sums(calls_of):
     calls = calls_of(named("lenet"))
     measured = [Measured(2.0)] * len(calls)
     measured[calls.index(of(calls, "conv2", "forward"))] = Measured(4.0, "eng7_k2=3", 4096)
-    text = report("a GPU", calls, measured, Limits(4e12, 7e14), 123.4)
+    text = report("a GPU", calls, measured, Roofline(4e12, 7e14), 123.4)
     # The product takes longer than the copy.
     share = 100 * (1677721600 / 7e14) / 4e-6
     assert line_of(text, "conv2", "forward").split()[-4:] == [

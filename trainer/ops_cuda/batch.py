@@ -13,10 +13,10 @@ import cupy
 import numpy as np
 
 from lenet.cuda import kernels
-from lenet.cuda.kernels import Kernels, Macros
+from lenet.cuda.kernels import Kernels, Macros, scalar
 from lenet.cuda.memory import Arena
 from lenet.pixels import HEIGHT, SCALE, WIDTH, Images
-from trainer.ops_cuda.state import FOLDER, RunState, scalar_type
+from trainer.ops_cuda.state import FOLDER, RunState
 
 _THREADS = 256
 
@@ -26,7 +26,7 @@ class BatchKernels:
 
     def __init__(self, kernels: Kernels, arena: Arena, dtype: Any) -> None:
         self._kernels, self._arena, self._dtype = kernels, arena, dtype
-        self._scalar = {"SCALAR": scalar_type(dtype)}
+        self._scalar = {"SCALAR": scalar(dtype)}
 
     def batch(self, state: RunState) -> tuple[Any, Any]:
         """This rank's rows of the step: (rows, 28, 28, 1) and uint8 (rows,)."""

@@ -20,7 +20,7 @@ from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena
 from trainer.ops import EPSILON, RUNNING_SHARE, Epilogue
 from trainer.ops_cuda.ranks import Ranks
-from trainer.ops_cuda.state import FOLDER, scalar_type
+from trainer.ops_cuda.state import FOLDER
 
 _FORWARD = kernels.FOLDER / "epilogue.cu"
 _BACKWARD = FOLDER / "epilogue_backward.cu"
@@ -177,7 +177,7 @@ def _shape(x: Any, epilogue: Epilogue) -> EpilogueShape:
         epilogue.pool,
         epilogue.activation,
         epilogue.norm is not None,
-        scalar_type(x.dtype),
+        kernels.scalar(x.dtype),
     )
 
 
@@ -193,4 +193,4 @@ def _beta(epilogue: Epilogue) -> Any:
 
 def _pointers(arguments: tuple[Any, ...]) -> tuple[Any, ...]:
     """CuPy rejects None: a null pointer is the integer 0."""
-    return tuple(np.uintp(0) if argument is None else argument for argument in arguments)
+    return tuple(kernels.NULL if argument is None else argument for argument in arguments)

@@ -16,12 +16,12 @@ from lenet.cuda.cublas import Arithmetic
 from lenet.cuda.device import Handle
 from lenet.cuda.engines import Engine, EngineCatalog
 from lenet.cuda.graphs import Convolution, Uid
-from lenet.cuda.kernels import Kernels, Macros
+from lenet.cuda.kernels import Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.memory import Arena
 from lenet.model import ConvBlock
 from trainer.ops_cuda import first_filter
 from trainer.ops_cuda.parameters import Parameter
-from trainer.ops_cuda.state import FOLDER, scalar_type
+from trainer.ops_cuda.state import FOLDER
 
 _COUNTERS = 4096
 
@@ -60,7 +60,7 @@ class Linear:
         self._engines, self._wgrad_engines = engines
         self._kernels, self._arena = kernels, arena
         self._arithmetic = arithmetic
-        self._dtype = cupy.float16 if arithmetic == "fp16" else cupy.float32
+        self._dtype = storage_dtype(arithmetic)
         # Zeros between any two launches of first_filter.cu.
         self._counters = cupy.zeros(_COUNTERS, cupy.uint32)
         for handle in (main, wgrad_handle):
@@ -141,7 +141,7 @@ class Linear:
         _, r, s, _ = forward.filters
         partial = self._arena.take((blocks * tiles * r * s * 32,), cupy.float32)
         dweight = self._arena.take(forward.filters, cupy.float32)
-        macros: Macros = {"SCALAR": scalar_type(x.dtype), **first_filter.macros(forward)}
+        macros: Macros = {"SCALAR": scalar(x.dtype), **first_filter.macros(forward)}
         kernel = self._kernels.get(FOLDER / "first_filter.cu", "first_filter_gradient", macros)
         kernel(
             (blocks, tiles),

@@ -23,7 +23,7 @@ from lenet.cuda.capture import captured
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.engines import EngineCatalog
-from lenet.cuda.kernels import Kernels
+from lenet.cuda.kernels import Kernels, storage_dtype
 from lenet.cuda.memory import Arena, Workspace
 from lenet.errors import DeviceError
 from lenet.model import Model
@@ -71,7 +71,6 @@ class CudaOps:
         self._ranks: Ranks | None = None
         self.arena = Arena()
         self.arithmetic = "fp16" if precision == "mixed" else precision
-        dtype = cupy.float16 if precision == "mixed" else cupy.float32
         kernels = Kernels(self.handle)
         check_stop = partial(_check_stop, stopping) if stopping is not None else None
         engines, wgrad_engines = (
@@ -87,7 +86,7 @@ class CudaOps:
             self.arithmetic,
         )
         self._epilogues = Epilogues(self.handle, kernels, self.arena)
-        self._batch = BatchKernels(kernels, self.arena, dtype)
+        self._batch = BatchKernels(kernels, self.arena, storage_dtype(self.arithmetic))
         self._sgd = FusedSgd(kernels)
         self._parameters: WeakSet[Parameter] = WeakSet()
         self._state: RunState | None = None
@@ -209,7 +208,7 @@ class CudaOps:
         self.arena.rewind()
 
     def capture(self, step: Callable[[], None]) -> Callable[[], None]:
-        """A CUDA graph of `step`. The step runs once before, for plans and buffers, and is undone.
+        """A CUDA graph of `step`. The step runs once before, to choose engines and take memory.
 
         That run leaves the other ranks out: loading a kernel or allocating memory may wait for the
         device, which would wait for an all-reduce, which would wait for another rank's thread,

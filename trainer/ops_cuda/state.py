@@ -25,11 +25,6 @@ GROWTH_INTERVAL = 1000
 _INITIAL_SCALE = 2.0**13
 
 
-def scalar_type(dtype: Any) -> str:
-    """The macro SCALAR of our kernels for arrays of `dtype`."""
-    return "__half" if dtype == cupy.float16 else "float"
-
-
 @dataclass(eq=False, slots=True)
 class RunState:
     """A run and its arrays on the device.

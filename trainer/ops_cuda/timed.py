@@ -12,6 +12,7 @@ import cupy
 import numpy as np
 
 from lenet.cuda.capture import Launch, captured, time_us
+from lenet.cuda.kernels import storage_dtype
 from trainer.ops_cuda.ops import CudaOps
 
 _REPEATS = 20  # of a call in one graph, or of a step
@@ -70,9 +71,8 @@ def copy_bytes_per_s(ops: CudaOps) -> float:
 
 def product_flop_per_s(ops: CudaOps) -> float:
     """Multiplications and additions of a large product in the arithmetic of `ops`."""
-    dtype = cupy.float16 if ops.arithmetic == "fp16" else cupy.float32
     # Random, because a GPU multiplies zeros faster.
-    values = np.random.default_rng(0).uniform(-1, 1, _BLOCK).astype(dtype)
+    values = np.random.default_rng(0).uniform(-1, 1, _BLOCK).astype(storage_dtype(ops.arithmetic))
     a = cupy.tile(cupy.asarray(values), _SIDE**2 // _BLOCK).reshape(_SIDE, _SIDE)
     out = cupy.empty_like(a)
     product = partial(ops.handle.cublas.product, a, a.copy(), out, ops.arithmetic)
