@@ -5,13 +5,13 @@
 // bias:                   float (CLASSES)
 // logits, probabilities:  float (n, CLASSES); each row of probabilities sums to 1
 //
-// A warp takes ROWS rows at a time, so that each weight it loads serves all of them. A row's
-// numbers do not depend on ROWS, on the grid or on its neighbours. A NaN makes its row NaN.
+// A warp computes ROWS rows at a time, so that each weight it loads is used for all of them. The
+// result of a row does not depend on ROWS, on the grid or on other rows. A NaN makes its row NaN.
 //
-// Macros: SCALAR, I (a multiple of 8), CLASSES, ROWS (1 for small n, 2 from some thousands on).
-// Threads: a multiple of 32, at most 128. Grid: any number of blocks, best a warp for each ROWS
-// rows.
-// (The 3 in the launch bounds: left alone, nvcc 13.0 squeezes the kernel into 64 registers.)
+// Macros: SCALAR, I (a multiple of 8), CLASSES, ROWS (1 for small n, 2 for some thousands).
+// Threads: a multiple of 32, at most 128. Grid: any number of blocks, fastest with a warp for each
+// ROWS rows.
+// (The 3 in the launch bounds: without it nvcc 13.0 uses only 64 registers.)
 
 #include <math_constants.h>
 #include "softmax.cuh"
@@ -23,21 +23,21 @@ static_assert(I % 8 == 0, "inputs are padded to a multiple of 8");
 static_assert(CLASSES <= WARP, "a lane writes a class");
 
 extern "C" __global__ void __launch_bounds__(128, 3)
-last_dense_softmax(const SCALAR* __restrict__ x, const SCALAR* __restrict__ weight,
-                   const float* __restrict__ bias, float* __restrict__ logits,
-                   float* __restrict__ probabilities, int n) {
+    dense_softmax(const SCALAR* __restrict__ x, const SCALAR* __restrict__ weight,
+                  const float* __restrict__ bias, float* __restrict__ logits,
+                  float* __restrict__ probabilities, int n) {
     const int lane = threadIdx.x % WARP;
     const int warp = (blockIdx.x * blockDim.x + threadIdx.x) / WARP;
     const int warps = gridDim.x * blockDim.x / WARP;
-    const float own_bias = lane < CLASSES ? bias[lane] : 0;
-    for (int first = warp * ROWS; first < n; first += warps * ROWS) {
+    const float class_bias = lane < CLASSES ? bias[lane] : 0;
+    for (int first_row = warp * ROWS; first_row < n; first_row += warps * ROWS) {
         float sums[ROWS][CLASSES] = {};
 #pragma unroll 2
         for (int vector = lane; vector < VECTORS; vector += WARP) {
             float values[ROWS][LANES];
             for (int row = 0; row < ROWS; ++row) {
-                const size_t from = min(first + row, n - 1);  // beyond the end: not written
-                load(x + from * I + vector * LANES, values[row]);
+                const size_t source = min(first_row + row, n - 1);  // rows from n on: not written
+                load(x + source * I + vector * LANES, values[row]);
             }
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) {
@@ -54,15 +54,15 @@ last_dense_softmax(const SCALAR* __restrict__ x, const SCALAR* __restrict__ weig
 #pragma unroll
             for (int k = 0; k < CLASSES; ++k) {
                 float sum = sums[row][k];
-                for (int apart = WARP / 2; apart > 0; apart /= 2)
-                    sum += __shfl_xor_sync(~0u, sum, apart);
-                if (lane == k) logit = sum + own_bias;
+                for (int distance = WARP / 2; distance > 0; distance /= 2)
+                    sum += __shfl_xor_sync(~0u, sum, distance);
+                if (lane == k) logit = sum + class_bias;
             }
-            const float share = softmax(logit);
-            if (lane < CLASSES && first + row < n) {
-                const size_t to = static_cast<size_t>(first + row) * CLASSES + lane;
-                logits[to] = logit;
-                probabilities[to] = share;
+            const float probability = softmax(logit);
+            if (lane < CLASSES && first_row + row < n) {
+                const size_t offset = static_cast<size_t>(first_row + row) * CLASSES + lane;
+                logits[offset] = logit;
+                probabilities[offset] = probability;
             }
         }
     }

@@ -165,7 +165,7 @@ class FusedNetwork:  # pragma: no cover - needs a GPU
     """
 
     def __init__(self, model: Model, weights: DeviceWeights, kernels: Kernels) -> None:
-        self._kernel = kernels.get(_SOURCE, "whole_network", macros(model))
+        self._kernel = kernels.get(_SOURCE, "fused_network", macros(model))
         names = ("first", "first_bias", "second", "second_bias")
         convolutional = len(model.blocks) == 4
         tensors: list[Any] = [weights[name] if convolutional else NULL for name in names]

@@ -237,7 +237,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
             "ROWS": rows,
         }
         source = FOLDER / "dense_softmax.cu"
-        kernel = self._build.kernels.get(source, "last_dense_softmax", macros)
+        kernel = self._build.kernels.get(source, "dense_softmax", macros)
         grid = (-(-self._rows // (4 * rows)),)  # four warps a block
         answers = buffers.logits, buffers.probabilities
         arguments = (flat, weight, bias, *answers, np.int32(self._rows))
