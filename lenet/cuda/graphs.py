@@ -1,9 +1,8 @@
-"""cuDNN's operation graphs, built and described, not yet planned or run.
+"""cuDNN's operation graphs; `engines` chooses what runs them.
 
-An operation is frozen data: it is what a plan is cached under. Everything is channels last:
-images (n, h, w, c), filters (k, r, s, c), though cuDNN names dimensions in the order n c h w and
-is told the order in memory by strides. It refuses to choose an engine: that is `plans`.
-cuDNN is loaded when a graph is built, not before: shapes need no GPU.
+An operation is frozen data, the key under which its engine is cached. All tensors are channels
+last: images (n, h, w, c), filters (k, r, s, c). cuDNN lists dimensions in the order n c h w, and
+the strides give the order in memory. cuDNN is imported when a graph is built: shapes need no GPU.
 """
 
 from __future__ import annotations
@@ -17,15 +16,15 @@ from typing import Any, Literal, TypeAlias, get_args
 from lenet.model import Pair, window_count
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
-"""How a plan multiplies: float32 on ordinary units, float32 rounded to TF32 or float16 on tensor
-cores. Sums are float32 in all three."""
+"""How an engine multiplies: float32 without tensor cores, or float32 rounded to TF32 or float16 on
+tensor cores. Sums are float32 in all three."""
 
 
 TensorCores: TypeAlias = Literal["tf32", "fp16"]
 
 
 class Uid(IntEnum):
-    """The tensors of a graph; the keys under which a plan is given their addresses."""
+    """The tensors of a graph, as keys of the addresses that an engine gets."""
 
     INPUT = 1
     WEIGHT = 2
@@ -37,10 +36,10 @@ class Uid(IntEnum):
 class Convolution:
     """A cross-correlation or one of its gradients.
 
-    `forward` takes the images as INPUT and gives (n, oh, ow, k), with the bias and ReLU that are
-    asked for in the same kernel; `data` takes the output's gradient as INPUT and gives that of the
-    images; `filter` takes the images as INPUT and the output's gradient as WEIGHT and gives that of
-    the filters.
+    `forward` computes (n, oh, ow, k) from the images as INPUT, with bias and ReLU in the same kernel
+    if requested. `data` computes the gradient of the images from that of the output as INPUT.
+    `filter` computes the gradient of the filters from the images as INPUT and the output's gradient
+    as WEIGHT.
     """
 
     direction: Literal["forward", "data", "filter"]
@@ -63,7 +62,7 @@ class Convolution:
         return n, oh, ow, k
 
     def tensor_bytes(self) -> dict[Uid, int]:
-        """The size of each tensor that a plan is given."""
+        """The size of each tensor that an engine gets."""
         width = _width(self.precision)
         image, filters, output = (
             width * math.prod(shape) for shape in (self.image, self.filters, self.output)
@@ -110,10 +109,10 @@ class Convolution:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """INPUT (m, k) times the transpose of WEIGHT (n, k), plus BIAS (n,), then ReLU, as asked.
+    """INPUT (m, k) times the transpose of WEIGHT (n, k), then BIAS (n,) and ReLU if requested.
 
-    Not in true float32: there cuDNN 9.19 has no plan with a bias, and without one it rounds to
-    TF32 all the same (errors of 1e-4 in a probability, H200, 2026-11-20). `cublas` is exact.
+    Not in float32: cuDNN 9.19 has no such engine with a bias, and those without one round to TF32
+    (errors of 1e-4 in a probability, H200, 2026-11-20). `cublas` computes that.
     """
 
     precision: TensorCores
@@ -127,7 +126,7 @@ class Product:
         assert self.precision in get_args(TensorCores), f"bug: a product in {self.precision}"
 
     def tensor_bytes(self) -> dict[Uid, int]:
-        """The size of each tensor that a plan is given."""
+        """The size of each tensor that an engine gets."""
         width, m, n, k = _width(self.precision), self.m, self.n, self.k
         sizes = {Uid.INPUT: width * m * k, Uid.WEIGHT: width * n * k, Uid.OUTPUT: width * m * n}
         return sizes | ({Uid.BIAS: width * n} if self.bias else {})
@@ -171,7 +170,7 @@ def _graph(precision: Precision, handle: Any) -> Any:
 
 
 def _channels_last(shape: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(dimensions, strides) as cuDNN names them, n c h w, of an (n, h, w, c) in memory."""
+    """(dimensions, strides) in cuDNN's order n c h w, of an (n, h, w, c) in memory."""
     n, h, w, c = shape
     return [n, c, h, w], [h * w * c, 1, w * c, c]
 

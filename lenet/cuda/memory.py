@@ -1,9 +1,8 @@
-"""Device memory that is taken once: an arena for what a step makes, a workspace for its plans.
+"""Device memory that is allocated once: an arena for buffers, a workspace, page-locked staging.
 
-A step takes its buffers from the arena in a fixed order and rewinds it at the end, so the next
-step finds each buffer at the same address: that is what lets a captured CUDA graph be replayed.
-What the host shares with the device is page-locked, so that the device copies it by itself. It
-refuses to give single buffers back.
+A step takes its buffers from the arena in a fixed order and rewinds it at the end, so the next step
+gets each buffer at the same address. That is what lets a captured CUDA graph be replayed. Single
+buffers are not freed. Host memory for copies is page-locked, so that they run without the CPU.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ import numpy as np
 from lenet.pixels import HEIGHT, WIDTH
 
 ALIGNMENT = 256
-"""Bytes; what cudaMalloc itself promises, and more than any vector load asks for."""
+"""Bytes; what cudaMalloc guarantees, and more than any vector load needs."""
 
 
 class Arena:
-    """Buffers one after another in slabs of device memory; `rewind` makes all of it free again."""
+    """Buffers one after another in slabs of device memory; `rewind` frees them."""
 
     def __init__(self, slab_bytes: int = 64 << 20) -> None:
         self._slab_bytes = slab_bytes
@@ -31,7 +30,7 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """What all slabs take."""
+        """The size of all slabs."""
         return sum(slab.nbytes for slab in self._slabs)
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> Any:
@@ -63,10 +62,10 @@ class Arena:
 
 
 class Workspace:
-    """One scratch buffer for all plans of a stream, as large as the largest of them asks for.
+    """A scratch buffer for all engines of a stream, as large as the largest of them needs.
 
-    Plans of one stream run one after another, so they can share it. A buffer that became too small
-    is kept: a captured graph may hold its address.
+    The engines of a stream run one after another, so they can share it. A buffer that became too
+    small is kept, because a captured graph may hold its address.
     """
 
     def __init__(self) -> None:
@@ -74,7 +73,7 @@ class Workspace:
 
     @property
     def size_bytes(self) -> int:
-        """Of all buffers, those that became too small included."""
+        """The size of all buffers, also of those that became too small."""
         return sum(buffer.nbytes for buffer in self._buffers)
 
     def reserve(self, size_bytes: int) -> None:
@@ -84,13 +83,13 @@ class Workspace:
 
     @property
     def pointer(self) -> int:
-        """Its device address, 0 while nothing is reserved."""
+        """Its device address; 0 if nothing is reserved."""
         return int(self._buffers[-1].data.ptr) if self._buffers else 0
 
 
 @dataclass(frozen=True, slots=True)
 class Buffers:
-    """What a network reads and writes for one batch: `host_` ones are NumPy's and page-locked.
+    """The inputs and outputs of one batch; the `host_` ones are NumPy arrays, page-locked.
 
     pixels: uint8 (rows, 28, 28); logits, probabilities: float32 (rows, classes).
     """
@@ -103,7 +102,7 @@ class Buffers:
 
     @classmethod
     def take(cls, arena: Arena, rows: int, classes: int) -> Self:
-        """With black images; of the arena all that is on the device."""
+        """Buffers with black images; the device memory comes from the arena."""
         answers = rows, classes
         pixels = _pinned((rows, HEIGHT, WIDTH), np.uint8)
         pixels[...] = 0
@@ -117,7 +116,7 @@ class Buffers:
 
     @property
     def rows(self) -> int:
-        """Of the batch."""
+        """The largest number of images."""
         return len(self.host_pixels)
 
     def copy_in(self) -> None:
@@ -134,7 +133,7 @@ class Buffers:
 
 
 def _copy(to: int, source: int, size: int, kind: int) -> None:
-    # By the runtime's own function: CuPy's arrays refuse to meet the host in a capture.
+    # By the runtime's function: CuPy's arrays cannot be copied to or from the host in a capture.
     stream = cupy.cuda.get_current_stream()
     cupy.cuda.runtime.memcpyAsync(to, source, size, kind, stream.ptr)
 

@@ -1,7 +1,7 @@
-// What the kernels of serving and of training share: 16 bytes at a time in storage, float in
-// registers, and sums over a grid whose order never changes. No kernel of its own.
+// Shared by the kernels of serving and of training: memory accesses of 16 bytes, and sums over a
+// grid in a fixed order. Contains no kernel.
 //
-// SCALAR, float or __half, is how activations are stored; all arithmetic is float.
+// SCALAR, float or __half, is the storage type of activations; all arithmetic is float.
 
 #pragma once
 #include <cuda_fp16.h>
