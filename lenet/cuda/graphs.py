@@ -36,10 +36,10 @@ class Uid(IntEnum):
 class Convolution:
     """A cross-correlation or one of its gradients.
 
-    `forward` computes (n, oh, ow, k) from the images as INPUT, with bias and ReLU in the same kernel
-    if requested. `data` computes the gradient of the images from that of the output as INPUT.
-    `filter` computes the gradient of the filters from the images as INPUT and the output's gradient
-    as WEIGHT.
+    `forward` computes (n, oh, ow, k) from the images as INPUT, with bias and ReLU in the same
+    kernel if requested. `data` computes the gradient of the images from that of the output as
+    INPUT. `filter` computes the gradient of the filters from the images as INPUT and the output's
+    gradient as WEIGHT.
     """
 
     direction: Literal["forward", "data", "filter"]
