@@ -128,8 +128,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(found))
     print(
         f"\nMedians of {options.rounds} rounds of {options.duration} s (min..max). CPU us: the "
-        "server's CPU time per request.\nratio: median of our requests/s over the other's, round "
-        "by round (min..max).\nwrk ran on the same cores: only the ratios mean something."
+        "server's CPU time per request.\nours/other: medians of the ratios of each pair of rounds. "
+        "wrk ran on the same cores: only the\nratios mean something."
     )
     if options.json is not None:
         document = {
@@ -208,8 +208,8 @@ def _measure(
 def summarise(rounds: Sequence[Round]) -> list[dict[str, Any]]:
     """Median, least and most of each number, by case and server, ours first.
 
-    `ratio`: the median over rounds of our requests per second over the other's; `ratio_spread`: its
-    [minimum, maximum].
+    `ratio`: our requests per second over the other's, the median of pairs of rounds; `cpu_ratio`:
+    the same of CPU time per request. `ratio_spread`, `cpu_ratio_spread`: [minimum, maximum].
     """
     cases: list[dict[str, Any]] = []
     servers = sorted({one.server for one in rounds}, key=OURS.__ne__)
@@ -218,10 +218,7 @@ def summarise(rounds: Sequence[Round]) -> list[dict[str, Any]]:
             server: [one for one in rounds if (one.case, one.server) == (case, server)]
             for server in servers
         }
-        ratios = [
-            ours.requests_per_s / other.requests_per_s
-            for ours, other in zip(*runs.values(), strict=True)
-        ]
+        pairs = list(zip(*runs.values(), strict=True))
         cases.append(
             {
                 "case": case,
@@ -229,11 +226,18 @@ def summarise(rounds: Sequence[Round]) -> list[dict[str, Any]]:
                     server: {number: _spread(some, number) for number in _NUMBERS}
                     for server, some in runs.items()
                 },
-                "ratio": statistics.median(ratios),
-                "ratio_spread": [min(ratios), max(ratios)],
+                **_ratio("ratio", [(a.requests_per_s, b.requests_per_s) for a, b in pairs]),
+                **_ratio("cpu_ratio", [(a.cpu_us, b.cpu_us) for a, b in pairs]),
             }
         )
     return cases
+
+
+def _ratio(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
+    ratios = [ours / other for ours, other in pairs if ours is not None and other]
+    if not ratios:
+        return {name: None, f"{name}_spread": None}
+    return {name: statistics.median(ratios), f"{name}_spread": [min(ratios), max(ratios)]}
 
 
 def _spread(rounds: Sequence[Round], number: str) -> dict[str, float] | None:
@@ -244,25 +248,29 @@ def _spread(rounds: Sequence[Round], number: str) -> dict[str, float] | None:
 
 
 def table(cases: Sequence[dict[str, Any]]) -> str:
-    """Two lines per case, one per server, with the ratio in the first."""
+    """A line per case and server, and one with the ratios."""
     lines = [
-        f"{'':<24}{'server':<14}{'images/s':>9} {'(min..max)':<17}"
-        f"{'p50 ms':>8}{'p99 ms':>8}{'CPU us':>8}  ratio"
+        f"{'':<14}{'images/s':>9} {'(min..max)':<17}"
+        f"{'p50 ms':>8}{'p99 ms':>8}{'max ms':>8}{'CPU us':>8}"
     ]
     for case in cases:
-        for index, server in enumerate(name for name in case if isinstance(case[name], dict)):
+        lines.append(case["case"])
+        for server in (name for name in case if isinstance(case[name], dict)):
             numbers = case[server]
             rate, cpu = numbers["images_per_s"], numbers["cpu_us"]
             spread = f"({rate['least']:,.0f}..{rate['most']:,.0f})"
-            cells = (
-                f"{'' if index else case['case']:<24}{server:<14}"
-                f"{rate['median']:>9,.0f} {spread:<17}"
-                f"{numbers['p50_ms']['median']:>8.2f}{numbers['p99_ms']['median']:>8.2f}"
+            lines.append(
+                f"  {server:<14}{rate['median']:>9,.0f} {spread:<17}"
+                f"{numbers['p50_ms']['median']:>6.2f}{numbers['p99_ms']['median']:>8.2f}"
+                f"{numbers['max_ms']['median']:>8.2f}"
                 f"{'-' if cpu is None else format(cpu['median'], ',.0f'):>8}"
             )
-            low, high = case["ratio_spread"]
-            ratio = f"  {case['ratio']:.2f} ({low:.2f}..{high:.2f})"
-            lines.append(cells + ("" if index else ratio))
+        ratios = []
+        for name, key in (("requests/s", "ratio"), ("CPU", "cpu_ratio")):
+            if case[key] is not None:
+                low, high = case[f"{key}_spread"]
+                ratios.append(f"{name} {case[key]:.3f} ({low:.2f}..{high:.2f})")
+        lines.append(f"  ours/other: {', '.join(ratios)}")
     return "\n".join(lines)
 
 

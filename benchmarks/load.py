@@ -23,6 +23,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -67,7 +68,8 @@ class Results:
 
     `stages_ms`: durations by stage from the Server-Timing header. `own_mistakes`: mistakes of the
     local model on the answered images. `lateness_s`: delays of an open loop's requests behind
-    their due times. `busy`: CPU time over elapsed time of the busiest process.
+    their due times. `busy` and `starved`: the shares of the elapsed time in which the busiest
+    process ran on a core and waited for one.
     """
 
     images: int = 0
@@ -79,6 +81,7 @@ class Results:
     images_per_s: float = 0.0
     elapsed_s: float = 0.0
     busy: float = 0.0
+    starved: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
     latencies_s: array[float] = field(default_factory=_seconds)
     lateness_s: array[float] = field(default_factory=_seconds)
@@ -105,11 +108,14 @@ class Results:
         """Record a request without a good answer; `kind` is from a closed set."""
         self.errors[kind] += 1
 
-    def finish(self, elapsed_s: float, cpu_s: float, *, interrupted: bool) -> None:
-        """Record the time from the first request to the last answer, and the CPU time in it."""
+    def finish(
+        self, elapsed_s: float, cpu_s: float, starved_s: float, *, interrupted: bool
+    ) -> None:
+        """Record the time from the first request to the last answer, and the client's part."""
         self.interrupted = interrupted
         self.elapsed_s = elapsed_s
         self.busy = cpu_s / elapsed_s
+        self.starved = starved_s / elapsed_s
         self.requests_per_s = len(self.latencies_s) / elapsed_s
         self.images_per_s = self.images / elapsed_s
 
@@ -126,7 +132,8 @@ class Results:
             total.requests_per_s += part.requests_per_s
             total.images_per_s += part.images_per_s
             total.elapsed_s = max(total.elapsed_s, part.elapsed_s)
-            total.busy = max(total.busy, part.busy)
+            if part.busy + part.starved >= total.busy + total.starved:
+                total.busy, total.starved = part.busy, part.starved
             total.errors.update(part.errors)
             total.latencies_s.extend(part.latencies_s)
             total.lateness_s.extend(part.lateness_s)
@@ -140,8 +147,8 @@ class Summary:
     """The numbers of a load test, as written to JSON.
 
     `accuracy`: the share of true labels, 0 to 1, None without an answer. `passed`: there were
-    answers, no error and no wrong label. `client_busy`: cores that the busiest process of the
-    client used, 0 to 1.
+    answers, no error and no wrong label. `client_busy` and `client_starved`: the shares of time
+    in which the busiest process of the client ran on a core and waited for one.
     """
 
     passed: bool
@@ -160,6 +167,7 @@ class Summary:
     server_ms: dict[str, float]
     sent_late_ms: dict[str, float]
     client_busy: float
+    client_starved: float
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON."""
@@ -190,6 +198,7 @@ def summarise(results: Results) -> Summary:
         },
         sent_late_ms=_distribution_ms(results.lateness_s),
         client_busy=results.busy,
+        client_starved=results.starved,
     )
 
 
@@ -300,7 +309,7 @@ class _Traffic:
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, RuntimeError):  # Windows; not main thread
             loop.add_signal_handler(signal.SIGINT, interrupt.set)
-        started_s, used_s = time.perf_counter(), time.process_time()
+        started_s, used_s, starved_s = time.perf_counter(), time.process_time(), _starved_s()
         self._deadline_s = started_s + self._load.duration_s
         drive = self._closed if self._load.mode == "closed" else self._open
         sending = asyncio.create_task(drive(clients))
@@ -315,6 +324,7 @@ class _Traffic:
         self._results.finish(
             time.perf_counter() - started_s,
             time.process_time() - used_s,
+            _starved_s() - starved_s,
             interrupted=interrupt.is_set(),
         )
 
@@ -369,6 +379,14 @@ class _Traffic:
         self._results.answered(
             latency_s, verdict, request.own_labels, request.true_labels, stages_ms
         )
+
+
+def _starved_s() -> float:
+    """How long the main thread has been ready to run without a core; 0 outside Linux."""
+    try:
+        return int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 def _transports(url: str) -> Callable[[], httpx.AsyncBaseTransport]:

@@ -47,7 +47,7 @@ _LATE_MS = 10.0
 """An open loop that sends so late measures itself."""
 
 _BUSY = 0.9
-"""A client process that uses so much of a core is the limit, not the service."""
+"""A client process that uses or waits for a core so much of the time limits the rate itself."""
 
 
 class CannotStart(Exception):
@@ -198,13 +198,14 @@ def table(summary: Summary, title: str) -> str:
                 "The client sent too late, which adds to the latencies: lower --rate or raise "
                 "--processes."
             )
-    busy = f"The client was busy {summary.client_busy:.0%} of a core"
-    if summary.client_busy < _BUSY:
-        lines.append(f"{busy}.")
-    else:
+    lines.append(
+        f"The client was busy {summary.client_busy:.0%} of a core, and waited for a free core "
+        f"{summary.client_starved:.0%} of the time."
+    )
+    if summary.client_busy + summary.client_starved >= _BUSY:
         lines.append(
-            f"{busy}: it is the limit, not the service. Use --processes N, or wrk:\n"
-            "python -m benchmarks.http"
+            "The client is the limit, not the service: use --processes N if cores are free, or "
+            "wrk,\nwhich `python -m benchmarks.http` runs."
         )
     lines += [f"error: {count:,} x {kind}" for kind, count in summary.errors.items()]
     if summary.interrupted:

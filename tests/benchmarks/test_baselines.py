@@ -1,22 +1,11 @@
-"""The baselines answer and compute correctly; PyTorch's are tried only where it is installed."""
-
-import math
-
 import httpx
-import numpy as np
 import pytest
 
 from benchmarks.baselines import torch_serving, torch_step, torch_training
 from benchmarks.baselines.bare_uvicorn import app
 from benchmarks.baselines.torch_step import MODES
 from benchmarks.digits import judge
-from lenet import reference
-from lenet.model import ARCHITECTURES, named
-
-
-@pytest.fixture
-def torch():
-    return pytest.importorskip("torch", reason="PyTorch, a baseline, is not installed")
+from lenet.model import named
 
 
 @pytest.mark.parametrize("path", ["/predict", "/readyz"])
@@ -58,42 +47,3 @@ def test_the_variant_with_the_smallest_median_counts():
     text = torch_training.table({**about, **found, "failed": {"compile: x": "no compiler"}})
     assert "(100.0..400.0)" in text
     assert "no compiler" in text
-
-
-@pytest.mark.parametrize("layout", ["contiguous", "channels_last"])
-@pytest.mark.parametrize("precision", torch_serving.TOLERANCES)
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_pytorchs_pass_computes_the_references_probabilities(
-    name, precision, layout, torch, random_weights
-):
-    weights, variant = random_weights(name), torch_serving.Variant(layout)
-    images = weights.golden.images
-    exact = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
-    expected = reference.softmax(reference.logits(weights.model, exact, images))
-    with torch_serving.settings(precision):
-        forward = torch_serving.forward_pass(weights, images, precision, variant, device="cpu")
-        torch_serving.check(forward, expected, precision)
-        with pytest.raises(torch_serving.WrongAnswer, match="from the reference, expected"):
-            torch_serving.check(forward, 1 - expected, precision)
-
-
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_pytorch_trains_the_same_parameters(name, torch):
-    model = named(name)
-    trained = [
-        shape
-        for parameter, shape in model.parameters().items()
-        if not parameter.endswith((".mean", ".variance"))
-    ]
-    assert [tuple(one.shape) for one in torch_step.network(model).parameters()] == trained
-
-
-@pytest.mark.parametrize("precision", ["fp32", "mixed"])
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_pytorchs_steps_train(name, precision, torch):
-    for variant in torch_step.variants(named(name), precision)["eager"]:
-        with torch_step.settings(precision):
-            step = torch_step.training_step(named(name), 32, precision, variant, "cpu")
-            losses = [float(step()) for _ in range(40)]
-        # Random labels of noise are learnt slowly by the smallest network.
-        assert losses[-1] < min(losses[0], math.log(10)) - 0.02

@@ -74,12 +74,6 @@ def test_a_missing_library_is_named_with_its_extra(name):
     assert "--constraint constraints.txt --editable '.[" in line
 
 
-def test_another_import_error_keeps_its_message():
-    assert missing_library(ImportError("libcublas.so:\nno such file")) == (
-        "libcublas.so: no such file"
-    )
-
-
 def test_versions_are_compared_as_numbers(tmp_path):
     with pytest.raises(FileNotFoundError, match="--weights"):
         latest_weights(tmp_path)

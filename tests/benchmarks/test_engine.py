@@ -2,16 +2,13 @@
 
 import json
 import multiprocessing
-import threading
 from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from benchmarks.engine import (
-    Context,
     ContextFailed,
-    best,
     digits,
     exact,
     main,
@@ -25,7 +22,6 @@ from benchmarks.engine_report import (
     FigureUnavailable,
     draw,
     gpus_line,
-    head,
     limits_line,
     line,
     merged,
@@ -119,19 +115,6 @@ def test_a_pool_is_measured_for_every_number_of_contexts_and_batch_size(random_w
     assert all(one["images_per_s"] > 0 for one in found)
 
 
-def test_the_best_entry_has_the_given_number_of_contexts():
-    rates = [(1, 256, 9.0), (2, 256, 5.0), (2, 512, 7.0), (4, 512, 8.0)]
-    found = [dict(zip(("contexts", "rows", "images_per_s"), one, strict=True)) for one in rates]
-    assert best(found, 2)["rows"] == 512
-
-
-def test_a_context_that_cannot_be_opened_leaves_no_thread(random_weights, tiny):
-    before = threading.active_count()
-    with pytest.raises(BackendUnavailable, match="no such device"):
-        Context(open_nothing, 0, random_weights(tiny), [1])
-    assert threading.active_count() == before
-
-
 def test_several_devices_are_compared_with_one_in_threads_and_in_processes(tiny_file):
     found = measure_gpus(open_cpu, tiny_file, gpus=2, count=1, rows=2, duration_s=SHORT_S)
     assert (found["n"], found["contexts"], found["rows"]) == (2, 1, 2)
@@ -183,12 +166,6 @@ def test_a_line_compares_with_the_best_of_pytorch():
     assert line(alone).split()[-3] == "-"
 
 
-def test_the_columns_of_a_table_are_below_their_heads():
-    columns = head("fp16").splitlines()[-1]
-    found = line({**bucket(8192, device_us=1234.5), "host_us": 9876.5})
-    assert len(found) - len("fused_network") == len(columns) - len("strategy")
-
-
 def test_rates_are_printed_with_their_limits():
     assert "55.0 GB/s (70 M images/s)" in limits_line(LIMITS)
     found = {"contexts": 2, "rows": 4096, "images_per_s": 21e6}
@@ -210,18 +187,3 @@ def test_a_figure_is_drawn_of_the_file(tiny_file, tmp_path):
     assert json.loads(path.read_text()) == content
     with pytest.raises(FigureUnavailable, match="--only buckets"):
         draw({}, png)
-
-
-def test_a_figure_needs_a_path(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        main(["--only", "figure"])
-    assert stopped.value.code == 2
-    assert "--figure PATH" in capsys.readouterr().err
-
-
-def test_a_file_that_is_not_json_is_reported_and_kept(tmp_path, capsys):
-    path = tmp_path / "engine.json"
-    path.write_text("not JSON")
-    assert main([f"--json={path}", "--only", "limits"]) == 2
-    assert "Expecting value" in capsys.readouterr().err
-    assert path.read_text() == "not JSON"

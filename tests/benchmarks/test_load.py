@@ -48,14 +48,6 @@ def test_an_open_loop_sends_at_its_times_however_slow_the_service_is(requests, s
     assert results.errors == {"429": len(results.lateness_s)}
 
 
-def test_a_closed_loop_sends_all_digits_in_turn(requests, service, say):
-    seen = []
-    service.behave = lambda number, labels: seen.append(tuple(labels)) or (200, say(labels), 0.0)
-    send(CLOSED, requests, service)
-    expected = [request.own_labels for request in requests]
-    assert seen[: len(expected)] == expected
-
-
 def test_an_open_loop_counts_latency_from_the_due_time(requests, service, say):
     # The first answer takes 0.2 s on the only connection, and delays the fast ones after it.
     service.behave = lambda number, labels: (200, say(labels), 0.0 if number else 0.2)
@@ -134,11 +126,11 @@ def test_results_of_two_processes_add_up(requests, service):
     assert len({scope["client"] for scope in service.scopes}) == 2
 
 
-def results(latencies_s=(), cpu_s=1.0, **fields):
+def results(latencies_s=(), cpu_s=1.0, starved_s=0.5, **fields):
     made = Results(**fields)
     for latency_s in latencies_s:
         made.answered(latency_s, Verdict(), (1,), (1,), {"queue": 0.5})
-    made.finish(2.0, cpu_s, interrupted=False)
+    made.finish(2.0, cpu_s, starved_s, interrupted=False)
     return made
 
 
@@ -146,7 +138,7 @@ def test_merged_results_equal_those_of_one_process():
     merged = Results.merge(
         [
             results([0.001, 0.003], errors=Counter({"429": 1}), wrong_labels=1),
-            results([0.002], cpu_s=1.9, errors=Counter({"429": 2, "ReadError": 1})),
+            results([0.002], cpu_s=0.2, starved_s=1.7, errors=Counter({"429": 2, "ReadError": 1})),
         ]
     )
     summary = summarise(merged)
@@ -157,7 +149,8 @@ def test_merged_results_equal_those_of_one_process():
     for name, expected_ms in (("mean", 2.0), ("p50", 2.0), ("p99.9", 3.0), ("max", 3.0)):
         assert summary.latency_ms[name] == pytest.approx(expected_ms)
     assert summary.server_ms == {"queue": 0.5}
-    assert summary.client_busy == pytest.approx(0.95)  # of the busiest
+    # Of the process that most often ran or waited for a core.
+    assert (summary.client_busy, summary.client_starved) == (pytest.approx(0.1), 0.85)
 
 
 @pytest.mark.parametrize(

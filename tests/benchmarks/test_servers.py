@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from benchmarks.servers import Cores, Server, ServerFailed, check_answer, on, running, spans, split
+from benchmarks.servers import Cores, Server, ServerFailed, check_answer, on, running, split
 
 
 @pytest.mark.parametrize(
@@ -18,13 +18,6 @@ from benchmarks.servers import Cores, Server, ServerFailed, check_answer, on, ru
 )
 def test_the_load_gets_the_last_cores_and_the_service_at_least_one(available, load, service, rest):
     assert split(available, load) == Cores(service, rest)
-
-
-@pytest.mark.parametrize(
-    ("numbers", "text"), [((0, 1, 2, 3, 8), "0-3,8"), ((4,), "4"), ((1, 3), "1,3"), ((), "")]
-)
-def test_cores_are_printed_in_the_notation_of_taskset(numbers, text):
-    assert spans(numbers) == text
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")

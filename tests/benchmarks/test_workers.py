@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from benchmarks.workers import Row, main, merge_into, table
+from benchmarks.workers import Row, main, table
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 
@@ -33,14 +33,6 @@ def test_the_ratio_is_to_one_worker():
     assert lines[1].split() == ["1", "no", "4,000", "900", "2,000", "1.00"]
     assert lines[2].split() == ["8", "yes", "26,000", "1,100", "3,000", "6.50"]
     assert table(rows[1:]).splitlines()[1].split()[-1] == "-"
-
-
-def test_results_are_written_only_to_a_named_file(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    merge_into(None, {"workers": []})
-    assert list(tmp_path.iterdir()) == []
-    merge_into(tmp_path / "new.json", {"workers": []})
-    assert json.loads((tmp_path / "new.json").read_text()) == {"workers": []}
 
 
 def test_a_missing_weight_file_is_named(tmp_path, capsys):
