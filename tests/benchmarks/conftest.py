@@ -77,6 +77,7 @@ class FakeService:
         config = uvicorn.Config(self, port=0, lifespan="off", log_config=None, ws="none")
         server = uvicorn.Server(config)
         with config.bind_socket() as listener:
+            listener.listen()  # requests wait for the thread
             port = listener.getsockname()[1]
             thread = threading.Thread(target=server.run, args=([listener],))
             thread.start()

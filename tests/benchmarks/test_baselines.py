@@ -1,11 +1,14 @@
 import httpx
+import onnxruntime
 import pytest
 
 from benchmarks.baselines import torch_serving, torch_step, torch_training
 from benchmarks.baselines.bare_uvicorn import app
+from benchmarks.baselines.plain_fastapi import create_app
 from benchmarks.baselines.torch_step import MODES
-from benchmarks.digits import judge
+from benchmarks.digits import judge, prepare_requests
 from lenet.model import named
+from lenet.onnx_graph import onnx_model
 
 
 @pytest.mark.parametrize("path", ["/predict", "/readyz"])
@@ -15,6 +18,19 @@ async def test_bare_uvicorn_sends_a_well_formed_answer(path, requests):
         response = await client.post(path, content=bytes(784))
     assert response.status_code == 200
     assert judge(response.content, requests[0]).error == ""
+
+
+@pytest.mark.parametrize(("form", "path"), [("json", "/predict"), ("raw", "/predict/raw")])
+async def test_plain_fastapi_predicts_the_models_labels(form, path, digits, weights):
+    (request,) = prepare_requests(digits, weights, form, 12)
+    session = onnxruntime.InferenceSession(onnx_model(weights).SerializeToString())
+    transport = httpx.ASGITransport(create_app(session))
+    headers = {"Content-Type": request.content_type}
+    async with httpx.AsyncClient(transport=transport, base_url="http://plain") as client:
+        response = await client.post(path, content=request.body, headers=headers)
+        assert (await client.get("/readyz")).status_code == 200
+    verdict = judge(response.content, request)
+    assert (verdict.error, verdict.wrong_labels) == ("", 0)
 
 
 @pytest.mark.parametrize(

