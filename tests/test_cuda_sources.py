@@ -50,12 +50,12 @@ def first_filter(kernel, channels, stride=1, padding=0, dilation=1):
     return axes | {"C": channels, "R": kernel, "S": kernel}
 
 
-def first(kernel, channels, padding=(0, 0), pool="MAX", size=(28, 28), activation="relu"):
+def conv1_macros(kernel, channels, padding=(0, 0), pool="MAX", size=(28, 28), activation="relu"):
     """Macros of conv1.cu; pooling is 2 x 2 with stride 2."""
     pool = None if pool == "NONE" else Pool(pool.lower())
     kind = Activation(activation)
     block = ConvBlock(channels, kernel, padding=padding, activation=kind, pool=pool)
-    model = Model("first", (block, DenseBlock(10, activation=IDENTITY)), (1, *size))
+    model = Model("conv1", (block, DenseBlock(10, activation=IDENTITY)), (1, *size))
     return conv1.macros(block, model.shapes()[0])
 
 
@@ -95,15 +95,15 @@ def forward_and_backward(cases):
     }
 
 
-# What the networks of this project ask for: here nothing may spill.
+# What the named networks need: none of these may spill.
 LENET = forward_and_backward(EPILOGUES) | {
-    "first": (SERVING / "conv1.cu", first((5, 5), 20)),
-    "first-6-16": (SERVING / "conv1.cu", first((5, 5), 6)),
-    "first-32-64": (SERVING / "conv1.cu", first((3, 3), 32, (1, 1))),
+    "conv1": (SERVING / "conv1.cu", conv1_macros((5, 5), 20)),
+    "conv1-6-16": (SERVING / "conv1.cu", conv1_macros((5, 5), 6)),
+    "conv1-32-64": (SERVING / "conv1.cu", conv1_macros((3, 3), 32, (1, 1))),
     "unpack": (SERVING / "unpack.cu", {}),
     "unpack-training": (SERVING / "unpack.cu", {"SCALE": "0.00392156862745098f"}),
-    "last": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
-    "last-one-row": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
+    "dense-softmax": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
+    "dense-softmax-one-row": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
     "first-filter": (TRAINING / "first_filter.cu", first_filter(5, 32)),
     "batch": (TRAINING / "batch.cu", {}),
     "loss": (TRAINING / "loss.cu", {"CLASSES": 10, "PADDED": 16}),
@@ -111,22 +111,22 @@ LENET = forward_and_backward(EPILOGUES) | {
     "dropout": (TRAINING / "dropout.cu", {"C": 512, "UNITS": 500}),
 }
 LENET |= {
-    f"whole-{name}": (SERVING / "fused_network.cu", fused_network.macros(model))
+    f"fused-{name}": (SERVING / "fused_network.cu", fused_network.macros(model))
     for name, model in ARCHITECTURES.items()
 }
 
-# What a described network may ask for besides.
+# What other networks may need.
 OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
-    "first-unpooled": (
+    "conv1-unpooled": (
         SERVING / "conv1.cu",
-        first((4, 6), 9, (1, 2), "NONE", (13, 16), "sigmoid"),
+        conv1_macros((4, 6), 9, (1, 2), "NONE", (13, 16), "sigmoid"),
     ),
-    "first-largest": (
+    "conv1-largest": (
         SERVING / "conv1.cu",
-        first((10, 9), 100, (4, 3), "AVERAGE", activation="elu"),
+        conv1_macros((10, 9), 100, (4, 3), "AVERAGE", activation="elu"),
     ),
-    "last-odd": (SERVING / "dense_softmax.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
-    "whole-odd": (SERVING / "fused_network.cu", fused_network.macros(ODD)),
+    "dense-softmax-odd": (SERVING / "dense_softmax.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
+    "fused-odd": (SERVING / "fused_network.cu", fused_network.macros(ODD)),
     "first-filter-largest": (
         TRAINING / "first_filter.cu",
         first_filter(7, 40, stride=2, padding=3, dilation=2),
@@ -204,7 +204,7 @@ def test_a_kernel_compiles_for_other_networks(case, nvrtc):
     nvrtc.compile(source, macros, "__half", supported(source)[0][0])
 
 
-WHOLE, WHOLE_LENET = LENET["whole-lenet"]
+FUSED, FUSED_LENET = LENET["fused-lenet"]
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ WHOLE, WHOLE_LENET = LENET["whole-lenet"]
 def test_the_fused_network_fails_to_compile_with_the_reason_beyond_its_bounds(
     macros, gpu, reason, nvrtc
 ):
-    assert reason in nvrtc.compile(WHOLE, WHOLE_LENET | macros, "__half", gpu, fails=True)
+    assert reason in nvrtc.compile(FUSED, FUSED_LENET | macros, "__half", gpu, fails=True)
 
 
 def test_every_cuda_source_is_compiled_here():
