@@ -1,8 +1,7 @@
-"""Random small warps: each image turned, scaled, sheared, shifted and bent a little.
+"""Augmentation: each image is randomly rotated, scaled, sheared, shifted and deformed a little.
 
-Every training image is met once per epoch, each time as another hand might have written it.
-All images of a batch at once, bilinear, uint8 in and out: what the network trains on is exactly
-the kind of image that it is served. Flips and large turns are refused: a 6 is no 9.
+Bilinear, uint8 in and out, so that the network trains on the kind of image that it serves. There
+are no flips and no large rotations: they would turn a 6 into a 9.
 """
 
 from __future__ import annotations
@@ -20,12 +19,12 @@ AFFINE_DRAWS = 6
 """The numbers of an affine map: angle, shear, two scales, two shifts."""
 
 CONTROLS = 7
-"""The elastic displacement is a spline over a grid of 7 by 7 control points, 4 by 4 intervals."""
+"""Control points of the elastic displacement along an axis; the spline has 4 by 4 intervals."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The widest warp; each image draws uniformly between minus and plus each limit.
+    """The limits of a warp; each image draws uniformly between minus and plus each limit.
 
     `rotation` and `shear`, the slant of upright strokes, in degrees, `scale` as a share (0.1: from
     0.9 to 1.1, each axis by itself), `shift` in pixels, `elastic`, how far each control point of
@@ -40,22 +39,22 @@ class Limits:
 
 
 def warp(images: Images, limits: Limits, seed: int, step: int, first_row: int = 0) -> Images:
-    """Another (n, 28, 28) in which each image went through its own random warp; paper is 0.
+    """A new (n, 28, 28) with a random warp for each image; the outside of an image is 0.
 
-    `first_row` is the place of images[0] in the whole batch of `step`: what an image goes through
-    depends on seed, step and its row alone.
+    `first_row` is the row of images[0] in the whole batch of `step`. A warp depends only on seed,
+    step and row.
     """
     draw = _draw(len(images), limits, seed, step, first_row)
     angle = math.radians(limits.rotation) * draw[0]
     shear = np.tan(math.radians(limits.shear) * draw[1])
     wide, high = 1 / (1 + limits.scale * draw[2:4])
     cos, sin = np.cos(angle), np.sin(angle)
-    # From a pixel of the result back to where it comes from, (y, x): scaled, turned, slanted.
+    # Maps a pixel (y, x) of the result to its source: scale, rotation, shear.
     back = np.array([[cos * high, -sin * wide], [sin * high, cos * wide]])
     back[:, 0] += shear * back[:, 1]
     moved = (limits.shift * draw[4:AFFINE_DRAWS].T)[:, :, np.newaxis]
     if limits.elastic:
-        moved = moved + _bend(limits.elastic * draw[AFFINE_DRAWS:].T)
+        moved = moved + _displacement(limits.elastic * draw[AFFINE_DRAWS:].T)
     return _sample(images, back.transpose(2, 0, 1), moved)
 
 
@@ -68,9 +67,9 @@ def _draw(n: int, limits: Limits, seed: int, step: int, first_row: int) -> NDArr
 
 
 def spline_basis(size: int) -> NDArray[np.float32]:
-    """How much each control point weighs at each of `size` pixels: (size, 7), rows sum to 1.
+    """The weight of each control point at each of `size` pixels: (size, 7), rows sum to 1.
 
-    Uniform cubic B-splines: a pixel lies in one interval and feels four control points.
+    Uniform cubic B-splines: a pixel lies in one interval and depends on four control points.
     """
     basis = np.zeros((size, CONTROLS), np.float32)
     for pixel in range(size):
@@ -88,8 +87,8 @@ def spline_basis(size: int) -> NDArray[np.float32]:
 _ROWS, _COLUMNS = spline_basis(HEIGHT), spline_basis(WIDTH)
 
 
-def _bend(controls: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Displacements (n, 2, 784), y and x, from those of the control points (n, 98).
+def _displacement(controls: NDArray[np.float32]) -> NDArray[np.float32]:
+    """Displacements (n, 2, 784), y and x, of pixels from those of the control points (n, 98).
 
     Source: Rueckert et al. 1999, "Nonrigid Registration Using Free-Form Deformations".
     """
@@ -100,34 +99,34 @@ def _bend(controls: NDArray[np.float32]) -> NDArray[np.float32]:
 
 
 def _sample(images: Images, back: NDArray[np.float32], moved: NDArray[np.float32]) -> Images:
-    """Bilinear values at back (n, 2, 2) applied to each pixel, about the centre, plus moved.
+    """Bilinear values at `back` (n, 2, 2) applied to each pixel, about the centre, plus `moved`.
 
-    moved: (n, 2, 1) or (n, 2, 784). Images are surrounded by paper: one row above, two below, so
-    that every clipped place has four neighbours.
+    moved: (n, 2, 1) or (n, 2, 784). Images get a border of 0: one row above, two below, so that
+    every clipped position has four neighbours.
     """
     n = len(images)
     centre = np.array([[HEIGHT - 1], [WIDTH - 1]], np.float32) / 2
     grid = np.indices((HEIGHT, WIDTH), np.float32).reshape(2, -1) - centre
-    places = back @ grid
-    places += centre + 1 + moved
-    np.clip(places, 0, np.array([[HEIGHT + 1], [WIDTH + 1]], np.float32), out=places)
-    corner = places.astype(np.int32)
-    y, x = (places - corner.astype(np.float32)).transpose(1, 0, 2)
+    positions = back @ grid
+    positions += centre + 1 + moved
+    np.clip(positions, 0, np.array([[HEIGHT + 1], [WIDTH + 1]], np.float32), out=positions)
+    corner = positions.astype(np.int32)
+    y, x = (positions - corner.astype(np.float32)).transpose(1, 0, 2)
     padded = np.pad(images, ((0, 0), (1, 2), (1, 2)))
     width = padded.shape[2]
     index = corner[:, 0] * width
     index += corner[:, 1]
     index += np.arange(n, dtype=np.int32)[:, np.newaxis] * padded[0].size
     pixels = padded.reshape(-1)
-    above = _between(pixels[index], pixels[index + 1], x)
-    below = _between(pixels[index + width], pixels[index + width + 1], x)
-    values = _between(above, below, y)
+    above = _interpolate(pixels[index], pixels[index + 1], x)
+    below = _interpolate(pixels[index + width], pixels[index + width + 1], x)
+    values = _interpolate(above, below, y)
     values += 0.5
     return values.astype(np.uint8).reshape(n, HEIGHT, WIDTH)
 
 
-def _between(
-    low: NDArray[np.generic], high: NDArray[np.generic], share: NDArray[np.float32]
+def _interpolate(
+    low: NDArray[np.generic], high: NDArray[np.generic], fraction: NDArray[np.float32]
 ) -> NDArray[np.float32]:
     value = low.astype(np.float32)
-    return value + (high.astype(np.float32) - value) * share
+    return value + (high.astype(np.float32) - value) * fraction

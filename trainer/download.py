@@ -1,8 +1,7 @@
-"""MNIST from a public mirror, when it is not on disk.
+"""Downloads missing MNIST files from public mirrors.
 
-A transfer that was cut short goes on where it stopped, and a file appears under its name only
-when its uncompressed bytes have the SHA-256 of the original. httpx is imported when it is needed
-and not before. It refuses to overwrite or judge files that already lie there.
+An interrupted transfer is resumed. A file gets its name only when its uncompressed bytes have the
+SHA-256 of the original. httpx is imported only if files are missing.
 """
 
 from __future__ import annotations
@@ -13,7 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import DatasetUnavailable, InvalidDataset
-from trainer.mnist import FILES, MAX_FILE_BYTES, Dataset, IdxFile, load, uncompressed, what_to_do
+from trainer.mnist import (
+    FILES,
+    MAX_FILE_BYTES,
+    Dataset,
+    IdxFile,
+    load,
+    missing_files_message,
+    uncompressed,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -23,18 +30,18 @@ MIRRORS = (
     "https://storage.googleapis.com/cvdf-datasets/mnist/",
     "http://yann.lecun.com/exdb/mnist/",
 )
-"""Where the files lie, as NAME.gz; tried in order."""
+"""Each has the files as NAME.gz; tried in order."""
 
 _TIMEOUT_S = 20.0
 
 
-def obtain(folder: Path, tell: Callable[[str], None]) -> Dataset:
-    """`load`, after downloading into `folder` what is not there.
+def obtain(folder: Path, report: Callable[[str], None]) -> Dataset:
+    """Download into `folder` what is missing there, then `load` it.
 
-    `tell` is given one line for each file that is downloaded.
+    `report` is called with a line for each download.
 
     Raises:
-        DatasetUnavailable: no mirror could be reached; the message says what to put where.
+        DatasetUnavailable: no mirror has the files; the message says what to put where.
         InvalidDataset: as `load`.
     """
     missing = [file for file in FILES if file.find(folder) is None]
@@ -43,10 +50,10 @@ def obtain(folder: Path, tell: Callable[[str], None]) -> Dataset:
             import httpx
         except ImportError as exc:
             names = [file.name for file in missing]
-            reason = "and downloading needs httpx: pip install 'lenet-serve[train]'"
-            raise DatasetUnavailable(what_to_do(folder, names, reason)) from exc
+            reason = "and downloading needs httpx: python -m pip install httpx"
+            raise DatasetUnavailable(missing_files_message(folder, names, reason)) from exc
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
-            download(folder, missing, client, tell)
+            download(folder, missing, client, report)
     return load(folder)
 
 
@@ -54,33 +61,31 @@ def download(
     folder: Path,
     files: Sequence[IdxFile],
     client: httpx.Client,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
     mirrors: Sequence[str] = MIRRORS,
 ) -> None:
-    """Fetch `files` from the first mirror that has them, resuming what an earlier call left.
-
-    A file appears under its name only when its content has been verified.
+    """Fetch each of `files` from the first mirror that has it, resuming an earlier call.
 
     Raises:
-        DatasetUnavailable: no mirror gave one of the files, or `folder` cannot be written.
+        DatasetUnavailable: no mirror has one of the files, or `folder` cannot be written.
     """
     for number, file in enumerate(files):
-        troubles: list[str] = []
+        failures: list[str] = []
         for mirror in mirrors:
-            tell(f"downloading {mirror}{file.name}.gz")
-            trouble = _download_one(folder, file, f"{mirror}{file.name}.gz", client)
-            if trouble is None:
+            report(f"downloading {mirror}{file.name}.gz")
+            failure = _download_one(folder, file, f"{mirror}{file.name}.gz", client)
+            if failure is None:
                 break
-            troubles.append(f"{mirror}: {trouble}")
+            failures.append(f"{mirror}: {failure}")
         else:
-            reason = f"and cannot be downloaded ({'; '.join(troubles)})"
+            reason = f"and cannot be downloaded ({'; '.join(failures)})"
             raise DatasetUnavailable(
-                what_to_do(folder, [rest.name for rest in files[number:]], reason)
+                missing_files_message(folder, [rest.name for rest in files[number:]], reason)
             )
 
 
 def _download_one(folder: Path, file: IdxFile, url: str, client: httpx.Client) -> str | None:
-    """None, or in a few words what went wrong."""
+    """None, or in a few words what failed."""
     import httpx
 
     part = folder / f"{file.name}.gz.part"
@@ -88,15 +93,15 @@ def _download_one(folder: Path, file: IdxFile, url: str, client: httpx.Client) -
         folder.mkdir(parents=True, exist_ok=True)
         resumed = part.exists()
         _transfer(part, url, client)
-        trouble = _trouble(part, file)
-        if trouble and resumed:
-            # What lay there may have come from elsewhere: once more from the start.
+        failure = _verify(part, file)
+        if failure and resumed:
+            # The partial file may have been of another file: download it again from the start.
             part.unlink()
             _transfer(part, url, client)
-            trouble = _trouble(part, file)
-        if trouble:
+            failure = _verify(part, file)
+        if failure:
             part.unlink()
-            return trouble
+            return failure
         part.replace(folder / f"{file.name}.gz")
     except httpx.HTTPStatusError as exc:
         return f"HTTP {exc.response.status_code}"
@@ -107,25 +112,25 @@ def _download_one(folder: Path, file: IdxFile, url: str, client: httpx.Client) -
 
 def _transfer(part: Path, url: str, client: httpx.Client) -> None:
     start = part.stat().st_size if part.exists() else 0
-    # Without identity a server may wrap the file in a gzip of its own, and ranges would not fit.
+    # Otherwise a server may compress the file once more, and ranges would not match.
     headers = {"Accept-Encoding": "identity"}
     if start:
         headers["Range"] = f"bytes={start}-"
     with client.stream("GET", url, headers=headers) as response:
-        if response.status_code == 416:  # nothing after `start`: verification decides
+        if response.status_code == 416:  # the file ends at `start`; `_verify` decides
             return
         response.raise_for_status()
         span = response.headers.get("Content-Range", "")
         resumes = response.status_code == 206 and span.startswith(f"bytes {start}-")
         with part.open("ab" if resumes else "wb") as file:
-            # As they come: a chunk size would hold back, and lose, the last bytes before a break.
+            # No chunk size: it would buffer, and lose, the last bytes before an interruption.
             for chunk in response.iter_raw():
                 file.write(chunk)
                 if file.tell() > MAX_FILE_BYTES:
-                    return  # no mirror of ours: verification says so, and the disk is not filled
+                    return  # too large to be the file; `_verify` rejects it
 
 
-def _trouble(part: Path, file: IdxFile) -> str | None:
+def _verify(part: Path, file: IdxFile) -> str | None:
     try:
         found = hashlib.sha256(uncompressed(part)).hexdigest()
     except InvalidDataset:

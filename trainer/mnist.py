@@ -1,9 +1,7 @@
-"""The MNIST digits: found on disk, checked, read.
+"""Reads and checks the MNIST digits on disk.
 
-Four files in IDX format, gzip or not: a magic number, the sizes, then bytes. What lies in the
-folder must be well formed, and its digest goes into the weight file, so another dataset of the
-same form can be trained on without anyone being deceived. It refuses to download (`download`
-does), to shuffle, augment or scale.
+Four files in IDX format, gzip or not: a magic number, the sizes, then bytes. Another dataset of the
+same form is accepted, too: the digest of the files goes into the weight file.
 
 Source of the format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database".
 """
@@ -39,13 +37,13 @@ class IdxFile:
     sha256: str
 
     def candidates(self) -> Iterator[str]:
-        """The names under which people keep it."""
+        """The names that it may have in a folder."""
         dotted = self.name.replace("-idx", ".idx")
         for name in (self.name, dotted):
             yield from (name, f"{name}.gz")
 
     def find(self, folder: Path) -> Path | None:
-        """Where it lies in `folder`, if it does."""
+        """Its path in `folder`, or None."""
         paths = (folder / name for name in self.candidates())
         return next((path for path in paths if path.is_file()), None)
 
@@ -68,7 +66,7 @@ FILES = (
         "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
     ),
 )
-"""In the order in which `Dataset.sha256` goes over their uncompressed bytes."""
+"""In the order in which `Dataset.sha256` hashes their uncompressed bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,7 +82,7 @@ class Digits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dataset:
-    """The two parts, and the SHA-256 over the uncompressed files in the order of `FILES`."""
+    """The two parts, and the SHA-256 of the uncompressed files in the order of `FILES`."""
 
     train: Digits
     test: Digits
@@ -93,10 +91,10 @@ class Dataset:
     def hold_out(self, count: int) -> tuple[Digits, Digits]:
         """(training, validation): the last `count` training images are for validation.
 
-        The same ones whatever the seed, so that runs can be compared.
+        They do not depend on the seed, so runs can be compared.
 
         Raises:
-            InvalidDataset: nothing would be left to train on.
+            InvalidDataset: no images would be left to train on.
         """
         images, labels = self.train.images, self.train.labels
         rest = len(images) - count
@@ -112,7 +110,7 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
     """The array of an IDX file of unsigned bytes, and the file's uncompressed bytes.
 
     Raises:
-        InvalidDataset: unreadable, or not exactly as many bytes as its header says.
+        InvalidDataset: unreadable, or its size differs from its header.
     """
     content = uncompressed(path)
     zeros, kind, dimensions = struct.unpack(">HBB", content[:4].ljust(4, b"\xff"))
@@ -137,7 +135,7 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
 
 
 def uncompressed(path: Path) -> bytes:
-    """The content of a file that may be gzip.
+    """The content of a file, decompressed if it is gzip.
 
     Raises:
         InvalidDataset: unreadable, cut short, or larger than `MAX_FILE_BYTES`.
@@ -164,12 +162,12 @@ def load(folder: Path, files: Sequence[IdxFile] = FILES) -> Dataset:
     """Read the four files of `folder`.
 
     Raises:
-        DatasetUnavailable: some are not there; the message names them.
+        DatasetUnavailable: some are missing; the message names them.
         InvalidDataset: a file is broken, or images and labels do not match.
     """
     missing = [file.name for file in files if file.find(folder) is None]
     if missing:
-        raise DatasetUnavailable(what_to_do(folder, missing))
+        raise DatasetUnavailable(missing_files_message(folder, missing))
     digest = hashlib.sha256()
     arrays: list[NDArray[np.uint8]] = []
     for file in files:
@@ -200,10 +198,10 @@ def _pair(folder: Path, part: str, images: NDArray[np.uint8], labels: NDArray[np
     return Digits(images, labels)
 
 
-def what_to_do(folder: Path, names: Sequence[str], reason: str = "") -> str:
-    """The sentence for files that are not there and, for `reason`, do not get there."""
+def missing_files_message(folder: Path, names: Sequence[str], reason: str = "") -> str:
+    """What to do about missing files; `reason` says why they were not downloaded."""
     missing = f"MNIST: {', '.join(names)} not in {folder} {reason}".rstrip()
     return (
-        f"{missing}; put the files there, each as it is or with "
-        ".gz, or name the folder that holds them with --data FOLDER"
+        f"{missing}; put the files there, with or without .gz, or name the folder that holds them "
+        "with --data FOLDER"
     )

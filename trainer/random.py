@@ -1,9 +1,8 @@
-"""Random numbers without a state: each is a function of the seed, the place and the purpose.
+"""Random numbers without state: each is a function of the seed, a counter and its purpose.
 
-A counter-based generator has nothing to carry from step to step, so a batch, a row or a GPU can
-draw its own numbers without asking what was drawn before, and a resumed run draws what the
-uninterrupted one would have. All of it is integer arithmetic that a GPU repeats bit by bit. It
-refuses to be used for secrets.
+So a batch, a row or a GPU draws its numbers independently of all others, and a resumed run draws
+the same ones as an uninterrupted run. Everything is integer arithmetic that a GPU reproduces bit by
+bit. Not for cryptography.
 
 Sources: Salmon et al. 2011, "Parallel Random Numbers: As Easy as 1, 2, 3" (Philox4x32-10);
 Black & Rogaway 2002, "Ciphers with Arbitrary Finite Domains" (the permutation).
@@ -24,7 +23,7 @@ _FEISTEL_ROUNDS = 6
 
 
 class Purpose(IntEnum):
-    """The third word of every counter: what is drawn for one purpose says nothing of another."""
+    """The third word of every counter, so that purposes have independent numbers."""
 
     ORDER = 0
     AUGMENTATION = 1
@@ -40,7 +39,7 @@ def philox(
 
     Returns: uint32 (..., 4).
     """
-    # Words in 64 bits: the product of two is whole, and its halves are a shift and a mask away.
+    # Words in 64 bits hold the whole product of two; shift and mask give its halves.
     x0, x1, x2, x3 = (np.asarray(word, np.uint64) for word in (c0, c1, c2, c3))
     k0, k1 = seed & _LOW, seed >> 32
     for _ in range(_ROUNDS):
@@ -66,32 +65,31 @@ def symmetric(words: NDArray[np.uint32]) -> NDArray[np.float32]:
 
 
 def permutation(seed: int, epoch: int, size: int, positions: ArrayLike) -> NDArray[np.int64]:
-    """Which of `size` things comes at each of `positions`, 0 <= position < size < 2^32, in `epoch`.
+    """The items, of `size`, at `positions` of the order of `epoch`; 0 <= position < size < 2^32.
 
-    Each of them comes at exactly one position. A balanced Feistel network shuffles the 2^(2 b)
-    places of the smallest such square that holds them all; what falls outside is shuffled again
-    until it does not: fewer than four passes on average.
+    A balanced Feistel network permutes the smallest 2^(2 b) >= size indices; those outside the
+    range are permuted again until they are inside: fewer than four passes on average.
 
-    Returns: int64, as `positions` is shaped.
+    Returns: int64, in the shape of `positions`.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     mask = np.uint32((1 << half) - 1)
     keys = philox(seed, epoch, [0, 1], Purpose.ORDER, 0).ravel()[:_FEISTEL_ROUNDS]
     found = np.array(positions, np.int64)
-    places = found.reshape(-1)
-    outside = np.arange(places.size)
+    indices = found.reshape(-1)
+    outside = np.arange(indices.size)
     while outside.size:
-        left = (places[outside] >> half).astype(np.uint32)
-        right = places[outside].astype(np.uint32) & mask
+        left = (indices[outside] >> half).astype(np.uint32)
+        right = indices[outside].astype(np.uint32) & mask
         for key in keys:
             left, right = right, left ^ (_mix(right, key) & mask)
-        places[outside] = (left.astype(np.int64) << half) | right
-        outside = outside[places[outside] >= size]
+        indices[outside] = (left.astype(np.int64) << half) | right
+        outside = outside[indices[outside] >= size]
     return found
 
 
 def _mix(x: NDArray[np.uint32], key: np.uint32) -> NDArray[np.uint32]:
-    """Scatter the bits of x + key: the finaliser of MurmurHash3, by A. Appleby."""
+    """Mix the bits of x + key: the finalizer of MurmurHash3, by A. Appleby."""
     x = x + key
     x ^= x >> np.uint32(16)
     x *= np.uint32(0x85EBCA6B)

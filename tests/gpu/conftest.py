@@ -49,7 +49,7 @@ class Bench:
     """The operations under test beside float64 on NumPy, and the arrays of both.
 
     Canonical arrays are (n, c, h, w) or (n, units). The GPU has them channels last and padded; the
-    NumPy operations batch last. What the GPU stores as half, the reference is given rounded.
+    NumPy operations batch last. Where the GPU stores half, the reference gets rounded values.
     """
 
     def __init__(self, precision: str) -> None:
@@ -65,7 +65,7 @@ class Bench:
     def rounded(self, array: np.ndarray) -> np.ndarray:
         return array.astype(self.dtype).astype(np.float64)
 
-    def up(self, array: np.ndarray, image: bool = False) -> Any:
+    def upload(self, array: np.ndarray, image: bool = False) -> Any:
         """To the GPU; the padding holds zeros, as after every operation there."""
         import cupy
 
@@ -80,7 +80,7 @@ class Bench:
             full = full.transpose(0, 2, 3, 1)
         return cupy.asarray(np.ascontiguousarray(full))
 
-    def down(self, array: Any, channels: int) -> np.ndarray:
+    def download(self, array: Any, channels: int) -> np.ndarray:
         """From the GPU; whatever lies in the padding must be zero."""
         import cupy
 
@@ -90,12 +90,12 @@ class Bench:
         return host.transpose(0, 3, 1, 2) if host.ndim == 4 else host
 
     @staticmethod
-    def aside(array: np.ndarray) -> np.ndarray:
+    def batch_last(array: np.ndarray) -> np.ndarray:
         """Canonical to the reference's layout, batch last."""
         return np.ascontiguousarray(np.moveaxis(array, 0, -1))
 
     @staticmethod
-    def back(array: np.ndarray) -> np.ndarray:
+    def batch_first(array: np.ndarray) -> np.ndarray:
         return np.moveaxis(array, -1, 0)
 
     def agrees(self, got: np.ndarray, expected: np.ndarray, tolerance: float = 0.0) -> None:

@@ -98,20 +98,20 @@ def test_a_convolution_and_its_gradients_agree(bench, seed, first):
     x, weight, block = a_convolution(random, first)
     x, weight = bench.rounded(x), bench.rounded(weight)
     parameter = upload_one(bench, "first" if first else "filter", weight)
-    y, saved = bench.gpu.convolution(bench.up(x, image=first), parameter, block)
-    expected, kept = bench.cpu.convolution(bench.aside(x), weight, block)
-    bench.agrees(bench.down(y, len(weight)), bench.back(expected))
+    y, saved = bench.gpu.convolution(bench.upload(x, image=first), parameter, block)
+    expected, kept = bench.cpu.convolution(bench.batch_last(x), weight, block)
+    bench.agrees(bench.download(y, len(weight)), bench.batch_first(expected))
 
-    dy = bench.rounded(random.standard_normal(bench.back(expected).shape))
-    dw = bench.gpu.convolution_weight_gradient(bench.up(dy), saved)
+    dy = bench.rounded(random.standard_normal(bench.batch_first(expected).shape))
+    dw = bench.gpu.convolution_weight_gradient(bench.upload(dy), saved)
     assert bench.gpu.finite(dw)  # and waits for the second stream
-    want_dw = bench.cpu.convolution_weight_gradient(bench.aside(dy), kept)
+    want_dw = bench.cpu.convolution_weight_gradient(bench.batch_last(dy), kept)
     got_dw = np.moveaxis(dw.get().astype(np.float64), -1, 1)[: len(weight), : weight.shape[1]]
     bench.agrees(got_dw, want_dw)
     if not first:
-        dx = bench.gpu.convolution_input_gradient(bench.up(dy), saved)
-        want_dx = bench.cpu.convolution_input_gradient(bench.aside(dy), kept)
-        bench.agrees(bench.down(dx, x.shape[1]), bench.back(want_dx))
+        dx = bench.gpu.convolution_input_gradient(bench.upload(dy), saved)
+        want_dx = bench.cpu.convolution_input_gradient(bench.batch_last(dy), kept)
+        bench.agrees(bench.download(dx, x.shape[1]), bench.batch_first(want_dx))
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -121,12 +121,12 @@ def test_a_dense_product_and_its_gradients_agree(bench, seed):
     x = bench.rounded(random.standard_normal((n, inputs)))
     weight = bench.rounded(random.standard_normal((units, inputs)) / np.sqrt(inputs))
     dy = bench.rounded(random.standard_normal((n, units)))
-    y, saved = bench.gpu.dense(bench.up(x), upload_one(bench, "dense", weight))
-    dw = bench.gpu.dense_weight_gradient(bench.up(dy), saved)
-    dx = bench.gpu.dense_input_gradient(bench.up(dy), saved)
+    y, saved = bench.gpu.dense(bench.upload(x), upload_one(bench, "dense", weight))
+    dw = bench.gpu.dense_weight_gradient(bench.upload(dy), saved)
+    dx = bench.gpu.dense_input_gradient(bench.upload(dy), saved)
     assert bench.gpu.finite(dw)  # and waits for the second stream
-    bench.agrees(bench.down(y, units), x @ weight.T)
-    bench.agrees(bench.down(dx, inputs), dy @ weight)
+    bench.agrees(bench.download(y, units), x @ weight.T)
+    bench.agrees(bench.download(dx, inputs), dy @ weight)
     bench.agrees(dw.get().astype(np.float64)[:units, :inputs], dy.T @ x)
 
 
@@ -163,20 +163,20 @@ def test_an_epilogue_and_its_gradients_agree(bench, activation, pool, norm):
     # Far from zero: a sum of squares would lose its digits.
     x = bench.rounded(random.standard_normal((n, c, h, w)) * 2 + random.normal(0, 5, (c, 1, 1)))
     ours, theirs = an_epilogue(bench, random, c, norm, activation, pool)
-    y, saved = bench.gpu.epilogue(bench.up(x), ours, True)
-    expected, kept = bench.cpu.epilogue(bench.aside(x), theirs, True)
+    y, saved = bench.gpu.epilogue(bench.upload(x), ours, True)
+    expected, kept = bench.cpu.epilogue(bench.batch_last(x), theirs, True)
     # Without batch norm nothing is recentred, and z may be large where a function saturates.
-    bench.agrees(bench.down(y, c), bench.back(expected))
+    bench.agrees(bench.download(y, c), bench.batch_first(expected))
 
-    dy = bench.rounded(random.standard_normal(bench.back(expected).shape))
-    dx, gradients = bench.gpu.epilogue_backward(bench.up(dy), saved)
-    want_dx, wanted = bench.cpu.epilogue_backward(bench.aside(dy), kept)
-    bench.agrees(bench.down(dx, c), bench.back(want_dx))
+    dy = bench.rounded(random.standard_normal(bench.batch_first(expected).shape))
+    dx, gradients = bench.gpu.epilogue_backward(bench.upload(dy), saved)
+    want_dx, wanted = bench.cpu.epilogue_backward(bench.batch_last(dy), kept)
+    bench.agrees(bench.download(dx, c), bench.batch_first(want_dx))
     assert len(gradients) == len(wanted) == 1 + norm
     for got, want in zip(gradients, wanted, strict=True):
         assert got.dtype == np.float32
         # Sums of float32 values, whatever the storage.
-        bench.agrees(bench.down(got[None], c)[0], want)
+        bench.agrees(bench.download(got[None], c)[0], want)
     if norm:
         for ours_now, theirs_now in zip(ours.norm[2:], theirs.norm[2:], strict=True):
             bench.agrees(ours_now.master.get().astype(np.float64)[:c], theirs_now, 1e-5)
@@ -190,19 +190,19 @@ def test_a_dense_epilogue_agrees_in_training_and_outside_it(bench, seed, norm):
     x = bench.rounded(random.standard_normal((n, units)))
     dy = bench.rounded(random.standard_normal((n, units)))
     ours, theirs = an_epilogue(bench, random, units, norm, ACTIVATIONS[seed % 6], None)
-    evaluated, _ = bench.gpu.epilogue(bench.up(x), ours, False)
+    evaluated, _ = bench.gpu.epilogue(bench.upload(x), ours, False)
     bench.agrees(
-        bench.down(evaluated, units),
-        bench.back(bench.cpu.epilogue(bench.aside(x), theirs, False)[0]),
+        bench.download(evaluated, units),
+        bench.batch_first(bench.cpu.epilogue(bench.batch_last(x), theirs, False)[0]),
     )
-    y, saved = bench.gpu.epilogue(bench.up(x), ours, True)
-    expected, kept = bench.cpu.epilogue(bench.aside(x), theirs, True)
-    dx, gradients = bench.gpu.epilogue_backward(bench.up(dy), saved)
-    want_dx, wanted = bench.cpu.epilogue_backward(bench.aside(dy), kept)
-    bench.agrees(bench.down(y, units), bench.back(expected))
-    bench.agrees(bench.down(dx, units), bench.back(want_dx))
+    y, saved = bench.gpu.epilogue(bench.upload(x), ours, True)
+    expected, kept = bench.cpu.epilogue(bench.batch_last(x), theirs, True)
+    dx, gradients = bench.gpu.epilogue_backward(bench.upload(dy), saved)
+    want_dx, wanted = bench.cpu.epilogue_backward(bench.batch_last(dy), kept)
+    bench.agrees(bench.download(y, units), bench.batch_first(expected))
+    bench.agrees(bench.download(dx, units), bench.batch_first(want_dx))
     for got, want in zip(gradients, wanted, strict=True):
-        bench.agrees(bench.down(got[None], units)[0], want)
+        bench.agrees(bench.download(got[None], units)[0], want)
 
 
 def some_digits(random, size):
@@ -225,7 +225,7 @@ def test_the_gpu_draws_and_warps_the_batches_of_numpy(bench, elastic):
         x, labels = bench.gpu.batch(ours)
         want_x, want_labels = bench.cpu.batch(theirs)
         assert labels.get().tolist() == np.asarray(want_labels).tolist()
-        difference = np.abs(bench.down(x, 1) - bench.back(want_x)) * 255
+        difference = np.abs(bench.download(x, 1) - bench.batch_first(want_x)) * 255
         # Sines and fused multiply-adds round otherwise: a value may fall to the next of 256.
         assert difference.max() < 1.2
         assert (difference > 0.5).mean() < 0.01
@@ -244,10 +244,10 @@ def test_the_loss_its_gradient_and_the_hits_agree(bench, rows):
     import cupy
 
     scale = float(ours.scale[0])
-    saved = bench.gpu.softmax_cross_entropy(bench.up(logits), cupy.asarray(labels), ours)
-    kept = bench.cpu.softmax_cross_entropy(bench.aside(logits), labels, theirs)
-    got = bench.down(bench.gpu.softmax_cross_entropy_backward(saved), 10) / scale
-    bench.agrees(got, bench.back(bench.cpu.softmax_cross_entropy_backward(kept)))
+    saved = bench.gpu.softmax_cross_entropy(bench.upload(logits), cupy.asarray(labels), ours)
+    kept = bench.cpu.softmax_cross_entropy(bench.batch_last(logits), labels, theirs)
+    got = bench.download(bench.gpu.softmax_cross_entropy_backward(saved), 10) / scale
+    bench.agrees(got, bench.batch_first(bench.cpu.softmax_cross_entropy_backward(kept)))
     losses, correct = bench.gpu.losses(ours, 0, 1)
     want_losses, want_correct = bench.cpu.losses(theirs, 0, 1)
     assert losses == pytest.approx(want_losses, rel=1e-5)
@@ -260,12 +260,13 @@ def test_dropout_zeroes_the_units_that_numpy_zeroes_forward_and_backward(bench):
     ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
     for units in (37, 500):
         x = bench.rounded(random.standard_normal((101, units)) + 3)
-        y, saved = bench.gpu.dropout(bench.up(x), units, 0.3, 2, ours)
-        expected, kept = bench.cpu.dropout(bench.aside(x), units, 0.3, 2, theirs)
-        bench.agrees(bench.down(y, units), bench.back(expected))
-        dx = bench.gpu.dropout_backward(bench.up(x), saved)
+        y, saved = bench.gpu.dropout(bench.upload(x), units, 0.3, 2, ours)
+        expected, kept = bench.cpu.dropout(bench.batch_last(x), units, 0.3, 2, theirs)
+        bench.agrees(bench.download(y, units), bench.batch_first(expected))
+        dx = bench.gpu.dropout_backward(bench.upload(x), saved)
         bench.agrees(
-            bench.down(dx, units), bench.back(bench.cpu.dropout_backward(bench.aside(x), kept))
+            bench.download(dx, units),
+            bench.batch_first(bench.cpu.dropout_backward(bench.batch_last(x), kept)),
         )
 
 

@@ -81,7 +81,7 @@ def test_what_a_device_cannot_do_is_refused_before_anything_is_opened(
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
 def test_one_gpu_works_in_the_thread_that_asks_and_joins_nobody(fake_gpus, precision):
     gpus = fake_gpus(2)
-    # Nobody shares a batch with one GPU: any number of images will do.
+    # One GPU takes any number of images.
     ops, rank, open_still = on_devices(
         recipe_on("cuda", precision, batch=13), 1, lambda ops, rank: (ops, rank, not gpus.closed)
     )
@@ -108,7 +108,7 @@ def test_an_error_of_a_gpu_library_names_the_gpu(fake_gpus, rank):
     def work(ops, own):
         if own == rank:
             raise MemoryError("no room for another slab")
-        assert ops.joined.aborted.wait(WAIT_S), "nobody was aborted"
+        assert ops.joined.aborted.wait(WAIT_S), "no rank was aborted"
 
     with pytest.raises(OutOfDeviceMemory, match=f"^training on GPU {rank}: no room for another"):
         on_devices(recipe_on("cuda"), 1 + rank, work)
@@ -146,7 +146,7 @@ class Together:
         self.all_at_once.wait(WAIT_S)
         if rank == self.failing:
             raise self.error
-        assert ops.joined.aborted.wait(WAIT_S), "nobody was aborted"
+        assert ops.joined.aborted.wait(WAIT_S), "no rank was aborted"
         raise DeviceError(f"rank {rank} was aborted")
 
 
@@ -182,7 +182,7 @@ def test_an_interruption_lets_every_rank_stop_by_itself_also_while_it_chooses_en
     def work(ops, rank):
         all_at_once.wait(WAIT_S)
         # What the choice of an engine checks between two candidates.
-        assert ops.stopping.wait(WAIT_S), "nobody was asked to stop"
+        assert ops.stopping.wait(WAIT_S), "no rank was asked to stop"
         aborted_meanwhile.append(ops.joined.marked.is_set())
         raise DeviceError("training was asked to stop")
 
@@ -217,5 +217,5 @@ def test_a_gpu_that_cannot_be_opened_keeps_no_other_rank_waiting(fake_gpus, monk
     monkeypatch.setattr(gpus.CudaOps, "__init__", full)
     with pytest.raises(OutOfDeviceMemory, match="GPU 1 is full"):
         on_devices(recipe_on("cuda"), 3, refuse_to_work)
-    assert gpus.ranks == []  # nobody asked NCCL to wait for the one that cannot come
+    assert gpus.ranks == []  # NCCL does not wait for a rank that cannot come
     assert set(gpus.closed) == set(gpus.opened)

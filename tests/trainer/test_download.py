@@ -186,9 +186,9 @@ def test_obtain_downloads_only_what_is_missing(tiny, write_idx, monkeypatch):
     kept = (folder / FILES[2].name).read_bytes()
     (folder / FILES[2].name).unlink()
 
-    def fake(folder, files, client, tell):
+    def fake(folder, files, client, report):
         for file in files:
-            tell(file.name)
+            report(file.name)
             (folder / f"{file.name}.gz").write_bytes(gzip.compress(kept))
 
     monkeypatch.setattr(module, "download", fake)

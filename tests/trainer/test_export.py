@@ -177,10 +177,10 @@ def test_each_export_takes_the_next_free_version(tiny, tmp_path):
 def test_a_version_that_another_run_takes_meanwhile_is_not_overwritten(tiny, tmp_path, monkeypatch):
     link = Path.hardlink_to
 
-    def late(final, proven):
+    def late(final, verified):
         if final.stem == "1" and not final.exists():
             final.write_bytes(b"another run's")
-        link(final, proven)
+        link(final, verified)
 
     monkeypatch.setattr(Path, "hardlink_to", late)
     assert export(tiny, tmp_path).path.name == "2.safetensors"

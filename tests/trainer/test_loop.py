@@ -161,7 +161,7 @@ def test_a_checkpoint_is_written_when_ten_seconds_have_passed_and_at_the_end(
 def test_training_stops_after_the_first_epoch_that_reaches_the_target(
     tiny, tmp_path, monkeypatch, target, expected
 ):
-    # The first is not an epoch's: it is asked for before the first step, and not looked at.
+    # The first is the warm-up before the first step; its result is not used.
     accuracies = iter([1.0, 0.5, 0.5699, 0.57, 0.6, 0.7, 0.0])
     monkeypatch.setattr(loop, "accuracy", lambda *_: next(accuracies))
     recipe = RECIPE.model_copy(update={"epochs": 5, "model": "mlp"})

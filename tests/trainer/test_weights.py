@@ -13,7 +13,7 @@ from trainer.mnist import load
 
 WEIGHTS = Path(__file__).parents[2] / "weights"
 CARD = (WEIGHTS / "README.md").read_text()
-# What the card names: whoever trains in this folder has files of their own beside them.
+# Those that the card names; other files in the folder may be somebody's own.
 FILES = [WEIGHTS / name for name in re.findall(r"`([\w-]+/\d+\.safetensors)`", CARD)]
 
 LEAST = {

@@ -58,7 +58,7 @@ def test_float32_is_right_to_its_last_digits_however_large_the_input(activation)
     [
         (RELU, 0.0, 0),
         (Activation("clipped_relu", 0.1), 0.0, 0),
-        # 0.1 as float32 is not 0.1: the ceiling is met in the array's own precision.
+        # 0.1 as float32 is not 0.1: the ceiling is compared in the array's precision.
         (Activation("clipped_relu", 0.1), 0.1, 0),
         (Activation("elu", 0.25), 0.0, 0.25),
     ],
