@@ -129,6 +129,11 @@ def test_fit_drops_units_when_asked_to(arguments, tmp_path):
     assert (first.tensors["dense1.weight"] != second.tensors["dense1.weight"]).any()
 
 
+def test_a_profiled_fit_captures_no_step(arguments, monkeypatch):
+    monkeypatch.setattr(CpuOps, "capture", None)
+    assert main(["fit", *arguments, "--profile"]) == 0
+
+
 @pytest.mark.parametrize("name", ARCHITECTURES)
 def test_fit_trains_and_verifies_every_named_architecture(arguments, tmp_path, name):
     assert main([*arguments, "--model", name, "--epochs", "1"]) == 0
