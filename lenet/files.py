@@ -1,4 +1,4 @@
-"""Writing a file so that a reader sees the old one or the whole new one, also after a crash."""
+"""Atomic writes: a reader sees the old file or the complete new one, also after a crash."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Put `content` at `path`, whose folder is made if it is not there; no other file is left.
+    """Write `content` to `path`; a missing folder is created, and no other file is left.
 
     Raises:
         OSError: the folder cannot be written.

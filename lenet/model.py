@@ -1,6 +1,16 @@
-"""The blocks that a network is made of: what a backend may fuse, as frozen data.
+"""A network as frozen data: blocks, shape inference and the named architectures.
 
-They check themselves one by one; whether they fit together is `lenet.model`'s to say.
+A block is what a backend may fuse: a linear map with batch norm, activation and pooling. Blocks
+check their own fields; `Model` checks that they fit together.
+
+Letters, in all packages:
+
+    n         images in a batch
+    c         input channels
+    k         output channels; of a dense block, units
+    h, w      height and width of an image
+    oh, ow    height and width of an output
+    r, s      height and width of a filter
 """
 
 from __future__ import annotations
@@ -19,11 +29,17 @@ from lenet.pixels import HEIGHT, WIDTH
 Pair: TypeAlias = tuple[int, int]
 """(vertical, horizontal)."""
 
+Shape: TypeAlias = tuple[int, ...]
+"""(c, h, w) of an image or (units,) of a vector, without n."""
+
 MAX_FIELD = 1 << 16
-"""The largest size, count or step that a block may state; far above sense, far below overflow."""
+"""The largest size, count or step of a block."""
 
 MAX_PARAMETER = 1e30
 """The largest activation parameter; float32 holds it."""
+
+MAX_VALUES = 1 << 24
+"""The most values of one block for one image, so that a small file cannot exhaust memory."""
 
 ActivationKind = Literal["identity", "relu", "clipped_relu", "elu", "sigmoid", "tanh"]
 PoolKind = Literal["max", "average", "global_average"]
@@ -52,8 +68,8 @@ def _integer(owner: str, field: str, value: object) -> None:
 class Activation:
     """An elementwise function.
 
-    `parameter` is the ceiling of `clipped_relu`, min(max(x, 0), ceiling), and the alpha of `elu`,
-    alpha (exp(x) - 1) below zero; the others ignore it.
+    `parameter`: the ceiling of `clipped_relu`, min(max(x, 0), ceiling), and the alpha of `elu`,
+    alpha (exp(x) - 1) below zero. The other functions ignore it.
     """
 
     kind: ActivationKind
@@ -65,7 +81,7 @@ class Activation:
                 f"activation: kind is {self.kind!r}, expected one of "
                 f"{', '.join(get_args(ActivationKind))}"
             )
-        # Compared, not converted: an integer too long for a float must end here too.
+        # Not converted first: an integer may be too large for a float.
         if type(self.parameter) not in (int, float) or not 0 < self.parameter <= MAX_PARAMETER:
             raise InvalidModel(
                 f"activation {self.kind}: parameter is {self.parameter!r}, "
@@ -82,7 +98,7 @@ RELU = Activation("relu")
 class Pool:
     """A pooling window. `global_average` covers the whole image and ignores the other fields.
 
-    Padding of `max` is never the largest; padding of `average` counts as zeros.
+    `max` ignores padding; `average` counts it as zeros.
     """
 
     kind: PoolKind
@@ -107,7 +123,7 @@ class Pool:
 
 @dataclass(frozen=True, slots=True)
 class ConvBlock:
-    """Convolution (cross-correlation), batch norm if asked for, activation, pooling if given."""
+    """Cross-correlation, optional batch norm, activation, optional pooling."""
 
     channels: int
     kernel: Pair
@@ -126,7 +142,7 @@ class ConvBlock:
 
 @dataclass(frozen=True, slots=True)
 class DenseBlock:
-    """Matrix product, batch norm if asked for, activation. Flattens (c, h, w) in that order."""
+    """Matrix product, optional batch norm, activation. Flattens (c, h, w) in this order."""
 
     units: int
     batch_norm: bool = False
@@ -139,16 +155,9 @@ class DenseBlock:
 Block: TypeAlias = ConvBlock | DenseBlock
 
 
-MAX_VALUES = 1 << 24
-"""The most values that one block may make of one image: a small file must not cost all memory."""
-
-Shape: TypeAlias = tuple[int, ...]
-"""(c, h, w) of an image-like value or (units,) of a flat one; n is never part of it."""
-
-
 @dataclass(frozen=True, slots=True)
 class BlockShape:
-    """The shapes along one block: `input`, `linear` (before pooling) and `output`."""
+    """The shapes in one block: `input`, `linear` (before pooling) and `output`."""
 
     name: str
     input: Shape
@@ -158,10 +167,10 @@ class BlockShape:
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """Blocks in order, from an image of shape `input` to logits; softmax is understood.
+    """Blocks in order, from an image of shape `input` to logits, which softmax follows.
 
     Raises:
-        InvalidModel: a block that does not fit what comes before it; the message names it.
+        InvalidModel: a block does not fit the one before it; the message names it.
     """
 
     name: str
@@ -177,7 +186,7 @@ class Model:
         if not isinstance(last, DenseBlock) or last.batch_norm or last.activation != IDENTITY:
             raise InvalidModel(
                 f"model {self.name!r}: the last block must be dense, without batch norm and with "
-                "the identity as activation: it makes the logits"
+                "the identity as activation: it computes the logits"
             )
         self.shapes()
 
@@ -189,13 +198,13 @@ class Model:
 
     @property
     def folded(self) -> Model:
-        """The same network without batch norm: what is served."""
+        """The same network without batch norm, as it is served."""
         return replace(
             self, blocks=tuple(replace(block, batch_norm=False) for block in self.blocks)
         )
 
     def shapes(self) -> tuple[BlockShape, ...]:
-        """One `BlockShape` for each block, named conv1, conv2, ..., dense1, ... in order."""
+        """A `BlockShape` for each block, named conv1, conv2, ..., dense1, ... in order."""
         return tuple(self._shapes())
 
     def _shapes(self) -> Iterator[BlockShape]:
@@ -212,8 +221,8 @@ class Model:
                 linear, output = _conv_shapes(f"model {self.name!r}, {name}", block, shape)
             if math.prod(linear) > MAX_VALUES:
                 raise InvalidModel(
-                    f"model {self.name!r}, {name}: it makes values of shape {linear} from an "
-                    f"image, expected at most {MAX_VALUES} of them"
+                    f"model {self.name!r}, {name}: its output for one image has shape "
+                    f"{linear}, expected at most {MAX_VALUES} values"
                 )
             yield BlockShape(name, shape, linear, output)
             shape = output
@@ -221,8 +230,8 @@ class Model:
     def parameters(self) -> dict[str, Shape]:
         """Shapes by tensor name, in order.
 
-        `<block>.weight` is (k, c, r, s) or (units, inputs). With batch norm follow `gamma`,
-        `beta`, `mean` and `variance` of shape (k,), without it `bias` of shape (k,).
+        `<block>.weight` is (k, c, r, s) or (units, inputs). After it come `gamma`, `beta`, `mean`
+        and `variance` of shape (k,) with batch norm, or `bias` of shape (k,) without.
         """
         found: dict[str, Shape] = {}
         for block, shape in zip(self.blocks, self.shapes(), strict=True):
@@ -236,7 +245,7 @@ class Model:
         return found
 
     def to_json(self) -> str:
-        """The canonical description: sorted keys, no spaces."""
+        """The canonical JSON description: sorted keys, no spaces."""
         blocks = [
             {"type": "conv" if isinstance(block, ConvBlock) else "dense", **asdict(block)}
             for block in self.blocks
@@ -246,7 +255,7 @@ class Model:
 
     @classmethod
     def from_json(cls, text: str) -> Model:
-        """Read what `to_json` wrote.
+        """The model that `to_json` described.
 
         Raises:
             InvalidModel: not JSON, an unknown or missing key, or an impossible network.
@@ -262,7 +271,7 @@ class Model:
             raise InvalidModel(f"model: the description cannot be read ({exc!r})") from exc
 
     def fingerprint(self) -> str:
-        """SHA-256 in hex over the served network; two files with the same one are exchangeable."""
+        """SHA-256 in hex of the served network; equal in files that can replace each other."""
         return hashlib.sha256(replace(self.folded, name="").to_json().encode()).hexdigest()
 
 
@@ -282,7 +291,7 @@ def _block(entry: dict[str, Any]) -> Block:
 
 
 def window_count(size: int, window: int, stride: int, padding: int, dilation: int = 1) -> int:
-    """How often a window fits: o = floor((i + 2 p - d (k - 1) - 1) / s) + 1; below 1 if never."""
+    """How many windows fit: floor((size + 2 p - d (window - 1) - 1) / stride) + 1; < 1 if none."""
     return (size + 2 * padding - dilation * (window - 1) - 1) // stride + 1
 
 
@@ -361,14 +370,14 @@ ARCHITECTURES: Mapping[str, Model] = MappingProxyType(
         )
     }
 )
-"""The named architectures, all trainable and servable."""
+"""The named architectures. All can be trained and served."""
 
 
 def named(name: str) -> Model:
     """The architecture called `name`.
 
     Raises:
-        InvalidModel: there is none; the message lists those there are.
+        InvalidModel: it is unknown; the message lists the known ones.
     """
     try:
         return ARCHITECTURES[name]

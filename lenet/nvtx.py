@@ -1,9 +1,9 @@
-"""NVTX ranges along the path of a request and of a training step.
+"""NVTX ranges along the path of a request and of a training step. Names only, no payloads.
 
-`span("name")` is a context manager and a decorator, for work that one thread does without a break;
-`begin` and `end` are for what others may interrupt, such as a task that awaits. Where no tool
-listens, or the `nvtx` package is absent, they are nothing at all: a decorated function is returned
-unchanged. It refuses to be a tracing framework: names only, no payloads.
+`span("name")` is a context manager and a decorator, for work that one thread does in one piece.
+`begin` and `end` are for work that others may interrupt, such as a task that awaits. Without a
+profiler, or without the `nvtx` package, they do nothing, and `span` returns a decorated function
+unchanged.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Protocol, TypeVar
 
 
 def _loaded() -> Any | None:
-    # By this variable a tool lets NVTX load it, before the process starts. Without one a range is
-    # lost, and would be made all the same.
+    # A profiler sets this variable, by which NVTX loads it. Without one, ranges would cost time and
+    # be dropped.
     if "NVTX_INJECTION64_PATH" not in os.environ:
         return None
     try:
@@ -64,7 +64,7 @@ _NOTHING = _Nothing()
 
 
 def span(name: str) -> Span:
-    """Open a range called `name` in the NVTX domain `lenet`."""
+    """A range called `name` in the NVTX domain `lenet`."""
     if _nvtx is None:
         return _NOTHING
     annotation: Span = _nvtx.annotate(name, domain="lenet")
@@ -72,11 +72,11 @@ def span(name: str) -> Span:
 
 
 def begin(name: str) -> Any:
-    """Open a range called `name` that need not be inside others; for `end`, on any thread."""
+    """Open a range called `name`, which may overlap others. `end` closes it, on any thread."""
     return None if _nvtx is None else _nvtx.start_range(name, domain="lenet")
 
 
 def end(opened: Any) -> None:
-    """Close what `begin` opened, once; None is nothing."""
+    """Close a range of `begin`, once. None is ignored."""
     if opened is not None and _nvtx is not None:
         _nvtx.end_range(opened)

@@ -1,7 +1,7 @@
 """A weight file as an ONNX model: uint8 images in, logits and probabilities out.
 
-The division by 255 is folded into the first layer's weights, so a pixel is only ever cast. It
-refuses to optimise further: that is the runtime's work.
+The division by 255 is folded into the first layer's weights. Other optimizations are left to the
+runtime.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ LOGITS = "logits"
 PROBABILITIES = "probabilities"
 
 _OPSET = 17
-_IR_VERSION = 8  # the oldest that holds opset 17, so that older runtimes read it
+_IR_VERSION = 8  # the oldest with opset 17, for older runtimes
 
 _ACTIVATIONS = {
     "relu": "Relu",
@@ -78,7 +78,7 @@ def onnx_model(weights: WeightFile) -> ModelProto:
 
 
 class _Graph:
-    """Nodes in order, each with one output named after its place."""
+    """Nodes in order, each with one output named after its position."""
 
     def __init__(self) -> None:
         self.nodes: list[NodeProto] = []

@@ -1,8 +1,4 @@
-"""The one definition of an image: uint8 (28, 28), ink high, 0 to 255.
-
-Everything that enters the service becomes this, everything that leaves a dataset is this, and
-`SCALE` is the only step between a pixel and the first layer. It refuses to decode or resize.
-"""
+"""The definition of an image, for requests and datasets: uint8 (28, 28), 0 = paper, 255 = ink."""
 
 from typing import TypeAlias
 
@@ -14,7 +10,7 @@ WIDTH = 28
 PIXELS = HEIGHT * WIDTH
 
 SCALE = 1.0 / 255.0
-"""What a pixel is multiplied by before the first layer. Folded into its weights when packed."""
+"""Factor from a pixel to the input of the first layer; backends fold it into the weights."""
 
 Images: TypeAlias = NDArray[np.uint8]
 """uint8 (n, 28, 28), C-contiguous, 0 = paper, 255 = ink."""

@@ -1,8 +1,8 @@
-"""The forward pass in NumPy, in plain sight: what every backend is compared with.
+"""The forward pass in NumPy, the reference for every backend.
 
-It computes in the dtype of the tensors it is given, so float64 tensors make a float64 reference.
-It refuses to be fast where that would cost clarity; `convolve_directly` is the definition,
-`convolve` the same thing as one matrix product (im2col), and a test holds them together.
+It computes in the dtype of the tensors, so float64 tensors give a float64 reference. Clarity comes
+before speed. `convolve_directly` is the definition; `convolve` computes the same as one matrix
+product (im2col), and a test compares them.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ Array: TypeAlias = NDArray[Any]
 
 
 def windows(x: Array, kernel: Pair, stride: Pair, dilation: Pair) -> Array:
-    """Every place a kernel is laid: a view (n, c, oh, ow, r, s) of x (n, c, h, w), no copy."""
+    """All windows of x (n, c, h, w): a view (n, c, oh, ow, r, s), no copy."""
     reach = tuple(d * (k - 1) + 1 for k, d in zip(kernel, dilation, strict=True))
     view = np.lib.stride_tricks.sliding_window_view(x, reach, axis=(2, 3))
     return view[:, :, :: stride[0], :: stride[1], :: dilation[0], :: dilation[1]]
 
 
 def pad(x: Array, padding: Pair, value: float = 0.0) -> Array:
-    """Surround x (n, c, h, w) with `padding` rows above and below and columns at the sides."""
+    """Pad x (n, c, h, w) with `value`: `padding` rows above and below, columns left and right."""
     if padding == (0, 0):
         return x
     (rows, columns) = padding
@@ -51,7 +51,7 @@ def convolve_directly(x: Array, weight: Array, block: ConvBlock) -> Array:
 
 
 def convolve(x: Array, weight: Array, block: ConvBlock) -> Array:
-    """The same as one matrix product: each window is a row of c r s numbers."""
+    """Convolution as one matrix product: each window is a row of c r s numbers."""
     view = windows(pad(x, block.padding), block.kernel, block.stride, block.dilation)
     n, _, height, width = view.shape[:4]
     columns = view.transpose(0, 2, 3, 1, 4, 5).reshape(n * height * width, -1)
@@ -95,7 +95,7 @@ def pool(x: Array, window: Pool) -> Array:
 def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
     """Logits (n, classes) of a folded model, in the dtype of `tensors`.
 
-    `images`: uint8 (n, 28, 28), ink high.
+    `images`: uint8 (n, 28, 28).
     """
     dtype = next(iter(tensors.values())).dtype
     x: Array = (images.astype(dtype) * dtype.type(SCALE)).reshape(len(images), *model.input)
@@ -111,7 +111,7 @@ def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
 
 
 def softmax(x: Array) -> Array:
-    """exp(x_i) / sum_j exp(x_j) along the last axis; shifted by the maximum, so none overflows."""
+    """exp(x_i) / sum_j exp(x_j) along the last axis, shifted by the maximum against overflow."""
     e = np.exp(x - x.max(axis=-1, keepdims=True))
     y: Array = e / e.sum(axis=-1, keepdims=True)
     return y

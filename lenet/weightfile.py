@@ -1,14 +1,21 @@
-"""The weight file: safetensors with metadata that must be there and must be true.
+"""The weight file: safetensors with required metadata.
 
-It holds canonical float32 tensors, NCHW, batch norm folded in, and ten golden images with the
-logits that the trainer saw, so that a server can prove its own arithmetic. It refuses pickle,
-anything it cannot account for to the byte, and to convert for a device: backends pack.
+It holds canonical float32 tensors in NCHW order with batch norm folded in, and golden vectors: ten
+images with the logits that the trainer computed, by which a server validates its own arithmetic.
+Backends convert the tensors for their device. Files are valid only if they are, byte for byte, what
+`to_bytes` writes.
 
-What a hostile or broken file may try, and what meets it: a huge or sparse file (size limit before
-reading), a header that is no JSON or too long, tensors that overlap or leave holes (safetensors),
-a wrong name, dtype or shape, NaN or infinity, metadata that contradicts the tensors, a flipped bit
-anywhere (sha256 over metadata and tensors), a symlink or a device file (the caller's path policy
-and the regular-file check), a file swapped while it is read (read once, then only the bytes).
+Attacks and defects, and the check against each:
+
+    a huge or sparse file               size limit before reading
+    a header that is too long           limit before parsing
+    overlapping tensors, holes          safetensors
+    wrong name, dtype or shape          compared with the model in the metadata
+    NaN, infinity                       checked
+    contradictory metadata              checked
+    a flipped bit                       sha256 of metadata and tensors
+    a device file or FIFO               only regular files are read; symlinks are the caller's task
+    a file replaced while it is read    read once; then only the bytes in memory are used
 """
 
 from __future__ import annotations
@@ -21,7 +28,7 @@ import re
 import stat
 import struct
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -49,10 +56,10 @@ Float32 = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Where the weights come from.
+    """The origin of the weights.
 
-    `accuracy` is the share of the test set, 0 to 1, that the exported weights classify correctly;
-    `dataset_sha256` is over the uncompressed dataset files; `labels` name the classes in order.
+    `accuracy` of the exported weights on the test set, 0 to 1; `dataset_sha256` of the uncompressed
+    dataset files; `labels`: the names of the classes in order.
     """
 
     dataset_sha256: str
@@ -82,10 +89,10 @@ class Training:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Golden:
-    """Ten real images with what the trainer made of them.
+    """The golden vectors: ten images with the logits that the trainer computed.
 
-    `images` uint8 (10, 28, 28), `labels` uint8 (10,) the true classes, `logits` float32
-    (10, classes) of the folded network in the trainer's arithmetic.
+    `images` uint8 (10, 28, 28); `labels` uint8 (10,), the true classes; `logits` float32
+    (10, classes) of the folded network.
     """
 
     images: Images
@@ -95,15 +102,16 @@ class Golden:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WeightFile:
-    """A folded model, its tensors by the names of `Model.parameters`, and their pedigree."""
+    """A folded model, its tensors by the names of `Model.parameters`, and their origin."""
 
     model: Model
     tensors: Mapping[str, Float32]
     golden: Golden
     training: Training
+    _sha256: str = field(default="", init=False, repr=False)  # of the bytes it was read from
 
     def to_bytes(self) -> bytes:
-        """The file: the same content gives the same bytes."""
+        """The content of the file; equal weights give equal bytes."""
         tensors = {name: np.ascontiguousarray(value) for name, value in self._all_tensors().items()}
         metadata = {
             "format_version": str(FORMAT_VERSION),
@@ -115,8 +123,8 @@ class WeightFile:
         return _with_sorted_header(save(tensors, metadata))
 
     def digest(self) -> str:
-        """SHA-256 in hex of the file's bytes; names the exact weights in logs and metrics."""
-        return hashlib.sha256(self.to_bytes()).hexdigest()
+        """SHA-256 in hex of `to_bytes`; identifies the weights in logs and metrics."""
+        return self._sha256 or hashlib.sha256(self.to_bytes()).hexdigest()
 
     def write(self, path: Path) -> None:
         """Write atomically.
@@ -128,17 +136,17 @@ class WeightFile:
 
     @classmethod
     def read(cls, path: Path) -> WeightFile:
-        """Read and doubt everything.
+        """Read and validate a file.
 
         Raises:
-            InvalidWeightFile: missing, unreadable or not exactly what `to_bytes` writes; the
+            InvalidWeightFile: it is missing, unreadable or not exactly what `to_bytes` writes; the
                 message names the file, the tensor or metadata key, and what was expected.
         """
         try:
             return cls._from_bytes(_read_bounded(path))
         except OSError as exc:
             raise InvalidWeightFile(f"{path}: cannot be read ({exc.strerror})") from exc
-        except (_Flaw, InvalidModel) as exc:
+        except (_Invalid, InvalidModel) as exc:
             raise InvalidWeightFile(f"{path}: {exc}") from exc
 
     @classmethod
@@ -153,28 +161,29 @@ class WeightFile:
         expected["golden.labels"] = (np.uint8, (GOLDEN_IMAGES,))
         expected["golden.logits"] = (np.float32, (GOLDEN_IMAGES, model.classes))
         for name in tensors.keys() - expected.keys():
-            raise _Flaw(f"tensor {name!r}: unknown, model {model.name!r} has no such tensor")
+            raise _Invalid(f"tensor {name!r}: unknown, model {model.name!r} has no such tensor")
         for name, (dtype, shape) in expected.items():
             _check_tensor(name, tensors.get(name), np.dtype(dtype), shape)
         if metadata["sha256"] != _digest(metadata, tensors):
-            raise _Flaw(
+            raise _Invalid(
                 "metadata sha256 does not match the content: the file was damaged or edited"
             )
         if len(training.labels) != model.classes:
-            raise _Flaw(
+            raise _Invalid(
                 f"metadata labels are {len(training.labels)}, expected {model.classes} "
                 f"as model {model.name!r} has classes"
             )
         golden = Golden(*(tensors.pop(f"golden.{part.name}") for part in fields(Golden)))
         if int(golden.labels.max()) >= model.classes:
-            raise _Flaw(
+            raise _Invalid(
                 f"tensor golden.labels: holds {int(golden.labels.max())}, "
                 f"expected classes 0 to {model.classes - 1}"
             )
         ordered = {name: tensors[name] for name in model.parameters()}
         weights = cls(model, MappingProxyType(ordered), golden, training)
         if weights.to_bytes() != content:
-            raise _Flaw("is not in the canonical form that the trainer writes")
+            raise _Invalid("is not in the canonical form that lenet-train writes")
+        object.__setattr__(weights, "_sha256", hashlib.sha256(content).hexdigest())
         return weights
 
     def _all_tensors(self) -> dict[str, NDArray[Any]]:
@@ -182,12 +191,12 @@ class WeightFile:
         return {**self.tensors, **golden}
 
 
-class _Flaw(Exception):
-    """What is wrong with the content; `read` adds the path."""
+class _Invalid(Exception):
+    """The content is invalid; `read` adds the path to the message."""
 
 
 def _open_at_once(path: str, flags: int) -> int:
-    # Opening a FIFO would otherwise wait for a writer, before it can be seen to be one.
+    # Otherwise opening a FIFO waits for a writer.
     return os.open(path, flags | os.O_NONBLOCK)
 
 
@@ -195,30 +204,40 @@ def _read_bounded(path: Path) -> bytes:
     with open(path, "rb", opener=_open_at_once) as file:
         status = os.fstat(file.fileno())
         if not stat.S_ISREG(status.st_mode):
-            raise _Flaw("is not a regular file")
+            raise _Invalid("is not a regular file")
         if status.st_size > MAX_FILE_BYTES:
-            raise _Flaw(f"has {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
+            raise _Invalid(f"has {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
         return file.read(MAX_FILE_BYTES)
 
 
 def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
+    if not content:
+        raise _Invalid("is empty, expected a safetensors file: copy or export it again")
     (length,) = struct.unpack("<Q", content[:8].ljust(8, b"\0"))
-    if length > min(MAX_HEADER_BYTES, len(content) - 8):
-        raise _Flaw(
-            f"is not a safetensors file: its header claims {length} bytes, the file has "
-            f"{len(content)} and a header at most {MAX_HEADER_BYTES}"
+    if length > MAX_HEADER_BYTES or content[8:9] not in (b"{", b""):
+        start = ascii(content[:16].decode("latin-1"))
+        raise _Invalid(
+            f"is not a safetensors file: it begins with {start}, expected the length of a JSON "
+            f"header, at most {MAX_HEADER_BYTES} bytes, and the header"
+        )
+    if length > len(content) - 8:
+        raise _Invalid(
+            f"is truncated: it has {len(content)} bytes, its header alone {8 + length}; copy or "
+            "export it again"
         )
     try:
-        # safetensors refuses overlaps, holes, wrong sizes and trailing bytes.
+        # safetensors rejects overlaps, holes, wrong sizes and trailing bytes.
         entries: list[tuple[str, dict[str, Any]]] = deserialize(content)  # type: ignore[no-untyped-call]
         metadata = json.loads(content[8 : 8 + length]).get("__metadata__")
     except (SafetensorError, ValueError, RecursionError) as exc:
-        raise _Flaw(f"is not a valid safetensors file ({exc})") from exc
+        raise _Invalid(
+            f"is not a valid safetensors file, or truncated ({exc}); copy or export it again"
+        ) from exc
     tensors: dict[str, NDArray[Any]] = {}
     for name, entry in entries:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
-            raise _Flaw(f"tensor {name!r}: has dtype {entry['dtype']}, expected F32 or U8")
+            raise _Invalid(f"tensor {name!r}: has dtype {entry['dtype']}, expected F32 or U8")
         tensors[name] = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
     return metadata or {}, tensors
 
@@ -227,42 +246,42 @@ def _read_metadata(metadata: dict[str, str]) -> tuple[Model, Training]:
     keys = ("format_version", "model", "batch_norm", "training", "sha256")
     for key in keys:
         if key not in metadata:
-            raise _Flaw(f"metadata {key} is missing")
+            raise _Invalid(f"metadata {key} is missing")
     for key in metadata.keys() - set(keys):
-        raise _Flaw(f"metadata {key!r} is unknown")
+        raise _Invalid(f"metadata {key!r} is unknown")
     for key, expected in (("format_version", str(FORMAT_VERSION)), ("batch_norm", "folded")):
         if metadata[key] != expected:
-            raise _Flaw(f"metadata {key} is {metadata[key]!r}, expected {expected!r}")
+            raise _Invalid(f"metadata {key} is {metadata[key]!r}, expected {expected!r}")
     model = Model.from_json(metadata["model"])
     if model != model.folded:
-        raise _Flaw("metadata model still has batch norm, expected it folded")
+        raise _Invalid("metadata model still has batch norm, expected it folded")
     if math.prod(model.input) != PIXELS:
-        raise _Flaw(f"metadata model has input {model.input}, expected {PIXELS} pixels")
+        raise _Invalid(f"metadata model has input {model.input}, expected {PIXELS} pixels")
     try:
         training = json.loads(metadata["training"])
         labels = tuple(training.pop("labels"))
         return model, Training(**training, labels=labels)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-        raise _Flaw(f"metadata training cannot be read ({exc})") from exc
+        raise _Invalid(f"metadata training cannot be read ({exc})") from exc
 
 
 def _check_tensor(
     name: str, value: NDArray[Any] | None, dtype: np.dtype[Any], shape: tuple[int, ...]
 ) -> None:
     if value is None:
-        raise _Flaw(f"tensor {name}: missing")
+        raise _Invalid(f"tensor {name}: missing")
     if value.dtype != dtype:
-        raise _Flaw(f"tensor {name}: has dtype {value.dtype}, expected {dtype}")
+        raise _Invalid(f"tensor {name}: has dtype {value.dtype}, expected {dtype}")
     if value.shape != shape:
-        raise _Flaw(f"tensor {name}: has shape {value.shape}, expected {shape}")
+        raise _Invalid(f"tensor {name}: has shape {value.shape}, expected {shape}")
     if not np.isfinite(value).all():
         index = tuple(int(i) for i in np.argwhere(~np.isfinite(value))[0])
-        raise _Flaw(f"tensor {name}: holds {value[index]} at {index}, expected finite numbers")
+        raise _Invalid(f"tensor {name}: holds {value[index]} at {index}, expected finite numbers")
 
 
 def _digest(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) -> str:
-    told = {key: value for key, value in metadata.items() if key != "sha256"}
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    signed = {key: value for key, value in metadata.items() if key != "sha256"}
+    digest = hashlib.sha256(json.dumps(signed, sort_keys=True).encode())
     for name in sorted(tensors):
         value = tensors[name]
         digest.update(f"{name} {value.dtype.str} {value.shape}\n".encode())

@@ -3,7 +3,7 @@
     compute-sanitizer --report-api-errors no --tool memcheck python -m tests.gpu.sanitize
 
 and likewise racecheck and initcheck. cuDNN's and cuBLAS's kernels are not run, so whatever is
-found is ours or CuPy's. What the driver refuses is not reported: the first use of `cudnn` asks it
+found is ours or CuPy's. API errors are not reported: the first use of `cudnn` asks it
 for 34 functions that it does not have (nvidia-cudnn-frontend 1.28, CUDA 13.0).
 """
 

@@ -49,7 +49,7 @@ OTHERS = [
         ),
     ),
     Model(
-        "whole-odd",
+        "fused-odd",
         (
             ConvBlock(
                 9, (4, 3), padding=(1, 2), activation=Activation("tanh"), pool=Pool("average")
@@ -199,7 +199,7 @@ def test_after_warm_up_no_batch_takes_device_memory(random_weights):
 def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     weights = random_weights("lenet")
     images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
-    path = tmp_path / "plans.json"  # by which all of them come to choose the same way
+    path = tmp_path / "plans.json"  # so that all of them choose the same strategy
     with opened("fp16", EngineCache(path)) as backend:
         want = {n: answer(backend.plan(weights, n), images[:n]).tobytes() for n in (1, 8, 32)}
     wrong = []
@@ -230,7 +230,7 @@ def test_a_profiled_backend_runs_without_graphs_and_answers_the_same(precision, 
         assert np.abs(answer(plan, images) - want).max() <= LARGEST[precision]
 
 
-def test_a_context_proves_other_weights_and_goes_back_and_forth_between_both(random_weights):
+def test_a_context_validates_other_weights_and_switches_between_both(random_weights):
     files = [random_weights("lenet", seed) for seed in (0, 1)]
     images = np.random.default_rng(7).integers(0, 256, (40, 28, 28), np.uint8)
     with ExecutionContext(open_backend(Target("cuda")), files[0], 64) as context:
@@ -306,7 +306,7 @@ os._exit(0)
     assert done.stdout == "sticky\n" * 2, done.stderr
 
 
-def test_a_network_too_large_for_the_device_is_refused_by_its_memory(random_weights):
+def test_a_network_too_large_for_the_device_does_not_fit_into_its_memory(random_weights):
     with (
         opened("fp32") as backend,
         pytest.raises(OutOfDeviceMemory, match="preparing 2097152 rows"),

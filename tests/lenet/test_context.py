@@ -96,7 +96,7 @@ def test_auto_is_the_cpu_elsewhere_and_says_why(no_gpu):
     assert choose("cpu") == ("cpu", None)
 
 
-def test_a_gpu_that_is_asked_for_and_is_not_there_is_refused(no_gpu):
+def test_a_gpu_that_is_asked_for_and_is_not_there_is_rejected(no_gpu):
     with pytest.raises(BackendUnavailable, match="there is no NVIDIA GPU; use the cpu device"):
         choose("cuda")
 
@@ -204,7 +204,7 @@ def test_more_rows_than_the_largest_bucket_has_are_a_bug_when_launched(
             context.launch(np.zeros((rows, 28, 28), np.uint8))
 
 
-def test_weights_are_refused_when_the_backend_computes_other_logits(backend, random_weights, tiny):
+def test_weights_are_rejected_when_the_backend_computes_other_logits(backend, random_weights, tiny):
     wrong = edited(random_weights(tiny), scale=1.001)
     with (
         ExecutionContext(backend, wrong, 4) as context,
@@ -214,7 +214,9 @@ def test_weights_are_refused_when_the_backend_computes_other_logits(backend, ran
 
 
 @pytest.mark.parametrize("row", [0, 9])
-def test_weights_are_refused_when_a_single_golden_logit_differs(backend, random_weights, tiny, row):
+def test_weights_are_rejected_when_a_single_golden_logit_differs(
+    backend, random_weights, tiny, row
+):
     weights = random_weights(tiny)
     logits = weights.golden.logits.copy()
     logits[row, 3] += np.abs(logits).max() * np.float32(1e-3)
@@ -225,7 +227,7 @@ def test_weights_are_refused_when_a_single_golden_logit_differs(backend, random_
         context.warm_up()
 
 
-def test_weights_are_refused_when_the_device_answers_nan(reference_backend, random_weights, tiny):
+def test_weights_are_rejected_when_the_device_answers_nan(reference_backend, random_weights, tiny):
     weights = random_weights(tiny)
     tensors = {name: np.full_like(tensor, np.nan) for name, tensor in weights.tensors.items()}
     with (
@@ -303,18 +305,18 @@ def test_the_served_weights_answer_on_when_others_are_staged(backend, random_wei
         np.testing.assert_array_equal(answer(context, images), before)
 
 
-@pytest.mark.parametrize("wrong", ["proof", "architecture"])
-def test_the_served_weights_answer_on_when_staged_ones_are_refused(
+@pytest.mark.parametrize("wrong", ["logits", "architecture"])
+def test_the_served_weights_answer_on_when_staged_ones_are_rejected(
     backend, random_weights, tiny, wrong
 ):
     old, staged = random_weights(tiny, 1), random_weights(tiny, 2)
     images = old.golden.images[:4]
-    refused = random_weights("mlp") if wrong == "architecture" else edited(staged, scale=2.0)
+    rejected = random_weights("mlp") if wrong == "architecture" else edited(staged, scale=2.0)
     with ExecutionContext(backend, old, 4) as context:
         context.warm_up()
         before = answer(context, images)
         with pytest.raises((GoldenMismatch, InvalidModel)):
-            context.stage(refused)
+            context.stage(rejected)
         np.testing.assert_array_equal(answer(context, images), before)
         context.stage(staged)
         context.replace_weights(staged)
@@ -379,7 +381,7 @@ def test_the_old_weights_stay_when_the_device_fails_at_a_replacement(
                 np.testing.assert_allclose(found, before[:rows], rtol=1e-5)
 
 
-def test_a_context_refuses_when_another_thread_uses_it(reference_backend, random_weights, tiny):
+def test_another_thread_cannot_use_a_context(reference_backend, random_weights, tiny):
     weights = random_weights(tiny)
     with ExecutionContext(reference_backend, weights, 2) as context:
         context.warm_up()

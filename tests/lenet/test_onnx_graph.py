@@ -53,8 +53,8 @@ def test_every_field_of_a_block_reaches_the_graph_when_it_is_described(random_we
     kinds = ["Cast", "Reshape", "Conv", "Elu", "Conv", "AveragePool", "Flatten", "Gemm", "Softmax"]
     assert operations(model) == kinds
     first = next(node for node in model.graph.node if node.op_type == "Conv")
-    told = {item.name: list(item.ints) for item in first.attribute}
-    assert told == {"strides": [2, 1], "pads": [1, 2, 1, 2], "dilations": [1, 3]}
+    found = {item.name: list(item.ints) for item in first.attribute}
+    assert found == {"strides": [2, 1], "pads": [1, 2, 1, 2], "dilations": [1, 3]}
     assert attributes(model, "Elu") == {"alpha": 0.5}
     assert attributes(model, "AveragePool") == {
         "kernel_shape": [3, 2],

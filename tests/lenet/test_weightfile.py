@@ -12,6 +12,7 @@ import json
 import os
 import pickle
 import random
+import re
 import struct
 from pathlib import Path
 
@@ -59,21 +60,21 @@ def signed(content, *, metadata=(), tensors=(), drop=()):
         for name, value in {**load(content), **dict(tensors)}.items()
         if name not in drop
     }
-    told = {
+    signed = {
         key: value
         for key, value in {**header["__metadata__"], **dict(metadata)}.items()
         if key not in drop
     }
-    told.pop("sha256", None)
-    digest = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
+    signed.pop("sha256", None)
+    digest = hashlib.sha256(json.dumps(signed, sort_keys=True).encode())
     for name in sorted(arrays):
         value = arrays[name]
         digest.update(f"{name} {value.dtype.str} {value.shape}\n".encode() + value.tobytes())
-    return save(arrays, {**told, "sha256": digest.hexdigest()})
+    return save(arrays, {**signed, "sha256": digest.hexdigest()})
 
 
-def refusal(path: Path, content: bytes | None = None) -> str:
-    """What `read` says to a file of `content`, less the path it starts with."""
+def error(path: Path, content: bytes | None = None) -> str:
+    """The error of `read` for a file of `content`, without the path at its start."""
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(InvalidWeightFile) as caught:
@@ -104,6 +105,8 @@ def test_everything_is_read_back_when_it_was_written(random_weights, tmp_path, n
         assert stored.dtype == drawn.dtype
     assert found.to_bytes() == path.read_bytes()
     assert found.digest() == hashlib.sha256(path.read_bytes()).hexdigest() == weights.digest()
+    other = dataclasses.replace(found, training=dataclasses.replace(found.training, epochs=77))
+    assert other.digest() == hashlib.sha256(other.to_bytes()).hexdigest() != found.digest()
 
 
 def test_the_bytes_are_the_same_when_written_again(weights, content, tmp_path):
@@ -122,7 +125,7 @@ def test_the_file_can_be_read_by_all_when_it_was_written(weights, tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_is_refused_when_it_says_the_same_in_another_form(content, folder):
+def test_a_file_is_rejected_when_it_says_the_same_in_another_form(content, folder):
     path = folder / "by-hand.safetensors"
     path.write_bytes(signed(content))
     assert path.read_bytes() != content
@@ -178,46 +181,46 @@ def test_writing_fails_with_its_own_error_when_the_temporary_is_gone_too(
 # --- what is no file, or no such file
 
 
-def test_a_missing_file_is_refused(folder):
-    assert refusal(folder / "absent.safetensors") == "cannot be read (No such file or directory)"
+def test_a_missing_file_is_rejected(folder):
+    assert error(folder / "absent.safetensors") == "cannot be read (No such file or directory)"
 
 
-def test_a_folder_is_refused(folder):
-    assert refusal(folder) == "cannot be read (Is a directory)"
+def test_a_folder_is_rejected(folder):
+    assert error(folder) == "cannot be read (Is a directory)"
 
 
-def test_an_unreadable_file_is_refused(content, folder, monkeypatch):
+def test_an_unreadable_file_is_rejected(content, folder, monkeypatch):
     def refuse(*_, **__):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("lenet.weightfile.os.open", refuse)
-    assert refusal(folder / "any.safetensors") == "cannot be read (Permission denied)"
+    assert error(folder / "any.safetensors") == "cannot be read (Permission denied)"
 
 
-def test_a_link_to_itself_is_refused(folder):
+def test_a_link_to_itself_is_rejected(folder):
     path = folder / "loop.safetensors"
     path.symlink_to(path)
-    assert "Too many levels of symbolic links" in refusal(path)
+    assert "Too many levels of symbolic links" in error(path)
 
 
-def test_a_fifo_is_refused_without_waiting_when_nobody_writes_to_it(folder):
+def test_a_fifo_is_rejected_without_waiting_when_nobody_writes_to_it(folder):
     path = folder / "fifo.safetensors"
     os.mkfifo(path)
-    assert refusal(path) == "is not a regular file"
+    assert error(path) == "is not a regular file"
 
 
-def test_a_device_is_refused():
-    assert refusal(Path("/dev/zero")) == "is not a regular file"
+def test_a_device_is_rejected():
+    assert error(Path("/dev/zero")) == "is not a regular file"
 
 
-def test_a_sparse_file_of_ten_gigabytes_is_refused_unread(content, folder):
+def test_a_sparse_file_of_ten_gigabytes_is_rejected_unread(content, folder):
     path = folder / "sparse.safetensors"
     path.write_bytes(content)
     try:
         os.truncate(path, 10 * 2**30)
     except OSError as exc:
         pytest.skip(f"this filesystem holds no sparse files: {exc}")
-    assert refusal(path) == f"has {10 * 2**30} bytes, expected at most {MAX_FILE_BYTES}"
+    assert error(path) == f"has {10 * 2**30} bytes, expected at most {MAX_FILE_BYTES}"
 
 
 # --- bytes that are no weight file
@@ -245,9 +248,38 @@ def test_a_sparse_file_of_ten_gigabytes_is_refused_unread(content, folder):
     ],
     ids=lambda data: repr(data[:12]),
 )
-def test_foreign_bytes_are_refused(folder, data):
-    message = refusal(folder / "foreign.safetensors", data)
-    assert "safetensors file" in message or "metadata format_version is missing" in message
+def test_foreign_bytes_are_rejected(folder, data):
+    message = error(folder / "foreign.safetensors", data)
+    assert re.match(
+        "is not a safetensors file|is not a valid safetensors file|is empty|is truncated|"
+        "metadata format_version is missing",
+        message,
+    )
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        (b"", "is empty, expected a safetensors file: copy or export it again"),
+        (
+            b"weights go here\n",
+            r"is not a safetensors file: it begins with 'weights go here\n', expected the length "
+            "of a JSON header, at most 1048576 bytes, and the header",
+        ),
+        (
+            struct.pack("<Q", 1000) + b'{"a',
+            "is truncated: it has 11 bytes, its header alone 1008; copy or export it again",
+        ),
+    ],
+)
+def test_the_message_says_what_is_wrong_and_what_to_do(folder, data, message):
+    assert error(folder / "foreign.safetensors", data) == message
+
+
+def test_a_truncated_file_is_to_be_copied_again(content, folder):
+    message = error(folder / "cut.safetensors", content[:5000])
+    assert message.startswith("is not a valid safetensors file, or truncated (")
+    assert message.endswith("); copy or export it again")
 
 
 def test_a_pickle_is_not_run_when_it_is_disguised(folder, tmp_path):
@@ -255,42 +287,42 @@ def test_a_pickle_is_not_run_when_it_is_disguised(folder, tmp_path):
         def __reduce__(self):
             return (os.mkdir, (str(tmp_path / "bang"),))
 
-    assert "safetensors" in refusal(folder / "bomb.safetensors", pickle.dumps(Bomb()))
+    assert "safetensors" in error(folder / "bomb.safetensors", pickle.dumps(Bomb()))
     assert not (tmp_path / "bang").exists()
 
 
-def test_a_header_is_refused_unread_when_it_claims_too_much(folder):
-    message = refusal(folder / "header.safetensors", struct.pack("<Q", 2**62) + b"{}")
-    assert f"its header claims {2**62} bytes, the file has 10" in message
+def test_a_header_is_rejected_unread_when_it_claims_too_much(folder):
+    message = error(folder / "header.safetensors", struct.pack("<Q", 2**62) + b"{}")
+    assert "expected the length of a JSON header, at most 1048576 bytes" in message
 
 
-def test_a_file_is_refused_when_it_is_cut_off_anywhere(content, folder):
+def test_a_file_is_rejected_when_it_is_cut_off_anywhere(content, folder):
     header_end = 8 + struct.unpack("<Q", content[:8])[0]
     draw = random.Random(1)
     lengths = [*range(0, header_end, 7), *range(header_end - 3, header_end + 3), len(content) - 1]
     lengths += [draw.randrange(header_end, len(content)) for _ in range(100)]
     for length in lengths:
-        refusal(folder / "cut.safetensors", content[:length])
+        error(folder / "cut.safetensors", content[:length])
 
 
-def test_a_file_is_refused_when_bytes_follow_it(content, folder):
-    refusal(folder / "longer.safetensors", content + b"\0")
+def test_a_file_is_rejected_when_bytes_follow_it(content, folder):
+    error(folder / "longer.safetensors", content + b"\0")
 
 
-def test_a_file_is_refused_when_any_bit_is_flipped(content, folder):
+def test_a_file_is_rejected_when_any_bit_is_flipped(content, folder):
     header_end = 8 + struct.unpack("<Q", content[:8])[0]
     draw = random.Random(2)
     places = [*range(header_end), *(draw.randrange(header_end, len(content)) for _ in range(400))]
     for place in places:
         flipped = bytearray(content)
         flipped[place] ^= 1 << draw.randrange(8)
-        refusal(folder / "flipped.safetensors", bytes(flipped))
+        error(folder / "flipped.safetensors", bytes(flipped))
 
 
 @given(data=st.binary(max_size=300))
-def test_noise_is_refused_when_it_pretends_to_have_a_header(folder, data):
-    refusal(folder / "noise.safetensors", data)
-    refusal(folder / "noise.safetensors", struct.pack("<Q", len(data)) + data)
+def test_noise_is_rejected_when_it_pretends_to_have_a_header(folder, data):
+    error(folder / "noise.safetensors", data)
+    error(folder / "noise.safetensors", struct.pack("<Q", len(data)) + data)
 
 
 # --- tensors that are not the model's
@@ -298,13 +330,13 @@ def test_noise_is_refused_when_it_pretends_to_have_a_header(folder, data):
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.logits"])
-def test_a_tensor_is_refused_by_name_and_place_when_it_holds_no_number(
+def test_a_tensor_is_rejected_by_name_and_place_when_it_holds_no_number(
     content, folder, name, value
 ):
     tensor = load(content)[name].copy()
     place = tuple(side - 1 for side in tensor.shape)
     tensor[place] = value
-    message = refusal(folder / "nan.safetensors", signed(content, tensors={name: tensor}))
+    message = error(folder / "nan.safetensors", signed(content, tensors={name: tensor}))
     assert message == f"tensor {name}: holds {value} at {place}, expected finite numbers"
 
 
@@ -322,32 +354,32 @@ def test_a_tensor_is_refused_by_name_and_place_when_it_holds_no_number(
         ("golden.logits", np.zeros((10, 9), np.float32), "has shape (10, 9), expected (10, 10)"),
     ],
 )
-def test_a_tensor_is_refused_by_name_when_it_is_not_the_models(
+def test_a_tensor_is_rejected_by_name_when_it_is_not_the_models(
     content, folder, name, tensor, message
 ):
-    told = refusal(folder / "tensor.safetensors", signed(content, tensors={name: tensor}))
-    assert told.startswith(f"tensor {name}: {message}")
+    found = error(folder / "tensor.safetensors", signed(content, tensors={name: tensor}))
+    assert found.startswith(f"tensor {name}: {message}")
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "int64", "bool"])
-def test_a_tensor_is_refused_when_its_dtype_has_no_place_in_the_format(content, folder, dtype):
+def test_a_tensor_is_rejected_when_its_dtype_has_no_place_in_the_format(content, folder, dtype):
     lie = signed(content, tensors={"dense1.bias": np.zeros(10, dtype)})
-    message = refusal(folder / "dtype.safetensors", lie)
+    message = error(folder / "dtype.safetensors", lie)
     assert message.startswith("tensor 'dense1.bias': has dtype ")
     assert message.endswith("expected F32 or U8")
 
 
 @pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.images", "golden.logits"])
-def test_a_file_is_refused_when_a_tensor_is_missing(content, folder, name):
-    told = refusal(folder / "missing.safetensors", signed(content, drop=[name]))
-    assert told == f"tensor {name}: missing"
+def test_a_file_is_rejected_when_a_tensor_is_missing(content, folder, name):
+    message = error(folder / "missing.safetensors", signed(content, drop=[name]))
+    assert message == f"tensor {name}: missing"
 
 
 @pytest.mark.parametrize("name", ["dense2.weight", "dense1.mean", "a\nb", ""])
-def test_a_file_is_refused_when_a_tensor_is_unknown(content, folder, name):
+def test_a_file_is_rejected_when_a_tensor_is_unknown(content, folder, name):
     lie = signed(content, tensors={name: np.zeros(3, np.float32)})
-    told = refusal(folder / "unknown.safetensors", lie)
-    assert told == f"tensor {name!r}: unknown, model 'tiny' has no such tensor"
+    message = error(folder / "unknown.safetensors", lie)
+    assert message == f"tensor {name!r}: unknown, model 'tiny' has no such tensor"
 
 
 def moved(content, name, change):
@@ -370,29 +402,29 @@ def moved(content, name, change):
     ],
 )
 @pytest.mark.parametrize("name", ["dense1.bias", "golden.labels"])
-def test_a_file_is_refused_when_tensors_overlap_or_leave_holes(content, folder, name, change):
-    told = refusal(folder / "offsets.safetensors", moved(content, name, change))
-    assert told.startswith("is not a valid safetensors file (")
+def test_a_file_is_rejected_when_tensors_overlap_or_leave_holes(content, folder, name, change):
+    message = error(folder / "offsets.safetensors", moved(content, name, change))
+    assert message.startswith("is not a valid safetensors file, or truncated (")
 
 
-def test_a_file_is_refused_when_a_hole_hides_between_its_tensors(content, folder):
+def test_a_file_is_rejected_when_a_hole_hides_between_its_tensors(content, folder):
     header, data = parts_of(content)
     entries = [entry for name, entry in header.items() if name != "__metadata__"]
     last = max(entries, key=lambda entry: entry["data_offsets"][0])
     last["data_offsets"] = [offset + 8 for offset in last["data_offsets"]]
     cut = last["data_offsets"][0] - 8
-    told = refusal(
+    message = error(
         folder / "hole.safetensors", assembled(header, data[:cut] + b"payload!" + data[cut:])
     )
-    assert told.startswith("is not a valid safetensors file (")
+    assert message.startswith("is not a valid safetensors file, or truncated (")
 
 
 @pytest.mark.parametrize("shape", [[2**62, 2**62], [-10], [10.0], "10", [[10]]])
-def test_a_file_is_refused_when_a_shape_overflows_or_is_none(content, folder, shape):
+def test_a_file_is_rejected_when_a_shape_overflows_or_is_none(content, folder, shape):
     header, data = parts_of(content)
     header["dense1.bias"]["shape"] = shape
-    told = refusal(folder / "shape.safetensors", assembled(header, data))
-    assert told.startswith("is not a valid safetensors file (")
+    message = error(folder / "shape.safetensors", assembled(header, data))
+    assert message.startswith("is not a valid safetensors file, or truncated (")
 
 
 # --- metadata that is missing, unknown or lies
@@ -402,20 +434,20 @@ KEYS = ["format_version", "model", "batch_norm", "training"]
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_a_file_is_refused_when_metadata_is_missing(content, folder, key):
-    told = refusal(folder / "metadata.safetensors", signed(content, drop=[key]))
-    assert told == f"metadata {key} is missing"
+def test_a_file_is_rejected_when_metadata_is_missing(content, folder, key):
+    message = error(folder / "metadata.safetensors", signed(content, drop=[key]))
+    assert message == f"metadata {key} is missing"
 
 
-def test_a_file_is_refused_when_it_bears_no_checksum_or_no_metadata(content, folder):
+def test_a_file_is_rejected_when_it_bears_no_checksum_or_no_metadata(content, folder):
     header, data = parts_of(content)
     del header["__metadata__"]["sha256"]
-    told = refusal(folder / "metadata.safetensors", assembled(header, data))
-    assert told == "metadata sha256 is missing"
+    message = error(folder / "metadata.safetensors", assembled(header, data))
+    assert message == "metadata sha256 is missing"
     for empty in ({"__metadata__": {}}, {"__metadata__": None}, {}):
         header.pop("__metadata__", None)
-        told = refusal(folder / "metadata.safetensors", assembled({**header, **empty}, data))
-        assert told == "metadata format_version is missing"
+        message = error(folder / "metadata.safetensors", assembled({**header, **empty}, data))
+        assert message == "metadata format_version is missing"
 
 
 @pytest.mark.parametrize(
@@ -433,9 +465,10 @@ def test_a_file_is_refused_when_it_bears_no_checksum_or_no_metadata(content, fol
         ({"training": "[" * 50_000}, "metadata training cannot be read"),
     ],
 )
-def test_metadata_is_refused_when_it_is_not_the_formats(content, folder, metadata, message):
-    told = refusal(folder / "metadata.safetensors", signed(content, metadata=metadata))
-    assert told.startswith(message)
+def test_metadata_is_rejected_when_it_is_not_the_formats(content, folder, metadata, message):
+    assert error(folder / "metadata.safetensors", signed(content, metadata=metadata)).startswith(
+        message
+    )
 
 
 @pytest.mark.parametrize(
@@ -458,7 +491,7 @@ def test_metadata_is_refused_when_it_is_not_the_formats(content, folder, metadat
         ("extra", 1, "metadata training cannot be read"),
     ],
 )
-def test_a_pedigree_is_refused_when_it_lies(content, weights, folder, key, value, message):
+def test_a_pedigree_is_rejected_when_it_lies(content, weights, folder, key, value, message):
     training = {**dataclasses.asdict(weights.training), key: value}
     lie = signed(content, metadata={"training": json.dumps(training)})
     path = folder / "training.safetensors"
@@ -467,45 +500,45 @@ def test_a_pedigree_is_refused_when_it_lies(content, weights, folder, key, value
         WeightFile.read(path)
 
 
-def test_a_file_is_refused_when_its_model_still_has_batch_norm(random_weights, folder):
+def test_a_file_is_rejected_when_its_model_still_has_batch_norm(random_weights, folder):
     lenet = random_weights("lenet")
     lie = signed(lenet.to_bytes(), metadata={"model": named("lenet").to_json()})
-    told = refusal(folder / "unfolded.safetensors", lie)
-    assert told == "metadata model still has batch norm, expected it folded"
+    message = error(folder / "unfolded.safetensors", lie)
+    assert message == "metadata model still has batch norm, expected it folded"
 
 
-def test_a_file_is_refused_when_it_names_another_model(content, folder):
+def test_a_file_is_rejected_when_it_names_another_model(content, folder):
     lie = signed(content, metadata={"model": named("mlp").to_json()})
-    told = refusal(folder / "model.safetensors", lie)
-    assert told == "tensor dense1.weight: has shape (10, 784), expected (500, 784)"
+    message = error(folder / "model.safetensors", lie)
+    assert message == "tensor dense1.weight: has shape (10, 784), expected (500, 784)"
 
 
 @pytest.mark.parametrize("shape", [[1, 14, 14], [1, 56, 56], [3, 28, 28]])
-def test_a_file_is_refused_when_its_model_takes_other_images(content, weights, folder, shape):
+def test_a_file_is_rejected_when_its_model_takes_other_images(content, weights, folder, shape):
     model = {**json.loads(weights.model.to_json()), "input": shape}
     tensors = {"dense1.weight": np.zeros((10, int(np.prod(shape))), np.float32)}
     lie = signed(content, metadata={"model": json.dumps(model)}, tensors=tensors)
-    told = refusal(folder / "input.safetensors", lie)
-    assert told == f"metadata model has input {tuple(shape)}, expected 784 pixels"
+    message = error(folder / "input.safetensors", lie)
+    assert message == f"metadata model has input {tuple(shape)}, expected 784 pixels"
 
 
-def test_a_file_is_refused_when_a_small_model_would_take_all_memory(content, weights, folder):
+def test_a_file_is_rejected_when_a_small_model_would_take_all_memory(content, weights, folder):
     model = json.loads(named("lenet-6-16").to_json())
     model["blocks"][0]["padding"] = [60_000, 60_000]
-    told = refusal(
+    message = error(
         folder / "vast.safetensors", signed(content, metadata={"model": json.dumps(model)})
     )
-    assert "conv1: it makes values of shape (6, 120024, 120024)" in told
+    assert "conv1: its output for one image has shape (6, 120024, 120024)" in message
 
 
-def test_a_file_is_refused_when_content_was_edited_after_it_was_signed(content, folder):
+def test_a_file_is_rejected_when_content_was_edited_after_it_was_signed(content, folder):
     header, data = parts_of(content)
     changes = {"training": header["__metadata__"]["training"].replace("0.5", "0.9")}
     edited = {**header, "__metadata__": {**header["__metadata__"], **changes}}
-    told = refusal(folder / "edited.safetensors", assembled(edited, data))
-    assert told == "metadata sha256 does not match the content: the file was damaged or edited"
+    message = error(folder / "edited.safetensors", assembled(edited, data))
+    assert message == "metadata sha256 does not match the content: the file was damaged or edited"
 
 
-def test_training_is_refused_where_it_is_known_when_a_value_is_wrong():
+def test_training_is_rejected_where_it_is_known_when_a_value_is_wrong():
     with pytest.raises(ValueError, match="epochs is -1, expected an integer >= 0"):
         Training("0" * 64, 0, "", -1, 0.5, ("0",))

@@ -17,7 +17,7 @@ def name(path):
 
 
 @pytest.mark.parametrize("path", FILES, ids=name)
-def test_a_shipped_file_is_canonical_and_proves_itself_when_it_is_read(path):
+def test_a_shipped_file_is_canonical_and_agrees_with_its_golden_logits(path):
     weights = WeightFile.read(path)
     assert weights.to_bytes() == path.read_bytes()
     assert weights.model.name == path.parent.name

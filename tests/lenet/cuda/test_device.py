@@ -16,9 +16,9 @@ INSTALL = (
 
 def refusal():
     """The message of `devices`, which is one line."""
-    with pytest.raises(BackendUnavailable) as refused:
+    with pytest.raises(BackendUnavailable) as caught:
         devices()
-    message = str(refused.value)
+    message = str(caught.value)
     assert "\n" not in message
     return message
 
@@ -152,7 +152,7 @@ def test_the_process_is_lost_when_the_context_is(machine, errors, api, status):
 
 
 @pytest.mark.parametrize("status", [1, 9, 209, 701, 720, 801, 900])
-def test_the_process_lives_on_when_a_call_was_merely_refused(machine, errors, status):
+def test_the_process_lives_on_when_a_call_merely_failed(machine, errors, status):
     with pytest.raises(DeviceError) as raised, translated("launching"):
         raise errors.runtime(status)
     assert str(raised.value) == "launching: cudaError: something happened"

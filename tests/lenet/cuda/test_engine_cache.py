@@ -83,7 +83,7 @@ def test_a_broken_file_is_dropped_with_a_warning_when_it_is_read(path, caplog, c
 
 
 def test_a_warning_is_all_when_the_file_cannot_be_read(path, caplog):
-    path.mkdir(parents=True)  # a folder: root too is refused to read it
+    path.mkdir(parents=True)  # a folder: root cannot read it either
     assert EngineCache(path).get(KEY) is None
     (warning,) = warnings(caplog)
     assert warning.startswith(f"{path}: {READ}")
@@ -235,7 +235,7 @@ def test_a_warning_is_all_when_a_plan_cannot_be_read(path, caplog):
     cache.put_engine(KEY, "eng0", PLAN)
     (file,) = path.with_suffix("").iterdir()
     file.unlink()
-    file.mkdir()  # a folder: root too is refused to read it
+    file.mkdir()  # a folder: root cannot read it either
     assert cache.engine(KEY, "eng0") is None
     (warning,) = warnings(caplog)
     assert warning.startswith(f"{file}: a cached cuDNN engine is ignored: ")

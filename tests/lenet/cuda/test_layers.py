@@ -11,7 +11,7 @@ from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model
 HALVED = Pool("max")
 
 
-def test_a_network_with_more_classes_than_a_warp_has_lanes_is_refused_by_name():
+def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name():
     check(Model("digits", (DenseBlock(MAX_CLASSES, activation=IDENTITY),)))
     letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
     with pytest.raises(BackendUnavailable, match="model 'letters' has 33 classes, expected at"):

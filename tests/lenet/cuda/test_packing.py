@@ -35,7 +35,7 @@ def models(draw):
 
 
 def numbered(shape, dtype=np.float64):
-    """1, 2, 3, ...: no element is zero, and each is told from the others."""
+    """1, 2, 3, ...: no element is zero, and all differ."""
     return np.arange(1, math.prod(shape) + 1, dtype=dtype).reshape(shape)
 
 
