@@ -71,7 +71,7 @@ class Training:
 
     def __post_init__(self) -> None:
         digest, accuracy = self.dataset_sha256, self.accuracy
-        for field, good, expected in (
+        for name, good, expected in (
             ("dataset_sha256", type(digest) is str and _SHA256.fullmatch(digest), "64 hex digits"),
             ("seed", type(self.seed) is int and self.seed >= 0, "an integer >= 0"),
             ("command", isinstance(self.command, str), "a string"),
@@ -84,7 +84,7 @@ class Training:
             ("labels", all(isinstance(label, str) for label in self.labels), "strings"),
         ):
             if not good:
-                raise ValueError(f"{field} is {getattr(self, field)!r}, expected {expected}")
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
