@@ -1,18 +1,21 @@
-"""What happens at every request, kept in plain Python until prometheus_client is told of it.
+"""Every series of the service, its unit and its buckets, and the clock of a request.
 
-In the files that several workers share, what the library did for a lone request took 21 us of the
-39 that it spent behind its transport (two cores, 2026-11-20). Here an observation is a bisection
-and two additions. It refuses to expose anything: the series are the library's.
+A request or a batch pays for an addition in plain Python. The sums are flushed to prometheus_client
+once a second and before each exposition: in the files that several workers share, the library took
+21 us of a lone request (two cores, 2026-11-20).
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import time
 from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, Protocol, TypeVar, get_args
+from types import TracebackType
+from typing import Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -26,137 +29,24 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-FLUSHED_EVERY_S = 1.0
+from lenet import nvtx
+from lenet.backend import BatchResult
+from service import distribution_version
+from service.errors import ServiceError
 
+_log = logging.getLogger(__name__)
 
-class Tally(Protocol):
-    """What has happened to one series since the library was told last."""
+FLUSH_INTERVAL_S = 1.0
 
-    def flush(self) -> None:
-        """Tell it now."""
-        ...
+Transport: TypeAlias = Literal["http", "grpc"]
+Stage: TypeAlias = Literal["decode", "queue", "compute", "encode"]
+CutReason: TypeAlias = Literal["full", "idle", "waited", "drain"]
+DropReason: TypeAlias = Literal["cancelled", "late"]
+ReloadOutcome: TypeAlias = Literal["ok", "refused"]
+LossReason: TypeAlias = Literal["sticky", "hang"]
 
-
-T = TypeVar("T", bound=Tally)
-
-
-class Tallies:
-    """The tallies of one process."""
-
-    def __init__(self) -> None:
-        self._all: list[Tally] = []
-
-    def counter(self, series: Counter) -> CounterTally:
-        """One more, of a counter."""
-        return self._kept(CounterTally(series))
-
-    def gauge(self, series: Gauge) -> GaugeTally:
-        """One more, of a gauge."""
-        return self._kept(GaugeTally(series))
-
-    def histogram(self, series: Histogram, bounds: tuple[float, ...]) -> HistogramTally:
-        """One more, of a histogram with these upper bounds."""
-        return self._kept(HistogramTally(series, bounds))
-
-    def _kept(self, tally: T) -> T:
-        self._all.append(tally)
-        return tally
-
-    def flush(self) -> None:
-        """Put everything that happened so far into the library's series."""
-        for tally in self._all:
-            tally.flush()
-
-    @contextmanager
-    def flushed_regularly(self) -> Iterator[None]:
-        """Inside, on the running event loop, every `FLUSHED_EVERY_S` for those who share a folder.
-
-        An exposition of this process has everything at any time.
-        """
-
-        async def flush() -> None:
-            while True:
-                await asyncio.sleep(FLUSHED_EVERY_S)
-                self.flush()
-
-        flushing = asyncio.create_task(flush())
-        try:
-            yield
-        finally:
-            flushing.cancel()
-            self.flush()
-
-
-class CounterTally:
-    """Of a counter without labels, or with all of them given."""
-
-    __slots__ = ("_amount", "_series")
-
-    def __init__(self, series: Counter) -> None:
-        self._series = series
-        self._amount = 0.0
-
-    def inc(self, amount: float = 1) -> None:
-        """Count `amount` more."""
-        self._amount += amount
-
-    def flush(self) -> None:
-        """Tell it now."""
-        if self._amount:
-            self._series.inc(self._amount)
-            self._amount = 0.0
-
-
-class GaugeTally:
-    """Of a gauge."""
-
-    __slots__ = ("_changed", "_series", "_value")
-
-    def __init__(self, series: Gauge) -> None:
-        self._series = series
-        self._value, self._changed = 0.0, False
-
-    def set(self, value: float) -> None:
-        """It is `value` now."""
-        self._value, self._changed = value, True
-
-    def flush(self) -> None:
-        """Tell it now."""
-        if self._changed:
-            self._series.set(self._value)
-            self._changed = False
-
-
-class HistogramTally:
-    """Of a histogram with these upper bounds, the last of which is infinite by itself."""
-
-    __slots__ = ("_bounds", "_counts", "_series", "_sum")
-
-    def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
-        self._series, self._bounds = series, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """One more event, of this size."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def flush(self) -> None:
-        """Tell it now: by the library's own values, for it takes no more than one event a call."""
-        if any(self._counts):
-            for index, count in enumerate(self._counts):
-                if count:
-                    self._series._buckets[index].inc(count)
-                    self._counts[index] = 0
-            self._series._sum.inc(self._sum)
-            self._sum = 0.0
-
-
-Transport = Literal["http", "grpc"]
-Stage = Literal["decode", "queue", "compute", "encode"]
-ReloadOutcome = Literal["ok", "refused"]
-LossReason = Literal["sticky", "hang"]
+NO_MODEL = "none"
+"""The `model` label of a request that failed before its model was found."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -170,179 +60,248 @@ _STAGE_BOUNDS_S = (1e-5, 2e-5, 3e-5, *_REQUEST_BOUNDS_S)
 _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
 
 
+class Buffered(Protocol):
+    """What happened to one series since the last flush."""
+
+    def flush(self) -> None:
+        """Add it to the library's series."""
+        ...
+
+
+class BufferedCounter:
+    """Buffers increments of one counter child."""
+
+    __slots__ = ("_amount", "_series")
+
+    def __init__(self, series: Counter) -> None:
+        self._series = series
+        self._amount = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        """Count `amount` more."""
+        self._amount += amount
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        if self._amount:
+            self._series.inc(self._amount)
+            self._amount = 0.0
+
+
+class BufferedGauge:
+    """Buffers the last value of one gauge child."""
+
+    __slots__ = ("_changed", "_series", "_value")
+
+    def __init__(self, series: Gauge) -> None:
+        self._series = series
+        self._value, self._changed = 0.0, False
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+        self._value, self._changed = value, True
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        if self._changed:
+            self._series.set(self._value)
+            self._changed = False
+
+
+class BufferedHistogram:
+    """Buffers observations of one histogram child with upper bounds `bounds` and infinity."""
+
+    __slots__ = ("_bounds", "_counts", "_series", "_sum")
+
+    def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
+        self._series, self._bounds = series, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one event of size `value`."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def flush(self) -> None:
+        """See `Buffered`.
+
+        The only use of private attributes of prometheus_client: its public interface takes one
+        event a call. pyproject.toml bounds the version.
+        """
+        if any(self._counts):
+            for index, count in enumerate(self._counts):
+                if count:
+                    self._series._buckets[index].inc(count)
+                    self._counts[index] = 0
+            self._series._sum.inc(self._sum)
+            self._sum = 0.0
+
+
+B = TypeVar("B", bound=Buffered)
+
+
 class Metrics:
-    """The service's series in `registry`; also what a `Batcher` tells of its batches."""
+    """The service's series, in `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
         self._registry = registry
-        self.tallies = tallies = Tallies()
-        # Set by the parent of several workers before this library is imported in them.
+        self._buffers: list[Buffered] = []
+        # Set by the supervisor, before prometheus_client is imported in a worker.
         self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-        if not self._shared:
+        if self._shared:
+            self._buffers.append(_WorkerProcess(registry))
+        else:
             ProcessCollector(registry=registry)
-        self._requests = Counter(
+        self._gauge("lenet_build_info", "1, with the version as a label.", "version").labels(
+            distribution_version()
+        ).set(1)
+        self._requests = self._counter(
             "lenet_requests",
-            "Requests answered, by outcome: ok or the code of the error.",
-            ("protocol", "outcome"),
-            registry=registry,
+            "Requests answered, by outcome: ok or the code of the error. The model is none if the "
+            "request failed before its model was found.",
+            *("model", "protocol", "outcome"),
         )
-        duration = Histogram(
+        self._answered: dict[tuple[str, Transport, str], BufferedCounter] = {}
+        self._durations = self._histograms(
             "lenet_request_duration_seconds",
             "From the first byte of a request read to its answer made; predictions only.",
-            ("protocol",),
-            buckets=_REQUEST_BOUNDS_S,
-            registry=registry,
+            _REQUEST_BOUNDS_S,
+            protocol=get_args(Transport),
         )
-        stage = Histogram(
+        self._stages = self._histograms(
             "lenet_stage_duration_seconds",
-            "Where the time of a predicted request went.",
-            ("stage",),
-            buckets=_STAGE_BOUNDS_S,
-            registry=registry,
+            "Time of a predicted request in each stage.",
+            _STAGE_BOUNDS_S,
+            stage=get_args(Stage),
         )
-        protocols = get_args(Transport)
-        answered = {protocol: self._requests.labels(protocol, "ok") for protocol in protocols}
-        self._answered = {name: tallies.counter(series) for name, series in answered.items()}
-        self._durations = {
-            protocol: tallies.histogram(duration.labels(protocol), _REQUEST_BOUNDS_S)
-            for protocol in protocols
-        }
-        self._stages = {
-            name: tallies.histogram(stage.labels(name), _STAGE_BOUNDS_S) for name in get_args(Stage)
-        }
-        batch_rows = Histogram(
-            "lenet_batch_rows", "Rows in a batch.", buckets=_ROW_BOUNDS, registry=registry
-        )
-        batch_duration = Histogram(
+        self.batch_rows = self._histogram("lenet_batch_rows", "Rows in a batch.", _ROW_BOUNDS)
+        self.batch_duration = self._histogram(
             "lenet_batch_duration_seconds",
-            "Time of one batch on its context.",
-            buckets=_STAGE_BOUNDS_S,
-            registry=registry,
+            "From the cut of a batch to its result.",
+            _STAGE_BOUNDS_S,
         )
-        device_duration = Histogram(
+        self.device_duration = self._histogram(
             "lenet_device_duration_seconds",
             "Time of one batch by the device's clock, where it is read.",
-            buckets=_STAGE_BOUNDS_S,
-            registry=registry,
+            _STAGE_BOUNDS_S,
         )
-        self._batch_rows = tallies.histogram(batch_rows, _ROW_BOUNDS)
-        self._batch_duration = tallies.histogram(batch_duration, _STAGE_BOUNDS_S)
-        self._device_duration = tallies.histogram(device_duration, _STAGE_BOUNDS_S)
-        self._cuts = Counter(
-            "lenet_batches", "Batches cut, by reason.", ("model", "reason"), registry=registry
+        self._cuts = self._counter("lenet_batches", "Batches cut, by reason.", "model", "reason")
+        self._images = self._counter("lenet_images", "Images classified.", "model")
+        self._padding = self._counter(
+            "lenet_padding_rows", "Rows computed only to fill a batch up.", "model"
         )
-        self._images = Counter("lenet_images", "Images classified.", ("model",), registry=registry)
-        self._padding = Counter(
-            "lenet_padding_rows",
-            "Rows that were computed only to fill a batch up.",
-            ("model",),
-            registry=registry,
-        )
-        self._replays = Counter(
+        self._replays = self._counter(
             "lenet_graph_replays",
-            "Batches; hit if a captured graph computed it, which the CPU has none of.",
-            ("model", "result"),
-            registry=registry,
+            "Batches; hit if a captured graph computed it. The CPU captures none.",
+            *("model", "result"),
         )
-        losses = Counter(
+        self._losses = self._counter(
             "lenet_device_losses",
-            "Times that a process ended because its device was lost: a sticky error, or a hang.",
-            ("reason",),
-            registry=registry,
+            "Processes that ended because their device was lost: a sticky error, or a hang.",
+            "reason",
         )
-        self._losses = {reason: losses.labels(reason) for reason in get_args(LossReason)}
-        self._dropped = Counter(
-            "lenet_rows_dropped",
-            "Rows that left the queue without a batch.",
-            ("reason",),
-            registry=registry,
+        for loss in get_args(LossReason):
+            self._losses.labels(loss)
+        dropped = self._counter(
+            "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
-        self._queue_rows = self._gauge("lenet_queue_rows", "Rows left waiting by the last cut.")
-        self._contexts = self._gauge("lenet_contexts", "Execution contexts.")
-        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.")
-        self._device_bytes = self._gauge("lenet_device_bytes", "Device memory of all contexts.")
+        self.dropped = {
+            reason: self._buffered_counter(dropped, reason) for reason in get_args(DropReason)
+        }
+        self._queue_rows = self._gauge(
+            "lenet_queue_rows", "Rows left waiting by the last cut.", "model"
+        )
+        self._contexts = self._gauge("lenet_contexts", "Execution contexts.", "model")
+        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", "model")
+        self._device_bytes = self._gauge(
+            "lenet_device_bytes", "Device memory of all contexts.", "model"
+        )
         self._workspace_bytes = self._gauge(
-            "lenet_workspace_bytes", "The part of it that is scratch."
+            "lenet_workspace_bytes", "The part of lenet_device_bytes that is scratch.", "model"
         )
-        self._golden_error = Gauge(
+        self._golden_error = self._gauge(
             "lenet_golden_error",
-            "Largest golden logit difference at the proof, relative to the largest golden logit.",
-            ("model",),
-            multiprocess_mode="livemax",
-            registry=registry,
+            "Largest golden logit difference at the self-test, relative to the largest logit.",
+            "model",
+            mode="livemax",
         )
-        self._start_phase = Gauge(
+        self._start_phase = self._gauge(
             "lenet_start_phase_seconds",
             "Time of each phase of the start; contexts holds most of device and all of warm_up.",
-            ("phase",),
-            multiprocess_mode="max",
-            registry=registry,
+            "phase",
+            mode="max",
         )
-        self._model = Gauge(
+        self._model = self._gauge(
             "lenet_model_info",
             "1 for each loaded model.",
-            ("model", "version", "sha256"),
-            multiprocess_mode="livemax",
-            registry=registry,
+            *("model", "version", "sha256"),
+            mode="livemax",
         )
         self._loaded: dict[str, tuple[str, str]] = {}  # version and sha256 by model
-        self._reloads = Counter(
+        self._reloads = self._counter(
             "lenet_reloads",
             "Reloads of a model: ok if the newest file is served afterwards.",
-            ("model", "outcome"),
-            registry=registry,
+            *("model", "outcome"),
         )
 
-    def _gauge(self, name: str, help_text: str) -> Gauge:
-        return Gauge(
-            name, help_text, ("model",), multiprocess_mode="livesum", registry=self._registry
-        )
+    def clock(self, protocol: Transport) -> RequestClock:
+        """Start the clock of a request that arrived over `protocol`."""
+        return RequestClock(self, protocol)
 
-    def request_done(self, protocol: Transport, outcome: str) -> None:
-        """A request was answered: `outcome` is ok or the code of a `ServiceError`."""
-        if outcome == "ok":
-            self._answered[protocol].inc()
-        else:
-            self._requests.labels(protocol, outcome).inc()
+    def request_done(self, model: str, protocol: Transport, outcome: str) -> None:
+        """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
+        key = model, protocol, outcome
+        counter = self._answered.get(key)
+        if counter is None:
+            counter = self._answered[key] = self._buffered_counter(self._requests, *key)
+        counter.inc()
 
     def request_timed(
         self, protocol: Transport, stages: dict[Stage, float], total_s: float
     ) -> None:
-        """Seconds of a predicted request, by stage and in all."""
+        """Observe the time of a predicted request, by stage and in all."""
         for stage, seconds in stages.items():
             self._stages[stage].observe(seconds)
         self._durations[protocol].observe(total_s)
 
     def started(self, phase: str, seconds: float) -> None:
-        """A phase of the start took `seconds`."""
+        """Set the time of a phase of the start."""
         self._start_phase.labels(phase).set(seconds)
 
     def model_loaded(
-        self, model: str, version: str, sha256: str, contexts: int, golden_error: float
+        self,
+        model: str,
+        version: str,
+        sha256: str,
+        *,
+        contexts: int,
+        golden_error: float,
+        device_bytes: int,
+        workspace_bytes: int,
     ) -> None:
-        """A model is ready on `contexts` contexts."""
+        """A model is ready on `contexts` contexts, which take so much memory in all."""
         self.model_replaced(model, version, sha256, golden_error)
         for outcome in get_args(ReloadOutcome):
             self._reloads.labels(model, outcome)
+        for protocol in get_args(Transport):
+            self._requests.labels(model, protocol, "ok")
         self._contexts.labels(model).set(contexts)
         self._busy.labels(model).set(0)
         self._queue_rows.labels(model).set(0)
-
-    def memory_taken(self, model: str, device_bytes: int, workspace_bytes: int) -> None:
-        """What the contexts of a model hold on their devices, and how much of it is scratch."""
         self._device_bytes.labels(model).set(device_bytes)
         self._workspace_bytes.labels(model).set(workspace_bytes)
 
     def device_lost(self, reason: LossReason) -> None:
-        """This process ends because its device is lost."""
-        self._losses[reason].inc()
-        self.tallies.flush()
+        """Count the loss that ends this process, and flush."""
+        self._losses.labels(reason).inc()
+        self.flush()
 
     def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
-        """Another file of a model is served from now on; the former's info goes."""
+        """Another file of a model is served from now on; the info of the former one goes."""
         if (former := self._loaded.pop(model, None)) is not None:
-            if self._shared:  # where the library cannot remove; `exposition` leaves it out
+            if self._shared:  # where the library cannot remove; `_merged` leaves out zeros
                 self._model.labels(model, *former).set(0)
             else:
                 self._model.remove(model, *former)
@@ -351,79 +310,232 @@ class Metrics:
         self._golden_error.labels(model).set(golden_error)
 
     def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
-        """A reload of a model ended."""
+        """Count a reload of a model."""
         self._reloads.labels(model, outcome).inc()
 
     def of_model(self, model: str) -> ModelMetrics:
-        """The observer for the batcher of `model`."""
-        return ModelMetrics(self, model)
+        """The series that the batcher of `model` writes."""
+        return ModelMetrics(
+            self,
+            cuts={
+                reason: self._buffered_counter(self._cuts, model, reason)
+                for reason in get_args(CutReason)
+            },
+            images=self._buffered_counter(self._images, model),
+            padding=self._buffered_counter(self._padding, model),
+            hits=self._buffered_counter(self._replays, model, "hit"),
+            misses=self._buffered_counter(self._replays, model, "miss"),
+            busy=self._buffered(BufferedGauge(self._busy.labels(model))),
+            queue_rows=self._buffered(BufferedGauge(self._queue_rows.labels(model))),
+        )
 
-    def exposition(self) -> bytes:
+    def flush(self) -> None:
+        """Put everything that happened so far into the library's series."""
+        for buffer in self._buffers:
+            buffer.flush()
+
+    @contextmanager
+    def flushed_regularly(self) -> Iterator[None]:
+        """Inside, on the running event loop, flush every `FLUSH_INTERVAL_S` and at the end.
+
+        The other workers read what this one flushed.
+        """
+
+        async def flush_on_and_on() -> None:
+            while True:
+                await asyncio.sleep(FLUSH_INTERVAL_S)
+                try:
+                    self.flush()
+                except Exception:
+                    _log.exception("metrics were not flushed, next try in %g s", FLUSH_INTERVAL_S)
+
+        flushing = asyncio.create_task(flush_on_and_on())
+        try:
+            yield
+        finally:
+            flushing.cancel()
+            self.flush()
+
+    async def exposition(self) -> bytes:
         """All series in the Prometheus text format, of all workers where there are several."""
-        self.tallies.flush()
-        registry = self._registry
-        if self._shared:
-            registry = CollectorRegistry()
-            _AllWorkers(registry)
+        self.flush()
+        return await asyncio.to_thread(self._merged if self._shared else self._own)
+
+    def _own(self) -> bytes:
+        return generate_latest(self._registry)
+
+    def _merged(self) -> bytes:
+        registry = CollectorRegistry()
+        registry.register(_AllWorkers())
         return generate_latest(registry)
 
+    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
+        return Counter(name, help_text, labels, registry=self._registry)
 
-class _AllWorkers(MultiProcessCollector):
-    """What all workers counted, without the models that are 0: replaced in each of them."""
+    def _gauge(
+        self,
+        name: str,
+        help_text: str,
+        *labels: str,
+        mode: Literal["livesum", "livemax", "max"] = "livesum",
+    ) -> Gauge:
+        return Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        super().__init__(registry)  # type: ignore[no-untyped-call]
+    def _histogram(
+        self, name: str, help_text: str, bounds: tuple[float, ...]
+    ) -> BufferedHistogram:
+        series = Histogram(name, help_text, buckets=bounds, registry=self._registry)
+        return self._buffered(BufferedHistogram(series, bounds))
+
+    def _histograms(
+        self, name: str, help_text: str, bounds: tuple[float, ...], **label: tuple[str, ...]
+    ) -> dict[str, BufferedHistogram]:
+        """One for each value of the one label."""
+        ((key, values),) = label.items()
+        series = Histogram(name, help_text, (key,), buckets=bounds, registry=self._registry)
+        return {
+            value: self._buffered(BufferedHistogram(series.labels(value), bounds))
+            for value in values
+        }
+
+    def _buffered_counter(self, series: Counter, *labels: str) -> BufferedCounter:
+        return self._buffered(BufferedCounter(series.labels(*labels)))
+
+    def _buffered(self, buffer: B) -> B:
+        self._buffers.append(buffer)
+        return buffer
+
+
+class ModelMetrics:
+    """The series of one model's batches."""
+
+    __slots__ = ("_all", "_busy", "_cuts", "_hits", "_images", "_misses", "_padding", "_queue_rows")
+
+    def __init__(
+        self,
+        metrics: Metrics,
+        *,
+        cuts: dict[CutReason, BufferedCounter],
+        images: BufferedCounter,
+        padding: BufferedCounter,
+        hits: BufferedCounter,
+        misses: BufferedCounter,
+        busy: BufferedGauge,
+        queue_rows: BufferedGauge,
+    ) -> None:
+        self._all = metrics
+        self._cuts, self._images, self._padding = cuts, images, padding
+        self._hits, self._misses = hits, misses
+        self._busy, self._queue_rows = busy, queue_rows
+
+    def batch_cut(self, rows: int, reason: CutReason, waiting_rows: int, busy: int) -> None:
+        """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts have a batch."""
+        self._cuts[reason].inc()
+        self._all.batch_rows.observe(rows)
+        self._queue_rows.set(waiting_rows)
+        self._busy.set(busy)
+
+    def batch_done(self, rows: int, result: BatchResult, compute_s: float, busy: int) -> None:
+        """A context finished a batch of `rows`, `compute_s` after its cut."""
+        self._all.batch_duration.observe(compute_s)
+        if result.device_s is not None:
+            self._all.device_duration.observe(result.device_s)
+        self._images.inc(rows)
+        self._padding.inc(result.computed_rows - rows)
+        (self._hits if result.captured else self._misses).inc()
+        self._busy.set(busy)
+
+    def rows_dropped(self, rows: int, reason: DropReason) -> None:
+        """Waiting rows left the queue without a batch."""
+        self._all.dropped[reason].inc(rows)
+
+
+class RequestClock:
+    """Times one request by stage, and counts its outcome when its `with` block ends.
+
+    `model` is the label of its count, set once the model is found.
+    """
+
+    __slots__ = ("_lap_s", "_metrics", "_protocol", "_range", "_started_s", "model", "stages")
+
+    def __init__(self, metrics: Metrics, protocol: Transport) -> None:
+        self._metrics = metrics
+        self._protocol = protocol
+        self._started_s = self._lap_s = time.perf_counter()
+        self.model = NO_MODEL
+        self.stages: dict[Stage, float] = {}
+
+    @property
+    def total_s(self) -> float:
+        """Seconds since the request arrived."""
+        return time.perf_counter() - self._started_s
+
+    def lap(self) -> None:
+        """Begin a stage."""
+        self._lap_s = time.perf_counter()
+
+    def record(self, stage: Stage) -> None:
+        """End the stage that began at the last `lap`."""
+        self.stages[stage] = time.perf_counter() - self._lap_s
+
+    def __enter__(self) -> Self:
+        self._range = nvtx.begin("request")
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        nvtx.end(self._range)
+        if error is None:
+            self._metrics.request_timed(self._protocol, self.stages, self.total_s)
+            outcome = "ok"
+        elif isinstance(error, ServiceError):
+            outcome = error.code
+        else:
+            outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
+        self._metrics.request_done(self.model, self._protocol, outcome)
+
+
+class _AllWorkers:
+    """The merged series of all workers, without models that all of them have replaced."""
 
     def collect(self) -> Iterator[Metric]:
-        for metric in super().collect():  # type: ignore[no-untyped-call]
+        merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
+        for metric in merged.collect():  # type: ignore[no-untyped-call]
             if metric.name == "lenet_model_info":
                 metric.samples = [sample for sample in metric.samples if sample.value]
             yield metric
 
 
-class ModelMetrics:
-    """The series of one model's batcher; see `service.engine.batcher.BatchObserver`."""
+class _WorkerProcess:
+    """Memory, CPU time and open files of this worker, summed over the live workers.
 
-    def __init__(self, metrics: Metrics, model: str) -> None:
-        self._metrics, self._model = metrics, model
-        self._cuts: dict[str, CounterTally] = {}  # by reason
-        self._images = metrics.tallies.counter(metrics._images.labels(model))
-        self._busy = metrics.tallies.gauge(metrics._busy.labels(model))
-        self._queue_rows = metrics.tallies.gauge(metrics._queue_rows.labels(model))
-        self._padding = metrics.tallies.counter(metrics._padding.labels(model))
-        self._hits = metrics.tallies.counter(metrics._replays.labels(model, "hit"))
-        self._misses = metrics.tallies.counter(metrics._replays.labels(model, "miss"))
+    prometheus_client's own process metrics do not add up over processes.
+    """
 
-    def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
-        """A batch left the queue."""
-        if reason not in self._cuts:
-            cuts = self._metrics._cuts.labels(self._model, reason)
-            self._cuts[reason] = self._metrics.tallies.counter(cuts)
-        self._cuts[reason].inc()
-        self._metrics._batch_rows.observe(rows)
-        self._queue_rows.set(waiting_rows)
-        self._busy.set(busy)
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._process = ProcessCollector(registry=None)
+        self._cpu = Counter(
+            "process_cpu_seconds", "User and system CPU time of all workers.", registry=registry
+        )
+        self._cpu_s = 0.0
+        self._gauges = {
+            name: Gauge(name, help_text, multiprocess_mode="livesum", registry=registry)
+            for name, help_text in (
+                ("process_resident_memory_bytes", "Resident memory of all workers."),
+                ("process_open_fds", "Open file descriptors of all workers."),
+            )
+        }
 
-    def batch_done(
-        self,
-        rows: int,
-        compute_s: float,
-        busy: int,
-        *,
-        device_s: float | None,
-        padding_rows: int,
-        graph_hit: bool,
-    ) -> None:
-        """A context finished a batch."""
-        self._metrics._batch_duration.observe(compute_s)
-        if device_s is not None:
-            self._metrics._device_duration.observe(device_s)
-        self._images.inc(rows)
-        self._busy.set(busy)
-        (self._hits if graph_hit else self._misses).inc()
-        if padding_rows:
-            self._padding.inc(padding_rows)
-
-    def rows_dropped(self, rows: int, reason: str) -> None:
-        """Waiting rows were forgotten."""
-        self._metrics._dropped.labels(reason).inc(rows)
+    def flush(self) -> None:
+        """See `Buffered`."""
+        for family in self._process.collect():
+            for sample in family.samples:
+                if sample.name == "process_cpu_seconds_total":
+                    self._cpu.inc(sample.value - self._cpu_s)
+                    self._cpu_s = sample.value
+                elif sample.name in self._gauges:
+                    self._gauges[sample.name].set(sample.value)

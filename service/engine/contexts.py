@@ -1,7 +1,6 @@
-"""An event loop that does not sleep at once: the next request often follows the last answer.
+"""The execution contexts of one model: a thread for each, a pool that hands out free ones.
 
-A core that goes to sleep takes tens of microseconds to wake. It refuses to run for longer than it
-is told, so an idle service sleeps.
+A hung context, one that works at the same batch for too long, is reported by the pool.
 """
 
 from __future__ import annotations
@@ -12,42 +11,17 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeAlias, TypeVar
 
-from lenet import backend
+from lenet.backend import BatchResult, Pending
 from lenet.context import ExecutionContext
 from lenet.errors import DeviceError
 from lenet.nvtx import span
-from lenet.pixels import Images, Probabilities
+from lenet.pixels import Images
 from lenet.weightfile import WeightFile
 from service.metrics import LossReason
-
-
-class BusyPoll:
-    """Keeps the running event loop turning until `seconds` after the last `extend`."""
-
-    def __init__(self, seconds: float) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._seconds = seconds
-        self._until_s = 0.0
-        self._turning = False
-
-    def extend(self) -> None:
-        """Something was answered: more may follow."""
-        self._until_s = time.perf_counter() + self._seconds
-        if not self._turning and self._seconds:
-            self._turning = True
-            self._loop.call_soon(self._turn)
-
-    def _turn(self) -> None:
-        if time.perf_counter() < self._until_s:
-            self._loop.call_soon(self._turn)
-        else:
-            self._turning = False
-
 
 _log = logging.getLogger(__name__)
 
@@ -56,134 +30,126 @@ CLOSE_TIMEOUT_S = 5.0
 
 MakeContext: TypeAlias = Callable[[], ExecutionContext]
 OnLost: TypeAlias = Callable[[LossReason, str], None]
-"""Called on the event loop: the process cannot compute any more; why, in a closed set and words."""
+"""Called on the event loop when the process cannot compute any more, with the reason in words."""
+
+OnDone: TypeAlias = Callable[[BatchResult | Exception], None]
+"""Called on the event loop with what came of a batch."""
 
 T = TypeVar("T")
 
-_Job: TypeAlias = tuple[Callable[[ExecutionContext], Any], asyncio.Future[Any]]
-
-
-@dataclass(slots=True)
-class BatchResult:
-    """What a context made of one batch, and how long it took.
-
-    `device_s` is what the device says of that, None where it was not asked.
-    """
-
-    probabilities: Probabilities
-    compute_s: float
-    device_s: float | None
-    padding_rows: int
-    graph_hit: bool
+_Job: TypeAlias = tuple[Callable[[ExecutionContext], Any], Callable[[Any], None]]
+"""Work for the context's thread, and what the event loop calls with its result or error."""
 
 
 class Worker:
-    """One thread and its context, on the device of number `device`.
+    """One thread and the context that `make_context` makes on it, on device number `device`.
 
-    `begun` and `done` count what was taken on and finished, `opening_s` and `warm_up_s` say
-    how long the two halves of its start took.
+    `begun` and `done` count batches and other work; `opening_s` and `warm_up_s` are the times of
+    the two halves of `open`.
     """
 
     def __init__(self, make_context: MakeContext, name: str, device: int, on_lost: OnLost) -> None:
+        self.name = name
         self.device = device
         self.begun = self.done = 0
         self.opening_s = self.warm_up_s = 0.0
+        self._make_context = make_context
         self._on_lost = on_lost
         self._loop = asyncio.get_running_loop()
-        self.context: ExecutionContext | None = None
-        self._landed = asyncio.Event()  # no batch that was launched is on its way
-        self._landed.set()
+        self._context: ExecutionContext | None = None
+        self._idle = asyncio.Event()  # no launched batch is in flight
+        self._idle.set()
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
-        self._make_context = make_context
-        self.ready: asyncio.Future[None] = self._loop.create_future()
         self._thread = threading.Thread(target=self._drive, name=name, daemon=True)
+        self._opened: asyncio.Future[None] = self._loop.create_future()
+
+    async def open(self) -> None:
+        """Start the thread, make the context and warm it up."""
         self._thread.start()
+        await self._opened
 
-    def run(self, images: Images, weights: WeightFile) -> asyncio.Future[BatchResult]:
-        """Start a batch, uint8 (n, 28, 28); the future carries its result or its error.
+    @property
+    def context(self) -> ExecutionContext:
+        """The warm context, to be read only."""
+        assert self._context is not None, "bug: not opened"
+        return self._context
 
-        It is computed with `weights`, which are to be proven on this context: then going from
-        others to them is no work.
+    def run(self, images: Images, weights: WeightFile, on_done: OnDone) -> None:
+        """Start a batch, uint8 (n, 28, 28), computed with `weights`, which this context validated.
+
+        The event loop launches and polls where the device computes by itself; otherwise the batch
+        runs on the context's thread.
+
+        Raises:
+            DeviceError: the batch cannot be started; `on_done` is not called.
         """
         context = self.context
-        assert context is not None, "bug: not warmed up"
-        if context.weights is not weights:
-            return self._do(partial(_run, images=images, weights=weights))
-        started_s = time.perf_counter()
-        try:
-            launched = context.launch(images)
-        except DeviceError as exc:
-            if exc.sticky:
-                self._on_lost(*self._loss(exc))
-            raise
-        if launched is None:
-            return self._do(partial(_run, images=images, weights=weights))
-        assert self._landed.is_set(), "bug: two batches at once on one context"
+        pending: Pending | None = None
+        if context.weights is weights:
+            try:
+                pending = context.launch(images)
+            except DeviceError as exc:
+                self._report_loss(exc)
+                raise
+        if pending is None:
+            self._jobs.put((partial(_run, images=images, weights=weights), on_done))
+            return
+        assert self._idle.is_set(), "bug: two batches at once on one context"
         self.begun += 1
-        self._landed.clear()
-        future: asyncio.Future[BatchResult] = self._loop.create_future()
-        self._loop.call_soon(self._look, launched, len(images), started_s, future)
-        return future
+        self._idle.clear()
+        self._loop.call_soon(self._poll, pending, on_done)
 
     def stage(self, weights: WeightFile) -> asyncio.Future[None]:
-        """Prove `weights` between two batches; the served ones stay what they were."""
+        """Validate `weights` between two batches; the served ones stay."""
         return self._do(lambda context: context.stage(weights))
 
     def replace_weights(self, weights: WeightFile) -> asyncio.Future[None]:
-        """Let the context rest on `weights`, between two batches."""
+        """Switch the context to `weights` between two batches."""
         return self._do(lambda context: context.replace_weights(weights))
 
-    @property
-    def name(self) -> str:
-        """Of its thread."""
-        return self._thread.name
-
     async def close(self) -> None:
-        """Close the context on its thread and end the thread, or leave it behind if it hangs."""
+        """Close the context and end its thread; a hung thread is left behind."""
+        if self._thread.ident is None:
+            return  # not opened
         with suppress(TimeoutError):
-            await asyncio.wait_for(self._landed.wait(), CLOSE_TIMEOUT_S)
-        if self._landed.is_set():
+            await asyncio.wait_for(self._idle.wait(), CLOSE_TIMEOUT_S)
+        if self._idle.is_set():
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.error("%s hangs: not closed after %g s", self._thread.name, CLOSE_TIMEOUT_S)
+            _log.error("%s hangs: not closed after %g s", self.name, CLOSE_TIMEOUT_S)
 
-    def _look(
-        self,
-        launched: backend.Pending,
-        rows: int,
-        started_s: float,
-        future: asyncio.Future[BatchResult],
-    ) -> None:
-        """Look whether the batch is done, in every turn of the event loop until it is."""
+    def _poll(self, pending: Pending, on_done: OnDone) -> None:
+        """In every turn of the event loop until the batch is done."""
         outcome: BatchResult | Exception
         try:
-            if not launched.done():
-                self._loop.call_soon(self._look, launched, rows, started_s, future)
+            if not pending.done():
+                self._loop.call_soon(self._poll, pending, on_done)
                 return
-            outcome = _timed(launched.result(), rows, started_s)
-        except Exception as exc:  # noqa: BLE001 - the batch's answer: callers get it
-            if isinstance(exc, DeviceError) and exc.sticky:
-                self._on_lost(*self._loss(exc))
+            outcome = pending.result()
+        except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
+            self._report_loss(exc)
             outcome = exc
-        self._landed.set()
+        self._idle.set()
         self.done += 1
-        _settle(future, outcome)
+        on_done(outcome)
 
-    def _loss(self, error: DeviceError) -> tuple[LossReason, str]:
-        return "sticky", f"{self.name}: {error}"
+    def _report_loss(self, error: Exception) -> None:
+        if isinstance(error, DeviceError) and error.sticky:
+            self._on_lost("sticky", f"{self.name}: {error}")
 
     def _do(self, work: Callable[[ExecutionContext], T]) -> asyncio.Future[T]:
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put((work, future))
+        self._jobs.put((work, partial(_resolve, future)))
         return future
 
     def _drive(self) -> None:
+        opened = partial(_resolve, self._opened)
         started = time.perf_counter()
         try:
             context = self._make_context()
-        except Exception as exc:  # noqa: BLE001 - the context's thread: the error is for `start`
-            self._tell(self.ready, exc)
+        except Exception as exc:  # noqa: BLE001 - the thread's top: `open` raises it
+            self._post(opened, exc)
             return
         self.opening_s = time.perf_counter() - started
         try:
@@ -193,56 +159,40 @@ class Worker:
             _log.error("%s: its context cannot be closed: %s", self.name, exc)
 
     def _work(self, context: ExecutionContext) -> None:
+        opened = partial(_resolve, self._opened)
         started = time.perf_counter()
         try:
             context.warm_up()
-        except Exception as exc:  # noqa: BLE001 - the context's thread: the error is for `start`
-            self._tell(self.ready, exc)
+        except Exception as exc:  # noqa: BLE001 - the thread's top: `open` raises it
+            self._post(opened, exc)
             return
         self.warm_up_s = time.perf_counter() - started
-        self.context = context
-        self._tell(self.ready, None)
+        self._context = context
+        self._post(opened, None)
         while (job := self._jobs.get()) is not None:
-            work, future = job
+            work, deliver = job
             self.begun += 1
             try:
                 outcome = work(context)
-            except Exception as exc:  # noqa: BLE001 - the context's thread: callers get it
-                if isinstance(exc, DeviceError) and exc.sticky:
-                    self._call(self._on_lost, *self._loss(exc))
-                self._tell(future, exc)
-            else:
-                self._tell(future, outcome)
+            except Exception as exc:  # noqa: BLE001 - the thread's top: callers get it
+                self._post(self._report_loss, exc)
+                outcome = exc
+            self._post(deliver, outcome)
             self.done += 1
 
-    def _tell(self, future: asyncio.Future[T], outcome: T | Exception) -> None:
-        self._call(_settle, future, outcome)
-
-    def _call(self, callback: Callable[..., None], *arguments: object) -> None:
-        # A loop that is gone has nobody left to tell.
-        with suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(callback, *arguments)
+    def _post(self, callback: Callable[[Any], None], argument: object) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(callback, argument)
 
 
 @span("batch")
 def _run(context: ExecutionContext, images: Images, weights: WeightFile) -> BatchResult:
     if context.weights is not weights:
         context.replace_weights(weights)
-    started_s = time.perf_counter()
-    return _timed(context.run(images), len(images), started_s)
+    return context.run(images)
 
 
-def _timed(result: backend.BatchResult, rows: int, started_s: float) -> BatchResult:
-    return BatchResult(
-        result.probabilities,
-        time.perf_counter() - started_s,
-        result.device_s,
-        result.computed_rows - rows,
-        result.captured,
-    )
-
-
-def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
+def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:
     if future.done():
         return
     if isinstance(outcome, Exception):
@@ -251,43 +201,33 @@ def _settle(future: asyncio.Future[T], outcome: T | Exception) -> None:
         future.set_result(outcome)
 
 
-HANG_LOOKS = 10
-"""A thread hangs that is seen at the same work this often, spread over the time it may take.
+HANG_CHECKS = 10
+"""A worker that is at the same work in so many checks, spread over the hang timeout, is hung.
 
-Not by a clock: a process that was stopped for a while and goes on would find all its threads late.
+Not by a clock: in a process that was stopped for a while every worker would be late.
 """
 
 
 class ContextPool:
-    """`size` workers on each device over contexts made by `makers`, one a device.
+    """Hands out `workers`, the least busy device first.
 
-    Use it as an async context manager: entering warms the contexts, those of one device one after
-    another, leaving closes them. In between `on_lost` is called when a device is lost, or when
-    anything on a context takes longer than `hang_timeout_s`.
+    Use it as an async context manager: entering opens the workers, those of one device one after
+    another, leaving closes them. In between `on_lost` is called when one of them is at the same
+    work for longer than `hang_timeout_s`.
     """
 
-    def __init__(
-        self,
-        makers: Sequence[MakeContext],
-        size: int,
-        name: str,
-        on_lost: OnLost,
-        hang_timeout_s: float,
-    ) -> None:
-        self._makers = makers
-        self._size = size
-        self._name = name
+    def __init__(self, workers: Sequence[Worker], on_lost: OnLost, hang_timeout_s: float) -> None:
+        self.workers = tuple(workers)
         self._on_lost = on_lost
-        self._look_every_s = hang_timeout_s / HANG_LOOKS
-        self._workers: list[Worker] = []
-        self._free: list[list[Worker]] = [[] for _ in makers]  # by device
+        self._check_every_s = hang_timeout_s / HANG_CHECKS
+        self._free: dict[int, list[Worker]] = {worker.device: [] for worker in workers}
         self._claims: dict[Worker, asyncio.Future[None]] = {}
-        self._seen: dict[Worker, tuple[int, int]] = {}  # at which work, how often
+        self._stalls: dict[Worker, tuple[int, int]] = {}  # at which work, in how many checks
         self._timer: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Self:
-        # Side by side: what a device does in its warm-up leaves the host time for others.
-        opening = [asyncio.create_task(self._open(device)) for device in range(len(self._makers))]
+        # Side by side: the warm-up of one device leaves the host time for others.
+        opening = [asyncio.create_task(self._open(device)) for device in self._free]
         try:
             await asyncio.gather(*opening)
         except BaseException:
@@ -296,55 +236,47 @@ class ContextPool:
             await asyncio.gather(*opening, return_exceptions=True)
             await self.__aexit__()
             raise
-        for worker in self._workers:
+        for worker in self.workers:
             self._free[worker.device].append(worker)
-        self._watch()
+        self._check()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         # All at once: contexts of one device hang together, and each is waited for.
-        await asyncio.gather(*(worker.close() for worker in self._workers))
-        self._workers, self._free = [], [[] for _ in self._makers]
+        await asyncio.gather(*(worker.close() for worker in self.workers))
+        for free in self._free.values():
+            free.clear()
 
     async def _open(self, device: int) -> None:
-        for number in range(self._size):
-            name = f"{self._name}-{device * self._size + number}"
-            worker = Worker(self._makers[device], name, device, self._on_lost)
-            self._workers.append(worker)
-            await worker.ready
+        for worker in self.workers:
+            if worker.device == device:
+                await worker.open()
 
-    def _watch(self) -> None:
-        self._timer = asyncio.get_running_loop().call_later(self._look_every_s, self._watch)
-        self._look()
-
-    def _look(self) -> None:
-        for worker in self._workers:
+    def _check(self) -> None:
+        self._timer = asyncio.get_running_loop().call_later(self._check_every_s, self._check)
+        for worker in self.workers:
             begun = worker.begun
-            work, times = self._seen.get(worker, (0, 0))
-            times = times + 1 if begun == work and worker.done < begun else 0
-            self._seen[worker] = begun, times
-            if times == HANG_LOOKS:
-                took_s = self._look_every_s * HANG_LOOKS
-                self._on_lost("hang", f"{worker.name} has been at the same work for {took_s:g} s")
-
-    @property
-    def workers(self) -> tuple[Worker, ...]:
-        """All of them, free or not."""
-        return tuple(self._workers)
+            work, checks = self._stalls.get(worker, (0, 0))
+            checks = checks + 1 if begun == work and worker.done < begun else 0
+            self._stalls[worker] = begun, checks
+            if checks == HANG_CHECKS:
+                timeout_s = self._check_every_s * HANG_CHECKS
+                story = f"{worker.name} has been at the same work for {timeout_s:g} s"
+                self._on_lost("hang", story)
 
     @property
     def busy(self) -> int:
-        """Contexts with a batch in flight, or taken."""
-        return len(self._workers) - sum(map(len, self._free))
+        """Workers with a batch in flight, or claimed."""
+        return len(self.workers) - sum(map(len, self._free.values()))
 
     def acquire(self) -> Worker | None:
         """A free worker of the least busy device, or None.
 
         The one used last, since its caches are warm; the first device where several are as busy.
         """
-        free = max(self._free, key=len)
+        free = max(self._free.values(), key=len)
         return free.pop() if free else None
 
     def release(self, worker: Worker) -> None:
@@ -358,8 +290,8 @@ class ContextPool:
             claim.set_result(None)
 
     @asynccontextmanager
-    async def taken(self, worker: Worker) -> AsyncIterator[None]:
-        """`worker` as soon as its batch is done, and until the block ends, for the caller alone."""
+    async def claimed(self, worker: Worker) -> AsyncIterator[None]:
+        """Reserve `worker` from the end of its batch to the end of the block."""
         assert worker not in self._claims, "bug: a worker is claimed twice"
         claim: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         if worker in self._free[worker.device]:
@@ -376,17 +308,39 @@ class ContextPool:
             else:  # also when the caller was cancelled just after it got the worker
                 self.release(worker)
 
-    def contexts(self) -> tuple[ExecutionContext, ...]:
-        """Those that are warmed up."""
-        return tuple(worker.context for worker in self._workers if worker.context is not None)
-
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the contexts and warming them up took, on the slowest device."""
+        opening_s = dict.fromkeys(self._free, 0.0)
+        warm_up_s = dict.fromkeys(self._free, 0.0)
+        for worker in self.workers:
+            opening_s[worker.device] += worker.opening_s
+            warm_up_s[worker.device] += worker.warm_up_s
+        return max(opening_s.values()), max(warm_up_s.values())
 
-        def slowest(seconds: Callable[[Worker], float]) -> float:
-            of_devices = [0.0 for _ in self._makers]
-            for worker in self._workers:
-                of_devices[worker.device] += seconds(worker)
-            return max(of_devices)
 
-        return slowest(lambda worker: worker.opening_s), slowest(lambda worker: worker.warm_up_s)
+class BusyPoll:
+    """Keeps the running event loop turning until `seconds` after the last `extend`.
+
+    The next request often follows the last answer, and a core that went to sleep takes tens of
+    microseconds to wake.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._seconds = seconds
+        self._until_s = 0.0
+        self._turning = False
+
+    def extend(self) -> None:
+        """Restart the time: a request was answered, and more may follow."""
+        if self._seconds:
+            self._until_s = time.perf_counter() + self._seconds
+            if not self._turning:
+                self._turning = True
+                self._loop.call_soon(self._turn)
+
+    def _turn(self) -> None:
+        if time.perf_counter() < self._until_s:
+            self._loop.call_soon(self._turn)
+        else:
+            self._turning = False

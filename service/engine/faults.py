@@ -1,7 +1,4 @@
-"""Faults on purpose, for tests of what happens on real ones: `--fault-injection` and nothing else.
-
-It refuses to be there otherwise: without that setting no context of this kind is made.
-"""
+"""Injected faults, to test recovery from real ones; only with `--fault-injection`."""
 
 from __future__ import annotations
 
@@ -10,9 +7,10 @@ import threading
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeAlias
 
-from lenet.backend import BatchResult, Pending
+from lenet.backend import Backend, BatchResult, Pending
 from lenet.context import ExecutionContext
 from lenet.pixels import Images
+from lenet.weightfile import WeightFile
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +18,7 @@ Fault: TypeAlias = Literal["poison", "hang"]
 
 
 class Faults:
-    """Faults that wait for the next batch, whichever context of whichever model runs it."""
+    """Faults for the next batches, of whichever model and context."""
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Fault] = SimpleQueue()
@@ -28,7 +26,7 @@ class Faults:
 
     def inject(self, fault: Fault) -> None:
         """Let the next batch find its device poisoned, or hang for ever."""
-        _log.warning("a fault waits for the next batch: %s", fault)
+        _log.warning("the next batch gets an injected fault: %s", fault)
         self._waiting.put(fault)
 
     @property
@@ -37,12 +35,12 @@ class Faults:
         return not self._waiting.empty()
 
     def strike(self, context: ExecutionContext) -> None:
-        """Let `context`, whose thread calls, have the fault that waits, if one does."""
+        """Apply the next fault, if there is one, to `context`, on whose thread this is called."""
         try:
             fault = self._waiting.get_nowait()
         except Empty:
             return
-        _log.warning("a batch meets its fault: %s", fault)
+        _log.warning("injecting fault: %s", fault)
         if fault == "poison":
             context.poison()
         else:
@@ -50,15 +48,19 @@ class Faults:
 
 
 class FaultyContext(ExecutionContext):
-    """A context that asks `faults` before each batch."""
+    """A context that takes a fault of `faults` before each batch."""
 
-    faults: Faults
+    def __init__(
+        self, backend: Backend, weights: WeightFile, largest: int, faults: Faults
+    ) -> None:
+        super().__init__(backend, weights, largest)
+        self._faults = faults
 
     def launch(self, images: Images) -> Pending | None:
-        """None for a batch that has a fault: it strikes on the context's own thread."""
-        return None if self.faults.waiting else super().launch(images)
+        """None for a batch with a fault, which strikes on the context's own thread."""
+        return None if self._faults.waiting else super().launch(images)
 
     def run(self, images: Images) -> BatchResult:
-        """As its base; see `lenet.context.ExecutionContext.run`."""
-        self.faults.strike(self)
+        """As `ExecutionContext.run`, after the fault."""
+        self._faults.strike(self)
         return super().run(images)

@@ -1,8 +1,6 @@
-"""The weight files in the weights folder: which there are, found, read and doubted.
+"""The loaded models: predict with them, reload them, close them.
 
-A model is a folder under the weights folder, a version a file in it: MODEL/VERSION.safetensors,
-VERSION a positive integer. The highest version of each model is the one to serve. It refuses files
-that leave the weights folder through a symlink, and models whose folder bears another name.
+Called by HTTP and gRPC alike; knows no transport.
 """
 
 from __future__ import annotations
@@ -14,86 +12,63 @@ from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from types import TracebackType
 from typing import Self
 
-from lenet import nvtx
 from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
-from lenet.errors import InvalidWeightFile, LeNetError, OutOfDeviceMemory
+from lenet.errors import LeNetError, OutOfDeviceMemory
 from lenet.model import Model
-from lenet.pixels import Images, Probabilities
+from lenet.pixels import Images
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
-from service.engine.contexts import BusyPoll, ContextPool
+from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
-from service.engine.queue import BatchQueue
-from service.engine.versions import ModelFile, read_model
-from service.errors import ServiceError, UnknownModel
-from service.metrics import LossReason, Metrics, Stage, Transport
+from service.engine.queue import BatchQueue, Prediction
+from service.engine.versions import ModelVersion, WeightsFolder
+from service.errors import UnknownModel
+from service.metrics import LossReason, Metrics, ReloadOutcome, RequestClock
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Batching:
-    """How each model is run: see the settings of the same names.
-
-    `faults` are those that a test injects.
-    """
+class EngineConfig:
+    """How each model is run; see the settings of the same names."""
 
     placement: Placement
     max_queue_rows: int
     max_wait_s: float
+    request_timeout_s: float
     hang_timeout_s: float
     drain_timeout_s: float
     faults: Faults | None = None
+    """Injected by a test."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model with the batcher that answers for it."""
+    """A model with its contexts and the batcher in front of them."""
 
     batcher: Batcher
     pool: ContextPool
 
     @property
-    def file(self) -> ModelFile:
-        """The version that a request is computed with that comes now."""
-        return self.batcher.model
+    def version(self) -> ModelVersion:
+        """The version that computes a request that comes now."""
+        return self.batcher.version
+
+    def golden_error(self) -> float:
+        """The largest of its contexts."""
+        return max(worker.context.golden_error for worker in self.pool.workers)
 
 
-class Stop:
-    """When the stop began, and so how much time is left to each of its stages."""
+class Models:
+    """The models of `versions`, the default one first, which `folder` reloads.
 
-    def __init__(self, timeout_s: float) -> None:
-        self._timeout_s = timeout_s
-        self._begun = asyncio.Event()
-        self._deadline_s = 0.0
-
-    def begin(self) -> None:
-        """The time of all stages runs from here; only the first call counts."""
-        if not self._begun.is_set():
-            self._deadline_s = asyncio.get_running_loop().time() + self._timeout_s
-            self._begun.set()
-
-    async def begun(self) -> None:
-        """Wait for the beginning."""
-        await self._begun.wait()
-
-    def left_s(self) -> float:
-        """Seconds from now to the end of the stop, once it has begun; 0 past it."""
-        assert self._begun.is_set(), "bug: the stop has not begun"
-        return max(0.0, self._deadline_s - asyncio.get_running_loop().time())
-
-
-class Repository:
-    """The loaded models, and the `stop` that whatever serves them shares with them.
-
-    Use it as an async context manager: entering makes and proves every context, leaving drains the
-    queues and closes them. `lost` is set when the process cannot compute any more: by then every
-    request has been answered, and new ones are refused.
+    Use it as an async context manager: entering warms up and validates every context, leaving
+    drains the queues and closes the contexts. `ready` says whether traffic may come; who opens the
+    service sets it. `lost` is set when the process cannot compute any more: by then every request
+    was answered, and new ones are refused.
 
     Raises:
         OutOfDeviceMemory: on entering, a model does not fit; the message says what would.
@@ -102,24 +77,26 @@ class Repository:
 
     def __init__(
         self,
-        files: Sequence[ModelFile],
-        default_model: str,
-        batching: Batching,
+        folder: WeightsFolder,
+        versions: Sequence[ModelVersion],
+        config: EngineConfig,
         metrics: Metrics,
     ) -> None:
-        self._files = files
-        self._default_model = default_model
-        self._batching = batching
+        self.ready = False
+        self.lost = asyncio.Event()
+        self._folder = folder
+        self._versions = versions
+        self._config = config
         self._metrics = metrics
         self._stack = AsyncExitStack()
-        self.stop = Stop(batching.drain_timeout_s)
-        self.lost = asyncio.Event()
-        self._models: dict[str, ServedModel] = {}
+        self._served: dict[str, ServedModel] = {}
+        self._reload_requested = self._closed = False
+        self._reloading: asyncio.Task[None] | None = None
 
     @property
-    def models(self) -> tuple[ServedModel, ...]:
+    def served(self) -> tuple[ServedModel, ...]:
         """What is loaded, the default model first."""
-        return tuple(self._models.values())
+        return tuple(self._served.values())
 
     def get(self, name: str = "", version: str = "") -> ServedModel:
         """The model called `name`, the default one for ""; `version` "" is whatever is served.
@@ -127,94 +104,200 @@ class Repository:
         Raises:
             UnknownModel: not loaded; the message lists what is.
         """
-        model = self._models.get(name or self._default_model)
+        model = self._served.get(name or self._versions[0].name)
         if model is None:
             raise UnknownModel(
-                f"model {name!r} is not loaded, expected one of {', '.join(self._models)}",
+                f"model {name!r} is not loaded, expected one of {', '.join(self._served)}",
                 field="model",
             )
-        if version not in ("", model.file.version):
+        served = model.version
+        if version not in ("", served.version):
             raise UnknownModel(
-                f"version {version!r} of model {model.file.name!r} is not loaded, "
-                f"expected {model.file.version!r}",
+                f"version {version!r} of model {served.name!r} is not loaded, "
+                f"expected {served.version!r}",
                 field="version",
             )
         return model
 
+    async def predict(
+        self,
+        images: Images,
+        clock: RequestClock,
+        *,
+        model: str = "",
+        version: str = "",
+        timeout_s: float | None = None,
+    ) -> Prediction:
+        """Classify `images`, uint8 (n, 28, 28), n >= 1; notes the model and two stages on `clock`.
+
+        `timeout_s` is at most the service's own, which is also the default.
+
+        Raises:
+            UnknownModel, Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
+        """
+        # No await until the request is queued: a version that was asked for is the one to answer.
+        served = self.get(model, version)
+        clock.model = served.version.name
+        limit_s = self._config.request_timeout_s
+        limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
+        prediction = await served.batcher.submit(images, limit_s)
+        clock.stages["queue"] = prediction.queue_s
+        clock.stages["compute"] = prediction.compute_s
+        return prediction
+
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the devices and warming up took, of all models."""
-        opening_s, warm_up_s = zip(*(model.pool.start_s() for model in self.models), strict=True)
+        opening_s, warm_up_s = zip(*(model.pool.start_s() for model in self.served), strict=True)
         return sum(opening_s), sum(warm_up_s)
 
+    def request_reload(self) -> None:
+        """Reload soon; during a reload once more after it, which may have read older files."""
+        self._reload_requested = True
+        self._start_reload()
+
+    async def reload(self) -> None:
+        """Replace each model by the newest of its files, if that differs and is valid."""
+        counts: dict[str, int] = dict.fromkeys(("replaced", "unchanged", "refused"), 0)
+        for served in self.served:
+            outcome = await self._reload(served)
+            counts[outcome] += 1
+            reloaded: ReloadOutcome = "refused" if outcome == "refused" else "ok"
+            self._metrics.reloaded(served.version.name, reloaded)
+        _log.info("reload: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
+
+    async def drain(self, timeout_s: float) -> None:
+        """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`.
+
+        A reload is given up half-way, which no request notices.
+        """
+        self._closed = True
+        if self._reloading is not None:
+            self._reloading.cancel()
+            await asyncio.wait([self._reloading])
+        await asyncio.gather(*(model.batcher.drain(timeout_s) for model in self.served))
+
     async def __aenter__(self) -> Self:
-        self._awake = BusyPoll(self._batching.placement.busy_poll_s)
+        busy_poll = BusyPoll(self._config.placement.busy_poll_s)
         try:
-            for file in sorted(self._files, key=lambda file: file.name != self._default_model):
-                self._models[file.name] = await self._load(file)
+            for version in self._versions:
+                self._served[version.name] = await self._load(version, busy_poll)
         except BaseException:
             await self._stack.aclose()
             raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self.stop.begin()
-        left_s = self.stop.left_s()
+        self.ready = False
         try:
-            await asyncio.gather(*(model.batcher.drain(left_s) for model in self.models))
+            await self.drain(self._config.drain_timeout_s)
         finally:
             await self._stack.aclose()
 
-    async def _load(self, file: ModelFile) -> ServedModel:
-        batching, placement = self._batching, self._batching.placement
-        pool = ContextPool(
-            [partial(self._open, target, file.weights) for target in placement.targets],
-            placement.contexts,
-            f"context-{file.name}",
-            self._lose,
-            batching.hang_timeout_s,
-        )
+    async def _load(self, version: ModelVersion, busy_poll: BusyPoll) -> ServedModel:
+        config, placement = self._config, self._config.placement
+        workers = [
+            Worker(
+                partial(self._open, target, version.weights),
+                f"context-{version.name}-{device * placement.contexts + number}",
+                device,
+                self._on_device_lost,
+            )
+            for device, target in enumerate(placement.targets)
+            for number in range(placement.contexts)
+        ]
+        pool = ContextPool(workers, self._on_device_lost, config.hang_timeout_s)
         try:
             await self._stack.enter_async_context(pool)
         except OutOfDeviceMemory as exc:
-            raise OutOfDeviceMemory(_does_not_fit(file.weights.model, placement, exc)) from exc
+            raise OutOfDeviceMemory(_does_not_fit(version.weights.model, placement, exc)) from exc
         batcher = Batcher(
-            BatchQueue(placement.max_batch_rows, batching.max_queue_rows, batching.max_wait_s),
+            BatchQueue(placement.max_batch_rows, config.max_queue_rows, config.max_wait_s),
             pool,
-            self._metrics.of_model(file.name),
-            file,
-            self._awake,
+            self._metrics.of_model(version.name),
+            version,
+            busy_poll,
+            time.monotonic,
         )
-        contexts = pool.contexts()
-        error = max(context.golden_error for context in contexts)
-        self._metrics.model_loaded(file.name, file.version, file.sha256, len(contexts), error)
-        self._metrics.memory_taken(
-            file.name,
-            sum(context.device_bytes for context in contexts),
-            sum(context.workspace_bytes for context in contexts),
+        served = ServedModel(batcher, pool)
+        contexts = [worker.context for worker in workers]
+        self._metrics.model_loaded(
+            version.name,
+            version.version,
+            version.sha256,
+            contexts=len(contexts),
+            golden_error=served.golden_error(),
+            device_bytes=sum(context.device_bytes for context in contexts),
+            workspace_bytes=sum(context.workspace_bytes for context in contexts),
         )
         _log.info(
-            "model %s version %s (sha256 %s) ready on %d %s contexts, golden error %.1e",
-            *(file.name, file.version, file.sha256[:12], len(contexts), placement.name, error),
+            "model %s version %s (sha256 %s) loaded: %d contexts on %s, "
+            "golden logits match within %.1e",
+            version.name,
+            version.version,
+            version.sha256[:12],
+            len(contexts),
+            placement.name,
+            served.golden_error(),
         )
-        return ServedModel(batcher, pool)
+        return served
 
     def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:
-        rows = self._batching.placement.max_batch_rows
+        rows = self._config.placement.max_batch_rows
         backend = open_backend(target)
-        if self._batching.faults is None:
+        if self._config.faults is None:
             return ExecutionContext(backend, weights, rows)
-        context = FaultyContext(backend, weights, rows)
-        context.faults = self._batching.faults
-        return context
+        return FaultyContext(backend, weights, rows, self._config.faults)
 
-    def _lose(self, reason: LossReason, story: str) -> None:
+    def _on_device_lost(self, reason: LossReason, story: str) -> None:
         if self.lost.is_set():
             return  # contexts of one device are lost together
         _log.error("the device is lost, this process ends: %s", story)
         self._metrics.device_lost(reason)
         self.lost.set()
-        for model in self._models.values():
-            model.batcher.abandon()
+        for model in self.served:
+            model.batcher.fail_all()
+
+    def _start_reload(self) -> None:
+        if self._reload_requested and self._reloading is None and not self._closed:
+            self._reload_requested = False
+            self._reloading = asyncio.create_task(self.reload())
+            self._reloading.add_done_callback(self._end_reload)
+
+    def _end_reload(self, _: asyncio.Task[None]) -> None:
+        self._reloading = None
+        self._start_reload()
+
+    async def _reload(self, served: ServedModel) -> str:
+        """Reload one model: replaced, unchanged or refused, whatever goes wrong."""
+        old, where = served.version, ""
+        try:
+            new = await asyncio.to_thread(self._folder.read, old.name)
+            if (new.version, new.sha256) == (old.version, old.sha256):
+                return "unchanged"
+            where = f"{new.path}: "
+            if (error := await served.batcher.replace(new)) is not None:
+                raise error
+        except Exception as exc:  # noqa: BLE001 - one model's reload: the others follow
+            _log.error(
+                "model %s: reload refused, still serving version %s: %s%s",
+                old.name,
+                old.version,
+                where,
+                exc,
+                exc_info=None if isinstance(exc, LeNetError) else exc,
+            )
+            return "refused"
+        golden_error = served.golden_error()
+        self._metrics.model_replaced(new.name, new.version, new.sha256, golden_error)
+        _log.info(
+            "model %s: version %s (sha256 %s) replaced version %s, golden logits match within %.1e",
+            new.name,
+            new.version,
+            new.sha256[:12],
+            old.version,
+            golden_error,
+        )
+        return "replaced"
 
 
 def _does_not_fit(model: Model, placement: Placement, error: OutOfDeviceMemory) -> str:
@@ -231,177 +314,3 @@ def _does_not_fit(model: Model, placement: Placement, error: OutOfDeviceMemory) 
         f"model {model.name!r} does not fit on the GPU with max_batch_rows {rows} and contexts "
         f"{contexts}, which take about {each(rows)}: {error}; {advice}"
     )
-
-
-class Reloader:
-    """Reloads the models of `repository` from `folder`, one reload after another.
-
-    Use it as an async context manager, inside the repository's: leaving ends a reload half-way,
-    which no request notices.
-    """
-
-    def __init__(self, folder: Path, repository: Repository, metrics: Metrics) -> None:
-        self._folder = folder
-        self._repository = repository
-        self._metrics = metrics
-        self._asked = False
-        self._closed = False
-        self._task: asyncio.Task[None] | None = None
-
-    def ask(self) -> None:
-        """Reload soon; during a reload: once more after it, for it may have read older files."""
-        self._asked = True
-        self._start()
-
-    async def reload(self) -> None:
-        """Replace each model by the newest of its files; a refusal is a log line and a count."""
-        for served in self._repository.models:
-            await self._reload(served)
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        self._closed = True
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.wait([self._task])
-
-    def _start(self) -> None:
-        if self._asked and self._task is None and not self._closed:
-            self._asked = False
-            self._task = asyncio.create_task(self.reload())
-            self._task.add_done_callback(self._finish)
-
-    def _finish(self, task: asyncio.Task[None]) -> None:
-        self._task = None
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log.error("a reload failed", exc_info=error)
-        self._start()
-
-    async def _reload(self, served: ServedModel) -> None:
-        old = served.file
-        try:
-            new = await asyncio.to_thread(read_model, self._folder, old.name)
-        except InvalidWeightFile as exc:
-            self._refuse(old, str(exc), exc)
-            return
-        if (new.version, new.sha256) == (old.version, old.sha256):
-            _log.info("model %s: version %s is the newest already", old.name, old.version)
-            self._metrics.reloaded(old.name, "ok")
-            return
-        error = await served.batcher.replace(new)
-        if error is not None:
-            self._refuse(old, f"{new.path}: {error}", error)
-            return
-        golden_error = max(context.golden_error for context in served.pool.contexts())
-        self._metrics.model_replaced(new.name, new.version, new.sha256, golden_error)
-        self._metrics.reloaded(new.name, "ok")
-        _log.info(
-            "model %s: version %s (sha256 %s) replaced version %s, golden error %.1e",
-            *(new.name, new.version, new.sha256[:12], old.version, golden_error),
-        )
-
-    def _refuse(self, old: ModelFile, reason: str, error: Exception) -> None:
-        self._metrics.reloaded(old.name, "refused")
-        _log.error(
-            "model %s: reload refused, version %s answers on: %s",
-            *(old.name, old.version, reason),
-            exc_info=None if isinstance(error, LeNetError) else error,
-        )
-
-
-@dataclass(slots=True)
-class Prediction:
-    """Probabilities float32 (n, classes) in the order of the images, and who computed them."""
-
-    model: str
-    version: str
-    probabilities: Probabilities
-
-
-class RequestClock:
-    """Times one request by stage and counts its outcome when its `with` block ends."""
-
-    __slots__ = ("_lap_s", "_metrics", "_protocol", "_range", "_started_s", "stages")
-
-    def __init__(self, metrics: Metrics, protocol: Transport) -> None:
-        self._metrics = metrics
-        self._protocol = protocol
-        self._started_s = self._lap_s = time.perf_counter()
-        self.stages: dict[Stage, float] = {}
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the request was met."""
-        return time.perf_counter() - self._started_s
-
-    def lap(self) -> None:
-        """A stage begins here."""
-        self._lap_s = time.perf_counter()
-
-    def record(self, stage: Stage) -> None:
-        """The stage that began at the last `lap` ends here."""
-        self.stages[stage] = time.perf_counter() - self._lap_s
-
-    def __enter__(self) -> Self:
-        self._range = nvtx.begin("request")
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        nvtx.end(self._range)
-        if error is None:
-            self._metrics.request_timed(self._protocol, self.stages, self.total_s)
-            outcome = "ok"
-        elif isinstance(error, ServiceError):
-            outcome = error.code
-        else:
-            outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
-        self._metrics.request_done(self._protocol, outcome)
-
-
-class Predictor:
-    """Answers images with probabilities.
-
-    `ready` is what /readyz says: true from the last step of the start to the first of the stop.
-    """
-
-    def __init__(self, repository: Repository, metrics: Metrics, timeout_s: float) -> None:
-        self._repository = repository
-        self._metrics = metrics
-        self._timeout_s = timeout_s
-        self.ready = False
-
-    def clock(self, protocol: Transport) -> RequestClock:
-        """Start the clock of a request that came in over `protocol`."""
-        return RequestClock(self._metrics, protocol)
-
-    async def predict(
-        self,
-        images: Images,
-        clock: RequestClock,
-        *,
-        model: str = "",
-        version: str = "",
-        timeout_s: float | None = None,
-    ) -> Prediction:
-        """Classify `images`, uint8 (n, 28, 28), n >= 1; notes queue and compute time on `clock`.
-
-        `timeout_s` is cut to the service's own.
-
-        Raises:
-            UnknownModel, Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
-        """
-        # No await until the request stands in the queue: a version that is asked for is the one
-        # that answers.
-        served = self._repository.get(model, version)
-        timeout = self._timeout_s if timeout_s is None else min(timeout_s, self._timeout_s)
-        answer = await served.batcher.submit(images, timeout)
-        clock.stages["queue"] = answer.queue_s
-        clock.stages["compute"] = answer.compute_s
-        return Prediction(answer.model.name, answer.model.version, answer.probabilities)

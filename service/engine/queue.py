@@ -1,7 +1,6 @@
-"""When to cut a batch, whom to drop, how to split: the queue's policy without I/O.
+"""The queue of one model: which requests wait, when a batch is due, which rows are in it.
 
-Pure: time is an argument, nothing waits, nothing is called back. It refuses to know what an image
-or an answer is; it counts rows.
+Pure: time is an argument, and nothing here waits.
 """
 
 from __future__ import annotations
@@ -9,73 +8,135 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any
 
 import numpy as np
 
 from lenet import nvtx
 from lenet.pixels import Images, Probabilities
-from service.engine.versions import ModelFile
+from service.engine.versions import ModelVersion
 from service.errors import Overloaded
-
-CutReason = Literal["full", "idle", "waited", "drain"]
-
-
-@dataclass(slots=True, eq=False)
-class Entry:
-    """One waiting request of `rows` rows; `deadline_s` is on the queue's clock.
-
-    `model` is what all of them are to be computed with: entries of two models share no batch.
-    `cut_rows` of them have left in batches. Subclassed by whoever hangs an answer on it.
-    """
-
-    rows: int
-    deadline_s: float
-    arrived_s: float
-    model: object
-    cut_rows: int = field(default=0, init=False)
-
-
-E = TypeVar("E", bound=Entry)
+from service.metrics import CutReason
 
 
 # Not frozen, as all that is made for each request: freezing takes most of the time of making.
 @dataclass(slots=True)
-class Segment(Generic[E]):
-    """Rows `start` to `stop` of one entry, in one batch."""
+class Prediction:
+    """Probabilities float32 (n, classes) in the order of the images, and what computed all of them.
 
-    entry: E
+    `queue_s` until the first rows were cut, `compute_s` from then until the last were answered.
+    """
+
+    model: str
+    version: str
+    probabilities: Probabilities
+    queue_s: float
+    compute_s: float
+
+
+@dataclass(slots=True, eq=False)
+class Request:
+    """Images that wait, uint8 (n, 28, 28), and the future that their caller awaits.
+
+    A request is split across batches; its answer is reassembled from the parts. All of them are
+    computed with `version`. Times are on the batcher's clock.
+    """
+
+    images: Images
+    deadline_s: float
+    arrived_s: float
+    version: ModelVersion
+    answer: asyncio.Future[Prediction]
+    rows: int = field(init=False)
+    cut_rows: int = field(default=0, init=False)
+    """How many of its rows have left the queue in batches."""
+    answered_rows: int = field(default=0, init=False)
+    first_cut_s: float = field(default=0.0, init=False)
+    parts: dict[int, Probabilities] = field(default_factory=dict, init=False)
+    """By first row: batches of one request finish in any order."""
+    waiting: Any = field(default=None, init=False)
+    """A profiler's range, open until the first rows leave; None without a profiler."""
+
+    def __post_init__(self) -> None:
+        self.rows = len(self.images)
+
+    def end_wait(self) -> None:
+        """Close the profiler's range: the first rows were cut, or the request has ended."""
+        if self.waiting is not None:
+            nvtx.end(self.waiting)
+            self.waiting = None
+
+    def deliver(self, start: int, probabilities: Probabilities, now_s: float) -> None:
+        """Take the rows from `start` on; with the last of them the caller is answered."""
+        if self.answer.done():
+            return  # cancelled, late or failed in another batch
+        if len(probabilities) < self.rows:
+            self.parts[start] = probabilities
+            self.answered_rows += len(probabilities)
+            if self.answered_rows < self.rows:
+                return
+            probabilities = np.concatenate([self.parts[start] for start in sorted(self.parts)])
+        version = self.version
+        self.answer.set_result(
+            Prediction(
+                version.name,
+                version.version,
+                probabilities,
+                self.first_cut_s - self.arrived_s,
+                now_s - self.first_cut_s,
+            )
+        )
+
+
+@dataclass(slots=True)
+class Segment:
+    """Rows `start` to `stop` of one request, in one batch."""
+
+    request: Request
     start: int
     stop: int
 
 
-@dataclass(slots=True)
-class Cut(Generic[E]):
-    """A batch for one model, and the entries found late, which are in the queue no more."""
+@dataclass(slots=True, eq=False)
+class Cut:
+    """A batch for one version of the model, cut at `now_s`.
 
-    segments: tuple[Segment[E], ...]
-    late: tuple[E, ...]
+    `late` are the requests that were past their deadline; they have left the queue.
+    """
+
+    segments: list[Segment]
+    late: list[Request]
     rows: int
     reason: CutReason
+    now_s: float
 
     @property
-    def entries(self) -> list[E]:
-        """Whose rows are in it."""
-        return [segment.entry for segment in self.segments]
+    def version(self) -> ModelVersion:
+        """What to compute the batch with."""
+        return self.segments[0].request.version
+
+    @property
+    def requests(self) -> list[Request]:
+        """Whose rows are in the batch."""
+        return [segment.request for segment in self.segments]
+
+    def images(self) -> Images:
+        """The batch, uint8 (n, 28, 28)."""
+        parts = [part.request.images[part.start : part.stop] for part in self.segments]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
-class BatchQueue(Generic[E]):
-    """First come, first served, by rows.
+class BatchQueue:
+    """First come, first served, counted in rows.
 
-    A request larger than a batch is split; after each of its parts it goes to the back, so that
-    those behind it wait for one batch of it and not for all of them. A batch ends before the first
-    entry of another model: while one replaces another, a few batches are smaller, and nobody
-    waits.
+    A request larger than a batch goes to the back after each of its parts: whoever comes behind it
+    waits for one batch of it and not for all. A batch ends before the first request for another
+    version: batches are smaller while one version replaces another, and no request waits longer.
 
     Args:
         max_batch_rows: the most rows in one batch.
-        max_queue_rows: the most rows waiting; one more request is refused, be it of one row or
-            of many.
+        max_queue_rows: the most rows that wait; a request of one row or of many that would pass it
+            is refused.
         max_wait_s: how long a batch that is not full may wait for more rows.
     """
 
@@ -84,7 +145,7 @@ class BatchQueue(Generic[E]):
         self._max_batch_rows = max_batch_rows
         self._max_queue_rows = max_queue_rows
         self._max_wait_s = max_wait_s
-        self._entries: OrderedDict[E, None] = OrderedDict()
+        self._requests: OrderedDict[Request, None] = OrderedDict()
         self._rows = 0
 
     @property
@@ -93,119 +154,67 @@ class BatchQueue(Generic[E]):
         return self._rows
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._requests)
 
-    def push(self, entry: E) -> None:
-        """Let `entry` wait.
+    def push(self, request: Request) -> None:
+        """Add `request` at the back.
 
         Raises:
-            Overloaded: its rows do not fit beside those that wait.
+            Overloaded: there is no room for its rows.
         """
-        if self._rows + entry.rows > self._max_queue_rows:
+        if self._rows + request.rows > self._max_queue_rows:
             raise Overloaded(
-                f"{self._rows} rows wait and {entry.rows} more would pass the limit of "
+                f"{self._rows} rows wait and {request.rows} more would pass the limit of "
                 f"{self._max_queue_rows}; try again later or send fewer at a time",
                 retry_after_s=1,
             )
-        self._entries[entry] = None
-        self._rows += entry.rows
+        self._requests[request] = None
+        self._rows += request.rows
 
-    def discard(self, entry: E) -> int:
-        """Forget what still waits of `entry`; returns how many rows that was."""
-        if entry not in self._entries:
+    def discard(self, request: Request) -> int:
+        """Remove what still waits of `request`; returns how many rows that was."""
+        if request not in self._requests:
             return 0
-        del self._entries[entry]
-        waiting = entry.rows - entry.cut_rows
+        del self._requests[request]
+        waiting = request.rows - request.cut_rows
         self._rows -= waiting
         return waiting
 
     def cut_due_s(self) -> float | None:
         """From when on `cut` is due; None if nothing waits. In the past means now."""
-        if not self._entries:
+        if not self._requests:
             return None
-        first = next(iter(self._entries)).arrived_s
+        first = next(iter(self._requests)).arrived_s
         return first if self._rows >= self._max_batch_rows else first + self._max_wait_s
 
-    def cut(self, now_s: float, *, draining: bool = False) -> Cut[E]:
-        """Take the next batch out, of at most `max_batch_rows` rows, dropping the late."""
+    def cut(self, now_s: float, *, draining: bool = False) -> Cut:
+        """Take the next batch out, of at most `max_batch_rows` rows, and drop the late requests."""
         reason: CutReason = "idle" if self._max_wait_s == 0 else "waited"
         if draining:
             reason = "drain"
-        segments: list[Segment[E]] = []
-        late: list[E] = []
+        segments: list[Segment] = []
+        late: list[Request] = []
         room = self._max_batch_rows
-        while self._entries and room:
-            entry = next(iter(self._entries))
-            if entry.deadline_s <= now_s:
-                self.discard(entry)
-                late.append(entry)
+        while self._requests and room:
+            request = next(iter(self._requests))
+            if request.deadline_s <= now_s:
+                self.discard(request)
+                late.append(request)
                 continue
-            if segments and entry.model is not segments[0].entry.model:
+            if segments and request.version is not segments[0].request.version:
                 break
-            start = entry.cut_rows
-            stop = min(entry.rows, start + room)
-            segments.append(Segment(entry, start, stop))
-            entry.cut_rows = stop
+            start = request.cut_rows
+            stop = min(request.rows, start + room)
+            segments.append(Segment(request, start, stop))
+            if start == 0:
+                request.first_cut_s = now_s
+            request.cut_rows = stop
             room -= stop - start
             self._rows -= stop - start
-            if stop == entry.rows:
-                del self._entries[entry]
+            if stop == request.rows:
+                del self._requests[request]
             else:
-                self._entries.move_to_end(entry)
+                self._requests.move_to_end(request)
         if not room:
             reason = "full"
-        return Cut(tuple(segments), tuple(late), self._max_batch_rows - room, reason)
-
-
-@dataclass(slots=True)
-class Answer:
-    """Probabilities of one request's rows, the model that computed all of them, and their time.
-
-    `queue_s` until its first rows were cut, `compute_s` from then until the last were answered.
-    """
-
-    probabilities: Probabilities
-    model: ModelFile
-    queue_s: float
-    compute_s: float
-
-
-@dataclass(slots=True, eq=False)
-class Request(Entry):
-    """An entry with its images and the future that its caller waits on."""
-
-    model: ModelFile
-    images: Images
-    answer: asyncio.Future[Answer]
-    parts: dict[int, Probabilities] = field(default_factory=dict, init=False)
-    missing_rows: int = field(init=False)
-    first_cut_s: float = field(default=0.0, init=False)
-    waiting: Any = field(default=None, init=False)
-    """A profiler's range, open while rows wait; None otherwise, and where there is no profiler."""
-
-    def __post_init__(self) -> None:
-        self.missing_rows = self.rows
-
-    def leave(self) -> None:
-        """Its first rows wait no more: cut, late or cancelled."""
-        nvtx.end(self.waiting)
-        self.waiting = None
-
-    def deliver(self, start: int, probabilities: Probabilities, now_s: float) -> None:
-        """The rows from `start` on were answered; with the last of them the caller is."""
-        if self.answer.done():
-            return  # cancelled, late or failed in another batch
-        self.parts[start] = probabilities
-        self.missing_rows -= len(probabilities)
-        if not self.missing_rows:
-            # Batches of one request can finish in any order on several contexts.
-            parts = [self.parts[start] for start in sorted(self.parts)]
-            joined = parts[0] if len(parts) == 1 else np.concatenate(parts)
-            queue_s = self.first_cut_s - self.arrived_s
-            self.answer.set_result(Answer(joined, self.model, queue_s, now_s - self.first_cut_s))
-
-
-def images_of(segments: tuple[Segment[Request], ...]) -> Images:
-    """The images of a batch, uint8 (n, 28, 28)."""
-    parts = [segment.entry.images[segment.start : segment.stop] for segment in segments]
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        return Cut(segments, late, self._max_batch_rows - room, reason, now_s)

@@ -1,12 +1,12 @@
-"""The weight files in the weights folder: which there are, found, read and doubted.
+"""The weights folder: finds and reads the weight files to serve.
 
-A model is a folder under the weights folder, a version a file in it: MODEL/VERSION.safetensors,
-VERSION a positive integer. The highest version of each model is the one to serve. It refuses files
-that leave the weights folder through a symlink, and models whose folder bears another name.
+A model is a folder in it and a version a file there, MODEL/VERSION.safetensors with VERSION a
+positive integer. The highest version of each model is served.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,10 +15,15 @@ from pathlib import Path
 from lenet.errors import InvalidWeightFile
 from lenet.weightfile import WeightFile
 
+_log = logging.getLogger(__name__)
+
+DEFAULT_MODEL = "lenet"
+"""Answers requests that name no model, if it is loaded and the settings name no other."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class ModelFile:
-    """A weight file found and read; `sha256` in hex is over its bytes."""
+class ModelVersion:
+    """A weight file that was read; `sha256` in hex is over its bytes."""
 
     name: str
     version: str
@@ -27,47 +32,85 @@ class ModelFile:
     sha256: str
 
 
-def read_models(folder: Path, wanted: Sequence[str], default_model: str) -> tuple[ModelFile, ...]:
-    """Read the highest version of each model in `wanted`, or of every model in `folder`.
+class WeightsFolder:
+    """Reads models from `path`; warns once of each file whose name is no version."""
 
-    Raises:
-        InvalidWeightFile: one of them or the default model is missing or must not be served.
-    """
-    if not folder.is_dir():
-        raise InvalidWeightFile(
-            f"{folder}: is not a folder, expected one with MODEL/VERSION.safetensors in it"
-        )
-    names = wanted or sorted(entry.parent.name for entry in folder.glob("*/*.safetensors"))
-    if default_model not in names:
-        raise InvalidWeightFile(
-            f"{folder}: the default model {default_model!r} is not among the models "
-            f"[{', '.join(names)}]; expected {folder / default_model}/VERSION.safetensors"
-        )
-    return tuple(read_model(folder, name) for name in dict.fromkeys(names))
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._ignored: set[Path] = set()
 
+    def read_all(
+        self, wanted: Sequence[str] = (), default_model: str = ""
+    ) -> tuple[ModelVersion, ...]:
+        """Read the models `wanted`, or every model there is; the default model comes first.
 
-def read_model(folder: Path, name: str) -> ModelFile:
-    """Read the highest version of the model `name` in `folder`.
+        Without `default_model` that is `DEFAULT_MODEL`, or the only model.
 
-    Raises:
-        InvalidWeightFile: there is none or it must not be served.
-    """
-    versions = {
-        int(path.stem): path
-        for path in (folder / name).glob("*.safetensors")
-        if path.stem.isascii() and path.stem.isdigit() and not path.stem.startswith("0")
-    }
-    if not versions:
-        raise InvalidWeightFile(
-            f"{folder / name}: holds no VERSION.safetensors with VERSION a positive integer"
-        )
-    version, path = max(versions.items())
-    # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
-    if not Path(os.path.realpath(path)).is_relative_to(folder.resolve()):
-        raise InvalidWeightFile(f"{path}: leads out of {folder} through a symlink")
-    weights = WeightFile.read(path)
-    if weights.model.name != name:
-        raise InvalidWeightFile(
-            f"{path}: metadata model is {weights.model.name!r}, expected {name!r} as its folder"
-        )
-    return ModelFile(name, str(version), path, weights, weights.digest())
+        Raises:
+            InvalidWeightFile: the folder or a model is missing or must not be served.
+        """
+        if not self._path.is_dir():
+            where = "" if self._path.is_absolute() else f" in {Path.cwd()}"
+            raise InvalidWeightFile(
+                f"{self._path}: no such folder{where}; set --weights to the folder that holds "
+                "MODEL/VERSION.safetensors"
+            )
+        names = list(dict.fromkeys(wanted or self._names()))
+        if not names:
+            raise InvalidWeightFile(
+                f"{self._path}: holds no MODEL/VERSION.safetensors; set --weights to the folder "
+                "that does"
+            )
+        for name in names:
+            self._folder_of(name)
+        default = default_model or (names[0] if len(names) == 1 else DEFAULT_MODEL)
+        if default not in names:
+            raise InvalidWeightFile(
+                f"{self._path}: the default model {default!r} is not among the models "
+                f"{', '.join(names)}; set --default-model to one of them"
+            )
+        names.sort(key=lambda name: name != default)
+        return tuple(self.read(name) for name in names)
+
+    def read(self, name: str) -> ModelVersion:
+        """Read the highest version of the model `name`.
+
+        Raises:
+            InvalidWeightFile: there is none, it leaves the folder through a symlink, or it is of
+                another model.
+        """
+        folder = self._folder_of(name)
+        versions: dict[int, Path] = {}
+        for path in sorted(folder.glob("*.safetensors")):
+            stem = path.stem
+            if stem.isascii() and stem.isdigit() and not stem.startswith("0"):
+                versions[int(stem)] = path
+            elif path not in self._ignored:
+                self._ignored.add(path)
+                _log.warning("%s: ignored, its name is not a positive integer", path)
+        if not versions:
+            raise InvalidWeightFile(
+                f"{folder}: holds no VERSION.safetensors with VERSION a positive integer"
+            )
+        version, path = max(versions.items())
+        # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
+        if not Path(os.path.realpath(path)).is_relative_to(self._path.resolve()):
+            raise InvalidWeightFile(f"{path}: leads out of {self._path} through a symlink")
+        weights = WeightFile.read(path)
+        if weights.model.name != name:
+            raise InvalidWeightFile(
+                f"{path}: metadata model is {weights.model.name!r}, expected {name!r} as its folder"
+            )
+        return ModelVersion(name, str(version), path, weights, weights.digest())
+
+    def _folder_of(self, name: str) -> Path:
+        folder = self._path / name
+        if not folder.is_dir():
+            raise InvalidWeightFile(
+                f"{folder}: no such folder; the models in {self._path} are "
+                f"{', '.join(self._names()) or 'none'}"
+            )
+        return folder
+
+    def _names(self) -> list[str]:
+        return sorted({path.parent.name for path in self._path.glob("*/*.safetensors")})
