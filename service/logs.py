@@ -1,18 +1,26 @@
-"""Logging: one line a life event, to standard error. What happens per request is a metric."""
+"""Logging to standard error: one line a life-cycle event. What happens per request is a metric."""
 
 from __future__ import annotations
 
 import logging
+import time
+
+_LIBRARIES = {
+    "uvicorn.error": "WARNING",  # its start and stop repeat ours
+    "python_multipart": "ERROR",  # a warning for each malformed body: a bad client fills the log
+    "PIL": "INFO",  # two lines a picture at debug
+}
 
 
 def configure(level: str) -> None:
-    """Send every log line of at least `level` to standard error."""
-    logging.basicConfig(
-        level=level.upper(),
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
+    """Write every log line of at least `level`, with UTC time and process id."""
+    handler = logging.StreamHandler()
+    formatter = logging.Formatter(
+        "%(asctime)s.%(msecs)03dZ [%(process)d] %(levelname)s %(name)s: %(message)s",
+        "%Y-%m-%dT%H:%M:%S",
     )
-    # uvicorn's own story of its start and stop would tell ours twice.
-    logging.getLogger("uvicorn.error").setLevel("WARNING")
-    # It warns of each malformed body: a bad client could fill the log.
-    logging.getLogger("python_multipart").setLevel("ERROR")
+    formatter.converter = time.gmtime
+    handler.setFormatter(formatter)
+    logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
+    for name, least in _LIBRARIES.items():
+        logging.getLogger(name).setLevel(least)

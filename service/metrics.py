@@ -346,7 +346,7 @@ class Metrics:
                 await asyncio.sleep(FLUSH_INTERVAL_S)
                 try:
                     self.flush()
-                except Exception:
+                except Exception:  # noqa: BLE001 - the top of a task: the next flush may work
                     _log.exception("metrics were not flushed, next try in %g s", FLUSH_INTERVAL_S)
 
         flushing = asyncio.create_task(flush_on_and_on())
@@ -381,9 +381,7 @@ class Metrics:
     ) -> Gauge:
         return Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
 
-    def _histogram(
-        self, name: str, help_text: str, bounds: tuple[float, ...]
-    ) -> BufferedHistogram:
+    def _histogram(self, name: str, help_text: str, bounds: tuple[float, ...]) -> BufferedHistogram:
         series = Histogram(name, help_text, buckets=bounds, registry=self._registry)
         return self._buffered(BufferedHistogram(series, bounds))
 

@@ -1,8 +1,8 @@
-"""NVIDIA MPS around the workers that share a GPU: a daemon is found, or started and stopped.
+"""NVIDIA MPS for workers that share a GPU: finds its daemon, or starts and stops one.
 
-Without it the workers' contexts take turns on the GPU. It refuses to stand in the way: each call of
-NVIDIA's control program ends within a time limit, and what keeps MPS away is one warning. It loads
-no GPU library and opens no context, which the process that starts the workers must not have.
+Without MPS the workers' contexts take turns on the GPU. Each call of NVIDIA's control program ends
+within a time limit, and a failure is one warning. Opens no CUDA context: the process that starts
+the workers must not have one.
 """
 
 from __future__ import annotations
@@ -18,12 +18,10 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from service.settings import Settings
-
 _log = logging.getLogger(__name__)
 
 PIPE, LOG = "CUDA_MPS_PIPE_DIRECTORY", "CUDA_MPS_LOG_DIRECTORY"
-"""Variables by which CUDA in a worker finds the daemon, and the daemon where to write."""
+"""Environment variables: where CUDA in a worker finds the daemon, where the daemon writes."""
 
 START_TIMEOUT_S = 10.0
 STOP_TIMEOUT_S = 2.5
@@ -32,9 +30,9 @@ _PROGRAM = "nvidia-cuda-mps-control"
 _DEFAULT_PIPE = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's choice
 _DRIVER = Path("/dev/nvidiactl")
 _POLL_S = 0.02
-_PRICE = (
+_COST = (
     "without MPS processes take turns on a GPU: four answered 27,200 single images a second over "
-    "HTTP, 36,400 under MPS; eight 53,100 and 56,500 (H200, 2026-11-20). Install "
+    "HTTP, with MPS 36,400; eight 53,100 and 56,500 (H200, 2026-11-20). Install "
     f"{_PROGRAM}, which comes with NVIDIA's driver, or serve with --workers 1 and more --contexts"
 )
 
@@ -43,35 +41,32 @@ class _NoMps(Exception):
     """The message says why."""
 
 
-def wanted(settings: Settings) -> bool:
-    """Whether several workers will share a GPU and may do so through MPS."""
+def wanted(device: str, workers: int) -> bool:
+    """Whether several workers will share a GPU; `device` is auto, cpu or cuda."""
     # With auto: that the driver runs is all that can be known without a context.
-    on_gpu = settings.device == "cuda" or (settings.device == "auto" and _DRIVER.exists())
-    return on_gpu and settings.workers > 1 and settings.mps == "auto"
+    on_gpu = device == "cuda" or (device == "auto" and _DRIVER.exists())
+    return on_gpu and workers > 1
 
 
 @contextlib.contextmanager
-def shared_gpu(settings: Settings) -> Iterator[bool]:
-    """Inside, processes that are started share the GPU through MPS if that is `wanted`.
+def shared_gpu() -> Iterator[bool]:
+    """Inside, processes that are started share the GPU through MPS; yields whether they do.
 
-    Yields whether they do.
-
-    A daemon that answers where CUDA_MPS_PIPE_DIRECTORY says, or in NVIDIA's default place, is left
-    as it is. Otherwise one of our own runs as long as the block does, in a folder of its own, and
+    A daemon that answers at CUDA_MPS_PIPE_DIRECTORY, or in NVIDIA's default place, is used and left
+    running. Otherwise one of our own runs as long as the block does, in a folder of its own, and
     this process's environment names it. Where neither works a warning says what that costs.
     """
     with contextlib.ExitStack() as stack:
         shared = False
-        if wanted(settings):
-            try:
-                if _answers("get_server_list", os.environ, START_TIMEOUT_S):
-                    _log.info("MPS: found at %s", os.environ.get(PIPE, _DEFAULT_PIPE))
-                else:
-                    stack.enter_context(_daemon())
-                    _log.info("MPS: started at %s", os.environ[PIPE])
-                shared = True
-            except _NoMps as exc:
-                _log.warning("no MPS: %s; %s", exc, _PRICE)
+        try:
+            if _answers("get_server_list", os.environ, START_TIMEOUT_S):
+                _log.info("MPS: found at %s", os.environ.get(PIPE, _DEFAULT_PIPE))
+            else:
+                stack.enter_context(_daemon())
+                _log.info("MPS: started at %s", os.environ[PIPE])
+            shared = True
+        except _NoMps as exc:
+            _log.warning("no MPS: %s; %s", exc, _COST)
         yield shared
 
 
@@ -89,16 +84,16 @@ def _daemon() -> Iterator[None]:
         for path in ours.values():
             Path(path).mkdir()
         environment = {**os.environ, **ours}
-        # The daemon would number the devices anew, and what a worker inherits be read as such.
+        # The daemon would renumber the devices, and workers would read the inherited numbers so.
         environment.pop("CUDA_VISIBLE_DEVICES", None)
-        with (folder / "said").open("wb") as said:
+        with (folder / "output").open("wb") as output:
             # In the foreground it is a child that can be waited for; in a session of its own it
-            # does not hear the Ctrl-C that workers answer by finishing their requests.
+            # does not get the Ctrl-C on which workers finish their requests.
             daemon = subprocess.Popen(  # noqa: S603 - a fixed program, nothing of a user's
                 [_PROGRAM, "-f"],
                 env=environment,
                 stdin=subprocess.DEVNULL,
-                stdout=said,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
@@ -106,7 +101,7 @@ def _daemon() -> Iterator[None]:
         deadline_s = time.monotonic() + START_TIMEOUT_S
         while not _answers("get_server_list", environment, START_TIMEOUT_S):
             if daemon.poll() is not None:
-                text = (folder / "said").read_text(errors="replace").strip()[-200:]
+                text = (folder / "output").read_text(errors="replace").strip()[-200:]
                 raise _NoMps(f"{_PROGRAM} -f ended with {daemon.returncode}: {text}")
             if time.monotonic() > deadline_s:
                 raise _NoMps(f"{_PROGRAM} -f was not ready within {START_TIMEOUT_S:g} s")
@@ -116,7 +111,7 @@ def _daemon() -> Iterator[None]:
 
 
 def _stop(daemon: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:
-    """End the daemon, and what it started, whose clients are gone."""
+    """End the daemon and the servers that it started; their clients are gone."""
     deadline_s = time.monotonic() + STOP_TIMEOUT_S
     with contextlib.suppress(_NoMps):
         _answers("quit", environment, STOP_TIMEOUT_S)
@@ -132,10 +127,10 @@ def _answers(command: str, environment: Mapping[str, str], timeout_s: float) -> 
     """Whether a daemon took `command`.
 
     Raises:
-        _NoMps: the control program is not there, or hangs.
+        _NoMps: the control program is missing, or hangs.
     """
     try:
-        done = subprocess.run(  # noqa: S603 - likewise
+        done = subprocess.run(  # noqa: S603 - a fixed program, nothing of a user's
             [_PROGRAM],
             input=f"{command}\n".encode(),
             env=environment,

@@ -18,8 +18,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.engine.models import Prediction
-from service.engine.versions import ModelFile
+from service.engine.queue import Prediction
+from service.engine.versions import ModelVersion
 from service.errors import InvalidInput, TooLarge
 
 PLATFORM = "lenet_safetensors"
@@ -90,7 +90,7 @@ class OutputTensor:
     values: Values
 
 
-def model_metadata(file: ModelFile) -> ModelMetadata:
+def model_metadata(file: ModelVersion) -> ModelMetadata:
     """The description of a model; FP32 images are accepted beside the UINT8 that is stated."""
     probabilities, label = OUTPUTS
     return ModelMetadata(

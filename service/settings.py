@@ -50,8 +50,8 @@ class Settings(BaseSettings):
     models: Annotated[tuple[str, ...], NoDecode] = ()
     """Models to load, separated by commas, the highest version of each; none given: all."""
 
-    default_model: str = "lenet"
-    """Model that answers requests which name none; if only one is loaded, that one."""
+    default_model: str = ""
+    """Model that answers requests which name none; none given: lenet, or the only one loaded."""
 
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Backend: auto takes GPUs where there are any, else the CPU, and says why in the log."""
@@ -137,8 +137,6 @@ class Settings(BaseSettings):
         if isinstance(models, str):
             models = tuple(name.strip() for name in models.split(",") if name.strip())
             values = {**values, "models": models}
-        if isinstance(models, tuple) and len(models) == 1:
-            values = {"default_model": models[0], **values}
         return values
 
     @model_validator(mode="after")
@@ -166,7 +164,7 @@ class Settings(BaseSettings):
                 f"max_images is {self.max_images}, expected at most max_queue_rows, "
                 f"{self.max_queue_rows}: a larger request could never be accepted"
             )
-        if self.models and self.default_model not in self.models:
+        if self.models and self.default_model and self.default_model not in self.models:
             raise ValueError(
                 f"default_model is {self.default_model!r}, expected one of models, "
                 f"{', '.join(self.models)}"

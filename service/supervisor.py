@@ -1,11 +1,11 @@
-"""Serving processes on the same ports, one or several, and one that watches over them.
+"""The supervisor: starts one or several workers on the same ports and replaces those that die.
 
-Each worker is a whole service with contexts of its own. A worker that dies is started again, up to
-a budget; past it, or when a start fails for a reason that a second try would not change, all stop.
-A signal is the supervisor's alone, however many processes it reaches: workers are deaf to SIGTERM
-and SIGINT and stop when a pipe that they share is closed, be it by a supervisor that was killed.
-SIGHUP it passes on; a worker that hears it twice finds nothing new the second time. It refuses to
-talk to them otherwise: what they share is the ports and the folder of their metrics.
+Each worker is a whole service with its own contexts. A worker that dies is replaced, up to a
+budget; past it, or when a start fails for a reason that a second try would not change, all stop.
+Only the supervisor acts on SIGTERM and SIGINT, however many processes get them: workers block them
+and stop when a pipe that they share is closed, also by the kernel after the supervisor was killed.
+SIGHUP is passed on; a worker that gets it twice finds nothing new the second time. Workers share
+nothing else but the ports and the folder of their metrics.
 """
 
 from __future__ import annotations
@@ -26,31 +26,32 @@ from collections.abc import Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
+from pathlib import Path
 
 from prometheus_client.multiprocess import mark_process_dead
 
-from service import logs
-from service.engine.versions import read_models
+from service import logs, mps
+from service.engine.versions import WeightsFolder
 from service.errors import FORESEEN, ExitCode, exit_code
-from service.listener import cannot_listen, listen
-from service.mps import shared_gpu
+from service.listener import reserve
 from service.settings import Settings
 
 _log = logging.getLogger(__name__)
 
 RESTARTS = 2
 RESTART_WINDOW_S = 60.0
-"""More than `RESTARTS` deaths within the window end the service: its supervisor must know."""
+"""More than `RESTARTS` deaths within the window end the service, for its own supervisor to see."""
 
 SAME_FAULT_S = 2.0
-"""Under MPS a fault of one worker takes the device from all that share it, each in its own time."""
+"""Under MPS a fault of one worker takes the device from all that share it, some later than others.
+"""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRESS}
 
 
 def supervise(settings: Settings) -> ExitCode:
-    """Run `settings.workers` workers until told to stop or until they die too often.
+    """Run `settings.workers` workers until a signal stops them or they die too often.
 
     Raises:
         SystemExit: 128 plus the number of a second signal.
@@ -62,13 +63,16 @@ def supervise(settings: Settings) -> ExitCode:
             stack.callback(shutil.rmtree, folder, ignore_errors=True)
             # Read by prometheus_client when a worker imports it.
             os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
-            read_models(settings.weights, settings.models, settings.default_model)
+            # Broken weights or a taken port are reported once, before any worker is started.
+            WeightsFolder(settings.weights).read_all(settings.models, settings.default_model)
             ports = {
-                name: stack.enter_context(_reserve(settings.host, port))
+                name: stack.enter_context(reserve(settings.host, port))
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
             }
-            mps = stack.enter_context(shared_gpu(settings))
-            return _Supervisor(settings.model_copy(update=ports), signals, mps).run()
+            shared_gpu = False
+            if settings.mps == "auto" and mps.wanted(settings.device, settings.workers):
+                shared_gpu = stack.enter_context(mps.shared_gpu())
+            return _Supervisor(settings.model_copy(update=ports), signals, shared_gpu).run()
     except FORESEEN as exc:
         _log.error("%s", exc)
         return exit_code(exc)
@@ -76,70 +80,48 @@ def supervise(settings: Settings) -> ExitCode:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[socket.socket]:
-    """A socket with a byte to read, the signal's number, for each of `_SIGNALS`.
+    """A socket from which each signal of `_SIGNALS` is read as a byte, its number.
 
     The handler does nothing else: it may run between any two steps of the supervisor.
     """
-    told, tell = socket.socketpair()
+    reader, writer = socket.socketpair()
 
     def on_signal(number: int, frame: object) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: it was told often enough
-            tell.send(bytes([number]))
+        with contextlib.suppress(BlockingIOError):  # full: signals enough are waiting
+            writer.send(bytes([number]))
 
-    with told, tell:
-        tell.setblocking(False)
+    with reader, writer:
+        writer.setblocking(False)
         before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
         try:
-            yield told
+            yield reader
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
 
 
-@contextlib.contextmanager
-def _reserve(host: str, port: int) -> Iterator[int]:
-    """Keep the port for the workers, by a socket that takes no connection; yields its number.
-
-    Raises:
-        CannotListen: another program has it, or another supervisor keeps it.
-    """
-    # Without SO_REUSEPORT first: with it, another lenet-serve's port would be shared unnoticed.
-    with listen(host, port, shared=False) as probe:
-        port = probe.getsockname()[1]
-    # The probe fails only where somebody listens, and during the warm-up nobody does. A name in
-    # Linux' abstract namespace has one owner, is as wide as the ports (one network namespace) and
-    # goes with the process. Elsewhere two services started within one warm-up are not told apart.
-    with listen(host, port, shared=True), socket.socket(socket.AF_UNIX) as name:
-        try:
-            if sys.platform == "linux":
-                name.bind(f"\0lenet-serve {host}:{port}")
-        except OSError as exc:
-            raise cannot_listen(host, port, exc) from exc
-        yield port
-
-
 class _Supervisor:
-    def __init__(self, settings: Settings, signals: socket.socket, mps: bool) -> None:
+    def __init__(self, settings: Settings, signals: socket.socket, shared_gpu: bool) -> None:
         self._settings = settings
         self._signals = signals
-        self._mps = mps
+        self._shared_gpu = shared_gpu
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
         self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
-        self._fault_s = -math.inf  # when a worker ended that had lost its device
-        self._beside: list[BaseProcess] = []  # those that lived then
-        self._ended: list[BaseProcess] = []  # of those, the ones that were not left to live
+        self._fault_s = -math.inf  # when a worker last ended because its device was lost
+        self._beside: list[BaseProcess] = []  # the workers that lived then
+        self._ended: list[BaseProcess] = []  # those of them that this process ended
         self._stopping = False
-        self._told, self._tell = self._spawn.Pipe(duplex=False)
+        self._shutdown_pipe, self._stop_writer = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
-        with self._told, self._tell:
+        with self._shutdown_pipe, self._stop_writer:
             return self._watch()
 
     def _watch(self) -> ExitCode:
-        # Made with the first worker otherwise, and it unblocks the signals that `_start` blocks.
-        # SIGHUP, which it would die of, stays blocked in it.
+        # Otherwise it starts with the first worker, and unblocks the signals that `_start` blocks.
+        # SIGHUP, which would end it, stays blocked in it.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         resource_tracker.ensure_running()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
@@ -169,10 +151,12 @@ class _Supervisor:
         return outcome
 
     def _start(self) -> BaseProcess:
-        worker = self._spawn.Process(target=_work, args=(self._settings, self._told), daemon=True)
-        # What is blocked here stays so in the child, for life, but for SIGHUP, which waits there
-        # until it is listened to. Ctrl-C in a terminal reaches every process, and so does the
-        # SIGTERM of systemd or `timeout`.
+        worker = self._spawn.Process(
+            target=_work, args=(self._settings, self._shutdown_pipe), daemon=True
+        )
+        # Blocked here, they stay blocked in the worker; only SIGHUP is unblocked there, once it has
+        # a handler. Ctrl-C in a terminal reaches every process, as does the SIGTERM of systemd or
+        # `timeout`.
         signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
         try:
             worker.start()
@@ -182,9 +166,9 @@ class _Supervisor:
         return worker
 
     def _after_death(self, worker: BaseProcess) -> ExitCode:
-        """Replace `worker`, or stop all; the code to end with if that was the end."""
+        """Replace `worker`, or stop all; returns the exit code in case it is the end."""
         code = worker.exitcode or 0
-        # A GPU that served the worker before may fail its successor for a moment.
+        # A GPU that served a worker may fail its successor for a moment.
         if code in _FINAL and (code != ExitCode.BACKEND or worker in self._first):
             self._stop()
             return ExitCode(code)
@@ -196,13 +180,13 @@ class _Supervisor:
             _log.error("more than %d deaths in %g s: giving up", RESTARTS, RESTART_WINDOW_S)
             self._stop()
             return ExitCode.WORKERS
-        if self._mps and code == ExitCode.DEVICE and worker not in self._ended:
+        if self._shared_gpu and code == ExitCode.DEVICE and worker not in self._ended:
             self._end_neighbours()
         self._workers.append(self._start())
         return ExitCode.STOPPED
 
     def _same_fault(self, worker: BaseProcess, now_s: float) -> bool:
-        """Whether `worker` lost its device to the fault that took it from another before."""
+        """Whether `worker` lost its device to a fault that is counted already."""
         if worker in self._ended:
             return True
         if worker.exitcode != ExitCode.DEVICE:
@@ -213,9 +197,9 @@ class _Supervisor:
         return False
 
     def _end_neighbours(self) -> None:
-        """End those from whom the fault took the GPU, too: before, MPS takes no new client.
+        """End the workers that lost the GPU to the same fault; until then MPS takes no new client.
 
-        One with a batch finds out by itself, and its callers are told; one that idles does not.
+        A worker with a batch notices the fault and answers its callers; an idle one does not.
         """
         self._ended = list(self._workers)
         deadline_s = time.monotonic() + SAME_FAULT_S
@@ -231,16 +215,18 @@ class _Supervisor:
 
     def _stop(self) -> None:
         self._stopping = True
-        self._tell.close()
+        self._stop_writer.close()
 
     def _kill(self) -> None:
-        _log.warning("a second signal: waiting for nobody")
+        _log.warning("second signal: exiting immediately")
         for worker in self._workers:
             worker.kill()
 
 
-def _work(settings: Settings, told: Connection) -> None:
+def _work(settings: Settings, shutdown_pipe: Connection) -> None:
+    with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only
+        Path("/proc/self/comm").write_text("lenet-worker")
     logs.configure(settings.log_level)
-    from service.server import run  # here alone: all that serves is half a second of imports
+    from service.server import run  # here alone: it takes half a second to import
 
-    sys.exit(run(settings, told))
+    sys.exit(run(settings, shutdown_pipe))

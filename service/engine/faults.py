@@ -50,9 +50,7 @@ class Faults:
 class FaultyContext(ExecutionContext):
     """A context that takes a fault of `faults` before each batch."""
 
-    def __init__(
-        self, backend: Backend, weights: WeightFile, largest: int, faults: Faults
-    ) -> None:
+    def __init__(self, backend: Backend, weights: WeightFile, largest: int, faults: Faults) -> None:
         super().__init__(backend, weights, largest)
         self._faults = faults
 

@@ -15,7 +15,9 @@ from starlette.types import Receive, Scope, Send
 
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service.engine.models import Prediction, Predictor, RequestClock
+from service import distribution_version
+from service.engine.models import Models
+from service.engine.queue import Prediction
 from service.errors import DeadlineExceeded, InvalidInput, ServiceError
 from service.http.body import (
     Bodies,
@@ -32,7 +34,7 @@ from service.http.openapi import (
     predict_openapi,
 )
 from service.images import Invert, Limits, decode
-from service.metrics import CONTENT_TYPE, Metrics
+from service.metrics import CONTENT_TYPE, Metrics, RequestClock
 
 STATUS = {
     "invalid_input": 400,
@@ -100,7 +102,7 @@ def install(app: FastAPI) -> None:
 
 
 def operations_router(
-    predictor: Predictor, metrics: Metrics, info: Callable[[], InfoResponse]
+    models: Models, metrics: Metrics, info: Callable[[], InfoResponse]
 ) -> APIRouter:
     """The routes, bound to what they tell of; `info` says what runs at the moment."""
     router = APIRouter(tags=["operations"])
@@ -108,18 +110,18 @@ def operations_router(
     @router.get("/healthz", summary="Is the process alive")
     async def healthz() -> Health:
         """200 as long as the event loop turns; no reason to restart it."""
-        return Health(live=True, ready=predictor.ready)
+        return Health(live=True, ready=models.ready)
 
     @router.get("/readyz", summary="May traffic come", responses={503: {"model": Health}})
     async def readyz(response: Response) -> Health:
         """200 once every context is warm and has proven its weights, until the stop begins."""
-        response.status_code = 200 if predictor.ready else 503
-        return Health(live=True, ready=predictor.ready)
+        response.status_code = 200 if models.ready else 503
+        return Health(live=True, ready=models.ready)
 
     @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
     async def exposition() -> Response:
         """The Prometheus text format, of all workers."""
-        return Response(metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+        return Response(await metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     @router.get("/info", summary="What runs here")
     async def show_info() -> InfoResponse:
@@ -163,6 +165,31 @@ class _Answer(Response):
         ]
 
 
+def create_app(
+    models: Models,
+    metrics: Metrics,
+    *,
+    info: Callable[[], InfoResponse],
+    limits: Limits,
+    bodies: Bodies,
+    timeout_s: float,
+) -> FastAPI:
+    """The application that answers with `models`; `timeout_s` is the most a request may take."""
+    app = Application(
+        title="lenet-serve",
+        summary="Handwritten digits, recognised over HTTP and gRPC.",
+        version=distribution_version(),
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect would be made of the Host header
+    )
+    install(app)
+    route = predict_route(models, metrics, limits, bodies, timeout_s)
+    app.router.routes.append(route)  # for the documentation, and below a root path
+    app.predict_route = route
+    app.include_router(operations_router(models, metrics, info))
+    return app
+
+
 class Application(FastAPI):
     """FastAPI, where `POST /predict` goes to the endpoint of `predict_route` and nowhere else.
 
@@ -188,13 +215,13 @@ class Application(FastAPI):
 
 
 def predict_route(
-    predictor: Predictor, limits: Limits, bodies: Bodies, timeout_s: float
+    models: Models, metrics: Metrics, limits: Limits, bodies: Bodies, timeout_s: float
 ) -> APIRoute:
     """The route, bound to what answers it; `timeout_s` is the most that a request may take."""
 
     async def predict(request: Request) -> Response:
         """One or many images of 28x28 pixels, ink high; or a picture of any size."""
-        with predictor.clock("http") as clock, UnavailableOnStop():
+        with metrics.clock("http") as clock, UnavailableOnStop():
             parameters = _parameters(request)
             headers = headers_of(request)
             within_s = min(asked_timeout_s(headers) or timeout_s, timeout_s)
@@ -209,7 +236,7 @@ def predict_route(
             left_s = _left(within_s, clock)
             with CancelledOnDisconnect(request):
                 try:
-                    prediction = await predictor.predict(
+                    prediction = await models.predict(
                         images,
                         clock,
                         model=parameters.get("model", ""),

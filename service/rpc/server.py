@@ -8,20 +8,16 @@ in front.
 
 from __future__ import annotations
 
-import asyncio
 import errno
-import logging
-import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 
-from service.engine.models import Predictor, Repository, Stop
-from service.errors import CannotListen
+from service.engine.models import Models
+from service.listener import at, cannot_listen, probe
+from service.metrics import Metrics
 from service.rpc.servicer import HealthServicer, InferenceServicer, add_inference
-
-_log = logging.getLogger(__name__)
 
 _IDENTITY_ONLY = 1
 """Bit set of grpc_compression_algorithm: none but "identity"."""
@@ -30,10 +26,22 @@ MAX_CALLS = 1024
 """That run at once, each with a message in memory; one more is RESOURCE_EXHAUSTED."""
 
 
+class GrpcServer:
+    """A server that is listening on `port`."""
+
+    def __init__(self, server: grpc.aio.Server, port: int) -> None:
+        self._server = server
+        self.port = port
+
+    async def stop(self, timeout_s: float) -> None:
+        """Refuse new calls at once, let running ones finish for `timeout_s`, cancel the rest."""
+        await self._server.stop(timeout_s)
+
+
 @asynccontextmanager
 async def serve(
-    predictor: Predictor,
-    repository: Repository,
+    models: Models,
+    metrics: Metrics,
     *,
     host: str,
     port: int,
@@ -41,18 +49,18 @@ async def serve(
     max_body_bytes: int,
     max_images: int,
     stop_timeout_s: float,
-) -> AsyncIterator[int]:
-    """Serve on the running loop; yields the port, a free one if `port` is 0.
+) -> AsyncIterator[GrpcServer]:
+    """Serve on the running loop, on a free port if `port` is 0; stops on leaving if nobody did.
 
     With `shared` other processes of this user may open the same port and the kernel spreads
     connections over them (SO_REUSEPORT); whoever starts them must have made sure that the port
-    was free before the first. When the repository's stop begins, at the latest on leaving, new
-    calls are refused at once and running ones have what is left of it to finish, `stop_timeout_s`
-    at most.
+    was free before the first.
 
     Raises:
         CannotListen: the address cannot be listened on; the message says which, why and what to do.
     """
+    # grpcio 1.85 prints why it cannot bind an address, and does not say so to its caller.
+    addresses = probe(host, port, shared=shared)
     server = grpc.aio.server(
         maximum_concurrent_rpcs=MAX_CALLS,
         options=(
@@ -61,52 +69,16 @@ async def serve(
             ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
         ),
     )
-    add_inference(InferenceServicer(predictor, repository, max_images), server)
-    server.add_generic_rpc_handlers((HealthServicer(predictor, repository).handlers(),))
-    bound = _listen(server, host, port, shared)
-    await server.start()
-    _log.info("gRPC on %s port %d", host, bound)
-    stopping = asyncio.create_task(_stop(server, repository.stop, stop_timeout_s))
-    try:
-        yield bound
-    finally:
-        repository.stop.begin()
-        await stopping
-
-
-async def _stop(server: grpc.aio.Server, stop: Stop, timeout_s: float) -> None:
-    await stop.begun()
-    await server.stop(min(timeout_s, stop.left_s()))
-
-
-def _listen(server: grpc.aio.Server, host: str, port: int, shared: bool) -> int:
-    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    try:
-        _probe(host, port, shared)
-        return server.add_insecure_port(address)
-    except (OSError, RuntimeError) as exc:  # RuntimeError: grpcio's, if the port went just now
-        number, reason = (exc.errno, exc.strerror) if isinstance(exc, OSError) else (0, str(exc))
-        raise CannotListen(
-            number or errno.EADDRINUSE,
-            f"gRPC cannot listen on {address}: {reason}; stop what listens there or choose "
-            "another with LENET_HOST or LENET_GRPC_PORT",
-        ) from exc
-
-
-def _probe(host: str, port: int, shared: bool) -> None:
-    """Raise what the kernel says to this address: grpcio 1.85 prints it and keeps it to itself."""
-    found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    failures: list[OSError] = []
-    for family, kind, protocol, _, address in found:
+    add_inference(InferenceServicer(models, metrics, max_images), server)
+    server.add_generic_rpc_handlers((HealthServicer(models).handlers(),))
+    for address in addresses:
         try:
-            with socket.socket(family, kind, protocol) as probe:
-                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                if shared:
-                    probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-                probe.bind(address)
-        except OSError as exc:
-            failures.append(exc)
-    # A name may stand for an address family that this machine lacks; one is enough.
-    taken = [exc for exc in failures if exc.errno == errno.EADDRINUSE]
-    if taken or len(failures) == len(found):
-        raise (taken or failures)[0]
+            port = server.add_insecure_port(at(address, port))
+        except RuntimeError as exc:  # taken since the probe
+            raise cannot_listen(address, port, OSError(errno.EADDRINUSE, str(exc))) from exc
+    await server.start()
+    grpc_server = GrpcServer(server, port)
+    try:
+        yield grpc_server
+    finally:
+        await grpc_server.stop(stop_timeout_s)

@@ -20,7 +20,8 @@ from grpc_health.v1 import health_pb2
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service import DISTRIBUTION, distribution_version
-from service.engine.models import Prediction, Predictor, Repository, RequestClock
+from service.engine.models import Models
+from service.engine.queue import Prediction
 from service.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -32,7 +33,7 @@ from service.errors import (
     UnknownModel,
     UnsupportedMediaType,
 )
-from service.metrics import Stage
+from service.metrics import Metrics, RequestClock, Stage
 from service.open_inference import (
     InputTensor,
     Numbers,
@@ -126,9 +127,9 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     `ModelReady` until a model is there; every other call answers NOT_FOUND.
     """
 
-    def __init__(self, predictor: Predictor, repository: Repository, max_images: int) -> None:
-        self._predictor = predictor
-        self._repository = repository
+    def __init__(self, models: Models, metrics: Metrics, max_images: int) -> None:
+        self._models = models
+        self._metrics = metrics
         self._max_images = max_images
 
     async def ServerLive(
@@ -141,17 +142,17 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         self, request: pb.ServerReadyRequest, context: Context
     ) -> pb.ServerReadyResponse:
         """What /readyz says."""
-        return pb.ServerReadyResponse(ready=self._predictor.ready)
+        return pb.ServerReadyResponse(ready=self._models.ready)
 
     async def ModelReady(
         self, request: pb.ModelReadyRequest, context: Context
     ) -> pb.ModelReadyResponse:
         """Whether the model is loaded and the server ready."""
         try:
-            self._repository.get(request.name, request.version)
+            self._models.get(request.name, request.version)
         except UnknownModel:
             return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=self._predictor.ready)
+        return pb.ModelReadyResponse(ready=self._models.ready)
 
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Context
@@ -166,7 +167,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     ) -> pb.ModelMetadataResponse:
         """The model's tensors."""
         try:
-            metadata = model_metadata(self._repository.get(request.name, request.version).file)
+            metadata = model_metadata(self._models.get(request.name, request.version).version)
         except UnknownModel as exc:
             await abort(context, exc)
         return pb.ModelMetadataResponse(
@@ -182,7 +183,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     ) -> pb.ModelInferResponse:
         """Classify the images of a request, or answer what `read_infer_request` found wrong."""
         try:
-            with self._predictor.clock("grpc") as clock:
+            with self._metrics.clock("grpc") as clock:
                 if isinstance(request, InvalidInput):
                     raise request
                 return await self._infer(request, context, clock)
@@ -199,7 +200,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         else:
             images, wanted = _decode(*decoding)
         clock.record("decode")
-        prediction = await self._predictor.predict(
+        prediction = await self._models.predict(
             images,
             clock,
             model=request.model_name,
@@ -233,24 +234,21 @@ class HealthServicer:
     which the health protocol allows: whoever watches also sees the connection close at the stop.
     """
 
-    def __init__(self, predictor: Predictor, repository: Repository) -> None:
-        self._predictor = predictor
-        self._repository = repository
+    def __init__(self, models: Models) -> None:
+        self._models = models
 
     async def check(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
         """SERVING from the last step of the start to the first of the stop."""
-        known = {"", SERVICE, *(model.file.name for model in self._repository.models)}
+        known = {"", SERVICE, *(model.version.name for model in self._models.served)}
         if request.service not in known:
             names = ", ".join(sorted(known - {""}))
             message = f"service: got an unknown name, expected one of {names}"
             await abort(context, UnknownModel(message, field="service"))
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse(
-            status=serving if self._predictor.ready else not_serving
-        )
+        return health_pb2.HealthCheckResponse(status=serving if self._models.ready else not_serving)
 
     def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
         """What to add to a server."""

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.engine.models import Prediction
-from service.engine.versions import ModelFile
+from service.engine.queue import Prediction
+from service.engine.versions import ModelVersion
 from service.errors import InvalidInput, ServiceError, TooLarge
 from service.open_inference import (
     InputTensor,
@@ -242,7 +242,7 @@ def test_a_parameter_is_ignored_when_the_answer_is_right_without_it():
 def test_the_answer_holds_what_was_asked_for_when_made():
     probabilities = np.random.default_rng(0).random((3, 10)).astype(np.float32)
     label, share = answer(
-        Prediction("lenet", "1", probabilities[:, ::-1]), ("label", "probabilities")
+        Prediction("lenet", "1", probabilities[:, ::-1], 0.0, 0.0), ("label", "probabilities")
     )
     assert (label.name, label.datatype, label.shape) == ("label", "INT64", (3,))
     assert label.values.dtype == "<i8"
@@ -252,7 +252,7 @@ def test_the_answer_holds_what_was_asked_for_when_made():
 
 
 def test_metadata_state_the_classes_of_the_model_when_described(tiny, random_weights):
-    file = ModelFile("tiny", "7", Path("7.safetensors"), random_weights(tiny), "0" * 64)
+    file = ModelVersion("tiny", "7", Path("7.safetensors"), random_weights(tiny), "0" * 64)
     metadata = model_metadata(file)
     assert (metadata.name, metadata.versions) == ("tiny", ("7",))
     assert metadata.platform == "lenet_safetensors"

@@ -17,21 +17,20 @@ from lenet.context import ExecutionContext
 from service import server as process
 from service.engine.batcher import Batcher
 from service.http.openapi import ErrorResponse
-from service.server import create_app
+from service.listener import listen as bind
+from service.server import open_service
 from service.settings import Settings
 
 
 class Served:
-    """An application whose lifespan is entered, and a client of it."""
+    """An open service, and a client of its application."""
 
-    def __init__(self, app, settings, client):
-        self.app = app
+    def __init__(self, service, settings, client):
+        self.service = service
+        self.app = service.app
+        self.models = service.models
         self.settings = settings
         self.client = client
-
-    @property
-    def predictor(self):
-        return self.app.state.predictor
 
     async def post(self, body, content_type="application/octet-stream", query="", **headers):
         """`post(body, type, "?model=lenet", x_request_timeout_ms="5")`."""
@@ -53,7 +52,10 @@ class Served:
         return found[0] if found else 0
 
     async def requests(self, outcome):
-        return await self.value("lenet_requests_total", protocol="http", outcome=outcome)
+        """How many requests ended with `outcome`, of all models."""
+        family = (await self.families())["lenet_requests"]
+        labels = {"protocol": "http", "outcome": outcome}
+        return sum(s.value for s in family.samples if labels.items() <= s.labels.items())
 
 
 @pytest.fixture
@@ -71,13 +73,10 @@ def open_app(weights):
     async def open_(**changes):
         options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
         settings = Settings(port=0, grpc_port=0, **options)
-        app = create_app(settings)
-        transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-        async with (
-            app.router.lifespan_context(app),
-            httpx.AsyncClient(transport=transport, base_url="http://service") as client,
-        ):
-            yield Served(app, settings, client)
+        async with open_service(settings) as service:
+            transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
+            async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
+                yield Served(service, settings, client)
 
     return open_
 
@@ -95,8 +94,9 @@ def listen(open_app):
     @asynccontextmanager
     async def listen_(**changes):
         async with open_app(**changes) as served:
-            server = process._server(served.app, served.app.state.stop)
-            with process.listen("127.0.0.1", 0, shared=False) as listener:
+            server = process._http_server(served.app, served.settings.drain_timeout_s)
+            (listener,) = bind("127.0.0.1", 0, shared=False)
+            with listener:
                 listener.listen()
                 served.port = listener.getsockname()[1]
                 serving = asyncio.create_task(server.serve([listener]))

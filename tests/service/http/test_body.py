@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from service.engine import models as predictor
+from service import metrics
 from service.errors import Cancelled, DeadlineExceeded, Unavailable
 from service.http import body as limits
 from service.http.body import CancelledOnDisconnect, UnavailableOnStop
@@ -125,7 +125,7 @@ async def test_a_compressed_body_is_a_415(served, one, refusal):
 
 async def test_the_time_that_a_request_may_take_begins_with_its_body(listen, monkeypatch, one):
     clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
-    monkeypatch.setattr(predictor, "time", clock)
+    monkeypatch.setattr(metrics, "time", clock)
     read = limits.Bodies.read
 
     async def slow_read(bodies, request, headers, within_s):

@@ -16,7 +16,7 @@ async def test_the_probes_say_yes_when_the_service_is_ready(served):
 
 
 async def test_only_readiness_says_no_when_the_stop_begins(served, one):
-    served.predictor.ready = False
+    served.models.ready = False
     live, ready = [await served.client.get(path) for path in ("/healthz", "/readyz")]
     assert (live.status_code, ready.status_code) == (200, 503)
     assert live.json() == ready.json() == {"live": True, "ready": False}
@@ -49,7 +49,7 @@ async def test_info_and_answers_tell_of_the_new_version_when_it_was_reloaded(
 ):
     new = random_weights(tiny, 5)
     new.write(weights / "tiny" / "4.safetensors")
-    await served.app.state.reloader.reload()
+    await served.models.reload()
     info = InfoResponse.model_validate_json((await served.client.get("/info")).content)
     (model,) = info.models
     assert (model.name, model.version, model.sha256) == ("tiny", "4", new.digest())

@@ -13,8 +13,8 @@ from prometheus_client import CollectorRegistry
 
 from lenet.context import Target
 from service.engine.devices import Placement
-from service.engine.models import Batching, Predictor, Repository
-from service.engine.versions import read_models
+from service.engine.models import EngineConfig, Models
+from service.engine.versions import WeightsFolder
 from service.metrics import Metrics
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -23,11 +23,11 @@ from service.rpc.server import serve
 MAX_IMAGES = 64
 
 
-class WatchedPredictor(Predictor):
+class WatchedModels(Models):
     """The real one; says when a request comes and goes, holds it at `gate`, can be made to fail."""
 
-    def __init__(self, repository, metrics, timeout_s):
-        super().__init__(repository, metrics, timeout_s)
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
         self.entered = asyncio.Event()
         self.left = asyncio.Event()
         self.gate = asyncio.Event()
@@ -48,21 +48,24 @@ class WatchedPredictor(Predictor):
 
 
 class House:
-    """A predictor, what it stands on, and servers in front of it."""
+    """Models, their metrics, and servers in front of them."""
 
-    def __init__(self, predictor, repository, metrics, registry):
-        self.predictor = predictor
-        self.repository = repository
+    def __init__(self, models, metrics, registry):
+        self.models = models
         self.metrics = metrics
         self.registry = registry
 
     def requests(self, outcome):
-        """How many gRPC requests ended with `outcome`."""
-        return self.value("lenet_requests_total", protocol="grpc", outcome=outcome)
+        """How many gRPC requests ended with `outcome`, of all models."""
+        models = ("none", *(served.version.name for served in self.models.served))
+        return sum(
+            self.value("lenet_requests_total", model=model, protocol="grpc", outcome=outcome)
+            for model in models
+        )
 
     def value(self, name, **labels):
         """A sample, 0 while it is not there."""
-        self.metrics.tallies.flush()
+        self.metrics.flush()
         return self.registry.get_sample_value(name, labels) or 0
 
     def serve(self, **changes):
@@ -74,18 +77,18 @@ class House:
             "max_images": MAX_IMAGES,
             "stop_timeout_s": 5.0,
         }
-        return serve(self.predictor, self.repository, **{**options, **changes})
+        return serve(self.models, self.metrics, **{**options, **changes})
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[GRPCInferenceServiceStub]:
         """A client of a server of its own; `stub.channel` and `stub.port` go with it."""
         async with AsyncExitStack() as stack:
-            port = await stack.enter_async_context(self.serve(**changes))
+            server = await stack.enter_async_context(self.serve(**changes))
             channel = await stack.enter_async_context(
-                grpc.aio.insecure_channel(f"127.0.0.1:{port}")
+                grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
             )
             stub = GRPCInferenceServiceStub(channel)
-            stub.channel, stub.port = channel, port
+            stub.channel, stub.server, stub.port = channel, server, server.port
             yield stub
 
 
@@ -100,18 +103,19 @@ def open_house(tmp_path, tiny, random_weights):
             weights.write(tmp_path / weights.model.name / "3.safetensors")
         registry = CollectorRegistry()
         metrics = Metrics(registry)
-        batching = Batching(
+        config = EngineConfig(
             placement=Placement((Target("cpu"),), contexts=1, max_batch_rows=16),
             max_queue_rows=max_queue_rows,
             max_wait_s=0.0,
+            request_timeout_s=timeout_s,
             hang_timeout_s=60.0,
             drain_timeout_s=5.0,
         )
-        files = read_models(tmp_path, (), "tiny")
-        async with Repository(files, "tiny", batching, metrics) as repository:
-            predictor = WatchedPredictor(repository, metrics, timeout_s)
-            predictor.ready = True
-            yield House(predictor, repository, metrics, registry)
+        folder = WeightsFolder(tmp_path)
+        versions = folder.read_all(default_model="tiny")
+        async with WatchedModels(folder, versions, config, metrics) as models:
+            models.ready = True
+            yield House(models, metrics, registry)
 
     return open_
 

@@ -222,16 +222,16 @@ async def test_a_flat_image_is_decoded_here_when_its_only_size_is_784(stub, imag
 
 async def test_a_call_is_exhausted_when_too_many_are_running(house, raw_request, monkeypatch):
     monkeypatch.setattr(server, "MAX_CALLS", 2)
-    house.predictor.gate.clear()
+    house.models.gate.clear()
     async with house.connect() as stub:
         running = []
         for _ in range(2):
             running.append(stub.ModelInfer(raw_request()))
-            await asyncio.wait_for(house.predictor.entered.wait(), 5)
-            house.predictor.entered.clear()
+            await asyncio.wait_for(house.models.entered.wait(), 5)
+            house.models.entered.clear()
         code, _, _ = await failure(stub.ModelInfer(raw_request()))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        house.predictor.gate.set()
+        house.models.gate.set()
         await asyncio.gather(*running)
         await stub.ModelInfer(raw_request())
 
@@ -275,7 +275,7 @@ async def test_the_call_is_exhausted_with_a_delay_when_the_queue_is_full(open_ho
 @pytest.fixture
 async def busy(house):
     """The only context of the default model is taken, so requests wait in the queue."""
-    pool = house.repository.get().pool
+    pool = house.models.get().pool
     worker = pool.acquire()
     yield house
     pool.release(worker)
@@ -285,20 +285,20 @@ async def test_the_call_ends_in_time_when_the_service_has_a_limit_of_its_own(
     open_house, raw_request
 ):
     async with open_house(timeout_s=0.05) as house, house.connect() as stub:
-        pool = house.repository.get().pool
+        pool = house.models.get().pool
         worker = pool.acquire()
         code, _, details = await failure(stub.ModelInfer(raw_request()))
         pool.release(worker)
         assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
-        assert house.predictor.timeouts_s == [None]
+        assert house.models.timeouts_s == [None]
         assert house.requests("deadline_exceeded") == 1
 
 
 async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_request):
     code, _, _ = await failure(stub.ModelInfer(raw_request(), timeout=0.1))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await asyncio.wait_for(busy.predictor.left.wait(), 5)
-    (timeout_s,) = busy.predictor.timeouts_s
+    await asyncio.wait_for(busy.models.left.wait(), 5)
+    (timeout_s,) = busy.models.timeouts_s
     assert 0 < timeout_s < 0.2  # the header carries it rounded up
     # Whichever comes first, our timer or gRPC's: one outcome, no row left behind.
     assert busy.requests("deadline_exceeded") + busy.requests("cancelled") == 1
@@ -307,11 +307,11 @@ async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_re
 
 async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_request, caplog):
     call = stub.ModelInfer(raw_request())
-    await asyncio.wait_for(busy.predictor.entered.wait(), 5)
+    await asyncio.wait_for(busy.models.entered.wait(), 5)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await asyncio.wait_for(busy.predictor.left.wait(), 5)
+    await asyncio.wait_for(busy.models.left.wait(), 5)
     assert dropped_rows(busy) == 5
     assert busy.requests("cancelled") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
@@ -323,11 +323,11 @@ def dropped_rows(house):
 
 
 async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_request):
-    house.predictor.gate.clear()
+    house.models.gate.clear()
     calls = [stub.ModelInfer(raw_request(id=str(number))) for number in range(4)]
-    await asyncio.wait_for(house.predictor.entered.wait(), 5)
+    await asyncio.wait_for(house.models.entered.wait(), 5)
     calls[1].cancel()
-    house.predictor.gate.set()
+    house.models.gate.set()
     answers = await asyncio.gather(*calls, return_exceptions=True)
     assert isinstance(answers.pop(1), asyncio.CancelledError)
     assert [answer.id for answer in answers] == ["0", "2", "3"]
@@ -337,7 +337,7 @@ async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_requ
 async def test_the_client_learns_nothing_of_the_inside_when_the_service_is_at_fault(
     stub, house, raw_request, caplog, error
 ):
-    house.predictor.error = error
+    house.models.error = error
     code, metadata, details = await failure(stub.ModelInfer(raw_request()))
     assert code is grpc.StatusCode.INTERNAL
     foreign = isinstance(error, RuntimeError)
@@ -350,7 +350,7 @@ async def test_the_client_learns_nothing_of_the_inside_when_the_service_is_at_fa
 async def test_the_server_is_live_and_ready_when_asked(stub, house):
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
-    house.predictor.ready = False
+    house.models.ready = False
     assert (await stub.ServerLive(pb.ServerLiveRequest())).live
     assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert not (await stub.ModelReady(pb.ModelReadyRequest(name="mlp"))).ready
@@ -360,9 +360,9 @@ async def test_answers_and_metadata_bear_the_new_version_when_the_model_was_repl
     house, stub, raw_request, tiny, random_weights
 ):
     file = dataclasses.replace(
-        house.repository.get().file, version="4", weights=random_weights(tiny, 5)
+        house.models.get().version, version="4", weights=random_weights(tiny, 5)
     )
-    assert await house.repository.get().batcher.replace(file) is None
+    assert await house.models.get().batcher.replace(file) is None
     response = await stub.ModelInfer(raw_request())
     assert (response.model_name, response.model_version) == ("tiny", "4")
     metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"))
