@@ -141,6 +141,10 @@ class VirtualTimeLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._now_s
 
+    def advance(self, seconds: float) -> None:
+        """Let time pass while nothing runs, as for a process that is stopped."""
+        self._now_s += seconds
+
     def pending_timers(self) -> list[asyncio.TimerHandle]:
         return [timer for timer in self._scheduled if not timer.cancelled()]
 

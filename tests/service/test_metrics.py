@@ -4,20 +4,30 @@ import asyncio
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from prometheus_client import CollectorRegistry
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from lenet.backend import BatchResult
 from lenet.model import ARCHITECTURES
-from service import errors
-from service.engine.queue import CutReason
-from service.errors import ServiceError
+from service import distribution_version, errors
+from service import metrics as module
+from service.errors import Overloaded, ServiceError
 from service.metrics import (
     CONTENT_TYPE,
-    FLUSHED_EVERY_S,
+    FLUSH_INTERVAL_S,
+    NO_MODEL,
+    BufferedCounter,
+    BufferedGauge,
+    BufferedHistogram,
+    CutReason,
+    DropReason,
     LossReason,
     Metrics,
     ReloadOutcome,
@@ -53,7 +63,7 @@ def value(registry, metrics):
     """`value(name, labels)`: a sample, now."""
 
     def value(*arguments):
-        metrics.tallies.flush()
+        metrics.flush()
         return registry.get_sample_value(*arguments)
 
     return value
@@ -62,7 +72,7 @@ def value(registry, metrics):
 def samples(metrics):
     return [
         sample
-        for family in text_string_to_metric_families(metrics.exposition().decode())
+        for family in text_string_to_metric_families(asyncio.run(metrics.exposition()).decode())
         for sample in family.samples
     ]
 
@@ -72,58 +82,67 @@ def bounds(metrics, name):
     return list(dict.fromkeys(edges))  # the same for every protocol and stage
 
 
-def codes():
-    return {
+def result(computed_rows=4, captured=True, device_s=0.05):
+    return BatchResult(None, computed_rows, captured, device_s)
+
+
+def load(metrics, model, version="1", sha256="ab" * 32, **values):
+    given = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 2, "workspace_bytes": 1}
+    metrics.model_loaded(model, version, sha256, **given | values)
+
+
+@pytest.fixture
+def everything(metrics):
+    """The metrics after everything has happened that they can count."""
+    codes = {
         kind.code
         for kind in vars(errors).values()
         if isinstance(kind, type) and issubclass(kind, ServiceError)
     }
-
-
-def test_the_series_stay_below_600_when_everything_has_been_seen(metrics):
+    assert len(codes) >= 10
     for protocol in get_args(Transport):
-        for outcome in ("ok", *codes()):
-            metrics.request_done(protocol, outcome)
+        for outcome in codes:
+            metrics.request_done(NO_MODEL, protocol, outcome)
         metrics.request_timed(protocol, dict.fromkeys(get_args(Stage), 0.1), 0.4)
     for phase in ("weights", "device", "warm_up", "contexts"):
         metrics.started(phase, 1.0)
     for model in ARCHITECTURES:
-        metrics.model_loaded(model, "1", "0" * 64, 2, 1e-7)
+        load(metrics, model)
         for version in range(2, 40):
             metrics.model_replaced(model, str(version), f"{version:064}", 1e-7)
         for outcome in get_args(ReloadOutcome):
             metrics.reloaded(model, outcome)
-        observer = metrics.of_model(model)
+        for protocol in get_args(Transport):
+            for outcome in ("ok", *AFTER_ITS_MODEL_IS_FOUND):
+                metrics.request_done(model, protocol, outcome)
+        batches = metrics.of_model(model)
         for reason in get_args(CutReason):
-            observer.batch_cut(3, reason, 4, 1)
-        observer.batch_done(3, 0.1, 0, device_s=0.05, padding_rows=1, graph_hit=True)
-        metrics.memory_taken(model, 2, 1)
-        for reason in ("cancelled", "late"):
-            observer.rows_dropped(1, reason)
-    seen = samples(metrics)
-    assert len(codes()) >= 10
+            batches.batch_cut(3, reason, 4, 1)
+        batches.batch_done(3, result(), 0.1, 0)
+        for reason in get_args(DropReason):
+            batches.rows_dropped(1, reason)
+    return metrics
+
+
+AFTER_ITS_MODEL_IS_FOUND = (
+    *("overloaded", "deadline_exceeded", "cancelled", "unavailable", "inference_failed"),
+    "internal",
+)
+
+
+def test_the_series_stay_below_600_and_their_labels_are_from_closed_sets(everything):
+    seen = samples(everything)
     assert 300 < len(seen) < 600
     assert not [sample.name for sample in seen if sample.name.endswith("_created")]
-
-
-def test_labels_come_from_closed_sets_when_their_names_are_listed(metrics):
-    test_the_series_stay_below_600_when_everything_has_been_seen(metrics)
-    names = {
-        label
-        for sample in samples(metrics)
-        if sample.name.startswith("lenet_")
-        for label in sample.labels
-    }
-    assert names == {
+    assert {label for one in seen if one.name.startswith("lenet_") for label in one.labels} == {
         *("protocol", "outcome", "stage", "le", "model", "reason"),
         *("phase", "version", "sha256", "result"),
     }
 
 
-def test_every_series_of_ours_bears_the_name_of_its_unit(metrics):
-    test_the_series_stay_below_600_when_everything_has_been_seen(metrics)
-    families = text_string_to_metric_families(metrics.exposition().decode())
-    for family in families:
+def test_every_series_of_ours_bears_the_name_of_its_unit(everything):
+    exposition = asyncio.run(everything.exposition()).decode()
+    for family in text_string_to_metric_families(exposition):
         if family.name.startswith("lenet_") and "duration" in family.name:
             assert family.name.endswith("_seconds")
         assert family.documentation
@@ -144,11 +163,11 @@ def test_batch_sizes_have_a_bucket_for_each_power_of_two_when_exposed(metrics):
 
 
 def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, value):
-    observer = metrics.of_model("lenet")
-    observer.batch_cut(48, "full", 7, 2)
+    batches = metrics.of_model("lenet")
+    batches.batch_cut(48, "full", 7, 2)
     assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
-    observer.batch_done(48, 0.0015, 1, device_s=0.0005, padding_rows=16, graph_hit=True)
-    observer.rows_dropped(5, "late")
+    batches.batch_done(48, result(64, True, 0.0005), 0.0015, 1)
+    batches.rows_dropped(5, "late")
     assert value("lenet_batches_total", {"model": "lenet", "reason": "full"}) == 1
     assert value("lenet_batch_rows_count") == 1
     assert value("lenet_batch_rows_sum") == 48
@@ -165,43 +184,46 @@ def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, 
     assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
 
 
-def test_nothing_is_told_of_a_devices_clock_or_graphs_where_it_has_none(metrics, value):
-    observer = metrics.of_model("lenet")
-    observer.batch_done(48, 0.0015, 1, device_s=None, padding_rows=0, graph_hit=False)
+def test_a_device_without_clock_or_graphs_counts_neither(metrics, value):
+    metrics.of_model("lenet").batch_done(48, result(48, False, None), 0.0015, 1)
     assert value("lenet_device_duration_seconds_count") == 0
     assert value("lenet_padding_rows_total", {"model": "lenet"}) == 0
     assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 0
     assert value("lenet_graph_replays_total", {"model": "lenet", "result": "miss"}) == 1
 
 
-def test_memory_and_losses_are_told_when_they_are_known(metrics, value):
-    for reason in get_args(LossReason):
-        assert value("lenet_device_losses_total", {"reason": reason}) == 0, "before the first"
-    metrics.memory_taken("lenet", 3000, 1000)
+def test_losses_are_there_before_the_first_and_counted_at_once(metrics, registry):
+    def count(reason):
+        return registry.get_sample_value("lenet_device_losses_total", {"reason": reason})
+
+    assert [count(reason) for reason in get_args(LossReason)] == [0, 0]
     metrics.device_lost("sticky")
-    assert value("lenet_device_bytes", {"model": "lenet"}) == 3000
-    assert value("lenet_workspace_bytes", {"model": "lenet"}) == 1000
-    assert value("lenet_device_losses_total", {"reason": "sticky"}) == 1
-    assert value("lenet_device_losses_total", {"reason": "hang"}) == 0
+    assert [count(reason) for reason in ("sticky", "hang")] == [1, 0]
 
 
 def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
-    metrics.model_loaded("mlp", "7", "ab" * 32, 3, 2e-7)
+    load(metrics, "mlp", "7", contexts=3, golden_error=2e-7, device_bytes=3000)
     metrics.started("weights", 0.5)
-    told = {"model": "mlp", "version": "7", "sha256": "ab" * 32}
-    assert value("lenet_model_info", told) == 1
+    info = {"model": "mlp", "version": "7", "sha256": "ab" * 32}
+    assert value("lenet_model_info", info) == 1
     assert value("lenet_contexts", {"model": "mlp"}) == 3
     assert value("lenet_contexts_busy", {"model": "mlp"}) == 0
     assert value("lenet_queue_rows", {"model": "mlp"}) == 0
     assert value("lenet_golden_error", {"model": "mlp"}) == 2e-7
+    assert value("lenet_device_bytes", {"model": "mlp"}) == 3000
+    assert value("lenet_workspace_bytes", {"model": "mlp"}) == 1
     assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
+    assert value("lenet_build_info", {"version": distribution_version()}) == 1
+    for protocol in get_args(Transport):
+        answered = {"model": "mlp", "protocol": protocol, "outcome": "ok"}
+        assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
-def test_a_replaced_model_is_told_no_more_and_its_queue_is_left_alone(metrics, value):
-    metrics.model_loaded("mlp", "7", "ab" * 32, 3, 2e-7)
+def test_a_replaced_model_is_exposed_no_more_and_its_queue_is_left_alone(metrics, value):
+    load(metrics, "mlp", "7", contexts=3)
     for outcome in get_args(ReloadOutcome):
-        told = {"model": "mlp", "outcome": outcome}
-        assert value("lenet_reloads_total", told) == 0, "it is there before the first"
+        reloads = {"model": "mlp", "outcome": outcome}
+        assert value("lenet_reloads_total", reloads) == 0, "it is there before the first"
     metrics.of_model("mlp").batch_cut(48, "full", 7, 2)
     metrics.model_replaced("mlp", "8", "cd" * 32, 3e-7)
     metrics.reloaded("mlp", "ok")
@@ -215,23 +237,25 @@ def test_a_replaced_model_is_told_no_more_and_its_queue_is_left_alone(metrics, v
 
 
 def test_the_process_is_watched_when_it_is_alone(metrics):
-    assert "process_resident_memory_bytes" in metrics.exposition().decode()
+    assert "process_resident_memory_bytes" in {sample.name for sample in samples(metrics)}
     assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
-    observer = metrics.of_model("lenet")
-    metrics.request_done("grpc", "ok")
+    batches = metrics.of_model("lenet")
+    metrics.request_done("lenet", "grpc", "ok")
     metrics.request_timed("grpc", {"queue": 0.5}, 0.5)
-    observer.batch_cut(3, "full", 4, 2)
-    observer.batch_done(3, 0.5, 1, device_s=0.5, padding_rows=1, graph_hit=True)
+    batches.batch_cut(3, "full", 4, 2)
+    batches.batch_done(3, result(4, True, 0.5), 0.5, 1)
     for _ in range(2):
         found = {
             (sample.name, *sorted(set(sample.labels.values()) - {"lenet"})): value
             for sample in samples(metrics)
-            if (value := sample.value) and not sample.name.endswith("_bucket")
+            if (value := sample.value)
+            and sample.name.startswith("lenet_")
+            and not sample.name.endswith(("_bucket", "_info"))
         }
-        assert {key: value for key, value in found.items() if key[0].startswith("lenet_")} == {
+        assert found == {
             ("lenet_requests_total", "grpc", "ok"): 1,
             ("lenet_request_duration_seconds_count", "grpc"): 1,
             ("lenet_request_duration_seconds_sum", "grpc"): 0.5,
@@ -252,41 +276,147 @@ def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
         }
 
 
-def test_the_library_is_told_once_a_period_and_at_the_end(run_virtually, registry, metrics):
-    answered = {"protocol": "http", "outcome": "ok"}
+async def test_the_event_loop_runs_on_while_an_exposition_is_made(metrics, monkeypatch):
+    generating, may_end = threading.Event(), threading.Event()
 
-    def told():
-        return registry.get_sample_value("lenet_requests_total", answered)
+    def slow(_):
+        generating.set()
+        assert may_end.wait(LONG_S)
+        return b"made"
+
+    monkeypatch.setattr(module, "generate_latest", slow)
+    exposing = asyncio.create_task(metrics.exposition())
+    assert await asyncio.to_thread(generating.wait, LONG_S)
+    await asyncio.sleep(0)
+    assert not exposing.done()
+    may_end.set()
+    assert await exposing == b"made"
+
+
+def answered(registry, model="lenet"):
+    labels = {"model": model, "protocol": "http", "outcome": "ok"}
+    return registry.get_sample_value("lenet_requests_total", labels)
+
+
+def test_buffers_are_flushed_once_a_period_and_at_the_end(run_virtually, registry, metrics):
+    load(metrics, "lenet")
 
     async def main(loop):
-        with metrics.tallies.flushed_regularly():
-            await asyncio.sleep(0.5 * FLUSHED_EVERY_S)
+        with metrics.flushed_regularly():
+            await asyncio.sleep(0.5 * FLUSH_INTERVAL_S)
             for number in range(3):
-                metrics.request_done("http", "ok")
-                assert told() == number
-                await asyncio.sleep(FLUSHED_EVERY_S)
-                assert told() == number + 1
-            metrics.request_done("http", "ok")
-        assert told() == 4
+                metrics.request_done("lenet", "http", "ok")
+                assert answered(registry) == number
+                await asyncio.sleep(FLUSH_INTERVAL_S)
+                assert answered(registry) == number + 1
+            metrics.request_done("lenet", "http", "ok")
+        assert answered(registry) == 4
         await asyncio.sleep(0)
         assert loop.pending_timers() == []
 
     run_virtually(main)
 
 
-def test_two_registries_do_not_meet_when_two_services_run_in_one_process():
-    one, two = Metrics(CollectorRegistry()), Metrics(CollectorRegistry())
-    one.request_done("http", "ok")
-    answered = b'lenet_requests_total{outcome="ok",protocol="http"} '
-    assert answered + b"1.0" in one.exposition()
-    assert answered + b"0.0" in two.exposition()
+def test_flushing_goes_on_after_one_that_failed(
+    run_virtually, registry, metrics, monkeypatch, caplog
+):
+    async def main(loop):
+        with metrics.flushed_regularly():
+            with monkeypatch.context() as patch:
+                patch.setattr(metrics, "flush", lambda: 1 / 0)
+                await asyncio.sleep(1.5 * FLUSH_INTERVAL_S)
+            metrics.request_done("lenet", "http", "ok")
+            await asyncio.sleep(FLUSH_INTERVAL_S)
+            assert answered(registry) == 1
+
+    run_virtually(main)
+    (record,) = caplog.records
+    assert record.message == "metrics were not flushed, next try in 1 s"
+    assert record.exc_info[0] is ZeroDivisionError
 
 
-def test_the_shared_folder_alone_is_told_when_there_is_one(tmp_path, monkeypatch):
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
-    metrics = Metrics(CollectorRegistry())
-    metrics.request_done("http", "ok")
-    assert metrics.exposition() == b"", "this process was not started as one of several"
+def test_two_registries_do_not_mix_when_two_services_run_in_one_process(metrics, registry):
+    other = CollectorRegistry()
+    load(Metrics(other), "lenet")
+    metrics.request_done("lenet", "http", "ok")
+    metrics.flush()
+    assert (answered(registry), answered(other)) == (1, 0)
+
+
+# One request
+
+
+class Clock:
+    """Stands in for the `time` module."""
+
+    now_s = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now_s
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
+def test_stages_and_the_total_are_timed_when_a_request_ends_well(metrics, value, registry, clock):
+    with metrics.clock("http") as request:
+        clock.now_s += 0.5
+        request.record("queue")  # without a lap it begins with the request
+        clock.now_s += 0.5
+        request.lap()
+        clock.now_s += 0.25
+        request.record("decode")
+        clock.now_s += 2.0
+        request.model = "lenet"
+        assert request.total_s == 3.25
+    assert request.stages == {"queue": 0.5, "decode": 0.25}
+    assert value("lenet_request_duration_seconds_sum", {"protocol": "http"}) == 3.25
+    assert value("lenet_request_duration_seconds_count", {"protocol": "http"}) == 1
+    assert value("lenet_stage_duration_seconds_sum", {"stage": "decode"}) == 0.25
+    assert answered(registry) == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (Overloaded("full"), "overloaded"),
+        (ServiceError("?"), "internal"),
+        (asyncio.CancelledError(), "cancelled"),
+        (ZeroDivisionError(), "internal"),
+    ],
+)
+def test_exactly_one_outcome_is_counted_when_a_request_ends_badly(metrics, error, outcome):
+    with pytest.raises(type(error)), metrics.clock("grpc"):
+        raise error
+    counted = {
+        (sample.name, *sample.labels.values()): sample.value
+        for sample in samples(metrics)
+        if sample.name.startswith("lenet_request") and sample.value
+    }
+    assert counted == {("lenet_requests_total", "none", outcome, "grpc"): 1.0}, "and not timed"
+
+
+def test_a_profiler_sees_each_request_from_its_beginning_to_its_end(metrics, monkeypatch):
+    open_ranges = []
+
+    def begin(name):
+        open_ranges.append(name)
+        return len(open_ranges)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda opened: open_ranges.__setitem__(opened - 1, ""))
+    with metrics.clock("http"), metrics.clock("grpc"):
+        assert open_ranges == ["request", "request"]
+    with pytest.raises(Overloaded), metrics.clock("http"):
+        raise Overloaded("full")
+    assert open_ranges == ["", "", ""]
+
+
+# Several workers
 
 
 def sharing(folder):
@@ -295,33 +425,36 @@ def sharing(folder):
 
 
 WORKER = """
-import sys
+import asyncio, sys
 from prometheus_client import CollectorRegistry
+from lenet.backend import BatchResult
 from service.metrics import Metrics
 rows = int(sys.argv[1])
 metrics = Metrics(CollectorRegistry())
 if rows:
-    metrics.model_loaded("lenet", "1", "ab", 2, 1e-7)
+    metrics.model_loaded(
+        "lenet", "1", "ab", contexts=2, golden_error=1e-7, device_bytes=10 * rows,
+        workspace_bytes=rows,
+    )
     metrics.model_replaced("lenet", "2", "cd", 1e-7)
     if rows == 4:
         metrics.model_replaced("lenet", "3", "ef", 1e-7)
     metrics.reloaded("lenet", "ok")
     metrics.started("weights", rows / 10)
-    metrics.request_done("http", "ok")
+    metrics.request_done("lenet", "http", "ok")
     metrics.request_timed("http", {"decode": 0.1}, 0.5)
-    observer = metrics.of_model("lenet")
-    observer.batch_cut(rows, "full", rows, 1)
-    observer.batch_done(rows, 0.1, 1, device_s=None, padding_rows=1, graph_hit=rows == 3)
-    metrics.memory_taken("lenet", 10 * rows, rows)
+    batches = metrics.of_model("lenet")
+    batches.batch_cut(rows, "full", rows, 1)
+    batches.batch_done(rows, BatchResult(None, rows + 1, rows == 3), 0.1, 1)
     metrics.device_lost("hang")
-sys.stdout.buffer.write(metrics.exposition())
+sys.stdout.buffer.write(asyncio.run(metrics.exposition()))
 """
 
 
 def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
-    told = b""
+    exposition = b""
     for rows in (3, 4, 0):
-        told = subprocess.run(
+        exposition = subprocess.run(
             [sys.executable, "-c", WORKER, str(rows)],
             env=sharing(tmp_path),
             check=True,
@@ -329,11 +462,11 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
         ).stdout
     values = {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(told.decode())
+        for family in text_string_to_metric_families(exposition.decode())
         for sample in family.samples
     }
     lenet = ("model", "lenet")
-    assert values["lenet_requests_total", (("outcome", "ok"), ("protocol", "http"))] == 2
+    assert values["lenet_requests_total", (lenet, ("outcome", "ok"), ("protocol", "http"))] == 2
     assert values["lenet_images_total", (lenet,)] == 7
     assert values["lenet_batches_total", (lenet, ("reason", "full"))] == 2
     assert values["lenet_request_duration_seconds_sum", (("protocol", "http"),)] == 1.0
@@ -349,49 +482,112 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
     assert values["lenet_queue_rows", (lenet,)] == 7
     assert values["lenet_start_phase_seconds", (("phase", "weights"),)] == 0.4
     assert values["lenet_reloads_total", (lenet, ("outcome", "ok"))] == 2
-    assert {labels: value for (name, labels), value in values.items() if "_info" in name} == {
+    assert {labels: value for (name, labels), value in values.items() if "model_info" in name} == {
         (lenet, ("sha256", "cd"), ("version", "2")): 1.0,
         (lenet, ("sha256", "ef"), ("version", "3")): 1.0,
     }, "what each of them serves, and no more what both replaced"
+    assert values["process_resident_memory_bytes", ()] > 3e7, "three processes"
+    assert values["process_cpu_seconds_total", ()] > 0
+    assert values["process_open_fds", ()] >= 9
     assert not [name for name, _ in values if name.endswith("_created")]
     assert not [labels for _, labels in values if "pid" in dict(labels)]
 
 
-REGULAR = """
-import asyncio
-import sys
-from pathlib import Path
-from prometheus_client import CollectorRegistry
-from prometheus_client.mmap_dict import MmapedDict
-from service import metrics
+# Buffers
 
-def answered():
-    (file,) = Path(sys.argv[1]).glob("counter_*.db")
-    return sum(
-        value
-        for key, value, *_ in MmapedDict.read_all_values_from_file(str(file))
-        if "lenet_requests_total" in key
+BUCKETS = (0.5, 1.0, 2.5)
+# Eighths: their sums are exact in any order.
+SIZES = st.integers(-8, 40).map(lambda eighths: eighths / 8) | st.sampled_from(BUCKETS)
+
+
+def shown(series):
+    """What an exposition has of it."""
+    (family,) = series.collect()
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for sample in family.samples
+        if not sample.name.endswith("_created")
+    }
+
+
+def histogram():
+    return Histogram("size", "Of an event.", buckets=BUCKETS, registry=None)
+
+
+@given(st.lists(st.lists(SIZES, max_size=8), min_size=1, max_size=4))
+def test_a_histogram_shows_what_it_would_have_shown_unbuffered(between_flushes):
+    buffered, plain = histogram(), histogram()
+    buffer = BufferedHistogram(buffered, BUCKETS)
+    for sizes in between_flushes:
+        for size in sizes:
+            buffer.observe(size)
+            plain.observe(size)
+        buffer.flush()
+        assert shown(buffered) == shown(plain)
+
+
+def test_a_size_on_a_bound_counts_below_it_and_one_past_all_counts_in_the_last():
+    series = histogram()
+    buffer = BufferedHistogram(series, BUCKETS)
+    for size in (0.5, 1.0, 1.001, 2.5, 2.501):
+        buffer.observe(size)
+    buffer.flush()
+    assert shown(series) == {
+        ("size_bucket", "0.5"): 1,
+        ("size_bucket", "1.0"): 2,
+        ("size_bucket", "2.5"): 4,
+        ("size_bucket", "+Inf"): 5,
+        ("size_count",): 5,
+        ("size_sum",): pytest.approx(7.502),
+    }
+
+
+@given(st.lists(st.lists(st.integers(0, 1000), max_size=5), min_size=1, max_size=4))
+def test_a_counter_shows_what_it_would_have_shown_unbuffered(between_flushes):
+    buffered, plain = (Counter("rows", "Counted.", registry=None) for _ in range(2))
+    buffer = BufferedCounter(buffered)
+    for amounts in between_flushes:
+        buffer.inc()
+        plain.inc()
+        for amount in amounts:
+            buffer.inc(amount)
+            plain.inc(amount)
+        buffer.flush()
+        assert shown(buffered) == shown(plain)
+
+
+def test_a_gauge_shows_its_last_value_even_if_that_is_0():
+    series = Gauge("busy", "Contexts.", registry=None)
+    buffer = BufferedGauge(series)
+    for values in ((3, 2), (5, 0)):
+        for value in values:
+            buffer.set(value)
+        buffer.flush()
+        assert shown(series) == {("busy",): values[-1]}
+
+
+def test_nothing_is_written_before_a_flush_and_nothing_twice():
+    rows, busy, size = (
+        Counter("rows", "Counted.", registry=None),
+        Gauge("busy", "Contexts.", registry=None),
+        histogram(),
     )
-
-async def main():
-    shared = metrics.Metrics(CollectorRegistry())
-    with shared.tallies.flushed_regularly():
-        shared.request_done("http", "ok")
-        assert answered() == 0
-        while answered() < 1:
-            await asyncio.sleep(0)
-        shared.request_done("http", "ok")
-    assert answered() == 2
-
-metrics.FLUSHED_EVERY_S = 0.01
-asyncio.run(main())
-"""
-
-
-def test_the_shared_folder_has_what_happened_without_being_asked_for(tmp_path):
-    subprocess.run(
-        [sys.executable, "-c", REGULAR, str(tmp_path)],
-        env=sharing(tmp_path),
-        check=True,
-        timeout=LONG_S,
-    )
+    series = (rows, busy, size)
+    buffers = (BufferedCounter(rows), BufferedGauge(busy), BufferedHistogram(size, BUCKETS))
+    at_first = [shown(one) for one in series]
+    for buffer in buffers:
+        buffer.flush()
+    assert [shown(one) for one in series] == at_first
+    buffers[0].inc(3)
+    buffers[1].set(3)
+    buffers[2].observe(0.75)
+    assert [shown(one) for one in series] == at_first
+    for buffer in buffers:
+        buffer.flush()
+    busy.set(7)  # by somebody else, since
+    after = [shown(one) for one in series]
+    assert after[0] == {("rows_total",): 3}
+    assert after[2]["size_count",] == 1
+    for buffer in buffers:
+        buffer.flush()
+    assert [shown(one) for one in series] == after

@@ -1,9 +1,10 @@
-"""The batcher on virtual time, with puppets for contexts: by example, then under random storms."""
+"""The batcher on virtual time, with puppets for workers: by example, then under random storms."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
@@ -12,9 +13,10 @@ import pytest
 from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
+from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
-from service.engine.contexts import BatchResult, BusyPoll, ContextPool
-from service.engine.queue import Answer, BatchQueue
+from service.engine.contexts import BusyPoll, ContextPool
+from service.engine.queue import BatchQueue, Prediction
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -22,6 +24,9 @@ from service.errors import (
     ServiceError,
     Unavailable,
 )
+
+FOREVER_S = 1e6
+"""A caller that waits so long in virtual time waits for ever."""
 
 
 class Boom(Exception):
@@ -32,7 +37,7 @@ class Boom(Exception):
 class Act:
     """How a puppet plays one batch: after `delay_s` it is ok, fails or answers too few rows.
 
-    `raise` fails at once, instead of starting the batch. A proof is ok or fails.
+    `raise` fails at once, instead of starting the batch. A validation is ok or fails.
     """
 
     delay_s: float = 1.0
@@ -62,77 +67,88 @@ class Weights:
     added: int
 
 
-class Model:
-    """A puppet for a weight file that was read; each is another version."""
+class Version:
+    """Stands for a weight file that was read."""
+
+    name = "lenet"
 
     def __init__(self, number: int = 0) -> None:
+        self.version = str(number)
         self.weights = Weights(10_000 * number)
 
 
-def tags_in(answer: Answer) -> list[int]:
-    """The tags, if every row was computed with the weights of the model that the answer names."""
+def tags_in(answer: Prediction) -> list[int]:
+    """The tags, if every row was computed with the weights of the version that is named."""
     assert (answer.probabilities == answer.probabilities[:, :1]).all()
-    return (answer.probabilities[:, 0].astype(int) - answer.model.weights.added).tolist()
+    return (answer.probabilities[:, 0].astype(int) - 10_000 * int(answer.version)).tolist()
 
 
 class PuppetWorker:
     """One thing after another, as on a thread: what comes while it works waits its turn."""
 
-    def __init__(self, pool: PuppetPool, weights: Weights) -> None:
-        self.pool = pool
-        self.device = 0
+    name, device = "puppet", 0
+    begun = done = 0
+
+    def __init__(
+        self, weights: Weights, script: Iterator[Act], checks: Iterator[Act], log: list[list[int]]
+    ) -> None:
         self.weights = weights
-        self.proven = {weights}
+        self.script, self.checks, self.log = script, checks, log
+        self.valid = {weights}
         self.has_batch = False
-        self.proof: asyncio.Future[None] | None = None
+        self.check: asyncio.Future[None] | None = None
         self.turns: list[Callable[[], None]] = []
         self.at_work = False
 
-    def run(self, batch: np.ndarray, weights: Weights) -> asyncio.Future[BatchResult]:
+    async def open(self) -> None: ...
+
+    async def close(self) -> None:
+        assert not self.at_work
+
+    def run(
+        self,
+        batch: np.ndarray,
+        weights: Weights,
+        on_done: Callable[[BatchResult | Exception], None],
+    ) -> None:
         assert not self.has_batch, "two batches at once on one context"
-        assert self.proof is None or self.proof.cancelled(), "a batch waits for a proof"
-        act = next(self.pool.script, OK)
-        self.pool.batches.append(tags_of(batch))
+        assert self.check is None or self.check.cancelled(), "a batch waits for a validation"
+        act = next(self.script, OK)
+        self.log.append(tags_of(batch))
         if act.outcome == "raise":
             raise Boom("run raised")
         self.has_batch = True
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[BatchResult] = loop.create_future()
 
         def begin() -> None:
             self.take_on(weights)
-            loop.call_later(act.delay_s, self.finish, act, batch, future)
+            asyncio.get_running_loop().call_later(act.delay_s, finish)
 
-        self.take_turn(begin)
-        return future
-
-    def finish(self, act: Act, batch: np.ndarray, future: asyncio.Future[BatchResult]) -> None:
-        self.has_batch = False
-        if act.outcome == "fail":
-            future.set_exception(Boom("the batch failed"))
-        else:
+        def finish() -> None:
+            self.has_batch = False
             rows = tags_of(batch)[: -1 if act.outcome == "short" else None]
             answers = np.array(rows, np.float32) + self.weights.added
             probabilities = np.repeat(answers[:, None], 10, axis=1)
-            future.set_result(BatchResult(probabilities, act.delay_s, 0.25, len(rows), True))
-        self.end_turn()
+            self.end_turn()
+            failed = act.outcome == "fail"
+            on_done(Boom("failed") if failed else BatchResult(probabilities, 8, True, 0.25))
+
+        self.take_turn(begin)
 
     def stage(self, weights: Weights) -> asyncio.Future[None]:
         assert not self.has_batch, "not between two batches"
-        assert self not in self.pool.idle, "a batch may come"
-        act = next(self.pool.proofs, OK)
+        act = next(self.checks, OK)
         loop = asyncio.get_running_loop()
-        future = self.proof = loop.create_future()
+        future = self.check = loop.create_future()
 
         def end() -> None:
-            self.proof = None
+            self.check = None
             if act.outcome == "ok":
-                self.proven = {self.weights, weights}
+                self.valid = {self.weights, weights}
             if not future.cancelled():
                 if act.outcome == "ok":
                     future.set_result(None)
                 else:
-                    future.set_exception(Boom("not proven"))
+                    future.set_exception(Boom("not valid"))
             self.end_turn()
 
         self.take_turn(lambda: loop.call_later(act.delay_s, end))
@@ -150,7 +166,7 @@ class PuppetWorker:
         return future
 
     def take_on(self, weights: Weights) -> None:
-        assert weights in self.proven, "these weights were not proven on this context"
+        assert weights in self.valid, "these weights were not validated on this context"
         self.weights = weights
 
     def take_turn(self, turn: Callable[[], object]) -> None:
@@ -166,434 +182,297 @@ class PuppetWorker:
             self.take_turn(self.turns.pop(0))
 
 
-class PuppetPool(ContextPool):
-    """The real pool over puppets."""
-
-    def __init__(
-        self, size: int, weights: Weights, script: Iterator[Act], proofs: Iterator[Act]
-    ) -> None:
-        super().__init__([lambda: None], size, "puppet", lambda *_: None, 1.0)
-        self.script, self.proofs = script, proofs
-        self._workers = [PuppetWorker(self, weights) for _ in range(size)]
-        self._free = [list(self._workers)]
-        self.batches: list[list[int]] = []
-
-    @property
-    def idle(self) -> list[PuppetWorker]:
-        return self._free[0]
-
-    def release(self, worker: PuppetWorker) -> None:
-        assert not worker.has_batch, "released at work"
-        super().release(worker)
-
-
 @dataclass
 class Watcher:
-    """Notes what a batcher tells; raises at the calls named in `raises_at`."""
+    """Notes what a batcher counts."""
 
-    raises_at: frozenset[int] = frozenset()
-    raises_in: str = ""
-    calls: int = 0
     cuts: list[tuple[int, str, int, int]] = field(default_factory=list)
     done: list[tuple[int, float, int]] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=lambda: {"cancelled": 0, "late": 0})
 
-    def maybe_raise(self, place: str) -> None:
-        self.calls += 1
-        if self.calls in self.raises_at or place == self.raises_in:
-            raise Boom(place)
-
     def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
         self.cuts.append((rows, reason, waiting_rows, busy))
-        self.maybe_raise("batch_cut")
 
-    def batch_done(self, rows: int, compute_s: float, busy: int, **device: float) -> None:
-        assert device == {"device_s": 0.25, "padding_rows": rows, "graph_hit": True}
+    def batch_done(self, rows: int, result: BatchResult, compute_s: float, busy: int) -> None:
+        assert (result.computed_rows, result.captured, result.device_s) == (8, True, 0.25)
         self.done.append((rows, compute_s, busy))
-        self.maybe_raise("batch_done")
 
     def rows_dropped(self, rows: int, reason: str) -> None:
         assert rows > 0
         self.dropped[reason] += rows
-        self.maybe_raise(reason)
 
 
 @dataclass
 class Stage:
-    """A batcher among puppets."""
+    """A batcher over a real pool of puppets; leaving checks that nothing is left behind."""
 
     loop: asyncio.AbstractEventLoop
     acts: tuple[Act, ...] = ()
-    proofs: tuple[Act, ...] = ()
+    checks: tuple[Act, ...] = ()
     contexts: int = 1
     max_batch_rows: int = 4
     max_queue_rows: int = 100
     max_wait_s: float = 0.0
-    watcher: Watcher = field(default_factory=Watcher)
 
-    def __post_init__(self) -> None:
+    async def __aenter__(self) -> Stage:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
-        self.first = Model()
-        self.pool = PuppetPool(
-            self.contexts, self.first.weights, iter(self.acts), iter(self.proofs)
+        self.first = Version()
+        self.batches: list[list[int]] = []
+        script, checks = iter(self.acts), iter(self.checks)
+        self.workers = [
+            PuppetWorker(self.first.weights, script, checks, self.batches)
+            for _ in range(self.contexts)
+        ]
+        self.pool = ContextPool(self.workers, lambda *_: None, hang_timeout_s=1e3 * FOREVER_S)
+        await self.pool.__aenter__()
+        self.watcher = Watcher()
+        self.batcher = Batcher(
+            *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0), self.loop.time)
         )
-        self.batcher = Batcher(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0))
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
             lambda _, context: self.complaints.append(context["exception"])
         )
+        return self
 
-    def submit(self, tag: int, rows: int = 1, timeout_s: float = 100.0) -> asyncio.Task[Answer]:
+    async def __aexit__(self, kind: object, *_: object) -> None:
+        if kind is None:
+            await asyncio.sleep(1000)  # batches end that nobody waits for
+            assert (self.queue.rows, len(self.queue), self.pool.busy) == (0, 0, 0)
+            before_s = self.loop.time()
+            await self.batcher.drain(1000)
+            assert self.loop.time() == before_s, "there was something to wait for"
+            assert not self.complaints
+        await self.pool.__aexit__(None)
+        if kind is None:
+            assert len(self.loop.pending_timers()) == 1, "more than the limit of the whole test"
+
+    def submit(self, tag: int, rows: int = 1, timeout_s: float = 100.0) -> asyncio.Task[Prediction]:
         return self.loop.create_task(self.batcher.submit(images(tag, rows), timeout_s))
 
     async def until(self, time_s: float) -> None:
         await asyncio.sleep(time_s - self.loop.time())
 
-    def assert_clean(self) -> None:
-        """Nothing is left behind, once everybody has an answer and every context has finished."""
-        assert (self.queue.rows, len(self.queue)) == (0, 0)
-        assert self.pool.busy == 0
-        assert not self.batcher._in_flight
-        assert not self.batcher._requests
-        assert self.batcher._idle.is_set()
-        assert self.loop.pending_timers() == []
+
+def staged(*acts: Act, **options):
+    """Run `test(stage, ...)` on virtual time, with a `Stage` of these options."""
+
+    def decorate(test):
+        parameters = list(inspect.signature(test).parameters.values())
+        fixture = inspect.Parameter("run_virtually", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+
+        def run(run_virtually, **others):
+            async def main(loop):
+                async with asyncio.timeout(FOREVER_S), Stage(loop, acts, **options) as stage:
+                    await test(stage, **others)
+
+            run_virtually(main)
+
+        run.__signature__ = inspect.Signature([fixture, *parameters[1:]])
+        run.__name__ = test.__name__
+        return run
+
+    return decorate
 
 
 # --- by example
 
 
-def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(run_virtually):
-    async def main(loop):
-        stage = Stage(loop)
-        answers = await asyncio.gather(*(stage.submit(10 * n, n) for n in (1, 2)))
-        assert [tags_in(answer) for answer in answers] == [[10], [20, 21]]
-        assert stage.pool.batches == [[10, 20, 21]]
-        assert stage.watcher.cuts == [(3, "idle", 0, 1)]
-        assert stage.watcher.done == [(3, 1.0, 0)]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged()
+async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
+    answers = await asyncio.gather(*(stage.submit(10 * n, n) for n in (1, 2)))
+    assert [tags_in(answer) for answer in answers] == [[10], [20, 21]]
+    assert stage.batches == [[10, 20, 21]]
+    assert stage.watcher.cuts == [(3, "idle", 0, 1)]
+    assert stage.watcher.done == [(3, 1.0, 0)]
 
 
-def test_a_batch_grows_while_every_context_is_busy(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, contexts=2, max_batch_rows=3)
-        tasks = []
-        for tag in range(8):
-            tasks.append(stage.submit(tag))
-            await asyncio.sleep(0.1)
-        answers = await asyncio.gather(*tasks)
-        assert [tags_in(answer) for answer in answers] == [[tag] for tag in range(8)]
-        assert stage.pool.batches == [[0], [1], [2, 3, 4], [5, 6, 7]]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(contexts=2, max_batch_rows=3)
+async def test_a_batch_grows_while_every_context_is_busy(stage):
+    tasks = []
+    for tag in range(8):
+        tasks.append(stage.submit(tag))
+        await asyncio.sleep(0.1)
+    answers = await asyncio.gather(*tasks)
+    assert [tags_in(answer) for answer in answers] == [[tag] for tag in range(8)]
+    assert stage.batches == [[0], [1], [2, 3, 4], [5, 6, 7]]
 
 
-def test_an_answer_says_where_its_time_went_when_it_waited(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(2.0), Act(0.5), Act(0.75)), max_batch_rows=2)
-        first = stage.submit(1)
-        await stage.until(0.5)
-        second = stage.submit(2, rows=4)
-        assert (await first).queue_s == 0.0
-        answer = await second
-        assert answer.queue_s == 1.5
-        assert answer.compute_s == 1.25, "from its first cut to its last answer"
-
-    run_virtually(main)
+@staged(Act(2.0), Act(0.5), Act(0.75), max_batch_rows=2)
+async def test_an_answer_says_where_its_time_went_when_it_waited(stage):
+    first = stage.submit(1)
+    await stage.until(0.5)
+    second = stage.submit(2, rows=4)
+    assert (await first).queue_s == 0.0
+    answer = await second
+    assert answer.queue_s == 1.5
+    assert answer.compute_s == 1.25, "from its first cut to its last answer"
 
 
-def test_a_large_request_is_split_and_joined_when_its_parts_finish_out_of_order(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(5.0), Act(1.0), Act(3.0)), contexts=3)
-        answer = await stage.submit(100, rows=10)
-        assert tags_in(answer) == list(range(100, 110))
-        assert [len(batch) for batch in stage.pool.batches] == [4, 4, 2]
-        assert loop.time() == 5.0
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(5.0), Act(1.0), Act(3.0), contexts=3)
+async def test_a_large_request_is_split_and_joined_when_its_parts_finish_out_of_order(stage):
+    answer = await stage.submit(100, rows=10)
+    assert tags_in(answer) == list(range(100, 110))
+    assert [len(batch) for batch in stage.batches] == [4, 4, 2]
+    assert stage.loop.time() == 5.0
 
 
-def test_a_small_request_waits_for_one_batch_only_when_a_large_one_is_before_it(run_virtually):
-    async def main(loop):
-        stage = Stage(loop)
-        large = stage.submit(100, rows=40)
-        small = stage.submit(7)
-        await small
-        assert loop.time() == 2.0
-        await large
-        assert loop.time() == 11.0
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged()
+async def test_a_small_request_waits_for_one_batch_only_when_a_large_one_is_before_it(stage):
+    large = stage.submit(100, rows=40)
+    small = stage.submit(7)
+    await small
+    assert stage.loop.time() == 2.0
+    await large
+    assert stage.loop.time() == 11.0
 
 
-def test_a_request_is_refused_and_nothing_changes_when_the_queue_is_full(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, max_queue_rows=5)
-        with pytest.raises(Overloaded):
-            await stage.submit(0, rows=6)
-        stage.assert_clean()
-        assert tags_in(await stage.submit(1, rows=5)) == [1, 2, 3, 4, 5]
-
-    run_virtually(main)
+@staged(max_queue_rows=5)
+async def test_a_request_is_refused_and_nothing_changes_when_the_queue_is_full(stage):
+    with pytest.raises(Overloaded):
+        await stage.submit(0, rows=6)
+    assert tags_in(await stage.submit(1, rows=5)) == [1, 2, 3, 4, 5]
 
 
-def test_waiting_rows_leave_the_queue_when_their_caller_is_cancelled(run_virtually):
-    async def main(loop):
-        stage = Stage(loop)
-        mate = stage.submit(1, rows=4)
-        gone = stage.submit(50, rows=3)
-        await stage.until(0.5)
-        gone.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await gone
-        assert stage.queue.rows == 0
-        assert tags_in(await mate) == [1, 2, 3, 4]
-        assert stage.watcher.dropped == {"cancelled": 3, "late": 0}
-        assert stage.pool.batches == [[1, 2, 3, 4]]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged()
+async def test_waiting_rows_leave_the_queue_when_their_caller_is_cancelled(stage):
+    mate = stage.submit(1, rows=4)
+    gone = stage.submit(50, rows=3)
+    await stage.until(0.5)
+    gone.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await gone
+    assert stage.queue.rows == 0
+    assert tags_in(await mate) == [1, 2, 3, 4]
+    assert stage.watcher.dropped == {"cancelled": 3, "late": 0}
+    assert stage.batches == [[1, 2, 3, 4]]
 
 
-def test_batch_mates_get_their_rows_when_a_caller_is_cancelled_in_flight(run_virtually):
-    async def main(loop):
-        stage = Stage(loop)
-        before, gone, after = stage.submit(1), stage.submit(50, rows=2), stage.submit(2)
-        await stage.until(0.5)
-        gone.cancel()
-        answers = await asyncio.gather(before, gone, after, return_exceptions=True)
-        assert tags_in(answers[0]) == [1]
-        assert isinstance(answers[1], asyncio.CancelledError)
-        assert tags_in(answers[2]) == [2]
-        assert stage.watcher.dropped == {"cancelled": 0, "late": 0}, "its rows were computed"
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged()
+async def test_batch_mates_get_their_rows_when_a_caller_is_cancelled_in_flight(stage):
+    before, gone, after = stage.submit(1), stage.submit(50, rows=2), stage.submit(2)
+    await stage.until(0.5)
+    gone.cancel()
+    answers = await asyncio.gather(before, gone, after, return_exceptions=True)
+    assert tags_in(answers[0]) == [1]
+    assert isinstance(answers[1], asyncio.CancelledError)
+    assert tags_in(answers[2]) == [2]
+    assert stage.watcher.dropped == {"cancelled": 0, "late": 0}, "its rows were computed"
 
 
 @pytest.mark.parametrize(("rows", "dropped"), [(4, 0), (6, 2)])
-def test_a_caller_is_told_at_its_deadline_when_its_batch_still_runs(run_virtually, rows, dropped):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(5.0),))
-        late = stage.submit(1, rows=rows, timeout_s=2.0)
-        with pytest.raises(DeadlineExceeded, match="no answer within 2000 ms"):
-            await late
-        assert loop.time() == 2.0
-        assert stage.watcher.dropped == {"cancelled": 0, "late": dropped}
-        await stage.until(6.0)
-        assert len(stage.pool.batches) == 1
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(5.0))
+async def test_a_caller_is_told_at_its_deadline_when_its_batch_still_runs(stage, rows, dropped):
+    late = stage.submit(1, rows=rows, timeout_s=2.0)
+    with pytest.raises(DeadlineExceeded, match="no answer within 2000 ms"):
+        await late
+    assert stage.loop.time() == 2.0
+    assert stage.watcher.dropped == {"cancelled": 0, "late": dropped}
+    await stage.until(6.0)
+    assert len(stage.batches) == 1
 
 
-def test_a_late_request_is_not_computed_when_a_context_comes_free(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(2.0), OK))
-        first = stage.submit(1)
-        await stage.until(0.5)
-        late, patient = stage.submit(2, timeout_s=1.0), stage.submit(3)
-        answers = await asyncio.gather(first, late, patient, return_exceptions=True)
-        assert isinstance(answers[1], DeadlineExceeded)
-        assert stage.pool.batches == [[1], [3]]
-        assert stage.watcher.dropped == {"cancelled": 0, "late": 1}
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(2.0), OK)
+async def test_a_late_request_is_not_computed_when_a_context_comes_free(stage):
+    first = stage.submit(1)
+    await stage.until(0.5)
+    late, patient = stage.submit(2, timeout_s=1.0), stage.submit(3)
+    answers = await asyncio.gather(first, late, patient, return_exceptions=True)
+    assert isinstance(answers[1], DeadlineExceeded)
+    assert stage.batches == [[1], [3]]
+    assert stage.watcher.dropped == {"cancelled": 0, "late": 1}
 
 
-def test_a_request_without_any_time_is_late_and_no_context_works(run_virtually):
-    async def main(loop):
-        stage = Stage(loop)
-        with pytest.raises(DeadlineExceeded):
-            await stage.submit(1, rows=2, timeout_s=0.0)
-        assert stage.pool.batches == []
-        assert stage.watcher.dropped == {"cancelled": 0, "late": 2}
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged()
+async def test_a_request_without_any_time_is_late_and_no_context_works(stage):
+    with pytest.raises(DeadlineExceeded):
+        await stage.submit(1, rows=2, timeout_s=0.0)
+    assert stage.batches == []
+    assert stage.watcher.dropped == {"cancelled": 0, "late": 2}
 
 
 @pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
-def test_each_caller_gets_an_error_of_its_own_when_their_batch_fails(run_virtually, outcome):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(1.0, outcome),))
-        errors = await asyncio.gather(stage.submit(1), stage.submit(2), return_exceptions=True)
-        assert all(type(error) is InferenceFailed for error in errors)
-        assert errors[0] is not errors[1]
-        cause = AssertionError if outcome == "short" else Boom
-        assert all(isinstance(error.__cause__, cause) for error in errors)
-        assert tags_in(await stage.submit(3)) == [3], "the batcher lives"
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged()
+async def test_each_caller_gets_an_error_of_its_own_when_their_batch_fails(stage, outcome):
+    stage.workers[0].script = iter([Act(1.0, outcome)])
+    errors = await asyncio.gather(stage.submit(1), stage.submit(2), return_exceptions=True)
+    assert all(type(error) is InferenceFailed for error in errors)
+    assert errors[0] is not errors[1]
+    cause = AssertionError if outcome == "short" else Boom
+    assert all(isinstance(error.__cause__, cause) for error in errors)
+    assert tags_in(await stage.submit(3)) == [3], "the batcher lives"
 
 
-def test_the_rest_of_a_request_is_not_computed_when_one_of_its_batches_fails(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(1.0, "fail"), OK))
-        broken, other = stage.submit(100, rows=10), stage.submit(1)
-        with pytest.raises(InferenceFailed):
-            await broken
-        assert tags_in(await other) == [1]
-        assert stage.pool.batches == [[100, 101, 102, 103], [1]]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(1.0, "fail"), OK)
+async def test_the_rest_of_a_request_is_not_computed_when_one_of_its_batches_fails(stage):
+    broken, other = stage.submit(100, rows=10), stage.submit(1)
+    with pytest.raises(InferenceFailed):
+        await broken
+    assert tags_in(await other) == [1]
+    assert stage.batches == [[100, 101, 102, 103], [1]]
 
 
-def test_a_request_fails_once_when_two_of_its_batches_fail(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(2.0, "fail"), Act(1.0, "fail")), contexts=2)
-        with pytest.raises(InferenceFailed):
-            await stage.submit(1, rows=8)
-        assert loop.time() == 1.0
-        await stage.until(3.0)
-        stage.assert_clean()
-        assert stage.complaints == []
-
-    run_virtually(main)
+@staged(Act(2.0, "fail"), Act(1.0, "fail"), contexts=2)
+async def test_a_request_fails_once_when_two_of_its_batches_fail(stage):
+    with pytest.raises(InferenceFailed):
+        await stage.submit(1, rows=8)
+    assert stage.loop.time() == 1.0
+    await stage.until(3.0)
+    assert stage.complaints == []
 
 
-def test_later_requests_are_answered_when_the_observer_raised_at_a_cut(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, watcher=Watcher(raises_at=frozenset({1})))
-        with pytest.raises(InferenceFailed) as caught:
-            await stage.submit(1)
-        assert isinstance(caught.value.__cause__, Boom)
-        assert stage.pool.busy == 1, "the context is not given back before its batch ends"
-        assert tags_in(await stage.submit(2)) == [2]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(max_wait_s=0.5)
+async def test_a_batch_waits_for_more_rows_when_it_may(stage):
+    first = stage.submit(1)
+    await stage.until(0.3)
+    second = stage.submit(2)
+    await first
+    assert stage.loop.time() == 1.5
+    assert tags_in(await second) == [2]
+    assert stage.watcher.cuts == [(2, "waited", 0, 1)]
 
 
-def test_later_requests_are_answered_when_the_observer_raised_at_an_end(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, watcher=Watcher(raises_at=frozenset({2})))
-        with pytest.raises(InferenceFailed):
-            await stage.submit(1)
-        assert tags_in(await stage.submit(2)) == [2]
-        stage.assert_clean()
-
-    run_virtually(main)
-
-
-def test_a_late_caller_is_told_when_the_observer_raises_about_it(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(5.0),), watcher=Watcher(raises_in="late"))
-        first = stage.submit(1)
-        await stage.until(0.5)
-        with pytest.raises(DeadlineExceeded):
-            await stage.submit(2, timeout_s=1.0)
-        assert loop.time() == 1.5
-        assert [str(complaint) for complaint in stage.complaints] == ["late"]
-        assert tags_in(await first) == [1]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(max_wait_s=0.5)
+async def test_a_full_batch_does_not_wait_when_it_might(stage):
+    first = stage.submit(1)
+    await stage.until(0.25)
+    second = stage.submit(2, rows=3)
+    await asyncio.gather(first, second)
+    assert stage.loop.time() == 1.25
+    assert stage.watcher.cuts == [(4, "full", 0, 1)]
 
 
-def test_late_callers_are_told_when_the_observer_raises_at_their_cut(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, watcher=Watcher(raises_in="late"))
-        late = [stage.submit(tag, timeout_s=0.0) for tag in (1, 2)]
-        on_time = stage.submit(3)
-        outcomes = await asyncio.gather(*late, on_time, return_exceptions=True)
-        kinds = [type(outcome) for outcome in outcomes]
-        assert kinds == [DeadlineExceeded, DeadlineExceeded, InferenceFailed]
-        await stage.until(2.0)
-        stage.assert_clean()
-
-    run_virtually(main)
-
-
-def test_the_batcher_comes_to_rest_when_the_observer_raises_at_a_cancellation(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, watcher=Watcher(raises_in="cancelled"))
-        stage.pool.idle.clear()
-        gone = stage.submit(1)
-        await asyncio.sleep(0)
-        gone.cancel()
-        with pytest.raises(Boom):
-            await gone
-        await stage.batcher.drain(1.0)
-        assert loop.time() == 0.0, "nothing was left to wait for"
-
-    run_virtually(main)
+@staged(Act(1.0), Act(1.0), max_wait_s=50.0)
+async def test_waiting_requests_are_answered_at_once_and_new_ones_refused_when_draining(stage):
+    waiting = stage.submit(1, rows=2)
+    await stage.until(0.5)
+    drained = stage.loop.create_task(stage.batcher.drain(10.0))
+    await asyncio.sleep(0)
+    with pytest.raises(Unavailable) as refused:
+        await stage.submit(9)
+    assert refused.value.retry_after_s == 1
+    assert tags_in(await waiting) == [1, 2]
+    await drained
+    assert stage.loop.time() == 1.5
+    assert stage.watcher.cuts == [(2, "drain", 0, 1)]
 
 
-def test_a_batch_waits_for_more_rows_when_it_may(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, max_wait_s=0.5)
-        first = stage.submit(1)
-        await stage.until(0.3)
-        second = stage.submit(2)
-        await first
-        assert loop.time() == 1.5
-        assert tags_in(await second) == [2]
-        assert stage.watcher.cuts == [(2, "waited", 0, 1)]
-        stage.assert_clean()
-
-    run_virtually(main)
-
-
-def test_a_full_batch_does_not_wait_when_it_might(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, max_wait_s=0.5)
-        first = stage.submit(1)
-        await stage.until(0.25)
-        second = stage.submit(2, rows=3)
-        await asyncio.gather(first, second)
-        assert loop.time() == 1.25
-        assert stage.watcher.cuts == [(4, "full", 0, 1)]
-
-    run_virtually(main)
-
-
-def test_waiting_requests_are_answered_at_once_and_new_ones_refused_when_draining(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(1.0), Act(1.0)), max_wait_s=50.0)
-        waiting = stage.submit(1, rows=2)
-        await stage.until(0.5)
-        drained = loop.create_task(stage.batcher.drain(10.0))
-        await asyncio.sleep(0)
-        with pytest.raises(Unavailable) as refused:
-            await stage.submit(9)
-        assert refused.value.retry_after_s == 1
-        assert tags_in(await waiting) == [1, 2]
-        await drained
-        assert loop.time() == 1.5
-        assert stage.watcher.cuts == [(2, "drain", 0, 1)]
-        stage.assert_clean()
-
-    run_virtually(main)
-
-
-def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_too_long(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(50.0),))
-        in_flight, split = stage.submit(1, rows=3), stage.submit(20, rows=3)
-        waiting, late = stage.submit(40, rows=9), stage.submit(60, timeout_s=2.0)
-        await stage.until(1.0)
-        await stage.batcher.drain(1.0)
-        assert loop.time() == 2.0
-        tasks = (in_flight, split, waiting, late)
-        errors = await asyncio.gather(*tasks, return_exceptions=True)
-        assert [type(error) for error in errors[:3]] == [Unavailable] * 3
-        assert isinstance(errors[3], (Unavailable, DeadlineExceeded))
-        assert len({id(error) for error in errors}) == 4
-        assert loop.time() == 2.0
-        assert stage.queue.rows == 0
-        await stage.until(60.0)
-        assert len(stage.pool.batches) == 1
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(50.0))
+async def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_too_long(stage):
+    in_flight, split = stage.submit(1, rows=3), stage.submit(20, rows=3)
+    waiting, late = stage.submit(40, rows=9), stage.submit(60, timeout_s=2.0)
+    await stage.until(1.0)
+    await stage.batcher.drain(1.0)
+    assert stage.loop.time() == 2.0
+    tasks = (in_flight, split, waiting, late)
+    errors = await asyncio.gather(*tasks, return_exceptions=True)
+    assert [type(error) for error in errors[:3]] == [Unavailable] * 3
+    assert isinstance(errors[3], (Unavailable, DeadlineExceeded))
+    assert len({id(error) for error in errors}) == 4
+    assert stage.loop.time() == 2.0
+    assert stage.queue.rows == 0
+    await stage.until(60.0)
+    assert len(stage.batches) == 1
 
 
 @given(
@@ -604,28 +483,27 @@ def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_too_long
 def test_everybody_without_an_answer_is_told_at_once_when_the_device_is_lost(
     run_virtually, arrivals, contexts, lost_at
 ):
-    async def main(loop):
-        acts = (Act(1.0), Act(500.0), Act(0.5, "fail")) * 9
-        stage = Stage(loop, acts=acts, contexts=contexts)
-        ended = {}
+    lost_s = (2 * lost_at + 1) / 16  # between the ticks
+    ended = {}
 
+    @staged(*((Act(1.0), Act(500.0), Act(0.5, "fail")) * 9), contexts=contexts)
+    async def lose(stage):
         async def call(number, tick, rows):
             await stage.until(tick / 8)
             try:
                 return await stage.batcher.submit(images(100 * number, rows), 100.0)
             finally:
-                ended[number] = loop.time()
+                ended[number] = stage.loop.time()
 
         calls = [
-            loop.create_task(call(number, tick, rows))
+            stage.loop.create_task(call(number, tick, rows))
             for number, (tick, rows) in enumerate(arrivals)
         ]
-        lost_s = (2 * lost_at + 1) / 16  # between the ticks
         await stage.until(lost_s)
-        stage.batcher.abandon()
+        stage.batcher.fail_all()
         answers = await asyncio.gather(*calls, return_exceptions=True)
         for number, ((tick, _), answer) in enumerate(zip(arrivals, answers, strict=True)):
-            if isinstance(answer, Answer | InferenceFailed):
+            if isinstance(answer, Prediction | InferenceFailed):
                 assert ended[number] < lost_s
             else:
                 assert isinstance(answer, Unavailable)
@@ -634,32 +512,24 @@ def test_everybody_without_an_answer_is_told_at_once_when_the_device_is_lost(
                 assert ended[number] == max(lost_s, tick / 8)
         with pytest.raises(Unavailable, match="lost its device"):
             await stage.batcher.submit(images(0, 1), 1.0)
-        await asyncio.sleep(1000)  # batches end that nobody waits for
-        stage.assert_clean()
         assert stage.watcher.dropped == {"cancelled": 0, "late": 0}
-        assert not stage.complaints
 
-    run_virtually(main)
+    lose(run_virtually)
 
 
-def test_a_batch_that_ends_after_the_device_was_lost_is_not_told_a_second_time(
-    run_virtually, caplog
-):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(1.0, "fail"),))
-        running = stage.submit(1)
-        await stage.until(0.5)
-        stage.batcher.abandon()
-        with pytest.raises(Unavailable):
-            await running
-        await stage.until(2.0)
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(1.0, "fail"))
+async def test_a_batch_that_ends_after_the_device_was_lost_is_not_logged(stage, caplog):
+    running = stage.submit(1)
+    await stage.until(0.5)
+    stage.batcher.fail_all()
+    with pytest.raises(Unavailable):
+        await running
+    await stage.until(2.0)
     assert not caplog.records
 
 
-def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(run_virtually, monkeypatch):
+@staged(max_queue_rows=12)
+async def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(stage, monkeypatch):
     began, ended = [], []
 
     def begin(name):
@@ -668,176 +538,152 @@ def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(run_virtu
 
     monkeypatch.setattr("lenet.nvtx.begin", begin)
     monkeypatch.setattr("lenet.nvtx.end", ended.append)
-
-    async def main(loop):
-        stage = Stage(loop, max_queue_rows=12)
-        answered, split = stage.submit(1), stage.submit(10, rows=7)
-        await stage.until(0.5)
-        assert ended == [1, 2]
-        late, cancelled = stage.submit(30, timeout_s=0.25), stage.submit(40)
-        await stage.until(0.6)
-        cancelled.cancel()
-        with pytest.raises(Overloaded):
-            await stage.submit(50, rows=13)
-        await asyncio.gather(answered, split, late, cancelled, return_exceptions=True)
-        assert began == ["queue"] * 4, "one that is refused does not wait"
-        assert sorted(ended) == [1, 2, 3, 4]
-
-    run_virtually(main)
+    answered, split = stage.submit(1), stage.submit(10, rows=7)
+    await stage.until(0.5)
+    assert ended == [1, 2]
+    late, cancelled = stage.submit(30, timeout_s=0.25), stage.submit(40)
+    await stage.until(0.6)
+    cancelled.cancel()
+    with pytest.raises(Overloaded):
+        await stage.submit(50, rows=13)
+    await asyncio.gather(answered, split, late, cancelled, return_exceptions=True)
+    assert began == ["queue"] * 4, "one that is refused does not wait"
+    assert sorted(ended) == [1, 2, 3, 4]
 
 
-def test_draining_is_immediate_when_nothing_waits(run_virtually):
-    async def main(loop):
-        stage = Stage(loop)
-        await stage.batcher.drain(0.0)
-        await stage.batcher.drain(5.0)
-        assert loop.time() == 0.0
-
-    run_virtually(main)
+@staged()
+async def test_draining_is_immediate_when_nothing_waits(stage):
+    await stage.batcher.drain(0.0)
+    await stage.batcher.drain(5.0)
+    assert stage.loop.time() == 0.0
 
 
 # --- while the model is replaced
 
 
-def test_all_parts_are_of_the_version_that_was_served_when_the_request_came(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, proofs=(Act(0.5),))
-        large = stage.submit(100, rows=10)
-        await stage.until(0.5)
-        second = Model(1)
-        replaced = loop.create_task(stage.batcher.replace(second))
-        await stage.until(1.25)  # one part of three is computed, the context is being asked
-        still = stage.submit(1)
-        await stage.until(1.75)
-        later = stage.submit(2)
-        for task, tags, model in (
-            (still, [1], stage.first),
-            (large, list(range(100, 110)), stage.first),
-            (later, [2], second),
-        ):
-            answer = await task
-            assert tags_in(answer) == tags
-            assert answer.model is model
-        assert await replaced is None
-        assert stage.pool.batches == [
-            *([100, 101, 102, 103], [104, 105, 106, 107], [1, 108, 109], [2])
-        ]
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(checks=(Act(0.5),))
+async def test_all_parts_are_of_the_version_that_was_served_when_the_request_came(stage):
+    large = stage.submit(100, rows=10)
+    await stage.until(0.5)
+    second = Version(1)
+    replaced = stage.loop.create_task(stage.batcher.replace(second))
+    await stage.until(1.25)  # one part of three is computed, the context is being asked
+    still = stage.submit(1)
+    await stage.until(1.75)
+    later = stage.submit(2)
+    for task, tags, version in (
+        (still, [1], stage.first),
+        (large, list(range(100, 110)), stage.first),
+        (later, [2], second),
+    ):
+        answer = await task
+        assert tags_in(answer) == tags
+        assert answer.version == version.version
+    assert await replaced is None
+    assert stage.batches == [*([100, 101, 102, 103], [104, 105, 106, 107], [1, 108, 109], [2])]
 
 
-def test_a_new_request_does_not_wait_for_an_old_one_of_many_batches(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, proofs=(Act(0.0),))
-        large = stage.submit(100, rows=40)
-        await stage.until(0.5)
-        second = Model(1)
-        replaced = loop.create_task(stage.batcher.replace(second))
-        await stage.until(1.5)
-        small = await stage.submit(7)
-        assert (tags_in(small), small.model) == ([7], second)
-        assert loop.time() == 4.0, "it waited for one batch, and had one of its own"
-        assert not replaced.done(), "an answer of the first version is still to come"
-        assert tags_in(await large) == list(range(100, 140))
-        assert loop.time() == 11.0
-        assert await replaced is None
-        assert stage.pool.workers[0].weights is second.weights
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(checks=(Act(0.0),))
+async def test_a_new_request_does_not_wait_for_an_old_one_of_many_batches(stage):
+    large = stage.submit(100, rows=40)
+    await stage.until(0.5)
+    second = Version(1)
+    replaced = stage.loop.create_task(stage.batcher.replace(second))
+    await stage.until(1.5)
+    small = await stage.submit(7)
+    assert (tags_in(small), small.version) == ([7], "1")
+    assert stage.loop.time() == 4.0, "it waited for one batch, and had one of its own"
+    assert not replaced.done(), "an answer of the first version is still to come"
+    assert tags_in(await large) == list(range(100, 140))
+    assert stage.loop.time() == 11.0
+    assert await replaced is None
+    assert stage.pool.workers[0].weights is second.weights
 
 
-def test_the_other_contexts_answer_when_one_proves_the_new_weights(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, proofs=(Act(5.0), Act(5.0)), contexts=2)
-        replaced = loop.create_task(stage.batcher.replace(Model(1)))
-        for number in range(9):
-            await stage.until(number)
-            answer = await stage.submit(number)
-            assert answer.model is stage.first
-            assert loop.time() == number + 1.0
-        await replaced
-        assert loop.time() == 10.0
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(checks=(Act(5.0), Act(5.0)), contexts=2)
+async def test_the_other_contexts_answer_when_one_validates_the_new_weights(stage):
+    replaced = stage.loop.create_task(stage.batcher.replace(Version(1)))
+    for number in range(9):
+        await stage.until(number)
+        answer = await stage.submit(number)
+        assert answer.version == "0"
+        assert stage.loop.time() == number + 1.0
+    await replaced
+    assert stage.loop.time() == 10.0
 
 
-@pytest.mark.parametrize("proofs", ["x", "ox", "oox"])
-def test_the_old_version_answers_on_when_any_context_refuses_the_new_one(run_virtually, proofs):
-    async def main(loop):
-        acts = [Act(1.0, "ok" if proof == "o" else "fail") for proof in proofs]
-        stage = Stage(loop, proofs=tuple(acts), contexts=3)
-        replaced = loop.create_task(stage.batcher.replace(Model(1)))
-        answers = []
-        for number in range(5):
-            await stage.until(0.75 * number)
-            answers.append(stage.submit(number))
-        error = await replaced
-        assert isinstance(error, Boom)
-        for number, task in enumerate(answers):
-            answer = await task
-            assert (tags_in(answer), answer.model) == ([number], stage.first)
-        assert stage.batcher.model is stage.first
-        assert all(worker.weights is stage.first.weights for worker in stage.pool.workers)
-        second = Model(2)
-        assert await stage.batcher.replace(second) is None
-        assert (await stage.submit(9)).model is second
-        stage.assert_clean()
-
-    run_virtually(main)
+@pytest.mark.parametrize("outcomes", ["fail", "ok fail", "ok ok fail"])
+@staged(contexts=3)
+async def test_the_old_version_answers_on_when_any_context_refuses_the_new_one(stage, outcomes):
+    checks = iter([Act(1.0, outcome) for outcome in outcomes.split()])
+    for worker in stage.workers:
+        worker.checks = checks
+    replaced = stage.loop.create_task(stage.batcher.replace(Version(1)))
+    answers = []
+    for number in range(5):
+        await stage.until(0.75 * number)
+        answers.append(stage.submit(number))
+    error = await replaced
+    assert isinstance(error, Boom)
+    for number, task in enumerate(answers):
+        answer = await task
+        assert (tags_in(answer), answer.version) == ([number], "0")
+    assert stage.batcher.version is stage.first
+    assert all(worker.weights is stage.first.weights for worker in stage.pool.workers)
+    second = Version(2)
+    assert await stage.batcher.replace(second) is None
+    assert (await stage.submit(9)).version == "2"
 
 
-def test_rows_are_cut_at_once_when_a_context_comes_back_from_its_proof(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, proofs=(Act(2.0),))
-        replaced = loop.create_task(stage.batcher.replace(Model(1)))
-        await stage.until(0.5)
-        answer = await stage.submit(1)
-        assert loop.time() == 3.0
-        assert answer.model is stage.first, "it came before the proof"
-        await replaced
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(checks=(Act(2.0),))
+async def test_rows_are_cut_at_once_when_a_context_comes_back_from_its_validation(stage):
+    replaced = stage.loop.create_task(stage.batcher.replace(Version(1)))
+    await stage.until(0.5)
+    answer = await stage.submit(1)
+    assert stage.loop.time() == 3.0
+    assert answer.version == "0", "it came before the validation"
+    await replaced
 
 
 @pytest.mark.parametrize("cancelled_s", [0.5, 1.5, 2.5])
-def test_nobody_waits_for_ever_when_a_replacement_is_cancelled(run_virtually, cancelled_s):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(1.0), Act(1.0)), proofs=(Act(1.0),))
-        first = stage.submit(1)
-        await asyncio.sleep(0)
-        replacing = loop.create_task(stage.batcher.replace(Model(1)))
-        await stage.until(cancelled_s)  # while it waits, while it proves, when it is over
-        second = stage.submit(2)
-        replacing.cancel()
-        await asyncio.gather(replacing, return_exceptions=True)
-        for task, tag in ((first, 1), (second, 2)):
-            assert tags_in(await task) == [tag]
-        await stage.batcher.drain(1.0)
-        stage.assert_clean()
-
-    run_virtually(main)
+@staged(Act(1.0), Act(1.0), checks=(Act(1.0),))
+async def test_nobody_waits_for_ever_when_a_replacement_is_cancelled(stage, cancelled_s):
+    first = stage.submit(1)
+    await asyncio.sleep(0)
+    replacing = stage.loop.create_task(stage.batcher.replace(Version(1)))
+    await stage.until(cancelled_s)  # while it waits, while it validates, when it is over
+    second = stage.submit(2)
+    replacing.cancel()
+    await asyncio.gather(replacing, return_exceptions=True)
+    for task, tag in ((first, 1), (second, 2)):
+        assert tags_in(await task) == [tag]
+    await stage.batcher.drain(1.0)
 
 
-def test_a_replacement_ends_when_the_drain_fails_what_it_waits_for(run_virtually):
-    async def main(loop):
-        stage = Stage(loop, acts=(Act(50.0),))
-        replacing = loop.create_task(stage.batcher.replace(Model(1)))
-        await stage.until(0.5)
-        stuck = stage.submit(1)
-        await stage.until(1.5)
-        assert stage.batcher.model is not stage.first
-        await stage.batcher.drain(2.0)
-        with pytest.raises(Unavailable):
-            await stuck
-        assert await replacing is None
-        assert loop.time() == 51.0, "the context goes to its rest after the stuck batch"
-        stage.assert_clean()
+@staged(Act(50.0))
+async def test_a_replacement_ends_when_the_drain_fails_what_it_waits_for(stage):
+    replacing = stage.loop.create_task(stage.batcher.replace(Version(1)))
+    await stage.until(0.5)
+    stuck = stage.submit(1)
+    await stage.until(1.5)
+    assert stage.batcher.version is not stage.first
+    await stage.batcher.drain(2.0)
+    with pytest.raises(Unavailable):
+        await stuck
+    assert await replacing is None
+    assert stage.loop.time() == 51.0, "the context switches after the stuck batch"
 
-    run_virtually(main)
+
+@staged(contexts=2)
+async def test_the_new_version_serves_when_a_context_cannot_switch_at_the_end(stage, caplog):
+    first, second = stage.workers
+    failed = stage.loop.create_future()
+    failed.set_exception(Boom("the copy failed"))
+    first.replace_weights = lambda _: failed
+    assert await stage.batcher.replace(Version(1)) is None
+    assert second.weights == Version(1).weights, "the others switch"
+    assert (await stage.submit(1)).version == "1"
+    assert caplog.messages == ["puppet did not switch its weights: the copy failed"]
 
 
 # --- under random storms
@@ -856,13 +702,12 @@ class Storm:
     callers: tuple[Caller, ...]
     acts: tuple[Act, ...]
     replaced_s: tuple[float, ...]
-    proofs: tuple[Act, ...]
+    checks: tuple[Act, ...]
     replacing_ends_s: float | None
     contexts: int
     max_batch_rows: int
     max_queue_rows: int
     max_wait_s: float
-    raises_at: frozenset[int]
     drain_s: float | None
     drain_timeout_s: float
 
@@ -880,7 +725,7 @@ CALLERS = st.builds(
 
 ACTS = st.builds(Act, TICKS, st.sampled_from(["ok"] * 5 + ["fail", "short", "raise"]))
 
-PROOFS = st.builds(
+CHECKS = st.builds(
     Act, TICKS.map(lambda time_s: time_s / 4), st.sampled_from(["ok"] * 4 + ["fail"])
 )
 
@@ -889,44 +734,34 @@ STORMS = st.builds(
     callers=st.lists(CALLERS, min_size=1, max_size=14).map(tuple),
     acts=st.lists(ACTS, max_size=20).map(tuple),
     replaced_s=st.lists(TICKS, max_size=5).map(sorted).map(tuple),
-    proofs=st.lists(PROOFS, max_size=12).map(tuple),
+    checks=st.lists(CHECKS, max_size=12).map(tuple),
     replacing_ends_s=st.none() | TICKS,
     contexts=st.integers(1, 3),
     max_batch_rows=st.integers(1, 5),
     max_queue_rows=st.sampled_from([6, 20, 1000]),
     max_wait_s=st.sampled_from([0.0, 0.0, 0.5]),
-    raises_at=st.just(frozenset()) | st.frozensets(st.integers(1, 30), max_size=4),
     drain_s=st.none() | TICKS,
     drain_timeout_s=TICKS,
 )
 
 
-async def weather(storm: Storm, loop) -> Stage:
+async def weather(storm: Storm, stage: Stage) -> None:
     """Play `storm` and hold the batcher to everything that it promises."""
-    stage = Stage(
-        loop,
-        acts=storm.acts,
-        proofs=storm.proofs,
-        contexts=storm.contexts,
-        max_batch_rows=storm.max_batch_rows,
-        max_queue_rows=storm.max_queue_rows,
-        max_wait_s=storm.max_wait_s,
-        watcher=Watcher(storm.raises_at),
-    )
+    loop = stage.loop
     loop.before_jump = lambda: assert_no_idle_hands(stage)
     drained_s = None if storm.drain_s is None else storm.drain_s + storm.drain_timeout_s
     ended_s: dict[int, float] = {}
-    served: dict[int, Model] = {}
+    served: dict[int, Version] = {}
 
-    async def call(number: int, caller: Caller) -> Answer:
+    async def call(number: int, caller: Caller) -> Prediction:
         await stage.until(caller.arrives_s)
-        served[number] = stage.batcher.model
+        served[number] = stage.batcher.version
         try:
             return await stage.batcher.submit(images(100 * number, caller.rows), caller.timeout_s)
         finally:
             ended_s[number] = loop.time()
 
-    async def leave(task: asyncio.Task[Answer], caller: Caller) -> None:
+    async def leave(task: asyncio.Task[Prediction], caller: Caller) -> None:
         if caller.leaves_s is not None:
             await stage.until(caller.arrives_s + caller.leaves_s)
             task.cancel()
@@ -941,13 +776,13 @@ async def weather(storm: Storm, loop) -> Stage:
     async def replace_again_and_again() -> None:
         for number, time_s in enumerate(storm.replaced_s, 1):
             await stage.until(time_s)
-            before, new = stage.batcher.model, Model(number)
+            before, new = stage.batcher.version, Version(number)
             error = await stage.batcher.replace(new)
             event("refused" if error else "replaced")
-            assert stage.batcher.model is (before if error else new)
+            assert stage.batcher.version is (before if error else new)
             assert isinstance(error, Boom) or error is None
-            resting = {worker.weights for worker in stage.pool.workers if not worker.at_work}
-            assert resting <= {stage.batcher.model.weights}, "a context rests on other weights"
+            resting = {worker.weights for worker in stage.workers if not worker.at_work}
+            assert resting <= {stage.batcher.version.weights}, "a context rests on other weights"
 
     async def replace() -> None:
         replacing = loop.create_task(replace_again_and_again())
@@ -964,32 +799,31 @@ async def weather(storm: Storm, loop) -> Stage:
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
     await stage.batcher.drain(1000.0)
     await asyncio.sleep(10.0)  # the contexts that nobody waits for finish
-    stage.assert_clean()
 
-    computed = [tag for batch in stage.pool.batches for tag in batch]
+    computed = [tag for batch in stage.batches for tag in batch]
     assert len(computed) == len(set(computed)), "a row was computed twice"
-    assert all(0 < len(batch) <= storm.max_batch_rows for batch in stage.pool.batches)
+    assert all(0 < len(batch) <= storm.max_batch_rows for batch in stage.batches)
     errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
     assert len({id(error) for error in errors}) == len(errors), "an error was shared"
-    assert all(isinstance(complaint, Boom) for complaint in stage.complaints)
-    assert storm.raises_at or not stage.complaints
-    fails = {act.outcome for act in storm.acts} - {"ok"} or storm.raises_at
+    fails = {act.outcome for act in storm.acts} - {"ok"}
 
     computed = set(computed)
+    admitted = 0
     for number, (caller, outcome) in enumerate(zip(storm.callers, outcomes, strict=True)):
         event(type(outcome).__name__)
         rows = range(100 * number, 100 * number + caller.rows)
         deadline_s = caller.arrives_s + caller.timeout_s
+        if number in ended_s and not isinstance(outcome, Overloaded):
+            admitted += caller.rows
         match outcome:
-            case Answer():
+            case Prediction():
                 assert tags_in(outcome) == list(rows)
-                assert outcome.model is served[number]
+                assert outcome.version == served[number].version
                 assert computed.issuperset(rows)
                 assert ended_s[number] <= deadline_s
             case DeadlineExceeded():
                 assert ended_s[number] == deadline_s
             case Overloaded():
-                assert caller.rows <= storm.max_queue_rows or not computed.intersection(rows)
                 assert ended_s[number] == caller.arrives_s
                 assert not computed.intersection(rows)
             case Unavailable():
@@ -998,64 +832,43 @@ async def weather(storm: Storm, loop) -> Stage:
                 assert ended_s[number] in (caller.arrives_s, drained_s)
             case InferenceFailed():
                 assert fails
-            case asyncio.CancelledError():
-                assert caller.leaves_s is not None
             case _:
-                assert isinstance(outcome, Boom), repr(outcome)
+                assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
                 assert caller.leaves_s is not None
-                assert storm.raises_at
     if not fails and storm.drain_s is None:
-        admitted = sum(
-            caller.rows
-            for caller, outcome, number in zip(
-                storm.callers, outcomes, range(len(outcomes)), strict=True
-            )
-            if number in ended_s and not isinstance(outcome, Overloaded)
-        )
         dropped = sum(stage.watcher.dropped.values())
         assert len(computed) + dropped == admitted, "rows appeared or vanished"
         assert sum(rows for rows, *_ in stage.watcher.cuts) == len(computed)
         assert sum(rows for rows, *_ in stage.watcher.done) == len(computed)
-    return stage
 
 
 def assert_no_idle_hands(stage: Stage) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
-    dispatch = stage.batcher._dispatch
-    cuts = sum(timer._callback == dispatch for timer in stage.loop.pending_timers())
-    assert cuts <= 1, "timers pile up"
-    if len(stage.queue) and stage.pool.idle:
-        assert stage.max_wait_s, "rows wait beside a free context"
-        assert stage.queue.rows < stage.max_batch_rows
-        timer = stage.batcher._timer
-        assert timer is not None
-        assert not timer.cancelled()
-        assert stage.loop.time() <= timer.when() <= stage.loop.time() + stage.max_wait_s
-    if not len(stage.queue) and not stage.batcher._in_flight:
-        assert stage.batcher._idle.is_set()
+    if len(stage.queue) and stage.pool.busy < len(stage.pool.workers):
+        assert stage.queue.cut_due_s() > stage.loop.time(), "rows wait beside a free context"
 
 
 @settings(max_examples=700)
 @given(STORMS)
 def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
-    run_virtually(lambda loop: weather(storm, loop))
+    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s")
+    options = {name: getattr(storm, name) for name in names}
+    staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)
 
 
 @settings(max_examples=150)
 @given(st.lists(st.tuples(TICKS, st.integers(1, 17)), min_size=1, max_size=20), st.lists(TICKS))
 def test_every_caller_is_answered_when_nothing_fails(run_virtually, callers, delays):
-    async def main(loop):
-        stage = Stage(loop, acts=tuple(map(Act, delays)), contexts=2, max_queue_rows=1000)
-
+    @staged(*map(Act, delays), contexts=2, max_queue_rows=1000)
+    async def play(stage):
         async def call(number, arrives_s, rows):
             await stage.until(arrives_s)
             return tags_in(await stage.batcher.submit(images(100 * number, rows), 1000.0))
 
-        told = await asyncio.gather(*(call(n, *caller) for n, caller in enumerate(callers)))
-        assert told == [
+        found = await asyncio.gather(*(call(n, *caller) for n, caller in enumerate(callers)))
+        assert found == [
             list(range(100 * number, 100 * number + rows))
             for number, (_, rows) in enumerate(callers)
         ]
-        stage.assert_clean()
 
-    run_virtually(main)
+    play(run_virtually)

@@ -1,3 +1,5 @@
+"""The loaded models on real contexts, from real files."""
+
 from __future__ import annotations
 
 import asyncio
@@ -7,147 +9,109 @@ import threading
 
 import numpy as np
 import pytest
-from prometheus_client import CollectorRegistry
 
-from lenet.context import ExecutionContext, Target, open_backend
+from lenet.context import ExecutionContext, Target
+from lenet.cpu import CpuBackend
 from lenet.errors import DeviceError, GoldenMismatch, OutOfDeviceMemory
-from lenet.reference import softmax
-from service.engine.batcher import Batcher
-from service.engine.devices import Placement
+from lenet.model import Model
 from service.engine.faults import Faults
-from service.engine.models import Batching, Repository, Stop
-from service.engine.versions import read_models
-from service.errors import InferenceFailed, Unavailable, UnknownModel
-from service.metrics import Metrics
+from service.engine.versions import WeightsFolder
+from service.errors import DeadlineExceeded, InferenceFailed, Overloaded, Unavailable, UnknownModel
 
-BATCHING = Batching(
-    placement=Placement((Target("cpu"),), contexts=2, max_batch_rows=4),
-    max_queue_rows=100,
-    max_wait_s=0.0,
-    hang_timeout_s=60.0,
-    drain_timeout_s=10.0,
-)
+IMAGES = np.zeros((3, 28, 28), np.uint8)
 
 
-@pytest.fixture
-def metrics():
-    return Metrics(CollectorRegistry())
+async def predict(house, name="a", images=IMAGES, **options):
+    with house.metrics.clock("http") as clock:
+        return await house.models.predict(images, clock, model=name, **options)
 
 
-async def test_models_answer_by_name_and_version_when_they_are_loaded(
-    folder, write, metrics, caplog
-):
-    write("a/3", seed=1)
-    write("b/1", seed=2)
-    files = read_models(folder, (), "b")
-    with caplog.at_level(logging.INFO):
-        async with Repository(files, "b", BATCHING, metrics) as repository:
-            assert [served.file.name for served in repository.models] == ["b", "a"]
-            for served in repository.models:
-                golden = served.file.weights.golden
-                answer = await served.batcher.submit(golden.images, 10.0)
-                np.testing.assert_allclose(
-                    answer.probabilities, softmax(golden.logits), rtol=1e-4, atol=1e-7
-                )
-                assert served.pool.busy == 0
-            a = repository.get("a")
-            assert repository.get("a", "3") is a
-            assert repository.get() is repository.get("b") is repository.get("", "1")
-    digest = files[0].sha256
-    assert f"model a version 3 (sha256 {digest[:12]}) ready on 2 cpu contexts" in caplog.text
-    exposition = metrics.exposition().decode()
-    assert f'lenet_model_info{{model="a",sha256="{digest}",version="3"}} 1.0' in exposition
-    assert 'lenet_contexts{model="b"} 2.0' in exposition
+async def test_models_answer_by_name_and_version_when_they_are_loaded(house):
+    assert [served.version.name for served in house.models.served] == ["a", "b"]
+    assert await house.ask(1, "a") == "3"
+    assert await house.ask(9, "b") == "1"
+    a = house.models.get("a")
+    assert house.models.get() is house.models.get("", "3") is house.models.get("a", "3") is a
+    assert house.models.get("b", "1") is not a
+    info = {"model": "a", "version": "3", "sha256": a.version.sha256}
+    assert house.value("lenet_model_info", **info) == 1
+    assert house.value("lenet_contexts", model="b") == 2
+    assert not house.models.ready, "whoever opens the service says when"
 
 
-async def test_an_unknown_model_or_version_is_refused_with_those_there_are(folder, write, metrics):
-    write("a/3")
-    async with Repository(read_models(folder, (), "a"), "a", BATCHING, metrics) as repository:
-        with pytest.raises(UnknownModel, match="'z' is not loaded, expected one of a") as caught:
-            repository.get("z")
-        assert caught.value.field == "model"
-        for name in ("", "a"):
-            with pytest.raises(
-                UnknownModel, match="version '2' of model 'a' is not loaded, expected '3'"
-            ) as caught:
-                repository.get(name, "2")
-            assert caught.value.field == "version"
+async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house):
+    with pytest.raises(UnknownModel, match="'z' is not loaded, expected one of a, b") as caught:
+        house.models.get("z")
+    assert caught.value.field == "model"
+    for name in ("", "a"):
+        with pytest.raises(
+            UnknownModel, match="version '2' of model 'a' is not loaded, expected '3'"
+        ) as caught:
+            house.models.get(name, "2")
+        assert caught.value.field == "version"
 
 
-async def test_queues_refuse_and_threads_are_gone_when_the_repository_is_left(
-    folder, write, metrics
+async def test_a_prediction_notes_its_model_and_stages_and_strange_names_make_no_series(house):
+    with house.metrics.clock("grpc") as clock:
+        prediction = await house.models.predict(IMAGES, clock)
+    assert (prediction.model, prediction.version) == ("a", "3")
+    assert prediction.probabilities.shape == (3, 10)
+    assert clock.stages == {"queue": prediction.queue_s, "compute": prediction.compute_s}
+    assert house.value("lenet_requests_total", model="a", protocol="grpc", outcome="ok") == 1
+    assert house.value("lenet_images_total", model="a") == 3
+    for number in range(3):
+        with pytest.raises(UnknownModel):
+            await predict(house, f"model-{number}\n{{}}")
+    strange = {"model": "none", "protocol": "http", "outcome": "unknown_model"}
+    assert house.value("lenet_requests_total", **strange) == 3
+
+
+@pytest.mark.parametrize(("requested_s", "limit_ms"), [(None, 50), (0.02, 20), (60.0, 50)])
+async def test_the_callers_time_is_cut_to_the_services_when_it_asks_for_more(
+    open_house, write, requested_s, limit_ms
 ):
     write("a/1")
-    async with Repository(read_models(folder, (), "a"), "a", BATCHING, metrics) as repository:
+    async with open_house(contexts=1, request_timeout_s=0.05) as house:
+        worker = house.models.get().pool.acquire()
+        with pytest.raises(DeadlineExceeded, match=f"no answer within {limit_ms} ms"):
+            await predict(house, timeout_s=requested_s)
+        house.models.get().pool.release(worker)
+
+
+async def test_queues_refuse_and_threads_are_gone_when_the_models_are_left(open_house, write):
+    write("a/1")
+    async with open_house(max_queue_rows=2) as house:
         assert sum(thread.name.startswith("context-a-") for thread in threading.enumerate()) == 2
-        batcher = repository.get().batcher
-    assert not any(thread.name.startswith("context-") for thread in threading.enumerate())
+        with pytest.raises(Overloaded):
+            await predict(house)
     with pytest.raises(Unavailable):
-        await batcher.submit(np.zeros((1, 28, 28), np.uint8), 1.0)
+        await predict(house)
 
 
-async def test_the_loaded_models_are_closed_when_a_later_one_fails_its_proof(
-    folder, write, metrics
+async def test_the_loaded_models_are_closed_when_a_later_one_fails_its_validation(
+    open_house, write, draw
 ):
     write("a/1")
-    write("b/1")
-    good, bad = read_models(folder, (), "a")
-    golden = dataclasses.replace(
-        bad.weights.golden, logits=bad.weights.golden.logits + np.float32(1)
-    )
-    bad = dataclasses.replace(bad, weights=dataclasses.replace(bad.weights, golden=golden))
+    path = write("b/1")
+    spoil_golden(draw("b", 0)).write(path)
     with pytest.raises(GoldenMismatch, match="'b'"):
-        async with Repository((bad, good), "a", BATCHING, metrics):
-            pass
-    assert not any(thread.name.startswith("context-") for thread in threading.enumerate())
+        async with open_house():
+            raise AssertionError
 
 
-def test_the_time_of_a_stop_runs_from_its_beginning_and_never_below_zero(run_virtually):
-    async def main(loop):
-        stop = Stop(10.0)
-        waiting = loop.create_task(stop.begun())
-        await asyncio.sleep(3)
-        assert not waiting.done()
-        with pytest.raises(AssertionError, match="bug: the stop has not begun"):
-            stop.left_s()
-        stop.begin()
-        await waiting
-        assert stop.left_s() == 10.0
-        await asyncio.sleep(4)
-        stop.begin()
-        assert stop.left_s() == 6.0
-        await asyncio.sleep(40)
-        assert stop.left_s() == 0.0
+class FullBackend(CpuBackend):
+    """The CPU's, as large as a GPU's, without room for a plan if `full`."""
 
-    run_virtually(main)
+    device_bytes, workspace_bytes = 5000, 1000
 
+    def __init__(self, full: bool) -> None:
+        super().__init__(1)
+        self._full = full
 
-class FullBackend:
-    """The CPU's, with room for `room` plans in all contexts together."""
-
-    def __init__(self, room: list[int]) -> None:
-        self._cpu = open_backend(Target("cpu"))
-        self._room = room
-        self.name, self.tolerance = self._cpu.name, self._cpu.tolerance
-        self.device_bytes, self.workspace_bytes = 5000, 1000
-
-    def plan(self, weights, batch):
-        self._room[0] -= 1
-        if self._room[0] < 0:
+    def plan(self, weights, rows):
+        if self._full:
             raise OutOfDeviceMemory("a plan for 4 rows: 1 of 80 MB is free, 2 are needed")
-        return self._cpu.plan(weights, batch)
-
-    def load(self, weights):
-        self._cpu.load(weights)
-
-    def close(self):
-        self._cpu.close()
-
-
-def placed(contexts=2, max_batch_rows=4, gpus=(0,)):
-    """As `BATCHING`, on GPUs by name; what computes is `open_backend`'s affair."""
-    targets = tuple(Target("cuda", index) for index in gpus)
-    return dataclasses.replace(BATCHING, placement=Placement(targets, contexts, max_batch_rows))
+        return super().plan(weights, rows)
 
 
 @pytest.mark.parametrize(
@@ -164,25 +128,23 @@ def placed(contexts=2, max_batch_rows=4, gpus=(0,)):
         (1, 1, "max_batch_rows 1 and contexts 1", "load fewer models"),
     ],
 )
-async def test_a_model_that_does_not_fit_is_told_with_what_would(
-    folder, write, metrics, monkeypatch, contexts, max_batch_rows, found, advice
+async def test_a_model_that_does_not_fit_is_refused_with_what_would(
+    open_house, write, monkeypatch, contexts, max_batch_rows, found, advice
 ):
     write("a/1")
-    monkeypatch.setattr("service.engine.models.open_backend", lambda _: FullBackend([0]))
+    monkeypatch.setattr("service.engine.models.open_backend", lambda _: FullBackend(True))
+    monkeypatch.setattr("service.engine.models.estimate_bytes", lambda *_: 67e6)
     with pytest.raises(OutOfDeviceMemory) as caught:
-        async with Repository(
-            read_models(folder, (), "a"), "a", placed(contexts, max_batch_rows), metrics
-        ):
-            pass
+        async with open_house((Target("cuda"),), contexts, max_batch_rows):
+            raise AssertionError
     assert str(caught.value) == (
         f"model 'a' does not fit on the GPU with {found}, which take about 67 MB each: "
         f"a plan for 4 rows: 1 of 80 MB is free, 2 are needed; {advice}"
     )
-    assert not any(thread.name.startswith("context-") for thread in threading.enumerate())
 
 
-async def test_each_gpu_has_its_contexts_and_their_memory_is_told(
-    folder, write, monkeypatch, caplog
+async def test_each_gpu_has_its_contexts_and_their_memory_is_counted(
+    open_house, write, monkeypatch, caplog
 ):
     write("a/1")
     write("b/1")
@@ -190,60 +152,52 @@ async def test_each_gpu_has_its_contexts_and_their_memory_is_told(
 
     def open_(target):
         targets.append(target)
-        return FullBackend([9])
+        return FullBackend(False)
 
     monkeypatch.setattr("service.engine.models.open_backend", open_)
-    registry = CollectorRegistry()
-    batching = placed(gpus=(2, 0))
-    files = read_models(folder, (), "a")
-    with caplog.at_level(logging.INFO):
-        async with Repository(files, "a", batching, Metrics(registry)) as repository:
-            opening_s, warm_up_s = repository.start_s()
-            assert opening_s > 0
-            assert warm_up_s > 0
-    assert sorted(target.index for target in targets) == [0] * 4 + [2] * 4
-    assert "ready on 4 cuda:2,0 contexts" in caplog.text
-    for model in ("a", "b"):
-        labels = {"model": model}
-        assert registry.get_sample_value("lenet_contexts", labels) == 4
-        assert registry.get_sample_value("lenet_device_bytes", labels) == 20_000
-        assert registry.get_sample_value("lenet_workspace_bytes", labels) == 4000
+    caplog.set_level(logging.INFO)
+    async with open_house((Target("cuda", 2), Target("cuda", 0))) as house:
+        assert min(house.models.start_s()) > 0
+        assert sorted(target.index for target in targets) == [0] * 4 + [2] * 4
+        for model in ("a", "b"):
+            assert house.value("lenet_contexts", model=model) == 4
+            assert house.value("lenet_device_bytes", model=model) == 20_000
+            assert house.value("lenet_workspace_bytes", model=model) == 4000
+    digest = house.models.get("a").version.sha256[:12]
+    loaded = f"model a version 1 (sha256 {digest}) loaded: 4 contexts on cuda:2,0, golden logits "
+    assert caplog.messages[0].startswith(loaded)
+
+
+# A device that is lost
 
 
 @pytest.fixture
-async def struck(folder, write):
-    """A repository of models `a` and `b`, one context each, its registry and its faults."""
+async def struck(open_house, write):
+    """Models `a` and `b`, one context each, and the faults that strike their batches."""
     write("a/1")
     write("b/1")
-    faults, registry = Faults(), CollectorRegistry()
-    placement = Placement((Target("cpu"),), contexts=1, max_batch_rows=4)
-    batching = dataclasses.replace(BATCHING, placement=placement, faults=faults)
-    files = read_models(folder, (), "a")
-    async with Repository(files, "a", batching, Metrics(registry)) as repository:
-        yield repository, registry, faults
-
-
-IMAGES = np.zeros((3, 28, 28), np.uint8)
+    faults = Faults()
+    async with open_house(contexts=1, faults=faults) as house:
+        house.faults = faults
+        yield house
 
 
 async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost(
     struck, caplog, monkeypatch
 ):
-    repository, registry, faults = struck
     held, running = threading.Event(), threading.Event()
-    strike = faults.strike
+    strike = struck.faults.strike
 
     def hold(context):
         running.set()
         assert held.wait(20)
         strike(context)
 
-    monkeypatch.setattr(faults, "strike", hold)
-    faults.inject("poison")
-    a, b = (repository.get(name).batcher for name in ("a", "b"))
-    requests = [asyncio.ensure_future(batcher.submit(IMAGES, 20.0)) for batcher in (a, a, b, b, a)]
+    monkeypatch.setattr(struck.faults, "strike", hold)
+    struck.faults.inject("poison")
+    requests = [asyncio.ensure_future(predict(struck, name)) for name in "aabba"]
     await asyncio.to_thread(running.wait, 20)
-    assert not repository.lost.is_set()
+    assert not struck.models.lost.is_set()
     held.set()
     errors = await asyncio.gather(*requests, return_exceptions=True)
     lost = [error for error in errors if isinstance(error, Unavailable)]
@@ -251,66 +205,280 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
     # The model whose batch was not struck may have been faster.
     assert len(lost) >= 3
     assert len(lost) == sum(isinstance(error, Exception) for error in errors)
-    assert repository.lost.is_set()
-    for batcher in (a, b):
+    assert struck.models.lost.is_set()
+    for name in "ab":
         with pytest.raises(Unavailable, match="lost its device"):
-            await batcher.submit(IMAGES, 20.0)
-    value = registry.get_sample_value
-    assert value("lenet_device_losses_total", {"reason": "sticky"}) == 1
-    assert value("lenet_device_losses_total", {"reason": "hang"}) == 0
+            await predict(struck, name)
+    assert struck.value("lenet_device_losses_total", reason="sticky") == 1, "however many tell"
+    assert struck.value("lenet_device_losses_total", reason="hang") == 0
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.message.startswith("the device is lost, this process ends: context-")
     assert record.exc_info is None
 
 
-async def test_a_device_is_lost_once_when_several_contexts_tell_of_it(struck, caplog):
-    repository, registry, _ = struck
-    repository._lose("hang", "context-a-0 has been at it for long")
-    repository._lose("sticky", "context-b-0: illegal address")
-    value = registry.get_sample_value
-    assert value("lenet_device_losses_total", {"reason": "hang"}) == 1
-    assert value("lenet_device_losses_total", {"reason": "sticky"}) == 0
-    assert len(caplog.records) == 1
-
-
 async def test_a_batch_alone_fails_when_the_device_can_go_on(struck, monkeypatch):
-    repository, registry, faults = struck
-
     def fails(context):
         monkeypatch.undo()
         raise DeviceError("this launch was refused")
 
-    monkeypatch.setattr(faults, "strike", fails)
-    batcher = repository.get("a").batcher
+    monkeypatch.setattr(struck.faults, "strike", fails)
     with pytest.raises(InferenceFailed):
-        await batcher.submit(IMAGES, 20.0)
-    assert (await batcher.submit(IMAGES, 20.0)).probabilities.shape == (3, 10)
-    assert not repository.lost.is_set()
-    assert registry.get_sample_value("lenet_device_losses_total", {"reason": "sticky"}) == 0
+        await predict(struck)
+    assert (await predict(struck)).probabilities.shape == (3, 10)
+    assert not struck.models.lost.is_set()
+    assert struck.value("lenet_device_losses_total", reason="sticky") == 0
 
 
-async def test_no_context_asks_for_faults_unless_a_test_injects_them(folder, write, metrics):
-    write("a/1")
-    files = read_models(folder, (), "a")
-    async with Repository(files, "a", BATCHING, metrics) as repository:
-        (worker, _) = repository.get().pool.workers
-        assert await worker._do(type) is ExecutionContext
+async def test_no_context_takes_faults_unless_a_test_injects_them(house):
+    assert type(house.models.get().pool.workers[0].context) is ExecutionContext
 
 
-async def test_models_drain_at_the_same_time_with_what_is_left_of_the_stop(
-    folder, write, metrics, monkeypatch
+# Reloading
+
+
+def reloads(house, name="a"):
+    """How many ended ok and were refused."""
+    return tuple(
+        house.value("lenet_reloads_total", model=name, outcome=outcome)
+        for outcome in ("ok", "refused")
+    )
+
+
+def loaded(house, name="a"):
+    """The versions and digests that the metrics name."""
+    return [
+        (sample.labels["version"], sample.labels["sha256"])
+        for family in house.registry.collect()
+        for sample in family.samples
+        if sample.name == "lenet_model_info" and sample.labels["model"] == name
+    ]
+
+
+def spoil_golden(weights):
+    golden = dataclasses.replace(weights.golden, logits=weights.golden.logits + np.float32(1))
+    return dataclasses.replace(weights, golden=golden)
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Each reading of a file waits for `go`; `begun` counts them."""
+
+    class Reads:
+        begun = 0
+        reading = threading.Event()
+        go = threading.Event()
+
+    def held(folder, name):
+        Reads.begun += 1
+        Reads.reading.set()
+        assert Reads.go.wait(20)
+        return read(folder, name)
+
+    read = WeightsFolder.read
+    monkeypatch.setattr(WeightsFolder, "read", held)
+    yield Reads
+    Reads.go.set()
+
+
+async def test_the_highest_version_replaces_the_served_one_and_the_log_says_so(
+    house, write, caplog
 ):
-    write("a/1")
-    write("b/1")
-    both, found = asyncio.Barrier(2), []
+    path = write("a/10", seed=2)
+    write("a/4", seed=3)
+    caplog.set_level(logging.INFO)
+    await house.models.reload()
+    assert await house.ask(2) == "10"
+    version = house.models.get("a", "10").version
+    assert version.path == path
+    assert loaded(house) == [("10", version.sha256)]
+    assert (reloads(house), reloads(house, "b")) == ((1, 0), (1, 0))
+    changed, summary = caplog.messages
+    assert changed.startswith(
+        f"model a: version 10 (sha256 {version.sha256[:12]}) replaced version 3, golden logits "
+    )
+    assert summary == "reload: 1 replaced, 1 unchanged, 0 refused"
 
-    async def drain(_, timeout_s):
-        found.append(timeout_s)
-        await asyncio.wait_for(both.wait(), 5)
 
-    monkeypatch.setattr(Batcher, "drain", drain)
-    async with Repository(read_models(folder, (), "a"), "a", BATCHING, metrics) as repository:
-        repository.stop.begin()
-        await asyncio.sleep(0.001)  # real time passes
-    assert len(found) == 2
-    assert all(5 < left_s < 10 for left_s in found)
+async def test_a_file_replaces_itself_when_its_bytes_changed(house, write):
+    ((_, before),) = loaded(house)
+    write("a/3", seed=2)
+    await house.models.reload()
+    assert await house.ask(2) == "3"
+    ((version, digest),) = loaded(house)
+    assert version == "3"
+    assert digest != before
+
+
+async def test_the_version_before_is_served_again_when_the_highest_was_removed(house, write):
+    path = write("a/4", seed=1)  # the same bytes under another number
+    await house.models.reload()
+    assert await house.ask(1) == "4"
+    path.unlink()
+    await house.models.reload()
+    assert await house.ask(1) == "3"
+    assert reloads(house) == (2, 0)
+
+
+async def test_no_context_is_asked_when_nothing_changed(house, monkeypatch):
+    monkeypatch.setattr(ExecutionContext, "stage", lambda *_: pytest.fail("it was staged"))
+    before = house.models.get("a").version
+    await house.models.reload()
+    assert house.models.get("a").version is before
+    assert reloads(house) == (1, 0)
+
+
+def broken(write, folder, draw, random_weights):
+    path = write("a/4", seed=2)
+    path.write_bytes(path.read_bytes()[:-1])
+    return f"{path}: is not a valid safetensors file"
+
+
+def of_another_architecture(write, folder, draw, random_weights):
+    path = folder / "a" / "4.safetensors"
+    random_weights(Model("a", random_weights("mlp").model.blocks)).write(path)
+    return f"{path}: model 'a' has another architecture than the served 'a'"
+
+
+def invalid(write, folder, draw, random_weights):
+    path = folder / "a" / "4.safetensors"
+    spoil_golden(draw("a", 2)).write(path)
+    return f"{path}: model 'a' on backend cpu: golden logits differ"
+
+
+def gone(write, folder, draw, random_weights):
+    for path in (folder / "a").iterdir():
+        path.unlink()
+    return f"{folder / 'a'}: holds no VERSION.safetensors"
+
+
+@pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid, gone])
+async def test_a_file_is_refused_by_name_and_the_old_version_answers_on(
+    house, write, folder, draw, random_weights, caplog, spoil
+):
+    before = loaded(house)
+    reason = spoil(write, folder, draw, random_weights)
+    await house.models.reload()
+    (record,) = caplog.records
+    assert record.message.startswith(f"model a: reload refused, still serving version 3: {reason}")
+    assert record.exc_info is None
+    assert "\n" not in record.message
+    assert (reloads(house), reloads(house, "b")) == ((0, 1), (1, 0))
+    assert loaded(house) == before
+    assert await house.ask(1) == "3"
+    write("a/5", seed=4)
+    await house.models.reload()
+    assert await house.ask(4) == "5"
+
+
+@pytest.mark.parametrize("error", [GoldenMismatch("not here"), ZeroDivisionError("a bug")])
+async def test_no_context_serves_a_version_when_one_of_them_refuses_it(
+    house, write, caplog, monkeypatch, error
+):
+    stage, staged = ExecutionContext.stage, []
+
+    def second_refuses(context, weights):
+        stage(context, weights)
+        staged.append(context)
+        if len(staged) == 2:
+            raise error
+
+    monkeypatch.setattr(ExecutionContext, "stage", second_refuses)
+    path = write("a/4", seed=2)
+    await house.models.reload()
+    assert len(set(staged)) == 2
+    (record,) = caplog.records
+    assert record.message.endswith(f"still serving version 3: {path}: {error}")
+    assert (record.exc_info is None) == isinstance(error, GoldenMismatch)
+    for _ in range(6):
+        assert await asyncio.gather(*(house.ask(1) for _ in range(3))) == ["3"] * 3
+    assert reloads(house) == (0, 1)
+
+
+async def test_the_new_version_is_reported_and_later_models_follow_when_a_context_fails_at_the_end(
+    house, write, caplog, monkeypatch
+):
+    replace, failed = ExecutionContext.replace_weights, []
+
+    def first_fails(context, weights):
+        if not failed:
+            failed.append(context)
+            raise DeviceError("the copy failed")
+        replace(context, weights)
+
+    monkeypatch.setattr(ExecutionContext, "replace_weights", first_fails)
+    write("a/4", seed=2)
+    write("b/2", seed=3)
+    await house.models.reload()
+    assert await asyncio.gather(*(house.ask(2) for _ in range(4))) == ["4"] * 4
+    assert await house.ask(3, "b") == "2"
+    assert [version for version, _ in loaded(house)] == ["4"]
+    assert (reloads(house), reloads(house, "b")) == ((1, 0), (1, 0))
+    assert "did not switch its weights: the copy failed" in caplog.messages[0]
+
+
+async def test_later_models_are_reloaded_when_one_fails_for_an_unknown_reason(
+    house, write, caplog, monkeypatch
+):
+    read = WeightsFolder.read
+    monkeypatch.setattr(
+        WeightsFolder, "read", lambda folder, name: 1 / 0 if name == "a" else read(folder, name)
+    )
+    write("b/2", seed=3)
+    await house.models.reload()
+    assert await house.ask(3, "b") == "2"
+    (record,) = caplog.records
+    assert record.exc_info[0] is ZeroDivisionError
+    assert (reloads(house), reloads(house, "b")) == ((0, 1), (1, 0))
+
+
+async def served(house, version):
+    async with asyncio.timeout(20):
+        while house.models.get("a").version.version != version:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def test_the_newest_files_are_read_when_reloads_are_requested_at_once(house, write, reads):
+    house.models.request_reload()
+    assert await asyncio.to_thread(reads.reading.wait, 20)
+    write("a/4", seed=2)
+    for _ in range(100):
+        house.models.request_reload()
+    reads.go.set()
+    await served(house, "4")
+    async with asyncio.timeout(20):
+        while reloads(house, "b") != (2, 0):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    assert await house.ask(2) == "4"
+    assert reads.begun == 2 * 2, "the reload under way, and one for all that came meanwhile"
+
+
+async def test_an_answer_is_of_the_version_that_was_served_when_it_was_asked_for(house, write):
+    write("a/4", seed=2)
+    house.models.request_reload()
+    seen = []
+    async with asyncio.timeout(20):
+        while "4" not in seen:
+            version = house.models.get("a").version.version
+            seen.append(await house.ask({"3": 1, "4": 2}[version]))
+            assert seen[-1] == version
+    assert "3" in seen
+
+
+async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
+    open_house, write, reads, caplog
+):
+    write("a/3", seed=1)
+    reads.go.set()
+    async with open_house() as house:
+        reads.go.clear()
+        reads.reading.clear()
+        write("a/4", seed=2)
+        house.models.request_reload()
+        assert await asyncio.to_thread(reads.reading.wait, 20)
+    assert not caplog.records, "nobody waited for the file"
+    reads.go.set()
+    begun = reads.begun
+    house.models.request_reload()
+    await asyncio.sleep(0)
+    assert reads.begun == begun, "a closed service reloads nothing"
+    assert reloads(house) == (0, 0)

@@ -1,126 +1,129 @@
-"""The queue's policy, by example and against a model that is too simple to be wrong."""
+"""The queue, by example and against a model that is too simple to be wrong."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.engine.queue import BatchQueue, Cut, Entry
+from service.engine.queue import BatchQueue, Cut, Request
 from service.errors import Overloaded
 
-
-def entry(
-    rows: int, deadline_s: float = 100.0, arrived_s: float = 0.0, model: str = "one"
-) -> Entry:
-    return Entry(rows, deadline_s, arrived_s, model)
+IMAGES = np.zeros((11, 28, 28), np.uint8)
 
 
-def told(cut: Cut[Entry], *entries: Entry) -> list[tuple[int, int, int]]:
-    """The segments, each entry named by its place in `entries`."""
-    return [(entries.index(part.entry), part.start, part.stop) for part in cut.segments]
+def request(
+    rows: int, deadline_s: float = 100.0, arrived_s: float = 0.0, version: str = "one"
+) -> Request:
+    return Request(IMAGES[:rows], deadline_s, arrived_s, version, answer=None)
 
 
-def test_entries_leave_in_the_order_in_which_they_came():
+def segments(cut: Cut, *requests: Request) -> list[tuple[int, int, int]]:
+    """The segments, each request named by its place in `requests`."""
+    return [(requests.index(part.request), part.start, part.stop) for part in cut.segments]
+
+
+def test_requests_leave_in_the_order_in_which_they_came():
     queue = BatchQueue(10, 100)
-    first, second = entry(2), entry(3)
+    first, second = request(2), request(3)
     queue.push(first)
     queue.push(second)
     cut = queue.cut(0.0)
-    assert told(cut, first, second) == [(0, 0, 2), (1, 0, 3)]
-    assert (cut.rows, cut.late, len(queue), queue.rows) == (5, (), 0, 0)
+    assert segments(cut, first, second) == [(0, 0, 2), (1, 0, 3)]
+    assert (cut.rows, cut.late, len(queue), queue.rows) == (5, [], 0, 0)
 
 
 def test_a_batch_is_full_and_the_rest_waits_when_there_are_too_many_rows():
     queue = BatchQueue(4, 100)
-    first, second = entry(3), entry(3)
+    first, second = request(3), request(3)
     queue.push(first)
     queue.push(second)
-    assert told(queue.cut(0.0), first, second) == [(0, 0, 3), (1, 0, 1)]
+    assert segments(queue.cut(0.0), first, second) == [(0, 0, 3), (1, 0, 1)]
     assert queue.rows == 2
-    assert told(queue.cut(0.0), first, second) == [(1, 1, 3)]
+    assert segments(queue.cut(0.0), first, second) == [(1, 1, 3)]
 
 
-def test_a_large_entry_goes_to_the_back_after_each_of_its_parts():
+def test_a_large_request_goes_to_the_back_after_each_of_its_parts():
     queue = BatchQueue(4, 100)
-    large, one, two = entry(9), entry(1), entry(1)
+    large, one, two = request(9), request(1), request(1)
     for item in (large, one, two):
         queue.push(item)
-    cuts = [told(queue.cut(0.0), large, one, two) for _ in range(3)]
+    cuts = [segments(queue.cut(0.0), large, one, two) for _ in range(3)]
     assert cuts == [[(0, 0, 4)], [(1, 0, 1), (2, 0, 1), (0, 4, 6)], [(0, 6, 9)]]
     assert len(queue) == 0
 
 
-def test_a_batch_ends_where_the_next_entry_is_for_another_model():
+def test_a_batch_ends_where_the_next_request_is_for_another_version():
     queue = BatchQueue(4, 100)
-    large, other, last = entry(5), entry(2, model="two"), entry(1)
+    large, other, last = request(5), request(2, version="two"), request(1)
     for item in (large, other, last):
         queue.push(item)
-    cuts = [told(queue.cut(0.0), large, other, last) for _ in range(3)]
+    cuts = [segments(queue.cut(0.0), large, other, last) for _ in range(3)]
     assert cuts == [[(0, 0, 4)], [(1, 0, 2)], [(2, 0, 1), (0, 4, 5)]]
     assert (len(queue), queue.rows) == (0, 0)
 
 
-def test_a_late_entry_is_dropped_when_it_is_for_another_model_than_the_batch():
+def test_a_late_request_is_dropped_when_it_is_for_another_version_than_the_batch():
     queue = BatchQueue(4, 100)
-    first, late, second = entry(1), entry(2, deadline_s=1.0, model="two"), entry(1)
+    first, late, second = request(1), request(2, deadline_s=1.0, version="two"), request(1)
     for item in (first, late, second):
         queue.push(item)
     cut = queue.cut(1.0)
-    assert told(cut, first, late, second) == [(0, 0, 1), (2, 0, 1)]
-    assert cut.late == (late,)
+    assert segments(cut, first, late, second) == [(0, 0, 1), (2, 0, 1)]
+    assert cut.late == [late]
 
 
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
     queue = BatchQueue(4, 10)
-    queue.push(entry(11 - rows))
+    queue.push(request(11 - rows))
     with pytest.raises(Overloaded, match=f"{11 - rows} rows wait and {rows} more") as refused:
-        queue.push(entry(rows))
+        queue.push(request(rows))
     assert refused.value.retry_after_s == 1
     assert queue.rows == 11 - rows
     if rows > 1:
-        queue.push(entry(rows - 1))
+        queue.push(request(rows - 1))
         assert queue.rows == 10
 
 
-def test_cut_rows_make_room_when_an_entry_waits_in_part():
+def test_cut_rows_make_room_when_an_request_waits_in_part():
     queue = BatchQueue(4, 10)
-    queue.push(entry(10))
+    queue.push(request(10))
     queue.cut(0.0)
-    queue.push(entry(4))
+    queue.push(request(4))
     with pytest.raises(Overloaded):
-        queue.push(entry(1))
+        queue.push(request(1))
 
 
-def test_late_entries_are_dropped_and_cost_no_room_when_a_batch_is_cut():
+def test_late_requests_are_dropped_and_cost_no_room_when_a_batch_is_cut():
     queue = BatchQueue(2, 100)
-    late, on_time, behind = entry(5, deadline_s=1.0), entry(2, deadline_s=1.1), entry(1, 0.5)
+    late, on_time, behind = request(5, deadline_s=1.0), request(2, deadline_s=1.1), request(1, 0.5)
     for item in (late, on_time, behind):
         queue.push(item)
     cut = queue.cut(1.0)
-    assert cut.late == (late,)
-    assert told(cut, late, on_time) == [(1, 0, 2)]
+    assert cut.late == [late]
+    assert segments(cut, late, on_time) == [(1, 0, 2)]
     assert queue.rows == 1, "what lies behind a full batch is looked at next time"
-    assert queue.cut(1.0).late == (behind,)
+    assert queue.cut(1.0).late == [behind]
 
 
 def test_only_what_waits_is_late_when_a_part_has_left():
     queue = BatchQueue(2, 100)
-    large = entry(5, deadline_s=1.0)
+    large = request(5, deadline_s=1.0)
     queue.push(large)
     assert queue.cut(0.0).rows == 2
     cut = queue.cut(1.0)
-    assert (cut.segments, cut.late, cut.rows, queue.rows) == ((), (large,), 0, 0)
+    assert (cut.segments, cut.late, cut.rows, queue.rows) == ([], [large], 0, 0)
     assert large.cut_rows == 2
 
 
-def test_discard_tells_what_still_waited_when_part_or_all_has_left():
+def test_discard_returns_what_still_waited_when_part_or_all_has_left():
     queue = BatchQueue(2, 100)
-    large = entry(5)
+    large = request(5)
     assert queue.discard(large) == 0
     queue.push(large)
     queue.cut(0.0)
@@ -141,17 +144,17 @@ def test_discard_tells_what_still_waited_when_part_or_all_has_left():
 )
 def test_a_cut_says_why_when_it_is_made(rows, max_wait_s, draining, reason):
     queue = BatchQueue(4, 100, max_wait_s)
-    queue.push(entry(rows))
+    queue.push(request(rows))
     assert queue.cut(0.0, draining=draining).reason == reason
 
 
 def test_a_cut_is_due_when_the_first_has_waited_or_the_batch_is_full():
     queue = BatchQueue(4, 100, max_wait_s=0.5)
     assert queue.cut_due_s() is None
-    queue.push(entry(1, arrived_s=10.0))
-    queue.push(entry(2, arrived_s=10.2))
+    queue.push(request(1, arrived_s=10.0))
+    queue.push(request(2, arrived_s=10.2))
     assert queue.cut_due_s() == 10.5
-    queue.push(entry(1, arrived_s=10.3))
+    queue.push(request(1, arrived_s=10.3))
     assert queue.cut_due_s() == 10.0, "full: due at once"
     queue.cut(10.3)
     assert queue.cut_due_s() is None
@@ -159,32 +162,27 @@ def test_a_cut_is_due_when_the_first_has_waited_or_the_batch_is_full():
 
 def test_a_cut_is_due_at_once_when_no_wait_is_asked_for():
     queue = BatchQueue(4, 100)
-    queue.push(entry(1, arrived_s=10.0))
+    queue.push(request(1, arrived_s=10.0))
     assert queue.cut_due_s() == 10.0
-
-
-def test_a_batch_of_no_rows_is_a_bug_when_asked_for():
-    with pytest.raises(AssertionError, match="bug"):
-        BatchQueue(0, 1)
 
 
 @dataclass
 class Waiting:
-    """An entry of the naive model: the numbers of its rows that still wait."""
+    """A request in the naive model: the numbers of its rows that still wait."""
 
-    entry: Entry
+    request: Request
     left: list[int]
     gone: list[int] = field(default_factory=list)
 
 
 class QueueAgainstModel(RuleBasedStateMachine):
-    entries = Bundle("entries")
+    requests = Bundle("requests")
 
     def __init__(self) -> None:
         super().__init__()
         self.now = 0
         self.max_rows, self.limit = 4, 14
-        self.queue: BatchQueue[Entry] = BatchQueue(self.max_rows, self.limit, max_wait_s=2)
+        self.queue: BatchQueue = BatchQueue(self.max_rows, self.limit, max_wait_s=2)
         self.line: list[Waiting] = []
         self.all: list[Waiting] = []
 
@@ -192,16 +190,16 @@ class QueueAgainstModel(RuleBasedStateMachine):
         return sum(len(item.left) for item in self.line)
 
     @rule(
-        target=entries,
+        target=requests,
         rows=st.integers(1, 11),
         patience=st.integers(0, 6),
-        model=st.sampled_from(["one", "one", "two"]),
+        version=st.sampled_from(["one", "one", "two"]),
     )
-    def push(self, rows: int, patience: int, model: str) -> Waiting:
-        item = Waiting(Entry(rows, self.now + patience, self.now, model), list(range(rows)))
+    def push(self, rows: int, patience: int, version: str) -> Waiting:
+        item = Waiting(request(rows, self.now + patience, self.now, version), list(range(rows)))
         fits = self.waiting_rows() + rows <= self.limit
         try:
-            self.queue.push(item.entry)
+            self.queue.push(item.request)
         except Overloaded:
             assert not fits
             item.left = []
@@ -211,36 +209,36 @@ class QueueAgainstModel(RuleBasedStateMachine):
             self.all.append(item)
         return item
 
-    @rule(item=consumes(entries))
+    @rule(item=consumes(requests))
     def discard(self, item: Waiting) -> None:
         expected = len(item.left) if item in self.line else 0
-        assert self.queue.discard(item.entry) == expected
+        assert self.queue.discard(item.request) == expected
         if item in self.line:
             self.line.remove(item)
 
     @rule(draining=st.booleans())
     def cut(self, draining: bool) -> None:
-        batch: list[tuple[Entry, int]] = []
-        late: list[Entry] = []
+        batch: list[tuple[Request, int]] = []
+        late: list[Request] = []
         while self.line and len(batch) < self.max_rows:
             item = self.line.pop(0)
-            if item.entry.deadline_s <= self.now:
-                late.append(item.entry)
+            if item.request.deadline_s <= self.now:
+                late.append(item.request)
                 continue
-            if batch and item.entry.model != batch[0][0].model:
+            if batch and item.request.version != batch[0][0].version:
                 self.line.insert(0, item)
                 break
             while item.left and len(batch) < self.max_rows:
                 item.gone.append(item.left.pop(0))
-                batch.append((item.entry, item.gone[-1]))
+                batch.append((item.request, item.gone[-1]))
             if item.left:
                 self.line.append(item)
         made = self.queue.cut(self.now, draining=draining)
-        rows = [(part.entry, row) for part in made.segments for row in range(part.start, part.stop)]
-        assert [(id(owner), row) for owner, row in rows] == [
-            (id(owner), row) for owner, row in batch
+        rows = [
+            (part.request, row) for part in made.segments for row in range(part.start, part.stop)
         ]
-        assert [id(item) for item in made.late] == [id(item) for item in late]
+        assert rows == batch
+        assert made.late == late
         assert made.rows == len(batch) <= self.max_rows
         assert (made.reason == "full") == (len(batch) == self.max_rows)
         assert all(part.start < part.stop for part in made.segments)
@@ -259,9 +257,9 @@ class QueueAgainstModel(RuleBasedStateMachine):
         elif self.waiting_rows() >= self.max_rows:
             assert due <= self.now
         else:
-            assert due == self.line[0].entry.arrived_s + 2
+            assert due == self.line[0].request.arrived_s + 2
         for item in self.all:
-            assert item.gone == list(range(item.entry.cut_rows)), "lost, doubled or reordered"
+            assert item.gone == list(range(item.request.cut_rows)), "lost, doubled or reordered"
 
 
 TestQueueAgainstModel = QueueAgainstModel.TestCase

@@ -1,16 +1,21 @@
 from __future__ import annotations
 
 import hashlib
+from pathlib import Path
 
 import pytest
 
 from lenet.errors import InvalidWeightFile
-from service.engine.versions import read_models
+from service.engine.versions import WeightsFolder
 
 
-def refusal(folder, wanted=(), default="a"):
+def read(folder, wanted=(), default=""):
+    return WeightsFolder(folder).read_all(wanted, default)
+
+
+def refusal(folder, wanted=(), default=""):
     with pytest.raises(InvalidWeightFile) as caught:
-        read_models(folder, wanted, default)
+        read(folder, wanted, default)
     return str(caught.value)
 
 
@@ -19,7 +24,7 @@ def test_every_model_is_found_when_none_is_named(folder, write):
         write(place)
     (folder / "notes.txt").write_text("no model")
     (folder / "empty").mkdir()
-    found = read_models(folder, (), "a")
+    found = read(folder, default="a")
     assert [(file.name, file.version) for file in found] == [("a", "2"), ("b", "1")]
     assert found[0].path == folder / "a" / "2.safetensors"
     assert found[0].weights.model.name == "a"
@@ -29,19 +34,25 @@ def test_every_model_is_found_when_none_is_named(folder, write):
 def test_the_highest_version_is_a_number_when_there_are_many(folder, write):
     for version in ("9", "10", "1"):
         write(f"a/{version}")
-    ((file,)) = read_models(folder, (), "a")
+    ((file,)) = read(folder, default="a")
     assert file.version == "10"
 
 
 @pytest.mark.parametrize(
     "stem", ["01", "0", "-3", "1.5", "latest", "", "\N{FULLWIDTH DIGIT TWO}", "+7", "1e3"]
 )
-def test_a_file_is_no_version_when_its_name_is_no_positive_integer(folder, write, stem):
-    write(f"a/{stem}")
+def test_a_file_whose_name_is_no_positive_integer_is_ignored_with_one_warning(
+    folder, write, stem, caplog
+):
+    path = write(f"a/{stem}")
     assert "holds no VERSION.safetensors with VERSION a positive integer" in refusal(folder)
     write("a/1")
-    (file,) = read_models(folder, (), "a")
-    assert file.version == "1"
+    caplog.clear()
+    weights = WeightsFolder(folder)
+    for _ in range(2):
+        (version,) = weights.read_all()
+        assert version.version == "1"
+    assert caplog.messages == [f"{path}: ignored, its name is not a positive integer"]
 
 
 def test_only_the_wanted_are_read_once_each_when_models_are_named(folder, write):
@@ -49,28 +60,51 @@ def test_only_the_wanted_are_read_once_each_when_models_are_named(folder, write)
     write("b/1")
     (folder / "broken").mkdir()
     (folder / "broken" / "1.safetensors").write_bytes(b"not read")
-    found = read_models(folder, ("b", "a", "b"), "a")
+    found = read(folder, ("b", "a", "b"), "b")
     assert [file.name for file in found] == ["b", "a"]
 
 
-def test_the_start_is_refused_when_the_folder_is_missing_or_a_file(folder):
+def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(folder, monkeypatch):
     (folder / "file").write_bytes(b"")
+    advice = "set --weights to the folder that holds MODEL/VERSION.safetensors"
     for name in ("absent", "file"):
-        assert refusal(folder / name) == (
-            f"{folder / name}: is not a folder, expected one with MODEL/VERSION.safetensors in it"
-        )
+        assert refusal(folder / name) == f"{folder / name}: no such folder; {advice}"
+    monkeypatch.chdir(folder)
+    assert refusal(Path("absent")) == f"absent: no such folder in {folder}; {advice}"
+    assert refusal(Path()) == (
+        ".: holds no MODEL/VERSION.safetensors; set --weights to the folder that does"
+    )
 
 
-def test_the_start_is_refused_when_the_default_model_is_missing(folder, write):
-    assert "default model 'a' is not among the models []" in refusal(folder)
+def test_the_default_model_is_lenet_or_the_only_one_and_comes_first(folder, write):
     write("b/1")
-    assert "default model 'a' is not among the models [b]" in refusal(folder)
+    assert [version.name for version in read(folder)] == ["b"]
+    write("a/1")
+    assert [version.name for version in read(folder, ("b",))] == ["b"]
+    advice = "set --default-model to one of them"
+    assert refusal(folder) == (
+        f"{folder}: the default model 'lenet' is not among the models a, b; {advice}"
+    )
+    write("lenet/1")
+    assert [version.name for version in read(folder)] == ["lenet", "a", "b"]
+    assert [version.name for version in read(folder, default="b")] == ["b", "a", "lenet"]
+    assert "default model 'c' is not among the models a, b, lenet;" in refusal(folder, (), "c")
+
+
+@pytest.mark.parametrize("wanted", [("lenett",), ("lenett", "b"), ("b", "lenett")])
+def test_a_model_without_a_folder_is_named_with_those_there_are(folder, write, wanted):
+    write("a/1")
+    write("b/1")
+    missing = folder / "lenett"
+    assert refusal(folder, wanted) == (
+        f"{missing}: no such folder; the models in {folder} are a, b"
+    )
 
 
 def test_the_start_is_refused_when_a_wanted_model_has_no_version(folder, write):
     write("a/1")
     write("b/latest")
-    message = refusal(folder, ("a", "b"))
+    message = refusal(folder, ("a", "b"), "a")
     assert message.startswith(f"{folder / 'b'}: holds no VERSION.safetensors")
 
 
@@ -102,7 +136,7 @@ def test_a_link_is_followed_when_it_stays_in_the_folder(folder, write):
     path = write("a/2")
     path.rename(folder / "kept")
     path.symlink_to(folder / "kept")
-    (file,) = read_models(folder, (), "a")
+    (file,) = read(folder, default="a")
     assert (file.version, file.path) == ("2", path)
 
 

@@ -113,7 +113,10 @@ async def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(ho
 
 
 async def test_two_servers_answer_on_one_port_when_they_share_it(house, raw_request):
-    async with house.serve(shared=True) as first, house.connect(shared=True, port=first.port) as stub:
+    async with (
+        house.serve(shared=True) as first,
+        house.connect(shared=True, port=first.port) as stub,
+    ):
         assert stub.port == first.port
         await stub.ModelInfer(raw_request())
 
