@@ -37,7 +37,8 @@ UNDER_MPS = """
 import contextlib, sys
 from service import __main__, supervisor
 if __name__ == "__main__":
-    supervisor.shared_gpu = lambda _: contextlib.nullcontext(True)
+    supervisor.mps.wanted = lambda *_: True
+    supervisor.mps.shared_gpu = lambda: contextlib.nullcontext(True)
     sys.exit(__main__.main())
 """
 """A service that takes its workers for neighbours under MPS."""
@@ -102,9 +103,9 @@ def losses(service):
 
 def inject(service, fault, pid=None):
     """Send the signal to the service or to one of its workers, and wait until it was heard."""
-    before = len([line for line in service.lines if "a fault waits" in line])
+    before = len([line for line in service.lines if "injected fault" in line])
     os.kill(pid or service.process.pid, fault)
-    service.wait_for("a fault waits for the next batch", before + 1)
+    service.wait_for("the next batch gets an injected fault", before + 1)
 
 
 def test_a_poisoned_batch_ends_the_process_with_7_and_its_caller_may_try_again(start):
@@ -169,7 +170,7 @@ def test_a_stop_does_not_wait_for_a_batch_that_hangs(start):
     with Caller(service) as caller, ThreadPoolExecutor(1) as thread:
         inject(service, HANG)
         answer = thread.submit(caller.predict)
-        service.wait_for("a batch meets its fault: hang")
+        service.wait_for("injecting fault: hang")
         service.signal()
         assert_unavailable(answer.result(PATIENCE_S))
         assert service.wait() == ExitCode.DEVICE

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import re
+from datetime import UTC, datetime
 
 import pytest
 
@@ -12,7 +15,7 @@ def restored():
     """What pytest and others have set."""
     root = logging.getLogger()
     before = root.level, root.handlers[:]
-    quieted = [logging.getLogger(name) for name in ("uvicorn.error", "python_multipart")]
+    quieted = [logging.getLogger(name) for name in ("uvicorn.error", "python_multipart", "PIL")]
     levels = [logger.level for logger in quieted]
     # `basicConfig` closes the handlers that it finds; pytest's are still needed.
     root.handlers = []
@@ -31,7 +34,11 @@ def test_lines_from_the_asked_for_level_on_are_written_to_standard_error(capsys,
     lines = capsys.readouterr().err.splitlines()
     order = ["debug", "info", "warning", "error"]
     assert [line.rpartition("a ")[2].split()[0] for line in lines] == order[order.index(level) :]
-    assert f"{level.upper()} service.test: a {level} line" in lines[0]
+    assert re.fullmatch(
+        rf"{datetime.now(UTC):%Y-%m-%dT%H:}\S+Z \[{os.getpid()}\] {level.upper()} service.test: "
+        f"a {level} line",
+        lines[0],
+    )
 
 
 def test_a_line_is_written_once_when_logs_are_configured_twice(capsys):
@@ -41,10 +48,11 @@ def test_a_line_is_written_once_when_logs_are_configured_twice(capsys):
     assert capsys.readouterr().err.count("once") == 1
 
 
-def test_libraries_do_not_tell_our_story_again(capsys):
-    logs.configure("info")
+def test_libraries_do_not_fill_the_log(capsys):
+    logs.configure("debug")
     logging.getLogger("uvicorn.error").info("Started server process")
     logging.getLogger("python_multipart.multipart").warning("Skipping data after last boundary")
+    logging.getLogger("PIL.PngImagePlugin").debug("STREAM b'IHDR' 16 13")
     assert capsys.readouterr().err == ""
     logging.getLogger("uvicorn.error").error("Exception in ASGI application")
     assert "Exception in ASGI" in capsys.readouterr().err

@@ -3,7 +3,6 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import subprocess
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,11 +35,6 @@ echo "$CUDA_VISIBLE_DEVICES;$CUDA_MPS_LOG_DIRECTORY;$$" > %(seen)s
   read command < "$pipe/control"
   exit 0
 """
-
-
-@pytest.fixture
-def settings():
-    return Settings(device="cuda", workers=2)
 
 
 @pytest.fixture
@@ -108,21 +102,12 @@ def wait_until_dead(pid):
 def test_it_is_wanted_where_several_workers_will_share_a_gpu(device, driver, tmp_path, monkeypatch):
     monkeypatch.setattr(mps, "_DRIVER", tmp_path if driver else tmp_path / "none")
     on_gpu = device == "cuda" or (device == "auto" and driver)
-    assert wanted(Settings(device=device, workers=2)) is on_gpu
-    assert not wanted(Settings(device=device, workers=1))
-    assert not wanted(Settings(device=device, workers=2, mps="off"))
-
-
-def test_nothing_is_run_and_nothing_set_when_it_is_not_wanted(control, settings, caplog):
-    control.install()
-    with shared_gpu(settings.model_copy(update={"mps": "off"})):
-        assert PIPE not in os.environ
-    assert control.commands() == []
-    assert not caplog.records
+    assert wanted(device, workers=2) is on_gpu
+    assert not wanted(device, workers=1)
 
 
 @pytest.mark.parametrize("named", [True, False])
-def test_a_daemon_that_runs_is_used_and_left_running(control, settings, caplog, named, monkeypatch):
+def test_a_daemon_that_runs_is_used_and_left_running(control, caplog, named, monkeypatch):
     program = control.install()
     caplog.set_level("INFO")
     if named:
@@ -133,7 +118,7 @@ def test_a_daemon_that_runs_is_used_and_left_running(control, settings, caplog, 
     pipe = os.environ.get(PIPE, str(control.default_pipe))
     os.mkfifo(f"{pipe}/control")
     before = dict(os.environ)
-    with shared_gpu(settings):
+    with shared_gpu():
         assert dict(os.environ) == before
     assert control.commands() == ["get_server_list"]
     assert caplog.messages == [f"MPS: found at {pipe}"]
@@ -141,12 +126,12 @@ def test_a_daemon_that_runs_is_used_and_left_running(control, settings, caplog, 
 
 
 def test_workers_find_the_daemon_that_is_started_and_it_ends_with_them(
-    control, settings, caplog, monkeypatch
+    control, caplog, monkeypatch
 ):
     control.install()
     caplog.set_level("INFO")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,2")
-    with shared_gpu(settings):
+    with shared_gpu():
         (folder,) = control.temporary.iterdir()
         assert os.environ[PIPE] == str(folder / "pipe")
         assert os.environ[LOG] == str(folder / "log")
@@ -163,21 +148,19 @@ def test_workers_find_the_daemon_that_is_started_and_it_ends_with_them(
     assert caplog.messages == [f"MPS: started at {folder / 'pipe'}"]
 
 
-def test_a_daemon_of_our_own_ends_when_the_block_fails(control, settings):
+def test_a_daemon_of_our_own_ends_when_the_block_fails(control):
     control.install()
-    with pytest.raises(SystemExit), shared_gpu(settings):
+    with pytest.raises(SystemExit), shared_gpu():
         raise SystemExit(143)
     assert not lives(control.daemon()[2])
     assert list(control.temporary.iterdir()) == []
 
 
-def test_a_daemon_that_does_not_quit_is_killed_with_what_it_started(
-    control, settings, caplog, monkeypatch
-):
+def test_a_daemon_that_does_not_quit_is_killed_with_what_it_started(control, caplog, monkeypatch):
     server = RUNS.replace("mkfifo", 'sleep 1000 & echo $! > "$pipe/server"\n  mkfifo')
     control.install(server, quit_="exit 0")
     monkeypatch.setattr(mps, "STOP_TIMEOUT_S", 0.1)
-    with shared_gpu(settings):
+    with shared_gpu():
         child = Path(os.environ[PIPE], "server").read_text()
     assert not lives(control.daemon()[2])
     wait_until_dead(child)
@@ -186,11 +169,11 @@ def test_a_daemon_that_does_not_quit_is_killed_with_what_it_started(
 
 
 @pytest.fixture
-def refused(control, settings, caplog):
+def refused(control, caplog):
     """`refused()`: the one warning of a start without MPS, of which nothing is left."""
 
     def refused_():
-        with shared_gpu(settings):
+        with shared_gpu():
             assert PIPE not in os.environ
             assert list(control.temporary.iterdir()) == []
         (warning,) = [message for message in caplog.messages if "no MPS" in message]
@@ -227,8 +210,9 @@ def test_a_missing_program_is_told_with_what_to_do(control, refused):
     assert "Install nvidia-cuda-mps-control" in warning
 
 
+@pytest.mark.parametrize("mps", ["auto", "off"])
 def test_a_supervisor_starts_it_before_its_workers_and_ends_it_after_them(
-    control, tiny_weights, monkeypatch
+    control, tiny_weights, monkeypatch, mps
 ):
     control.install()
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # put back when the test ends
@@ -236,17 +220,19 @@ def test_a_supervisor_starts_it_before_its_workers_and_ends_it_after_them(
 
     class Crew(supervisor._Supervisor):
         def run(self):
-            # What a worker would inherit.
-            child = subprocess.run(
-                ["/bin/sh", "-c", f"echo ${PIPE}"], capture_output=True, text=True, check=True
-            )
-            seen.append((child.stdout.strip(), lives(control.daemon()[2])))
+            seen.append(os.environ.get(PIPE))
+            assert mps == "off" or lives(control.daemon()[2])
             return ExitCode.STOPPED
 
     monkeypatch.setattr(supervisor, "_Supervisor", Crew)
-    settings = Settings(port=0, grpc_port=0, workers=2, weights=tiny_weights, device="cuda")
+    settings = Settings(
+        port=0, grpc_port=0, workers=2, weights=tiny_weights, device="cuda", mps=mps
+    )
     assert supervisor.supervise(settings) is ExitCode.STOPPED
-    ((pipe, lived),) = seen
-    assert pipe.startswith(f"{control.temporary}/lenet-serve-mps-")
-    assert lived
-    assert not lives(control.daemon()[2])
+    (pipe,) = seen
+    if mps == "auto":
+        assert pipe.startswith(f"{control.temporary}/lenet-serve-mps-")
+        assert not lives(control.daemon()[2])
+    else:
+        assert pipe is None
+        assert control.commands() == []

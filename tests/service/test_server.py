@@ -1,159 +1,361 @@
+"""One serving process: opened in this process, or run as one of its own."""
+
 from __future__ import annotations
 
-import dataclasses
+import asyncio
+import contextlib
+import errno
+import signal
 import socket
 import threading
-from contextlib import asynccontextmanager
 
+import grpc
+import numpy as np
 import pytest
 
-import service
-from lenet import context
-from lenet.errors import GoldenMismatch, InvalidWeightFile
+import service as package
+from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
-from service.engine.batcher import Batcher
-from service.server import create_app
+from service.errors import CannotListen, ExitCode, Unavailable
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from service.server import open_service, run
 from service.settings import Settings
+
+PATIENCE_S = 30.0
+ONE = np.zeros((1, 28, 28), np.uint8)
+
+
+def received(connection):
+    """All that comes until the server closes."""
+    parts = []
+    while part := connection.recv(65536):
+        parts.append(part)
+    return b"".join(parts).decode()
+
+
+def threads():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("context-")]
 
 
 @pytest.fixture
-def weights(tmp_path, tiny, random_weights):
+def settings(tmp_path, tiny, random_weights):
     for model in (tiny, "mlp"):
         file = random_weights(model)
         file.write(tmp_path / "weights" / file.model.name / "1.safetensors")
-    return tmp_path / "weights"
+    return Settings(
+        port=0, grpc_port=0, weights=tmp_path / "weights", default_model="tiny", max_batch_rows=2
+    )
 
 
-@pytest.fixture
-def settings(weights):
-    return Settings(port=0, grpc_port=0, weights=weights, default_model="tiny", max_batch_rows=2)
+# Opened in this process
 
 
-@pytest.fixture
-def lifespan(settings):
-    """`lifespan(**changes)`: the started application."""
-
-    @asynccontextmanager
-    async def lifespan(**changes):
-        app = create_app(settings.model_copy(update=changes))
-        async with app.router.lifespan_context(app):
-            yield app
-
-    return lifespan
+async def predict(service):
+    with service.metrics.clock("http") as clock:
+        return await service.models.predict(ONE, clock)
 
 
-@pytest.fixture
-def contexts(monkeypatch):
-    """Every context that is made; all are closed when the test ends."""
-    made = []
-
-    class Watched(context.ExecutionContext):
-        def __init__(self, *arguments):
-            super().__init__(*arguments)
-            made.append(self)
-
-    monkeypatch.setattr("service.engine.models.ExecutionContext", Watched)
-    yield made
-    assert not [context for context in made if context._open]
-    assert not [t for t in threading.enumerate() if t.name.startswith("context-")]
+async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):
+    async with open_service(settings) as service:
+        assert service.models.ready
+        assert len(threads()) == 2
+        assert (await predict(service)).model == "tiny"
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc.port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
+    assert not service.models.ready
+    assert not threads()
+    with pytest.raises(Unavailable):
+        await predict(service)
 
 
-async def test_it_starts_in_one_order_and_stops_in_the_reverse(lifespan, monkeypatch, contexts):
-    events = []
-    read, serve, drain = module.read_models, module.rpc.serve, Batcher.drain
-
-    def watched_read(*arguments):
-        events.append("weights")
-        return read(*arguments)
-
-    class WatchedRepository(module.Repository):
-        async def __aenter__(self):
-            entered = await super().__aenter__()
-            events.append("contexts")
-            return entered
-
-        async def __aexit__(self, *error):
-            await super().__aexit__(*error)
-            events.append("contexts closed")
-
-    @asynccontextmanager
-    async def watched_serve(predictor, *arguments, **options):
-        async with serve(predictor, *arguments, **options) as port:
-            events.append(f"gRPC, ready: {predictor.ready}")
-            yield port
-            events.append(f"gRPC closed, ready: {predictor.ready}")
-
-    async def watched_drain(batcher, timeout_s):
-        await drain(batcher, timeout_s)
-        events.append("drained")
-
-    monkeypatch.setattr(module, "read_models", watched_read)
-    monkeypatch.setattr(module, "Repository", WatchedRepository)
-    monkeypatch.setattr(module.rpc, "serve", watched_serve)
-    monkeypatch.setattr(Batcher, "drain", watched_drain)
-    async with lifespan() as app:
-        assert events == ["weights", "contexts", "gRPC, ready: False"]
-        assert app.state.predictor.ready
-        assert app.state.grpc_port > 0
-        assert len(contexts) == 2
-        events.clear()
-    assert events == ["gRPC closed, ready: False", "drained", "drained", "contexts closed"]
-    assert not app.state.predictor.ready
+async def test_only_the_asked_for_models_are_loaded_when_some_are_named(settings):
+    async with open_service(settings.model_copy(update={"models": ("tiny",)})):
+        assert len(threads()) == 1
 
 
-async def test_nothing_is_made_before_it_starts(settings, monkeypatch):
-    monkeypatch.setattr(module, "read_models", lambda *_: pytest.fail("weights were read"))
-    create_app(settings)
-
-
-async def test_a_broken_weight_file_is_refused_before_any_context_is_made(
-    lifespan, weights, contexts
-):
-    path = weights / "mlp" / "1.safetensors"
+async def test_a_broken_weight_file_is_refused_before_any_context_is_made(settings, monkeypatch):
+    path = settings.weights / "mlp" / "1.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
+    monkeypatch.setattr(module, "Models", lambda *_: pytest.fail("a context was made"))
     with pytest.raises(InvalidWeightFile, match=r"mlp/1.safetensors: "):
-        async with lifespan():
-            pytest.fail("it started")
-    assert not contexts
+        async with open_service(settings):
+            pytest.fail("it opened")
 
 
-async def test_contexts_are_closed_when_another_fails_its_proof(
-    lifespan, weights, random_weights, contexts
-):
-    good = random_weights("mlp")
-    golden = dataclasses.replace(good.golden, logits=good.golden.logits + 1)
-    dataclasses.replace(good, golden=golden).write(weights / "mlp" / "2.safetensors")
-    with pytest.raises(GoldenMismatch, match="'mlp'"):
-        async with lifespan():
-            pytest.fail("it started")
-    assert len(contexts) == 2
-
-
-async def test_contexts_are_closed_when_the_grpc_port_is_taken(lifespan, contexts):
+async def test_contexts_are_closed_when_the_grpc_port_is_taken(settings):
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        with pytest.raises(OSError, match=str(port)):
-            async with lifespan(grpc_port=port):
-                pytest.fail("it started")
-    assert len(contexts) == 2
+        with pytest.raises(CannotListen, match=str(port)):
+            async with open_service(settings.model_copy(update={"grpc_port": port})):
+                pytest.fail("it opened")
+    assert not threads()
 
 
-async def test_everything_is_closed_when_what_runs_inside_fails(lifespan, contexts):
+async def test_everything_is_closed_when_what_runs_inside_fails(settings):
     with pytest.raises(RuntimeError, match="inside"):
-        async with lifespan() as app:
+        async with open_service(settings) as service:
             raise RuntimeError("inside")
-    assert not app.state.predictor.ready
-    assert len(contexts) == 2
+    assert not service.models.ready
+    assert not threads()
 
 
-async def test_only_the_asked_for_models_are_loaded_when_some_are_named(lifespan, contexts):
-    async with lifespan(models=("tiny",)):
-        assert len(contexts) == 1
-
-
-def test_the_version_is_0_when_the_distribution_is_not_installed(settings, monkeypatch):
+async def test_the_version_is_0_when_the_distribution_is_not_installed(settings, monkeypatch):
     def missing(name):
-        raise service.PackageNotFoundError(name)
+        raise package.PackageNotFoundError(name)
 
-    monkeypatch.setattr(service, "version", missing)
-    assert create_app(settings).version == "0"
+    monkeypatch.setattr(package, "version", missing)
+    async with open_service(settings) as service:
+        assert service.app.version == "0"
+
+
+def test_the_ports_are_checked_before_the_work_of_the_start(tmp_path, caplog):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        for ports in ({"port": 0, "grpc_port": port}, {"port": port, "grpc_port": 0}):
+            assert run(Settings(weights=tmp_path / "nowhere", **ports)) is ExitCode.ADDRESS
+            assert f"127.0.0.1:{port}" in caplog.messages[-1]
+
+
+def test_a_start_that_fails_is_one_line_and_a_code(tmp_path, caplog):
+    settings = Settings(port=0, grpc_port=0, weights=tmp_path / "nowhere")
+    assert run(settings) is ExitCode.WEIGHTS
+    (record,) = caplog.records
+    assert record.message.startswith(f"{tmp_path / 'nowhere'}: no such folder; ")
+    assert record.exc_info is None
+
+
+@pytest.mark.parametrize("sticky", [False, True])
+def test_a_device_that_fails_at_the_start_is_one_line_and_a_code(
+    settings, monkeypatch, caplog, sticky
+):
+    def broken(*_, **__):
+        raise DeviceError("opening GPU 0: it fell off the bus", sticky)
+
+    def exit_at_once(code):
+        raise SystemExit(code)
+
+    monkeypatch.setattr(module, "open_service", broken)
+    monkeypatch.setattr(module.os, "_exit", exit_at_once)
+    if sticky:  # nothing of it can be given back: it must not be tried
+        with pytest.raises(SystemExit) as caught:
+            run(settings)
+        assert caught.value.code is ExitCode.DEVICE
+    else:
+        assert run(settings) is ExitCode.BACKEND
+    assert caplog.messages == ["opening GPU 0: it fell off the bus"]
+
+
+def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
+    def full(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "open_service", full)
+    with pytest.raises(OSError, match="No space left"):
+        run(settings)
+
+
+async def test_a_cancelled_start_is_no_stop(settings):
+    serving = asyncio.create_task(module._serve(settings, None))
+    await asyncio.sleep(0)
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+
+
+# A process of its own
+
+
+def test_it_says_when_it_is_ready_once_and_last_with_its_process_id(start):
+    service = start().ready()
+    (line,) = [line for line in service.lines if "ready" in line]
+    assert line == service.lines[-1]
+    assert f", pid {service.process.pid}" in line
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "ready" not in service.lines[-1]
+
+
+def test_a_port_is_named_when_another_program_listened_there_first(start):
+    with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        other.bind(("127.0.0.1", 0))
+        port = other.getsockname()[1]
+        service = start("--contexts", "100", port=port)
+        service.wait_for("warming up")
+        other.listen()
+        assert service.wait() == ExitCode.ADDRESS
+    (error,) = [line for line in service.lines if "ERROR" in line]
+    assert f"cannot listen on 127.0.0.1:{port}: Address already in use" in error
+    assert "Traceback" not in service.log
+
+
+def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(start):
+    service = start("--contexts", "1000")
+    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    service.signal(signal.SIGINT)
+    assert service.wait() == ExitCode.STOPPED
+    assert service.stopped_after_s() < 5
+    assert "ready" not in service.log
+    assert service.lines[-1].endswith("stopped")
+
+
+def test_connections_that_are_opened_all_at_once_are_answered_many_a_turn(start):
+    service = start().ready()
+    with contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
+            for _ in range(4 * module.ACCEPTED_AT_ONCE)
+        ]
+        for connection in connections:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        for connection in connections:
+            assert received(connection).startswith("HTTP/1.1 200 ")
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "ERROR" not in service.log
+
+
+# Reloading
+
+
+def test_a_hangup_during_the_warm_up_is_no_end_and_is_remembered(start, second_version):
+    service = start("--contexts", "50")
+    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    second_version()
+    service.signal(signal.SIGHUP)
+    service.ready().wait_for("version 2 .* replaced version 1, golden logits match")
+    assert '"version":"2"' in service.predict()[1]
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_a_refused_file_is_one_line_and_the_service_answers_on(start, tiny_weights):
+    service = start().ready()
+    path = tiny_weights / "lenet" / "2.safetensors"
+    path.write_bytes(b"no weights")
+    before = len(service.lines)
+    service.signal(signal.SIGHUP)
+    service.wait_for("reload refused, still serving version 1: weights/lenet/2.safetensors: is")
+    service.wait_for("reload: 0 replaced, 0 unchanged, 1 refused")
+    assert len(service.lines) == before + 2
+    assert '"version":"1"' in service.predict()[1]
+    assert service.get("/readyz")[0] == 200
+    assert 'lenet_reloads_total{model="lenet",outcome="refused"} 1.0' in service.get("/metrics")[1]
+
+
+def test_a_hangup_changes_nothing_when_the_service_stops(start, second_version):
+    service = start("--grace-s", "0.3").ready()
+    with service.in_flight() as connection:
+        service.signal()
+        service.wait_for("stopping")
+        second_version()
+        for _ in range(20):
+            service.process.send_signal(signal.SIGHUP)
+        connection.sendall(bytes(784))
+        assert received(connection).startswith("HTTP/1.1 200 ")
+    assert service.wait() == ExitCode.STOPPED
+    assert "ERROR" not in service.log
+    assert "Traceback" not in service.log
+
+
+# Stopping
+
+
+def test_in_its_grace_the_service_answers_on_and_afterwards_what_it_accepted(start):
+    service = start("--grace-s", "0.6").ready()
+    with service.in_flight() as first, service.in_flight() as second:
+        service.signal()
+        service.wait_for("stopping: not ready, 0.6 s of grace")
+        assert service.get("/readyz")[0] == 503
+        assert service.get("/healthz")[0] == 200
+        assert service.predict()[0] == 200
+        until_closed(service.port)
+        for connection in (first, second):
+            connection.sendall(bytes(784))
+        for connection in (first, second):
+            answer = received(connection)
+            assert answer.startswith("HTTP/1.1 200 ")
+            assert '"predictions":[{' in answer
+    assert service.wait() == ExitCode.STOPPED
+    assert 0.6 <= service.stopped_after_s() < 5
+    assert "ERROR" not in service.log
+
+
+def until_closed(port):
+    """Connect until nobody listens any more."""
+    with contextlib.suppress(ConnectionRefusedError, ConnectionResetError):
+        while True:
+            socket.create_connection(("127.0.0.1", port), PATIENCE_S).close()
+
+
+def test_grpc_refuses_new_calls_when_http_is_still_being_answered(start):
+    service = start("--drain-timeout-s", "60").ready()
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+        service.in_flight() as slow,
+    ):
+        stub = GRPCInferenceServiceStub(channel)
+
+        def call_while_it_lives():
+            while service.process.poll() is None:
+                assert stub.ServerLive(pb.ServerLiveRequest()).live
+
+        service.signal()
+        with pytest.raises(grpc.RpcError) as caught:
+            call_while_it_lives()
+        # The latter where a call meets the server's goodbye half-way.
+        assert caught.value.code() in {grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED}
+        slow.sendall(bytes(784))
+        assert received(slow).startswith("HTTP/1.1 200 ")
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
+    service = start("--drain-timeout-s", "1").ready()
+    over = threading.Event()
+
+    def never():
+        over.wait()
+        yield from ()
+
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
+        service.in_flight() as stuck,
+    ):
+        call = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(never())
+        assert GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest()).live
+        service.signal()
+        answer = received(stuck)
+        assert answer.startswith("HTTP/1.1 503 ")
+        assert "retry-after: 1" in answer.lower()
+        assert '"code":"unavailable"' in answer
+        assert call.exception().code() is grpc.StatusCode.UNAVAILABLE
+        over.set()
+        assert service.wait() == ExitCode.STOPPED
+    assert 1 <= service.stopped_after_s() < 1.9, "2 if one waited after the other"
+    assert "Traceback" not in service.log
+
+
+@pytest.mark.parametrize("timeout_s", [0.0, 0.4])
+async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(caplog, timeout_s):
+    async def app(scope, receive, send): ...
+
+    server = module._http_server(app, timeout_s)
+    server.should_exit = True
+    (listener,) = module.listen("127.0.0.1", 0, shared=False)
+    await server.serve([listener])
+    assert not caplog.records, "nothing was left to cancel"
+
+
+def test_a_second_signal_exits_immediately(start):
+    service = start("--drain-timeout-s", "60").ready()
+    with service.in_flight() as stuck:
+        service.signal()
+        service.wait_for("stopping")
+        service.signal(signal.SIGINT)
+        assert received(stuck) == ""
+        assert service.wait() == 128 + signal.SIGINT
+        assert service.stopped_after_s() < 5
+    assert "second signal: exiting immediately" in service.log

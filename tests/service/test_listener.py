@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from service.errors import CannotListen
+from service.listener import listen, probe, reserve
+
+
+def bound(host="127.0.0.1", port=0, shared=False):
+    (listener,) = listen(host, port, shared=shared)
+    return listener
+
+
+def resolving_to(*addresses):
+    def getaddrinfo(host, port, **_):
+        return [
+            (family, socket.SOCK_STREAM, 6, "", (address, port)) for family, address in addresses
+        ]
+
+    return getaddrinfo
+
+
+def test_a_port_is_taken_at_once_but_takes_no_connection():
+    with bound() as listener:
+        address = listener.getsockname()
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(address)
+        listener.listen()
+        socket.create_connection(address).close()
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_taken_port_is_named(shared):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        with pytest.raises(CannotListen) as caught:
+            listen("127.0.0.1", port, shared=shared)
+    assert str(caught.value) == (
+        f"cannot listen on 127.0.0.1:{port}: Address already in use; choose another address with "
+        "--host, --port or --grpc-port"
+    )
+
+
+def test_workers_share_a_port_and_others_do_not():
+    with bound(shared=True) as first:
+        port = first.getsockname()[1]
+        first.listen()
+        bound(port=port, shared=True).close()
+        with pytest.raises(CannotListen, match="in use"):
+            bound(port=port)
+
+
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_named(host):
+    with pytest.raises(CannotListen, match=f"cannot listen on {host}:8000: "):
+        listen(host, 8000, shared=False)
+
+
+IPV4, IPV6 = (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")
+ELSEWHERE = (socket.AF_INET6, "2001:db8::1")
+
+
+def test_every_address_of_a_name_is_listened_on_at_one_port(monkeypatch):
+    if not socket.has_dualstack_ipv6():
+        pytest.skip("no IPv6 here")
+    monkeypatch.setattr(socket, "getaddrinfo", resolving_to(IPV4, IPV6))
+    first, second = listen("localhost", 0, shared=False)
+    with first, second:
+        assert {first.family, second.family} == {socket.AF_INET, socket.AF_INET6}
+        assert first.getsockname()[1] == second.getsockname()[1]
+    assert probe("localhost", 0, shared=False) == ("127.0.0.1", "::1")
+
+
+def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(monkeypatch):
+    monkeypatch.setattr(socket, "getaddrinfo", resolving_to(IPV4, ELSEWHERE))
+    with bound("name") as listener:
+        assert probe("name", 0, shared=False) == ("127.0.0.1",)
+        listener.listen()
+        port = listener.getsockname()[1]
+        with pytest.raises(CannotListen, match="in use"):
+            probe("name", port, shared=False)
+
+
+def test_the_port_of_another_service_is_not_shared_with_it():
+    with bound(shared=True) as other:
+        other.listen()
+        with (
+            pytest.raises(CannotListen, match="in use"),
+            reserve("127.0.0.1", other.getsockname()[1]),
+        ):
+            raise AssertionError
+
+
+def test_the_port_of_another_service_is_not_shared_when_nobody_listens_there_yet():
+    with reserve("127.0.0.1", 0) as port:
+        refusal = f"cannot listen on 127.0.0.1:{port}: Address already in use"
+        with pytest.raises(CannotListen, match=refusal), reserve("127.0.0.1", port):
+            raise AssertionError
+        bound(port=port, shared=True).close()
+    with reserve("127.0.0.1", port) as again:
+        assert again == port
