@@ -25,7 +25,7 @@ def test_the_defaults_are_those_of_a_laptop():
     settings = Settings()
     assert (settings.host, settings.port, settings.grpc_port) == ("127.0.0.1", 8000, 8001)
     assert settings.weights == Path("weights")
-    assert settings.default_model == "lenet"
+    assert settings.default_model == ""
     assert settings.max_wait_us == 0
 
 
