@@ -177,8 +177,8 @@ class Worker:
             except Exception as exc:  # noqa: BLE001 - the thread's top: callers get it
                 self._post(self._report_loss, exc)
                 outcome = exc
-            self._post(deliver, outcome)
             self.done += 1
+            self._post(deliver, outcome)
 
     def _post(self, callback: Callable[[Any], None], argument: object) -> None:
         with suppress(RuntimeError):  # the loop is closed
