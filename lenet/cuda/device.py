@@ -237,8 +237,8 @@ class Handle:  # pragma: no cover - needs a GPU
             BackendUnavailable: cuBLAS cannot be loaded.
             DeviceError: it cannot be opened.
         """
+        self.check()
         if self._cublas is None:
-            self.check()
             with translated("opening cuBLAS"):
                 self._cublas = Cublas(self._bound)
             self._opened.callback(self._cublas.close)
