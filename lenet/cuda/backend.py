@@ -19,7 +19,7 @@ import numpy as np
 from lenet.cuda import fused_network, layers
 from lenet.cuda.capture import Launch, captured, time_us
 from lenet.cuda.device import Handle, translated
-from lenet.cuda.engine_cache import EngineCache
+from lenet.cuda.engine_cache import Choice, EngineCache
 from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.fused_network import MAX_ROWS, FusedNetwork
 from lenet.cuda.graphs import Convolution, Precision, Product
@@ -155,7 +155,8 @@ class CudaBackend:
             f"{self._handle.name} | {self.precision} | strategy | rows {buffers.rows} | "
             f"model {model.fingerprint()}"
         )
-        cached = None if self._cache is None else self._cache.get(key)
+        kept = None if self._cache is None else self._cache.get(key)
+        cached = None if kept is None else kept.name
         found: list[ChosenStrategy] = []
         fused = self._tried_fused_network(model) if buffers.rows <= MAX_ROWS else None
         if fused is not None and cached != "layer_by_layer":
@@ -182,9 +183,9 @@ class CudaBackend:
         with self._cache.locked():
             cached = self._cache.get(key)
             for strategy in measured_us:
-                if strategy == cached:
+                if cached is not None and strategy == cached.name:
                     return strategy
-            self._cache.put(key, fastest)
+            self._cache.put(key, Choice(fastest))
         return fastest
 
     def _tried_fused_network(self, model: Model) -> FusedNetwork | None:

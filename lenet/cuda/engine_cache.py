@@ -1,8 +1,7 @@
 """The fastest cuDNN engines and strategies, kept on disk between runs. Needs no GPU library.
 
-The choices are one JSON object, key to name; beside it is a folder with the engines as cuDNN
-serialized them, one file each. The files are not trusted: what cannot be read is measured or built
-again, and a name that cuDNN no longer offers is never found.
+Each choice is a file: a line of JSON with its key and name, then the engine as cuDNN serialized it.
+The files are not trusted: what is damaged is measured and built again.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from fcntl import LOCK_EX, flock
 from hashlib import sha256
 from pathlib import Path
@@ -22,82 +22,68 @@ from lenet.files import write_atomically
 _log = logging.getLogger(__name__)
 
 
-def _digest(engine: bytes) -> bytes:
-    return sha256(engine).hexdigest().encode()
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The `name` of an engine or strategy; `engine` is its serialized form, if it has one."""
+
+    name: str
+    engine: bytes = b""
 
 
 def default_cache() -> Path:
-    """The default path: below XDG_CACHE_HOME, or ~/.cache."""
+    """The default folder: below XDG_CACHE_HOME, or ~/.cache."""
     root = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(root) / "lenet-serve" / "plans.json"
+    return Path(root) / "lenet-serve" / "engines"
 
 
 class EngineCache:
     """Choices by key. Measure only while it is `locked`, so that threads and processes agree."""
 
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        # For threads that share this object where the folder, and so the file lock, is read-only.
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        # Where the folder is read-only, choices hold for this run, for threads that share this.
+        self._unwritten: dict[str, Choice] = {}
         self._lock = threading.Lock()
-        self._names = self._read()
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Exclude other threads and processes; load the choices that they made before."""
+        """Exclude other threads and processes."""
         with self._lock, ExitStack() as stack:
             with suppress(OSError):  # the folder is read-only: every process measures for itself
-                self._path.parent.mkdir(parents=True, exist_ok=True)
-                file = stack.enter_context(self._path.with_suffix(".lock").open("w"))
-                flock(file, LOCK_EX)
-                self._names = {**self._names, **self._read()}
+                self._folder.mkdir(parents=True, exist_ok=True)
+                flock(stack.enter_context((self._folder / ".lock").open("w")), LOCK_EX)
             yield
 
-    def get(self, key: str) -> str | None:
-        """The name chosen under `key`."""
-        return self._names.get(key)
-
-    def put(self, key: str, name: str) -> None:
-        """Keep a choice. If the folder is read-only, the next start measures again."""
-        self._names = {**self._read(), **self._names, key: name}
+    def get(self, key: str) -> Choice | None:
+        """The choice that was kept under `key`."""
+        path = self._path(key)
         try:
-            content = json.dumps(self._names, indent=1, sort_keys=True)
-            write_atomically(self._path, content.encode())
-        except OSError as exc:
-            _log.warning("%s: the cache of cuDNN engines cannot be written: %s", self._path, exc)
-
-    def engine(self, key: str, name: str) -> bytes | None:
-        """The serialized engine `name` that was kept under `key`."""
-        path = self._engine_path(key, name)
-        try:
-            digest, engine = path.read_bytes().split(b"\n", 1)
-            if digest != _digest(engine):
+            header, engine = path.read_bytes().split(b"\n", 1)
+            entry = json.loads(header)
+            choice = Choice(entry["name"], engine)
+            if entry != _entry(key, choice):
                 raise ValueError("its content was changed")
         except (FileNotFoundError, NotADirectoryError):
-            return None
-        except (OSError, ValueError) as exc:
-            _log.warning("%s: a cached cuDNN engine is ignored: %s", path, exc)
-            return None
-        return engine
+            return self._unwritten.get(key)
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as exc:
+            _log.warning("%s: a cached cuDNN engine is ignored: %r", path, exc)
+            return self._unwritten.get(key)
+        return choice
 
-    def put_engine(self, key: str, name: str, engine: bytes) -> None:
-        """Keep a serialized engine. If that fails, the next start builds it again."""
-        path = self._engine_path(key, name)
+    def put(self, key: str, choice: Choice) -> None:
+        """Keep a choice. If the folder is read-only, the next start measures again."""
+        path = self._path(key)
+        header = json.dumps(_entry(key, choice)).encode()
         try:
-            write_atomically(path, _digest(engine) + b"\n" + engine)
+            write_atomically(path, header + b"\n" + choice.engine)
         except OSError as exc:
             _log.warning("%s: a cuDNN engine cannot be cached: %s", path, exc)
+            self._unwritten[key] = choice
 
-    def _engine_path(self, key: str, name: str) -> Path:
-        return self._path.with_suffix("") / sha256(f"{key} | {name}".encode()).hexdigest()
+    def _path(self, key: str) -> Path:
+        return self._folder / sha256(key.encode()).hexdigest()
 
-    def _read(self) -> dict[str, str]:
-        try:
-            names = json.loads(self._path.read_text())
-            if not isinstance(names, dict) or not all(isinstance(n, str) for n in names.values()):
-                raise ValueError("it is not an object of strings")
-        except (FileNotFoundError, NotADirectoryError):
-            return {}
-        except (OSError, ValueError, RecursionError) as exc:
-            _log.warning("%s: the cache of cuDNN engines is ignored: %s", self._path, exc)
-            return {}
-        return names
+
+def _entry(key: str, choice: Choice) -> dict[str, str]:
+    digest = sha256(f"{key}\n{choice.name}\n".encode() + choice.engine).hexdigest()
+    return {"key": key, "name": choice.name, "sha256": digest}

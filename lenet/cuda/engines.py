@@ -19,7 +19,7 @@ import numpy as np
 
 from lenet.cuda.capture import captured, time_us
 from lenet.cuda.device import Handle, is_sticky, translated
-from lenet.cuda.engine_cache import EngineCache
+from lenet.cuda.engine_cache import Choice, EngineCache
 from lenet.cuda.graphs import Operation, Uid
 from lenet.cuda.memory import Workspace
 
@@ -87,41 +87,37 @@ class EngineCatalog:
 
     def _choose(self, operation: Operation, tune: bool) -> Engine:
         self._handle.check()
-        versions = f"cuDNN {self._handle.cudnn_version}"
-        key = f"{self._handle.name} | {versions} | {operation}" + ("" if tune else " | not tuned")
         if self._cache is None:
-            return self._build(operation, tune, None)
-        if (engine := self._cached(key, operation)) is not None:
+            return self._build(operation, tune)
+        # The serialized form depends on cuDNN and on its Python package.
+        versions = f"cuDNN {self._handle.cudnn_version} | frontend {cudnn.__version__}"
+        key = f"{self._handle.name} | {versions} | {operation}" + ("" if tune else " | not tuned")
+        if (engine := self._cached(self._cache.get(key), operation)) is not None:
             return engine
         with self._cache.locked():
             # Another thread or process may have chosen meanwhile: its choice holds for all.
-            if (engine := self._cached(key, operation)) is not None:
+            if (engine := self._cached(self._cache.get(key), operation)) is not None:
                 return engine
-            engine = self._build(operation, tune, self._cache.get(key))
-            self._cache.put(key, engine.name)
-            serialized = bytes(engine._graph.serialize())
-            self._cache.put_engine(_with_frontend(key), engine.name, serialized)
+            engine = self._build(operation, tune)
+            self._cache.put(key, Choice(engine.name, bytes(engine._graph.serialize())))
         return engine
 
-    def _cached(self, key: str, operation: Operation) -> Engine | None:
-        """The engine that was built before on this machine; ten times faster than building it."""
-        assert self._cache is not None, "bug: there is no cache"
-        name = self._cache.get(key)
-        data = None if name is None else self._cache.engine(_with_frontend(key), name)
-        if name is None or data is None:
+    def _cached(self, choice: Choice | None, operation: Operation) -> Engine | None:
+        """The engine of `choice`; ten times faster than building it."""
+        if choice is None:
             return None
         graph = cudnn.pygraph(handle=self._handle.cudnn)
         try:
-            graph.deserialize(list(data))
+            graph.deserialize(list(choice.engine))
         except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
             if is_sticky(exc):
                 raise
             _log.warning("a cached cuDNN engine is built again: %s", exc)
             return None
-        return self._engine(operation, name, graph.get_workspace_size(), graph)
+        return self._engine(operation, choice.name, graph.get_workspace_size(), graph)
 
-    def _build(self, operation: Operation, tune: bool, known: str | None) -> Engine:
-        """Build the engine called `known` if cuDNN offers it, else the fastest or first."""
+    def _build(self, operation: Operation, tune: bool) -> Engine:
+        """Build the fastest engine, or the first that works."""
         graph = operation.graph(self._handle.cudnn)
         graph.build_operation_graph()
         graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
@@ -131,24 +127,17 @@ class EngineCatalog:
         graph.deselect_numeric_notes(unwanted)
         graph.deselect_workspace_greater_than(MAX_WORKSPACE_BYTES)
         graph.check_support()
-        names = [
-            graph.get_plan_name_at_index(index) for index in range(graph.get_execution_plan_count())
-        ]
-        if known in names:
-            index = names.index(known)
-            graph.build_plan_at_index(index)
-        else:
-            most = self._most.get(type(operation)) if tune else 1
-            index = self._fastest(operation, graph, len(names), most)
+        index = self._fastest(operation, graph, self._most.get(type(operation)) if tune else 1)
         size = graph.get_workspace_size_plan_at_index(index)
-        return self._engine(operation, names[index], size, graph)
+        return self._engine(operation, graph.get_plan_name_at_index(index), size, graph)
 
     def _engine(self, operation: Operation, name: str, size_bytes: int, graph: Any) -> Engine:
         self._workspace.reserve(size_bytes)
         return Engine(operation, name, size_bytes, graph, self._handle, self._workspace)
 
-    def _fastest(self, operation: Operation, graph: Any, count: int, most: int | None) -> int:
+    def _fastest(self, operation: Operation, graph: Any, most: int | None) -> int:
         """Build the fastest of the first `most` engines that can be captured; return its index."""
+        count = graph.get_execution_plan_count()
         times: dict[int, float] = {}
         problem: Exception | None = None
         for index in range(count):
@@ -169,11 +158,6 @@ class EngineCatalog:
         best = min(times, key=times.__getitem__)
         graph.build_plan_at_index(best)
         return best
-
-
-def _with_frontend(key: str) -> str:
-    # The serialized form depends on the Python package.
-    return f"{key} | frontend {cudnn.__version__}"
 
 
 def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_bytes: int) -> float:

@@ -203,7 +203,7 @@ def test_after_warm_up_no_batch_takes_device_memory(random_weights):
 def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     weights = random_weights("lenet")
     images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
-    path = tmp_path / "plans.json"  # so that all of them choose the same strategy
+    path = tmp_path  # so that all of them choose the same strategy
     with opened("fp16", EngineCache(path)) as backend:
         want = {n: answer(backend.plan(weights, n), images[:n]).tobytes() for n in (1, 8, 32)}
     wrong = []
