@@ -323,51 +323,25 @@ def _conv_shapes(owner: str, block: ConvBlock, shape: Shape) -> tuple[Shape, Sha
     return linear, (block.channels, *pooled)
 
 
-_MAX = Pool("max")
+def _lenet(c1: int, c2: int, units: int, kernel: int = 5, **options: Any) -> tuple[Block, ...]:
+    """Two convolutions with max pooling, then two dense blocks."""
+    geometry = {"kernel": (kernel, kernel), "pool": Pool("max"), **options}
+    norm = options.get("batch_norm", False)
+    return ConvBlock(c1, **geometry), ConvBlock(c2, **geometry), DenseBlock(units, norm), _LOGITS
+
+
 _LOGITS = DenseBlock(10, activation=IDENTITY)
 
 ARCHITECTURES: Mapping[str, Model] = MappingProxyType(
     {
-        model.name: model
-        for model in (
-            Model(
-                "lenet",
-                (
-                    ConvBlock(20, (5, 5), batch_norm=True, pool=_MAX),
-                    ConvBlock(50, (5, 5), batch_norm=True, pool=_MAX),
-                    DenseBlock(500, batch_norm=True),
-                    _LOGITS,
-                ),
-            ),
-            Model(
-                "lenet-classic",
-                (
-                    ConvBlock(20, (5, 5), activation=IDENTITY, pool=_MAX),
-                    ConvBlock(50, (5, 5), activation=IDENTITY, pool=_MAX),
-                    DenseBlock(500),
-                    _LOGITS,
-                ),
-            ),
-            Model(
-                "lenet-6-16",
-                (
-                    ConvBlock(6, (5, 5), pool=_MAX),
-                    ConvBlock(16, (5, 5), pool=_MAX),
-                    DenseBlock(120),
-                    _LOGITS,
-                ),
-            ),
-            Model(
-                "cnn-32-64",
-                (
-                    ConvBlock(32, (3, 3), padding=(1, 1), pool=_MAX),
-                    ConvBlock(64, (3, 3), padding=(1, 1), pool=_MAX),
-                    DenseBlock(128),
-                    _LOGITS,
-                ),
-            ),
-            Model("mlp", (DenseBlock(500), _LOGITS)),
-        )
+        name: Model(name, blocks)
+        for name, blocks in {
+            "lenet": _lenet(20, 50, 500, batch_norm=True),
+            "lenet-classic": _lenet(20, 50, 500, activation=IDENTITY),
+            "lenet-6-16": _lenet(6, 16, 120),
+            "cnn-32-64": _lenet(32, 64, 128, kernel=3, padding=(1, 1)),
+            "mlp": (DenseBlock(500), _LOGITS),
+        }.items()
     }
 )
 """The named architectures. All can be trained and served."""

@@ -126,7 +126,7 @@ def fragments(weight: ArrayLike, parts: int) -> Fragments:
     return np.ascontiguousarray(np.stack(halves, axis=1))
 
 
-def launch(
+def launch(  # pragma: no cover - needs a GPU
     kernels: Kernels,
     multiprocessors: int,
     block: ConvBlock,

@@ -101,7 +101,9 @@ class EpilogueShape:
         return max(1, min(-(-pixels * vectors // threads), -(-most // tiles)))
 
 
-def launch(kernels: Kernels, shape: EpilogueShape, x: Any, bias: Any, y: Any) -> Launch:
+def launch(  # pragma: no cover - needs a GPU
+    kernels: Kernels, shape: EpilogueShape, x: Any, bias: Any, y: Any
+) -> Launch:
     """Prepare the launch of bias, activation and pooling from `x` to `y`, for serving."""
     rows = len(x)
     kernel = kernels.get(FOLDER / "epilogue.cu", "epilogue_forward", shape.macros())

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import re
 import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -10,24 +10,73 @@ from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
 
 INSTALL = (
     "install it in a checkout with .venv/bin/python -m pip install --constraint constraints.txt "
-    "-e '.[cuda12]', in Docker with --build-arg 'EXTRAS=[cuda12]'"
+    "-e '.[cuda{}]', in Docker with --build-arg 'EXTRAS=[cuda{}]'"
 )
+INSTALL_12 = INSTALL.format(12, 12)
 
 
-def refusal():
-    """The message of `devices`, which is one line."""
+class CudaError(RuntimeError):
+    """As CuPy's errors of the runtime and of the driver."""
+
+    def __init__(self, status, message="cudaError: something happened"):
+        super().__init__(message)
+        self.status = status
+
+
+class DriverError(CudaError):
+    pass
+
+
+class OutOfMemory(MemoryError):
+    pass
+
+
+class CompileError(Exception):
+    pass
+
+
+class NotSupported(Exception):
+    pass
+
+
+def found(value):
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with one GPU, a driver, CuPy 14 and cuDNN 9; an error is raised when asked for."""
+    machine = SimpleNamespace(count=1, driver=13_000, version=91_900, text="9.19.0")
+    machine.memory = 1_500_000, 80_400_000
+    cupy, cudnn = ModuleType("cupy"), ModuleType("cudnn")
+    cupy.cuda = ModuleType("cupy.cuda")
+    cupy.cuda.cublas = object()
+    cupy.cuda.runtime = SimpleNamespace(
+        CUDARuntimeError=CudaError,
+        getDeviceCount=lambda: found(machine.count),
+        runtimeGetVersion=lambda: 13_020,
+        driverGetVersion=lambda: machine.driver,
+        memGetInfo=lambda: found(machine.memory),
+    )
+    cupy.cuda.driver = SimpleNamespace(CUDADriverError=DriverError)
+    cupy.cuda.memory = SimpleNamespace(OutOfMemoryError=OutOfMemory)
+    cupy.cuda.compiler = SimpleNamespace(CompileException=CompileError)
+    cudnn.cudnnGraphNotSupportedError = NotSupported
+    cudnn.backend_version = lambda: found(machine.version)
+    cudnn.backend_version_string = lambda: machine.text
+    for name, module in {"cupy": cupy, "cupy.cuda": cupy.cuda, "cudnn": cudnn}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return machine
+
+
+def message():
+    """Of `devices`, without line ends."""
     with pytest.raises(BackendUnavailable) as caught:
         devices()
-    message = str(caught.value)
-    assert "\n" not in message
-    return message
-
-
-def install_broken(monkeypatch, tmp_path, name, source):
-    """A package whose import runs `source`."""
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
 
 
 def test_the_gpus_are_counted_when_everything_is_in_place(machine):
@@ -35,199 +84,175 @@ def test_the_gpus_are_counted_when_everything_is_in_place(machine):
     assert devices() == 4
 
 
-def test_what_to_install_is_said_when_there_is_no_cupy(machine, monkeypatch):
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"count": CudaError(35), "driver": 0},
+            "there is no NVIDIA driver, and CuPy needs one for CUDA 13; install it (nvidia-smi "
+            "must list the GPU), or use the cpu device",
+        ),
+        (
+            {"count": CudaError(35), "driver": 12_040},
+            "the NVIDIA driver is for CUDA 12.4, and CuPy needs one for CUDA 13; install a newer "
+            f"driver, or CuPy for this one: {INSTALL_12}",
+        ),
+        (  # there is no extra for it
+            {"count": CudaError(35), "driver": 11_080},
+            "the NVIDIA driver is for CUDA 11.8, and CuPy needs one for CUDA 13; install a newer "
+            "driver",
+        ),
+        (  # its extra is installed
+            {"count": CudaError(35), "driver": 13_000},
+            "the NVIDIA driver is for CUDA 13.0, and CuPy needs one for CUDA 13; install a newer "
+            "driver",
+        ),
+        *(
+            (
+                {"count": count},
+                "there is no NVIDIA GPU; nvidia-smi must list one, or use the cpu device",
+            )
+            for count in (0, CudaError(100))
+        ),
+        (
+            {"count": CudaError(805, "cudaErrorMpsConnectionFailed: no\n  connection")},
+            "the GPUs cannot be counted (cudaErrorMpsConnectionFailed: no connection); see "
+            "nvidia-smi, or use the cpu device",
+        ),
+        *(
+            (
+                {"version": error("Unable to find symbol cudnnGetVersion")},
+                "libcudnn.so.9 cannot be loaded (Unable to find symbol cudnnGetVersion); "
+                f"{INSTALL_12}, or add its folder to LD_LIBRARY_PATH",
+            )
+            for error in (OSError, RuntimeError)
+        ),
+        (
+            {"version": 8_907, "text": "8.9.7"},
+            f"found cuDNN 8.9.7, expected major version 9; {INSTALL_12}",
+        ),
+        (
+            {"version": 100_100, "text": "10.1.0"},
+            f"found cuDNN 10.1.0, expected major version 9; {INSTALL_12}",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
+    vars(machine).update(changes)
+    assert message() == expected
+
+
+def test_what_to_install_is_said_without_cupy(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert refusal() == f"CuPy is not installed; {INSTALL}"
+    assert message() == f"CuPy is not installed; {INSTALL_12}"
 
 
-def test_the_cause_is_one_line_when_cupy_explains_itself_on_a_page(machine, monkeypatch, tmp_path):
-    page = """
+def test_what_to_install_is_said_without_cublas(machine):
+    del sys.modules["cupy"].cuda.cublas
+    assert message().startswith("CuPy cannot be loaded (cannot import name 'cublas' ")
+    assert message().endswith(INSTALL_12)
+
+
+PAGE = """
 try:
-    import cupy_is_here_but_its_library_is_not
+    import cupy_without_its_library
 except ImportError as exc:
-    raise ImportError(f'''
+    raise ImportError('''
 ======================
 Failed to import CuPy.
-
-Check the Installation Guide for details: https://docs.cupy.dev/en/latest/install.html
 ======================
 ''') from exc
 """
-    install_broken(monkeypatch, tmp_path, "cupy", page)
-    message = refusal()
-    cause = "No module named 'cupy_is_here_but_its_library_is_not'"
-    assert message.startswith(f"CuPy cannot be loaded ({cause}); ")
-
-
-def test_what_to_install_is_said_when_cupy_finds_no_cublas(machine):
-    del sys.modules["cupy"].cuda.cublas
-    message = refusal()
-    assert message.startswith("CuPy cannot be loaded (cannot import name 'cublas' ")
-    assert message.endswith(INSTALL)
 
 
 @pytest.mark.parametrize(
-    "source",
+    ("name", "source", "expected"),
     [
-        "import cudnn_is_not_installed",
-        "raise OSError('libcudnn.so.9: file too short')",
-        "raise RuntimeError('libcudnn.so.9: not\\n  for this machine')",
-        "assert False, 'Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.'",
-    ],
-)
-def test_what_to_install_is_said_when_the_cudnn_package_cannot_be_loaded(
-    machine, monkeypatch, tmp_path, source
-):
-    install_broken(monkeypatch, tmp_path, "cudnn", source)
-    said = r"cuDNN's Python package nvidia-cudnn-frontend cannot be loaded \(.*cudnn.*\); "
-    assert re.fullmatch(said + re.escape(INSTALL), refusal())
-
-
-def test_the_lack_of_a_driver_is_said_when_there_is_none(machine, errors):
-    machine.count, machine.driver = errors.runtime(35), 0
-    assert refusal().startswith(
-        "there is no NVIDIA driver, and CuPy needs one for CUDA 13; install it"
-    )
-
-
-@pytest.mark.parametrize(
-    ("driver", "found", "advice"),
-    [
-        (
-            12_040,
-            "12.4",
-            f"install a newer driver, or CuPy for this one: {INSTALL}",
+        ("cupy", PAGE, "CuPy cannot be loaded (No module named 'cupy_without_its_library'); "),
+        *(
+            ("cudnn", source, "cuDNN's Python package nvidia-cudnn-frontend cannot be loaded (")
+            for source in (
+                "import cudnn_is_not_installed",
+                "raise OSError('libcudnn.so.9: file too short')",
+                "raise RuntimeError('libcudnn.so.9: not\\n  for this machine')",
+                "assert False, 'Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.'",
+            )
         ),
-        (11_080, "11.8", "install a newer driver"),  # there is no such extra
-        (13_000, "13.0", "install a newer driver"),  # its CuPy is the one that is installed
     ],
 )
-def test_both_versions_are_named_when_the_driver_is_too_old(machine, errors, driver, found, advice):
-    machine.count, machine.driver = errors.runtime(35), driver
-    assert refusal() == (
-        f"the NVIDIA driver is for CUDA {found}, and CuPy needs one for CUDA 13; {advice}"
-    )
+def test_the_cause_is_one_line_when_a_package_cannot_be_loaded(
+    machine, monkeypatch, tmp_path, name, source, expected
+):
+    (tmp_path / f"{name}.py").write_text(source)
+    monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert message().startswith(expected)
+    assert message().endswith(INSTALL_12)
 
 
-@pytest.mark.parametrize("status", [None, 100])
-def test_the_cpu_is_recommended_when_there_is_no_gpu(machine, errors, status):
-    machine.count = 0 if status is None else errors.runtime(status)
-    message = refusal()
-    assert message.startswith("there is no NVIDIA GPU; nvidia-smi must list one")
-    assert message.endswith("use the cpu device")
-
-
-def test_the_reason_is_said_when_the_gpus_cannot_be_counted(machine, errors):
-    machine.count = errors.runtime(805, "cudaErrorMpsConnectionFailed: no connection to MPS")
-    message = refusal()
-    assert "(cudaErrorMpsConnectionFailed: no connection to MPS)" in message
-    assert "nvidia-smi" in message
-    assert "there is no" not in message
-
-
-@pytest.mark.parametrize("problem", [OSError, RuntimeError])
-def test_a_folder_is_asked_for_when_libcudnn_is_missing(machine, problem):
-    machine.version = problem("Unable to find symbol cudnnGetVersion")
-    assert refusal() == (
-        "libcudnn.so.9 cannot be loaded (Unable to find symbol cudnnGetVersion); "
-        f"{INSTALL}, or add its folder to LD_LIBRARY_PATH"
-    )
-
-
-@pytest.mark.parametrize(("number", "text"), [(8_907, "8.9.7"), (100_100, "10.1.0")])
-def test_both_versions_are_named_when_cudnn_is_another_major(machine, number, text):
-    machine.version, machine.version_text = number, text
-    assert refusal() == f"found cuDNN {text}, expected major version 9; {INSTALL}"
-
-
-@pytest.mark.parametrize("status", [214, 700, 719, 999])  # ECC, address, launch, unknown
-@pytest.mark.parametrize("api", ["runtime", "driver"])
-def test_the_process_is_lost_when_the_context_is(machine, errors, api, status):
-    problem = getattr(errors, api)(status, "cudaErrorIllegalAddress: an illegal access")
-    with pytest.raises(DeviceError) as raised, translated("running conv1"):
+@pytest.mark.parametrize("error", [CudaError, DriverError])
+@pytest.mark.parametrize(
+    ("status", "sticky"),  # ECC, illegal address, launch failure, unknown; invalid value, ...
+    [(214, True), (700, True), (719, True), (999, True), (1, False), (701, False), (900, False)],
+)
+def test_a_fault_of_the_context_is_sticky_and_a_failed_call_is_not(machine, error, status, sticky):
+    problem = error(status, "cudaErrorIllegalAddress: an illegal access")
+    expected = pytest.raises(DeviceError, match=r"^running conv1: cudaErrorIllegal")
+    with expected as raised, translated("running conv1"):
         raise problem
-    assert raised.value.sticky
-    assert str(raised.value) == "running conv1: cudaErrorIllegalAddress: an illegal access"
+    assert raised.value.sticky == sticky
     assert raised.value.__cause__ is problem
-
-
-@pytest.mark.parametrize("status", [1, 9, 209, 701, 720, 801, 900])
-def test_the_process_lives_on_when_a_call_merely_failed(machine, errors, status):
-    with pytest.raises(DeviceError) as raised, translated("launching"):
-        raise errors.runtime(status)
-    assert str(raised.value) == "launching: cudaError: something happened"
-    assert not raised.value.sticky
     assert not isinstance(raised.value, OutOfDeviceMemory)
 
 
 class NcclError(RuntimeError):
-    """As CuPy's: its statuses are not CUDA's."""
-
-    def __init__(self, status):
-        super().__init__(f"NCCL_ERROR: {status}")
-        self.status = status
+    status = 700  # not one of CUDA's
 
 
 @pytest.mark.parametrize(
     "problem",
     [
-        lambda errors: errors.graph("no engine"),
-        lambda errors: errors.compiler("epilogue.cu(7): error: no"),
-        lambda errors: RuntimeError("CUDNN_STATUS_BAD_PARAM"),
-        lambda errors: NcclError(2),
-        lambda errors: NcclError(700),
+        *(NotSupported("no engine"), CompileError("epilogue.cu(7): error: no")),
+        *(RuntimeError("CUDNN_STATUS_BAD_PARAM"), NcclError("NCCL_ERROR")),
     ],
-    ids=["graph", "compiler", "cudnn", "nccl", "nccl-beyond"],
+    ids=lambda problem: type(problem).__name__,
 )
-def test_a_foreign_error_is_one_of_the_device_when_no_cuda_status_says_more(
-    machine, errors, problem
-):
-    foreign = problem(errors)
-    with pytest.raises(DeviceError) as raised, translated("planning"):
-        raise foreign
+def test_errors_of_other_libraries_are_translated_and_not_sticky(machine, problem):
+    with pytest.raises(DeviceError) as raised, translated("preparing"):
+        raise problem
     assert type(raised.value) is DeviceError
-    assert str(raised.value) == f"planning: {foreign}"
+    assert str(raised.value) == f"preparing: {problem}"
     assert not raised.value.sticky
 
 
 @pytest.mark.parametrize(
-    "problem",
-    [
-        lambda errors: errors.memory("Out of memory allocating 512 bytes"),
-        lambda errors: errors.runtime(2, "Out of memory allocating 512 bytes"),
-        lambda errors: errors.driver(2, "Out of memory allocating 512 bytes"),
-    ],
-    ids=["cupy", "runtime", "driver"],
+    "problem", [OutOfMemory("512 bytes"), CudaError(2, "512 bytes"), DriverError(2, "512 bytes")]
 )
-def test_the_numbers_are_said_when_memory_runs_out(machine, errors, problem):
-    machine.memory = (1_500_000, 80_400_000)
-    with pytest.raises(OutOfDeviceMemory) as raised, translated("loading the digits"):
-        raise problem(errors)
+@pytest.mark.parametrize(
+    ("memory", "room"),
+    [
+        ((1_500_000, 80_400_000), "2 of 80 MB of memory free, which is not enough"),
+        (CudaError(2), "too little memory free even for a CUDA context"),
+    ],
+)
+def test_the_free_memory_is_said_when_it_runs_out(machine, problem, memory, room):
+    machine.memory = memory
+    with pytest.raises(OutOfDeviceMemory) as raised, translated("loading"):
+        raise problem
+    assert str(raised.value) == (
+        f"loading: the GPU has {room} (512 bytes); use a smaller batch or another GPU"
+    )
     assert not raised.value.sticky
-    assert str(raised.value) == (
-        "loading the digits: the GPU has 2 of 80 MB of memory free, which is not enough "
-        "(Out of memory allocating 512 bytes); use a smaller batch or another GPU"
-    )
-
-
-def test_a_sentence_is_made_without_numbers_when_not_even_a_context_fits(machine, errors):
-    machine.memory = errors.runtime(2, "out of memory")
-    with pytest.raises(OutOfDeviceMemory) as raised, translated("opening GPU 0"):
-        raise errors.runtime(2, "out of memory")
-    assert str(raised.value) == (
-        "opening GPU 0: the GPU has too little memory free even for a CUDA context "
-        "(out of memory); use a smaller batch or another GPU"
-    )
 
 
 @pytest.mark.parametrize("problem", [ValueError, AssertionError, KeyboardInterrupt])
-def test_what_is_not_the_devices_passes_when_it_is_raised_inside(machine, problem):
+def test_other_errors_pass_unchanged(machine, problem):
     with pytest.raises(problem, match=r"^ours$"), translated("running"):
         raise problem("ours")
 
 
-def test_a_translated_error_is_not_translated_again(machine, errors):
+def test_a_translated_error_is_not_translated_again(machine):
     inner = pytest.raises(DeviceError, match=r"^inner: ")
     with inner as raised, translated("outer"), translated("inner"):
-        raise errors.runtime(700)
+        raise CudaError(700)
     assert raised.value.sticky

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lenet.cuda.packing import layout, padded
-from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
+from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool
 
 
 @st.composite
@@ -94,67 +94,10 @@ def test_a_tensor_comes_back_without_its_padding_when_it_is_unpacked(model, dtyp
         tensor = numbered(model.parameters()[name], dtype)
         wide = packed.pack(tensor)
         wide[packed.pack(np.ones_like(tensor)) == 0] = 7
-        np.testing.assert_array_equal(packed.unpack(wide), tensor, strict=True)
-
-
-@given(model=models())
-@settings(max_examples=30)
-def test_what_comes_back_is_a_copy_when_it_is_unpacked(model):
-    for name, packed in layout(model).items():
-        wide = packed.pack(numbered(model.parameters()[name]))
         back = packed.unpack(wide)
+        np.testing.assert_array_equal(back, tensor, strict=True)
         assert back.flags.c_contiguous
         assert not np.shares_memory(back, wide)
-
-
-LENET = {
-    "conv1.weight": (32, 5, 5, 1),
-    "conv1": (32,),
-    "conv2.weight": (64, 5, 5, 32),
-    "conv2": (64,),
-    "dense1.weight": (512, 4 * 4 * 64),
-    "dense1": (512,),
-    "dense2.weight": (16, 512),
-    "dense2": (16,),
-}
-PACKED = {
-    "lenet": LENET,
-    "lenet-classic": LENET,
-    "lenet-6-16": {
-        "conv1.weight": (8, 5, 5, 1),
-        "conv1": (8,),
-        "conv2.weight": (16, 5, 5, 8),
-        "conv2": (16,),
-        "dense1.weight": (128, 4 * 4 * 16),
-        "dense1": (128,),
-        "dense2.weight": (16, 128),
-        "dense2": (16,),
-    },
-    "cnn-32-64": {
-        "conv1.weight": (32, 3, 3, 1),
-        "conv1": (32,),
-        "conv2.weight": (64, 3, 3, 32),
-        "conv2": (64,),
-        "dense1.weight": (128, 7 * 7 * 64),
-        "dense1": (128,),
-        "dense2.weight": (16, 128),
-        "dense2": (16,),
-    },
-    "mlp": {
-        "dense1.weight": (512, 28 * 28),
-        "dense1": (512,),
-        "dense2.weight": (16, 512),
-        "dense2": (16,),
-    },
-}
-"""By architecture: the weights, and under a block's name all of its vectors."""
-
-
-@pytest.mark.parametrize("name", PACKED)
-def test_the_named_architectures_have_these_shapes_when_packed(name):
-    for tensor, packed in layout(named(name)).items():
-        block = tensor.partition(".")[0]
-        assert packed.shape == PACKED[name][tensor if tensor in PACKED[name] else block], tensor
 
 
 def test_an_image_of_several_channels_is_not_padded_when_it_is_the_networks_own():
