@@ -158,7 +158,7 @@ def test_replaced_weights_answer_as_if_they_had_been_there_first(
     precision, random_weights, tmp_path
 ):
     # With one cache all backends agree on strategies and engines, whose last bits differ.
-    cache = EngineCache(tmp_path / "engines.json")
+    cache = EngineCache(tmp_path)
     files = [random_weights("lenet", seed) for seed in (0, 1, 2)]
     images = np.random.default_rng(3).integers(0, 256, (64, 28, 28), np.uint8)
     want = {}
@@ -203,13 +203,13 @@ def test_after_warm_up_no_batch_takes_device_memory(random_weights):
 def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     weights = random_weights("lenet")
     images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
-    path = tmp_path  # so that all of them choose the same strategy
-    with opened("fp16", EngineCache(path)) as backend:
+    # With one cache all backends agree on strategies and engines.
+    with opened("fp16", EngineCache(tmp_path)) as backend:
         want = {n: answer(backend.plan(weights, n), images[:n]).tobytes() for n in (1, 8, 32)}
     wrong = []
 
     def work():
-        with opened("fp16", EngineCache(path)) as backend:
+        with opened("fp16", EngineCache(tmp_path)) as backend:
             plans = {n: backend.plan(weights, n) for n in want}
             for _ in range(3000):
                 for n, plan in plans.items():
