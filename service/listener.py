@@ -71,8 +71,8 @@ def reserve(host: str, port: int) -> Iterator[int]:
             stack.enter_context(listener)
         # The first bind fails only where somebody listens, and during a warm-up nobody does. A name
         # in Linux' abstract namespace has one owner, is as wide as the ports (one network
-        # namespace) and goes with the process. On other systems two services that start at the
-        # same time are not told apart.
+        # namespace) and goes with the process. Elsewhere two services that start at the same time
+        # may share a port.
         name = stack.enter_context(socket.socket(socket.AF_UNIX))
         try:
             if sys.platform == "linux":

@@ -12,10 +12,12 @@ import logging
 import os
 import time
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from itertools import product
 from types import TracebackType
-from typing import Literal, Protocol, Self, TypeAlias, TypeVar, get_args
+from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
 from prometheus_client import (
     CollectorRegistry,
@@ -61,15 +63,15 @@ _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
 
 
 class Buffered(Protocol):
-    """What happened to one series since the last flush."""
+    """What happened to a metric since the last flush."""
 
     def flush(self) -> None:
-        """Add it to the library's series."""
+        """Add it to the library's metric."""
         ...
 
 
 class BufferedCounter:
-    """Buffers increments of one counter child."""
+    """Buffers increments of one series."""
 
     __slots__ = ("_amount", "_series")
 
@@ -89,7 +91,7 @@ class BufferedCounter:
 
 
 class BufferedGauge:
-    """Buffers the last value of one gauge child."""
+    """Buffers the last value of one series."""
 
     __slots__ = ("_changed", "_series", "_value")
 
@@ -109,7 +111,7 @@ class BufferedGauge:
 
 
 class BufferedHistogram:
-    """Buffers observations of one histogram child with upper bounds `bounds` and infinity."""
+    """Buffers observations of one series with upper bounds `bounds` and infinity."""
 
     __slots__ = ("_bounds", "_counts", "_series", "_sum")
 
@@ -139,10 +141,29 @@ class BufferedHistogram:
 
 
 B = TypeVar("B", bound=Buffered)
+_Labels: TypeAlias = tuple[str, ...]
+
+
+class Family(dict[_Labels, B], Generic[B]):
+    """The buffered series of one metric by the values of its labels, made when first used."""
+
+    def __init__(self, metric: Counter | Gauge | Histogram, buffer: Callable[[Any], B]) -> None:
+        super().__init__()
+        self.metric = metric
+        self._buffer = buffer
+
+    def __missing__(self, labels: _Labels) -> B:
+        series = self[labels] = self._buffer(self.metric.labels(*labels) if labels else self.metric)
+        return series
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        for series in self.values():
+            series.flush()
 
 
 class Metrics:
-    """The service's series, in `registry`."""
+    """The service's metrics, in `registry`."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]
@@ -154,42 +175,40 @@ class Metrics:
             self._buffers.append(_WorkerProcess(registry))
         else:
             ProcessCollector(registry=registry)
-        self._gauge("lenet_build_info", "1, with the version as a label.", "version").labels(
-            distribution_version()
-        ).set(1)
+        build = self._gauge("lenet_build_info", "1, with the version as a label.", "version")
+        build[distribution_version(),].set(1)
         self._requests = self._counter(
             "lenet_requests",
             "Requests answered, by outcome: ok or the code of the error. The model is none if the "
             "request failed before its model was found.",
             *("model", "protocol", "outcome"),
         )
-        self._answered: dict[tuple[str, Transport, str], BufferedCounter] = {}
-        self._durations = self._histograms(
+        self._request_duration = self._histogram(
             "lenet_request_duration_seconds",
             "From the first byte of a request read to its answer made; predictions only.",
             _REQUEST_BOUNDS_S,
-            protocol=get_args(Transport),
+            "protocol",
         )
-        self._stages = self._histograms(
+        self._stage_duration = self._histogram(
             "lenet_stage_duration_seconds",
             "Time of a predicted request in each stage.",
             _STAGE_BOUNDS_S,
-            stage=get_args(Stage),
+            "stage",
         )
-        self.batch_rows = self._histogram("lenet_batch_rows", "Rows in a batch.", _ROW_BOUNDS)
-        self.batch_duration = self._histogram(
+        self._batch_rows = self._histogram("lenet_batch_rows", "Rows in a batch.", _ROW_BOUNDS)
+        self._batch_duration = self._histogram(
             "lenet_batch_duration_seconds",
             "From the cut of a batch to its result.",
             _STAGE_BOUNDS_S,
         )
-        self.device_duration = self._histogram(
+        self._device_duration = self._histogram(
             "lenet_device_duration_seconds",
             "Time of one batch by the device's clock, where it is read.",
             _STAGE_BOUNDS_S,
         )
-        self._cuts = self._counter("lenet_batches", "Batches cut, by reason.", "model", "reason")
+        self._batches = self._counter("lenet_batches", "Batches, by why cut.", "model", "reason")
         self._images = self._counter("lenet_images", "Images classified.", "model")
-        self._padding = self._counter(
+        self._padding_rows = self._counter(
             "lenet_padding_rows", "Rows computed only to fill a batch up.", "model"
         )
         self._replays = self._counter(
@@ -202,14 +221,9 @@ class Metrics:
             "Processes that ended because their device was lost: a sticky error, or a hang.",
             "reason",
         )
-        for loss in get_args(LossReason):
-            self._losses.labels(loss)
-        dropped = self._counter(
+        self._dropped = self._counter(
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
-        self.dropped = {
-            reason: self._buffered_counter(dropped, reason) for reason in get_args(DropReason)
-        }
         self._queue_rows = self._gauge(
             "lenet_queue_rows", "Rows left waiting by the last cut.", "model"
         )
@@ -239,12 +253,15 @@ class Metrics:
             *("model", "version", "sha256"),
             mode="livemax",
         )
-        self._loaded: dict[str, tuple[str, str]] = {}  # version and sha256 by model
         self._reloads = self._counter(
             "lenet_reloads",
             "Reloads of a model: ok if the newest file is served afterwards.",
             *("model", "outcome"),
         )
+        self._loaded: dict[str, _Labels] = {}  # of lenet_model_info, by model
+        _show(self._request_duration, get_args(Transport))
+        _show(self._stage_duration, get_args(Stage))
+        _show(self._losses, get_args(LossReason))
 
     def clock(self, protocol: Transport) -> RequestClock:
         """Start the clock of a request that arrived over `protocol`."""
@@ -252,23 +269,45 @@ class Metrics:
 
     def request_done(self, model: str, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
-        key = model, protocol, outcome
-        counter = self._answered.get(key)
-        if counter is None:
-            counter = self._answered[key] = self._buffered_counter(self._requests, *key)
-        counter.inc()
+        self._requests[model, protocol, outcome].inc()
 
     def request_timed(
         self, protocol: Transport, stages: dict[Stage, float], total_s: float
     ) -> None:
         """Observe the time of a predicted request, by stage and in all."""
         for stage, seconds in stages.items():
-            self._stages[stage].observe(seconds)
-        self._durations[protocol].observe(total_s)
+            self._stage_duration[stage,].observe(seconds)
+        self._request_duration[protocol,].observe(total_s)
+
+    def batch_cut(
+        self, model: str, rows: int, reason: CutReason, waiting_rows: int, busy: int
+    ) -> None:
+        """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts have a batch."""
+        self._batches[model, reason].inc()
+        self._batch_rows[()].observe(rows)
+        self._queue_rows[model,].set(waiting_rows)
+        self._busy[model,].set(busy)
+
+    def batch_done(
+        self, model: str, rows: int, result: BatchResult, compute_s: float, busy: int
+    ) -> None:
+        """A context finished a batch of `rows`, `compute_s` after its cut."""
+        self._batch_duration[()].observe(compute_s)
+        if result.device_s is not None:
+            self._device_duration[()].observe(result.device_s)
+        self._images[model,].inc(rows)
+        self._padding_rows[model,].inc(result.computed_rows - rows)
+        self._replays[model, "hit" if result.captured else "miss"].inc()
+        self._busy[model,].set(busy)
+
+    def rows_dropped(self, rows: int, reason: DropReason) -> None:
+        """Waiting rows left the queue without a batch."""
+        self._dropped[reason,].inc(rows)
 
     def started(self, phase: str, seconds: float) -> None:
-        """Set the time of a phase of the start."""
-        self._start_phase.labels(phase).set(seconds)
+        """A phase of the start took `seconds`."""
+        self._start_phase[phase,].set(seconds)
+        self.flush()
 
     def model_loaded(
         self,
@@ -282,55 +321,44 @@ class Metrics:
         workspace_bytes: int,
     ) -> None:
         """A model is ready on `contexts` contexts, which take so much memory in all."""
+        _show(self._requests, (model,), get_args(Transport), ("ok",))
+        _show(self._reloads, (model,), get_args(ReloadOutcome))
+        _show(self._batches, (model,), get_args(CutReason))
+        _show(self._replays, (model,), ("hit", "miss"))
+        _show(self._images, (model,))
+        _show(self._padding_rows, (model,))
+        self._contexts[model,].set(contexts)
+        self._busy[model,].set(0)
+        self._queue_rows[model,].set(0)
+        self._device_bytes[model,].set(device_bytes)
+        self._workspace_bytes[model,].set(workspace_bytes)
         self.model_replaced(model, version, sha256, golden_error)
-        for outcome in get_args(ReloadOutcome):
-            self._reloads.labels(model, outcome)
-        for protocol in get_args(Transport):
-            self._requests.labels(model, protocol, "ok")
-        self._contexts.labels(model).set(contexts)
-        self._busy.labels(model).set(0)
-        self._queue_rows.labels(model).set(0)
-        self._device_bytes.labels(model).set(device_bytes)
-        self._workspace_bytes.labels(model).set(workspace_bytes)
-
-    def device_lost(self, reason: LossReason) -> None:
-        """Count the loss that ends this process, and flush."""
-        self._losses.labels(reason).inc()
-        self.flush()
 
     def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
         """Another file of a model is served from now on; the info of the former one goes."""
         if (former := self._loaded.pop(model, None)) is not None:
             if self._shared:  # where the library cannot remove; `_merged` leaves out zeros
-                self._model.labels(model, *former).set(0)
+                self._model[former].set(0)
             else:
-                self._model.remove(model, *former)
-        self._model.labels(model, version, sha256).set(1)
-        self._loaded[model] = version, sha256
-        self._golden_error.labels(model).set(golden_error)
+                del self._model[former]
+                self._model.metric.remove(*former)
+        self._loaded[model] = labels = (model, version, sha256)
+        self._model[labels].set(1)
+        self._golden_error[model,].set(golden_error)
+        self.flush()
 
     def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
         """Count a reload of a model."""
-        self._reloads.labels(model, outcome).inc()
+        self._reloads[model, outcome].inc()
+        self.flush()
 
-    def of_model(self, model: str) -> ModelMetrics:
-        """The series that the batcher of `model` writes."""
-        return ModelMetrics(
-            self,
-            cuts={
-                reason: self._buffered_counter(self._cuts, model, reason)
-                for reason in get_args(CutReason)
-            },
-            images=self._buffered_counter(self._images, model),
-            padding=self._buffered_counter(self._padding, model),
-            hits=self._buffered_counter(self._replays, model, "hit"),
-            misses=self._buffered_counter(self._replays, model, "miss"),
-            busy=self._buffered(BufferedGauge(self._busy.labels(model))),
-            queue_rows=self._buffered(BufferedGauge(self._queue_rows.labels(model))),
-        )
+    def device_lost(self, reason: LossReason) -> None:
+        """Count the loss that ends this process, and flush."""
+        self._losses[reason,].inc()
+        self.flush()
 
     def flush(self) -> None:
-        """Put everything that happened so far into the library's series."""
+        """Put everything that happened so far into the library's metrics."""
         for buffer in self._buffers:
             buffer.flush()
 
@@ -357,20 +385,20 @@ class Metrics:
             self.flush()
 
     async def exposition(self) -> bytes:
-        """All series in the Prometheus text format, of all workers where there are several."""
+        """All metrics in the Prometheus text format, of all workers where there are several."""
         self.flush()
-        return await asyncio.to_thread(self._merged if self._shared else self._own)
+        return await asyncio.to_thread(self._generate)
 
-    def _own(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def _merged(self) -> bytes:
-        registry = CollectorRegistry()
-        registry.register(_AllWorkers())
+    def _generate(self) -> bytes:
+        registry = self._registry
+        if self._shared:
+            registry = CollectorRegistry()
+            registry.register(_AllWorkers())
         return generate_latest(registry)
 
-    def _counter(self, name: str, help_text: str, *labels: str) -> Counter:
-        return Counter(name, help_text, labels, registry=self._registry)
+    def _counter(self, name: str, help_text: str, *labels: str) -> Family[BufferedCounter]:
+        counter = Counter(name, help_text, labels, registry=self._registry)
+        return self._buffered(Family(counter, BufferedCounter))
 
     def _gauge(
         self,
@@ -378,74 +406,19 @@ class Metrics:
         help_text: str,
         *labels: str,
         mode: Literal["livesum", "livemax", "max"] = "livesum",
-    ) -> Gauge:
-        return Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
+    ) -> Family[BufferedGauge]:
+        gauge = Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
+        return self._buffered(Family(gauge, BufferedGauge))
 
-    def _histogram(self, name: str, help_text: str, bounds: tuple[float, ...]) -> BufferedHistogram:
-        series = Histogram(name, help_text, buckets=bounds, registry=self._registry)
-        return self._buffered(BufferedHistogram(series, bounds))
+    def _histogram(
+        self, name: str, help_text: str, bounds: tuple[float, ...], *labels: str
+    ) -> Family[BufferedHistogram]:
+        metric = Histogram(name, help_text, labels, buckets=bounds, registry=self._registry)
+        return self._buffered(Family(metric, partial(BufferedHistogram, bounds=bounds)))
 
-    def _histograms(
-        self, name: str, help_text: str, bounds: tuple[float, ...], **label: tuple[str, ...]
-    ) -> dict[str, BufferedHistogram]:
-        """One for each value of the one label."""
-        ((key, values),) = label.items()
-        series = Histogram(name, help_text, (key,), buckets=bounds, registry=self._registry)
-        return {
-            value: self._buffered(BufferedHistogram(series.labels(value), bounds))
-            for value in values
-        }
-
-    def _buffered_counter(self, series: Counter, *labels: str) -> BufferedCounter:
-        return self._buffered(BufferedCounter(series.labels(*labels)))
-
-    def _buffered(self, buffer: B) -> B:
-        self._buffers.append(buffer)
-        return buffer
-
-
-class ModelMetrics:
-    """The series of one model's batches."""
-
-    __slots__ = ("_all", "_busy", "_cuts", "_hits", "_images", "_misses", "_padding", "_queue_rows")
-
-    def __init__(
-        self,
-        metrics: Metrics,
-        *,
-        cuts: dict[CutReason, BufferedCounter],
-        images: BufferedCounter,
-        padding: BufferedCounter,
-        hits: BufferedCounter,
-        misses: BufferedCounter,
-        busy: BufferedGauge,
-        queue_rows: BufferedGauge,
-    ) -> None:
-        self._all = metrics
-        self._cuts, self._images, self._padding = cuts, images, padding
-        self._hits, self._misses = hits, misses
-        self._busy, self._queue_rows = busy, queue_rows
-
-    def batch_cut(self, rows: int, reason: CutReason, waiting_rows: int, busy: int) -> None:
-        """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts have a batch."""
-        self._cuts[reason].inc()
-        self._all.batch_rows.observe(rows)
-        self._queue_rows.set(waiting_rows)
-        self._busy.set(busy)
-
-    def batch_done(self, rows: int, result: BatchResult, compute_s: float, busy: int) -> None:
-        """A context finished a batch of `rows`, `compute_s` after its cut."""
-        self._all.batch_duration.observe(compute_s)
-        if result.device_s is not None:
-            self._all.device_duration.observe(result.device_s)
-        self._images.inc(rows)
-        self._padding.inc(result.computed_rows - rows)
-        (self._hits if result.captured else self._misses).inc()
-        self._busy.set(busy)
-
-    def rows_dropped(self, rows: int, reason: DropReason) -> None:
-        """Waiting rows left the queue without a batch."""
-        self._all.dropped[reason].inc(rows)
+    def _buffered(self, family: Family[B]) -> Family[B]:
+        self._buffers.append(family)
+        return family
 
 
 class RequestClock:
@@ -495,6 +468,12 @@ class RequestClock:
         else:
             outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
         self._metrics.request_done(self.model, self._protocol, outcome)
+
+
+def _show(family: Family[B], *values: tuple[str, ...]) -> None:
+    """Expose the series with each combination of these label values as 0 before the first event."""
+    for labels in product(*values):
+        family[labels]
 
 
 class _AllWorkers:

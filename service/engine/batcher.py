@@ -15,7 +15,7 @@ from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.queue import BatchQueue, Cut, Prediction, Request
 from service.engine.versions import ModelVersion
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
-from service.metrics import ModelMetrics
+from service.metrics import Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ class Batcher:
         self,
         queue: BatchQueue,
         pool: ContextPool,
-        metrics: ModelMetrics,
+        metrics: Metrics,
         version: ModelVersion,
         busy_poll: BusyPoll,
         clock: Callable[[], float],
@@ -183,7 +183,8 @@ class Batcher:
             return
         for segment in cut.segments:
             segment.request.end_wait()
-        self._metrics.batch_cut(cut.rows, cut.reason, self._queue.rows, self._pool.busy)
+        name, waiting_rows = cut.version.name, self._queue.rows
+        self._metrics.batch_cut(name, cut.rows, cut.reason, waiting_rows, self._pool.busy)
 
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
@@ -195,7 +196,8 @@ class Batcher:
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             now = self._clock()
-            self._metrics.batch_done(cut.rows, outcome, now - cut.now_s, self._pool.busy)
+            name, compute_s = cut.version.name, now - cut.now_s
+            self._metrics.batch_done(name, cut.rows, outcome, compute_s, self._pool.busy)
             row = 0
             for segment in cut.segments:
                 rows = segment.stop - segment.start

@@ -1,7 +1,4 @@
-"""What the service computes on: settings in, one target for each device out.
-
-Asked once, before anything is warmed. It refuses to open a device: that is the context's.
-"""
+"""Resolves the settings to the devices that the service computes on; opens none of them."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from service.settings import Settings
 _log = logging.getLogger(__name__)
 
 CONTEXTS = {"cpu": 1, "cuda": 2}
-"""On one device; on a GPU the copies of one overlap what another computes."""
+"""On one device; on a GPU the copies of one context overlap the kernels of another."""
 
 MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
 BUSY_POLL_US = {"cpu": 0, "cuda": 200}
@@ -24,31 +21,30 @@ BUSY_POLL_US = {"cpu": 0, "cuda": 200}
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each model runs, and what the settings left to the device."""
+    """Where each model runs, with the defaults of that device filled in."""
 
     targets: tuple[Target, ...]
     """GPUs, or the CPU alone."""
     contexts: int
-    """On each of them."""
+    """On each target."""
     max_batch_rows: int
     busy_poll_s: float = 0.0
-    """After each answer."""
 
     @property
     def name(self) -> str:
-        """For people: cpu, or cuda:0,1."""
+        """As in the log: cpu, or cuda:0,1."""
         if self.targets[0].device == "cpu":
             return "cpu"
         return "cuda:" + ",".join(str(target.index) for target in self.targets)
 
 
 def on_gpu(device: Literal["auto", "cpu", "cuda"]) -> bool:
-    """Whether `device` means a GPU here; one that is asked for by name is believed."""
+    """Whether `device` is a GPU here; cuda is not checked."""
     return device == "cuda" or choose(device)[0] == "cuda"
 
 
 def place(settings: Settings) -> Placement:
-    """The devices that `settings` mean on this machine, told in the log.
+    """The devices of `settings` on this machine, which are logged.
 
     Raises:
         BackendUnavailable: there is no such GPU, or it cannot be used; the message says why.
@@ -76,7 +72,9 @@ def place(settings: Settings) -> Placement:
     )
     _log.info(
         "computing on %s in %s: %d contexts for each model on each GPU",
-        *(placement.name, settings.precision, contexts),
+        placement.name,
+        settings.precision,
+        contexts,
     )
     return placement
 

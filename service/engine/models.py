@@ -213,7 +213,7 @@ class Models:
         batcher = Batcher(
             BatchQueue(placement.max_batch_rows, config.max_queue_rows, config.max_wait_s),
             pool,
-            self._metrics.of_model(version.name),
+            self._metrics,
             version,
             busy_poll,
             time.monotonic,

@@ -115,12 +115,11 @@ def everything(metrics):
         for protocol in get_args(Transport):
             for outcome in ("ok", *AFTER_ITS_MODEL_IS_FOUND):
                 metrics.request_done(model, protocol, outcome)
-        batches = metrics.of_model(model)
         for reason in get_args(CutReason):
-            batches.batch_cut(3, reason, 4, 1)
-        batches.batch_done(3, result(), 0.1, 0)
+            metrics.batch_cut(model, 3, reason, 4, 1)
+        metrics.batch_done(model, 3, result(), 0.1, 0)
         for reason in get_args(DropReason):
-            batches.rows_dropped(1, reason)
+            metrics.rows_dropped(1, reason)
     return metrics
 
 
@@ -163,11 +162,11 @@ def test_batch_sizes_have_a_bucket_for_each_power_of_two_when_exposed(metrics):
 
 
 def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, value):
-    batches = metrics.of_model("lenet")
-    batches.batch_cut(48, "full", 7, 2)
+    load(metrics, "lenet")
+    metrics.batch_cut("lenet", 48, "full", 7, 2)
     assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
-    batches.batch_done(48, result(64, True, 0.0005), 0.0015, 1)
-    batches.rows_dropped(5, "late")
+    metrics.batch_done("lenet", 48, result(64, True, 0.0005), 0.0015, 1)
+    metrics.rows_dropped(5, "late")
     assert value("lenet_batches_total", {"model": "lenet", "reason": "full"}) == 1
     assert value("lenet_batch_rows_count") == 1
     assert value("lenet_batch_rows_sum") == 48
@@ -185,7 +184,8 @@ def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, 
 
 
 def test_a_device_without_clock_or_graphs_counts_neither(metrics, value):
-    metrics.of_model("lenet").batch_done(48, result(48, False, None), 0.0015, 1)
+    load(metrics, "lenet")
+    metrics.batch_done("lenet", 48, result(48, False, None), 0.0015, 1)
     assert value("lenet_device_duration_seconds_count") == 0
     assert value("lenet_padding_rows_total", {"model": "lenet"}) == 0
     assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 0
@@ -224,7 +224,7 @@ def test_a_replaced_model_is_exposed_no_more_and_its_queue_is_left_alone(metrics
     for outcome in get_args(ReloadOutcome):
         reloads = {"model": "mlp", "outcome": outcome}
         assert value("lenet_reloads_total", reloads) == 0, "it is there before the first"
-    metrics.of_model("mlp").batch_cut(48, "full", 7, 2)
+    metrics.batch_cut("mlp", 48, "full", 7, 2)
     metrics.model_replaced("mlp", "8", "cd" * 32, 3e-7)
     metrics.reloaded("mlp", "ok")
     assert value("lenet_model_info", {"model": "mlp", "version": "7", "sha256": "ab" * 32}) is None
@@ -242,11 +242,10 @@ def test_the_process_is_watched_when_it_is_alone(metrics):
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
-    batches = metrics.of_model("lenet")
     metrics.request_done("lenet", "grpc", "ok")
     metrics.request_timed("grpc", {"queue": 0.5}, 0.5)
-    batches.batch_cut(3, "full", 4, 2)
-    batches.batch_done(3, result(4, True, 0.5), 0.5, 1)
+    metrics.batch_cut("lenet", 3, "full", 4, 2)
+    metrics.batch_done("lenet", 3, result(4, True, 0.5), 0.5, 1)
     for _ in range(2):
         found = {
             (sample.name, *sorted(set(sample.labels.values()) - {"lenet"})): value
@@ -443,9 +442,8 @@ if rows:
     metrics.started("weights", rows / 10)
     metrics.request_done("lenet", "http", "ok")
     metrics.request_timed("http", {"decode": 0.1}, 0.5)
-    batches = metrics.of_model("lenet")
-    batches.batch_cut(rows, "full", rows, 1)
-    batches.batch_done(rows, BatchResult(None, rows + 1, rows == 3), 0.1, 1)
+    metrics.batch_cut("lenet", rows, "full", rows, 1)
+    metrics.batch_done("lenet", rows, BatchResult(None, rows + 1, rows == 3), 0.1, 1)
     metrics.device_lost("hang")
 sys.stdout.buffer.write(asyncio.run(metrics.exposition()))
 """

@@ -190,10 +190,12 @@ class Watcher:
     done: list[tuple[int, float, int]] = field(default_factory=list)
     dropped: dict[str, int] = field(default_factory=lambda: {"cancelled": 0, "late": 0})
 
-    def batch_cut(self, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
+    def batch_cut(self, model: str, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
         self.cuts.append((rows, reason, waiting_rows, busy))
 
-    def batch_done(self, rows: int, result: BatchResult, compute_s: float, busy: int) -> None:
+    def batch_done(
+        self, model: str, rows: int, result: BatchResult, compute_s: float, busy: int
+    ) -> None:
         assert (result.computed_rows, result.captured, result.device_s) == (8, True, 0.25)
         self.done.append((rows, compute_s, busy))
 
