@@ -106,7 +106,8 @@ class RecordingOps:
     def batch(self, state: RunState) -> tuple[Array, Array]:
         """Recorded."""
         x, labels = self._ops.batch(state)
-        self._images, shape = x, self._shape(x)
+        self._images = x
+        shape = self._shape(x)
         size, run = math.prod(shape) * (1 + self._width), partial(self._ops.batch, state)
         self.calls.append(Call("batch", "step", shape[:-1], shape, "our batch kernel", size, run))
         return x, labels

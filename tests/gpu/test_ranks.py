@@ -118,11 +118,13 @@ def test_an_interrupted_fit_ends_within_five_seconds_while_engines_are_chosen(
         cwd=Path(__file__).parents[2],
         stderr=subprocess.PIPE,
         text=True,
+        # A shell's background job inherits that SIGINT is ignored, and Python then leaves it so.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     try:
         # Locked while the first engine is chosen; that takes longer than the interruption.
         deadline = time.monotonic() + 120
-        while not list(tmp_path.glob("lenet-serve/*.lock")) and time.monotonic() < deadline:
+        while not list(tmp_path.glob("lenet-serve/engines/.lock")) and time.monotonic() < deadline:
             time.sleep(0.01)
         process.send_signal(signal.SIGINT)
         interrupted = time.monotonic()

@@ -38,6 +38,12 @@ def test_a_step_is_a_batch_forward_loss_backward_and_an_update(calls_of, name):
     assert [(call.layer, call.part) for call in calls_of(named(name))] == expected
 
 
+def test_the_images_keep_their_one_channel(calls_of):
+    calls = calls_of(named("lenet"))
+    for call, shape in ((calls[0], calls[0].result), (calls[1], calls[1].source)):
+        assert shape == (256, 28, 28, 1), call.part
+
+
 def test_a_convolution_has_padded_channels_last_and_the_operations_of_those(calls_of):
     calls = calls_of(named("lenet"))
     forward = of(calls, "conv2", "forward")
