@@ -45,6 +45,7 @@ docs-check: ## run the commands of README.md and docs that need no GPU, in a tem
 
 check: .venv/dev.stamp ## format, lint, types, import contracts, spelling, generated code
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $$(git ls-files '*.cu' '*.cuh')
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
@@ -58,6 +59,7 @@ check: .venv/dev.stamp ## format, lint, types, import contracts, spelling, gener
 
 format: .venv/dev.stamp ## format the code and fix what the linter can
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $$(git ls-files '*.cu' '*.cuh')
 	$(BIN)/ruff check --fix .
 
 proto: .venv/dev.stamp ## regenerate the gRPC code from its .proto
