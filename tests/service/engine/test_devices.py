@@ -42,7 +42,7 @@ def test_auto_is_the_cpu_and_says_why_where_there_is_no_gpu(gpus, caplog):
     assert record.message == "computing on the CPU: no GPU here"
 
 
-def test_what_auto_has_no_use_for_on_the_cpu_is_a_warning(gpus, caplog):
+def test_settings_that_auto_cannot_use_on_the_cpu_are_a_warning(gpus, caplog):
     gpus(0)
     place(Settings(precision="tf32", devices="all"))
     (record,) = caplog.records
@@ -50,7 +50,7 @@ def test_what_auto_has_no_use_for_on_the_cpu_is_a_warning(gpus, caplog):
     assert record.message == "the CPU has no use for these settings: devices, precision"
 
 
-def test_nothing_is_asked_of_gpus_when_the_cpu_is_meant(gpus, caplog):
+def test_no_gpu_is_looked_for_when_the_cpu_is_chosen(gpus, caplog):
     gpus(2)
     with caplog.at_level(logging.INFO):
         assert place(Settings(device="cpu")).name == "cpu"
@@ -92,7 +92,7 @@ def test_contexts_and_rows_are_those_that_are_set_on_every_device(gpus, device, 
         *(("cuda", 0, 0.0), ("cuda", 100_000, 0.1)),
     ],
 )
-def test_a_worker_stays_awake_as_long_as_it_is_told_or_as_its_device_wants(
+def test_a_worker_polls_as_long_as_is_set_or_as_suits_its_device(
     gpus, device, wanted_us, busy_poll_s
 ):
     gpus(1)
@@ -120,9 +120,9 @@ def test_no_gpu_at_all_is_refused_where_one_is_asked_for(gpus):
 
 
 @pytest.mark.parametrize(
-    ("device", "count", "meant"),
+    ("device", "count", "expected"),
     [("auto", 0, False), ("auto", 1, True), ("cpu", 1, False), ("cuda", 0, True)],
 )
-def test_a_gpu_is_meant_where_it_is_asked_for_or_found(gpus, device, count, meant):
+def test_a_gpu_is_used_where_it_is_asked_for_or_found(gpus, device, count, expected):
     gpus(count)
-    assert on_gpu(device) is meant
+    assert on_gpu(device) is expected

@@ -209,7 +209,9 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
     for name in "ab":
         with pytest.raises(Unavailable, match="lost its device"):
             await predict(struck, name)
-    assert struck.value("lenet_device_losses_total", reason="sticky") == 1, "however many tell"
+    assert struck.value("lenet_device_losses_total", reason="sticky") == 1, (
+        "however many contexts report it"
+    )
     assert struck.value("lenet_device_losses_total", reason="hang") == 0
     (record,) = [record for record in caplog.records if record.levelname == "ERROR"]
     assert record.message.startswith("the device is lost, this process ends: context-")
