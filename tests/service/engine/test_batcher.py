@@ -311,14 +311,6 @@ async def test_an_answer_says_where_its_time_went_when_it_waited(stage):
     assert answer.compute_s == 1.25, "from its first cut to its last answer"
 
 
-@staged(Act(5.0), Act(1.0), Act(3.0), contexts=3)
-async def test_a_large_request_is_split_and_joined_when_its_parts_finish_out_of_order(stage):
-    answer = await stage.submit(100, rows=10)
-    assert tags_in(answer) == list(range(100, 110))
-    assert [len(batch) for batch in stage.batches] == [4, 4, 2]
-    assert stage.loop.time() == 5.0
-
-
 @staged()
 async def test_a_small_request_waits_for_one_batch_only_when_a_large_one_is_before_it(stage):
     large = stage.submit(100, rows=40)
@@ -327,13 +319,6 @@ async def test_a_small_request_waits_for_one_batch_only_when_a_large_one_is_befo
     assert stage.loop.time() == 2.0
     await large
     assert stage.loop.time() == 11.0
-
-
-@staged(max_queue_rows=5)
-async def test_a_request_is_refused_and_nothing_changes_when_the_queue_is_full(stage):
-    with pytest.raises(Overloaded):
-        await stage.submit(0, rows=6)
-    assert tags_in(await stage.submit(1, rows=5)) == [1, 2, 3, 4, 5]
 
 
 @staged()
@@ -348,18 +333,6 @@ async def test_waiting_rows_leave_the_queue_when_their_caller_is_cancelled(stage
     assert tags_in(await mate) == [1, 2, 3, 4]
     assert stage.watcher.dropped == {"cancelled": 3, "late": 0}
     assert stage.batches == [[1, 2, 3, 4]]
-
-
-@staged()
-async def test_batch_mates_get_their_rows_when_a_caller_is_cancelled_in_flight(stage):
-    before, gone, after = stage.submit(1), stage.submit(50, rows=2), stage.submit(2)
-    await stage.until(0.5)
-    gone.cancel()
-    answers = await asyncio.gather(before, gone, after, return_exceptions=True)
-    assert tags_in(answers[0]) == [1]
-    assert isinstance(answers[1], asyncio.CancelledError)
-    assert tags_in(answers[2]) == [2]
-    assert stage.watcher.dropped == {"cancelled": 0, "late": 0}, "its rows were computed"
 
 
 @pytest.mark.parametrize(("rows", "dropped"), [(4, 0), (6, 2)])
@@ -412,15 +385,6 @@ async def test_the_rest_of_a_request_is_not_computed_when_one_of_its_batches_fai
         await broken
     assert tags_in(await other) == [1]
     assert stage.batches == [[100, 101, 102, 103], [1]]
-
-
-@staged(Act(2.0, "fail"), Act(1.0, "fail"), contexts=2)
-async def test_a_request_fails_once_when_two_of_its_batches_fail(stage):
-    with pytest.raises(InferenceFailed):
-        await stage.submit(1, rows=8)
-    assert stage.loop.time() == 1.0
-    await stage.until(3.0)
-    assert stage.complaints == []
 
 
 @staged(max_wait_s=0.5)
@@ -553,13 +517,6 @@ async def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(sta
     assert sorted(ended) == [1, 2, 3, 4]
 
 
-@staged()
-async def test_draining_is_immediate_when_nothing_waits(stage):
-    await stage.batcher.drain(0.0)
-    await stage.batcher.drain(5.0)
-    assert stage.loop.time() == 0.0
-
-
 # --- while the model is replaced
 
 
@@ -635,31 +592,6 @@ async def test_the_old_version_answers_on_when_any_context_refuses_the_new_one(s
     second = Version(2)
     assert await stage.batcher.replace(second) is None
     assert (await stage.submit(9)).version == "2"
-
-
-@staged(checks=(Act(2.0),))
-async def test_rows_are_cut_at_once_when_a_context_comes_back_from_its_validation(stage):
-    replaced = stage.loop.create_task(stage.batcher.replace(Version(1)))
-    await stage.until(0.5)
-    answer = await stage.submit(1)
-    assert stage.loop.time() == 3.0
-    assert answer.version == "0", "it came before the validation"
-    await replaced
-
-
-@pytest.mark.parametrize("cancelled_s", [0.5, 1.5, 2.5])
-@staged(Act(1.0), Act(1.0), checks=(Act(1.0),))
-async def test_nobody_waits_for_ever_when_a_replacement_is_cancelled(stage, cancelled_s):
-    first = stage.submit(1)
-    await asyncio.sleep(0)
-    replacing = stage.loop.create_task(stage.batcher.replace(Version(1)))
-    await stage.until(cancelled_s)  # while it waits, while it validates, when it is over
-    second = stage.submit(2)
-    replacing.cancel()
-    await asyncio.gather(replacing, return_exceptions=True)
-    for task, tag in ((first, 1), (second, 2)):
-        assert tags_in(await task) == [tag]
-    await stage.batcher.drain(1.0)
 
 
 @staged(Act(50.0))
@@ -856,21 +788,3 @@ def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_v
     names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s")
     options = {name: getattr(storm, name) for name in names}
     staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)
-
-
-@settings(max_examples=150)
-@given(st.lists(st.tuples(TICKS, st.integers(1, 17)), min_size=1, max_size=20), st.lists(TICKS))
-def test_every_caller_is_answered_when_nothing_fails(run_virtually, callers, delays):
-    @staged(*map(Act, delays), contexts=2, max_queue_rows=1000)
-    async def play(stage):
-        async def call(number, arrives_s, rows):
-            await stage.until(arrives_s)
-            return tags_in(await stage.batcher.submit(images(100 * number, rows), 1000.0))
-
-        found = await asyncio.gather(*(call(n, *caller) for n, caller in enumerate(callers)))
-        assert found == [
-            list(range(100 * number, 100 * number + rows))
-            for number, (_, rows) in enumerate(callers)
-        ]
-
-    play(run_virtually)
