@@ -19,6 +19,7 @@
 // registers and spills.)
 
 #include "epilogue.cuh"
+#include "reduce.cuh"
 
 #ifndef RUNNING_SHARE
 #define RUNNING_SHARE 0.1f

@@ -19,6 +19,7 @@
 // Macros: SCALAR, R, S, C, H, W, OH, OW, STRIDE_H, STRIDE_W, PAD_H, PAD_W, DILATION_H, DILATION_W.
 
 #include "vector.cuh"
+#include "reduce.cuh"
 
 constexpr int WARPS = 16, THREADS = WARPS * WARP;
 constexpr int IMAGES = 2;   // that a block processes at a time: enough rows for its warps

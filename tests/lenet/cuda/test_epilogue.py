@@ -38,6 +38,7 @@ def test_the_taps_of_a_maximum_are_counted_in_as_few_bytes_as_do():
     [
         (8, "__half", (1, 8)),
         (16, "__half", (1, 16)),
+        (24, "__half", (1, 32)),
         (32, "__half", (1, 32)),
         (64, "float", (4, 16)),
     ],
