@@ -128,11 +128,6 @@ class ExecutionContext:
         self._open = True
 
     @property
-    def device(self) -> str:
-        """The backend's name."""
-        return self._backend.name
-
-    @property
     def weights(self) -> WeightFile:
         """The weights of the next batch."""
         return self._weights
