@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
 
@@ -10,12 +11,13 @@ from service import __main__, server, supervisor
 from service.__main__ import main
 from service.engine import devices
 from service.errors import ExitCode
+from service.settings import Settings
 
 
 @pytest.fixture(autouse=True)
 def plain_environment(monkeypatch):
-    for variable in ("LENET_PORT", "LENET_WORKERS", "LENET_WEIGHTS"):
-        monkeypatch.delenv(variable, raising=False)
+    for variable in [name for name in os.environ if name.startswith("LENET_")]:
+        monkeypatch.delenv(variable)
 
 
 @pytest.fixture
@@ -31,22 +33,18 @@ def started(monkeypatch):
     return found
 
 
-def test_one_process_serves_when_no_workers_are_asked_for(started):
-    assert main(["--port", "0"]) is ExitCode.STOPPED
-    ((name, settings),) = started
-    assert name == "run"
-    assert settings.port == 0
-
-
-def test_a_supervisor_serves_when_workers_are_asked_for(started, monkeypatch):
-    monkeypatch.setenv("LENET_WORKERS", "2")
-    assert main([]) == 0
-    assert started[0][0] == "supervise"
-
-
-def test_a_supervisor_watches_over_one_process_where_a_gpu_is_meant(started):
-    main(["--device", "cuda"])
-    assert started[0][0] == "supervise"
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (["--port", "0"], "run"),
+        (["--workers", "2"], "supervise"),
+        (["--device", "cuda"], "supervise"),  # for its restarts
+    ],
+)
+def test_a_supervisor_runs_with_several_workers_or_a_gpu(started, arguments, expected):
+    assert main(arguments) is ExitCode.STOPPED
+    ((name, _),) = started
+    assert name == expected
 
 
 def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, monkeypatch):
@@ -55,35 +53,63 @@ def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, mo
     assert started[0][1].port == 7
 
 
+TEXTS = {
+    "models": "lenet,mlp",
+    "device": "cpu",
+    "log_level": "debug",
+    "weights": "elsewhere",
+    "mps": "off",
+    "devices": "1,0",
+    "precision": "tf32",
+    "profile": "True",
+    "fault_injection": "True",
+    "host": "::1",
+    "default_model": "mlp",
+    "max_queue_rows": "40000",
+    "max_bodies_bytes": "67108864",
+}
+
+
+@pytest.mark.parametrize("name", sorted(Settings.model_fields))
+def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name, monkeypatch):
+    text = TEXTS.get(name, "785")
+    flag = f"--{name.replace('_', '-')}"
+    main([flag] if text == "True" else [flag, text])
+    monkeypatch.setenv(f"LENET_{name.upper()}", text)
+    main([])
+    values = [getattr(settings, name) for _, settings in started]
+    assert values[0] == values[1] != Settings.model_fields[name].default
+    monkeypatch.setenv("LENET_PORT", "1")
+    main(["--port", "2"])
+    assert started[-1][1].port == 2
+
+
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["--port", "70000"], "port is '70000': Input should be less than or equal to 65535"),
-        (["--port", "http"], "port is 'http': Input should be a valid integer"),
-        (["--workers", "0"], "workers is '0': Input should be greater than 0"),
-        (["--device", "tpu"], "device is 'tpu': Input should be 'auto', 'cpu' or 'cuda'"),
-        (["--devices", "0,x"], "devices.1 is 'x': Input should be a valid integer"),
-        (["--devices", "1,1"], "devices is 1,1, expected each GPU once"),
+        (["--port", "70000"], "--port is '70000', expected a whole number, at least 0, at most 6"),
+        (["--port", "abc"], "--port is 'abc', expected a whole number, at least 0, at most 65535"),
+        (["--workers", "0"], "--workers is '0', expected a whole number greater than 0"),
+        (["--device", "gpu"], "--device is 'gpu', expected auto, cpu or cuda"),
+        (["--devices", "0,x"], "--devices is 'x', expected numbers of GPUs separated by commas"),
+        (["--devices", "1,1"], "--devices is 1,1, expected each GPU once"),
+        (["--grace-s", "-1"], "--grace-s is '-1', expected a number, at least 0, at most 3600"),
+        (["--busy-poll-us", "x"], "--busy-poll-us is 'x', expected a whole number, at least 0"),
+        (
+            ["--hang-timeout-s", "x"],
+            "--hang-timeout-s is 'x', expected a number greater than 0, at",
+        ),
+        (["--prot", "9000"], "unknown flag --prot; did you mean --port? (--help lists all)"),
+        (["--wrokers=2"], "unknown flag --wrokers; did you mean --workers?"),
+        (["--xyzzy"], "unknown flag --xyzzy (--help lists all)"),
+        (["--port"], "argument --port: expected one argument"),
         (
             ["--device", "cpu", "--precision", "tf32"],
-            "device is 'cpu', which has no use for precision: leave that out",
-        ),
-        (["--grace-s", "-1"], "grace_s is '-1': Input should be greater than or equal to 0"),
-        (
-            ["--max-images", "9", "--max-queue-rows", "8"],
-            "max_images is 9, expected at most max_queue_rows, 8: a larger request could never",
-        ),
-        (
-            ["--models", "mlp", "--default-model", "lenet"],
-            "default_model is 'lenet', expected one of models, mlp",
-        ),
-        (
-            ["--port", "9000", "--grpc-port", "9000"],
-            "grpc_port is 9000, expected another than port, 9000: HTTP and gRPC cannot share one",
+            "--device is cpu, where precision would have no effect: remove it",
         ),
     ],
 )
-def test_a_wrong_value_is_one_line_that_names_setting_value_and_expectation(
+def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(
     started, capsys, arguments, sentence
 ):
     assert main(arguments) is ExitCode.SETTINGS
@@ -92,34 +118,47 @@ def test_a_wrong_value_is_one_line_that_names_setting_value_and_expectation(
     assert not started
 
 
-def test_every_wrong_value_is_told_at_once(started, monkeypatch, capsys):
+def test_every_wrong_value_is_reported_at_once_with_its_source(started, monkeypatch, capsys):
     monkeypatch.setenv("LENET_PORT", "http")
-    assert main(["--workers", "none"]) == 2
-    assert len(capsys.readouterr().err.splitlines()) == 2
+    assert main(["--workers", "none"]) is ExitCode.SETTINGS
+    port, workers = capsys.readouterr().err.splitlines()
+    assert port.startswith("settings: LENET_PORT is 'http', expected a whole number")
+    assert workers.startswith("settings: --workers is 'none', expected a whole number")
 
 
-def test_an_unknown_flag_is_named(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--wrokers", "2"])
-    assert caught.value.code == ExitCode.SETTINGS
-    assert "unrecognized arguments: --wrokers 2" in capsys.readouterr().err
+def test_an_unknown_variable_is_a_warning_with_the_nearest_known_one(started, monkeypatch, caplog):
+    for name in ("LENET_PROT", "LENET_TEST_MNIST", "LENET_TRAINER_SEED", "LENET_XYZZY"):
+        monkeypatch.setenv(name, "9000")
+    assert main([]) is ExitCode.STOPPED
+    assert [record.message for record in caplog.records] == [
+        "LENET_PROT is set, but is not a setting; did you mean LENET_PORT? (--help lists all)",
+        "LENET_XYZZY is set, but is not a setting (--help lists all)",
+    ]
 
 
-def test_help_describes_every_flag(capsys):
+def test_help_describes_every_flag_in_words(capsys):
     with pytest.raises(SystemExit) as caught:
         main(["--help"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    entries = re.split(r"\n  (?=--)", text)[1:]
-    assert len(entries) == len(__main__.Settings.model_fields)
-    for entry in entries:
-        assert entry.partition("(default")[0].rstrip().endswith("."), entry
+    entries = re.split(r"\n  (?=--)", text.partition("\n\nEach flag")[0])[1:]
+    assert len(entries) == len(Settings.model_fields)  # and --version, without --fault-injection
+    assert all(entry.endswith(".") for entry in entries)
+    assert "--models NAME,NAME" in text
+    assert not re.search(r"tuple|\(\)|--fault|None|==", text)
+
+
+def test_the_version_is_printed(capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert re.fullmatch(r"lenet-serve \d+[.\d]*\n", capsys.readouterr().out)
 
 
 # As a process
 
 
-def test_the_service_answers_and_stops_with_0_when_it_is_told_to(start):
+def test_the_service_answers_and_stops_with_0_on_a_signal(start):
     service = start().ready()
     assert service.get("/readyz")[0] == 200
     answer = json.loads(service.predict()[1])
@@ -136,7 +175,8 @@ def test_a_wrong_setting_ends_the_process_with_2(start):
     service = start("--max-body-bytes", "5")
     assert service.wait() == ExitCode.SETTINGS
     assert service.log == (
-        "settings: max_body_bytes is '5': Input should be greater than or equal to 784"
+        "settings: --max-body-bytes is '5', expected a whole number, at least 784, "
+        "at most 2147483647"
     )
 
 
