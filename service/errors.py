@@ -1,23 +1,26 @@
-"""What can go wrong with a request, without a transport: each transport has its own small map.
+"""Errors of a request and of the start, independent of a transport.
+
+Each transport maps `ServiceError.code` to its own status; see `http.app` and `rpc.servicer`.
 
 ServiceError
-├── InvalidInput            the caller's bytes or values are wrong; names the field
-├── TooLarge                the body or the number of images is over the limit
-├── UnsupportedMediaType    a body of a type nobody here reads
-├── UnknownModel            no such model or version is loaded
-├── Overloaded              the queue is full; try again after `retry_after_s`
-├── DeadlineExceeded        the caller's time ran out before the answer
-│   └── BodyTimeout         while its body was still on the way
-├── Cancelled               the caller went away
-├── Unavailable             not ready, stopping, or the device is lost; try again
-└── InferenceFailed         the batch failed for a reason of ours
+├── InvalidInput            malformed bytes or values; `field` names which
+├── TooLarge                the body or the number of images exceeds its limit
+├── UnsupportedMediaType    the body's content type or encoding cannot be read
+├── UnknownModel            the requested model or version is not loaded
+├── Overloaded              a queue is full; retry after `retry_after_s`
+├── DeadlineExceeded        the deadline passed before the answer was ready
+│   └── BodyTimeout         the deadline passed before the body had arrived
+├── Cancelled               the client disconnected or cancelled
+├── Unavailable             starting, stopping, or the device is lost; retry
+└── InferenceFailed         the batch failed on the server's side
 
 OSError
-└── CannotListen            the start: an address is taken or not this machine's
+└── CannotListen            an address is in use or not on this machine
 """
 
 from __future__ import annotations
 
+import json
 from enum import IntEnum
 
 from lenet.errors import (
@@ -30,10 +33,13 @@ from lenet.errors import (
 
 
 class ServiceError(Exception):
-    """An answer that is not a prediction.
+    """An error that is reported to the client.
 
-    `code` is from a closed set and stable for clients, `field` names what was wrong ("" if no
-    single field was), `message` says what was found, what was expected and what to do.
+    Attributes:
+        code: from a closed set, stable for clients.
+        message: what was received, what was expected, what to do.
+        field: the part of the request that is wrong; "" if no single part is.
+        retry_after_s: when a retry may succeed.
     """
 
     code = "internal"
@@ -52,65 +58,65 @@ class InvalidInput(ServiceError):
 
 
 class TooLarge(ServiceError):
-    """The request is over a size limit."""
+    """The request exceeds a size limit."""
 
     code = "too_large"
 
 
 class UnsupportedMediaType(ServiceError):
-    """The body's content type is none of those read here."""
+    """The body's content type or encoding is not supported."""
 
     code = "unsupported_media_type"
 
 
 class UnknownModel(ServiceError):
-    """The named model or version is not loaded."""
+    """The requested model or version is not loaded."""
 
     code = "unknown_model"
 
 
 class Overloaded(ServiceError):
-    """The queue has no room for these rows."""
+    """A queue has no room for this request."""
 
     code = "overloaded"
 
 
 class DeadlineExceeded(ServiceError):
-    """The deadline passed before the answer was there."""
+    """The deadline passed before the answer was ready."""
 
     code = "deadline_exceeded"
 
 
 class BodyTimeout(DeadlineExceeded):
-    """The body did not arrive in the time that a whole request may take."""
+    """The body did not arrive before the deadline."""
 
     code = "body_timeout"
 
 
 class Cancelled(ServiceError):
-    """The caller went away."""
+    """The client disconnected or cancelled."""
 
     code = "cancelled"
 
 
 class Unavailable(ServiceError):
-    """The server cannot answer now and could a moment later."""
+    """The server cannot answer now; a retry may succeed."""
 
     code = "unavailable"
 
 
 class InferenceFailed(ServiceError):
-    """The batch that held these rows failed."""
+    """The batch that held this request failed."""
 
     code = "inference_failed"
 
 
 class CannotListen(OSError):
-    """The service cannot listen where it is told to; the message names the address."""
+    """An address cannot be listened on; the message names it."""
 
 
 class ExitCode(IntEnum):
-    """What the process ends with; README.md tells them to whoever writes a supervisor."""
+    """Exit codes of the process; documented in docs/operations.md for supervisors."""
 
     STOPPED = 0
     SETTINGS = 2
@@ -122,12 +128,12 @@ class ExitCode(IntEnum):
 
 
 _WEIGHTS = (InvalidWeightFile, InvalidModel, GoldenMismatch)
-FORESEEN = (*_WEIGHTS, BackendUnavailable, DeviceError, CannotListen)
-"""The reasons not to start that have an exit code; any other error is a traceback and 1."""
+STARTUP_ERRORS = (*_WEIGHTS, BackendUnavailable, DeviceError, CannotListen)
+"""Start-up failures with an exit code; any other exception ends in a traceback and exit code 1."""
 
 
 def exit_code(error: Exception) -> ExitCode:
-    """The code of a start that failed with `error`, one of `FORESEEN`."""
+    """The exit code for `error`, one of `STARTUP_ERRORS`."""
     if isinstance(error, _WEIGHTS):
         return ExitCode.WEIGHTS
     if isinstance(error, DeviceError) and error.sticky:
@@ -136,3 +142,20 @@ def exit_code(error: Exception) -> ExitCode:
         return ExitCode.BACKEND
     assert isinstance(error, CannotListen), f"bug: {error!r} has no exit code"
     return ExitCode.ADDRESS
+
+
+_SHOWN_CHARACTERS = 40
+
+
+def invalid(field: str, got: str, expected: str) -> InvalidInput:
+    """The error "FIELD: got GOT, expected EXPECTED"."""
+    return InvalidInput(f"{field}: got {got}, expected {expected}", field=field)
+
+
+def shown(value: object) -> str:
+    """A client's value for a message: at most 40 characters, a container by its length alone."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if type(value) is list else 'an object'} of {len(value)}"
+    if isinstance(value, str):
+        return repr(value[:_SHOWN_CHARACTERS]) + ("..." if len(value) > _SHOWN_CHARACTERS else "")
+    return json.dumps(value)

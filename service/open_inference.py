@@ -1,9 +1,7 @@
-"""The Open Inference Protocol without a transport: tensors in, images; answers, tensors out.
+"""The Open Inference Protocol, independent of a transport: tensors to images, answers to tensors.
 
-The gRPC and the HTTP form of the protocol differ in spelling only; what a tensor may be called,
-what shape and values it may have and what comes back is decided here. A shape is a claim: it is
-compared with what came, before any of that is read, and nothing is ever allocated from it. It
-refuses to know messages, JSON and status codes.
+Defines names, shapes and datatypes of tensors and what comes back. A shape is compared with the
+size of the data before any of it is read, and no memory is allocated by it.
 
 Source: https://github.com/kserve/open-inference-protocol
 """
@@ -12,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +18,14 @@ from numpy.typing import NDArray
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.engine.queue import Prediction
 from service.engine.versions import ModelVersion
-from service.errors import InvalidInput, TooLarge
+from service.errors import TooLarge, invalid, shown
 
 PLATFORM = "lenet_safetensors"
 INPUT = "image"
 OUTPUTS = ("probabilities", "label")
 
 _DTYPES: dict[str, np.dtype[Any]] = {"UINT8": np.dtype(np.uint8), "FP32": np.dtype("<f4")}
-_NUMBERS_AT_ONCE = 16 * PIXELS
+_SLICE_NUMBERS = 16 * PIXELS
 _ONE_IMAGE = ((HEIGHT, WIDTH), (PIXELS,))
 _MANY_IMAGES = ((HEIGHT, WIDTH), (PIXELS,), (1, HEIGHT, WIDTH))
 _LONGEST_SHAPE = 1 + max(map(len, _MANY_IMAGES))
@@ -42,7 +40,7 @@ Values: TypeAlias = NDArray[Any]
 """Numbers of one real dtype, flat, row-major."""
 
 Numbers: TypeAlias = Sequence[float]
-"""Numbers of a message, flat, row-major; each one that is read costs an object."""
+"""Numbers of a message, flat, row-major; each that is read makes an object."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class TensorMetadata:
 
 @dataclass(frozen=True, slots=True)
 class ModelMetadata:
-    """What a client must know to call a model."""
+    """Description of a model for its clients."""
 
     name: str
     versions: tuple[str, ...]
@@ -67,10 +65,10 @@ class ModelMetadata:
 
 @dataclass(frozen=True, slots=True)
 class InputTensor:
-    """A tensor as the client sent it, still to be doubted.
+    """A tensor as the client sent it, not validated.
 
-    `data` is raw bytes, little-endian and row-major, or the numbers of a typed form. `source` is
-    what errors call the data, such as `raw_input_contents[0]`.
+    `data` is raw bytes, little-endian and row-major, or the numbers of a typed form. `source` names
+    the data in errors, such as `raw_input_contents[0]`.
     """
 
     name: str
@@ -82,7 +80,7 @@ class InputTensor:
 
 @dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the answer; `values` is little-endian, contiguous and of shape `shape`."""
+    """A tensor of the answer; `values` is little-endian and contiguous, of shape `shape`."""
 
     name: str
     datatype: str
@@ -90,16 +88,16 @@ class OutputTensor:
     values: Values
 
 
-def model_metadata(file: ModelVersion) -> ModelMetadata:
-    """The description of a model; FP32 images are accepted beside the UINT8 that is stated."""
+def model_metadata(version: ModelVersion) -> ModelMetadata:
+    """The description of a model; FP32 images are accepted besides the stated UINT8."""
     probabilities, label = OUTPUTS
     return ModelMetadata(
-        file.name,
-        (file.version,),
+        version.name,
+        (version.version,),
         PLATFORM,
         (TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH)),),
         (
-            TensorMetadata(probabilities, "FP32", (-1, file.weights.model.classes)),
+            TensorMetadata(probabilities, "FP32", (-1, version.weights.model.classes)),
             TensorMetadata(label, "INT64", (-1,)),
         ),
     )
@@ -111,24 +109,24 @@ def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:
     Raw UINT8 is not copied: the result is a read-only view of the bytes.
 
     Raises:
-        InvalidInput: not exactly one sound tensor called `image`; `field` says where.
+        InvalidInput: not exactly one valid tensor called `image`; `field` names the wrong part.
         TooLarge: more than `max_images`.
     """
     images: Images | None = None
     for position, tensor in enumerate(inputs):
         field = f"inputs[{position}]"
         if tensor.name != INPUT:
-            _refuse(f"{field}.name", _quoted(tensor.name), f"{INPUT!r}, the model's only input")
+            raise invalid(f"{field}.name", shown(tensor.name), f"{INPUT!r}, the only input")
         if images is not None:
-            _refuse(f"{field}.name", f"{INPUT!r} a second time", "each input once")
+            raise invalid(f"{field}.name", f"{INPUT!r} a second time", "each input once")
         images = _images(tensor, field, max_images)
     if images is None:
-        _refuse("inputs", "none", f"one tensor called {INPUT!r}")
+        raise invalid("inputs", "none", f"one tensor called {INPUT!r}")
     return images
 
 
 def requested_outputs(names: Iterable[str]) -> tuple[str, ...]:
-    """The outputs that a request asks for, in its order; all of them if it names none.
+    """The outputs that a request names, in its order; all of them if it names none.
 
     Raises:
         InvalidInput: an unknown output, or one twice.
@@ -137,28 +135,28 @@ def requested_outputs(names: Iterable[str]) -> tuple[str, ...]:
     for position, name in enumerate(names):
         field = f"outputs[{position}].name"
         if name not in OUTPUTS:
-            _refuse(field, _quoted(name), f"one of {', '.join(OUTPUTS)}")
+            raise invalid(field, shown(name), f"one of {', '.join(OUTPUTS)}")
         if name in wanted:
-            _refuse(field, f"{name!r} a second time", "each output once")
+            raise invalid(field, f"{name!r} a second time", "each output once")
         wanted.append(name)
     return tuple(wanted) or OUTPUTS
 
 
 def check_parameters(names: Container[str], field: str) -> None:
-    """Refuse the parameters of a tensor that would change where or how its data travels.
+    """Reject parameters of a tensor that would change where or how its data is transferred.
 
-    Others are ignored, as the protocol allows: an answer without them is still a right answer.
+    Others are ignored, as the protocol allows: the answer is right without them.
 
     Raises:
-        InvalidInput: an extension that this server does not list is asked for.
+        InvalidInput: the request uses an extension that this server does not list.
     """
     for name, extension in _UNSUPPORTED.items():
         if name in names:
-            _refuse(f"{field}.parameters.{name}", extension, "no use of it, it is not offered")
+            raise invalid(f"{field}.parameters.{name}", extension, "none, it is not supported")
 
 
 def answer(prediction: Prediction, wanted: Iterable[str]) -> tuple[OutputTensor, ...]:
-    """The outputs `wanted`, in that order; a single image is answered as a batch of one."""
+    """The outputs `wanted`, in that order; one image is a batch of one."""
     probabilities = prediction.probabilities
     outputs: list[OutputTensor] = []
     for name in wanted:
@@ -174,7 +172,7 @@ def answer(prediction: Prediction, wanted: Iterable[str]) -> tuple[OutputTensor,
 def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
     dtype = _DTYPES.get(tensor.datatype)
     if dtype is None:
-        _refuse(f"{field}.datatype", _quoted(tensor.datatype), f"one of {', '.join(_DTYPES)}")
+        raise invalid(f"{field}.datatype", shown(tensor.datatype), f"one of {', '.join(_DTYPES)}")
     rows = _rows(tensor.shape, f"{field}.shape")
     if rows > max_images:
         raise TooLarge(
@@ -183,15 +181,16 @@ def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
             field=f"{field}.shape",
         )
     data, numbers = tensor.data, rows * PIXELS
-    expected = f"for shape {_shown(tensor.shape)} of {tensor.datatype}"
+    expected = f"for shape {_format_shape(tensor.shape)} of {tensor.datatype}"
     if isinstance(data, (bytes, memoryview)):
         size = memoryview(data).nbytes
         if size != numbers * dtype.itemsize:
-            _refuse(tensor.source, f"{size} bytes", f"{numbers * dtype.itemsize} {expected}")
+            expected = f"{numbers * dtype.itemsize} {expected}"
+            raise invalid(tensor.source, f"{size} bytes", expected)
         pixels = _pixels(np.frombuffer(data, dtype), tensor.source)
     else:
         if len(data) != numbers:
-            _refuse(tensor.source, f"{len(data)} numbers", f"{numbers} {expected}")
+            raise invalid(tensor.source, f"{len(data)} numbers", f"{numbers} {expected}")
         pixels = _typed_pixels(data, tensor.source)
     return pixels.reshape(rows, HEIGHT, WIDTH)
 
@@ -201,31 +200,31 @@ def _rows(shape: Sequence[int], field: str) -> int:
     for size in sizes:
         # A JSON body could bring true, 28.0 or a number of any length.
         if type(size) is not int or not 0 <= size < _INT64:
-            _refuse(field, _shown(shape), f"integers >= 0 in the form {_SHAPES}")
+            raise invalid(field, _format_shape(shape), f"integers >= 0 in the form {_SHAPES}")
     if sizes in _ONE_IMAGE:
         return 1
     if sizes[1:] not in _MANY_IMAGES:
-        _refuse(field, _shown(shape), _SHAPES)
+        raise invalid(field, _format_shape(shape), _SHAPES)
     if not sizes[0]:
-        _refuse(field, _shown(shape), "at least one image")
+        raise invalid(field, _format_shape(shape), "at least one image")
     return sizes[0]
 
 
 def _typed_pixels(numbers: Numbers, source: str) -> NDArray[np.uint8]:
     pixels = np.empty(len(numbers), np.uint8)
-    # A slice at a time, between which other threads may run: reading holds the interpreter's lock,
-    # and 16,384 images take 0.3 s (2 cores, 2026-11).
-    for start in range(0, len(numbers), _NUMBERS_AT_ONCE):
-        end = start + _NUMBERS_AT_ONCE
+    # In slices, between which other threads may run: reading holds the interpreter lock, and 16,384
+    # images take 0.3 s (2 cores, 2026-11).
+    for start in range(0, len(numbers), _SLICE_NUMBERS):
+        end = start + _SLICE_NUMBERS
         pixels[start:end] = _pixels(np.array(numbers[start:end]), source, start)
     return pixels
 
 
 def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
-    """The values, of which `first` is the first's index, as uint8 if each is whole and 0 to 255."""
+    """The values as uint8, if each is whole and 0 to 255; `first` is the first one's index."""
     if values.dtype == np.uint8:
         return values
-    # A cast of NaN, infinity or 300.0 gives some byte or other, which then differs from it.
+    # NaN, infinity or 300.0 become some byte, which differs from them.
     with np.errstate(invalid="ignore"):
         pixels = values.astype(np.uint8)
     wrong = pixels != values
@@ -238,20 +237,14 @@ def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
             hint = "; values from 0 to 1 are a common mistake: multiply by 255 and round"
         image, pixel = divmod(index, PIXELS)
         where = f"image {image}, row {pixel // WIDTH}, column {pixel % WIDTH}"
-        _refuse(source, f"{value} at index {index} ({where})", f"whole numbers 0 to 255{hint}")
+        raise invalid(
+            source, f"{value} at index {index} ({where})", f"whole numbers 0 to 255{hint}"
+        )
     return pixels
 
 
-def _refuse(field: str, got: str, expected: str) -> NoReturn:
-    raise InvalidInput(f"{field}: got {got}, expected {expected}", field=field)
-
-
-def _quoted(text: str) -> str:
-    return repr(text) if len(text) <= 64 else f"{text[:64]!r}... ({len(text)} characters)"
-
-
-def _shown(shape: Sequence[object]) -> str:
-    # Bounded whatever it is: a size that is no integer is shown by its type.
+def _format_shape(shape: Sequence[object]) -> str:
+    # At most six sizes; one that is not an integer is shown by its type.
     sizes = [
         (str(size) if abs(size) < _INT64 else "beyond int64")
         if type(size) is int

@@ -1,18 +1,18 @@
-"""Bytes, JSON, PNG, JPEG, npy -> uint8 (n, 28, 28): the one place where input is doubted.
+"""JSON, bytes, npy, PNG, JPEG and multipart bodies -> uint8 (n, 28, 28).
 
-A malformed body ends here, as InvalidInput with field, finding and expectation. It refuses to know
-a transport, to evaluate anything (no pickle, no Python literals), to repair values (a float is not
-a pixel, even 1.0), and to allocate from a number the caller wrote.
+The one place where untrusted image data is parsed. A malformed body raises InvalidInput with the
+field, what it got and what was expected. Nothing is evaluated (no pickle, no Python literals) or
+converted (1.0 is not a pixel), and no memory is allocated by a number in the body.
 
-Time and memory are linear in the body, save for pictures, which unpack to far more than they are:
-those are bounded by `Limits.max_picture_pixels` for all pictures of one request together.
+Time and memory are linear in the body, except for pictures, which decompress to much more than
+their size: `Limits.max_picture_pixels` bounds all pictures of one request together.
 """
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import Literal, NoReturn
+from typing import Literal
 
 import numpy as np
 from python_multipart.exceptions import FormParserError
@@ -20,15 +20,16 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.errors import InvalidInput, UnsupportedMediaType
-from service.images.json import check_count, json_images, refuse, shown
-from service.images.picture import Invert, digit, sniff
+from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
+from service.images.json import check_count, json_images
+from service.images.picture import Invert, describe, digit, sniff
+from service.images.threads import DecodingThreads
 
-__all__ = ["ACCEPTED", "Invert", "Limits", "decode"]
+__all__ = ["ACCEPTED", "DecodingThreads", "Invert", "Limits", "decode"]
 
 _BINARY = ("application/octet-stream", "application/x-npy", "image/png", "image/jpeg")
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
-"""The content types of a request's body."""
+"""Content types of a request's body."""
 
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_MAX_HEADER = 1024
@@ -37,15 +38,20 @@ _NPY_ITEM = re.compile(
     r"|'fortran_order':(?P<order>True|False)"
     r"|'shape':\((?P<shape>\d[\d,]{0,40})\)"
 )
-_NPY_DTYPES = {np.dtype(code).str[1:]: np.dtype(code).name for code in "?bhilBHILefdFD"}
+_NPY_DTYPES = {np.dtype(code).str[1:]: np.dtype(code) for code in "?bhilBHILefdFD"}
+_NPY_CONVERSIONS = {
+    **dict.fromkeys("iu", "; if they are 0 to 255, save x.astype('uint8')"),
+    "f": "; for fractions 0 to 1 save np.rint(255 * x).astype('uint8')",
+}
+"""How to save an array as uint8, by its kind of dtype."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one request may ask for.
+    """Limits of one request.
 
-    `max_picture_pixels` is for all pictures of a request together: 16,777,216 are a telephone's
-    photograph, or 256 drawings of 256 x 256.
+    `max_picture_pixels` applies to all pictures of a request together: 16,777,216 are one
+    telephone photograph, or 256 drawings of 256 x 256.
     """
 
     max_images: int
@@ -58,36 +64,37 @@ def decode(body: bytes, content_type: str, *, invert: Invert = "auto", limits: L
 
     Args:
         body: the whole body.
-        content_type: one of `ACCEPTED`; case and parameters such as charset do not matter.
-        invert: "true" turns x into 255 - x, "false" leaves x; "auto" looks at a picture and
-            decides whether its ink is dark, and leaves JSON, bytes and npy as they are.
+        content_type: one of `ACCEPTED`; case and parameters such as charset are ignored.
+        invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
+            and leaves JSON, bytes and npy as they are.
         limits: how many images, how many pixels.
 
     Returns: uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images; may be read-only.
     Raises: InvalidInput, TooLarge, UnsupportedMediaType.
     """
-    if invert not in ("auto", "true", "false"):
-        refuse("invert", shown(invert), "auto, true or false")
     kind = content_type.partition(";")[0].strip().lower()
     kind = "image/jpeg" if kind == "image/jpg" else kind  # not registered, and often sent
     if kind not in ACCEPTED:
-        _unsupported("content-type", kind, ACCEPTED)
+        raise _unsupported("content-type", kind, ACCEPTED)
     if not body:
-        refuse("body", "nothing", "at least one image")
+        raise invalid("body", "nothing", "at least one image")
     if kind == "multipart/form-data":
         return _multipart(body, content_type, invert, limits)
     if kind == "application/json":
         images = json_images(body, limits.max_images)
         return ~images if invert == "true" else images
-    return _binary(body, kind, "body", invert, limits)[0]
+    return _binary(body, kind, "body", invert, limits, 0)[0]
 
 
 def _binary(
-    body: bytes, kind: str, field: str, invert: Invert, limits: Limits
+    body: bytes, kind: str, field: str, invert: Invert, limits: Limits, used_pixels: int
 ) -> tuple[Images, int]:
-    """A body or part that is not JSON; and how many picture pixels it cost."""
+    """The images of a body or part that is not JSON, and how many picture pixels it has."""
     if kind.startswith("image/"):
-        return digit(body, kind, field=field, invert=invert, max_pixels=limits.max_picture_pixels)
+        max_pixels = limits.max_picture_pixels
+        return digit(
+            body, kind, field=field, invert=invert, max_pixels=max_pixels, used_pixels=used_pixels
+        )
     images = (_npy if kind == "application/x-npy" else _octets)(body, field, limits)
     return (~images if invert == "true" else images), 0
 
@@ -95,41 +102,47 @@ def _binary(
 def _octets(body: bytes, field: str, limits: Limits) -> Images:
     count, rest = divmod(len(body), PIXELS)
     if rest or not count:
-        refuse(field, f"{len(body)} bytes", "n x 784 bytes, one a pixel, n at least 1")
+        raise invalid(field, f"{len(body)} bytes", "n x 784 bytes, one a pixel, n at least 1")
     check_count(count, field, limits.max_images)
     return np.frombuffer(body, np.uint8).reshape(count, HEIGHT, WIDTH)
 
 
 def _npy(body: bytes, field: str, limits: Limits) -> Images:
-    """Format versions 1 to 3 by a strict pattern.
+    """Format versions 1 to 3, their headers by a strict pattern.
 
-    `numpy.lib.format` evaluates the header as a Python literal and warns about some it reads.
+    `numpy.lib.format` evaluates the header as a Python literal, emits Python warnings about some,
+    and has no public function for version 3.
     """
     if not body.startswith(_NPY_MAGIC) or len(body) < 12:
-        refuse(field, f"bytes that begin with {body[:8]!r}", "an npy file")
+        got = f"{len(body)} bytes" if len(body) < 12 else describe(body)
+        raise invalid(field, got, "an npy file, as np.save writes it")
     start = 10 if body[6] == 1 else 12
     length = int.from_bytes(body[8:start], "little")
     if body[6] not in (1, 2, 3) or length > min(_NPY_MAX_HEADER, len(body) - start):
         got = f"npy version {body[6]} with a header of {length} bytes"
-        refuse(field, got, f"version 1 to 3, and at most {_NPY_MAX_HEADER} bytes, all sent")
+        raise invalid(field, got, f"version 1 to 3, and at most {_NPY_MAX_HEADER} bytes, all sent")
     header = "".join(body[start : start + length].decode("latin-1").replace('"', "'").split())
     items = {item.lastgroup: item[item.lastindex or 0] for item in _NPY_ITEM.finditer(header)}
     if len(items) != 3 or _NPY_ITEM.sub("x", header) not in ("{x,x,x}", "{x,x,x,}"):
-        refuse(field, f"npy header {shown(header)}", "descr, fortran_order and shape of an array")
-    dtype = items["descr"].lstrip("|<>=")
-    if dtype != "u1":
-        got = f"dtype {_NPY_DTYPES.get(dtype, shown(dtype))}"
-        refuse(field, got, "uint8, 0 to 255; for fractions 0 to 1 save (255 * x).astype('uint8')")
+        got = f"npy header {shown(header)}"
+        raise invalid(field, got, "descr, fortran_order and shape of an array")
+    code = items["descr"].lstrip("|<>=")
+    if code != "u1":
+        dtype = _NPY_DTYPES.get(code)
+        advice = _NPY_CONVERSIONS.get(dtype.kind, "") if dtype else ""
+        raise invalid(field, f"dtype {dtype or shown(code)}", f"uint8, 0 to 255{advice}")
     shape = tuple(int(side) for side in items["shape"].split(",") if side)
     one = shape in ((HEIGHT, WIDTH), (PIXELS,))
     if not one and shape[1:] not in ((HEIGHT, WIDTH), (PIXELS,)):
-        got = f"shape {shown(items['shape'])}"
-        refuse(field, got, "(28, 28), (784,), (n, 28, 28) or (n, 784)")
+        expected = "(28, 28), (784,), (n, 28, 28) or (n, 784)"
+        if shape[1:] == (1, HEIGHT, WIDTH):
+            expected += "; save x[:, 0], without the channel axis"
+        raise invalid(field, f"shape {shape}", expected)
     count = 1 if one else shape[0]
     check_count(count, field, limits.max_images)
     data = memoryview(body)[start + length :]
     if len(data) != count * PIXELS:
-        refuse(field, f"{len(data)} bytes of data", f"{count * PIXELS}, as its shape says")
+        raise invalid(field, f"{len(data)} bytes of data", f"{count * PIXELS} for shape {shape}")
     order: Literal["F", "C"] = "F" if items["order"] == "True" else "C"
     array = np.frombuffer(data, np.uint8).reshape(shape, order=order)
     return np.ascontiguousarray(array).reshape(count, HEIGHT, WIDTH)
@@ -138,17 +151,17 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
 def _multipart(body: bytes, content_type: str, invert: Invert, limits: Limits) -> Images:
     """The images of all parts, in the order of the parts."""
     images: list[Images] = []
-    pixels = limits.max_picture_pixels
+    used_pixels = 0
     for i, (kind, content) in enumerate(_parts(body, content_type, limits)):
         field = f"parts[{i}]"
         if kind in ("", "application/octet-stream"):
             npy = "application/x-npy" if content.startswith(_NPY_MAGIC) else None
             kind = sniff(content) or npy or "application/octet-stream"
         if kind not in _BINARY:
-            _unsupported(field, kind, _BINARY)
-        rows, cost = _binary(content, kind, field, invert, Limits(limits.max_images, pixels))
+            raise _unsupported(field, kind, _BINARY)
+        rows, pixels = _binary(content, kind, field, invert, limits, used_pixels)
         images.append(rows)
-        pixels -= cost
+        used_pixels += pixels
         check_count(sum(map(len, images)), "parts", limits.max_images)
     return images[0] if len(images) == 1 else np.concatenate(images)
 
@@ -173,7 +186,7 @@ def _parts(body: bytes, content_type: str, limits: Limits) -> list[tuple[str, by
     try:
         boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
         if not boundary:
-            refuse("content-type", "no boundary", "multipart/form-data; boundary=...")
+            raise invalid("content-type", "no boundary", "multipart/form-data; boundary=...")
         parser = MultipartParser(
             boundary,
             {
@@ -190,11 +203,13 @@ def _parts(body: bytes, content_type: str, limits: Limits) -> list[tuple[str, by
         raise InvalidInput(f"body: not multipart/form-data: {exc}", field="body") from exc
     if not ends or not kinds:
         got = f"{len(kinds)} parts" + ("" if ends else " and no closing boundary")
-        refuse("body", got, "at least one part and a boundary after the last")
+        raise invalid("body", got, "at least one part and a boundary after the last")
     return list(zip(kinds, map(bytes, contents), strict=True))
 
 
-def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> NoReturn:
+def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> UnsupportedMediaType:
     got = shown(kind) if kind else "nothing"
     message = f"{field}: got {got}, expected one of {', '.join(accepted)}"
-    raise UnsupportedMediaType(message, field=field)
+    if kind in ("", "application/x-www-form-urlencoded") and field == "content-type":
+        message += "; with curl: -H 'Content-Type: image/png'"
+    return UnsupportedMediaType(message, field=field)

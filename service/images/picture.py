@@ -1,9 +1,9 @@
-"""A PNG or JPEG of any size -> the uint8 (28, 28) that MNIST would have made of it.
+"""A PNG or JPEG of any size -> uint8 (28, 28), normalised like MNIST's images.
 
-It refuses to trust a container: Pillow sees only the parts of a file that hold pixels, after the
-sizes in the header were checked. Metadata (text, profiles, animation, EXIF) is left out, because a
-compressed text chunk is a bomb and Pillow's EXIF reader warns through Python's process-wide
-filters. It refuses to find several digits in one picture.
+Pillow gets only those parts of a file that hold pixels, after the size in the header was checked.
+Metadata (text, profiles, animation, EXIF) is dropped: a compressed text chunk may be a
+decompression bomb, and Pillow's EXIF reader warns through Python's process-wide filters. A picture
+is taken to show one digit.
 
 Source: Y. LeCun, https://yann.lecun.com/exdb/mnist: "size normalized to fit in a 20x20 pixel box
 while preserving their aspect ratio ... centered in a 28x28 image by computing the center of mass".
@@ -25,7 +25,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
 from lenet.pixels import HEIGHT, WIDTH, Images
-from service.errors import InvalidInput, TooLarge
+from service.errors import InvalidInput, TooLarge, invalid, shown
 
 Invert: TypeAlias = Literal["auto", "true", "false"]
 
@@ -34,93 +34,130 @@ Ink: TypeAlias = NDArray[np.float32]
 Number = TypeVar("Number", bound=np.generic)
 
 BOX = 20
-"""The longer side of a digit inside its 28x28 field, in pixels."""
+"""Longer side of a digit in the 28x28 image, in pixels."""
 
 _CENTRE = 14.0
-"""Where MNIST puts the centre of mass, in pixel indices: with it 59,998 of the 60,000 training
-images stay where they are, with 13.5 (the middle of the field) 25 % do."""
+"""MNIST's centre of mass, as a pixel index: with it 59,998 of the 60,000 training images keep their
+position, with 13.5 (the middle of the image) 25 % do."""
 
 _WORKING_SIDE = 512
-"""Larger pictures are averaged down to about this first: it takes the noise out of a photograph,
-bounds the time of what follows, and a digit a tenth of the picture high still has 50 pixels."""
+"""Larger pictures are averaged down to about this side first. That removes a photograph's noise and
+bounds the time of the later steps; a digit a tenth of the picture high still has 50 pixels."""
 
 _SURFACE_SIDE = 48
-"""The paper's light is fitted on a copy of this size; it changes slowly."""
+"""Side of the copy on which the paper's brightness is fitted, which varies slowly."""
 
 _FAINTEST = 24.0
-"""Contrast, of 255, below which there is nothing but paper."""
+"""Contrast, of 255, below which a picture counts as blank."""
 
 _DARK_ENOUGH = 230.0
-"""Ink that reaches this is left as it is; every MNIST image does (the palest reaches 254)."""
+"""Fainter ink is stretched to 255. In every MNIST image ink reaches at least 254."""
 
 _MAX_SEGMENTS = 16_384
 """Chunks or markers in one file: 16 million RGBA pixels in libpng's 8 KiB chunks are half that."""
 
 _MAX_SCANS = 32
-"""Scans of a progressive JPEG; encoders write about ten. The shortest costs a pass over it all."""
+"""Scans of a progressive JPEG. Encoders write about ten; each costs a pass over all pixels."""
 
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+_SIGNATURES = {
+    _PNG_MAGIC: "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF8": "a GIF file",
+    b"BM": "a BMP file",
+    b"RIFF": "a WebP file",
+    b"%PDF": "a PDF file",
+    b"PK\x03\x04": "an npz or zip archive",
+    b"\x93NUMPY": "an npy file",
+}
 _PNG_PIXEL_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
-_TURNS = dict(enumerate(map(Image.Transpose, (0, 3, 1, 5, 4, 6, 2)), start=2))
-"""What an EXIF orientation of 2 to 8 asks for; 1 is upright."""
+_EXIF_TRANSPOSE = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+"""By EXIF orientation; 1 is upright."""
 
 
-def sniff(body: bytes) -> str | None:
-    """The type that the first bytes claim, whatever the sender called it."""
-    if body.startswith(_PNG_MAGIC):
-        return "image/png"
-    return "image/jpeg" if body.startswith(b"\xff\xd8\xff") else None
+def sniff(content: bytes) -> str | None:
+    """The picture type that the first bytes state, None if they are of no picture read here."""
+    found = describe(content)
+    return found if found.startswith("image/") else None
+
+
+def describe(content: bytes) -> str:
+    """What `content` appears to be, for a message."""
+    for signature, name in _SIGNATURES.items():
+        if content.startswith(signature):
+            return name
+    return f"bytes that begin with {content[:8].hex(' ')}"
 
 
 def digit(
-    body: bytes, declared: str, *, field: str, invert: Invert, max_pixels: int
+    body: bytes, declared: str, *, field: str, invert: Invert, max_pixels: int, used_pixels: int
 ) -> tuple[Images, int]:
-    """The digit in a picture, cropped, scaled and centred as MNIST's were.
+    """The digit in a picture, cropped, scaled and centred like MNIST's.
 
-    Transparency lies over white paper, EXIF orientation is applied. `invert`: "true" dark ink on
-    light paper, "false" light ink on dark paper, "auto" looks which of the two it is.
+    Transparent pixels count as white, EXIF orientation is applied. `invert`: "true" is dark ink on
+    light paper, "false" light ink on dark paper, "auto" detects which of the two it is.
+    `max_pixels` is the limit of the whole request, of which `used_pixels` are taken.
 
-    Returns: uint8 (1, 28, 28), and how many pixels the picture had.
-    Raises: InvalidInput (another type, damaged, no digit), TooLarge (more than `max_pixels`).
+    Returns: uint8 (1, 28, 28), and how many pixels the picture has.
+    Raises: InvalidInput (another type, damaged, no digit), TooLarge (too many pixels).
     """
     found = sniff(body)
     if found != declared:
-        what = found or f"bytes that begin with {bytes(body[:8])!r}"
-        raise InvalidInput(f"{field}: expected {declared}, got {what}", field=field)
+        advice = f"; send it with Content-Type: {found}" if found else ""
+        raise invalid(field, describe(body), declared + advice)
     try:
-        grey, pixels = _read(body, found, field, max_pixels)
+        picture, orientation = _open(body, found)
+        pixels = picture.width * picture.height
+        if pixels > max_pixels - used_pixels:
+            used = f", {used_pixels} of which are used" if used_pixels else ""
+            raise TooLarge(
+                f"{field}: got {picture.width} x {picture.height} pixels, expected at most "
+                f"{max_pixels} in a request{used}; scale the picture down",
+                field=field,
+            )
+        grey = _grey(picture, orientation)
     except (OSError, SyntaxError, ValueError, IndexError, struct.error) as exc:
         raise InvalidInput(f"{field}: not a readable {declared}: {exc}", field=field) from exc
-    ink, paper_noise = _ink(grey, field, invert)
-    return _centred(_scaled(ink, paper_noise))[np.newaxis], pixels
+    ink, noise = _ink(grey, invert)
+    if not ink.any():
+        hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
+        if picture.has_transparency_data:
+            hint += "; transparent pixels count as white, so light ink needs a dark background"
+        message = f"{field}: no digit found: the picture is blank or its ink too faint{hint}"
+        raise InvalidInput(message, field=field)
+    return _centred(_scaled(ink, noise))[np.newaxis], pixels
 
 
-def _read(body: bytes, found: str, field: str, max_pixels: int) -> tuple[Grey, int]:
-    """Luminance, uint8 (height, width), longer side about 1,000 at most; and the pixel count."""
-    picture: Image.Image
-    orientation = 1
+def _open(body: bytes, found: str) -> tuple[Image.Image, int]:
+    """The picture, not decoded yet, and its EXIF orientation."""
     if found == "image/png":
-        picture = PngImageFile(io.BytesIO(_png_pixels(body)))
-    else:
-        pixel_segments, orientation = _jpeg_pixels(body)
-        picture = JpegImageFile(io.BytesIO(pixel_segments))
-    pixels = picture.width * picture.height
-    if pixels > max_pixels:
-        size = f"{picture.width} x {picture.height}"
-        most = f"{max_pixels}, which is left of a request's: scale it down"
-        raise TooLarge(f"{field}: got {size} pixels, expected at most {most}", field=field)
-    # libjpeg can decode at a half, quarter or eighth of the size and in grey, which for a
-    # 12-megapixel photograph takes 35 ms, not 100 (EPYC, 2026-11-20). A PNG ignores it.
+        return PngImageFile(io.BytesIO(_png_pixels(body))), 1
+    pixel_segments, orientation = _jpeg_pixels(body)
+    return JpegImageFile(io.BytesIO(pixel_segments)), orientation
+
+
+def _grey(picture: Image.Image, orientation: int) -> Grey:
+    """Luminance, uint8 (height, width), longer side about 512 at most."""
+    # libjpeg can decode to a half, quarter or eighth of the size and to grey: 35 ms instead of 100
+    # for a 12-megapixel photograph (EPYC, 2026-11-20). No effect on a PNG.
     picture.draft("L", (2 * _WORKING_SIDE, 2 * _WORKING_SIDE))
     picture.load()
     grey = _luminance(picture)
     factor = -(-max(grey.size) // _WORKING_SIDE)
     if factor > 1:
         grey = grey.reduce(factor)
-    if orientation in _TURNS:
-        grey = grey.transpose(_TURNS[orientation])
-    return np.asarray(grey), pixels
+    if orientation in _EXIF_TRANSPOSE:
+        grey = grey.transpose(_EXIF_TRANSPOSE[orientation])
+    return np.asarray(grey)
 
 
 def _luminance(picture: Image.Image) -> Image.Image:
@@ -142,7 +179,7 @@ def _luminance(picture: Image.Image) -> Image.Image:
 
 
 def _png_pixels(body: bytes) -> bytes:
-    """The PNG again with only the chunks that hold pixels, each with a checked checksum."""
+    """The PNG with only the chunks that hold pixels, their checksums verified."""
     view, at = memoryview(body), len(_PNG_MAGIC)
     kept = [view[:at]]
     for _ in range(_MAX_SEGMENTS):
@@ -151,10 +188,12 @@ def _png_pixels(body: bytes) -> bytes:
         length, kind = struct.unpack_from(">I4s", body, at)
         end = at + 12 + length
         if end > len(body):
-            raise ValueError(f"its {kind!r} chunk at byte {at} is longer than the rest")
+            name = shown(kind.decode("latin-1"))
+            raise ValueError(f"its {name} chunk at byte {at} is longer than the rest of the file")
         if kind in _PNG_PIXEL_CHUNKS:
             if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
-                raise ValueError(f"the checksum of its {kind!r} chunk at byte {at} is wrong")
+                name = shown(kind.decode("latin-1"))
+                raise ValueError(f"the checksum of its {name} chunk at byte {at} is wrong")
             kept.append(view[at:end])
         if kind == b"IEND":
             return b"".join(kept)
@@ -163,7 +202,7 @@ def _png_pixels(body: bytes) -> bytes:
 
 
 def _jpeg_pixels(body: bytes) -> tuple[bytes, int]:
-    """The JPEG again without metadata or what follows its end, and its EXIF orientation."""
+    """The JPEG without metadata or trailing bytes, and its EXIF orientation."""
     kept, at, orientation, scans = [body[:2]], 2, 1, 0
     for _ in range(_MAX_SEGMENTS):
         marker = _JPEG_MARKER.search(body, at)
@@ -177,20 +216,20 @@ def _jpeg_pixels(body: bytes) -> tuple[bytes, int]:
             return b"".join([*kept, marker.group()]), orientation
         at = content + int.from_bytes(body[content : content + 2], "big")
         if at < content + 2 or at > len(body):
-            raise ValueError(f"its segment {kind:#x} at byte {start} has no sound length")
+            raise ValueError(f"its segment {kind:#x} at byte {start} has an invalid length")
         if kind == 0xE1 and body.startswith(b"Exif\0\0", content + 2):
             orientation = _orientation(body[content + 8 : at])
         scans += kind == 0xDA
         if scans > _MAX_SCANS:
             raise ValueError(f"it has more than {_MAX_SCANS} scans")
-        # Of the application segments JFIF's (E0) and Adobe's (EE) tell how colours are coded.
+        # Of the application segments, JFIF's (E0) and Adobe's (EE) define the colour space.
         if kind in (0xE0, 0xEE) or not (0xE0 <= kind <= 0xEF or kind == 0xFE):
             kept.append(body[start:at])
     raise ValueError(f"it has more than {_MAX_SEGMENTS} segments")
 
 
 def _orientation(exif: bytes) -> int:
-    """Tag 274 of the first directory of a TIFF header; 1, upright, where there is none."""
+    """Tag 274 of the first directory of a TIFF header; 1, upright, if it has none."""
     order = "<" if exif.startswith(b"II") else ">"
     try:
         (directory,) = struct.unpack_from(order + "I", exif, 4)
@@ -204,11 +243,11 @@ def _orientation(exif: bytes) -> int:
     return 1
 
 
-def _ink(grey: Grey, field: str, invert: Invert) -> tuple[Ink, float]:
-    """How far from the paper each pixel is, float32, 0 = paper; and the noise, already taken off.
+def _ink(grey: Grey, invert: Invert) -> tuple[Ink, float]:
+    """How much each pixel differs from the paper, float32 >= 0, minus the noise; and the noise.
 
-    The sign of the cubed differences says whether ink is dark: it follows the few pixels that are
-    far from the paper, where a mean would follow the many that are near.
+    All zeros if no ink stands out. The sign of the sum of cubed differences says whether ink is
+    dark: it follows the few pixels far from the paper, where a mean would follow the many near it.
     """
     paper, noise = _paper(grey)
     ink = grey.astype(np.float32) - paper
@@ -216,26 +255,24 @@ def _ink(grey: Grey, field: str, invert: Invert) -> tuple[Ink, float]:
         ink = -ink
     strongest = float(ink.max())
     if strongest < max(_FAINTEST, 6 * noise):
-        hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
-        message = f"{field}: no digit found: nothing here stands out from its paper{hint}"
-        raise InvalidInput(message, field=field)
+        return np.zeros_like(ink), noise
     return np.maximum(ink - min(3 * noise, strongest / 4), 0), noise
 
 
 def _paper(grey: Grey) -> tuple[Ink, float]:
-    """The level of the paper under each pixel, broadcastable to `grey`, and its noise, one sigma.
+    """The paper's brightness under each pixel, broadcastable to `grey`, and its noise (one sigma).
 
-    A drawn picture has one level along its edge, and so has any that is too small to show a
-    shadow. A photograph has shadows and noise: there a quadratic surface is fitted by iteratively
-    reweighted least squares, beginning at the edge's median, with Cauchy's weights, to which
-    pixels far from the paper mean nothing: that is the ink, or the table beside the sheet.
+    A drawn picture has one level along its edge, and so has a picture too small to show a shadow.
+    A photograph has shadows and noise: a quadratic surface is fitted by iteratively reweighted
+    least squares, starting from the edge's median. Cauchy weights ignore pixels far from the
+    paper: the ink, or the table beside the sheet.
     """
     edge = _edge(grey)
     level = float(np.median(edge))
     flat = np.full((1, 1), level, np.float32)
     if np.mean(edge == level) >= 0.75:
         return flat, 0.0
-    # 1.4826 medians of absolute deviation are one sigma of a normal distribution.
+    # 1.4826 x the median absolute deviation is one sigma of a normal distribution.
     if min(grey.shape) <= _SURFACE_SIDE:
         return flat, 1.4826 * float(np.median(np.abs(edge - level)))
     side = (_SURFACE_SIDE, _SURFACE_SIDE)
@@ -256,11 +293,10 @@ def _edge(picture: NDArray[Number]) -> NDArray[Number]:
 
 
 def _scaled(ink: Ink, noise: float) -> Ink:
-    """The ink's bounding box and one pixel around it, its longer side scaled to `BOX`.
+    """The ink's bounding box, its longer side scaled to `BOX`, and a margin of one pixel.
 
-    A box of 20 pixels, give or take one, is not resampled: a picture that is MNIST's already
-    stays what it is. Scaling makes thin strokes faint and pencil is faint anyway, so ink that
-    stays under `_DARK_ENOUGH` is stretched: MNIST's strokes all reach 254.
+    A box of 19 to 21 pixels is not resampled, so MNIST's own images stay as they are. Scaling
+    makes thin strokes faint, and pencil is faint already: ink below `_DARK_ENOUGH` is stretched.
     """
     drawn = ink > ink.max() * (0.25 if noise else 0.1)
     rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
@@ -286,12 +322,12 @@ def _scaled(ink: Ink, noise: float) -> Ink:
 
 
 def _centred(patch: Ink) -> NDArray[np.uint8]:
-    """uint8 (28, 28), the patch's centre of mass at its centre, no ink over its edge."""
+    """uint8 (28, 28) with the patch's centre of mass at its centre, no ink beyond its edge."""
     height, width = patch.shape
     total = patch.sum(dtype=np.float64)
     top = int(np.floor(_CENTRE - patch.sum(1) @ np.arange(height) / total + 0.5))
     left = int(np.floor(_CENTRE - patch.sum(0) @ np.arange(width) / total + 0.5))
-    # The patch's outermost pixels are its margin and may fall off.
+    # The patch's outermost pixels are its margin and may lie outside.
     top, left = min(max(top, -1), HEIGHT + 1 - height), min(max(left, -1), WIDTH + 1 - width)
     field = np.zeros((HEIGHT + 2, WIDTH + 2), np.float32)
     field[top + 1 : top + 1 + height, left + 1 : left + 1 + width] = patch

@@ -1,5 +1,4 @@
 import base64
-import binascii
 import io
 import tracemalloc
 from typing import Any
@@ -11,7 +10,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from service import images as module
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
 from service.images import ACCEPTED, Limits, decode
 from service.images import json as json_images
@@ -50,16 +48,12 @@ def as_form(*parts: tuple[str | None, bytes], boundary: str = "x") -> bytes:
     return body + f"--{boundary}--\r\n".encode()
 
 
-def png(image: Any) -> bytes:
-    file = io.BytesIO()
-    Image.fromarray(image).save(file, "PNG")
-    return file.getvalue()
-
-
-def digit() -> Any:
+def picture(kind: str = "PNG") -> bytes:
     image = np.zeros((28, 28), np.uint8)
     image[4:24, 12:17] = 255
-    return image
+    file = io.BytesIO()
+    Image.fromarray(image).save(file, kind)
+    return file.getvalue()
 
 
 def refused(body: bytes, kind: str, limits: Limits = LIMITS, **more: Any) -> InvalidInput:
@@ -102,9 +96,8 @@ def test_twenty_eight_flat_images_are_not_taken_for_rows():
 
 def test_base64_that_spells_true_is_read_like_any_other():
     text = "true" + TEXT[4:]
-    expected = base64.b64decode(text)
     images = decode(as_json([text, FLAT]), JSON, limits=LIMITS)
-    assert images[0].tobytes() == expected
+    assert images[0].tobytes() == base64.b64decode(text)
     np.testing.assert_array_equal(images[1], ONE)
 
 
@@ -139,10 +132,7 @@ def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, sho
     error = refused(as_json(edited(form, value)), JSON)
     assert error.field == f"images[1]{place}"
     assert f"got {shown}, expected an integer 0 to 255" in error.message
-
-
-def test_fractions_are_told_how_to_become_pixels():
-    assert "round(255 * x)" in refused(as_json((ONE / 255).ravel().tolist()), JSON).message
+    assert ("round(255 * x)" in error.message) == isinstance(value, float)
 
 
 @pytest.mark.parametrize(
@@ -170,12 +160,20 @@ def test_fractions_are_told_how_to_become_pixels():
         ([FLAT, [10**12] * 28], "images[1]", "28 values"),
         ([ROWS, [{str(i): i for i in range(28)}] * 28], "images[1]", "28 values"),
         ([ROWS, ["x" * 28] * 28], "images[1]", "28 values"),
+        ([ROWS, [ROWS]], "images[1]", "1 channels of rows, expected 28 rows of 28"),
+        ([[ROWS]], "images[0]", "; remove the channel axis"),
+        ([[ROWS] * 3], "images[0]", "got 3 channels"),
         ("", "images", "base64 of 0 bytes"),
         (TEXT[:-4], "images", "base64 of 783 bytes"),
         ([FLAT, TEXT + "\n"], "images[1]", "not base64"),
         ([FLAT, "-_" + TEXT[2:]], "images[1]", "not base64"),
         ([FLAT, "\u00e9" + TEXT[1:]], "images[1]", "not base64"),
         ([FLAT, TEXT[:-1]], "images[1]", "not base64"),
+        (TEXT[:-4] + "QQ==QQ==", "images", "not base64"),
+        (base64.b64encode(picture()).decode(), "images", "with Content-Type: image/png"),
+        (base64.b64encode(picture("JPEG")).decode(), "images", "with Content-Type: image/jpeg"),
+        (["data:image/png;base64,iVBORw0KGgo="], "images[0]", "got a data: URL"),
+        ([1.5] * 1_000_000, "images", "1000000 values"),
     ],
 )
 def test_a_wrong_structure_is_refused_with_its_place(images, field, words):
@@ -203,26 +201,22 @@ def test_a_body_that_is_not_json_is_refused(body):
     assert "not JSON" in refused(body, JSON).message
 
 
-@pytest.mark.parametrize("body", [b"[]", b"1", b"null", b'"images"', b"true", b"1.5"])
-def test_a_document_that_is_no_object_is_refused(body):
-    assert '{"images": [...]}' in refused(body, JSON).message
-
-
-def test_missing_images_are_refused():
-    error = refused(b"{}", JSON)
-    assert error.field == "images"
-    assert "28 rows of 28" in error.message
-
-
-@pytest.mark.parametrize("document", [{"image": FLAT}, {"images": FLAT, "image": 1}])
-def test_an_unknown_key_is_named(document):
-    assert refused(orjson.dumps(document), JSON).field == "image"
-
-
-def test_more_images_than_allowed_are_too_large_before_any_is_looked_at(monkeypatch):
-    monkeypatch.setattr(json_images, "_pixels", None)
-    with pytest.raises(TooLarge, match="got 9 images, expected at most 8"):
-        decode(as_json([TEXT] * 9), JSON, limits=LIMITS)
+@pytest.mark.parametrize(
+    ("document", "field", "words"),
+    [
+        (b"[]", "body", '{"images": [...]}'),
+        (b"1.5", "body", '{"images": [...]}'),
+        (b"null", "body", "got null"),
+        (b"{}", "images", "28 rows of 28"),
+        (orjson.dumps({"image": FLAT}), "image", 'only "images"'),
+        (orjson.dumps({"images": FLAT, "image": 1}), "image", "an unknown key"),
+        (orjson.dumps({f"k{i}": 0 for i in range(500_000)}), "k0", "an unknown key"),
+    ],
+)
+def test_a_document_without_images_alone_is_refused(document, field, words):
+    error = refused(document, JSON)
+    assert error.field == field
+    assert words in error.message
 
 
 def peak_of(body: bytes, kind: str) -> int:
@@ -248,17 +242,17 @@ def peak_of(body: bytes, kind: str) -> int:
     ids=["lists", "objects", "closed lists", "allowed depth", "long string", "long number"],
 )
 def test_memory_stays_linear_in_the_body_when_json_is_hostile(body):
-    # orjson 3.13 takes 12 bytes of room for each byte of the body, before it looks.
+    # orjson 3.13 allocates 12 bytes for each byte of the body before it parses.
     assert peak_of(body, JSON) < 16 * len(body) + 200_000
 
 
-def test_a_million_keys_are_refused_by_the_first():
-    body = b"{" + b",".join(b'"k%d":0' % i for i in range(1_000_000)) + b"}"
-    assert refused(body, JSON).field == "k0"
-
-
-def test_a_million_values_are_refused_without_looking_at_each():
-    assert "1000000 values" in refused(as_json([1.5] * 1_000_000), JSON).message
+@pytest.mark.parametrize("inner", [b"[],", b"{},", b'{"a":1},', b"[[]],"])
+def test_a_large_body_of_containers_is_refused_before_it_is_built(monkeypatch, inner):
+    monkeypatch.setattr(json_images.orjson, "loads", None)
+    body = b'{"images":[' + inner * 100_000 + b"0]}"
+    with pytest.raises((InvalidInput, TooLarge)) as caught:
+        decode(body, JSON, limits=Limits(max_images=100))
+    assert caught.value.field == "body"
 
 
 # bytes and npy
@@ -275,13 +269,6 @@ def test_octets_are_read_without_a_copy(n):
 @pytest.mark.parametrize("size", [1, 783, 785])
 def test_octets_are_refused_when_they_are_no_multiple_of_784(size):
     assert f"got {size} bytes" in refused(bytes(size), RAW).message
-
-
-@pytest.mark.parametrize("kind", [RAW, NPY])
-def test_too_many_images_are_too_large_in_binary_too(kind):
-    many = np.zeros((9, 28, 28), np.uint8)
-    with pytest.raises(TooLarge, match="9 images"):
-        decode(many.tobytes() if kind == RAW else as_npy(many), kind, limits=LIMITS)
 
 
 @pytest.mark.parametrize("shape", [(28, 28), (784,), (1, 28, 28), (8, 28, 28), (8, 784), (1, 784)])
@@ -308,31 +295,42 @@ def test_npy_headers_of_other_writers_are_read(header, version):
     np.testing.assert_array_equal(images[0], ONE)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "int64", "bool", "int8", "uint16", "complex64"])
-def test_npy_of_another_dtype_is_refused_by_name(dtype):
-    error = refused(as_npy(np.zeros((28, 28), dtype)), NPY)
-    assert f"dtype {dtype}, expected uint8" in error.message
+@pytest.mark.parametrize(
+    ("dtype", "advice"),
+    [
+        ("int64", "save x.astype('uint8')"),
+        ("int8", "save x.astype('uint8')"),
+        ("uint16", "save x.astype('uint8')"),
+        ("float32", "save np.rint(255 * x).astype('uint8')"),
+        ("float64", "save np.rint(255 * x).astype('uint8')"),
+        ("bool", ""),
+        ("complex64", ""),
+    ],
+)
+def test_npy_of_another_dtype_is_refused_with_the_conversion_that_fits(dtype, advice):
+    message = refused(as_npy(np.zeros((28, 28), dtype)), NPY).message
+    assert f"dtype {dtype}, expected uint8, 0 to 255" in message
+    assert message.endswith(advice or "0 to 255")
 
 
 @pytest.mark.parametrize("descr", ["|O", "<U4", "|V8", ""])
 def test_npy_of_objects_and_strings_is_refused_without_numpy_seeing_it(descr):
     header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (28, 28), }}"
-    assert "expected uint8" in refused(npy_with(header), NPY).message
+    assert refused(npy_with(header), NPY).message.endswith("expected uint8, 0 to 255")
 
 
 @pytest.mark.parametrize("shape", [(28,), (28, 27), (2, 28, 27), (1, 1, 28, 28), (785,), (2, 785)])
 def test_npy_of_another_shape_is_refused(shape):
-    assert "got shape" in refused(as_npy(np.zeros(shape, np.uint8)), NPY).message
-
-
-def test_npy_of_no_images_is_refused():
-    assert "0 images" in refused(as_npy(np.zeros((0, 28, 28), np.uint8)), NPY).message
+    message = refused(as_npy(np.zeros(shape, np.uint8)), NPY).message
+    assert f"got shape {shape}, expected (28, 28), (784,), (n, 28, 28) or (n, 784)" in message
+    assert ("without the channel axis" in message) == (len(shape) == 4)
 
 
 def test_npy_is_refused_when_its_shape_promises_more_than_it_brings():
     body = as_npy(IMAGES)
     assert "6271 bytes of data, expected 6272" in refused(body[:-1], NPY).message
     assert "6273 bytes of data" in refused(body + b"x", NPY).message
+    assert "0 images" in refused(as_npy(IMAGES[:0]), NPY).message
 
 
 def test_npy_allocates_nothing_from_its_shape():
@@ -366,39 +364,46 @@ def test_npy_headers_that_say_anything_else_are_refused(header):
 
 
 @pytest.mark.parametrize(
-    "body",
+    ("body", "words"),
     [
-        b"",
-        b"\x93NUMPY",
-        b"\x93NUMPY\x01\x00\xff\xff{}",
-        b"\x93NUMPY\x02\x00\xff\xff\xff\xff{}",
-        b"\x93NUMPY\x04\x00\x10\x00" + bytes(20),
-        b"\x93NUMPY\x01\x00" + (2000).to_bytes(2, "little") + b" " * 3000,
-        b"PK\x03\x04" + bytes(100),
+        (b"\x93NUMPY", "got 6 bytes, expected an npy file, as np.save"),
+        (b"\x93NUMPY\x01\x00\xff\xff{}", "65535 bytes"),
+        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff{}", "4294967295 bytes"),
+        (b"\x93NUMPY\x04\x00\x10\x00" + bytes(20), "npy version 4"),
+        (b"\x93NUMPY\x01\x00" + (2000).to_bytes(2, "little") + b" " * 3000, "2000 bytes"),
+        (b"PK\x03\x04" + bytes(100), "got an npz or zip archive"),
+        (bytes(784), "got bytes that begin with 00 00 00 00 00 00 00 00"),
     ],
 )
-def test_npy_that_is_cut_or_something_else_is_refused(body):
-    refused(body, NPY)
+def test_npy_that_is_cut_or_something_else_is_refused(body, words):
+    assert words in refused(body, NPY).message
 
 
-# content types, invert
+# content types, invert, limits
 
 
-@pytest.mark.parametrize(
-    "kind",
-    ["application/json; charset=utf-8", "Application/JSON", " application/json ;x", JSON],
-)
+@pytest.mark.parametrize("kind", ["Application/JSON; charset=utf-8", " application/json ;x"])
 def test_case_and_parameters_of_the_content_type_do_not_matter(kind):
     assert len(decode(as_json(FLAT), kind, limits=LIMITS)) == 1
 
 
 @pytest.mark.parametrize("kind", ["", ";", "text/plain", "image/gif", "x" * 1000, "\u2603"])
-def test_another_content_type_is_told_what_to_send(kind):
+def test_another_content_type_is_answered_with_what_to_send(kind):
     with pytest.raises(UnsupportedMediaType) as caught:
         decode(b"", kind, limits=LIMITS)
     assert caught.value.field == "content-type"
     assert all(accepted in caught.value.message for accepted in ACCEPTED)
     assert len(caught.value.message) < 250
+
+
+def test_the_content_type_that_curl_sends_by_itself_is_answered_with_its_flag():
+    with pytest.raises(UnsupportedMediaType, match="with curl: -H 'Content-Type: image/png'"):
+        decode(b"", "application/x-www-form-urlencoded", limits=LIMITS)
+
+
+@pytest.mark.parametrize("kind", ACCEPTED)
+def test_an_empty_body_is_distinguished_from_a_wrong_one(kind):
+    assert "got nothing" in refused(b"", kind).message
 
 
 @pytest.mark.parametrize(
@@ -410,29 +415,36 @@ def test_another_content_type_is_told_what_to_send(kind):
         (FORM, as_form((RAW, ONE.tobytes()))),
     ],
 )
-def test_invert_turns_pixels_over_only_when_true(kind, body):
+def test_pixels_are_inverted_only_when_invert_is_true(kind, body):
     for invert in ("auto", "false"):
         np.testing.assert_array_equal(decode(body, kind, invert=invert, limits=LIMITS)[0], ONE)
     np.testing.assert_array_equal(decode(body, kind, invert="true", limits=LIMITS)[0], 255 - ONE)
 
 
-def test_another_invert_is_refused():
-    error = refused(ONE.tobytes(), RAW, invert="yes")
-    assert error.field == "invert"
-    assert "got 'yes', expected auto, true or false" in error.message
+@pytest.mark.parametrize(
+    ("kind", "body", "words"),
+    [
+        (JSON, as_json([TEXT] * 9), "images: got 9 images, expected at most 8"),
+        (RAW, bytes(9 * 784), "9 images"),
+        (NPY, as_npy(np.zeros((9, 28, 28), np.uint8)), "9 images"),
+        (FORM, as_form(*[(RAW, IMAGES[:5].tobytes())] * 2), "parts: got 10 images"),
+        (FORM, as_form(*[(None, b"")] * 1000), "parts: got 9 images"),
+    ],
+)
+def test_too_many_images_are_too_large_in_every_form(kind, body, words):
+    with pytest.raises(TooLarge, match=words):
+        decode(body, kind, limits=LIMITS)
 
 
 # multipart
 
 
 def test_parts_of_every_type_are_read_in_their_order():
-    jpeg = io.BytesIO()
-    Image.fromarray(digit()).save(jpeg, "JPEG")
     body = as_form(
         ("application/octet-stream", IMAGES[:2].tobytes()),
         ("application/x-npy; v=1", as_npy(IMAGES[2])),
-        ("Image/PNG", png(digit())),
-        ("image/jpeg", jpeg.getvalue()),
+        ("Image/PNG", picture()),
+        ("image/jpeg", picture("JPEG")),
     )
     images = decode(body, FORM, limits=LIMITS)
     assert images.shape == (5, 28, 28)
@@ -443,9 +455,7 @@ def test_parts_of_every_type_are_read_in_their_order():
 
 @pytest.mark.parametrize("kind", [None, "application/octet-stream"])
 def test_a_part_without_a_type_of_its_own_is_known_by_its_first_bytes(kind):
-    jpeg = io.BytesIO()
-    Image.fromarray(digit()).save(jpeg, "JPEG")
-    contents = [png(digit()), jpeg.getvalue(), as_npy(ONE), ONE.tobytes()]
+    contents = [picture(), picture("JPEG"), as_npy(ONE), ONE.tobytes()]
     images = decode(as_form(*((kind, content) for content in contents)), FORM, limits=LIMITS)
     assert len(images) == 4
     np.testing.assert_array_equal(images[2:], [ONE, ONE])
@@ -469,10 +479,9 @@ def test_a_wrong_part_is_named_by_its_number():
     "kind", ["text/plain", "application/json", "multipart/form-data; boundary=y"]
 )
 def test_a_part_of_another_type_is_unsupported(kind):
-    with pytest.raises(UnsupportedMediaType) as caught:
+    with pytest.raises(UnsupportedMediaType, match="image/png") as caught:
         decode(as_form((kind, b"1")), FORM, limits=LIMITS)
     assert caught.value.field == "parts[0]"
-    assert "image/png" in caught.value.message
 
 
 GOOD = as_form((RAW, ONE.tobytes()))
@@ -502,24 +511,12 @@ def test_malformed_multipart_is_refused(body, kind):
     refused(body, kind)
 
 
-def test_more_parts_than_images_allowed_are_too_large_while_they_are_read(monkeypatch):
-    monkeypatch.setattr(module, "_binary", None)
-    with pytest.raises(TooLarge) as caught:
-        decode(as_form(*[(None, b"")] * 1000), FORM, limits=LIMITS)
-    assert caught.value.field == "parts"
-
-
-def test_parts_that_hold_too_many_images_together_are_too_large():
-    with pytest.raises(TooLarge, match="got 10 images"):
-        decode(as_form(*[(RAW, IMAGES[:5].tobytes())] * 2), FORM, limits=LIMITS)
-
-
 def test_pictures_of_one_request_share_its_pixels():
-    body = as_form(*[("image/png", png(digit()))] * 3)
+    body = as_form(*[("image/png", picture())] * 3)
     assert len(decode(body, FORM, limits=Limits(8, 3 * 784))) == 3
-    with pytest.raises(TooLarge) as caught:
+    with pytest.raises(TooLarge, match="at most 2351 in a request, 1568 of which are used") as got:
         decode(body, FORM, limits=Limits(8, 3 * 784 - 1))
-    assert caught.value.field == "parts[2]"
+    assert got.value.field == "parts[2]"
 
 
 # properties
@@ -531,7 +528,7 @@ stacks = st.builds(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(stacks)
 def test_any_images_survive_every_exact_format(images):
     texts = [base64.b64encode(image.tobytes()).decode() for image in images]
@@ -563,13 +560,13 @@ starts = st.sampled_from(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(starts, st.binary(max_size=400), st.sampled_from([*ACCEPTED[:-1], FORM]))
 def test_random_bytes_of_any_type_get_an_answer(start, rest, kind):
     is_answered(start + rest, kind)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.text(max_size=60),
     st.sampled_from(["", "multipart/form-data;", "multipart/form-data; boundary="]),
@@ -588,7 +585,7 @@ documents = st.recursive(
 )
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, suppress_health_check=[HealthCheck.too_slow])
 @given(documents)
 def test_any_json_gets_an_answer(images):
     is_answered(as_json(images), JSON)
@@ -598,41 +595,10 @@ def test_any_json_gets_an_answer(images):
 WHOLE = {JSON: as_json([TEXT, FLAT]), NPY: as_npy(IMAGES[:2]), FORM: GOOD}
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200)
 @given(st.data(), st.sampled_from(list(WHOLE)), st.sampled_from(["auto", "true", "false"]))
 def test_a_good_body_with_a_wound_gets_an_answer(data, kind, invert):
     body = bytearray(WHOLE[kind])
     at = data.draw(st.integers(0, min(len(body) - 1, 200)))
     body[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
     is_answered(bytes(body[: data.draw(st.integers(0, len(body)))]), kind, invert)
-
-
-def test_base64_is_as_strict_as_python_offers():
-    with pytest.raises(binascii.Error):
-        binascii.a2b_base64("QQ==QQ==", strict_mode=True)
-    refused(as_json(TEXT[:-4] + "QQ==QQ=="), JSON)
-
-
-@pytest.mark.parametrize("inner", [b"[],", b"{},", b'{"a":1},', b"[[]],"])
-def test_a_large_body_of_containers_is_refused_before_it_is_built(monkeypatch, inner):
-    monkeypatch.setattr(json_images.orjson, "loads", None)
-    body = b'{"images":[' + inner * 100_000 + b"0]}"
-    with pytest.raises((InvalidInput, TooLarge)) as caught:
-        decode(body, "application/json", limits=Limits(max_images=100))
-    assert caught.value.field == "body"
-
-
-@pytest.mark.parametrize("kind", ACCEPTED)
-def test_an_empty_body_is_told_apart_from_a_wrong_one(kind):
-    assert "got nothing" in refused(b"", kind).message
-
-
-def test_the_unregistered_name_of_jpeg_is_understood():
-    file = io.BytesIO()
-    bar = np.zeros((56, 56), np.uint8)
-    bar[10:46, 24:32] = 255
-    Image.fromarray(bar).save(file, "JPEG")
-    as_jpg, as_jpeg = (
-        decode(file.getvalue(), kind, limits=LIMITS) for kind in ("image/jpg", "image/jpeg")
-    )
-    np.testing.assert_array_equal(as_jpg, as_jpeg)

@@ -13,7 +13,6 @@ from PIL import Image, ImageFile, PngImagePlugin
 
 from service.errors import InvalidInput, TooLarge
 from service.images import Limits, decode
-from service.images import picture as raster
 
 LIMITS = Limits(max_images=1, max_picture_pixels=4_000_000)
 PNG, JPEG = "image/png", "image/jpeg"
@@ -43,7 +42,7 @@ def refused(body: bytes, kind: str = PNG, **more: Any) -> str:
 
 
 def seven(scale: int = 1, ink: int = 255, paper: int = 0) -> Any:
-    """A 7 whose box is 14 x 20 and that no turning or mirroring maps to itself."""
+    """A 7 whose box is 14 x 20 and that no rotation or reflection maps to itself."""
     image = np.full((28, 28), paper, np.uint8)
     image[4:8, 7:21] = ink
     image[8:24, 16:20] = ink
@@ -74,12 +73,12 @@ def with_chunk(body: bytes, kind: bytes, data: bytes) -> bytes:
     return body[:33] + chunk(kind, data) + body[33:]
 
 
-# what MNIST is
+# MNIST
 
 
 @pytest.mark.parametrize("turned_over", [False, True])
 def test_mnist_comes_back_as_itself_when_sent_as_png(mnist, turned_over):
-    sent = mnist[0][:1500]
+    sent = mnist[0][:600]
     got = np.stack([read(encoded(255 - one if turned_over else one)) for one in sent])
     same = (got == sent).all((1, 2))
     # 9,989 of the 10,000: the others have two faint outermost rows, or thin pale strokes.
@@ -172,7 +171,8 @@ def test_invert_says_which_is_ink(invert):
 
 @pytest.mark.parametrize("level", [0, 128, 255])
 def test_an_empty_picture_has_no_digit(level):
-    assert "no digit found" in refused(encoded(np.full((40, 30), level, np.uint8)))
+    message = refused(encoded(np.full((40, 30), level, np.uint8)))
+    assert "no digit found: the picture is blank or its ink too faint" in message
 
 
 @pytest.mark.parametrize("size", [28, 300])
@@ -264,10 +264,14 @@ def test_one_transparent_value_is_paper_in_every_mode():
         np.testing.assert_allclose(read(body), EXPECTED, atol=4, err_msg=str(index))
 
 
-def test_white_ink_on_nothing_is_told_that_paper_is_white():
-    assert "no digit found" in refused(
-        encoded(Image.merge("LA", [Image.new("L", (28, 28), 255), Image.fromarray(seven())]))
-    )
+def test_white_ink_on_clear_pixels_is_refused_with_the_reason():
+    white = Image.new("L", (28, 28), 255)
+    for clear in (
+        Image.merge("LA", [white, Image.fromarray(seven())]),
+        Image.merge("RGBA", [white, white, white, Image.fromarray(seven())]),
+    ):
+        assert "transparent pixels count as white" in refused(encoded(clear))
+    assert "transparent" not in refused(encoded(white))
 
 
 @pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
@@ -279,23 +283,23 @@ def test_every_kind_of_jpeg_gives_the_digit(mode, progressive):
     assert np.abs(got - EXPECTED).mean() < 3
 
 
-def test_a_large_jpeg_is_decoded_small(monkeypatch):
-    seen = []
-    ink = raster._ink
-    monkeypatch.setattr(
-        raster, "_luminance", lambda p, f=raster._luminance: seen.append(p.size) or f(p)
-    )
-    monkeypatch.setattr(
-        raster, "_ink", lambda grey, *rest: seen.append(grey.shape) or ink(grey, *rest)
-    )
-    body = encoded(seven(72, 30, 220), JPEG)
+@pytest.mark.parametrize("scale", [72, 80])
+def test_a_large_jpeg_is_the_same_digit(scale):
+    body = encoded(seven(scale, 30, 220), JPEG)
     large = Limits(max_images=1, max_picture_pixels=10_000_000)
     assert np.abs(decode(body, JPEG, limits=large)[0] - EXPECTED).mean() < 3
-    # 2016 pixels are less than two times 1024: libjpeg leaves them, the average takes a quarter.
-    assert seen == [(2016, 2016), (504, 504)]
-    seen.clear()
-    decode(encoded(seven(80, 30, 220), JPEG), JPEG, limits=large)
-    assert seen == [(1120, 1120), (374, 374)]
+
+
+STORED_BY = {
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_90,  # to be turned clockwise
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_270,
+}
+"""How a camera that was held like this stores an upright picture, by EXIF 2.32's orientation."""
 
 
 def exif(orientation: int, order: str) -> bytes:
@@ -309,8 +313,9 @@ def exif(orientation: int, order: str) -> bytes:
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(orientation, order):
     upright = Image.fromarray(seven(10, 0, 255))
-    undone = {6: 8, 8: 6}.get(orientation, orientation)
-    stored = upright if undone == 1 else upright.transpose(raster._TURNS[undone])
+    stored = upright
+    if orientation in STORED_BY:
+        stored = upright.transpose(STORED_BY[orientation])
     got = read(encoded(stored, JPEG, exif=exif(orientation, order), quality=90), JPEG)
     assert np.abs(got - EXPECTED).mean() < 3
 
@@ -333,16 +338,17 @@ def test_damaged_exif_is_upright(segment):
     assert np.abs(read(body[:2] + segment + body[2:], JPEG) - EXPECTED).mean() < 3
 
 
-# what must not pass
+# hostile and damaged files
 
 
 @pytest.mark.parametrize(
     ("body", "kind", "found"),
     [
-        (encoded(seven(), JPEG), PNG, "expected image/png, got image/jpeg"),
-        (encoded(seven()), JPEG, "expected image/jpeg, got image/png"),
-        (b"GIF89a" + bytes(100), PNG, "b'GIF89a"),
-        (b"BM" + bytes(100), JPEG, "b'BM"),
+        (encoded(seven(), JPEG), PNG, "got image/jpeg, expected image/png; send it with Content-"),
+        (encoded(seven()), JPEG, "got image/png, expected image/jpeg; send it with Content-"),
+        (b"GIF89a" + bytes(100), PNG, "got a GIF file"),
+        (b"BM" + bytes(100), JPEG, "got a BMP file"),
+        (b"<svg>" + bytes(100), PNG, "got bytes that begin with 3c 73 76 67"),
     ],
 )
 def test_another_type_than_declared_is_refused(body, kind, found):
@@ -351,12 +357,14 @@ def test_another_type_than_declared_is_refused(body, kind, found):
 
 def test_a_bomb_is_refused_by_its_header_before_it_is_decoded(monkeypatch):
     line = zlib.compressobj(9)
-    data = b"".join(line.compress(bytes(6251) * 100) for _ in range(500)) + line.flush()
-    body = png_of(header(50_000, 50_000, 1), (b"IDAT", data), (b"IEND", b""))
-    assert len(body) < 400_000
+    data = b"".join(line.compress(bytes(2501) * 100) for _ in range(200)) + line.flush()
+    body = png_of(header(20_000, 20_000, 1), (b"IDAT", data), (b"IEND", b""))
+    assert len(body) < 70_000
     monkeypatch.setattr(ImageFile.ImageFile, "load", None)
     tracemalloc.start()
-    with pytest.raises(TooLarge, match="50000 x 50000 pixels") as caught:
+    with pytest.raises(
+        TooLarge, match="20000 x 20000 pixels, expected at most 4000000 in a request; scale"
+    ) as caught:
         read(body)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -407,7 +415,6 @@ def test_metadata_of_a_jpeg_is_left_out():
         b"\xff\xe2\0\x06MPF\0" + b"\xff\xed\0\x0ePhotoshop 3" + b"\xff\xfe\0\x04hi" + b"\xff" * 50
     )
     np.testing.assert_array_equal(read(body[:2] + extra + body[2:], JPEG), read(body, JPEG))
-    assert raster._jpeg_pixels(body[:2] + extra + body[2:]) == raster._jpeg_pixels(body)
 
 
 def test_every_truncation_is_refused():
@@ -420,7 +427,7 @@ def test_every_truncation_is_refused():
 def test_a_wrong_checksum_is_refused():
     body = bytearray(encoded(seven()))
     body[body.index(b"IDAT") + 6] ^= 1
-    assert "checksum of its b'IDAT' chunk" in refused(bytes(body))
+    assert "checksum of its 'IDAT' chunk" in refused(bytes(body))
 
 
 @pytest.mark.parametrize(
@@ -455,8 +462,8 @@ def test_too_many_scans_are_refused():
 @pytest.mark.parametrize(
     "segment", [b"\xff\xe1\0\0", b"\xff\xe1\0\1", b"\xff\xe1\xff\xff", b"\xff\xd8"]
 )
-def test_segments_without_a_sound_length_are_refused(segment):
-    assert "no sound length" in refused(b"\xff\xd8" + segment + b"\xff\xd9", JPEG)
+def test_segments_without_a_valid_length_are_refused(segment):
+    assert "an invalid length" in refused(b"\xff\xd8" + segment + b"\xff\xd9", JPEG)
 
 
 def test_pillow_is_left_as_it_was():
@@ -508,7 +515,7 @@ def is_answered(body: bytes, kind: str, invert: Any) -> None:
         assert images.max() > 200
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=200)
 @given(
     st.sampled_from([(kind, body) for kind, bodies in GOOD.items() for body in bodies]),
     st.lists(st.tuples(st.integers(2, 700), st.integers(0, 255)), min_size=1, max_size=4),
@@ -523,7 +530,7 @@ def test_a_wounded_picture_gets_an_answer(picture, wounds, invert, mend):
     is_answered(mended(bytes(body)) if mend and kind == PNG else bytes(body), kind, invert)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.integers(1, 70),
     st.integers(1, 70),
