@@ -1,4 +1,4 @@
-"""The server: digits in over HTTP and gRPC, batched inference, probabilities out."""
+"""The service: HTTP and gRPC in front of dynamically batched inference."""
 
 from importlib.metadata import PackageNotFoundError, version
 
@@ -6,7 +6,7 @@ DISTRIBUTION = "lenet-serve"
 
 
 def distribution_version() -> str:
-    """The installed version of this distribution, "0" where it is not installed."""
+    """The installed version, "0" if the distribution is not installed."""
     try:
         return version(DISTRIBUTION)
     except PackageNotFoundError:

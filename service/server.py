@@ -32,12 +32,12 @@ from service.engine.devices import Placement, place
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.versions import WeightsFolder
-from service.errors import FORESEEN, ExitCode, exit_code
+from service.errors import STARTUP_ERRORS, ExitCode, exit_code
 from service.http.app import create_app
-from service.http.body import Bodies
+from service.http.body import BodyReader
 from service.http.connection import HttpProtocol
 from service.http.openapi import InfoResponse, LoadedModel
-from service.images import Limits
+from service.images import DecodingThreads, Limits
 from service.listener import at, cannot_listen, listen, probe
 from service.metrics import Metrics
 from service.rpc.server import GrpcServer, serve
@@ -103,15 +103,18 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         took = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
         _log.info("start phases, in seconds: %s", took)
 
+        decoding = stack.enter_context(DecodingThreads())
         grpc = await stack.enter_async_context(
             serve(
                 models,
                 metrics,
+                decoding,
                 host=settings.host,
                 port=settings.grpc_port,
                 shared=shared,
                 max_body_bytes=settings.max_body_bytes,
                 max_images=settings.max_images,
+                timeout_s=config.request_timeout_s,
                 stop_timeout_s=settings.drain_timeout_s,
             )
         )
@@ -120,7 +123,8 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             metrics,
             info=partial(_info, settings, placement, models),
             limits=Limits(settings.max_images),
-            bodies=Bodies(settings.max_body_bytes, settings.max_bodies_bytes),
+            bodies=BodyReader(settings.max_body_bytes, settings.max_bodies_bytes),
+            decoding=decoding,
             timeout_s=config.request_timeout_s,
         )
         models.ready = True
@@ -185,7 +189,7 @@ def run(settings: Settings, shutdown_pipe: Connection | None = None) -> ExitCode
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(_serve(settings, shutdown_pipe))
-    except FORESEEN as exc:
+    except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         code = exit_code(exc)
         if code is ExitCode.DEVICE:

@@ -32,7 +32,7 @@ from prometheus_client.multiprocess import mark_process_dead
 
 from service import logs, mps
 from service.engine.versions import WeightsFolder
-from service.errors import FORESEEN, ExitCode, exit_code
+from service.errors import STARTUP_ERRORS, ExitCode, exit_code
 from service.listener import reserve
 from service.settings import Settings
 
@@ -73,7 +73,7 @@ def supervise(settings: Settings) -> ExitCode:
             if settings.mps == "auto" and mps.wanted(settings.device, settings.workers):
                 shared_gpu = stack.enter_context(mps.shared_gpu())
             return _Supervisor(settings.model_copy(update=ports), signals, shared_gpu).run()
-    except FORESEEN as exc:
+    except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         return exit_code(exc)
 

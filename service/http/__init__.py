@@ -1,1 +1,1 @@
-"""The way in over HTTP: reads requests, writes answers, decides nothing."""
+"""HTTP: reads requests and writes answers."""

@@ -1,6 +1,6 @@
-"""What goes over the wire, for the OpenAPI page and for whoever writes a client.
+"""What the OpenAPI document states: answer models, parameters, bodies, headers and examples.
 
-The hot path does not build these objects; tests hold its answers against them.
+The answer to `POST /predict` is not built from these models; tests compare the two.
 """
 
 from __future__ import annotations
@@ -10,12 +10,19 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+BINARY = "application/octet-stream"
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 3_600_000
-"""The most that a request may state as its timeout."""
+
+APPLICATION: dict[str, Any] = {
+    "title": "lenet-serve",
+    "summary": "Handwritten digits, recognised over HTTP and gRPC.",
+    "license_info": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
+}
 
 
 class ImagePrediction(BaseModel):
-    """What one image was taken for."""
+    """The prediction for one image."""
 
     label: int = Field(description="The digit with the highest probability.", examples=[7])
     confidence: float = Field(ge=0, le=1, description="Its probability.", examples=[0.9998])
@@ -36,8 +43,11 @@ class ErrorDetail(BaseModel):
     """What went wrong."""
 
     code: str = Field(description="From a closed set.", examples=["invalid_input"])
-    field: str = Field(description='What was wrong; "" if nothing single was.', examples=["images"])
-    message: str = Field(description="What was found, what was expected, what to do.")
+    field: str = Field(
+        description='The part of the request that is wrong; "" if no single part is.',
+        examples=["images"],
+    )
+    message: str = Field(description="What was received, what was expected, what to do.")
 
 
 class ErrorResponse(BaseModel):
@@ -47,7 +57,7 @@ class ErrorResponse(BaseModel):
 
 
 class LoadedModel(BaseModel):
-    """A served model."""
+    """A loaded model."""
 
     name: str
     version: str
@@ -56,8 +66,8 @@ class LoadedModel(BaseModel):
         examples=["cpu", "cuda:0,1"],
     )
     sha256: str = Field(description="Of the weight file.")
-    parameters: int = Field(description="How many numbers it learned.")
-    accuracy: float = Field(description="Share of the MNIST test set it classifies correctly.")
+    parameters: int = Field(description="Number of learned parameters.")
+    accuracy: float = Field(description="On the MNIST test set.")
     epochs: int
     seed: int
     dataset_sha256: str
@@ -65,7 +75,7 @@ class LoadedModel(BaseModel):
 
 
 class InfoResponse(BaseModel):
-    """What runs here, on what and within which limits."""
+    """Loaded models, device and limits."""
 
     name: str
     version: str
@@ -82,7 +92,7 @@ class Health(BaseModel):
 
 
 def example_seven() -> list[list[int]]:
-    """A seven drawn with two strokes, 28x28, for the examples of the OpenAPI page."""
+    """A seven drawn with two strokes, 28 x 28."""
     image = [[0] * 28 for _ in range(28)]
     for row in range(6, 9):
         image[row][7:20] = [254] * 13
@@ -92,41 +102,109 @@ def example_seven() -> list[list[int]]:
     return image
 
 
+def _header(description: str, kind: str = "string") -> dict[str, Any]:
+    return {"description": description, "schema": {"type": kind}}
+
+
+_RETRY_AFTER = {"Retry-After": _header("Seconds after which a retry may succeed.", "integer")}
+_SEVEN_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
+_ERRORS = {
+    400: ("invalid_input", "images[0]", "images[0]: got 783 values, expected 28 rows of 28, ..."),
+    404: ("unknown_model", "model", "model 'vgg' is not loaded, expected one of lenet, mlp"),
+    408: ("body_timeout", "body", "body: got 100 bytes in 30 s, expected the whole body"),
+    413: ("too_large", "images", "images: got 20000 images, expected at most 16384 in a request"),
+    415: (
+        "unsupported_media_type",
+        "content-type",
+        "content-type: got 'text/plain', expected one of application/json, ...",
+    ),
+    429: ("overloaded", "", "32768 rows wait and 1 more would pass the limit of 32768"),
+    500: ("internal", "", "internal error; see the server log"),
+    503: ("unavailable", "", "the service is stopping; send this to another instance"),
+    504: ("deadline_exceeded", "", "no answer within 50 ms"),
+}
+
+
+def predict_responses() -> dict[int | str, dict[str, Any]]:
+    """The answers of `POST /predict` by status."""
+    prediction = {"label": 7, "confidence": 0.9998, "probabilities": _SEVEN_PROBABILITIES}
+    example = {"model": "lenet", "version": "1", "predictions": [prediction]}
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {
+            "model": PredictResponse,
+            "description": "The predictions",
+            "content": {
+                "application/json": {"example": example},
+                # float32, little-endian, ten an image
+                BINARY: {"schema": {"type": "string", "format": "binary"}},
+            },
+            "headers": {
+                "X-Model-Version": _header("The version that computed the whole answer."),
+                "Server-Timing": _header("Milliseconds in each stage of the request."),
+            },
+        }
+    }
+    for status, (code, field, message) in _ERRORS.items():
+        error = {"error": {"code": code, "field": field, "message": message}}
+        responses[status] = {
+            "model": ErrorResponse,
+            "content": {"application/json": {"example": error}},
+            "headers": _RETRY_AFTER if status in (429, 503) else {},
+        }
+    return responses
+
+
 def predict_openapi() -> dict[str, Any]:
-    """The parts of the OpenAPI operation that FastAPI cannot read off `POST /predict`."""
+    """Parameters and body of `POST /predict`, which FastAPI cannot derive from its signature."""
     seven = example_seven()
     flat_seven = [pixel for row in seven for pixel in row]
     encoded = base64.b64encode(bytes(flat_seven)).decode()
     pixel = {"type": "integer", "minimum": 0, "maximum": 255}
-    flat = {"type": "array", "items": pixel, "minItems": 784, "maxItems": 784}
     row = {"type": "array", "items": pixel, "minItems": 28, "maxItems": 28}
-    nested = {"type": "array", "items": row, "minItems": 28, "maxItems": 28}
-    image = {"anyOf": [nested, flat, {"type": "string", "contentEncoding": "base64"}]}
+    image = {
+        "anyOf": [
+            {"type": "array", "items": row, "minItems": 28, "maxItems": 28},
+            {"type": "array", "items": pixel, "minItems": 784, "maxItems": 784},
+            {"type": "string", "contentEncoding": "base64", "minLength": 1048, "maxLength": 1048},
+        ]
+    }
+    images = {"anyOf": [{"type": "array", "minItems": 1, "items": image}, *image["anyOf"]]}
     body = {
         "type": "object",
         "required": ["images"],
         "additionalProperties": False,
-        "properties": {"images": {"type": "array", "minItems": 1, "items": image}},
+        "properties": {"images": {**images, "description": "A list of images, or one image."}},
+    }
+    examples = {
+        "base64": ("784 bytes in base64", [encoded]),
+        "nested": ("28 rows of 28", [seven]),
+        "flat": ("784 integers", [flat_seven]),
+        "single": ("one image without a list", seven),
     }
     binary = {"schema": {"type": "string", "format": "binary"}}
     files = {"type": "array", "items": {"type": "string", "format": "binary"}}
     return {
         "parameters": [
             _parameter("query", "model", {"type": "string"}, "The model; the default one without."),
-            _parameter("query", "version", {"type": "string"}, "Its version; any without."),
+            _parameter(
+                "query",
+                "version",
+                {"type": "string"},
+                "Expected version of the model; 404 if another is loaded.",
+            ),
             _parameter(
                 "query",
                 "invert",
                 {"type": "string", "enum": ["auto", "true", "false"], "default": "auto"},
-                "Whether ink is dark on light paper; auto looks at pictures, raw pixels are taken "
-                "as they are.",
+                "Whether ink is dark on light paper. auto detects it in pictures and leaves raw "
+                "pixels as they are.",
             ),
             _parameter(
                 "header",
-                "X-Request-Timeout-Ms",
+                TIMEOUT_HEADER,
                 {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
-                "How long the answer may take, its body's way here included; never longer than "
-                "the service's own request_timeout_ms, which /info tells.",
+                "Deadline in milliseconds from the request's arrival, the upload of its body "
+                "included; at most the service's request_timeout_ms, see /info.",
             ),
         ],
         "requestBody": {
@@ -135,15 +213,11 @@ def predict_openapi() -> dict[str, Any]:
                 "application/json": {
                     "schema": body,
                     "examples": {
-                        "base64": {
-                            "summary": "784 bytes in base64",
-                            "value": {"images": [encoded]},
-                        },
-                        "nested": {"summary": "28 rows of 28", "value": {"images": [seven]}},
-                        "flat": {"summary": "784 integers", "value": {"images": [flat_seven]}},
+                        name: {"summary": summary, "value": {"images": value}}
+                        for name, (summary, value) in examples.items()
                     },
                 },
-                "application/octet-stream": binary,
+                BINARY: binary,
                 "application/x-npy": binary,
                 "image/png": binary,
                 "image/jpeg": binary,

@@ -1,1 +1,1 @@
-"""gRPC, the second way in: the only package that may import grpc and protobuf."""
+"""gRPC. The only package that imports grpc and protobuf."""

@@ -1,15 +1,14 @@
-"""Reading a ModelInferRequest that may be hostile.
+"""Checks a serialized ModelInferRequest before protobuf parses it.
 
 protobuf makes an object of each two bytes `2A 00`, an empty input, and eight bytes of memory of
-each byte in `shape`: 32 MB of the one took 2.7 s of the event loop and 1.2 GB here, of the other
-0.4 s and 0.6 GB (protobuf 6.33, 2 cores). So the fields of a message are counted before it is
-read, those of its inputs and their contents with them, and all bytes that are not pixels are few:
-names, parameters, outputs, shapes and contents of other types, together. What may still be large
-are raw_input_contents and fp32_contents, which are only copied, and uint_contents, which take six
-times their bytes and 7 ms each MB. Their limit is that of a message.
+each byte in `shape`: 32 MB of the former blocked the event loop for 2.7 s and took 1.2 GB, of the
+latter 0.4 s and 0.6 GB (protobuf 6.33, 2 cores). So the fields of a message, of its inputs and of
+their contents are counted first, and all bytes that are not pixels (names, parameters, outputs,
+shapes, other contents) are limited together. raw_input_contents and fp32_contents are only copied,
+uint_contents take six times their size and 7 ms a MB: they are limited by the size of a message.
 
-And a message that is none is an answer here, not an exception: grpcio 1.85 would answer UNKNOWN
-and log a stack trace for each. It refuses to look at a value.
+A malformed message becomes an InvalidInput: grpcio 1.85 would answer UNKNOWN and log a stack trace
+for each.
 
 Source: https://protobuf.dev/programming-guides/encoding
 """
@@ -21,15 +20,15 @@ from typing import Any
 
 from google.protobuf.message import DecodeError
 
-from service.errors import InvalidInput
+from service.errors import InvalidInput, invalid
 from service.rpc import open_inference_pb2 as pb
 
 MAX_FIELDS = 1024
-"""Of a request, its inputs and their contents, each entry of a repeated field counted. One with
-every right has under 100; the rest is for an image whose 784 numbers a client does not pack."""
+"""Of a request, its inputs and their contents; each entry of a repeated field counts. A valid
+request has under 100, or about 800 if its client does not pack the numbers of an image."""
 
 MAX_OTHER_BYTES = 64 * 1024
-"""Of all that is no pixel."""
+"""Limit on all that is not pixels."""
 
 _LONGEST_VARINT_BYTES = 10
 _DELIMITED = 2
@@ -44,29 +43,26 @@ _REQUEST = {
     pb.ModelInferRequest.INPUTS_FIELD_NUMBER: _INPUT,
     pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER: _PIXELS,
 }
-"""By number the fields that may be large: looked into, or pixels."""
+"""Fields that may be large, by number: messages with such fields, or pixels."""
 
 
 def read_infer_request(message: bytes) -> pb.ModelInferRequest | InvalidInput:
-    """The request in `message`, or what is wrong with it, for the servicer to raise."""
+    """The request in `message`, or the error for the servicer to raise."""
     try:
         excess = _excess(message)
         if excess is None:
             return pb.ModelInferRequest.FromString(message)
     except DecodeError:
-        return InvalidInput("message: got bytes that are no ModelInferRequest", field="message")
-    return InvalidInput(
-        f"message: got more than {excess}, expected one input with its numbers packed and at most "
-        "two outputs",
-        field="message",
-    )
+        return InvalidInput("message: not a ModelInferRequest", field="message")
+    expected = "one input with its numbers packed and at most two outputs"
+    return invalid("message", f"more than {excess}", expected)
 
 
 def _excess(message: bytes) -> str | None:
-    """Which limit `message` is over, if any.
+    """The limit that `message` exceeds, if any.
 
     Raises:
-        DecodeError: it is cut off, or uses groups, which proto3 has not.
+        DecodeError: it is truncated, or uses groups, which proto3 does not have.
     """
     fields = other_bytes = 0
     parts: list[tuple[int, int, Mapping[int, Any]]] = [(0, len(message), _REQUEST)]
@@ -79,17 +75,17 @@ def _excess(message: bytes) -> str | None:
             tag, position = _varint(message, position)
             start, position = _value(message, position, tag & 7)
             if position > end:
-                raise DecodeError("a field is cut off")
+                raise DecodeError("a truncated field")
             inside = large.get(tag >> 3)
             if inside and tag & 7 == _DELIMITED:
                 parts.append((start, position, inside))
             elif inside is not _PIXELS:
                 other_bytes += position - start
-    return f"{MAX_OTHER_BYTES} bytes beside the pixels" if other_bytes > MAX_OTHER_BYTES else None
+    return f"{MAX_OTHER_BYTES} bytes besides the pixels" if other_bytes > MAX_OTHER_BYTES else None
 
 
 def _value(message: bytes, position: int, wire_type: int) -> tuple[int, int]:
-    """Where the value at `position` begins, its size left out, and where it ends."""
+    """Start, after its size, and end of the value at `position`."""
     match wire_type:
         case 0:
             return position, _varint(message, position)[1]
@@ -105,10 +101,10 @@ def _value(message: bytes, position: int, wire_type: int) -> tuple[int, int]:
 
 
 def _varint(message: bytes, position: int) -> tuple[int, int]:
-    """The number at `position`, seven bits a byte, lowest first, and the position behind it."""
+    """The number at `position`, seven bits a byte, lowest first, and the position after it."""
     value = 0
     for shift, byte in enumerate(message[position : position + _LONGEST_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * shift)
         if byte < 0x80:
             return value, position + shift + 1
-    raise DecodeError("a number without an end")
+    raise DecodeError("an unterminated number")

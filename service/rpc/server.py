@@ -1,9 +1,8 @@
-"""The gRPC server: opened after the models are ready, closed before they are.
+"""The gRPC server: opened when the models are ready, closed before they are.
 
-It refuses compressed messages, because pixels are small and a bomb is not: grpcio 1.83 unpacks a
-message whole before it looks at the limit, 1.85 up to the limit, 32 MB for 32 KB in each of as
-many calls as a client opens. It refuses TLS and authentication too, which belong to what stands
-in front.
+Compressed messages are rejected, because a small one may decompress to a large one: grpcio 1.83
+decompresses a message whole before it checks the limit, 1.85 up to the limit, 32 MB for 32 KB in
+each of as many calls as a client opens. TLS and authentication belong to a proxy in front.
 """
 
 from __future__ import annotations
@@ -15,26 +14,27 @@ from contextlib import asynccontextmanager
 import grpc
 
 from service.engine.models import Models
+from service.images import DecodingThreads
 from service.listener import at, cannot_listen, probe
 from service.metrics import Metrics
-from service.rpc.servicer import HealthServicer, InferenceServicer, add_inference
+from service.rpc.servicer import HealthServicer, InferenceServicer, add_servicers
 
 _IDENTITY_ONLY = 1
-"""Bit set of grpc_compression_algorithm: none but "identity"."""
+"""Bit set of grpc_compression_algorithm: "identity" alone."""
 
 MAX_CALLS = 1024
-"""That run at once, each with a message in memory; one more is RESOURCE_EXHAUSTED."""
+"""Concurrent calls, each with a message in memory; one more is RESOURCE_EXHAUSTED."""
 
 
 class GrpcServer:
-    """A server that is listening on `port`."""
+    """A server that listens on `port`."""
 
     def __init__(self, server: grpc.aio.Server, port: int) -> None:
         self._server = server
         self.port = port
 
     async def stop(self, timeout_s: float) -> None:
-        """Refuse new calls at once, let running ones finish for `timeout_s`, cancel the rest."""
+        """Reject new calls at once, let running ones finish for `timeout_s`, cancel the rest."""
         await self._server.stop(timeout_s)
 
 
@@ -42,24 +42,27 @@ class GrpcServer:
 async def serve(
     models: Models,
     metrics: Metrics,
+    decoding: DecodingThreads,
     *,
     host: str,
     port: int,
     shared: bool,
     max_body_bytes: int,
     max_images: int,
+    timeout_s: float,
     stop_timeout_s: float,
 ) -> AsyncIterator[GrpcServer]:
-    """Serve on the running loop, on a free port if `port` is 0; stops on leaving if nobody did.
+    """Serve on the running loop, on a free port if `port` is 0; stops on leaving.
 
-    With `shared` other processes of this user may open the same port and the kernel spreads
-    connections over them (SO_REUSEPORT); whoever starts them must have made sure that the port
-    was free before the first.
+    With `shared`, other processes of this user may open the same port (SO_REUSEPORT) and the
+    kernel distributes connections; the caller makes sure that the port was free before the first.
+    `timeout_s` is the longest that a call may take, `stop_timeout_s` what running calls get on
+    leaving.
 
     Raises:
-        CannotListen: the address cannot be listened on; the message says which, why and what to do.
+        CannotListen: the address cannot be listened on; the message names it.
     """
-    # grpcio 1.85 prints why it cannot bind an address, and does not say so to its caller.
+    # grpcio 1.85 prints why it cannot bind an address, and does not return the reason.
     addresses = probe(host, port, shared=shared)
     server = grpc.aio.server(
         maximum_concurrent_rpcs=MAX_CALLS,
@@ -69,12 +72,14 @@ async def serve(
             ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
         ),
     )
-    add_inference(InferenceServicer(models, metrics, max_images), server)
-    server.add_generic_rpc_handlers((HealthServicer(models).handlers(),))
+    inference = InferenceServicer(
+        models, metrics, decoding, max_images=max_images, timeout_s=timeout_s
+    )
+    add_servicers(server, inference, HealthServicer(models))
     for address in addresses:
         try:
             port = server.add_insecure_port(at(address, port))
-        except RuntimeError as exc:  # taken since the probe
+        except RuntimeError as exc:  # in use since the probe
             raise cannot_listen(address, port, OSError(errno.EADDRINUSE, str(exc))) from exc
     await server.start()
     grpc_server = GrpcServer(server, port)

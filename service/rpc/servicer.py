@@ -1,17 +1,17 @@
-"""What an error is called in gRPC.
+"""The calls of the Open Inference Protocol and of the health protocol; errors as gRPC statuses.
 
-The status map follows Triton where Triton's clients act on it, with one difference: a full queue
-is RESOURCE_EXHAUSTED, so that a client can tell "send less" from UNAVAILABLE, "send elsewhere".
-An image too many is INVALID_ARGUMENT as in Triton, not RESOURCE_EXHAUSTED: sending it again would
-not help. It refuses to tell a client anything about an error that is not a `ServiceError`.
+Statuses are Triton's where its clients act on them, with one difference: a full queue is
+RESOURCE_EXHAUSTED, so that a client can tell "send less" from UNAVAILABLE, "send elsewhere". Too
+many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 """
+
+# ruff: noqa: N802 - methods are named like the protocol's calls
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn, TypeAlias
 
 import grpc
@@ -32,7 +32,9 @@ from service.errors import (
     Unavailable,
     UnknownModel,
     UnsupportedMediaType,
+    invalid,
 )
+from service.images import DecodingThreads
 from service.metrics import Metrics, RequestClock, Stage
 from service.open_inference import (
     InputTensor,
@@ -54,6 +56,10 @@ from service.rpc.open_inference_pb2_grpc import (
 
 _log = logging.getLogger(__name__)
 
+SERVICE = "inference.GRPCInferenceService"
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
 _CODES: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
     TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
@@ -64,84 +70,50 @@ _CODES: dict[type[ServiceError], grpc.StatusCode] = {
     Cancelled: grpc.StatusCode.CANCELLED,
     Unavailable: grpc.StatusCode.UNAVAILABLE,
 }
-_LONGEST_DETAILS = 500
-"""Characters. Trailing metadata over 8 KiB is dropped by the client, each character may take 12."""
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How a call ends: code, sentence, trailing metadata.
-
-    The metadata is `lenet-error-code`, `lenet-error-field` if a field was wrong, and
-    `grpc-retry-pushback-ms` (gRFC A6, obeyed by clients with a retry policy) if a later try may
-    succeed.
-    """
-
-    code: grpc.StatusCode
-    details: str
-    metadata: tuple[tuple[str, str], ...]
-
-
-def status_of(error: Exception) -> Status:
-    """The status of `error`; one that is no `ServiceError` is logged here and hidden there."""
-    if not isinstance(error, ServiceError):
-        _log.error("a gRPC call failed unexpectedly", exc_info=error)
-        error = ServiceError("internal error; the server's log says more")
-    metadata = [("lenet-error-code", error.code)]
-    if error.field:
-        metadata.append(("lenet-error-field", error.field))
-    if error.retry_after_s is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(1000 * error.retry_after_s)))
-    details = error.message
-    if len(details) > _LONGEST_DETAILS:
-        details = f"{details[: _LONGEST_DETAILS - 3]}..."
-    code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
-    return Status(code, details, tuple(metadata))
-
-
-async def abort(context: grpc.aio.ServicerContext[Any, Any], error: Exception) -> NoReturn:
-    """End the call of `context` with the status of `error`."""
-    status = status_of(error)
-    await context.abort(status.code, status.details, status.metadata)
-
-
-# ruff: noqa: N802 - methods are named as the protocol names its calls
-
-
-SERVICE = "inference.GRPCInferenceService"
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+_MAX_DETAILS_CHARACTERS = 500
+"""Clients drop trailing metadata over 8 KiB, and each character may take 12 bytes of it."""
 
 _INPUT_CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
-_STAGES_TOLD: tuple[Stage, ...] = ("queue", "compute")
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents"}
+_REPORTED_STAGES: tuple[Stage, ...] = ("queue", "compute")
 
-# Decoding holds the event loop up: at up to 25 us an image in typed form, this much is 2 ms.
-_DECODE_HERE_IMAGES = 80
+_INLINE_IMAGES = 80
+"""More images are decoded on a thread: at up to 25 us an image in typed form, this many block the
+event loop for 2 ms."""
 
 
 class InferenceServicer(GRPCInferenceServiceServicer):
-    """The six calls of the protocol on top of a predictor.
+    """The six calls of the protocol, answered by the loaded models.
 
-    A model that is not loaded is not ready rather than an error, as in Triton, whose clients poll
-    `ModelReady` until a model is there; every other call answers NOT_FOUND.
+    A model that is not loaded is not ready, without an error, as in Triton, whose clients poll
+    `ModelReady` until a model is loaded; every other call answers NOT_FOUND.
     """
 
-    def __init__(self, models: Models, metrics: Metrics, max_images: int) -> None:
+    def __init__(
+        self,
+        models: Models,
+        metrics: Metrics,
+        decoding: DecodingThreads,
+        *,
+        max_images: int,
+        timeout_s: float,
+    ) -> None:
         self._models = models
         self._metrics = metrics
+        self._decoding = decoding
         self._max_images = max_images
+        self._timeout_s = timeout_s
 
     async def ServerLive(
         self, request: pb.ServerLiveRequest, context: Context
     ) -> pb.ServerLiveResponse:
-        """True: it answers."""
+        """True."""
         return pb.ServerLiveResponse(live=True)
 
     async def ServerReady(
         self, request: pb.ServerReadyRequest, context: Context
     ) -> pb.ServerReadyResponse:
-        """What /readyz says."""
+        """Like /readyz."""
         return pb.ServerReadyResponse(ready=self._models.ready)
 
     async def ModelReady(
@@ -157,7 +129,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     async def ServerMetadata(
         self, request: pb.ServerMetadataRequest, context: Context
     ) -> pb.ServerMetadataResponse:
-        """Name and version; no extension of the protocol works here yet."""
+        """Name and version; no extension of the protocol is supported."""
         return pb.ServerMetadataResponse(
             name=DISTRIBUTION, version=distribution_version(), extensions=()
         )
@@ -169,7 +141,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         try:
             metadata = model_metadata(self._models.get(request.name, request.version).version)
         except UnknownModel as exc:
-            await abort(context, exc)
+            await _abort(context, exc)
         return pb.ModelMetadataResponse(
             name=metadata.name,
             versions=metadata.versions,
@@ -181,57 +153,51 @@ class InferenceServicer(GRPCInferenceServiceServicer):
     async def ModelInfer(
         self, request: pb.ModelInferRequest | InvalidInput, context: Context
     ) -> pb.ModelInferResponse:
-        """Classify the images of a request, or answer what `read_infer_request` found wrong."""
+        """Classify the images of a request, or report what `read_infer_request` found wrong."""
         try:
             with self._metrics.clock("grpc") as clock:
                 if isinstance(request, InvalidInput):
                     raise request
                 return await self._infer(request, context, clock)
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            await abort(context, exc)
+            await _abort(context, exc)
 
     async def _infer(
         self, request: pb.ModelInferRequest, context: Context, clock: RequestClock
     ) -> pb.ModelInferResponse:
+        remaining_s = context.time_remaining()
+        timeout_s = self._timeout_s if remaining_s is None else min(remaining_s, self._timeout_s)
         clock.lap()
-        decoding = request, self._max_images
-        if _claims_many(request):
-            images, wanted = await asyncio.to_thread(_decode, *decoding)
-        else:
-            images, wanted = _decode(*decoding)
-        clock.record("decode")
-        prediction = await self._models.predict(
-            images,
-            clock,
-            model=request.model_name,
-            version=request.model_version,
-            timeout_s=context.time_remaining(),
-        )
+        try:
+            if _claims_many(request):
+                work = partial(_decode, request, self._max_images)
+                images, wanted = await self._decoding.run(work, timeout_s)
+            else:
+                images, wanted = _decode(request, self._max_images)
+            clock.record("decode")
+            prediction = await self._models.predict(
+                images,
+                clock,
+                model=request.model_name,
+                version=request.model_version,
+                timeout_s=timeout_s - clock.total_s,
+            )
+        except DeadlineExceeded as exc:  # its message gives only the time that was left
+            raise DeadlineExceeded(f"no answer within {timeout_s * 1e3:.0f} ms") from exc
         clock.lap()
         response = _encode(request, prediction, answer(prediction, wanted))
-        for stage in _STAGES_TOLD:
+        for stage in _REPORTED_STAGES:
             response.parameters[f"{stage}_us"].int64_param = round(1e6 * clock.stages[stage])
         clock.record("encode")
         return response
 
 
-def add_inference(servicer: InferenceServicer, server: grpc.aio.Server) -> None:
-    """Serve the six calls on `server`, ModelInfer with a reader of our own."""
-    add_GRPCInferenceServiceServicer_to_server(servicer, server)
-    infer = grpc.unary_unary_rpc_method_handler(
-        servicer.ModelInfer,
-        request_deserializer=read_infer_request,
-        response_serializer=pb.ModelInferResponse.SerializeToString,
-    )
-    # Takes the place of the generated one; grpc-stubs 1.53 does not know the method.
-    server.add_registered_method_handlers(SERVICE, {"ModelInfer": infer})  # type: ignore[attr-defined]
-
-
 class HealthServicer:
-    """`Check` for grpc-health-probe and Kubernetes; it reads the predictor, so nothing goes stale.
+    """`Check` of the health protocol, for grpc-health-probe and Kubernetes.
 
-    Known are "" and the inference service, and each model by its name. `Watch` is UNIMPLEMENTED,
-    which the health protocol allows: whoever watches also sees the connection close at the stop.
+    It knows "", the inference service and each model by its name. `Watch` is UNIMPLEMENTED, as the
+    protocol allows: grpc_health's servicer would have to be notified of each change of readiness,
+    and its open streams would prolong every stop to its timeout.
     """
 
     def __init__(self, models: Models) -> None:
@@ -240,30 +206,63 @@ class HealthServicer:
     async def check(
         self, request: health_pb2.HealthCheckRequest, context: Context
     ) -> health_pb2.HealthCheckResponse:
-        """SERVING from the last step of the start to the first of the stop."""
+        """SERVING while the server is ready."""
         known = {"", SERVICE, *(model.version.name for model in self._models.served)}
         if request.service not in known:
             names = ", ".join(sorted(known - {""}))
             message = f"service: got an unknown name, expected one of {names}"
-            await abort(context, UnknownModel(message, field="service"))
+            await _abort(context, UnknownModel(message, field="service"))
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=serving if self._models.ready else not_serving)
 
-    def handlers(self) -> grpc.GenericRpcHandler[Any, Any]:
-        """What to add to a server."""
-        check = grpc.unary_unary_rpc_method_handler(
-            self.check,
-            request_deserializer=health_pb2.HealthCheckRequest.FromString,
-            response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-        )
-        return grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
+
+def add_servicers(
+    server: grpc.aio.Server, inference: InferenceServicer, health: HealthServicer
+) -> None:
+    """Serve both on `server`, ModelInfer with its guarded deserializer."""
+    add_GRPCInferenceServiceServicer_to_server(inference, server)
+    infer = grpc.unary_unary_rpc_method_handler(
+        inference.ModelInfer,
+        request_deserializer=read_infer_request,
+        response_serializer=pb.ModelInferResponse.SerializeToString,
+    )
+    # Replaces the generated handler; grpc-stubs 1.53 lacks the method.
+    server.add_registered_method_handlers(SERVICE, {"ModelInfer": infer})  # type: ignore[attr-defined]
+    check = grpc.unary_unary_rpc_method_handler(
+        health.check,
+        request_deserializer=health_pb2.HealthCheckRequest.FromString,
+        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
+    server.add_generic_rpc_handlers((handler,))
+
+
+async def _abort(context: Context, error: Exception) -> NoReturn:
+    """End the call with the status of `error`, which is logged and hidden if it is unexpected.
+
+    Trailing metadata: `lenet-error-code`, `lenet-error-field` if a field is wrong, and
+    `grpc-retry-pushback-ms` (gRFC A6, used by clients with a retry policy) if a retry may succeed.
+    """
+    if not isinstance(error, ServiceError):
+        _log.error("a gRPC call failed", exc_info=error)
+        error = ServiceError("internal error; see the server log")
+    metadata = [("lenet-error-code", error.code)]
+    if error.field:
+        metadata.append(("lenet-error-field", error.field))
+    if error.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(1000 * error.retry_after_s)))
+    details = error.message
+    if len(details) > _MAX_DETAILS_CHARACTERS:
+        details = f"{details[: _MAX_DETAILS_CHARACTERS - 3]}..."
+    code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
+    await context.abort(code, details, tuple(metadata))
 
 
 def _claims_many(request: pb.ModelInferRequest) -> bool:
-    """Whether decoding may take long: a shape that claims too little is refused at its length."""
+    """Whether decoding may take long. A shape that claims too few images is an error anyway."""
     return any(
-        len(tensor.shape) > 1 and tensor.shape[0] > _DECODE_HERE_IMAGES for tensor in request.inputs
+        len(tensor.shape) > 1 and tensor.shape[0] > _INLINE_IMAGES for tensor in request.inputs
     )
 
 
@@ -272,7 +271,7 @@ def _decode(request: pb.ModelInferRequest, max_images: int) -> tuple[Images, tup
     return read_images(_inputs(request), max_images), requested_outputs(_outputs(request))
 
 
-# Tensors are made one by one, as they are asked for: the first that is wrong ends the request.
+# Both are generators, so that the first wrong tensor ends the request before the others are read.
 
 
 def _outputs(request: pb.ModelInferRequest) -> Iterator[str]:
@@ -284,7 +283,7 @@ def _outputs(request: pb.ModelInferRequest) -> Iterator[str]:
 def _inputs(request: pb.ModelInferRequest) -> Iterator[InputTensor]:
     raw = request.raw_input_contents
     if raw and len(raw) != len(request.inputs):
-        _refuse(
+        raise invalid(
             "raw_input_contents",
             f"{len(raw)} entries for {len(request.inputs)} inputs",
             "one for each input",
@@ -295,11 +294,8 @@ def _inputs(request: pb.ModelInferRequest) -> Iterator[InputTensor]:
         given = ", ".join(descriptor.name for descriptor, _ in tensor.contents.ListFields())
         if raw:
             if given:
-                _refuse(
-                    f"{field}.contents",
-                    f"{given} beside raw_input_contents",
-                    "all inputs in one form",
-                )
+                got = f"{given} beside raw_input_contents"
+                raise invalid(f"{field}.contents", got, "all inputs in one form")
             source = f"raw_input_contents[{position}]"
             data: bytes | Numbers = raw[position]
         else:
@@ -310,12 +306,11 @@ def _inputs(request: pb.ModelInferRequest) -> Iterator[InputTensor]:
 
 def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: str) -> Numbers:
     if tensor.datatype not in _INPUT_CONTENTS:
-        return ()  # refused by its datatype before anybody looks
+        return ()  # read_images rejects the datatype
     expected = _INPUT_CONTENTS[tensor.datatype]
     if given != expected:
-        _refuse(
-            source, given or "no data", f"{expected} for {tensor.datatype}, or raw_input_contents"
-        )
+        expected = f"{expected} for {tensor.datatype}, or raw_input_contents"
+        raise invalid(source, given or "no data", expected)
     numbers: Numbers = getattr(tensor.contents, expected)
     return numbers
 
@@ -342,7 +337,3 @@ def _tensor_metadata(tensor: TensorMetadata) -> pb.ModelMetadataResponse.TensorM
     return pb.ModelMetadataResponse.TensorMetadata(
         name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
     )
-
-
-def _refuse(field: str, got: str, expected: str) -> NoReturn:
-    raise InvalidInput(f"{field}: got {got}, expected {expected}", field=field)

@@ -131,18 +131,36 @@ class Service:
 
 
 @pytest.fixture
-def tiny_weights(tmp_path, tiny, random_weights):
-    """A folder with the one model `lenet`, in truth the smallest there is."""
-    weights = random_weights(Model("lenet", tiny.blocks))
-    weights.write(tmp_path / "weights" / "lenet" / "1.safetensors")
+def folder(tmp_path):
+    """An empty weights folder."""
+    (tmp_path / "weights").mkdir()
     return tmp_path / "weights"
 
 
 @pytest.fixture
-def second_version(tiny_weights, tiny, random_weights):
+def write(folder, random_weights, tiny):
+    """`write("a/1")` puts a valid file of model `a`, the smallest there is, into `folder`."""
+
+    def write(place, *, seed=0, name=None):
+        path = folder / f"{place}.safetensors"
+        model = Model(name or path.parent.name, tiny.blocks)
+        random_weights(model, seed).write(path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def tiny_weights(folder, write):
+    """A folder with the one model `lenet`."""
+    write("lenet/1")
+    return folder
+
+
+@pytest.fixture
+def second_version(tiny_weights, write):
     """`second_version()` puts version 2 of `lenet` beside the first."""
-    weights = random_weights(Model("lenet", tiny.blocks), 1)
-    return lambda: weights.write(tiny_weights / "lenet" / "2.safetensors")
+    return lambda: write("lenet/2", seed=1)
 
 
 @pytest.fixture
@@ -166,22 +184,3 @@ def start(tmp_path, tiny_weights):
         service.process.wait()
         service._reader.join()
         service.process.stderr.close()
-
-
-@pytest.fixture
-def write(tmp_path, random_weights, tiny):
-    """`write("a/1")` puts a valid file of model `a` there; the folder is `tmp_path / "weights"`."""
-
-    def write(place, *, seed=0, name=None):
-        path = tmp_path / "weights" / f"{place}.safetensors"
-        model = Model(name or path.parent.name, tiny.blocks)
-        random_weights(model, seed).write(path)
-        return path
-
-    return write
-
-
-@pytest.fixture
-def folder(tmp_path):
-    (tmp_path / "weights").mkdir()
-    return tmp_path / "weights"

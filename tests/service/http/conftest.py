@@ -59,10 +59,10 @@ class Served:
 
 
 @pytest.fixture
-def weights(tmp_path, tiny, random_weights):
+def weights(folder, write):
     """A folder with the one model `tiny`, version 3."""
-    random_weights(tiny).write(tmp_path / "weights" / "tiny" / "3.safetensors")
-    return tmp_path / "weights"
+    write("tiny/3")
+    return folder
 
 
 @pytest.fixture

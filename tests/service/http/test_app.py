@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import asyncio
-import base64
 import io
-import logging
+import random
 import re
 
 import httpx
@@ -13,12 +12,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.reference import logits, softmax
+from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.errors import ServiceError, Unavailable
 from service.http.app import STATUS
-from service.http.openapi import ErrorResponse, PredictResponse
+from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.images import ACCEPTED
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
@@ -53,10 +54,6 @@ def as_json(images):
     return orjson.dumps({"images": images})
 
 
-def text(image):
-    return base64.b64encode(image.tobytes()).decode()
-
-
 @pytest.fixture
 def expected(tiny, random_weights, images):
     """What the NumPy forward makes of `images`."""
@@ -70,14 +67,12 @@ def expected(tiny, random_weights, images):
     ("content_type", "encode"),
     [
         (JSON, lambda images: as_json(images.tolist())),
-        (JSON, lambda images: as_json(images.reshape(-1, 784).tolist())),
-        (JSON, lambda images: as_json([text(image) for image in images])),
         ("Application/JSON; charset=utf-8", lambda images: as_json(images.tolist())),
         (RAW, lambda images: images.tobytes()),
         (NPY, npy),
         (FORM, lambda images: form(*((RAW, image.tobytes()) for image in images))),
     ],
-    ids=["nested", "flat", "base64", "charset", "octets", "npy", "multipart"],
+    ids=["json", "charset", "octets", "npy", "multipart"],
 )
 @pytest.mark.parametrize("count", [1, 5])
 async def test_images_get_their_predictions_in_order_in_every_form(
@@ -95,54 +90,39 @@ async def test_images_get_their_predictions_in_order_in_every_form(
         assert prediction.confidence == max(prediction.probabilities)
 
 
-@pytest.mark.parametrize("bare", [True, False], ids=["bare", "listed"])
-async def test_one_json_image_is_one_prediction_when_it_stands_alone(served, images, bare):
-    image = images[0].tolist()
-    response = await served.post(as_json(image if bare else [image]), JSON)
-    assert len(response.json()["predictions"]) == 1
+async def test_pixels_are_inverted_when_invert_says_so(served, images, one):
+    inverted = await served.post(one, query="?invert=true")
+    assert inverted.content == (await served.post((~images[0]).tobytes())).content
+    assert inverted.content != (await served.post(one, query="?invert=false")).content
 
 
-@pytest.mark.parametrize(("kind", "content_type"), [("PNG", PNG), ("JPEG", JPEG)])
-async def test_a_picture_is_the_same_digit_as_body_and_as_part(served, kind, content_type):
-    body = picture(kind)
-    alone = await served.post(body, content_type)
-    part = await served.post(form((content_type, body)), FORM)
-    assert alone.status_code == part.status_code == 200
-    assert alone.content == part.content
-    assert len(alone.json()["predictions"]) == 1
-
-
-async def test_parts_of_different_types_are_answered_in_their_order(served, images):
-    parts = [(PNG, picture("PNG")), (RAW, images[0].tobytes()), (NPY, npy(images[1]))]
-    together = (await served.post(form(*parts), FORM)).json()["predictions"]
-    alone = [(await served.post(content, kind)).json()["predictions"][0] for kind, content in parts]
-    assert [p["label"] for p in together] == [p["label"] for p in alone]
-    np.testing.assert_allclose(
-        [p["probabilities"] for p in together], [p["probabilities"] for p in alone], atol=1e-6
-    )
-
-
-async def test_ink_is_turned_over_when_invert_says_so(served, images, one):
-    turned = await served.post(one, query="?invert=true")
-    assert turned.content == (await served.post((~images[0]).tobytes())).content
-    assert turned.content != (await served.post(one, query="?invert=false")).content
-
-
-@pytest.mark.parametrize("accept", [RAW, f"{JSON};q=0.1, {RAW}"])
+@pytest.mark.parametrize(
+    ("accept", "kind"),
+    [
+        ("application/octet-stream", RAW),
+        ("application/json;q=0.1, application/octet-stream", RAW),
+        ("Application/Octet-Stream ; q=0.1, text/html", RAW),
+        ("application/json, application/octet-stream;q=0", JSON),
+        ("application/octet-stream;q=0.000", JSON),
+        ("application/octet-streams", JSON),
+        ("text/html, image/*", JSON),
+        ("*/*", JSON),
+    ],
+)
 async def test_probabilities_are_float32_rows_when_octets_are_accepted(
-    served, images, expected, accept
+    served, images, expected, accept, kind
 ):
     response = await served.post(images.tobytes(), accept=accept)
     assert response.status_code == 200
-    assert response.headers["content-type"] == RAW
+    assert sorted(name for name, _ in response.headers.multi_items()) == [
+        *("content-length", "content-type", "server-timing", "x-model-version")
+    ]
+    assert response.headers["content-type"] == kind
+    assert response.headers["content-length"] == str(len(response.content))
     assert response.headers["x-model-version"] == "3"
-    rows = np.frombuffer(response.content, "<f4").reshape(5, 10)
-    np.testing.assert_allclose(rows, expected, atol=1e-5)
-
-
-@pytest.mark.parametrize("accept", ["*/*", "application/json", "text/html, image/*"])
-async def test_json_is_answered_when_anything_else_is_accepted(served, one, accept):
-    assert (await served.post(one, accept=accept)).headers["content-type"] == JSON
+    if kind == RAW:
+        rows = np.frombuffer(response.content, "<f4").reshape(5, 10)
+        np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize("query", ["?model=tiny", "?version=3", "?model=tiny&version=3", "?model="])
@@ -150,20 +130,7 @@ async def test_the_loaded_model_answers_when_it_is_named(served, one, query):
     assert (await served.post(one, query=query)).json()["model"] == "tiny"
 
 
-@pytest.mark.parametrize("accept", [JSON, RAW])
-async def test_an_answer_has_its_own_type_length_and_version_and_nothing_twice(
-    served, images, accept
-):
-    response = await served.post(images.tobytes(), accept=accept)
-    assert sorted(name for name, _ in response.headers.multi_items()) == [
-        *("content-length", "content-type", "server-timing", "x-model-version")
-    ]
-    assert response.headers["content-type"] == accept
-    assert response.headers["content-length"] == str(len(response.content))
-    assert response.headers["x-model-version"] == "3"
-
-
-async def test_server_timing_tells_of_every_stage_when_a_prediction_is_answered(served, one):
+async def test_server_timing_has_every_stage(served, one):
     response = await served.post(one)
     entries = response.headers["server-timing"].split(", ")
     parsed = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", entry) for entry in entries]
@@ -186,55 +153,19 @@ async def test_a_request_larger_than_a_batch_is_answered_whole(served, images):
     )
 
 
-async def test_a_large_body_is_decoded_beside_the_loop(served, monkeypatch, images):
-    monkeypatch.setattr("service.http.app._DECODE_HERE_BYTES", 1000)
-    here = await served.post(as_json(images.tolist()), JSON)
-    assert here.status_code == 200
-    assert len(here.json()["predictions"]) == 5
-
-
 # What is refused
 
 ONE = [[0] * 28 for _ in range(28)]
 MALFORMED = {
     "no body": (JSON, b"", "body", "got nothing, expected"),
-    "half a document": (JSON, b'{"images": [', "body", "not JSON"),
-    "not utf-8": (JSON, b'{"images": "\xff"}', "body", "not JSON"),
-    "a lone surrogate": (JSON, b'{"images": "\\ud800"}', "body", "not JSON"),
-    "NaN": (JSON, b'{"images": [NaN]}', "body", "not JSON"),
     "nested too deep": (JSON, b"[" * 100_000, "body", "not JSON"),
-    "nested too deep, closed": (JSON, b"[" * 100_000 + b"]" * 100_000, "body", "not JSON"),
-    "not an object": (JSON, b"[1, 2]", "body", "a list of 2"),
-    "no images": (JSON, b"{}", "images", "got nothing"),
     "an unknown key": (JSON, b'{"images": [], "invert": true}', "invert", "an unknown key"),
-    "null": (JSON, b'{"images": null}', "images", "got null"),
-    "0 images": (JSON, b'{"images": []}', "images", "0 images, expected at least 1"),
-    "783 pixels": (JSON, as_json([[0] * 783]), "images[0]", "783 values"),
-    "27 rows": (JSON, as_json([ONE, ONE[1:]]), "images[1]", "27 rows"),
-    "a short row": (JSON, as_json([[*ONE[1:], [0] * 27]]), "images[0][27]", "a list of 27"),
+    "a lone surrogate": (JSON, as_json([["\\ud800"]]).replace(b"\\\\", b"\\"), "body", "not JSON"),
     "a fraction": (JSON, as_json([[0.5] * 784]), "images[0][0]", "got 0.5"),
-    "a float": (JSON, as_json([[*[0] * 783, 1.0]]), "images[0][783]", "got 1.0"),
-    "256": (JSON, as_json([[*[0] * 783, 256]]), "images[0][783]", "got 256"),
-    "-1": (JSON, as_json([[-1, *[0] * 783]]), "images[0][0]", "got -1"),
-    "1e999": (JSON, b'{"images": [[1e999' + b",0" * 783 + b"]]}", "body", "not JSON"),
-    "a boolean": (JSON, as_json([[True] * 784]), "images[0][0]", "got true"),
-    "a word": (JSON, as_json([[*[0] * 783, "7"]]), "images[0][783]", "got '7'"),
-    "not base64": (JSON, as_json(["?" * 1048]), "images[0]", "not base64"),
-    "base64 of 3 bytes": (JSON, as_json(["AAAA"]), "images[0]", "base64 of 3 bytes"),
-    "0 bytes": (RAW, b"", "body", "got nothing, expected"),
     "785 bytes": (RAW, bytes(785), "body", "785 bytes, expected n x 784"),
-    "not npy": (NPY, bytes(784), "body", "an npy file"),
     "npy of floats": (NPY, npy(np.zeros((28, 28), np.float32)), "body", "float32"),
-    "npy of 27 rows": (NPY, npy(np.zeros((27, 28), np.uint8)), "body", "27,28"),
-    "npy of 0 images": (NPY, npy(np.zeros((0, 28, 28), np.uint8)), "body", "0 images"),
-    "npy that is short": (NPY, npy(np.zeros((28, 28), np.uint8))[:-1], "body", "783 bytes"),
-    "not a PNG": (PNG, b"GIF89a" + bytes(50), "body", "expected image/png"),
-    "a JPEG called PNG": (PNG, picture("JPEG"), "body", "got image/jpeg"),
     "half a PNG": (PNG, picture("PNG")[:60], "body", "not a readable image/png"),
     "half a JPEG": (JPEG, picture("JPEG")[:100], "body", "not a readable image/jpeg"),
-    "an empty PNG": (PNG, b"", "body", "got nothing, expected"),
-    "no boundary": ("multipart/form-data", form((RAW, bytes(784))), "content-type", "no boundary"),
-    "no parts": (FORM, b"--x--\r\n", "body", "at least one part"),
     "half a form": (FORM, form((RAW, bytes(784)))[:-9], "body", "no closing boundary"),
     "a bad part": (FORM, form((RAW, bytes(784)), (RAW, bytes(3))), "parts[1]", "3 bytes"),
 }
@@ -250,12 +181,11 @@ async def test_a_malformed_body_is_a_400_that_names_what_is_wrong(
     assert error.field == field
     assert error.message.startswith(field)
     assert words in error.message
-    assert len(error.message) < 400
     assert await served.requests("invalid_input") == 1
 
 
 @pytest.mark.parametrize("content_type", ["", "text/plain", "application/x-www-form-urlencoded"])
-async def test_a_type_that_nobody_reads_is_a_415(served, refusal, one, content_type):
+async def test_a_type_that_is_not_supported_is_a_415(served, refusal, one, content_type):
     response = await served.post(one, content_type)
     error = refusal(response, 415, "unsupported_media_type")
     assert error.field == "content-type"
@@ -379,12 +309,10 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
         assert (await served.post(images[:3].tobytes())).status_code == 200
 
 
-# Faults of ours
+# Server errors
 
 
-async def test_a_batch_that_fails_is_a_500_that_tells_nothing_of_the_inside(
-    served, monkeypatch, refusal, one
-):
+async def test_a_batch_that_fails_is_a_500_without_its_cause(served, monkeypatch, refusal, one):
     def fail(context, images):
         raise RuntimeError("CUDA error 700 in /srv/secret.py")
 
@@ -395,32 +323,20 @@ async def test_a_batch_that_fails_is_a_500_that_tells_nothing_of_the_inside(
     assert await served.requests("inference_failed") == 1
 
 
-async def test_an_unforeseen_error_is_a_500_without_trace_or_path(
-    served, monkeypatch, refusal, one
+async def test_an_unexpected_error_is_a_500_without_trace_or_path(
+    served, monkeypatch, refusal, one, caplog
 ):
     async def fail(*_):
-        raise RuntimeError("surprise in /srv/secret.py")
+        raise RuntimeError("bug in /srv/secret.py")
 
     with monkeypatch.context() as patch:
         patch.setattr(Batcher, "submit", fail)
         error = refusal(await served.post(one), 500, "internal")
-    assert "surprise" not in error.message
+    assert error.message == "internal error; see the server log"
+    (record,) = [record for record in caplog.records if record.exc_info]
+    assert "/srv/secret.py" in str(record.exc_info[1])
     assert (await served.post(one)).status_code == 200
     assert await served.requests("internal") == 1
-
-
-async def test_an_unforeseen_error_is_logged_once_when_a_server_stands_in_front(
-    listen, monkeypatch, refusal, one, caplog
-):
-    async def fail(*_):
-        raise RuntimeError("surprise")
-
-    async with listen() as served:
-        monkeypatch.setattr(Batcher, "submit", fail)
-        refusal(await served.post(one), 500, "internal")
-    assert [record.exc_info[1].args for record in caplog.records if record.exc_info] == [
-        ("surprise",)
-    ]
 
 
 async def test_a_stopping_service_is_a_503_with_retry_after(served, monkeypatch, refusal, one):
@@ -443,43 +359,20 @@ def test_every_error_has_a_status_and_none_is_422():
 
 # Anything at all
 
-ANYTHING = st.recursive(
-    st.none() | st.booleans() | st.integers(-1, 300) | st.floats() | st.text(max_size=20),
-    lambda inner: st.lists(inner, max_size=30) | st.dictionaries(st.text(max_size=8), inner),
-    max_leaves=40,
-)
-IMAGE = st.one_of(
-    st.just(ONE),
-    st.lists(st.integers(-1, 256), min_size=783, max_size=785),
-    st.binary(min_size=783, max_size=785).map(lambda data: base64.b64encode(data).decode()),
-    st.lists(st.lists(st.integers(0, 255), min_size=27, max_size=28), min_size=27, max_size=28),
-    ANYTHING,
-)
-DOCUMENT = st.one_of(
-    ANYTHING,
-    st.fixed_dictionaries({"images": ANYTHING}),
-    st.fixed_dictionaries({"images": st.lists(IMAGE, max_size=3)}),
-)
 FIXTURES_STAY = settings(
-    max_examples=60,
+    max_examples=40,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.data_too_large],
 )
 
 
 def judged(response):
-    """Nothing is a fault of ours, and what is refused has the one shape."""
+    """Never a server error; errors have the one shape."""
     assert response.status_code in (200, 400, 404, 413, 415), response.text
     if response.status_code == 200:
         PredictResponse.model_validate_json(response.content)
     else:
         error = ErrorResponse.model_validate_json(response.content, strict=True).error
         assert STATUS[error.code] == response.status_code
-
-
-@FIXTURES_STAY
-@given(document=DOCUMENT)
-async def test_any_json_is_answered_or_refused(served, document):
-    judged(await served.post(orjson.dumps(document), JSON))
 
 
 @FIXTURES_STAY
@@ -511,16 +404,6 @@ async def test_requests_at_the_same_time_get_their_own_answers(served, images):
         )
 
 
-async def test_a_connection_serves_on_when_a_request_on_it_was_refused(listen, one, caplog):
-    async with listen() as served:
-        statuses = [
-            (await served.post(body, kind)).status_code
-            for body, kind in ((b"{", JSON), (one, RAW), (one, "text/plain"), (one, RAW))
-        ]
-    assert statuses == [400, 200, 415, 200]
-    assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
-
-
 async def test_an_unread_body_is_not_taken_for_the_next_request(listen, one):
     async with listen() as served:
         reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
@@ -535,25 +418,9 @@ async def test_an_unread_body_is_not_taken_for_the_next_request(listen, one):
     assert '"live":true' in answers
 
 
-@pytest.mark.parametrize(
-    ("accept", "kind"),
-    [
-        ("application/octet-stream", RAW),
-        ("Application/Octet-Stream ; q=0.1, text/html", RAW),
-        ("application/json, application/octet-stream;q=0", JSON),
-        ("application/octet-stream;q=0.000", JSON),
-        ("application/octet-streams", JSON),
-        ("*/*", JSON),
-    ],
-)
-async def test_bytes_are_answered_only_to_those_who_accept_them(served, one, accept, kind):
-    response = await served.post(one, accept=accept)
-    assert response.headers["content-type"] == kind
-
-
 async def test_the_service_answers_alike_below_a_root_path(served, monkeypatch, refusal, one):
     async def fail(*_):
-        raise RuntimeError("surprise")
+        raise RuntimeError("bug")
 
     here = served.client
     transport = httpx.ASGITransport(served.app, raise_app_exceptions=False, root_path="/x")
@@ -569,3 +436,130 @@ async def test_the_service_answers_alike_below_a_root_path(served, monkeypatch, 
             refusal(await client.post("/predict/x", content=one), 404, "not_found")
         monkeypatch.setattr(Batcher, "submit", fail)
         refusal(await below.post("/predict", content=one), 500, "internal")
+
+
+# Operations
+
+
+async def test_the_probes_agree_when_the_service_is_ready(served):
+    for path in ("/healthz", "/readyz"):
+        response = await served.client.get(path)
+        assert response.status_code == 200
+        assert Health.model_validate_json(response.content) == Health(live=True, ready=True)
+
+
+async def test_only_readiness_says_no_when_the_stop_begins(served, one):
+    served.models.ready = False
+    live, ready = [await served.client.get(path) for path in ("/healthz", "/readyz")]
+    assert (live.status_code, ready.status_code) == (200, 503)
+    assert live.json() == ready.json() == {"live": True, "ready": False}
+    # Requests that still arrive during the grace are answered.
+    assert (await served.post(one)).status_code == 200
+
+
+async def test_info_lists_models_and_limits(served, weights, tiny):
+    response = await served.client.get("/info")
+    info = InfoResponse.model_validate_json(response.content, strict=True)
+    file = WeightFile.read(weights / "tiny" / "3.safetensors")
+    (model,) = info.models
+    assert (model.name, model.version, model.sha256) == ("tiny", "3", file.digest())
+    assert model.parameters == 7850
+    assert model.labels == list("0123456789")
+    assert model.accuracy == 0.5
+    assert info.default_model == "tiny"
+    assert info.limits.pop("max_picture_pixels") == 16_777_216
+    assert info.limits == {
+        name: getattr(served.settings, name)
+        for name in (
+            *("max_batch_rows", "max_queue_rows", "max_images"),
+            *("max_body_bytes", "request_timeout_ms"),
+        )
+    }
+
+
+async def test_info_and_answers_name_the_new_version_when_it_was_reloaded(
+    served, weights, tiny, random_weights, images
+):
+    new = random_weights(tiny, 5)
+    new.write(weights / "tiny" / "4.safetensors")
+    await served.models.reload()
+    info = InfoResponse.model_validate_json((await served.client.get("/info")).content)
+    (model,) = info.models
+    assert (model.name, model.version, model.sha256) == ("tiny", "4", new.digest())
+    assert model.seed == 5
+    response = await served.post(images.tobytes())
+    assert response.json()["version"] == response.headers["x-model-version"] == "4"
+    labels = {"model": "tiny", "version": "4", "sha256": new.digest()}
+    assert await served.value("lenet_model_info", **labels) == 1
+    assert (await served.post(images.tobytes(), query="?version=4")).status_code == 200
+    assert (await served.post(images.tobytes(), query="?version=3")).status_code == 404
+
+
+async def test_metrics_are_prometheus_text_when_scraped(served, images, one):
+    await served.post(images.tobytes())
+    await served.post(one)
+    await served.post(b"")
+    accept = {"Accept": "application/openmetrics-text;version=1.0.0," * 500}
+    response = await served.client.get("/metrics", headers=accept)
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    families = {f.name: f for f in text_string_to_metric_families(response.text)}
+    latency = families["lenet_request_duration_seconds"]
+    assert latency.type == "histogram"
+    labels = {"protocol": "http", "le": "+Inf"}
+    assert await served.value(f"{latency.name}_bucket", **labels) == 2
+    assert await served.value(f"{latency.name}_count", protocol="http") == 2
+    assert await served.requests("ok") == 2
+    assert await served.requests("invalid_input") == 1
+    assert await served.value("lenet_images_total", model="tiny") == 6
+    assert await served.value("lenet_queue_rows", model="tiny") == 0
+    assert not [name for name in families if name.endswith("_created")]
+
+
+async def test_strange_requests_make_no_series(served, one):
+    async def count():
+        return sum(len(family.samples) for family in (await served.families()).values())
+
+    async def strange():
+        draw = random.Random(0)
+        for _ in range(60):
+            word = "".join(draw.choices("abc/%$.\u00e9", k=12))
+            await served.client.request(
+                draw.choice(["GET", "POST", "DELETE", "BREW"]),
+                f"/x{word}",
+                headers={"Accept": word.encode(), "X-Request-Timeout-Ms": word.encode()},
+            )
+            await served.post(one, query=f"?model={word}")
+            await served.post(one, query=f"?{word}=1")
+            await served.post(one, content_type=f"image/x{draw.random()}")
+        await served.post(one)
+
+    await strange()
+    before = await count()
+    await strange()
+    assert await count() == before < 600
+
+
+async def test_no_route_answers_a_method_it_does_not_know(served, refusal):
+    for method, path in (
+        *(("GET", "/predict"), ("PUT", "/predict"), ("POST", "/healthz"), ("DELETE", "/info")),
+        *(("POST", "/metrics"), ("BREW", "/readyz")),
+    ):
+        response = await served.client.request(method, path)
+        error = refusal(response, 405, "method_not_allowed")
+        allowed = "POST" if path == "/predict" else "GET"
+        assert f"got {method!r} for {path!r}, expected {allowed}" in error.message
+        assert response.headers["allow"] == allowed
+
+
+async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
+    for path in ("/", "/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v2"):
+        message = refusal(await served.client.get(path), 404, "not_found").message
+        assert "expected one of /predict, /healthz, " in message
+        assert "see /docs" in message
+    assert "path: got '/v2', expected" in message
+
+
+async def test_the_page_of_the_api_is_there(served):
+    response = await served.client.get("/docs")
+    assert response.status_code == 200
+    assert "/openapi.json" in response.text

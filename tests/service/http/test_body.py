@@ -4,17 +4,20 @@ import asyncio
 import json
 import logging
 import re
+import threading
 from contextlib import asynccontextmanager
 from types import SimpleNamespace
 
 import pytest
 
 from service import metrics
-from service.errors import Cancelled, DeadlineExceeded, Unavailable
-from service.http import body as limits
-from service.http.body import CancelledOnDisconnect, UnavailableOnStop
+from service.errors import Cancelled, Unavailable
+from service.http import app, body
+from service.http.body import BodyReader, Cancellation
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
+PNG = "image/png"
+PNG_TYPE = b"Content-Type: image/png\r\n"
 GONE = {"type": "http.disconnect"}
 
 
@@ -123,21 +126,20 @@ async def test_a_compressed_body_is_a_415(served, one, refusal):
 # The time of a body
 
 
-async def test_the_time_that_a_request_may_take_begins_with_its_body(listen, monkeypatch, one):
+async def test_the_deadline_of_a_request_includes_its_body(listen, monkeypatch, one):
     clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
     monkeypatch.setattr(metrics, "time", clock)
-    read = limits.Bodies.read
+    read = BodyReader.read
 
-    async def slow_read(bodies, request, headers, within_s):
-        assert within_s == 0.05
+    async def slow_read(*arguments):
         clock.now_s += 0.06
-        return await read(bodies, request, headers, within_s)
+        return await read(*arguments)
 
     async with listen() as served:
-        monkeypatch.setattr(limits.Bodies, "read", slow_read)
+        monkeypatch.setattr(BodyReader, "read", slow_read)
         response = await served.post(one, x_request_timeout_ms="50")
         assert response.status_code == 504
-        assert "more than 50 ms" in response.json()["error"]["message"]
+        assert response.json()["error"]["message"] == "no answer within 50 ms"
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(100)], ids=["nothing", "a part"])
@@ -149,7 +151,7 @@ async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(listen, 
         assert status == 408
         assert headers["connection"] == "close"
         assert error["code"] == "body_timeout"
-        assert error["message"].startswith(f"{len(sent)} bytes of the body arrived in 0.06 s")
+        assert f"body: got {len(sent)} bytes in 0.06 s" in error["message"]
         assert await served.requests("body_timeout") == 1
     assert quiet(caplog)
 
@@ -215,124 +217,155 @@ async def test_batch_mates_are_answered_when_a_client_leaves_in_the_middle_of_a_
     assert quiet(caplog)
 
 
+# Decoding on a thread
+
+
+class Decoding:
+    """Pictures whose decoding waits for `release`; `begun` says how many began."""
+
+    def __init__(self, monkeypatch):
+        self._released, self._begins = threading.Event(), threading.Semaphore(0)
+        self.begun = 0
+        decode = app.decode
+
+        def held(content, kind, **options):
+            if kind == PNG:
+                self.begun += 1
+                self._begins.release()
+                assert self._released.wait(20)
+            return decode(content, kind, **options)
+
+        monkeypatch.setattr(app, "decode", held)
+
+    async def began(self):
+        assert await asyncio.to_thread(self._begins.acquire, timeout=20)
+
+    def release(self):
+        self._released.set()
+
+
 @pytest.fixture
-def impatient(monkeypatch):
-    """Watching starts at once."""
-    monkeypatch.setattr(limits, "_WATCH_AFTER_S", 0)
+def decoding(monkeypatch):
+    monkeypatch.setattr("service.images.threads.os.cpu_count", lambda: 1)  # two threads
+    decoding = Decoding(monkeypatch)
+    yield decoding
+    decoding.release()
+
+
+async def test_a_picture_is_answered_within_its_deadline_when_decoding_takes_longer(
+    served, decoding, refusal, one
+):
+    for begun in (1, 2, 2):  # two threads: the third waits for one
+        late = await served.post(b"picture", PNG, x_request_timeout_ms="30")
+        assert "30 ms" in refusal(late, 504, "deadline_exceeded").message
+        assert decoding.begun == begun
+    assert await served.requests("deadline_exceeded") == 3
+    assert (await served.post(one)).status_code == 200, "pixels need no thread"
+    decoding.release()
+    refusal(await served.post(b"picture", PNG), 400, "invalid_input")
+    assert decoding.begun == 3, "a late request was decoded"
+
+
+@pytest.mark.parametrize("others", [0, 2], ids=["being decoded", "waiting for a thread"])
+async def test_a_request_ends_when_its_client_leaves_while_it_is_decoded(
+    listen, decoding, caplog, others
+):
+    async with listen() as served:
+        busy = [asyncio.create_task(served.post(b"picture", PNG)) for _ in range(others)]
+        for _ in busy:
+            await decoding.began()
+        async with connect(served) as (_, writer):
+            writer.write(head(b"Content-Length: 7\r\n").replace(TYPE, PNG_TYPE) + b"picture")
+            await (asyncio.sleep(0.05) if others else decoding.began())
+        async with asyncio.timeout(20):
+            while await served.requests("cancelled") != 1:
+                pass  # each turn is a request to the server
+        decoding.release()
+        assert [response.status_code for response in await asyncio.gather(*busy)] == [400] * others
+        assert decoding.begun == max(others, 1)
+    assert quiet(caplog)
+
+
+async def test_a_body_is_held_until_its_decoding_has_ended(listen, decoding, one):
+    async with listen(max_body_bytes=1000, max_bodies_bytes=1000) as served:
+        late = await served.post(bytes(900), PNG, x_request_timeout_ms="30")
+        assert late.status_code == 504
+        assert (await served.post(one)).status_code == 429
+        decoding.release()
+        async with asyncio.timeout(20):
+            while (await served.post(one)).status_code != 200:
+                pass  # each turn is a request to the server
+
+
+# Cancellation
 
 
 class Caller:
-    """A task in `CancelledOnDisconnect` that waits for `answer`; `messages` are its client's."""
+    """A task in a `Cancellation` that waits for `answer`; `messages` are its client's."""
 
     def __init__(self):
         self.answer = asyncio.get_running_loop().create_future()
         self.messages = asyncio.Queue()
         self.watched = asyncio.Event()
-        self.stopped_too = False
         self.task = asyncio.create_task(self._run())
 
     async def _run(self):
         try:
-            with CancelledOnDisconnect(SimpleNamespace(receive=self._receive)):
+            with Cancellation() as cancellation:
+                cancellation.on_disconnect(SimpleNamespace(receive=self._receive))
                 result = await self.answer
-        except Cancelled:
-            result = "gone"
-        # Nobody may cancel what comes after the block.
+        except (Cancelled, Unavailable) as exc:
+            result = exc.code
+        # Nothing may cancel what comes after the block.
         for _ in range(5):
             await asyncio.sleep(0)
-        assert asyncio.current_task().cancelling() == 0
+        assert asyncio.current_task().cancelling() == (result == "unavailable")
         return result
 
     async def _receive(self):
         self.watched.set()
-        message = await self.messages.get()
-        if self.stopped_too:
-            self.task.cancel()
-        return message
+        return await self.messages.get()
 
 
-async def test_an_answer_is_given_when_the_client_stays(impatient):
+@pytest.fixture
+async def caller(monkeypatch):
+    monkeypatch.setattr(body, "_WATCH_AFTER_S", 0)
     caller = Caller()
     await caller.watched.wait()
+    yield caller
+    assert len(asyncio.all_tasks()) == 1, "a watcher is left"
+
+
+async def test_an_answer_is_given_when_the_client_stays(caller):
+    caller.messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+    await asyncio.sleep(0)
     caller.answer.set_result("answer")
     assert await caller.task == "answer"
-    assert len(asyncio.all_tasks()) == 1  # nobody watches on
-
-
-async def test_the_block_is_cancelled_when_the_client_leaves(impatient):
-    caller = Caller()
-    await caller.watched.wait()
-    caller.watched.clear()
-    caller.messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
-    await caller.watched.wait()
-    assert not caller.answer.cancelled()
-    caller.messages.put_nowait(GONE)
-    assert await caller.task == "gone"
-    assert caller.answer.cancelled()
 
 
 @pytest.mark.parametrize("turns", range(4))
 @pytest.mark.parametrize("first", ["answer", "client"])
-async def test_either_outcome_is_whole_when_answer_and_departure_meet(impatient, first, turns):
-    caller = Caller()
-    await caller.watched.wait()
+async def test_either_outcome_is_whole_when_answer_and_disconnect_coincide(caller, first, turns):
     acts = [lambda: caller.answer.done() or caller.answer.set_result("answer")]
     acts.insert(first == "answer", lambda: caller.messages.put_nowait(GONE))
     acts[0]()
     for _ in range(turns):
         await asyncio.sleep(0)
     acts[1]()
-    assert await caller.task in ("answer", "gone")
+    assert await caller.task in ("answer", "cancelled")
 
 
-@pytest.mark.parametrize("turns", range(4))
-async def test_an_error_is_no_orphan_when_it_meets_a_departure(impatient, turns):
-    caller = Caller()
-    await caller.watched.wait()
-    caller.messages.put_nowait(GONE)
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    if not caller.answer.done():
-        caller.answer.set_exception(DeadlineExceeded("late"))
-    try:
-        assert await caller.task == "gone"
-    except DeadlineExceeded:
-        assert turns == 0
-
-
-async def test_a_stop_is_not_taken_for_a_departure(impatient):
-    caller = Caller()
-    await caller.watched.wait()
+@pytest.mark.parametrize("gone", [False, True])
+async def test_a_request_that_the_server_cancels_is_unavailable(caller, gone):
+    if gone:  # at the same time
+        caller.messages.put_nowait(GONE)
     caller.task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await caller.task
+    assert await caller.task == "unavailable"
 
 
-async def test_a_stop_wins_when_the_client_leaves_at_the_same_time(impatient):
-    caller = Caller()
-    await caller.watched.wait()
-    caller.stopped_too = True
-    caller.messages.put_nowait(GONE)
-    with pytest.raises(asyncio.CancelledError):
-        await caller.task
-
-
-async def test_nobody_watches_when_the_answer_is_quick(impatient):
-    with CancelledOnDisconnect(SimpleNamespace(receive=asyncio.Event().wait)):
-        pass
+async def test_no_watcher_starts_when_the_answer_is_quick():
+    with Cancellation() as cancellation:
+        cancellation.on_disconnect(SimpleNamespace(receive=asyncio.Event().wait))
     for _ in range(5):
         await asyncio.sleep(0)
     assert len(asyncio.all_tasks()) == 1
-
-
-async def test_a_request_that_the_server_cancels_is_unavailable():
-    async def wait():
-        with UnavailableOnStop():
-            await asyncio.Event().wait()
-
-    task = asyncio.create_task(wait())
-    await asyncio.sleep(0)
-    task.cancel()
-    with pytest.raises(Unavailable, match="another instance") as caught:
-        await task
-    assert caught.value.retry_after_s == 1

@@ -35,7 +35,7 @@ async def app(scope, receive, send):
 
 
 class Server:
-    """Knows the timers that its connections have set, and when data came and connections went."""
+    """Records the timers that its connections set, the bytes received and the disconnect."""
 
     def __init__(self):
         self.loop = asyncio.get_running_loop()
@@ -53,11 +53,11 @@ class Server:
         return self.loop.create_task(work)
 
     def timers(self, delay):
-        """Whether each of those that were set for `delay` seconds waits still."""
+        """Whether each of those that were set for `delay` seconds is still pending."""
         return [not handle.cancelled() for set_for, handle in self.handles if set_for == delay]
 
     async def has(self, count):
-        """Wait until `count` bytes have come."""
+        """Wait until `count` bytes were received."""
         async with asyncio.timeout(20), self.received:
             await self.received.wait_for(lambda: self.bytes >= count)
 
@@ -233,10 +233,10 @@ def refused(status, headers, body):
         b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
     ],
 )
-async def test_a_client_is_told_in_json_and_silence_when_it_speaks_no_http(connect, caplog, sent):
+async def test_a_malformed_request_is_answered_in_json_and_not_logged(connect, caplog, sent):
     async with connect() as (_, reader, writer):
         writer.write(sent)
-        assert "no HTTP/1.1" in refused(*await answer(reader))
+        assert "malformed HTTP request" in refused(*await answer(reader))
         assert await rest(reader) == b""
     assert not caplog.records
 
@@ -259,6 +259,46 @@ async def test_each_request_has_the_size_of_its_own_headers_when_a_connection_is
                 writer.write(piece)
                 await server.has(server.bytes + len(piece))
             assert (await answer(reader))[0] == 200
+
+
+def posted(size):
+    return b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)
+
+
+@pytest.mark.parametrize("sizes", [[200], [950], [5000], [10] * 30])
+async def test_what_came_before_pipelined_headers_is_not_counted_as_theirs(connect, sizes):
+    async with connect(max_header_bytes=1000) as (server, reader, writer):
+        head = b"GET / HTTP/1.1\r\nX-Long: " + bytes([97]) * 600
+        sent = b"".join(map(posted, sizes)) + head
+        writer.write(sent)
+        await server.has(len(sent))
+        writer.write(b"\r\n\r\n")
+        for size in sizes:
+            assert (await answer(reader))[2] == bytes(size)
+        assert (await answer(reader))[0] == 200
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        b"hello\r\n\r\n",
+        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
+        b"GET / HTTP/1.1\r\nX-Long: " + bytes([97]) * 2000,
+    ],
+    ids=["garbage", "chunks", "headers"],
+)
+async def test_a_malformed_request_is_answered_after_those_before_it(connect, wrong):
+    async with connect(max_header_bytes=1000) as (server, reader, writer):
+        sent = posted(7) + posted(9)
+        writer.write(sent)
+        await server.has(len(sent))
+        writer.write(posted(11) + wrong[:60])
+        await server.has(len(sent + posted(11) + wrong[:60]))
+        writer.write(wrong[60:])
+        for size in (7, 9, 11):
+            assert (await answer(reader))[2] == bytes(size)
+        refused(*await answer(reader))
+        assert await rest(reader) == b""
 
 
 async def test_a_request_is_answered_in_silence_when_it_asks_for_an_upgrade(connect, caplog):

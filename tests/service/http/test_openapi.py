@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import base64
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -45,9 +47,62 @@ async def test_every_example_is_answered_with_the_digit_it_shows_when_pasted(tra
         assert prediction.confidence > 0.9
 
 
-async def test_the_example_is_the_same_digit_in_bytes(trained):
-    response = await trained.post(b"".join(map(bytes, example_seven())))
-    assert response.json()["predictions"][0]["label"] == SEVEN
+def conforms(value, schema):
+    """Whether `value` is as `schema` says; the keywords that the document uses for bodies."""
+    if "anyOf" in schema:
+        return any(conforms(value, choice) for choice in schema["anyOf"])
+    kind = schema["type"]
+    if kind == "object":
+        return (
+            type(value) is dict
+            and set(schema["required"]) <= set(value) <= set(schema["properties"])
+            and all(conforms(value[key], schema["properties"][key]) for key in value)
+        )
+    if kind == "array":
+        least, most = schema.get("minItems", 0), schema.get("maxItems", math.inf)
+        return (
+            type(value) is list
+            and least <= len(value) <= most
+            and all(conforms(item, schema["items"]) for item in value)
+        )
+    if kind == "string":
+        return type(value) is str and schema["minLength"] <= len(value) <= schema["maxLength"]
+    assert kind == "integer"
+    return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
+
+
+ROWS = example_seven()
+FLAT = [pixel for row in ROWS for pixel in row]
+TEXT = base64.b64encode(bytes(FLAT)).decode()
+
+
+@pytest.mark.parametrize(
+    "images",
+    [
+        *(ROWS, FLAT, TEXT, [ROWS], [FLAT, TEXT, ROWS], [TEXT] * 3),
+        *([], {}, None, 7, "", [""], [ROWS[:27]], [FLAT[:-1]], [[*FLAT[:-1], 256]], [ROWS, [0.5]]),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+async def test_the_documented_schema_allows_what_the_service_takes(api, served, images):
+    content = api["paths"]["/predict"]["post"]["requestBody"]["content"]
+    body = {"images": images}
+    response = await served.post(json.dumps(body), "application/json")
+    assert conforms(body, content["application/json"]["schema"]) == (response.status_code == 200)
+
+
+async def test_headers_examples_and_license_are_documented(api):
+    assert api["info"]["license"]["identifier"] == "Apache-2.0"
+    responses = api["paths"]["/predict"]["post"]["responses"]
+    assert set(responses["200"]["headers"]) == {"X-Model-Version", "Server-Timing"}
+    for status, response in responses.items():
+        assert ("Retry-After" in response.get("headers", ())) == (status in ("429", "503"))
+        example = response["content"]["application/json"]["example"]
+        if status == "200":
+            PredictResponse.model_validate(example, strict=True)
+        else:
+            error = ErrorResponse.model_validate(example, strict=True).error
+            assert STATUS[error.code] == int(status)
 
 
 async def test_422_is_documented_nowhere(api):

@@ -1,4 +1,4 @@
-"""A service with real models and a gRPC server on a loopback port, and ways to hold it up."""
+"""Real models and a gRPC server on a loopback port that can be held up."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from lenet.context import Target
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.versions import WeightsFolder
+from service.images import DecodingThreads
 from service.metrics import Metrics
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -50,8 +51,10 @@ class WatchedModels(Models):
 class House:
     """Models, their metrics, and servers in front of them."""
 
-    def __init__(self, models, metrics, registry):
+    def __init__(self, models, metrics, registry, decoding, timeout_s):
         self.models = models
+        self.decoding = decoding
+        self.timeout_s = timeout_s
         self.metrics = metrics
         self.registry = registry
 
@@ -75,9 +78,10 @@ class House:
             "shared": False,
             "max_body_bytes": 1 << 20,
             "max_images": MAX_IMAGES,
+            "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
         }
-        return serve(self.models, self.metrics, **{**options, **changes})
+        return serve(self.models, self.metrics, self.decoding, **{**options, **changes})
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[GRPCInferenceServiceStub]:
@@ -115,7 +119,8 @@ def open_house(tmp_path, tiny, random_weights):
         versions = folder.read_all(default_model="tiny")
         async with WatchedModels(folder, versions, config, metrics) as models:
             models.ready = True
-            yield House(models, metrics, registry)
+            with DecodingThreads(1) as decoding:
+                yield House(models, metrics, registry, decoding, timeout_s)
 
     return open_
 

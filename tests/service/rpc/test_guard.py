@@ -98,7 +98,7 @@ def test_fields_are_counted_together_when_they_are_spread_over_inputs(monkeypatc
 def test_a_message_is_refused_unread_when_too_much_of_it_is_no_pixel(tag, put, monkeypatch):
     half = MAX_OTHER_BYTES // 2
     message = put(delimited(tag, bytes(half)) + delimited(tag, bytes(half + 1)))
-    assert "more than 65536 bytes beside the pixels" in refused_unread(message, monkeypatch)
+    assert "more than 65536 bytes besides the pixels" in refused_unread(message, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["uint_contents", "fp32_contents", "raw_input_contents"])

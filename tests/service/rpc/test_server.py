@@ -62,31 +62,6 @@ async def test_a_message_is_refused_packed_when_it_is_compressed(stub, house, ra
     await stub.ModelInfer(raw_request())
 
 
-@pytest.mark.parametrize("shared", [False, True])
-async def test_a_server_says_which_port_is_taken_when_another_program_has_it(house, capfd, shared):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(CannotListen, match="Address already in use") as caught:
-            async with house.serve(port=port, shared=shared):
-                raise AssertionError
-    assert f"cannot listen on 127.0.0.1:{port}: " in str(caught.value)
-    assert "--grpc-port" in str(caught.value)
-    assert "add_port" not in capfd.readouterr().err
-
-
-async def test_a_server_is_refused_the_port_when_one_that_shares_has_it(house):
-    async with house.serve(shared=True) as first:
-        with pytest.raises(CannotListen, match="Address already in use"):
-            async with house.serve(port=first.port, shared=False):
-                raise AssertionError
-
-
-async def test_a_server_says_why_when_the_address_is_not_of_this_machine(house):
-    with pytest.raises(CannotListen, match=r"cannot listen on \[2001:db8::1\]:0: "):
-        async with house.serve(host="2001:db8::1"):
-            raise AssertionError
-
-
 async def test_a_server_says_so_when_the_port_goes_between_probe_and_bind(house, monkeypatch):
     monkeypatch.setattr(server, "probe", lambda *_, **__: ("127.0.0.1",))
     with socket.create_server(("127.0.0.1", 0)) as other:
@@ -94,22 +69,6 @@ async def test_a_server_says_so_when_the_port_goes_between_probe_and_bind(house,
         with pytest.raises(CannotListen, match="cannot listen on"):
             async with house.serve(port=port):
                 raise AssertionError
-
-
-def resolving_to(*addresses):
-    def getaddrinfo(host, port, **_):
-        return [
-            (family, socket.SOCK_STREAM, 0, "", (address, port)) for family, address in addresses
-        ]
-
-    return getaddrinfo
-
-
-async def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(house, monkeypatch):
-    here, elsewhere = (socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "2001:db8::1")
-    monkeypatch.setattr(socket, "getaddrinfo", resolving_to(here, elsewhere))
-    async with house.serve() as opened:
-        assert opened.port
 
 
 async def test_two_servers_answer_on_one_port_when_they_share_it(house, raw_request):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 import tracemalloc
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from service.errors import InferenceFailed, InvalidInput
+from service import errors
+from service.errors import InvalidInput
 from service.rpc import open_inference_pb2 as pb
 from service.rpc import server, servicer
 
@@ -130,27 +132,6 @@ MALFORMED = {
         lambda make: typed_request(contents(bytes_contents=[b""]), "BYTES"),
         "inputs[0].datatype",
     ),
-    "too few numbers": (
-        lambda make: typed_request(contents(uint_contents=[0] * 783), shape=(1, 28, 28)),
-        "inputs[0].contents",
-    ),
-    "a number beyond a byte": (
-        lambda make: typed_request(contents(uint_contents=[2**32 - 1] * 784), shape=(1, 28, 28)),
-        "inputs[0].contents",
-    ),
-    "too few bytes": (lambda make: make(raw_input_contents=[bytes(7)]), "raw_input_contents[0]"),
-    "a shape that lies": (
-        lambda make: typed_request(None, shape=(-1, 28, 28), raw_input_contents=[bytes(784)]),
-        "inputs[0].shape",
-    ),
-    "an unknown output": (
-        lambda make: make(outputs=[Output(name="digit")]),
-        "outputs[0].name",
-    ),
-    "an output twice": (
-        lambda make: make(outputs=[Output(name="label")] * 2),
-        "outputs[1].name",
-    ),
     "classification": (
         lambda make: make(
             outputs=[Output(name="label", parameters={"classification": Parameter(int64_param=3)})]
@@ -172,7 +153,7 @@ MALFORMED = {
 
 
 @pytest.mark.parametrize(("make", "field"), MALFORMED.values(), ids=MALFORMED)
-async def test_the_client_is_told_the_field_when_a_request_is_malformed(
+async def test_a_malformed_request_is_an_error_that_names_the_field(
     stub, house, raw_request, make, field
 ):
     code, metadata, details = await failure(stub.ModelInfer(make(raw_request)))
@@ -195,29 +176,50 @@ def test_numbers_are_refused_unread_when_they_are_more_than_the_shape_claims(nam
     assert peak < 100_000  # one object of 8 bytes for each would be more
 
 
-@pytest.mark.parametrize(("rows", "elsewhere"), [(80, False), (81, True)])
-async def test_images_are_decoded_beside_the_event_loop_when_they_are_many(
-    house, monkeypatch, rows, elsewhere
-):
-    threads = []
-    decode = servicer._decode
+@contextlib.asynccontextmanager
+async def busy_thread(house):
+    """The only decoding thread is busy."""
+    begun, over = threading.Event(), threading.Event()
 
-    def watched(*arguments):
-        threads.append(threading.get_ident())
-        return decode(*arguments)
+    def wait():
+        begun.set()
+        assert over.wait(20)
 
-    monkeypatch.setattr(servicer, "_decode", watched)
+    task = asyncio.create_task(house.decoding.run(wait, 20))
+    try:
+        assert await asyncio.to_thread(begun.wait, 20)
+        yield
+    finally:
+        over.set()
+        await task
+
+
+def typed(rows):
+    return typed_request(contents(uint_contents=[1] * rows * 784), shape=(rows, 28, 28))
+
+
+async def test_only_many_images_wait_for_a_decoding_thread(house, images):
+    flat = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
     async with house.connect(max_images=100) as stub:
-        typed = contents(uint_contents=[1] * rows * 784)
-        response = await stub.ModelInfer(typed_request(typed, shape=(rows, 28, 28)))
-    assert list(response.outputs[1].shape) == [rows]
-    assert [thread != threading.get_ident() for thread in threads] == [elsewhere]
+        async with busy_thread(house):
+            for request, rows in ((typed(80), 80), (flat, 1)):
+                assert list((await stub.ModelInfer(request)).outputs[1].shape) == [rows]
+            waiting = asyncio.ensure_future(stub.ModelInfer(typed(81)))
+            done, _ = await asyncio.wait([waiting], timeout=0.05)
+            assert not done
+        assert list((await waiting).outputs[1].shape) == [81]
 
 
-async def test_a_flat_image_is_decoded_here_when_its_only_size_is_784(stub, images, monkeypatch):
-    monkeypatch.setattr(asyncio, "to_thread", None)
-    request = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
-    assert list((await stub.ModelInfer(request)).outputs[1].shape) == [1]
+async def test_the_call_ends_in_time_when_no_decoding_thread_is_free(open_house, monkeypatch):
+    decoded = []
+    decode = servicer._decode
+    monkeypatch.setattr(servicer, "_decode", lambda *args: decoded.append(args) or decode(*args))
+    async with open_house(timeout_s=0.05) as house, house.connect(max_images=100) as stub:
+        async with busy_thread(house):
+            code, _, details = await failure(stub.ModelInfer(typed(81)))
+            assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
+            assert house.requests("deadline_exceeded") == 1
+        assert not decoded
 
 
 async def test_a_call_is_exhausted_when_too_many_are_running(house, raw_request, monkeypatch):
@@ -250,7 +252,7 @@ async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house
     code, metadata, details = await failure(infer(message))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert metadata["lenet-error-field"] == "message"
-    assert details == "message: got bytes that are no ModelInferRequest"
+    assert details == "message: not a ModelInferRequest"
     assert house.requests("invalid_input") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
@@ -290,7 +292,6 @@ async def test_the_call_ends_in_time_when_the_service_has_a_limit_of_its_own(
         code, _, details = await failure(stub.ModelInfer(raw_request()))
         pool.release(worker)
         assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
-        assert house.models.timeouts_s == [None]
         assert house.requests("deadline_exceeded") == 1
 
 
@@ -333,18 +334,48 @@ async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_requ
     assert [answer.id for answer in answers] == ["0", "2", "3"]
 
 
-@pytest.mark.parametrize("error", [RuntimeError("secret of /srv"), InferenceFailed("batch failed")])
-async def test_the_client_learns_nothing_of_the_inside_when_the_service_is_at_fault(
-    stub, house, raw_request, caplog, error
-):
-    house.models.error = error
+CODES = {
+    errors.InvalidInput: "INVALID_ARGUMENT",
+    errors.TooLarge: "INVALID_ARGUMENT",
+    errors.UnsupportedMediaType: "INVALID_ARGUMENT",
+    errors.UnknownModel: "NOT_FOUND",
+    errors.Overloaded: "RESOURCE_EXHAUSTED",
+    errors.Cancelled: "CANCELLED",
+    errors.Unavailable: "UNAVAILABLE",
+    errors.InferenceFailed: "INTERNAL",
+}
+
+
+@pytest.mark.parametrize(("kind", "code"), CODES.items())
+async def test_an_error_keeps_its_sentence_and_its_code(stub, house, raw_request, kind, code):
+    house.models.error = kind("the sentence", field="inputs", retry_after_s=2)
+    status, metadata, details = await failure(stub.ModelInfer(raw_request()))
+    assert (status, details) == (grpc.StatusCode[code], "the sentence")
+    assert metadata["lenet-error-code"] == kind.code
+    assert metadata["lenet-error-field"] == "inputs"
+    assert metadata["grpc-retry-pushback-ms"] == "2000"
+    assert house.requests(kind.code) == 1
+
+
+def test_every_error_of_the_service_has_a_status():
+    assert set(CODES) == set(errors.ServiceError.__subclasses__()) - {errors.DeadlineExceeded}
+
+
+async def test_a_sentence_is_cut_when_it_would_not_fit_the_trailer(stub, house, raw_request):
+    house.models.error = errors.UnknownModel("\U0001f600" * 10_000)
+    _, _, details = await failure(stub.ModelInfer(raw_request()))
+    assert len(details) == 500
+    assert details.endswith("...")
+
+
+async def test_an_unexpected_error_is_logged_and_hidden(stub, house, raw_request, caplog):
+    house.models.error = RuntimeError("secret of /srv")
     code, metadata, details = await failure(stub.ModelInfer(raw_request()))
     assert code is grpc.StatusCode.INTERNAL
-    foreign = isinstance(error, RuntimeError)
-    assert metadata["lenet-error-code"] == ("internal" if foreign else "inference_failed")
-    assert details == ("internal error; the server's log says more" if foreign else "batch failed")
-    assert house.requests("internal") == foreign
-    assert ("secret of /srv" in caplog.text) == foreign
+    assert metadata["lenet-error-code"] == "internal"
+    assert details == "internal error; see the server log"
+    assert house.requests("internal") == 1
+    assert "secret of /srv" in caplog.text
 
 
 async def test_the_server_is_live_and_ready_when_asked(stub, house):
