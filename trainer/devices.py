@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 
+_POLL_S = 0.2
 _STOP_TIMEOUT_S = 3.0  # how long ranks may take to stop before they are aborted
 
 Work = Callable[[TrainingOps, int], Result]
@@ -145,7 +146,10 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
     with ThreadPoolExecutor(gpus, thread_name_prefix="rank") as executor:
         futures: list[Future[Result]] = [executor.submit(rank_work, rank) for rank in range(gpus)]
         try:
-            wait(futures, return_when=FIRST_EXCEPTION)
+            waiting: set[Future[Result]] = set(futures)
+            while waiting and not failures:
+                # Not without a timeout: a Ctrl-C whose signal another thread gets would not end it.
+                _, waiting = wait(waiting, _POLL_S, return_when=FIRST_EXCEPTION)
             if failures:
                 raise failures[0]  # the later ones are its consequences
         except BaseException:

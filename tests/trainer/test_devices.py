@@ -1,3 +1,4 @@
+import signal
 import threading
 import time
 
@@ -191,6 +192,21 @@ def test_an_interruption_lets_every_rank_stop_by_itself_also_while_it_chooses_en
         on_devices(recipe_on("cuda"), 2, work)
     assert aborted_meanwhile == [False, False]
     assert len(gpus.closed) == 2
+
+
+def test_an_interruption_is_noticed_when_a_rank_s_thread_receives_the_signal(fake_gpus):
+    fake_gpus(2)
+    asked = []
+
+    def work(ops, rank):
+        if rank == 1:
+            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
+        asked.append(ops.stopping.wait(5))
+        raise DeviceError("training was asked to stop")
+
+    with pytest.raises(KeyboardInterrupt):
+        on_devices(recipe_on("cuda"), 2, work)
+    assert asked == [True, True]
 
 
 def test_a_rank_that_does_not_stop_is_aborted_within_five_seconds(fake_gpus, monkeypatch):
