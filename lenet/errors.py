@@ -7,7 +7,8 @@
     ├── GoldenMismatch          the backend computes other logits than the trainer did
     ├── DeviceError             CUDA, cuDNN, cuBLAS or NCCL failed; `sticky` if the process is lost
     │   └── OutOfDeviceMemory   the device has too little memory left
-    └── WrongThread             an object bound to a thread was used from another one
+    ├── WrongThread             an object bound to a thread was used from another one
+    └── InvalidSettings         flags or variables are unknown, missing or invalid
 
 A message says what happened, what was found, what was expected and what to do next.
 """
@@ -55,3 +56,7 @@ class OutOfDeviceMemory(DeviceError):
 
 class WrongThread(LeNetError):
     """An object bound to a thread was used from another one."""
+
+
+class InvalidSettings(LeNetError):
+    """Flags or variables are unknown, missing or invalid; the message has a line for each."""

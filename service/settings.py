@@ -9,18 +9,16 @@ from pathlib import Path
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
 Port = Annotated[int, Field(ge=0, le=65535)]
-
-ENV_PREFIX = "LENET_"
 
 
 class Settings(BaseSettings):
     """Recognise handwritten digits over HTTP and gRPC."""
 
     model_config = SettingsConfigDict(
-        env_prefix=ENV_PREFIX,
+        env_prefix="LENET_",
         frozen=True,
         extra="forbid",
         use_attribute_docstrings=True,
@@ -106,7 +104,7 @@ class Settings(BaseSettings):
     profile: bool = False
     """Use no captured graphs on a GPU, so that a profiler shows each layer by its name."""
 
-    fault_injection: bool = False
+    fault_injection: CliSuppress[bool] = False
     """Only for tests: SIGUSR2 to a worker breaks the device of its next batch, SIGUSR1 hangs it."""
 
     @property

@@ -20,7 +20,7 @@ Exit codes:
     7    the GPU failed, or has too little memory
     130  interrupted; after a completed epoch the same command resumes
 
-An error is one sentence on the standard error, never a traceback.
+An error is one line on the standard error, one for each invalid setting, never a traceback.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from lenet.command_line import parse, unknown_variables
 from lenet.cpu import CpuBackend
-from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, LeNetError
+from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
 from lenet.model import named
 from lenet.weightfile import Training, WeightFile
 from trainer.checkpoint import Checkpoint, Epoch
@@ -44,7 +45,6 @@ from trainer.errors import (
     ExportRefused,
     InvalidCheckpoint,
     InvalidDataset,
-    InvalidSetting,
     TrainerError,
     TrainingDiverged,
     UnwritableFolder,
@@ -56,10 +56,10 @@ from trainer.mnist import CLASSES
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
 from trainer.ops_cpu import CpuOps
-from trainer.settings import Export, Fit, Inspect, parse, unknown_variables
+from trainer.settings import Export, Fit, Inspect
 
 _EXIT_CODES: dict[type[Exception], int] = {
-    InvalidSetting: 2,
+    InvalidSettings: 2,
     InvalidModel: 2,
     DeviceUnavailable: 2,
     BackendUnavailable: 2,
@@ -173,18 +173,19 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     elif rest and rest[0] == "--version":
         print(f"lenet-train {importlib.metadata.version('lenet-serve')}")
         return 0
-    for sentence in unknown_variables(environment):
+    for sentence in unknown_variables((Fit, Export, Inspect), environment):
         print(sentence, file=sys.stderr)
+    program = f"python -m trainer {command}"
     try:
         match command:
             case "fit":
-                fit(parse(Fit, rest, environment))
+                fit(parse(Fit, rest, program))
             case "export":
-                export(parse(Export, rest, environment))
+                export(parse(Export, rest, program))
             case "inspect":
-                inspect(parse(Inspect, rest, environment))
+                inspect(parse(Inspect, rest, program))
             case _:
-                raise InvalidSetting(f"the command is {command!r}, expected fit, export or inspect")
+                raise InvalidSettings(f"the command is {command}, expected fit, export or inspect")
     except KeyboardInterrupt as exc:
         print(str(exc) or "interrupted", file=sys.stderr)
         return 130

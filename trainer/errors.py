@@ -1,7 +1,6 @@
 """Every error that `trainer` raises on purpose.
 
     TrainerError
-    ├── InvalidSetting          a flag or variable is unknown or has an invalid value
     ├── DatasetUnavailable      the digits are not on disk and cannot be downloaded
     ├── InvalidDataset          a dataset file is broken: which file, what was found
     ├── DeviceUnavailable       the device does not exist, or does not support the settings
@@ -16,10 +15,6 @@ A message says what happened, what was found, what was expected and what to do n
 
 class TrainerError(Exception):
     """The root of the tree."""
-
-
-class InvalidSetting(TrainerError):
-    """A flag or variable is unknown or has an invalid value; the message names it."""
 
 
 class DatasetUnavailable(TrainerError):

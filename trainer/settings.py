@@ -9,21 +9,11 @@ LENET_TRAINER_EPOCHS does what --epochs does; the command line wins.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Mapping, Sequence
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Literal, Self, TypeAlias, TypeVar
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import Field, ValidationError, ValidationInfo, field_validator
-from pydantic_settings import (
-    BaseSettings,
-    CliApp,
-    CliImplicitFlag,
-    SettingsConfigDict,
-    SettingsError,
-)
-
-from trainer.errors import InvalidSetting
+from pydantic import Field, ValidationInfo, field_validator
+from pydantic_settings import BaseSettings, SettingsConfigDict
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -45,11 +35,6 @@ class _Command(BaseSettings):
         allow_inf_nan=False,
         env_prefix="LENET_TRAINER_",
         extra="ignore",
-        cli_kebab_case=True,
-        cli_avoid_json=True,
-        cli_prog_name="python -m trainer fit",
-        cli_hide_none_type=True,
-        cli_exit_on_error=False,
     )
 
 
@@ -155,7 +140,7 @@ class Fit(Recipe):
     gpus: int = Field(1, ge=1, le=64)
     """The number of GPUs, which share each batch."""
 
-    profile: CliImplicitFlag[bool] = False
+    profile: bool = False
     """Run every step without a CUDA graph, so that a profiler sees the layers' names."""
 
     @field_validator("gpus")
@@ -189,9 +174,7 @@ class Fit(Recipe):
 class Export(_Command):
     """Write a weight file as an ONNX model."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="LENET_TRAINER_EXPORT_", cli_prog_name="python -m trainer export"
-    )
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_EXPORT_")
 
     weights: Path
     """The weight file to read."""
@@ -203,9 +186,7 @@ class Export(_Command):
 class Inspect(_Command):
     """Print a table of the calls of one training step: their work, memory traffic and time."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="LENET_TRAINER_INSPECT_", cli_prog_name="python -m trainer inspect"
-    )
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_INSPECT_")
 
     model: str = "lenet"
     """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp."""
@@ -218,76 +199,3 @@ class Inspect(_Command):
 
     device: Device = "auto"
     """Where to measure: without a GPU, or with cpu, the table has no engines and no times."""
-
-
-COMMANDS: dict[str, type[BaseSettings]] = {"fit": Fit, "export": Export, "inspect": Inspect}
-
-Command = TypeVar("Command", bound=BaseSettings)
-
-
-def parse(kind: type[Command], arguments: Sequence[str], environment: Mapping[str, str]) -> Command:
-    """The settings of one command from its arguments and the process's environment.
-
-    Raises:
-        InvalidSetting: the message names the flag or variable, its value and what is expected.
-    """
-    flags = [f"--{name.replace('_', '-')}" for name in kind.model_fields]
-    given = [word.partition("=")[0] for word in arguments if word.startswith("--")]
-    for flag in given:
-        if flag not in (*flags, "--no-profile", "--help"):
-            raise InvalidSetting(f"{flag} is unknown{_did_you_mean(flag, flags)}")
-    try:
-        return CliApp.run(kind, cli_args=list(arguments))
-    except SettingsError as exc:
-        message = str(exc).removeprefix("error parsing CLI: ")
-        raise InvalidSetting(f"{message}; --help lists every setting") from exc
-    except ValidationError as exc:
-        field = str(exc.errors()[0]["loc"][0])
-        flag, variable = f"--{field.replace('_', '-')}", _variable(kind, field)
-        name = variable if variable in environment and flag not in given else flag
-        raise InvalidSetting(_sentence(name, exc)) from exc
-
-
-def unknown_variables(environment: Mapping[str, str]) -> list[str]:
-    """A sentence for each LENET_TRAINER_ variable that no command reads."""
-    known = [_variable(kind, name) for kind in COMMANDS.values() for name in kind.model_fields]
-    return [
-        f"{name} is ignored: no such variable{_did_you_mean(name, known)}"
-        for name in environment
-        if name.startswith("LENET_TRAINER_") and name not in known
-    ]
-
-
-def _variable(kind: type[BaseSettings], field: str) -> str:
-    return f"{kind.model_config['env_prefix']}{field}".upper()
-
-
-def _did_you_mean(word: str, words: Sequence[str]) -> str:
-    close = get_close_matches(word, words, n=1)
-    return f"; did you mean {close[0]}?" if close else "; --help lists every setting"
-
-
-_EXPECTED = {
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "at least {ge:g}",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "at most {le:g}",
-    "int_parsing": "a whole number",
-    "float_parsing": "a number",
-    "finite_number": "a finite number",
-    "bool_parsing": "true or false",
-    "literal_error": "{expected}",
-}
-
-
-def _sentence(name: str, error: ValidationError) -> str:
-    """What is wrong with the setting `name`, in our own words rather than pydantic's."""
-    first = error.errors()[0]
-    if first["type"] == "missing":
-        return f"{name} is missing; --help lists every setting"
-    value, context = first["input"], first.get("ctx", {})
-    if first["type"] == "value_error":
-        return f"{name} is {value}, {context['error']}"
-    if first["type"] in _EXPECTED:
-        return f"{name} is {value}, expected {_EXPECTED[first['type']].format(**context)}"
-    return f"{name} is {value}: {first['msg']}"

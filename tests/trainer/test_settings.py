@@ -2,16 +2,17 @@ import shlex
 
 import pytest
 from pydantic import ValidationError
-from pydantic_settings import CliApp
 
-from trainer.settings import Export, Fit, Recipe
+from lenet.command_line import parse
+from lenet.errors import InvalidSettings
+from trainer.settings import Export, Fit, Inspect, Recipe
 
 
 def test_the_canonical_command_gives_the_recipe_that_it_came_from():
     recipe = Recipe(seed=7, rate=3e-5, nesterov=False, weight_decay=1e-7, schedule="step")
     python, dash_m, package, command, *arguments = shlex.split(recipe.command())
     assert [python, dash_m, package, command] == ["python", "-m", "trainer", "fit"]
-    assert CliApp.run(Recipe, cli_args=arguments) == recipe
+    assert parse(Recipe, arguments, "trainer") == recipe
 
 
 def test_the_canonical_command_names_every_field_and_no_path():
@@ -48,7 +49,7 @@ def test_the_command_of_a_resolved_recipe_leaves_nothing_to_the_device(device):
     assert "auto" not in given.values()
     assert (given["--epochs"], given["--batch"]) == (str(resolved.epochs), str(resolved.batch))
     assert (given["--device"], given["--precision"]) == (device, resolved.precision)
-    again = CliApp.run(Recipe, cli_args=arguments)
+    again = parse(Recipe, arguments, "trainer")
     assert again == resolved == again.resolved(device)
 
 
@@ -63,19 +64,12 @@ def test_the_command_of_a_fit_has_its_target_and_its_gpus_where_they_are_set():
     assert Fit(profile=True).command() == Recipe().command()
     for fit, words in ((Fit(target=99.3), "--target 99.3"), (Fit(gpus=4), "--gpus 4")):
         assert fit.command() == f"{Recipe().command()} {words}"
-        assert CliApp.run(Fit, cli_args=shlex.split(fit.command())[4:]) == fit
+        assert parse(Fit, shlex.split(fit.command())[4:], "trainer") == fit
 
 
 def test_a_target_for_several_gpus_is_refused():
     with pytest.raises(ValidationError, match=r"expected 1 with --target 99.3"):
         Fit(target=99.3, gpus=2)
-
-
-def test_the_command_line_wins_over_the_environment(monkeypatch):
-    monkeypatch.setenv("LENET_TRAINER_EPOCHS", "4")
-    monkeypatch.setenv("LENET_TRAINER_SEED", "9")
-    fit = CliApp.run(Fit, cli_args=["--epochs", "5"])
-    assert (fit.epochs, fit.seed) == (5, 9)
 
 
 def test_the_two_commands_have_variables_of_their_own(monkeypatch):
@@ -102,12 +96,12 @@ def test_the_two_commands_have_variables_of_their_own(monkeypatch):
     ],
 )
 def test_a_value_out_of_range_is_refused(flag):
-    with pytest.raises(ValidationError):
-        CliApp.run(Fit, cli_args=[flag])
+    with pytest.raises(InvalidSettings):
+        parse(Fit, [flag], "trainer")
 
 
 def test_every_setting_explains_itself():
-    for settings in (Fit, Export):
+    for settings in (Fit, Export, Inspect):
         assert all(field.description for field in settings.model_fields.values())
 
 
@@ -115,4 +109,4 @@ def test_a_profile_of_several_gpus_is_refused():
     with pytest.raises(ValidationError, match="expected false with --gpus 2"):
         Fit(gpus=2, profile=True)
     assert Fit(gpus=2).gpus == 2
-    assert CliApp.run(Fit, cli_args=["--profile"]).profile
+    assert parse(Fit, ["--profile"], "trainer").profile

@@ -1,0 +1,122 @@
+"""Read a settings class from flags and variables; report errors in plain words.
+
+The field `max_wait_us` is the flag --max-wait-us and the variable PREFIX_MAX_WAIT_US; the flag
+wins. A boolean that is False by default is a pair of bare flags, --profile and --no-profile; any
+other takes a value. `CliSuppress` hides a field from --help. The ValueError of a field's validator
+says what is expected ("expected an even number"); that of a model's is the whole message.
+"""
+
+from __future__ import annotations
+
+from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
+from collections.abc import Iterable, Sequence
+from difflib import get_close_matches
+from typing import Any, NoReturn, TypeVar
+
+from pydantic import ValidationError
+from pydantic_settings import CLI_SUPPRESS, BaseSettings
+
+from lenet.errors import InvalidSettings
+
+_KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
+_BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
+
+Settings = TypeVar("Settings", bound=BaseSettings)
+
+
+class _Parser(ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise InvalidSettings(f"{message.removeprefix('argument ')} (--help lists every setting)")
+
+
+def parse(
+    kind: type[Settings], arguments: Sequence[str], program: str, version: str | None = None
+) -> Settings:
+    """The settings in `arguments` and the environment; --version prints `version`.
+
+    Raises:
+        InvalidSettings: flags or variables are unknown, missing or invalid; a line for each.
+        SystemExit: --help or --version was given.
+    """
+    parser = _Parser(
+        prog=program,
+        usage=f"{program} [--SETTING VALUE ...]",
+        description=kind.__doc__,
+        epilog=f"The variable {_variable(kind, 'setting')} does what --setting does; a flag wins.",
+        allow_abbrev=False,
+        argument_default=SUPPRESS,
+    )
+    if version is not None:
+        parser.add_argument("--version", action="version", version=f"{program} {version}")
+    schemas: dict[str, dict[str, Any]] = kind.model_json_schema()["properties"]
+    for name, field in kind.model_fields.items():
+        text = " ".join(schemas[name]["description"].split()).replace("%", "%%")
+        default = str(field.default).strip("(,)")
+        if not field.is_required() and default not in ("", "None", "False"):
+            text += f" Default: {default}."
+        options: dict[str, Any] = {"metavar": "|".join(schemas[name].get("enum", ())) or None}
+        if field.default is False:
+            options = {"action": BooleanOptionalAction}
+        hidden = CLI_SUPPRESS in field.metadata
+        parser.add_argument(_flag(name), dest=name, help=SUPPRESS if hidden else text, **options)
+    known, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        word = unknown[0].partition("=")[0]
+        parser.error(f"{word} is unknown{_did_you_mean(word, map(_flag, schemas), '--')}")
+    given = vars(known)
+    try:
+        return kind(**given)
+    except ValidationError as exc:
+        messages = []
+        for error in exc.errors():
+            message = error["msg"].removeprefix("Value error, ")
+            if error["type"] == "missing":
+                message = f"{_flag(str(error['loc'][0]))} is missing"
+            elif error["loc"]:
+                name = str(error["loc"][0])
+                source = _flag(name) if name in given else _variable(kind, name)
+                if error["type"] != "value_error":
+                    message = f"expected {_expected(schemas[name])}"
+                message = f"{source} is {error['input']!r}, {message}"
+            messages.append(message)
+        raise InvalidSettings("\n".join(messages)) from exc
+
+
+def unknown_variables(
+    kinds: Sequence[type[BaseSettings]], environment: Iterable[str], others: tuple[str, ...] = ()
+) -> list[str]:
+    """A message for each variable that has the prefix of `kinds[0]`, but is no field of `kinds`.
+
+    Variables that start with one of `others` belong to another program.
+    """
+    prefix = _variable(kinds[0], "")
+    known = [_variable(kind, name) for kind in kinds for name in kind.model_fields]
+    return [
+        f"{name} is ignored: no such setting{_did_you_mean(name, known, prefix)}"
+        for name in sorted(environment)
+        if name.startswith(prefix) and name not in known and not name.startswith(others)
+    ]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _variable(kind: type[BaseSettings], name: str) -> str:
+    return f"{kind.model_config['env_prefix']}{name}".upper()
+
+
+def _expected(schema: dict[str, Any]) -> str:
+    schema = schema.get("anyOf", [schema])[0]  # the second one is None
+    schema = schema.get("items", schema)
+    if "enum" in schema:
+        return f"one of {', '.join(schema['enum'])}"
+    bounds = [f"{words} {schema[key]}" for key, words in _BOUNDS.items() if key in schema]
+    return f"{_KINDS[schema['type']]} {' and '.join(bounds)}".rstrip()
+
+
+def _did_you_mean(word: str, known: Iterable[str], prefix: str) -> str:
+    """A question for the most similar of `known`, beyond the common prefix."""
+    names = [name.removeprefix(prefix) for name in known]
+    matches = get_close_matches(word.removeprefix(prefix), names, n=1)
+    return f"; did you mean {prefix}{matches[0]}?" if matches else ""
