@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import ExitStack, asynccontextmanager, suppress
 from functools import partial
 from queue import SimpleQueue
 from typing import Any, Self, TypeAlias, TypeVar
@@ -144,31 +144,24 @@ class Worker:
         return future
 
     def _drive(self) -> None:
-        opened = partial(_resolve, self._opened)
-        started = time.perf_counter()
         try:
-            context = self._make_context()
-        except Exception as exc:  # noqa: BLE001 - the thread's top: `open` raises it
-            self._post(opened, exc)
-            return
-        self.opening_s = time.perf_counter() - started
-        try:
-            with context:
+            with ExitStack() as stack:
+                try:
+                    started = time.perf_counter()
+                    context = stack.enter_context(self._make_context())
+                    made = time.perf_counter()
+                    context.warm_up()
+                except Exception as exc:  # noqa: BLE001 - the thread's top: `open` raises it
+                    self._post(partial(_resolve, self._opened), exc)
+                    return
+                self.opening_s, self.warm_up_s = made - started, time.perf_counter() - made
+                self._context = context
+                self._post(partial(_resolve, self._opened), None)
                 self._work(context)
         except DeviceError as exc:
             _log.error("%s: its context cannot be closed: %s", self.name, exc)
 
     def _work(self, context: ExecutionContext) -> None:
-        opened = partial(_resolve, self._opened)
-        started = time.perf_counter()
-        try:
-            context.warm_up()
-        except Exception as exc:  # noqa: BLE001 - the thread's top: `open` raises it
-            self._post(opened, exc)
-            return
-        self.warm_up_s = time.perf_counter() - started
-        self._context = context
-        self._post(opened, None)
         while (job := self._jobs.get()) is not None:
             work, deliver = job
             self.begun += 1

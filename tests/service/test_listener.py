@@ -71,6 +71,11 @@ def test_every_address_of_a_name_is_listened_on_at_one_port(monkeypatch):
         assert {first.family, second.family} == {socket.AF_INET, socket.AF_INET6}
         assert first.getsockname()[1] == second.getsockname()[1]
     assert probe("localhost", 0, shared=False) == ("127.0.0.1", "::1")
+    with (  # while ::1 is free
+        socket.create_server(("127.0.0.1", 0)) as other,
+        pytest.raises(CannotListen, match="in use"),
+    ):
+        probe("localhost", other.getsockname()[1], shared=False)
 
 
 def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(monkeypatch):
