@@ -214,17 +214,17 @@ def test_under_mps_those_that_idle_are_ended_with_the_lost_one_and_all_are_repla
 ):
     program = tmp_path / "under_mps.py"
     program.write_text(UNDER_MPS)
-    service = start("--workers", "3", "--fault-injection", program=[program]).ready(workers=3)
+    service = start("--workers", "2", "--fault-injection", program=[program]).ready(workers=2)
     struck, *idle = service.started_workers()
     inject(service, POISON, struck)
     until_lost(service)
     service.wait_for(f"ERROR .* worker {struck} ended with 7")
     for pid in idle:
         service.wait_for(f"ERROR .* worker {pid} ended with -9")
-    service.ready(workers=6)
+    service.ready(workers=4)
     with Caller(service) as caller:
         assert caller.predict()[0] == 200
-    assert len(service.started_workers()) == 6
+    assert len(service.started_workers()) == 4
     service.signal()
     assert service.wait() == ExitCode.STOPPED, "one fault, one death"
 
