@@ -4,8 +4,9 @@ Fenced blocks of the language `sh` are run command by command, with bash, in the
 A word after the language skips a block and is not rendered, as in ```sh gpu. SKIPS has the words.
 
 - `make serve` runs in the background until the next `make serve` or the end of the document. It is
-  started for the first command that talks to port 8000 or 8001.
-- /tmp is a folder that is removed at the end. PID is the process id of the service.
+  started for the first command that talks to port 8000 or 8001, or names PID.
+- PID is the process id of the service, and /tmp a folder that is removed at the end. What a
+  document's commands change in the clone is undone at the end of the document.
 - curl fails on every HTTP error.
 - Where LENET_TEST_MNIST names a folder with the MNIST files, the clone has them in data/mnist.
 """
@@ -36,7 +37,7 @@ SKIPS = {
     "example": "holds placeholders",
 }
 _FENCE = re.compile(r"^```sh\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
-_TALKS = re.compile(r"(127\.0\.0\.1|localhost):800[01]|make load-test")
+_TALKS = re.compile(r"(127\.0\.0\.1|localhost):800[01]|make load-test|\bPID\b")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +127,7 @@ class Clone:
         return int(children[0])
 
     def _serve(self, command: str) -> str:
-        self.stop()
+        self._stop()
         port = int(found[1]) if (found := re.search(r"--port (\d+)", command)) else 8000
         with socket.socket() as probe:
             if probe.connect_ex(("127.0.0.1", port)) == 0:
@@ -151,10 +152,15 @@ class Clone:
             time.sleep(1)
         return f"not ready after {LIMIT_S} s\n{self._log.read_text()}"
 
-    def stop(self) -> None:
-        """Stop the service, as Ctrl-C does."""
+    def reset(self) -> None:
+        """Stop the service and undo changes of the clone; .venv and data are kept."""
+        self._stop()
+        for arguments in (["checkout", "--quiet", "."], ["clean", "--quiet", "--force", "-d"]):
+            subprocess.run(["git", *arguments], cwd=self.root, check=True)
+
+    def _stop(self) -> None:
         if self._service is not None:
-            os.killpg(self._service.pid, signal.SIGINT)
+            os.killpg(self._service.pid, signal.SIGINT)  # as Ctrl-C does
             self._service.wait(timeout=60)
             self._service = None
 
@@ -179,7 +185,7 @@ def main() -> int:
                         failed += 1
                         print("\n".join(f"    {line}" for line in problem.splitlines()[-20:]))
             finally:
-                clone.stop()
+                clone.reset()
     print(f"{failed} commands failed")
     return min(failed, 1)
 
