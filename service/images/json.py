@@ -107,8 +107,8 @@ def _checked_pixels(image: object, field: str) -> bytes:
     place, values = "[{0}]", image
     if image and type(image[0]) is list:
         if image[0] and type(image[0][0]) is list:
-            advice = "; remove the channel axis" if len(image) == 1 else ""
-            raise invalid(field, f"{len(image)} channels of rows", _SHAPES + advice)
+            shape = f"shape ({len(image)}, {len(image[0])}, {len(image[0][0])})"
+            raise invalid(field, shape, f"{_SHAPES}; remove the channel axis")
         if len(image) != HEIGHT:
             raise invalid(field, f"{len(image)} rows", _SHAPES)
         for y, row in enumerate(image):

@@ -515,6 +515,11 @@ async def test_metrics_are_prometheus_text_when_scraped(served, images, one):
     assert not [name for name in families if name.endswith("_created")]
 
 
+async def test_an_error_in_another_route_is_a_500_in_the_same_shape(served, monkeypatch, refusal):
+    monkeypatch.setattr(served.service.metrics, "exposition", None)
+    refusal(await served.client.get("/metrics"), 500, "internal")
+
+
 async def test_strange_requests_make_no_series(served, one):
     async def count():
         return sum(len(family.samples) for family in (await served.families()).values())

@@ -126,7 +126,8 @@ async def test_a_compressed_body_is_a_415(served, one, refusal):
 # The time of a body
 
 
-async def test_the_deadline_of_a_request_includes_its_body(listen, monkeypatch, one):
+@pytest.mark.parametrize("kind", ["application/octet-stream", PNG])
+async def test_the_deadline_of_a_request_includes_its_body(listen, monkeypatch, one, kind):
     clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
     monkeypatch.setattr(metrics, "time", clock)
     read = BodyReader.read
@@ -137,7 +138,7 @@ async def test_the_deadline_of_a_request_includes_its_body(listen, monkeypatch, 
 
     async with listen() as served:
         monkeypatch.setattr(BodyReader, "read", slow_read)
-        response = await served.post(one, x_request_timeout_ms="50")
+        response = await served.post(one, kind, x_request_timeout_ms="50")
         assert response.status_code == 504
         assert response.json()["error"]["message"] == "no answer within 50 ms"
 

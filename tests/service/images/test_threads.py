@@ -58,6 +58,8 @@ async def test_a_result_and_an_error_reach_their_caller():
 
     with DecodingThreads(1) as threads:
         assert await threads.run(threading.get_ident, LONG_S) != threading.get_ident()
+        with pytest.raises(DeadlineExceeded):
+            await threads.run(fail, 0.0)
         with pytest.raises(ValueError, match="broken"):
             await threads.run(fail, LONG_S)
 
