@@ -139,7 +139,7 @@ class EngineCatalog:
         """Build the fastest of the first `most` engines that can be captured; return its index."""
         count = graph.get_execution_plan_count()
         times: dict[int, float] = {}
-        problem: Exception | None = None
+        problem = ""
         for index in range(count):
             if len(times) == most:
                 break
@@ -152,7 +152,9 @@ class EngineCatalog:
             except (RuntimeError, cudnn.cudnnGraphNotSupportedError) as exc:
                 if is_sticky(exc):
                     raise
-                problem = exc  # it cannot be built, run or captured
+                # It cannot be built, run or captured. Only the text is kept: the exception refers
+                # to this frame and to those of all callers, and NCCL waits for graphs held there.
+                problem = str(exc)
         if not times:
             raise RuntimeError(f"none of {count} engines can be used: {problem}")
         best = min(times, key=times.__getitem__)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 
 import cupy
 import numpy as np
 import pytest
 
+from lenet.cuda import engines
 from lenet.cuda.device import Handle
 from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.engines import EngineCatalog
@@ -112,3 +115,27 @@ def test_no_further_engine_is_tried_when_the_search_is_to_stop(handle):
     with pytest.raises(Stopped):
         catalog.engine(Product("fp16", 64, 96, 128))
     assert len(calls) == 2
+
+
+def test_an_engine_that_cannot_be_captured_keeps_no_callers_frame_alive(handle, monkeypatch):
+    """A captured step in such a frame would keep NCCL from ever being left."""
+    timed = engines._replayed_us
+
+    def second_works(*arguments):
+        monkeypatch.setattr(engines, "_replayed_us", timed)
+        raise RuntimeError("planted")
+
+    class Held:
+        pass
+
+    def caller():
+        held = Held()
+        EngineCatalog(handle, Workspace(), None, autotune=True).engine(Product("fp16", 64, 96, 128))
+        return weakref.ref(held)
+
+    monkeypatch.setattr(engines, "_replayed_us", second_works)
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()

@@ -231,11 +231,11 @@ class CudaOps:
         for parameter in uploaded:
             parameter.refresh()
         self.handle.synchronize()
-        with translated("capturing a step"):
-            launch = captured(step, self.handle.stream)
-        # The step is kept, too: its arrays are those that the graph writes to.
+        # The step is kept, too: its arrays are those that the graph writes to. Nothing else owns
+        # the graph, not even a local variable, which a traceback might keep: see `close`.
         graphs, index = self._captured, len(self._captured)
-        graphs.append((launch, step))
+        with translated("capturing a step"):
+            graphs.append((captured(step, self.handle.stream), step))
         left = self._state.steps_left
 
         def replay() -> None:
