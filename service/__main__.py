@@ -7,9 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
+from lenet import DISTRIBUTION, distribution_version
 from lenet.command_line import parse, unknown_variables
 from lenet.errors import InvalidSettings
-from service import DISTRIBUTION, distribution_version, logs
+from service import logs
 from service.errors import ExitCode
 from service.settings import Settings
 

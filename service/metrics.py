@@ -31,9 +31,8 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from lenet import nvtx
+from lenet import distribution_version, nvtx
 from lenet.backend import BatchResult
-from service import distribution_version
 from service.errors import ServiceError
 
 _log = logging.getLogger(__name__)

@@ -27,7 +27,7 @@ import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from service import distribution_version
+from lenet import distribution_version
 from service.engine.devices import Placement, place
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel

@@ -23,7 +23,7 @@ CONTROLS = 7
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class WarpLimits:
     """The limits of a warp; each image draws uniformly between minus and plus each limit.
 
     `rotation` and `shear`, the slant of upright strokes, in degrees, `scale` as a share (0.1: from
@@ -38,7 +38,7 @@ class Limits:
     elastic: float = 0.0
 
 
-def warp(images: Images, limits: Limits, seed: int, step: int, first_row: int = 0) -> Images:
+def warp(images: Images, limits: WarpLimits, seed: int, step: int, first_row: int = 0) -> Images:
     """A new (n, 28, 28) with a random warp for each image; the outside of an image is 0.
 
     `first_row` is the row of images[0] in the whole batch of `step`. A warp depends only on seed,
@@ -58,7 +58,7 @@ def warp(images: Images, limits: Limits, seed: int, step: int, first_row: int = 
     return _sample(images, back.transpose(2, 0, 1), moved)
 
 
-def _draw(n: int, limits: Limits, seed: int, step: int, first_row: int) -> NDArray[np.float32]:
+def _draw(n: int, limits: WarpLimits, seed: int, step: int, first_row: int) -> NDArray[np.float32]:
     """Numbers (draws, n) from -1 to 1: word i of counter (row, step, purpose, q) is 4 q + i."""
     count = AFFINE_DRAWS + (2 * CONTROLS**2 if limits.elastic else 0)
     rows = np.arange(first_row, first_row + n)[:, np.newaxis]

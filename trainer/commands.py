@@ -25,12 +25,12 @@ An error is one line on the standard error, one for each invalid setting, never 
 
 from __future__ import annotations
 
-import importlib.metadata
 import sys
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from lenet import distribution_version
 from lenet.command_line import parse, unknown_variables
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
@@ -171,7 +171,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
         print(__doc__)
         return 0
     elif rest and rest[0] == "--version":
-        print(f"lenet-train {importlib.metadata.version('lenet-serve')}")
+        print(f"lenet-train {distribution_version()}")
         return 0
     for sentence in unknown_variables((Fit, Export, Inspect), environment):
         print(sentence, file=sys.stderr)

@@ -22,7 +22,7 @@ from lenet.cuda.graphs import Convolution
 from lenet.cuda.packing import layout, padded
 from lenet.model import IDENTITY, ConvBlock, Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.devices import on_gpu
 from trainer.mnist import CLASSES, Digits
 from trainer.network import Network, initial_tensors, take_step
@@ -273,7 +273,7 @@ def _run(batch: int, size: int) -> Run:
     images = random.integers(0, 256, (size, HEIGHT, WIDTH), np.uint8)
     labels = random.integers(0, CLASSES, size).astype(np.uint8)
     usual = Recipe.model_construct()  # the defaults, not the environment's values
-    limits = Limits(usual.rotation, usual.scale, usual.shear, usual.shift, usual.elastic)
+    limits = WarpLimits(usual.rotation, usual.scale, usual.shear, usual.shift, usual.elastic)
     return Run(Digits(images, labels), batch, limits, 1, np.full(_STEPS, 1e-9, np.float32))
 
 

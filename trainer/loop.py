@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from tqdm import tqdm
 
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.checkpoint import Checkpoint, Epoch, Snapshot
 from trainer.errors import InvalidDataset, TrainingDiverged
 from trainer.mnist import Digits
@@ -47,7 +47,7 @@ def run_of(recipe: Recipe, digits: Digits) -> Run:
             f"{recipe.batch}; lower --batch"
         )
     steps = recipe.epochs * (len(digits) // recipe.batch)
-    limits = Limits(recipe.rotation, recipe.scale, recipe.shear, recipe.shift, recipe.elastic)
+    limits = WarpLimits(recipe.rotation, recipe.scale, recipe.shear, recipe.shift, recipe.elastic)
     learning = rates(recipe.schedule, steps, recipe.rate)
     return Run(digits, recipe.batch, limits, recipe.seed, learning)
 

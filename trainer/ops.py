@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from lenet.model import Activation, ConvBlock, Model, Pool
 from lenet.pixels import Images
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.mnist import Digits
 
 Array: TypeAlias = Any
@@ -78,7 +78,7 @@ class Run:
 
     digits: Digits
     batch: int
-    limits: Limits
+    limits: WarpLimits
     seed: int
     rates: NDArray[np.floating[Any]]
 

@@ -14,9 +14,9 @@ from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
+from lenet import distribution_version
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service import distribution_version
 from service.engine.models import Models
 from service.engine.queue import Prediction
 from service.errors import DeadlineExceeded, InvalidInput, ServiceError, shown

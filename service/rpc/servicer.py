@@ -17,9 +17,9 @@ from typing import Any, NoReturn, TypeAlias
 import grpc
 from grpc_health.v1 import health_pb2
 
+from lenet import DISTRIBUTION, distribution_version
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service import DISTRIBUTION, distribution_version
 from service.engine.models import Models
 from service.engine.queue import Prediction
 from service.errors import (

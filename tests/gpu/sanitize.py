@@ -23,7 +23,7 @@ from lenet.cuda.kernels import Kernels
 from lenet.cuda.memory import Arena, Workspace
 from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import WeightFile
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.mnist import Digits
 from trainer.ops import Epilogue, Norm, Run, Update
 from trainer.ops_cuda.batch import BatchKernels
@@ -75,7 +75,7 @@ def main() -> None:
                 epilogues.forward(cupy.asarray(values), epilogue, False)
             images = random.integers(0, 256, (40, 28, 28), np.uint8)
             digits = Digits(images, random.integers(0, 10, 40).astype(np.uint8))
-            limits = Limits(10, 0.1, 5, 2, 2)
+            limits = WarpLimits(10, 0.1, 5, 2, 2)
             run = Run(digits, 13, limits, 5, np.full(3, 0.1, np.float32))
             state = RunState.upload(run, 0, dtype == np.float16, 0, 1)
             x, labels = batch.batch(state)

@@ -20,7 +20,7 @@ from lenet.model import (
     named,
     window_count,
 )
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops import Epilogue, Norm, Run
@@ -212,13 +212,13 @@ def some_digits(random, size):
 
 def a_run(random, size=500, batch=101, steps=12, limits=None, seed=7):
     rates = np.linspace(0.05, 0.01, steps).astype(np.float32)
-    return Run(some_digits(random, size), batch, limits or Limits(), seed, rates)
+    return Run(some_digits(random, size), batch, limits or WarpLimits(), seed, rates)
 
 
 @pytest.mark.parametrize("elastic", [0.0, 4.0])
 def test_the_gpu_draws_and_warps_the_batches_of_numpy(bench, elastic):
     random = np.random.default_rng(3)
-    limits = Limits(rotation=12, scale=0.1, shear=8, shift=2, elastic=elastic)
+    limits = WarpLimits(rotation=12, scale=0.1, shear=8, shift=2, elastic=elastic)
     run = a_run(random, limits=limits)
     ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
     for _ in range(7):  # past the end of the first epoch, of four steps
@@ -337,7 +337,7 @@ def test_ten_steps_in_reduced_precision_stay_near_float64(make_bench, model, pre
 
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
 def test_a_recorded_step_does_what_the_step_does_to_the_bit(make_bench, precision):
-    run = a_run(np.random.default_rng(2), limits=Limits(10, 0.1, 5, 1, 3), steps=9)
+    run = a_run(np.random.default_rng(2), limits=WarpLimits(10, 0.1, 5, 1, 3), steps=9)
     results = [
         trained(make_bench(precision).gpu, named("lenet"), run, 9, capture, dropout=0.2)
         for capture in (False, True, True)

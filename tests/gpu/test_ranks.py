@@ -18,7 +18,7 @@ from lenet.model import named
 if devices() < 2:
     pytest.skip("needs two GPUs, found one", allow_module_level=True)
 
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.devices import on_devices
 from trainer.errors import DeviceUnavailable
 from trainer.mnist import Digits
@@ -33,7 +33,7 @@ def recorded(ops, batch, steps):
     random = np.random.default_rng(4)
     images = random.integers(0, 256, (500, 28, 28), np.uint8)
     digits = Digits(images, random.integers(0, 10, 500).astype(np.uint8))
-    run = Run(digits, batch, Limits(10, 0.1, 5, 2, 1), 3, np.full(steps, 1e-3, np.float32))
+    run = Run(digits, batch, WarpLimits(10, 0.1, 5, 2, 1), 3, np.full(steps, 1e-3, np.float32))
     model = named("lenet")
     network = Network(model, initial_tensors(model, np.random.default_rng(1)), ops, 0.3)
     optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)

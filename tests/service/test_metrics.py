@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
+from lenet import distribution_version
 from lenet.backend import BatchResult
 from lenet.model import ARCHITECTURES
-from service import distribution_version, errors
+from service import errors
 from service import metrics as module
 from service.errors import Overloaded, ServiceError
 from service.metrics import (

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lenet.errors import BackendUnavailable, OutOfDeviceMemory
-from trainer.augment import Limits
+from trainer.augment import WarpLimits
 from trainer.mnist import FILES, Dataset, Digits
 from trainer.network import take_step
 from trainer.ops import Run
@@ -76,7 +76,7 @@ def tiny():
 
 def plain_run(digits, batch, rates, seed=0):
     """A run that changes no image; the rates in whatever precision they have."""
-    return Run(digits, batch, Limits(), seed, np.asarray(rates))
+    return Run(digits, batch, WarpLimits(), seed, np.asarray(rates))
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from trainer.augment import CONTROLS, Limits, warp
+from trainer.augment import CONTROLS, WarpLimits, warp
 from trainer.random import philox, symmetric
 
 
@@ -21,11 +21,11 @@ def random_warp(images, limits):
 
 def test_nothing_changes_when_every_limit_is_zero():
     images = some_images(5)
-    np.testing.assert_array_equal(random_warp(images, Limits()), images)
+    np.testing.assert_array_equal(random_warp(images, WarpLimits()), images)
 
 
 def test_the_same_seed_and_step_give_the_same_images_and_others_give_others():
-    images, limits = some_images(5), Limits(12, 0.1, 8, 2, 1)
+    images, limits = some_images(5), WarpLimits(12, 0.1, 8, 2, 1)
     first, second = (warp(images, limits, 1, 5) for _ in range(2))
     np.testing.assert_array_equal(first, second)
     assert (first[0] != first[1]).any()
@@ -35,7 +35,7 @@ def test_the_same_seed_and_step_give_the_same_images_and_others_give_others():
 
 @pytest.mark.parametrize("elastic", [0, 2])
 def test_a_part_of_a_batch_is_warped_as_in_the_whole(elastic):
-    images, limits = some_images(12), Limits(12, 0.1, 8, 2, elastic)
+    images, limits = some_images(12), WarpLimits(12, 0.1, 8, 2, elastic)
     whole = warp(images, limits, 1, 5)
     np.testing.assert_array_equal(warp(images[7:], limits, 1, 5, first_row=7), whole[7:])
 
@@ -43,7 +43,7 @@ def test_a_part_of_a_batch_is_warped_as_in_the_whole(elastic):
 @pytest.mark.parametrize("value", [0, 255])
 def test_ink_that_leaves_the_image_is_replaced_by_paper(value):
     images = np.full((20, 28, 28), value, np.uint8)
-    moved = random_warp(images, Limits(45, 0.5, 45, 14))
+    moved = random_warp(images, WarpLimits(45, 0.5, 45, 14))
     assert moved.max() == value
     assert moved.min() == 0
     assert moved.dtype == np.uint8
@@ -86,7 +86,7 @@ def weights(pixel):
     return np.where(distance < 1, near, np.where(distance < 2, far, 0)) / 6
 
 
-@pytest.mark.parametrize("limits", [Limits(30, 0.3, 20, 5), Limits(12, 0.1, 8, 2, 4)])
+@pytest.mark.parametrize("limits", [WarpLimits(30, 0.3, 20, 5), WarpLimits(12, 0.1, 8, 2, 4)])
 def test_a_warp_follows_its_definition(limits):
     images = some_images(3)
     found = warp(images, limits, 1 << 40, 7, first_row=2)

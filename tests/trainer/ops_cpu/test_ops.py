@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from lenet import reference
 from lenet.model import IDENTITY, RELU, Activation, ConvBlock, Pool, named
-from trainer.augment import Limits, warp
+from trainer.augment import WarpLimits, warp
 from trainer.mnist import Digits
 from trainer.ops import RUNNING_SHARE, Epilogue, Norm, Run, Update
 from trainer.ops_cpu import CpuOps
@@ -133,7 +133,7 @@ def one_batch(count=6, seed=0, steps=9, **limits):
     images = random.integers(0, 256, (count, 28, 28)).astype(np.uint8)
     labels = (np.arange(count) % 10).astype(np.uint8)
     rates = np.full(steps, 0.1, np.float32)
-    return Run(Digits(images, labels), 3, Limits(**limits), seed, rates)
+    return Run(Digits(images, labels), 3, WarpLimits(**limits), seed, rates)
 
 
 def test_dropout_agrees_with_differences_and_keeps_the_expected_sum(assert_slope):
@@ -215,7 +215,7 @@ def test_sgd_follows_its_formula_over_several_steps(nesterov):
     expected = {name: value.copy() for name, value in parameters.items()}
     velocity = {name: value.copy() for name, value in velocities.items()}
     rates = np.array([9, 0.01, 0.02, 0.04])
-    state = OPS.start(Run(one_batch().digits, 3, Limits(), 0, rates), 1)
+    state = OPS.start(Run(one_batch().digits, 3, WarpLimits(), 0, rates), 1)
     for step in range(3):
         gradients = {"a.weight": np.array([0.5, step]), "a.bias": np.array([-1.0])}
         updates = [
