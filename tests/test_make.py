@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from pathlib import Path
 
@@ -47,6 +48,8 @@ def make(project, target, *folders):
         text=True,
         check=False,
         start_new_session=True,  # kill -INT 0 reaches make and its children, as Ctrl-C does
+        # A shell's background job inherits that SIGINT is ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 

@@ -13,7 +13,7 @@ import grpc
 import numpy as np
 import pytest
 
-import service as package
+import lenet as package
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.errors import CannotListen, ExitCode, Unavailable
