@@ -97,6 +97,8 @@ clean: ## remove what this Makefile made
 	@command -v $(PYTHON) >/dev/null || { echo '$(PYTHON) was not found: install Python 3.11 to' \
 	  '3.13, or name its executable, as in PYTHON=python3.12' >&2; exit 1; }
 	@$(PYTHON) -c 'import sys; (3, 11) <= sys.version_info[:2] < (3, 14) or sys.exit(f"$(PYTHON) is Python {sys.version.split()[0]}, expected 3.11 to 3.13: name another, as in PYTHON=python3.12")'
+	@$(PYTHON) -c 'import ensurepip' >/dev/null 2>&1 || { echo '$(PYTHON) has no venv module. On Debian' \
+	  'and Ubuntu: sudo apt install python3-venv. Then run make again.' >&2; exit 1; }
 	@rm -rf .venv
 	@echo 'creating .venv with $(PYTHON)'
 	@$(PYTHON) -m venv .venv || { echo '$(PYTHON) could not create .venv, see above. On Debian and' \

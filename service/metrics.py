@@ -174,7 +174,9 @@ class Metrics:
             self._buffers.append(_WorkerProcess(registry))
         else:
             ProcessCollector(registry=registry)
-        build = self._gauge("lenet_build_info", "1, with the version as a label.", "version")
+        build = self._gauge(
+            "lenet_build_info", "1, with the version as a label.", "version", mode="livemax"
+        )
         build[distribution_version(),].set(1)
         self._requests = self._counter(
             "lenet_requests",

@@ -254,7 +254,9 @@ async def _serve(settings: Settings, shutdown_pipe: Connection | None) -> None:
                 if service.faults is not None:
                     loop.add_signal_handler(signal.SIGUSR2, service.faults.inject, "poison")
                     loop.add_signal_handler(signal.SIGUSR1, service.faults.inject, "hang")
-                await _answer(service, listeners, stop, settings)
+                # SIGHUP to a supervisor reaches all workers, to a worker only that one.
+                pid = os.getppid() if shared else os.getpid()
+                await _answer(service, listeners, stop, settings, pid)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
@@ -263,7 +265,11 @@ async def _serve(settings: Settings, shutdown_pipe: Connection | None) -> None:
 
 
 async def _answer(
-    service: Service, listeners: Sequence[socket.socket], stop: asyncio.Event, settings: Settings
+    service: Service,
+    listeners: Sequence[socket.socket],
+    stop: asyncio.Event,
+    settings: Settings,
+    pid: int,
 ) -> None:
     """Serve HTTP until `stop`, then stop HTTP, gRPC and the queues within the drain timeout."""
     # What the start left behind lives as long as the process: a collection in the middle of
@@ -279,7 +285,7 @@ async def _answer(
             raise cannot_listen(host, port, exc) from exc
     dups = [listener.dup() for listener in listeners for _ in range(ACCEPTED_AT_ONCE - 1)]
     grpc_at = at(host, service.grpc.port)
-    _log.info("ready: HTTP on http://%s, gRPC on %s, pid %d", at(host, port), grpc_at, os.getpid())
+    _log.info("ready: HTTP on http://%s, gRPC on %s, pid %d", at(host, port), grpc_at, pid)
     serving = asyncio.create_task(server.serve([*listeners, *dups]))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -113,7 +113,7 @@ class Settings(BaseSettings):
         names = ("devices", "precision", "profile")
         defaults = type(self).model_fields
         changed = [name for name in names if getattr(self, name) != defaults[name].default]
-        return ", ".join(changed)
+        return ", ".join(f"--{name}" for name in changed)
 
     @model_validator(mode="before")
     @classmethod
@@ -140,7 +140,8 @@ class Settings(BaseSettings):
             )
         if self.device == "cpu" and self.unused_on_cpu:
             raise ValueError(
-                f"--device is cpu, where {self.unused_on_cpu} would have no effect: remove it"
+                f"--device is cpu, where {self.unused_on_cpu} would have no effect: remove "
+                f"{self.unused_on_cpu}"
             )
         if self.max_body_bytes > self.max_bodies_bytes:
             raise ValueError(

@@ -1,4 +1,27 @@
-"""The entry point of `python -m trainer` and `lenet-train`; `trainer.commands` does the work."""
+"""Train a digit classifier on MNIST, or look at one. `fit` is the default command.
+
+    python -m trainer                                      the same as fit
+    python -m trainer fit --model mlp --data FOLDER ...    train, verify, write a weight file
+    python -m trainer export --weights FILE --out FILE     write a weight file as ONNX
+    python -m trainer inspect --precision tf32 --batch 512 each call of a training step: shapes,
+                                                           time, share of the GPU's limit; without
+                                                           a GPU all but the times
+    python -m trainer fit --help                           every setting and its default
+    python -m trainer --version
+
+Exit codes:
+    0    done
+    1    the packages that training needs are not installed
+    2    invalid command line or environment
+    3    the digits are missing, cannot be downloaded or are broken
+    4    the training diverged: the message says at which step and in which layer first
+    5    the result was refused: the served network would differ from the trained one
+    6    a file cannot be read or written
+    7    the GPU failed, or has too little memory
+    130  interrupted; after a completed epoch the same command resumes
+
+An error is one line on the standard error, one for each invalid setting, never a traceback.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +29,8 @@ import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+
+from lenet import distribution_version
 
 _EXTRA = (
     "training needs the packages tqdm and httpx, which serving does not: run `make train` in a "
@@ -16,6 +41,13 @@ _EXTRA = (
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments`, by default those of the process; return the exit code."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    if arguments[:1] in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
+    if arguments[:1] == ["--version"]:
+        print(f"lenet-train {distribution_version()}")
+        return 0
     if importlib.util.find_spec("tqdm") is None:
         print(_EXTRA, file=sys.stderr)
         return 1
@@ -27,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.environ[variable] = "1"
     from trainer.commands import run
 
-    return run(sys.argv[1:] if arguments is None else arguments, os.environ)
+    return run(arguments, os.environ)
 
 
 if __name__ == "__main__":

@@ -1,27 +1,4 @@
-"""Train a digit classifier on MNIST, or look at one. `fit` is the default command.
-
-    python -m trainer                                      the same as fit
-    python -m trainer fit --model mlp --data FOLDER ...    train, verify, write a weight file
-    python -m trainer export --weights FILE --out FILE     write a weight file as ONNX
-    python -m trainer inspect --precision tf32 --batch 512 each call of a training step: shapes,
-                                                           time, share of the GPU's limit; without
-                                                           a GPU all but the times
-    python -m trainer fit --help                           every setting and its default
-    python -m trainer --version
-
-Exit codes:
-    0    done
-    1    the packages that training needs are not installed
-    2    invalid command line or environment
-    3    the digits are missing, cannot be downloaded or are broken
-    4    the training diverged: the message says at which step and in which layer first
-    5    the result was refused: the served network would differ from the trained one
-    6    a file cannot be read or written
-    7    the GPU failed, or has too little memory
-    130  interrupted; after a completed epoch the same command resumes
-
-An error is one line on the standard error, one for each invalid setting, never a traceback.
-"""
+"""The commands of `python -m trainer`; `trainer.__main__` documents them."""
 
 from __future__ import annotations
 
@@ -30,7 +7,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from lenet import distribution_version
 from lenet.command_line import parse, unknown_variables
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
@@ -167,12 +143,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command, rest = "fit", list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)
-    elif rest and rest[0] in ("-h", "--help"):
-        print(__doc__)
-        return 0
-    elif rest and rest[0] == "--version":
-        print(f"lenet-train {distribution_version()}")
-        return 0
     for sentence in unknown_variables((Fit, Export, Inspect), environment):
         print(sentence, file=sys.stderr)
     program = f"python -m trainer {command}"

@@ -51,8 +51,11 @@ class WeightsFolder:
         """
         if not self._path.is_dir():
             where = "" if self._path.is_absolute() else f" in {Path.cwd()}"
+            found = (
+                "is a file, expected a folder" if self._path.exists() else f"no such folder{where}"
+            )
             raise InvalidWeightFile(
-                f"{self._path}: no such folder{where}; set --weights to the folder that holds "
+                f"{self._path}: {found}; set --weights to the folder that holds "
                 "MODEL/VERSION.safetensors"
             )
         names = list(dict.fromkeys(wanted or self._names()))

@@ -137,6 +137,8 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
         expected = "(28, 28), (784,), (n, 28, 28) or (n, 784)"
         if shape[1:] == (1, HEIGHT, WIDTH):
             expected += "; save x[:, 0], without the channel axis"
+        elif shape[-3:] == (HEIGHT, WIDTH, 1):
+            expected += "; save x[..., 0], without the channel axis"
         raise invalid(field, f"shape {shape}", expected)
     count = 1 if one else shape[0]
     check_count(count, field, limits.max_images)

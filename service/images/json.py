@@ -131,7 +131,8 @@ def _base64_pixels(text: str, field: str) -> bytes:
     try:
         content = binascii.a2b_base64(text, strict_mode=True)
     except ValueError as exc:
-        raise InvalidInput(f"{field}: not base64: {exc}", field=field) from exc
+        expected = "784 bytes in base64, whose alphabet is A-Z, a-z, 0-9, + and /, padded with ="
+        raise invalid(field, shown(text), expected) from exc
     if len(content) != PIXELS:
         if picture := sniff(content):
             expected = f"784 bytes of pixels; {_send_picture(picture)}"

@@ -44,9 +44,12 @@ def test_gpus_are_given_by_number_or_all_of_them(monkeypatch, text, devices):
 @pytest.mark.parametrize(
     ("changes", "names"),
     [
-        ({"precision": "tf32"}, "precision"),
-        ({"devices": "all", "profile": True}, "devices, profile"),
-        ({"devices": (1,), "precision": "fp32", "profile": True}, "devices, precision, profile"),
+        ({"precision": "tf32"}, "--precision"),
+        ({"devices": "all", "profile": True}, "--devices, --profile"),
+        (
+            {"devices": (1,), "precision": "fp32", "profile": True},
+            "--devices, --precision, --profile",
+        ),
     ],
 )
 def test_settings_without_an_effect_on_the_cpu_are_refused_there(changes, names):

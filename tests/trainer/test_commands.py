@@ -8,6 +8,7 @@ import pytest
 
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
+from trainer import __main__ as program
 from trainer import commands, export, loop
 from trainer.commands import run
 from trainer.errors import (
@@ -274,12 +275,12 @@ def test_a_broken_checkpoint_ends_with_its_exit_code(arguments, tmp_path, monkey
 
 
 def test_help_is_the_documentation_and_the_version_is_the_distributions(capsys):
-    assert main(["--help"]) == 0
-    assert capsys.readouterr().out.strip() == commands.__doc__.strip()
+    assert program.main(["--help"]) == 0
+    assert capsys.readouterr().out.strip() == program.__doc__.strip()
     with pytest.raises(SystemExit, match="0"):
         main(["fit", "--help"])
     assert "--weight-decay" in capsys.readouterr().out
-    assert main(["--version"]) == 0
+    assert program.main(["--version"]) == 0
     assert re.fullmatch(r"lenet-train \d+\.\d+\.\d+\n", capsys.readouterr().out)
 
 
@@ -303,7 +304,7 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
     outcome = subprocess.run(
-        [sys.executable, "-m", "trainer", "--help"],
+        [sys.executable, "-m", "trainer", "fit", "--help"],
         env=environment,
         capture_output=True,
         text=True,

@@ -47,7 +47,7 @@ def test_settings_that_auto_cannot_use_on_the_cpu_are_a_warning(gpus, caplog):
     place(Settings(precision="tf32", devices="all"))
     (record,) = caplog.records
     assert record.levelname == "WARNING"
-    assert record.message == "the CPU has no use for these settings: devices, precision"
+    assert record.message == "the CPU has no use for these settings: --devices, --precision"
 
 
 def test_no_gpu_is_looked_for_when_the_cpu_is_chosen(gpus, caplog):

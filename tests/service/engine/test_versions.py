@@ -67,8 +67,8 @@ def test_only_the_wanted_are_read_once_each_when_models_are_named(folder, write)
 def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(folder, monkeypatch):
     (folder / "file").write_bytes(b"")
     advice = "set --weights to the folder that holds MODEL/VERSION.safetensors"
-    for name in ("absent", "file"):
-        assert refusal(folder / name) == f"{folder / name}: no such folder; {advice}"
+    for name, found in (("absent", "no such folder"), ("file", "is a file, expected a folder")):
+        assert refusal(folder / name) == f"{folder / name}: {found}; {advice}"
     monkeypatch.chdir(folder)
     assert refusal(Path("absent")) == f"absent: no such folder in {folder}; {advice}"
     assert refusal(Path()) == (
