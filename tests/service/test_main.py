@@ -96,7 +96,7 @@ def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name
         ),
         (
             ["--device", "cpu", "--precision", "tf32"],
-            "--device is cpu, where precision would have no effect: remove it",
+            "--device is cpu, where --precision would have no effect: remove --precision",
         ),
     ],
 )
