@@ -204,8 +204,13 @@ def test_an_interruption_is_noticed_when_a_rank_s_thread_receives_the_signal(fak
         asked.append(ops.stopping.wait(5))
         raise DeviceError("training was asked to stop")
 
-    with pytest.raises(KeyboardInterrupt):
-        on_devices(recipe_on("cuda"), 2, work)
+    # A shell's background job inherits that SIGINT is ignored.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            on_devices(recipe_on("cuda"), 2, work)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert asked == [True, True]
 
 
