@@ -144,9 +144,10 @@ def _on_gpus(precision: Precision, gpus: int, work: Work[Result]) -> Result:
             raise
 
     with ThreadPoolExecutor(gpus, thread_name_prefix="rank") as executor:
-        futures: list[Future[Result]] = [executor.submit(rank_work, rank) for rank in range(gpus)]
+        futures: list[Future[Result]] = []
         try:
-            waiting: set[Future[Result]] = set(futures)
+            futures.extend(executor.submit(rank_work, rank) for rank in range(gpus))
+            waiting = set(futures)
             while waiting and not failures:
                 # Not without a timeout: a Ctrl-C whose signal another thread gets would not end it.
                 _, waiting = wait(waiting, _POLL_S, return_when=FIRST_EXCEPTION)
