@@ -211,7 +211,8 @@ def test_an_interruption_is_noticed_when_a_rank_s_thread_receives_the_signal(fak
             on_devices(recipe_on("cuda"), 2, work)
     finally:
         signal.signal(signal.SIGINT, before)
-    assert asked == [True, True]
+    assert asked
+    assert all(asked)  # a rank that had not begun does not
 
 
 def test_a_rank_that_does_not_stop_is_aborted_within_five_seconds(fake_gpus, monkeypatch):
