@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -102,10 +103,11 @@ def running(
     paths: dict[str, str],
     environment: Mapping[str, str] | None = None,
     checkout: Path = _ROOT,
+    ready: str = "/readyz",
 ) -> Iterator[Server]:
     """Run `command`, a Python module with its arguments, from the packages of `checkout`.
 
-    `environment` is added to this process's.
+    `environment` is added to this process's. GET `ready` answers 200 once the server is ready.
 
     Raises:
         ServerFailed: it ended, or was not ready in time.
@@ -120,11 +122,12 @@ def running(
             # `-m` imports from the working directory before PYTHONPATH.
             cwd=checkout,
             env={**os.environ, "PYTHONPATH": packages, **(environment or {})},
+            process_group=0,
         )
         server = Server(name, url, paths, process.pid, Path(log.name))
         try:
             deadline_s = time.monotonic() + _START_S
-            while not _ready(server):
+            while not _ready(server, ready):
                 if process.poll() is not None or time.monotonic() > deadline_s:
                     tail = server.logged()[-1000:]
                     raise ServerFailed(f"{name} did not become ready at {url}:\n{tail}")
@@ -137,6 +140,9 @@ def running(
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            # Processes that it started and left behind; usually there are none.
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 @contextlib.contextmanager
@@ -194,9 +200,9 @@ def free_port() -> int:
         return port
 
 
-def _ready(server: Server) -> bool:
+def _ready(server: Server, path: str) -> bool:
     try:
-        return server.get("/readyz")[0] == 200
+        return server.get(path)[0] == 200
     except (OSError, http.client.HTTPException):
         return False
 

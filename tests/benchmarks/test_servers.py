@@ -1,10 +1,33 @@
 import os
+import select
 import subprocess
 import sys
 
 import pytest
 
-from benchmarks.servers import Cores, Server, ServerFailed, check_answer, on, running, split
+from benchmarks.servers import (
+    Cores,
+    Server,
+    ServerFailed,
+    check_answer,
+    free_port,
+    on,
+    running,
+    split,
+)
+
+LEAVING = """
+import http.server, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+with open({pipe!r}, "w") as pipe:
+    subprocess.Popen(["sleep", "60"], stdout=pipe)
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
 
 
 @pytest.mark.parametrize(
@@ -39,6 +62,19 @@ def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
         running("ours", ["broken"], 1, {}, checkout=tmp_path),
     ):
         pass
+
+
+def test_processes_that_a_server_leaves_behind_are_ended(tmp_path):
+    # The child is the only writer of the pipe, which therefore ends with it.
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "leaving.py").write_text(LEAVING.format(pipe=str(tmp_path / "pipe")))
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    port = free_port()
+    with running("leaving", ["leaving", str(port)], port, {}, checkout=tmp_path):
+        assert select.select([reader], [], [], 0)[0] == []
+    assert select.select([reader], [], [], 10)[0] == [reader]
+    assert os.read(reader, 1) == b""
+    os.close(reader)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
