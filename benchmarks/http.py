@@ -1,27 +1,39 @@
-"""`python -m benchmarks.http`: our HTTP service compared with a plain FastAPI + ONNX Runtime app.
+"""`python -m benchmarks.http`: our HTTP service beside other Python model servers.
 
-With --against DIR it is compared with the service of another checkout instead, for example a
-`git worktree` of an older commit. Both run on the CPU backend at the same time on the same machine
-and get the same bodies from wrk in alternating rounds, so that other work on the machine affects
-both. wrk uses the same cores: the ratios mean something, the absolute rates are low. Exit code: 0,
-1 when an answer failed, 2 when nothing was measured.
+The others are mosec, a plain FastAPI + ONNX Runtime application, LitServe and MLServer where they
+are installed, and a bare ASGI application on uvicorn that answers a constant. With --against DIR
+our service is compared with that of another checkout instead, for example a `git worktree` of an
+older commit. All servers run at the same time on the CPU, and wrk loads one after another in
+alternating rounds, so that other work on the machine affects all. wrk uses the same cores: the
+ratios mean something, the absolute rates are low. Exit code: 0, 1 when an answer failed, 2 when
+nothing was measured.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.util
 import json
+import re
 import shlex
 import statistics
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import arguments_of, commit, latest_weights, positive_int, provenance
+from benchmarks.baselines.model import WEIGHTS_VARIABLE
+from benchmarks.command import (
+    arguments_of,
+    commit,
+    latest_weights,
+    missing_library,
+    positive_int,
+    provenance,
+)
 from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
 from benchmarks.servers import (
     Server,
@@ -33,18 +45,43 @@ from benchmarks.servers import (
 )
 from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
 from lenet.errors import LeNetError
+from lenet.files import write_atomically
 from lenet.weightfile import WeightFile
 from trainer.errors import TrainerError
 
-OURS = "lenet-serve"
+RESULTS = Path("docs/benchmarks/http.json")
 
 _WARM_UP_S = 1
-_NUMBERS = ("requests_per_s", "images_per_s", "p50_ms", "p99_ms", "max_ms", "cpu_us")
-_DISTRIBUTIONS = (
-    *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools"),
-    *("onnxruntime", "orjson", "pydantic"),
-)
+_NUMBERS = ("rps", "p50_ms", "p99_ms", "cpu_us")
 _BODIES_BYTES = 16 * 1024 * 1024  # wrk keeps all bodies in memory
+_DISTRIBUTIONS = (
+    *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools", "onnxruntime", "orjson"),
+    *("pydantic", "mosec", "litserve", "mlserver"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """A server of `benchmarks.baselines`; it is measured where `library` is installed."""
+
+    module: str
+    library: str
+    arguments: tuple[str, ...] = ()
+    raw: str = "/predict/raw"
+    ready: str = "/readyz"
+
+
+CONSTANT = "floor"
+"""The peer that answers a constant: its answers are not checked."""
+
+PEERS = {
+    "mosec": Peer("plain_mosec", "mosec", ready="/"),
+    "fastapi_1": Peer("plain_fastapi", "fastapi"),
+    "fastapi_2": Peer("plain_fastapi", "fastapi", ("--workers=2",)),
+    CONSTANT: Peer("bare_uvicorn", "uvicorn"),
+    "litserve": Peer("plain_litserve", "litserve"),
+    "mlserver": Peer("plain_mlserver", "mlserver", ready="/v2/health/ready"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,28 +93,27 @@ class Case:
     connections: int
 
     def __str__(self) -> str:
-        many = "s" if self.connections > 1 else ""
-        return f"{self.images} x {self.form}, {self.connections} connection{many}"
+        images = f"{self.images}x" if self.images > 1 else ""
+        return f"{self.form}_{images}{self.connections}"
 
 
 def case(text: str) -> Case:
-    """A case from its notation on the command line, FORMAT:IMAGES:CONNECTIONS."""
-    form, _, numbers = text.partition(":")
-    images, _, connections = numbers.partition(":")
-    for known in ("json", "raw"):
-        if form == known:
-            return Case(known, positive_int(images), positive_int(connections))
-    raise argparse.ArgumentTypeError(f"{text!r}, expected json:IMAGES:CONNECTIONS or raw:...")
+    """A case from its name: json_32 is one image a request, raw_64x4 64, on 4 connections."""
+    found = re.fullmatch(r"(json|raw)_(?:([1-9]\d*)x)?([1-9]\d*)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}, expected json_CONNECTIONS or json_IMAGESxCONNECTIONS, or the same with raw"
+        )
+    form: Format = "json" if found[1] == "json" else "raw"
+    return Case(form, int(found[2] or 1), int(found[3]))
 
 
 CASES = (
-    Case("json", 1, 1),
-    Case("raw", 1, 1),
-    Case("json", 1, 32),
-    Case("raw", 1, 32),
+    *(Case(form, 1, connections) for connections in (1, 32) for form in ("json", "raw")),
     Case("json", 64, 4),
+    Case("raw", 64, 4),
+    Case("json", 1, 512),
 )
-
 AGAINST_CASES = tuple(
     Case(form, images, connections)
     for images in (1, 16)
@@ -88,15 +124,13 @@ AGAINST_CASES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of wrk; `cpu_us` is the server's CPU time per request."""
+    """One run of wrk; `cpu_us` is the server's CPU time per request, None without /proc."""
 
     case: str
     server: str
-    requests_per_s: float
-    images_per_s: float
+    rps: float
     p50_ms: float
     p99_ms: float
-    max_ms: float
     cpu_us: float | None
 
 
@@ -104,8 +138,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.against is not None and not (options.against / "service").is_dir():
-        parser.error(f"--against: {options.against} is not a checkout of this repository")
+    against = options.against
+    if against is not None and not (against / "service").is_dir():
+        parser.error(f"--against: {against} is not a checkout of this repository")
+    results = options.json or (RESULTS if against is None else None)
+    if results is not None and not results.parent.is_dir():
+        parser.error(f"--json: there is no folder {results.parent}")
     try:
         wrk = find_wrk()
         path = (options.weights or latest_weights()).resolve()
@@ -117,52 +155,60 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rounds: list[Round] = []
     try:
         with _servers(path, weights.model.name, options) as servers:
-            for one in options.cases or (CASES if options.against is None else AGAINST_CASES):
+            for one in options.cases or (CASES if against is None else AGAINST_CASES):
                 print(f"{one} ...", file=sys.stderr, flush=True)
                 requests = prepare_requests(digits, weights, one.form, one.images)
                 rounds += _measure(wrk, one, requests, servers, options)
     except (WrkFailed, ServerFailed) as exc:
         print(f"http: {exc}", file=sys.stderr)
         return 1
-    found = summarise(rounds)
-    print(table(found))
-    print(
-        f"\nMedians of {options.rounds} rounds of {options.duration} s (min..max). CPU us: the "
-        "server's CPU time per request.\nours/other: medians of the ratios of each pair of rounds. "
-        "wrk ran on the same cores: only the\nratios mean something."
-    )
-    if options.json is not None:
-        document = {
-            **provenance(_DISTRIBUTIONS),
-            "commit": commit(),
-            **({} if options.against is None else {"against": commit(options.against)}),
-            "arguments": arguments_of(options),
-            "cases": found,
-            "rounds": [asdict(one) for one in rounds],
-        }
-        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    document = {
+        **provenance(_DISTRIBUTIONS),
+        "commit": commit(),
+        "arguments": arguments_of(options),
+        "rounds": options.rounds,
+        "cases": summarise(rounds),
+    }
+    if against is not None:
+        document |= {"against": commit(against), "ratios": ratios(rounds)}
+    print(table(document))
+    if results is not None:
+        write_atomically(results, (json.dumps(document, indent=1) + "\n").encode())
+        if against is None:
+            draw(document, results.with_suffix(".png"))
     return 0
 
 
 @contextlib.contextmanager
 def _servers(weights: Path, model: str, options: argparse.Namespace) -> Iterator[list[Server]]:
-    """Our service, and the one that it is compared with."""
+    """Our service, and the servers that it is compared with."""
     flags = ["--device=cpu", *shlex.split(options.service_args)]
     with contextlib.ExitStack() as stack:
-        ours = stack.enter_context(lenet_serve(weights, model, flags))
         if options.against is not None:
-            other = stack.enter_context(
-                lenet_serve(
-                    weights, model, flags, name="against", checkout=options.against.resolve()
-                )
+            here = Path(__file__).parents[1]
+            yield [
+                stack.enter_context(lenet_serve(weights, model, flags, name=name, checkout=folder))
+                for name, folder in (("ours", here), ("against", options.against.resolve()))
+            ]
+            return
+        servers = [
+            stack.enter_context(
+                lenet_serve(weights, model, [*flags, f"--workers={n}"], name=f"ours_{n}")
             )
-        else:
+            for n in (1, 2)
+        ]
+        for name, peer in PEERS.items():
+            if importlib.util.find_spec(peer.library) is None:
+                print(f"{name} is not measured: it is not installed", file=sys.stderr)
+                continue
             port = free_port()
-            command = ["benchmarks.baselines.plain_fastapi", f"--port={port}"]
-            command += [f"--weights={weights}"]
-            paths = {"json": "/predict", "raw": "/predict/raw"}
-            other = stack.enter_context(running("plain FastAPI", command, port, paths))
-        yield [ours, other]
+            command = [f"benchmarks.baselines.{peer.module}", f"--port={port}", *peer.arguments]
+            paths = {"json": "/predict", "raw": peer.raw}
+            # As our CPU backend does, the others run ONNX Runtime without its telemetry.
+            environment = {WEIGHTS_VARIABLE: str(weights), "ORT_DISABLE_TELEMETRY": "1"}
+            server = running(name, command, port, paths, environment, ready=peer.ready)
+            servers.append(stack.enter_context(server))
+        yield servers
 
 
 def _measure(
@@ -177,17 +223,21 @@ def _measure(
     bodies = bodies[: max(1, _BODIES_BYTES // len(bodies[0]))]
     with tempfile.TemporaryDirectory() as folder:
         pairs = []
-        for index, server in enumerate(servers):
+        for server in servers:
             path, kind = server.paths[case.form], requests[0].content_type
-            check_answer(server, path, requests[0])
-            place = Path(folder) / str(index)
+            if server.name != CONSTANT:
+                check_answer(server, path, requests[0])
+            place = Path(folder) / server.name
             place.mkdir()
             pairs.append((server, write_script(place, path, kind, bodies)))
         for turn in range(options.rounds + 1):
             for server, script in pairs:
                 duration_s = options.duration if turn else _WARM_UP_S
                 before_s = server.cpu_s()
-                result = run_wrk(wrk, script, server.url, case.connections, duration_s)
+                try:
+                    result = run_wrk(wrk, script, server.url, case.connections, duration_s)
+                except WrkFailed as exc:
+                    raise WrkFailed(f"{case}, {server.name}: {exc}") from exc
                 after_s = server.cpu_s()
                 if not turn:
                     continue
@@ -195,89 +245,146 @@ def _measure(
                 yield Round(
                     case=str(case),
                     server=server.name,
-                    requests_per_s=result.requests_per_s,
-                    images_per_s=result.requests_per_s * case.images,
+                    rps=result.requests_per_s,
                     p50_ms=result.p50_ms,
                     p99_ms=result.p99_ms,
-                    max_ms=result.max_ms,
                     cpu_us=None if used_s is None else used_s / result.requests * 1e6,
                 )
-            pairs.reverse()  # a drift within a pair of rounds favours each alike
+            pairs.reverse()  # a drift during a turn favours none
 
 
-def summarise(rounds: Sequence[Round]) -> list[dict[str, Any]]:
-    """Median, least and most of each number, by case and server, ours first.
+def _grouped(rounds: Sequence[Round]) -> dict[str, dict[str, list[Round]]]:
+    """The rounds of each server of each case, ours first."""
+    order = ["ours", "against", "ours_1", "ours_2", *PEERS]
+    found: dict[str, dict[str, list[Round]]] = {}
+    for one in sorted(rounds, key=lambda one: order.index(one.server)):
+        found.setdefault(one.case, {}).setdefault(one.server, []).append(one)
+    return {name: found[name] for name in dict.fromkeys(one.case for one in rounds)}
 
-    `ratio`: our requests per second over the other's, the median of pairs of rounds; `cpu_ratio`:
-    the same of CPU time per request. `ratio_spread`, `cpu_ratio_spread`: [minimum, maximum].
+
+def summarise(rounds: Sequence[Round]) -> dict[str, dict[str, dict[str, Any]]]:
+    """By case and server the median of each number, and its [minimum, maximum] as NUMBER_spread.
+
+    `cpu_us` is missing where it was not measured.
     """
-    cases: list[dict[str, Any]] = []
-    servers = sorted({one.server for one in rounds}, key=OURS.__ne__)
-    for case in dict.fromkeys(one.case for one in rounds):
-        runs = {
-            server: [one for one in rounds if (one.case, one.server) == (case, server)]
-            for server in servers
-        }
-        pairs = list(zip(*runs.values(), strict=True))
-        cases.append(
-            {
-                "case": case,
-                **{
-                    server: {number: _spread(some, number) for number in _NUMBERS}
-                    for server, some in runs.items()
-                },
-                **_ratio("ratio", [(a.requests_per_s, b.requests_per_s) for a, b in pairs]),
-                **_ratio("cpu_ratio", [(a.cpu_us, b.cpu_us) for a, b in pairs]),
-            }
-        )
+    cases: dict[str, dict[str, dict[str, Any]]] = {}
+    for name, servers in _grouped(rounds).items():
+        cases[name] = {}
+        for server, some in servers.items():
+            found = cases[name][server] = {}
+            for number in _NUMBERS:
+                values = [getattr(one, number) for one in some]
+                if None not in values:
+                    found[number] = round(statistics.median(values), 3)
+                    found[f"{number}_spread"] = [round(min(values), 3), round(max(values), 3)]
     return cases
 
 
-def _ratio(name: str, pairs: Sequence[tuple[float | None, float | None]]) -> dict[str, Any]:
-    ratios = [ours / other for ours, other in pairs if ours is not None and other]
-    if not ratios:
-        return {name: None, f"{name}_spread": None}
-    return {name: statistics.median(ratios), f"{name}_spread": [min(ratios), max(ratios)]}
+def ratios(rounds: Sequence[Round]) -> dict[str, dict[str, list[float]]]:
+    """By case [median, minimum, maximum] of ours / against, of each pair of rounds.
+
+    `rps`: requests per second. `cpu_us`: CPU time per request, missing without /proc.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, servers in _grouped(rounds).items():
+        found[name] = {}
+        for number in ("rps", "cpu_us"):
+            pairs = [
+                (getattr(ours, number), getattr(other, number))
+                for ours, other in zip(servers["ours"], servers["against"], strict=True)
+            ]
+            values = [ours / other for ours, other in pairs if ours is not None and other]
+            if values:
+                found[name][number] = [statistics.median(values), min(values), max(values)]
+    return found
 
 
-def _spread(rounds: Sequence[Round], number: str) -> dict[str, float] | None:
-    values = [getattr(one, number) for one in rounds]
-    if None in values:
-        return None
-    return {"median": statistics.median(values), "least": min(values), "most": max(values)}
-
-
-def table(cases: Sequence[dict[str, Any]]) -> str:
-    """A line per case and server, and one with the ratios."""
+def table(document: dict[str, Any]) -> str:
+    """A line per case and server, and with --against one with the ratios."""
     lines = [
-        f"{'':<14}{'images/s':>9} {'(min..max)':<17}"
-        f"{'p50 ms':>8}{'p99 ms':>8}{'max ms':>8}{'CPU us':>8}"
+        f"{'':<12}{'requests/s':>10} {'(min..max)':<17}{'p50 ms':>8}{'p99 ms':>8}{'CPU us':>8}"
     ]
-    for case in cases:
-        lines.append(case["case"])
-        for server in (name for name in case if isinstance(case[name], dict)):
-            numbers = case[server]
-            rate, cpu = numbers["images_per_s"], numbers["cpu_us"]
-            spread = f"({rate['least']:,.0f}..{rate['most']:,.0f})"
+    for name, servers in document["cases"].items():
+        lines.append(name)
+        for server, found in servers.items():
+            low, high = found["rps_spread"]
+            cpu = format(found["cpu_us"], ",.0f") if "cpu_us" in found else "-"
             lines.append(
-                f"  {server:<14}{rate['median']:>9,.0f} {spread:<17}"
-                f"{numbers['p50_ms']['median']:>6.2f}{numbers['p99_ms']['median']:>8.2f}"
-                f"{numbers['max_ms']['median']:>8.2f}"
-                f"{'-' if cpu is None else format(cpu['median'], ',.0f'):>8}"
+                f"  {server:<10}{found['rps']:>10,.0f} {f'({low:,.0f}..{high:,.0f})':<17}"
+                f"{found['p50_ms']:>8.2f}{found['p99_ms']:>8.2f}{cpu:>8}"
             )
-        ratios = []
-        for name, key in (("requests/s", "ratio"), ("CPU", "cpu_ratio")):
-            if case[key] is not None:
-                low, high = case[f"{key}_spread"]
-                ratios.append(f"{name} {case[key]:.3f} ({low:.2f}..{high:.2f})")
-        lines.append(f"  ours/other: {', '.join(ratios)}")
+        if "ratios" in document:
+            pairs = ", ".join(
+                f"{'requests/s' if number == 'rps' else 'CPU'} {median:.3f} ({low:.2f}..{high:.2f})"
+                for number, (median, low, high) in document["ratios"][name].items()
+            )
+            lines.append(f"  ours/against: {pairs}")
+    lines += [
+        "",
+        f"Medians of {document['rounds']} rounds (min..max). CPU us: the server's CPU time per",
+        "request. wrk ran on the same cores: only the ratios mean something.",
+    ]
     return "\n".join(lines)
+
+
+# Colours that colour-blind readers can tell apart. Source: Okabe & Ito 2008.
+_COLORS = {"ours": "#0072B2", "mosec": "#D55E00", "fastapi": "#E69F00"}
+_OTHER_COLOR = "#999999"
+
+
+def draw(document: dict[str, Any], path: Path) -> None:
+    """Draw the throughput of each server, a panel per case; without matplotlib say so."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as exc:
+        print(f"no picture: {missing_library(exc)}", file=sys.stderr)
+        return
+    cases = document["cases"]
+    columns = min(4, len(cases))
+    rows = -(-len(cases) // columns)
+    figure = Figure(figsize=(1 + 3.4 * columns, 0.6 + 2.4 * rows), layout="constrained", dpi=120)
+    panels = figure.subplots(rows, columns, squeeze=False).flat
+    for panel, (name, servers) in zip(panels, cases.items(), strict=False):
+        _bars(panel, {key: found for key, found in servers.items() if key != CONSTANT})
+        panel.set_title(f"{_title(case(name))} (floor: {servers[CONSTANT]['rps']:,.0f})")
+    for panel in panels[len(cases) :]:
+        panel.set_axis_off()
+    figure.suptitle(
+        "Requests per second, median and spread; in parentheses p50 / p99 of the latency in ms.\n"
+        "Floor: a bare ASGI application on uvicorn that answers a constant.",
+        fontsize=9,
+    )
+    figure.savefig(path)
+
+
+def _bars(panel: Any, servers: dict[str, dict[str, Any]]) -> None:
+    """A bar per server, its numbers on the right of its error bar."""
+    for row, (server, found) in enumerate(servers.items()):
+        rate, (low, high) = found["rps"], found["rps_spread"]
+        color = _COLORS.get(server.partition("_")[0], _OTHER_COLOR)
+        panel.barh(row, rate, xerr=[[rate - low], [high - rate]], color=color, capsize=2)
+        text = f" {rate:,.0f} ({found['p50_ms']:.3g} / {found['p99_ms']:.3g})"
+        panel.text(high, row, text, va="center", fontsize=7)
+    panel.set_yticks(range(len(servers)), servers)
+    panel.invert_yaxis()
+    panel.set_xlim(0, 1.7 * max(found["rps_spread"][1] for found in servers.values()))
+    panel.locator_params(axis="x", nbins=4)
+    panel.xaxis.set_major_formatter("{x:,.0f}")
+    panel.tick_params(labelsize=7)
+    panel.title.set_fontsize(8)
+    panel.spines[["top", "right"]].set_visible(False)
+
+
+def _title(case: Case) -> str:
+    form = {"json": "JSON", "raw": "raw"}[case.form]
+    images = f"{case.images} image{'s' if case.images > 1 else ''}"
+    return f"{images}, {form}, {case.connections} connection{'s' if case.connections > 1 else ''}"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.http",
-        description="Compare our service with a plain FastAPI + ONNX Runtime app, loaded by wrk.",
+        description="Compare our service with other Python model servers on the CPU, with wrk.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     add = parser.add_argument
@@ -286,15 +393,21 @@ def _parser() -> argparse.ArgumentParser:
         "--cases",
         nargs="+",
         type=case,
-        metavar="FORMAT:IMAGES:CONNECTIONS",
-        help="requests to measure, such as json:1:32 raw:16:1, instead of the usual ones",
+        metavar="CASE",
+        help="FORMAT_CONNECTIONS or FORMAT_IMAGESxCONNECTIONS, such as json_32 raw_64x4, instead "
+        "of the usual ones",
     )
-    add("--rounds", default=3, type=positive_int, help="per server and case")
+    add("--rounds", default=5, type=positive_int, help="per server and case")
     add("--duration", default=5, type=positive_int, help="seconds of a round")
     add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
     add("--weights", type=Path, help="weight file, instead of the latest in weights/lenet")
     add("--service-args", default="", help="more arguments for our services, as one string")
-    add("--json", type=Path, help="file to write the results to")
+    add(
+        "--json",
+        type=Path,
+        help=f"file to write the results to; {RESULTS} by default, none with --against. The "
+        "picture is written beside it",
+    )
     return parser
 
 

@@ -1,10 +1,11 @@
 import json
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from benchmarks.http import OURS, Case, Round, main, summarise, table
+from benchmarks.http import PEERS, Round, case, main, ratios, summarise, table
 from benchmarks.wrk import WrkFailed, find_wrk, parse_output, write_script
 
 RESULT = (
@@ -47,33 +48,37 @@ def test_the_script_has_the_bodies_beside_it(tmp_path):
     assert "a \\034quoted\\034 folder" in script
 
 
-def one_round(server, requests_per_s, cpu_us=100.0):
-    return Round(
-        case=str(Case("json", 16, 4)),
-        server=server,
-        requests_per_s=requests_per_s,
-        images_per_s=16 * requests_per_s,
-        p50_ms=1.0,
-        p99_ms=2.0,
-        max_ms=3.0,
-        cpu_us=cpu_us,
-    )
+@pytest.mark.parametrize("name", ["json_1", "raw_32", "json_64x4"])
+def test_a_case_is_written_as_it_is_read(name):
+    assert str(case(name)) == name
+
+
+@pytest.mark.parametrize("name", ["json", "json_0", "png_1", "raw_4x", "json_1x32x4"])
+def test_another_name_is_no_case(name, capsys):
+    with pytest.raises(SystemExit):
+        main(["--cases", name])
+    assert f"{name!r}, expected json_CONNECTIONS" in capsys.readouterr().err
+
+
+def one_round(server, rps, cpu_us=100.0):
+    return Round("json_16x4", server, rps=rps, p50_ms=1.0, p99_ms=2.0, cpu_us=cpu_us)
 
 
 def test_the_ratio_is_the_median_of_the_rounds_ratios():
     rounds = [one_round("against", rate, cpu_us=None) for rate in (10, 5, 40)]
-    rounds += [one_round(OURS, rate) for rate in (10, 30, 20)]
-    (case,) = summarise(rounds)
-    assert (case["ratio"], case["ratio_spread"]) == (1.0, [0.5, 6.0])
-    assert case[OURS]["images_per_s"] == {"median": 320, "least": 160, "most": 480}
-    assert case["against"]["cpu_us"] is None
-    assert case["cpu_ratio"] is None
-    _, name, ours, other, ratios = table([case]).splitlines()
-    assert name == "16 x json, 4 connections"
-    assert OURS in ours
-    assert "(160..480)" in ours
-    assert "against" in other
-    assert ratios == "  ours/other: requests/s 1.000 (0.50..6.00)"
+    rounds += [one_round("ours", rate) for rate in (10, 30, 20)]
+    assert ratios(rounds) == {"json_16x4": {"rps": [1.0, 0.5, 6.0]}}
+    cases = summarise(rounds)
+    assert list(cases["json_16x4"]) == ["ours", "against"]
+    assert cases["json_16x4"]["ours"]["rps"] == 20
+    assert cases["json_16x4"]["ours"]["rps_spread"] == [10, 30]
+    assert "cpu_us" not in cases["json_16x4"]["against"]
+    text = table({"rounds": 3, "cases": cases, "ratios": ratios(rounds)})
+    _, name, ours, other, pairs, *_ = text.splitlines()
+    assert name == "json_16x4"
+    assert ours.split()[:3] == ["ours", "20", "(10..30)"]
+    assert other.split()[-1] == "-"
+    assert pairs == "  ours/against: requests/s 1.000 (0.50..6.00)"
 
 
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="needs wrk")
@@ -81,15 +86,30 @@ def test_the_service_is_compared_with_that_of_a_checkout(tiny_file, tmp_path, ca
     path = tmp_path / "http.json"
     command = [f"--weights={tiny_file}", "--rounds=1", "--duration=1", f"--json={path}"]
     against = f"--against={Path(__file__).parents[2]}"
-    assert main([*command, against, "--cases", "json:2:3"]) == 0
-    (case,) = json.loads(path.read_text())["cases"]
-    assert case["case"] == "2 x json, 3 connections"
-    assert case["ratio"] > 0
-    assert case["cpu_ratio"] > 0
-    for server in (OURS, "against"):
-        assert case[server]["requests_per_s"]["median"] > 0
-        assert case[server]["cpu_us"]["median"] > 0
-    assert "ours/other: requests/s" in capsys.readouterr().out
+    assert main([*command, against, "--cases", "json_2x3"]) == 0
+    document = json.loads(path.read_text())
+    assert document["ratios"]["json_2x3"]["rps"][0] > 0
+    for server in ("ours", "against"):
+        assert document["cases"]["json_2x3"][server]["rps"] > 0
+    assert not path.with_suffix(".png").exists()
+    assert "ours/against: requests/s" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="needs wrk")
+def test_the_service_is_measured_beside_every_server_that_is_installed(tiny_file, tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "http.json"
+    command = [f"--weights={tiny_file}", "--rounds=1", "--duration=1", f"--json={path}"]
+    assert main([*command, "--cases", "raw_2x3"]) == 0
+    document = json.loads(path.read_text())
+    assert document["rounds"] == 1
+    found = document["cases"]["raw_2x3"]
+    installed = [name for name, peer in PEERS.items() if find_spec(peer.library)]
+    assert list(found) == ["ours_1", "ours_2", *installed]
+    assert all(numbers["rps"] > 0 for numbers in found.values())
+    assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+    missing = capsys.readouterr().err.count("is not measured: it is not installed\n")
+    assert missing == len(PEERS) - len(installed)
 
 
 def test_a_folder_that_is_no_checkout_is_named(tmp_path, capsys):
