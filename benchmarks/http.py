@@ -346,7 +346,8 @@ def draw(document: dict[str, Any], path: Path) -> None:
     panels = figure.subplots(rows, columns, squeeze=False).flat
     for panel, (name, servers) in zip(panels, cases.items(), strict=False):
         _bars(panel, {key: found for key, found in servers.items() if key != CONSTANT})
-        panel.set_title(f"{_title(case(name))} (floor: {servers[CONSTANT]['rps']:,.0f})")
+        title = f"{_title(case(name))} (floor: {servers[CONSTANT]['rps']:,.0f})"
+        panel.set_title(title, fontsize=8)
     for panel in panels[len(cases) :]:
         panel.set_axis_off()
     figure.suptitle(
@@ -371,7 +372,6 @@ def _bars(panel: Any, servers: dict[str, dict[str, Any]]) -> None:
     panel.locator_params(axis="x", nbins=4)
     panel.xaxis.set_major_formatter("{x:,.0f}")
     panel.tick_params(labelsize=7)
-    panel.title.set_fontsize(8)
     panel.spines[["top", "right"]].set_visible(False)
 
 
