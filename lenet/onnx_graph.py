@@ -33,20 +33,24 @@ _ACTIVATIONS = {
 }
 
 
-def onnx_model(weights: WeightFile) -> ModelProto:
+def onnx_model(weights: WeightFile, channel_multiple: int = 1) -> ModelProto:
     """The network as ONNX.
 
     Input `images` uint8 (n, 28, 28); outputs `logits` and `probabilities` float32 (n, classes).
+
+    The channels between layers are padded to a multiple of `channel_multiple`, with which some
+    runtimes are faster. Nothing reads what they hold: their weights in the next layer are 0.
     """
     graph = _Graph()
     model = weights.model
+    tensors = _padded(weights, channel_multiple)
     value = graph.add("Cast", [IMAGES], to=TensorProto.FLOAT)
     value = graph.add("Reshape", [value, graph.constant(np.array([-1, *model.input]), "input")])
     flat = False
     for index, (block, shape) in enumerate(zip(model.blocks, model.shapes(), strict=True)):
         scale = np.float32(SCALE if index == 0 else 1.0)
-        weight = graph.constant(weights.tensors[f"{shape.name}.weight"] * scale, shape.name)
-        bias = graph.constant(weights.tensors[f"{shape.name}.bias"], f"{shape.name}.bias")
+        weight = graph.constant(tensors[f"{shape.name}.weight"] * scale, shape.name)
+        bias = graph.constant(tensors[f"{shape.name}.bias"], f"{shape.name}.bias")
         if isinstance(block, ConvBlock):
             value = graph.add(
                 "Conv",
@@ -75,6 +79,27 @@ def onnx_model(weights: WeightFile) -> ModelProto:
         ir_version=_IR_VERSION,
         producer_name="lenet-serve",
     )
+
+
+def _padded(weights: WeightFile, channel_multiple: int) -> dict[str, NDArray[Any]]:
+    """The tensors, with zeros for the additional channels of convolutions but the last layer's."""
+    tensors = dict(weights.tensors)
+    model = weights.model
+    shapes = model.shapes()
+    for block, shape, after in zip(model.blocks, shapes, shapes[1:], strict=False):
+        if isinstance(block, ConvBlock):
+            weight = tensors[f"{shape.name}.weight"]
+            channels = len(weight)
+            more = -channels % channel_multiple
+            tensors[f"{shape.name}.weight"] = np.pad(weight, ((0, more), *[(0, 0)] * 3))
+            tensors[f"{shape.name}.bias"] = np.pad(tensors[f"{shape.name}.bias"], (0, more))
+            # (out, in, height, width), or (out, in x height x width) where a dense layer follows.
+            reader = tensors[f"{after.name}.weight"]
+            parts = reader.reshape(len(reader), channels, -1)
+            parts = np.pad(parts, ((0, 0), (0, more), (0, 0)))
+            rest = (-1,) if reader.ndim == 2 else (channels + more, *reader.shape[2:])
+            tensors[f"{after.name}.weight"] = parts.reshape(len(reader), *rest)
+    return tensors
 
 
 class _Graph:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lenet.context import ExecutionContext, Target, buckets, choose, estimate_bytes, gpus
+from lenet.cpu import CpuBackend
 from lenet.errors import (
     BackendUnavailable,
     DeviceError,
@@ -186,11 +187,21 @@ def test_a_launched_batch_has_its_result_on_whichever_thread_it_is_polled(
         assert (found.computed_rows, found.captured, found.device_s) == (6, True, 0.25)
 
 
-def test_nothing_is_launched_where_only_run_can_compute(backend, random_weights, tiny):
-    with ExecutionContext(backend, random_weights(tiny), 2) as context:
+@pytest.mark.parametrize("quick", [True, False])
+def test_the_cpu_launches_quick_batches_only_and_computes_them_at_once(
+    random_weights, tiny, monkeypatch, quick
+):
+    monkeypatch.setattr("lenet.cpu._QUICK_S", 60.0 if quick else 0.0)
+    images = np.zeros((2, 28, 28), np.uint8)
+    with ExecutionContext(CpuBackend(), random_weights(tiny), 2) as context:
         context.warm_up()
-        assert context.launch(np.zeros((2, 28, 28), np.uint8)) is None
-        assert not context.run(np.zeros((2, 28, 28), np.uint8)).captured
+        ran, pending = context.run(images), context.launch(images)
+        assert not ran.captured
+        if quick:
+            assert pending.done()
+            np.testing.assert_array_equal(pending.result().probabilities, ran.probabilities)
+        else:
+            assert pending is None
 
 
 @pytest.mark.parametrize("rows", [0, 7])

@@ -4,6 +4,7 @@ import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
+from onnxruntime import InferenceSession
 
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
@@ -67,3 +68,26 @@ def test_every_field_of_a_block_reaches_the_graph_when_it_is_described(random_we
 def test_the_same_weights_give_the_same_graph_when_made_twice(random_weights):
     weights = random_weights("lenet-6-16")
     assert onnx_model(weights).SerializeToString() == onnx_model(weights).SerializeToString()
+
+
+@pytest.mark.parametrize("multiple", [3, 8, 16])
+def test_padded_channels_change_no_logit(random_weights, multiple):
+    sigmoid = Activation("sigmoid")  # of 0 it is 0.5, which the next layer must not read
+    blocks = ConvBlock(5, (3, 3), activation=sigmoid, pool=Pool("max")), ConvBlock(7, (3, 3))
+    for model in (
+        "lenet-6-16",
+        "mlp",
+        Model("m", (*blocks, LAST)),
+        Model("n", (*blocks[:1], LAST)),
+    ):
+        weights = random_weights(model)
+        images = weights.golden.images
+        found = [
+            InferenceSession(
+                onnx_model(weights, given).SerializeToString(), providers=["CPUExecutionProvider"]
+            ).run([LOGITS], {IMAGES: images})[0]
+            for given in (1, multiple)
+        ]
+        np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
+        shapes = {item.name: item.dims for item in onnx_model(weights, multiple).graph.initializer}
+        assert all(shapes[name][0] % multiple == 0 for name in shapes if name.startswith("conv"))
