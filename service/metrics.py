@@ -19,6 +19,8 @@ from itertools import product
 from types import TracebackType
 from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
 
+import numpy as np
+from numpy.typing import NDArray
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -38,6 +40,8 @@ from service.errors import ServiceError
 _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
+_TIMED_TOGETHER = 256
+"""Requests whose times are put into the histograms at once: one by one that takes 2 us each."""
 
 Transport: TypeAlias = Literal["http", "grpc"]
 Stage: TypeAlias = Literal["decode", "queue", "compute", "encode"]
@@ -112,10 +116,11 @@ class BufferedGauge:
 class BufferedHistogram:
     """Buffers observations of one series with upper bounds `bounds` and infinity."""
 
-    __slots__ = ("_bounds", "_counts", "_series", "_sum")
+    __slots__ = ("_bounds", "_bounds_array", "_counts", "_series", "_sum")
 
     def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
         self._series, self._bounds = series, bounds
+        self._bounds_array = np.array(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
@@ -123,6 +128,14 @@ class BufferedHistogram:
         """Count one event of size `value`."""
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
+
+    def observe_all(self, values: NDArray[np.float64]) -> None:
+        """Count one event for each of `values`."""
+        counts = self._counts
+        bins = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(counts))
+        for index in np.flatnonzero(bins).tolist():
+            counts[index] += int(bins[index])
+        self._sum += float(values.sum())
 
     def flush(self) -> None:
         """See `Buffered`.
@@ -138,6 +151,9 @@ class BufferedHistogram:
             self._series._sum.inc(self._sum)
             self._sum = 0.0
 
+
+_NONE = float("nan")
+"""The time of a stage that a request did not pass."""
 
 B = TypeVar("B", bound=Buffered)
 _Labels: TypeAlias = tuple[str, ...]
@@ -259,6 +275,9 @@ class Metrics:
             "Reloads of a model: ok if the newest file is served afterwards.",
             *("model", "outcome"),
         )
+        self._timed: dict[Transport, list[tuple[float, ...]]] = {
+            protocol: [] for protocol in get_args(Transport)
+        }
         self._loaded: dict[str, _Labels] = {}  # of lenet_model_info, by model
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
@@ -276,9 +295,13 @@ class Metrics:
         self, protocol: Transport, stages: dict[Stage, float], total_s: float
     ) -> None:
         """Observe the time of a predicted request, by stage and in all."""
-        for stage, seconds in stages.items():
-            self._stage_duration[stage,].observe(seconds)
-        self._request_duration[protocol,].observe(total_s)
+        timed = self._timed[protocol]
+        get = stages.get
+        decode_s, queue_s = get("decode", _NONE), get("queue", _NONE)
+        compute_s, encode_s = get("compute", _NONE), get("encode", _NONE)
+        timed.append((decode_s, queue_s, compute_s, encode_s, total_s))
+        if len(timed) >= _TIMED_TOGETHER:
+            self._observe_timed(protocol, timed)
 
     def batch_cut(
         self, model: str, rows: int, reason: CutReason, waiting_rows: int, busy: int
@@ -360,8 +383,18 @@ class Metrics:
 
     def flush(self) -> None:
         """Put everything that happened so far into the library's metrics."""
+        for protocol, timed in self._timed.items():
+            self._observe_timed(protocol, timed)
         for buffer in self._buffers:
             buffer.flush()
+
+    def _observe_timed(self, protocol: Transport, timed: list[tuple[float, ...]]) -> None:
+        if timed:
+            *stages, total = np.array(timed).T
+            timed.clear()
+            for stage, seconds in zip(get_args(Stage), stages, strict=True):
+                self._stage_duration[stage,].observe_all(seconds[~np.isnan(seconds)])
+            self._request_duration[protocol,].observe_all(total)
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:
@@ -423,7 +456,7 @@ class Metrics:
 
 
 class RequestClock:
-    """Times one request by stage, and counts its outcome when its `with` block ends.
+    """Times one request by stage, and counts its outcome at `end`, or as its `with` block ends.
 
     `model` is the label of its count, set once the model is found.
     """
@@ -434,6 +467,7 @@ class RequestClock:
         self._metrics = metrics
         self._protocol = protocol
         self._started_s = self._lap_s = time.perf_counter()
+        self._range: Any = None
         self.model = NO_MODEL
         self.stages: dict[Stage, float] = {}
 
@@ -450,16 +484,12 @@ class RequestClock:
         """End the stage that began at the last `lap`."""
         self.stages[stage] = time.perf_counter() - self._lap_s
 
-    def __enter__(self) -> Self:
+    def begin(self) -> None:
+        """Open the request's range in a profiler."""
         self._range = nvtx.begin("request")
-        return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def end(self, error: BaseException | None) -> None:
+        """Count the outcome; None is an answer."""
         nvtx.end(self._range)
         if error is None:
             self._metrics.request_timed(self._protocol, self.stages, self.total_s)
@@ -469,6 +499,18 @@ class RequestClock:
         else:
             outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
         self._metrics.request_done(self.model, self._protocol, outcome)
+
+    def __enter__(self) -> Self:
+        self.begin()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.end(error)
 
 
 def _show(family: Family[B], *values: tuple[str, ...]) -> None:

@@ -28,15 +28,17 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
+from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.versions import WeightsFolder
-from service.errors import STARTUP_ERRORS, ExitCode, exit_code
+from service.errors import STARTUP_ERRORS, ExitCode, Unavailable, exit_code
 from service.http.app import create_app
-from service.http.body import BodyReader
-from service.http.connection import HttpProtocol
+from service.http.connection import FrontDoor
+from service.http.head import FastRoutes
 from service.http.openapi import InfoResponse, LoadedModel
+from service.http.predict import Bodies, PredictRoute
 from service.images import DecodingThreads, Limits
 from service.listener import at, cannot_listen, listen, probe
 from service.metrics import Metrics
@@ -55,11 +57,12 @@ LAST_ANSWERS_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An open service: gRPC listens, `app` is to be served over HTTP."""
+    """An open service: gRPC listens, `app` and `fast_routes` are to be served over HTTP."""
 
     models: Models
     metrics: Metrics
     app: FastAPI
+    fast_routes: FastRoutes
     grpc: GrpcServer
     faults: Faults | None
     """With `--fault-injection`."""
@@ -86,11 +89,15 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         read = time.perf_counter()
         _log.info("read %s: warming up", ", ".join(str(version.path) for version in versions))
 
+        deadlines = Deadlines()
+        stack.callback(deadlines.close)
         placement = place(settings)
         placed = time.perf_counter()
         faults = Faults() if settings.fault_injection else None
         config = _engine_config(settings, placement, faults)
-        models = await stack.enter_async_context(Models(folder, versions, config, metrics))
+        models = await stack.enter_async_context(
+            Models(folder, versions, config, metrics, deadlines)
+        )
         opening_s, warm_up_s = models.start_s()
         phases = {
             "weights": read - began,
@@ -118,18 +125,20 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 stop_timeout_s=settings.drain_timeout_s,
             )
         )
-        app = create_app(
+        predict = PredictRoute(
             models,
             metrics,
-            info=partial(_info, settings, placement, models),
-            limits=Limits(settings.max_images),
-            bodies=BodyReader(settings.max_body_bytes, settings.max_bodies_bytes),
-            decoding=decoding,
-            timeout_s=config.request_timeout_s,
+            Limits(settings.max_images),
+            Bodies(settings.max_body_bytes, settings.max_bodies_bytes),
+            decoding,
+            deadlines,
+            config.request_timeout_s,
         )
+        app = create_app(models, metrics, predict, partial(_info, settings, placement, models))
+        fast_routes = {(b"POST", b"/predict"): predict}
         models.ready = True
         try:
-            yield Service(models, metrics, app, grpc, faults)
+            yield Service(models, metrics, app, fast_routes, grpc, faults)
         finally:
             models.ready = False
 
@@ -276,7 +285,8 @@ async def _answer(
     # traffic need not look at it.
     gc.collect()
     gc.freeze()
-    server = _http_server(service.app, settings.drain_timeout_s)
+    door = FrontDoor(service.fast_routes)
+    server = _http_server(service.app, door, settings.drain_timeout_s)
     host, port = listeners[0].getsockname()[:2]
     for listener in listeners:
         try:
@@ -297,6 +307,11 @@ async def _answer(
     deadline_s = loop.time() + settings.drain_timeout_s
     server.should_exit = True
     await asyncio.gather(serving, service.grpc.stop(settings.drain_timeout_s))
+    door.give_up(
+        Unavailable(
+            "the service stopped before the answer; send this to another instance", retry_after_s=1
+        )
+    )
     await service.models.drain(max(0.0, deadline_s - loop.time()))
 
 
@@ -324,18 +339,17 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _http_server(app: FastAPI, stop_timeout_s: float) -> _Server:
+def _http_server(app: FastAPI, door: FrontDoor, stop_timeout_s: float) -> _Server:
     return _Server(
         uvicorn.Config(
             app,
-            http=HttpProtocol,
+            http=door,  # type: ignore[arg-type]  # called as a class is
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             proxy_headers=False,
-            timeout_keep_alive=75,
             # Never 0: Python 3.11's wait_for then gives up before it looks. An int only for
             # uvicorn's command line; it goes to asyncio.wait_for.
             timeout_graceful_shutdown=max(1e-3, stop_timeout_s),  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ import service
 import trainer
 from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.errors import ExitCode
-from service.http.app import STATUS
+from service.http.answer import STATUS
 from service.mps import STOP_TIMEOUT_S
 from service.settings import Settings
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -12,7 +12,8 @@ from lenet import nvtx
 from lenet.backend import BatchResult
 from lenet.pixels import Images
 from service.engine.contexts import BusyPoll, ContextPool, Worker
-from service.engine.queue import BatchQueue, Cut, Prediction, Request
+from service.engine.deadlines import Deadlines
+from service.engine.queue import BatchAnswer, BatchQueue, Cut, OnAnswer, Prediction, Request
 from service.engine.versions import ModelVersion
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
 from service.metrics import Metrics
@@ -35,6 +36,7 @@ class Batcher:
         metrics: Metrics,
         version: ModelVersion,
         busy_poll: BusyPoll,
+        deadlines: Deadlines,
         clock: Callable[[], float],
     ) -> None:
         self._loop = asyncio.get_running_loop()
@@ -45,6 +47,9 @@ class Batcher:
         self._pool = pool
         self._metrics = metrics
         self._busy_poll = busy_poll
+        self._deadlines = deadlines
+        self._older: set[Request] = set()
+        self._older_done: asyncio.Future[None] | None = None
         self._dispatching = False
         self._timer: asyncio.TimerHandle | None = None
         self._in_flight: set[Cut] = set()
@@ -58,39 +63,51 @@ class Batcher:
         """What a request that comes now is computed with."""
         return self._version
 
-    async def submit(self, images: Images, timeout_s: float) -> Prediction:
-        """Classify `images`, uint8 (n, 28, 28), n >= 1.
+    def enqueue(self, images: Images, deadline_s: float, on_answer: OnAnswer) -> Request:
+        """Classify `images`, uint8 (n, 28, 28), n >= 1, until `deadline_s` on the batcher's clock.
 
-        Cancelling the caller takes its waiting rows out of the queue.
+        `on_answer` is called once, never from within this call: with a `Prediction`, or with
+        DeadlineExceeded, InferenceFailed (a batch with these rows failed) or Unavailable (the
+        service stops, or lost its device).
 
         Raises:
             Overloaded: the queue is full.
-            DeadlineExceeded: `timeout_s` passed first.
-            InferenceFailed: a batch with these rows failed.
-            Unavailable: the service stops, or lost its device.
+            Unavailable: the service is stopping, or has lost its device.
         """
         if self._closing:
             raise _device_lost() if self._lost else _stopping()
-        now = self._clock()
-        deadline = now + timeout_s
-        answer: asyncio.Future[Prediction] = self._loop.create_future()
-        request = Request(images, deadline, now, self._version, answer)
+        request = Request(images, deadline_s, self._clock(), self._version, on_answer)
         self._queue.push(request)
         request.waiting = nvtx.begin("queue")
         self._requests.add(request)
         self._idle.clear()
-        timer = self._loop.call_at(deadline, self._expire, request)
-        self._schedule()
+        request.tick = self._deadlines.add(deadline_s, request, self._expire)
+        # Not at once: every request that arrives in this turn of the loop joins the batch.
+        if not self._dispatching:
+            self._dispatching = True
+            self._loop.call_soon(self._dispatch)
+        return request
+
+    def cancel(self, request: Request) -> None:
+        """Nobody waits for `request` any more: take its waiting rows out of the queue."""
+        if not request.done:
+            self._leave(request)
+            if dropped := self._queue.discard(request):
+                self._metrics.rows_dropped(dropped, "cancelled")
+            self._note_idle()
+
+    async def submit(self, images: Images, timeout_s: float) -> Prediction:
+        """As `enqueue`, for a task. Cancelling it cancels the request.
+
+        Raises:
+            Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
+        """
+        answer: asyncio.Future[Prediction] = self._loop.create_future()
+        request = self.enqueue(images, self._clock() + timeout_s, partial(_resolve, answer))
         try:
             return await answer
         finally:
-            self._requests.discard(request)
-            timer.cancel()
-            request.end_wait()
-            dropped = self._queue.discard(request)
-            self._note_idle()
-            if dropped:
-                self._metrics.rows_dropped(dropped, "cancelled")
+            self.cancel(request)
 
     async def replace(self, version: ModelVersion) -> Exception | None:
         """Compute requests that come from some moment on with `version`, of the same architecture.
@@ -109,8 +126,10 @@ class Batcher:
             if isinstance(error, Exception):
                 return error
         self._version = version
-        if older := [request.answer for request in self._requests]:
-            await asyncio.wait(older)
+        if self._requests:
+            self._older = set(self._requests)
+            self._older_done = self._loop.create_future()
+            await self._older_done
         for worker in self._pool.workers:
             async with self._claimed(worker):
                 replaced = worker.replace_weights(version.weights)
@@ -126,13 +145,15 @@ class Batcher:
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            self._fail(list(self._requests), _stopping)
+            for request in tuple(self._requests):
+                self._fail(request, _stopping())
 
     def fail_all(self) -> None:
         """The device is lost: refuse new requests and fail all others, in flight or not."""
         self._lost = True
         self._close()
-        self._fail(list(self._requests), _device_lost)
+        for request in tuple(self._requests):
+            self._fail(request, _device_lost())
 
     def _close(self) -> None:
         self._closing = True
@@ -148,7 +169,6 @@ class Batcher:
             self._schedule()  # rows may have waited for this context
 
     def _schedule(self) -> None:
-        # Not at once: every request that arrives in this turn of the loop joins the batch.
         if not self._dispatching and len(self._queue):
             self._dispatching = True
             self._loop.call_soon(self._dispatch)
@@ -189,7 +209,7 @@ class Batcher:
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self._pool.release(worker)
-        self._schedule()
+        self._schedule()  # before the answers, whose callers may need a while
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -198,11 +218,11 @@ class Batcher:
             now = self._clock()
             name, compute_s = cut.version.name, now - cut.now_s
             self._metrics.batch_done(name, cut.rows, outcome, compute_s, self._pool.busy)
-            row = 0
+            batch, row = BatchAnswer(outcome.probabilities), 0
             for segment in cut.segments:
-                rows = segment.stop - segment.start
-                part = outcome.probabilities[row : row + rows]
-                segment.request.deliver(segment.start, part, now)
+                request, rows = segment.request, segment.stop - segment.start
+                if not request.done and request.deliver(segment.start, batch, row, rows):
+                    self._answer(request, request.prediction(now))
                 row += rows
             self._busy_poll.extend()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
@@ -210,38 +230,62 @@ class Batcher:
         self._note_idle()
 
     def _expire(self, request: Request) -> None:
-        dropped = self._queue.discard(request)
-        self._fail_late(request)
-        if dropped:
+        if dropped := self._queue.discard(request):
             self._metrics.rows_dropped(dropped, "late")
+        self._fail_late(request)
+        self._note_idle()
 
     def _fail_late(self, request: Request) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
-        self._fail([request], lambda: DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
+        self._answer(request, DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
     def _fail_batch(self, cut: Cut, cause: Exception) -> None:
         if self._lost:
             return  # logged, and answered by `fail_all`
         # Once a batch: once a request would flood the log.
         _log.error("a batch of %d rows failed", cut.rows, exc_info=cause)
-        self._fail(cut.requests, _batch_failed, cause)
+        for request in cut.requests:
+            error = InferenceFailed(
+                "the batch with this request failed; it is safe to send it again"
+            )
+            error.__cause__ = cause
+            self._fail(request, error)
 
-    def _fail(
-        self,
-        requests: Iterable[Request],
-        make_error: Callable[[], ServiceError],
-        cause: Exception | None = None,
-    ) -> None:
-        for request in requests:
-            self._queue.discard(request)
-            if not request.answer.done():
-                error = make_error()
-                error.__cause__ = cause
-                request.answer.set_exception(error)
+    def _fail(self, request: Request, error: ServiceError) -> None:
+        self._queue.discard(request)
+        self._answer(request, error)
+
+    def _answer(self, request: Request, outcome: Prediction | ServiceError) -> None:
+        if request.done:
+            return
+        self._leave(request)
+        try:
+            request.on_answer(outcome)
+        except Exception:  # noqa: BLE001 - a transport's fault must not reach its batch mates
+            _log.exception("an answer was not delivered")
+
+    def _leave(self, request: Request) -> None:
+        request.done = True
+        request.end_wait()
+        self._requests.discard(request)
+        self._deadlines.remove(request.tick, request)
+        if self._older:
+            self._older.discard(request)
+            if not self._older and self._older_done is not None and not self._older_done.done():
+                self._older_done.set_result(None)
 
     def _note_idle(self) -> None:
         if not len(self._queue) and not self._in_flight:
             self._idle.set()
+
+
+def _resolve(answer: asyncio.Future[Prediction], outcome: Prediction | ServiceError) -> None:
+    if answer.done():
+        return  # its task was cancelled
+    if isinstance(outcome, ServiceError):
+        answer.set_exception(outcome)
+    else:
+        answer.set_result(outcome)
 
 
 def _stopping() -> ServiceError:
@@ -253,7 +297,3 @@ def _device_lost() -> ServiceError:
         "the service lost its device and starts again; send this to another instance or try again",
         retry_after_s=1,
     )
-
-
-def _batch_failed() -> ServiceError:
-    return InferenceFailed("the batch with this request failed; it is safe to send it again")

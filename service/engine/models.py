@@ -21,9 +21,10 @@ from lenet.pixels import Images
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool, Worker
+from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
-from service.engine.queue import BatchQueue, Prediction
+from service.engine.queue import BatchQueue, OnAnswer, Prediction, Request
 from service.engine.versions import ModelVersion, WeightsFolder
 from service.errors import UnknownModel
 from service.metrics import LossReason, Metrics, ReloadOutcome, RequestClock
@@ -81,6 +82,7 @@ class Models:
         versions: Sequence[ModelVersion],
         config: EngineConfig,
         metrics: Metrics,
+        deadlines: Deadlines,
     ) -> None:
         self.ready = False
         self.lost = asyncio.Event()
@@ -88,6 +90,7 @@ class Models:
         self._versions = versions
         self._config = config
         self._metrics = metrics
+        self._deadlines = deadlines
         self._stack = AsyncExitStack()
         self._served: dict[str, ServedModel] = {}
         self._reload_requested = self._closed = False
@@ -118,6 +121,19 @@ class Models:
                 field="version",
             )
         return model
+
+    def enqueue(
+        self, images: Images, model: str, version: str, deadline_s: float, on_answer: OnAnswer
+    ) -> tuple[Batcher, Request]:
+        """Classify `images`, uint8 (n, 28, 28), n >= 1; see `Batcher.enqueue` for the rest.
+
+        Returns: the request, and the batcher that can cancel it.
+
+        Raises:
+            UnknownModel, Overloaded, Unavailable.
+        """
+        batcher = self.get(model, version).batcher
+        return batcher, batcher.enqueue(images, deadline_s, on_answer)
 
     async def predict(
         self,
@@ -216,6 +232,7 @@ class Models:
             self._metrics,
             version,
             busy_poll,
+            self._deadlines,
             time.monotonic,
         )
         served = ServedModel(batcher, pool)

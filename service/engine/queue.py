@@ -5,18 +5,29 @@ Pure: time is an argument, and nothing here waits.
 
 from __future__ import annotations
 
-import asyncio
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from lenet import nvtx
 from lenet.pixels import Images, Probabilities
 from service.engine.versions import ModelVersion
-from service.errors import Overloaded
+from service.errors import Overloaded, ServiceError
 from service.metrics import CutReason
+
+
+@dataclass(slots=True, eq=False)
+class BatchAnswer:
+    """The probabilities of a batch, float32 (n, classes).
+
+    A transport keeps in `encoded` what it makes of the whole batch, for the batch's other requests.
+    """
+
+    probabilities: Probabilities
+    encoded: dict[str, Any] = field(default_factory=dict)
 
 
 # Not frozen, as all that is made for each request: freezing takes most of the time of making.
@@ -25,18 +36,30 @@ class Prediction:
     """Probabilities float32 (n, classes) in the order of the images, and what computed all of them.
 
     `queue_s` until the first rows were cut, `compute_s` from then until the last were answered.
+    `batch` holds them from row `row` on.
     """
 
     model: str
     version: str
-    probabilities: Probabilities
+    rows: int
     queue_s: float
     compute_s: float
+    batch: BatchAnswer
+    row: int = 0
+
+    @property
+    def probabilities(self) -> Probabilities:
+        """Float32 (rows, classes), in the order of the images."""
+        return self.batch.probabilities[self.row : self.row + self.rows]
+
+
+OnAnswer: TypeAlias = Callable[[Prediction | ServiceError], None]
+"""Called on the event loop with what came of a request, once, unless the request is cancelled."""
 
 
 @dataclass(slots=True, eq=False)
 class Request:
-    """Images that wait, uint8 (n, 28, 28), and the future that their caller awaits.
+    """Images that wait, uint8 (n, 28, 28), and whom to call with their answer.
 
     A request is split across batches; its answer is reassembled from the parts. All of them are
     computed with `version`. Times are on the batcher's clock.
@@ -46,14 +69,20 @@ class Request:
     deadline_s: float
     arrived_s: float
     version: ModelVersion
-    answer: asyncio.Future[Prediction]
+    on_answer: OnAnswer
     rows: int = field(init=False)
+    done: bool = field(default=False, init=False)
+    """Answered or cancelled: what its batches still compute is dropped."""
     cut_rows: int = field(default=0, init=False)
     """How many of its rows have left the queue in batches."""
     answered_rows: int = field(default=0, init=False)
     first_cut_s: float = field(default=0.0, init=False)
-    parts: dict[int, Probabilities] = field(default_factory=dict, init=False)
+    parts: dict[int, Probabilities] | None = field(default=None, init=False)
     """By first row: batches of one request finish in any order."""
+    batch: BatchAnswer | None = field(default=None, init=False)
+    row: int = field(default=0, init=False)
+    tick: int = field(default=0, init=False)
+    """Where `Deadlines` keeps it."""
     waiting: Any = field(default=None, init=False)
     """A profiler's range, open until the first rows leave; None without a profiler."""
 
@@ -66,26 +95,29 @@ class Request:
             nvtx.end(self.waiting)
             self.waiting = None
 
-    def deliver(self, start: int, probabilities: Probabilities, now_s: float) -> None:
-        """Take the rows from `start` on; with the last of them the caller is answered."""
-        if self.answer.done():
-            return  # cancelled, late or failed in another batch
-        if len(probabilities) < self.rows:
-            self.parts[start] = probabilities
-            self.answered_rows += len(probabilities)
-            if self.answered_rows < self.rows:
-                return
-            probabilities = np.concatenate([self.parts[start] for start in sorted(self.parts)])
-        version = self.version
-        self.answer.set_result(
-            Prediction(
-                version.name,
-                version.version,
-                probabilities,
-                self.first_cut_s - self.arrived_s,
-                now_s - self.first_cut_s,
-            )
-        )
+    def deliver(self, start: int, batch: BatchAnswer, row: int, rows: int) -> bool:
+        """Take `rows` rows of `batch` from `row` on, which are its own from `start` on.
+
+        Returns: whether they were the last.
+        """
+        if rows == self.rows:
+            self.batch, self.row = batch, row
+            return True
+        parts = self.parts = self.parts or {}
+        parts[start] = batch.probabilities[row : row + rows]
+        self.answered_rows += rows
+        if self.answered_rows < self.rows:
+            return False
+        whole = np.concatenate([parts[start] for start in sorted(parts)])
+        self.batch, self.row = BatchAnswer(whole), 0
+        return True
+
+    def prediction(self, now_s: float) -> Prediction:
+        """The answer, after `deliver` returned True."""
+        assert self.batch is not None, "bug: not all rows were delivered"
+        version, cut_s = self.version, self.first_cut_s
+        times = cut_s - self.arrived_s, now_s - cut_s
+        return Prediction(version.name, version.version, self.rows, *times, self.batch, self.row)
 
 
 @dataclass(slots=True)

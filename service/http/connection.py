@@ -1,116 +1,793 @@
-"""An HTTP/1.1 connection: uvicorn's, with limits on headers and errors in the service's JSON.
+"""One HTTP/1.1 connection, on httptools' parser, run by uvicorn through its setting `http`.
 
-uvicorn 0.54 with httptools waits for ever for headers that do not come or do not end, accepts
-headers of any size, and answers a malformed request in plain text, with a warning in the log.
-Bodies and answers are limited by the application.
+Requests of a connection are parsed as they arrive, work at the same time, and are answered in their
+order. A request on a fast route is handled by plain calls and written in one piece; every other
+request goes to the ASGI application in a task.
+
+    bytes -> parser -> exchange 1 (being answered) -> exchange 2 -> ... exchange n (body arriving)
+                             |
+                             first in the line and complete: written, then the next
+
+What ends a connection:
+
+    idle ------- keep-alive time over, client gone, stop -------> closed
+    headers ---- too slow -> closed; malformed, too long -> 400, 431, 501, 505, then lingering
+    answering -- "Connection: close", HTTP/1.0, stop -> answered, then lingering
+    any -------- client gone -> exchanges cancelled; client does not read -> aborted
+    lingering -- our side is shut, what the client still sends is read and dropped, for a while:
+                 closed with unread bytes in it, a socket resets, and the client loses the answer
+
+The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1), trailers never
+read as headers (7.1.2). Requests for an upgrade are answered as if they did not ask.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
+from collections import deque
+from collections.abc import Mapping
+from http import HTTPStatus
+from socket import SO_ERROR, SOL_SOCKET
+from typing import Any, cast
+from urllib.parse import unquote
 
 import httptools
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn import Config
+from uvicorn.server import ServerState
 
-from service.errors import InvalidInput
-from service.http.app import error_response
+from service.errors import ServiceError, shown
+from service.http.answer import INTERNAL_ERROR, Answer, refusal
+from service.http.head import FastCall, FastRoutes, Head, Pairs, Refused
+
+_log = logging.getLogger(__name__)
+
+_LINGER_BYTES = 64 << 20
+_LINGER_S = 5.0
+_IDLE_GRACE_S = 0.2
+"""At a stop, how long a connection that was just used may still send a request."""
+_PROBE_S = 0.02
+"""After a client's end of data, when to find out whether it still reads."""
+
+_READ_AHEAD = 64
+"""Requests of one connection that may wait for their answers before its reading pauses."""
+_BUFFERED_BYTES = 64 * 1024
+"""Bytes of a body that an application has not asked for before reading pauses."""
+_FRAMING_BYTES = 64 * 1024
+"""Bytes of chunk sizes, chunk extensions and trailers, beyond eight for each byte of the body."""
+_CACHED_HEADS = 512
+_CACHED_HEAD_BYTES = 2048
+
+_MALFORMED = "malformed HTTP request; expected HTTP/1.1 without TLS"
 
 
-class HttpProtocol(HttpToolsProtocol):
-    """One connection; closed when the headers of a request take too long or are too large.
+class FrontDoor:
+    """What the connections of one server share; calling it makes one, as uvicorn does.
 
-    The time starts with the connection and, when it is kept alive, with the next byte; between
-    requests uvicorn's `timeout_keep_alive` applies. A request that arrives whole sets no timer.
+    Times are in seconds: for the headers of a request, between requests, and for a client to read.
     """
 
-    header_timeout_s = 10.0
-    max_header_bytes = 64 * 1024
+    def __init__(
+        self,
+        routes: FastRoutes,
+        *,
+        max_header_bytes: int = 64 * 1024,
+        header_timeout_s: float = 10.0,
+        keep_alive_s: float = 75.0,
+        write_timeout_s: float = 30.0,
+    ) -> None:
+        self.routes = routes
+        self.max_header_bytes = max_header_bytes
+        self.header_timeout_s = header_timeout_s
+        self.keep_alive_s = keep_alive_s
+        self.write_timeout_s = write_timeout_s
+        self.heads: dict[tuple[bytes, bytes, str, Pairs], Head] = {}
+        self.connections: set[Connection] = set()
+        self._sweeping = False
+        self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
+        self._common: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
 
-    _header_timer: asyncio.TimerHandle | None = None
-    _header_bytes = 0
-    _in_headers = True
-    _message_ended = False  # in the latest data
-    _unanswered = 0  # requests whose body has arrived
-    _rejection: str | None = None
+    def __call__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Connection:
+        """A connection of uvicorn's server."""
+        loop = _loop or asyncio.get_running_loop()
+        if not self._sweeping:
+            self._sweeping = True
+            loop.call_later(self._sweep_s, self._sweep, loop)
+        return Connection(self, config, server_state, app_state, loop)
 
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Start the timer of the first request's headers."""
-        super().connection_made(transport)
-        self._set_header_timer()
+    def common_headers(self, state: ServerState) -> bytes:
+        """Date and whatever else uvicorn sends, which it renews every second."""
+        headers, lines = self._common
+        if headers is not state.default_headers:
+            headers = state.default_headers
+            lines = b"".join(b"%s: %s\r\n" % header for header in headers)
+            self._common = headers, lines
+        return lines
+
+    def give_up(self, error: ServiceError) -> None:
+        """Answer the fast requests that are not answered yet with `error`."""
+        for connection in tuple(self.connections):
+            connection.give_up(error)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close connections that waited too long, all at one timer."""
+        now = loop.time()
+        for connection in tuple(self.connections):
+            connection.check_time(now)
+        self._sweeping = bool(self.connections)
+        if self._sweeping:
+            loop.call_later(self._sweep_s, self._sweep, loop)
+
+
+class Connection(asyncio.Protocol):
+    """See the module."""
+
+    def __init__(
+        self,
+        door: FrontDoor,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        loop: asyncio.AbstractEventLoop,
+    ) -> None:
+        self.door, self.app, self.state, self.app_state = (
+            door,
+            config.loaded_app,
+            server_state,
+            app_state,
+        )
+        self.loop = loop
+        self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.client: tuple[str, int] | None = None
+        self.server: tuple[str, int] | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._line: deque[Exchange] = deque()  # in the order of their requests
+        self._arriving: Exchange | None = None  # whose body is not complete
+        self._url = b""
+        self._pairs: list[tuple[bytes, bytes]] = []
+        self._in_headers = False
+        self._used = False
+        self._began_now = self._completed_now = False  # a message, in the latest data
+        self._header_bytes = 0
+        self._framing_bytes = self._body_bytes = 0
+        self._ended = False  # the client sends no more
+        self._closing = False  # no further request is read
+        self._stopping = False
+        self._lingering_until_s = 0.0
+        self._lingered_bytes = 0
+        self._reading = True
+        self._since_s = loop.time()  # of being idle, or of the headers that arrive
+        self._blocked_since_s = 0.0
+        self._drained: asyncio.Event | None = None
+
+    # The transport's calls.
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast("asyncio.Transport", transport)
+        self.client, self.server = (
+            _address(self.transport, name) for name in ("peername", "sockname")
+        )
+        self.door.connections.add(self)
+        self.state.connections.add(self)  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Stop the timer."""
-        self._unset_header_timer()
-        super().connection_lost(exc)
+        self.door.connections.discard(self)
+        self.state.connections.discard(self)
+        self._closing = True
+        line, self._arriving = tuple(self._line), None
+        self._line.clear()
+        for exchange in line:
+            exchange.cancel()
+        self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parse `data`; as in uvicorn, without its warnings about clients' errors."""
-        if self._rejection is not None:
+        if self._closing:
+            self._lingered_bytes += len(data)
+            if self._lingered_bytes > _LINGER_BYTES:
+                self.transport.abort()
             return
-        self._unset_keepalive_if_required()
-        self._message_ended = False
+        self._began_now = self._completed_now = False
+        body_before = self._body_bytes
         try:
-            self.parser.feed_data(data)
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as exc:
+            self._feed_without_upgrade(data[exc.args[0] :])
+        except httptools.HttpParserCallbackError:
+            _log.exception("a request failed")
+            self._end_with(INTERNAL_ERROR)
         except httptools.HttpParserError:
-            self._reject("malformed HTTP request; expected HTTP/1.1 without TLS")
+            self._refuse(400, _MALFORMED)
+        if self._closing:
             return
-        except httptools.HttpParserUpgrade:
-            pass  # answered like any other request
-        # Data that ends another message is not counted: how much of it are headers is not known.
-        if self._in_headers and not self._message_ended:
-            self._header_bytes += len(data)
-            if self._header_bytes > self.max_header_bytes:
-                self._reject(f"headers: got more than {self.max_header_bytes} bytes")
-                return
-        waiting = self.cycle is None or self.cycle.response_complete
-        if self._header_timer is None and waiting:
-            self._set_header_timer()
+        if self._in_headers:
+            # How much of data that ends another message are headers of the next is not known.
+            self._header_bytes += 0 if self._completed_now else len(data)
+            if self._header_bytes > self.door.max_header_bytes:
+                self._headers_too_long()
+        elif (arriving := self._arriving) is not None:
+            if arriving.head.chunked and not self._began_now:
+                self._framing_bytes += len(data) - (self._body_bytes - body_before)
+                if self._framing_bytes > _FRAMING_BYTES + 8 * self._body_bytes:
+                    self._refuse(
+                        400, f"chunks: got more than {_FRAMING_BYTES} bytes beside the body"
+                    )
+                    return
+            self._since_s = self.loop.time()
+            arriving.wait_for_body()
+        self._set_reading()
+
+    def eof_received(self) -> bool:
+        self._ended = True
+        if self._arriving is not None:  # cannot become whole
+            self._line.pop().cancel()
+            self._arriving = None
+        if not self._line:
+            return False  # nothing to answer: closes
+        if (head := self._line[0].head) is not None and head.version == "1.1":
+            self.loop.call_later(_PROBE_S, self._probe, _PROBE_S)
+        return True
+
+    def pause_writing(self) -> None:
+        self._blocked_since_s = self.loop.time()
+        self._drained = asyncio.Event()
+        self._set_reading()
+
+    def resume_writing(self) -> None:
+        self._blocked_since_s = 0.0
+        if self._drained is not None:
+            self._drained.set()
+            self._drained = None
+        if not self.transport.is_closing():
+            self._set_reading()
+
+    def shutdown(self) -> None:
+        """Uvicorn stops: answer what has begun, with `Connection: close`, and close."""
+        self._stopping = True
+        if not self._line and not self._in_headers and not self._closing:
+            idle_s = self.loop.time() - self._since_s
+            if idle_s >= _IDLE_GRACE_S:
+                self.transport.close()
+            else:  # its next request may be on the way
+                self.loop.call_later(_IDLE_GRACE_S - idle_s, self._close_if_idle)
+
+    def give_up(self, error: ServiceError) -> None:
+        """The stop takes too long."""
+        for exchange in tuple(self._line):
+            exchange.give_up(error)
+
+    def check_time(self, now_s: float) -> None:
+        """Close the connection if it waited too long for its client."""
+        door = self.door
+        if self._blocked_since_s:
+            if now_s - self._blocked_since_s > door.write_timeout_s:
+                self.transport.abort()
+        elif self._closing:
+            if self._lingering_until_s and now_s > self._lingering_until_s:
+                self.transport.abort()
+        elif self._line:
+            if self._arriving is not None and now_s - self._since_s > door.keep_alive_s:
+                self.transport.abort()  # the rest of a body that nobody else waits for
+        elif self._in_headers or not self._used:
+            if now_s - self._since_s > door.header_timeout_s:
+                self.transport.abort()
+        elif now_s - self._since_s > door.keep_alive_s:
+            self.transport.close()
+
+    # The parser's calls.
+
+    def on_message_begin(self) -> None:
+        self._url = b""
+        self._pairs = []
+        self._in_headers = self._began_now = self._used = True
+        self._header_bytes = 0
+        self._since_s = self.loop.time()
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_headers:  # else a trailer, which is bounded and dropped
+            self._pairs.append((name, value))
 
     def on_headers_complete(self) -> None:
-        """Stop the timer; from here on the application applies the deadline."""
-        self._unset_header_timer()
-        self._header_bytes = 0
         self._in_headers = False
-        super().on_headers_complete()
+        if self._closing:
+            return
+        if self._parser.should_upgrade():
+            return  # the parser would take the body for another protocol
+        self._open(self._parser)
+
+    def on_body(self, body: bytes) -> None:
+        self._body_bytes += len(body)
+        if self._arriving is not None:
+            self._arriving.data(body)
 
     def on_message_complete(self) -> None:
-        """The whole request has arrived."""
-        self._unanswered += 1
-        self._in_headers = self._message_ended = True
-        super().on_message_complete()
+        self._completed_now = True
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None:
+            arriving.end()
 
-    def on_response_complete(self) -> None:
-        """Start the next pipelined request, or reject what followed the last one."""
-        self._unanswered -= 1
-        if self._rejection is not None and self._unanswered <= 0:
-            self._write_rejection(self._rejection)
+    # Exchanges.
+
+    def _open(self, parser: httptools.HttpRequestParser) -> None:
+        door = self.door
+        pairs = tuple(self._pairs)
+        key = parser.get_method(), self._url, parser.get_http_version(), pairs
+        head = door.heads.get(key)
+        if head is None:
+            size = len(key[0]) + len(self._url) + len("  HTTP/1.1\r\n\r\n")
+            size += sum(len(name) + len(value) + len(": \r\n") for name, value in pairs)
+            if size > door.max_header_bytes:
+                self._headers_too_long()
+                return
+            try:
+                head = Head(*key, parser.should_keep_alive(), door.routes)
+            except Refused as exc:
+                self._end_with(exc.answer)
+                return
+            except httptools.HttpParserError:
+                self._refuse(
+                    400, f"target: got {shown(self._url.decode('latin-1'))}, expected a path"
+                )
+                return
+            if size <= _CACHED_HEAD_BYTES:
+                if len(door.heads) >= _CACHED_HEADS:
+                    door.heads.clear()
+                door.heads[key] = head
+        self._framing_bytes = self._body_bytes = 0
+        kind = AsgiExchange if head.route is None else FastExchange
+        exchange: Exchange = kind(self, head)
+        self._arriving = exchange
+        self._line.append(exchange)
+        exchange.open()
+
+    def _feed_without_upgrade(self, rest: bytes) -> None:
+        """Parse a request again as if it asked for no upgrade, then `rest`, which follows it."""
+        while not self._closing:
+            method, version = self._parser.get_method(), self._parser.get_http_version()
+            if method == b"CONNECT":
+                self._refuse(501, "method: got CONNECT, expected another; see /docs")
+                return
+            kept = [pair for pair in self._pairs if pair[0].lower() != b"upgrade"]
+            lines = [b"%s %s HTTP/%s" % (method, self._url, version.encode())]
+            lines += [b"%s: %s" % pair for pair in kept]
+            data = b"\r\n".join([*lines, b"\r\n"]) + rest
+            self._parser = httptools.HttpRequestParser(self)
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as exc:
+                rest = data[exc.args[0] :]
+            except httptools.HttpParserError:
+                self._refuse(400, _MALFORMED)
+
+    def _headers_too_long(self) -> None:
+        self._refuse(431, f"headers: got more than {self.door.max_header_bytes} bytes")
+
+    def _refuse(self, status: int, message: str) -> None:
+        self._end_with(refusal(status, "invalid_input", message))
+
+    def _end_with(self, answer: Answer) -> None:
+        """Answer what cannot be read, after the answers to the requests before, and close."""
+        if self._closing:
+            return  # the parser goes on with data that is refused already
+        self._closing = True
+        arriving, self._arriving = self._arriving, None
+        if arriving is not None and arriving.answer is None:
+            arriving.end_with(answer)
+        elif arriving is None:
+            exchange = RefusedExchange(self, answer)
+            self._line.append(exchange)
+        self.flush()
+
+    def flush(self) -> None:
+        """Write the answers that are complete, in order."""
+        line = self._line
+        ready: list[bytes] = []
+        close = False
+        while line and not close:
+            exchange = line[0]
+            if exchange.answer is None:
+                break
+            # A request whose body is not read to its end cannot be followed by another.
+            close = exchange.close or exchange is self._arriving
+            ready.append(exchange.answer)
+            line.popleft()
+        if ready:
+            self.transport.write(ready[0] if len(ready) == 1 else b"".join(ready))
+        if close:
+            self._finish()
+        elif line:
+            line[0].start()
         else:
-            super().on_response_complete()
+            if not self._in_headers:
+                self._since_s = self.loop.time()
+            if self._ended or (self._closing and not self._lingering_until_s):
+                self._finish()
+            elif self._stopping:  # the answer was made before the stop, and does not say so
+                self.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
+        if not self._reading:
+            self._set_reading()
 
-    def _reject(self, message: str) -> None:
-        """Answer 400 and close, after the answers to the requests before."""
-        self._unset_header_timer()
-        self._rejection = message
-        if self._unanswered <= 0:
-            self._write_rejection(message)
+    def will_close(self, head: Head, *, whole: bool) -> bool:
+        """Whether the connection closes after the answer to `head`, whose body arrived `whole`."""
+        return not head.keep_alive or not whole or self._stopping
 
-    def _write_rejection(self, message: str) -> None:
-        response = error_response(InvalidInput(message))
-        headers = (
-            *self.server_state.default_headers,
-            *response.raw_headers,
-            (b"connection", b"close"),
+    def encode(self, head: Head | None, answer: Answer, close: bool) -> bytes:
+        """The bytes of `answer`."""
+        connection = b""
+        if close:
+            connection = b"connection: close\r\n"
+        elif head is not None and head.version == "1.0":
+            connection = b"connection: keep-alive\r\n"
+        body = answer.body
+        content = b"" if head is not None and head.method == b"HEAD" else body
+        return b"%s%scontent-type: %s\r\ncontent-length: %d\r\n%s%s\r\n%s" % (
+            status_line(answer.status),
+            self.door.common_headers(self.state),
+            answer.media_type,
+            len(body),
+            answer.headers,
+            connection,
+            content,
         )
+
+    def _finish(self) -> None:
+        """Shut our side, and linger."""
+        self._closing = True
+        if self.transport.is_closing():
+            return
+        for exchange in self._line:
+            exchange.cancel()
+        self._line.clear()
+        self._arriving = None
+        if self._ended or not self.transport.can_write_eof():
+            self.transport.close()
+            return
+        linger_s = _LINGER_S if not self._stopping else _IDLE_GRACE_S
+        self._lingering_until_s = self.loop.time() + linger_s
+        self._set_reading()
+        self.transport.write_eof()
+
+    def _probe(self, wait_s: float) -> None:
+        """Has a client that ended its data also closed its socket? Then this makes it reset.
+
+        An interim answer may come at any time (RFC 9110, 15.2), and a client that only shut its
+        side skips it. A connection whose reading has ended does not report the reset by itself.
+        """
+        if not self._line or self._line[0].begun or self.transport.is_closing():
+            return
+        if wait_s == _PROBE_S:
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        elif self.transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+            self.transport.abort()
+            return
+        self.loop.call_later(2 * wait_s, self._probe, 2 * wait_s)
+
+    def _close_if_idle(self) -> None:
+        if not self._line and not self._in_headers and not self._closing:
+            self.transport.close()
+
+    def _set_reading(self) -> None:
+        """Pause while the client does not read, runs ahead, or sends faster than it is read."""
+        arriving = self._arriving
+        wanted = self._closing or not (
+            self._blocked_since_s
+            or len(self._line) > _READ_AHEAD
+            or (arriving is not None and arriving.buffered_bytes > _BUFFERED_BYTES)
+        )
+        if wanted != self._reading and not self.transport.is_closing():
+            self._reading = wanted
+            if wanted:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    async def drained(self) -> None:
+        """Wait until the client has read enough."""
+        if self._drained is not None:
+            await self._drained.wait()
+
+    def body_was_taken(self) -> None:
+        """An exchange has taken what was buffered for it."""
+        if not self._reading:
+            self._set_reading()
+
+    def is_first(self, exchange: Exchange) -> bool:
+        """Whether `exchange` is the next to be answered."""
+        return self._line[0] is exchange
+
+
+class Exchange:
+    """One request and its answer, which is `answer` once it is complete."""
+
+    __slots__ = (
+        *("answer", "begun", "buffered_bytes", "close", "connection", "head", "whole"),
+        "_asked",
+    )
+
+    def __init__(self, connection: Connection, head: Head) -> None:
+        self.connection, self.head = connection, head
+        self.answer: bytes | None = None
+        self.begun = False
+        """Whether a part of the answer is written."""
+        self.close = False
+        self.whole = False
+        """Whether the body has arrived."""
+        self.buffered_bytes = 0
+        self._asked = False
+
+    def open(self) -> None:
+        """The headers have arrived."""
+
+    def data(self, data: bytes) -> None:
+        """A piece of the body."""
+
+    def wait_for_body(self) -> None:
+        """The body has not arrived whole; called after each piece."""
+
+    def end(self) -> None:
+        """The body has arrived."""
+
+    def start(self) -> None:
+        """The answers before are written; may be called again."""
+        self.ask_for_body()
+
+    def cancel(self) -> None:
+        """The client is gone."""
+
+    def give_up(self, error: ServiceError) -> None:
+        """The stop takes too long; a task would be cancelled by uvicorn."""
+
+    def end_with(self, answer: Answer) -> None:
+        """The rest of the body cannot be read: answer, close."""
+        self.cancel()
+        self.close = True
+        self.answer = self.connection.encode(self.head, answer, close=True)
+
+    def ask_for_body(self) -> None:
+        """Tell a client that waits for it to send the body."""
+        connection, waits = self.connection, self.head.expects_continue and not self.whole
+        if waits and not self._asked and connection.is_first(self):
+            self._asked = True
+            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+
+class RefusedExchange(Exchange):
+    """What could not be read as a request."""
+
+    __slots__ = ()
+
+    def __init__(self, connection: Connection, answer: Answer) -> None:
+        super().__init__(connection, None)  # type: ignore[arg-type]
+        self.close = True
+        self.answer = connection.encode(None, answer, close=True)
+
+
+class FastExchange(Exchange):
+    """A request on a fast route."""
+
+    __slots__ = ("_call", "_refusal")
+
+    def __init__(self, connection: Connection, head: Head) -> None:
+        super().__init__(connection, head)
+        self._call: FastCall | None = None
+        self._refusal: Answer | None = None
+
+    def open(self) -> None:
+        head = self.head
+        assert head.route is not None, "bug: not a fast route"
+        if head.error is not None:
+            answer = head.route.refuse(head.error)
+            unwanted = head.expects_continue or head.error.code == "too_large"
+            if unwanted or (head.length or 0) > _BUFFERED_BYTES:
+                self._reply(answer)
+            else:  # a small body is read and dropped, so that the connection can be kept
+                self._refusal = answer
+            return
+        self._call = head.route.open(head.wanted, self._reply)
+        if head.expects_continue:
+            self.ask_for_body()
+
+    def data(self, data: bytes) -> None:
+        if self._call is not None:
+            try:
+                self._call.data(data)
+            except ServiceError as exc:
+                self._call.fail(exc)
+
+    def wait_for_body(self) -> None:
+        if self._call is not None:
+            try:
+                self._call.wait_for_body()
+            except ServiceError as exc:
+                self._call.fail(exc)
+
+    def end(self) -> None:
+        self.whole = True
+        if self._call is not None:
+            self._call.end()
+        elif self._refusal is not None:
+            self._reply(self._refusal)
+
+    def cancel(self) -> None:
+        if self._call is not None:
+            call, self._call = self._call, None
+            call.cancel()
+
+    def give_up(self, error: ServiceError) -> None:
+        if self._call is not None:
+            self._call.fail(error)
+
+    def _reply(self, answer: Answer) -> None:
+        self._call = None
+        connection, head = self.connection, self.head
+        self.close = connection.will_close(head, whole=self.whole)
+        self.answer = connection.encode(head, answer, self.close)
+        connection.flush()
+
+
+class AsgiExchange(Exchange):
+    """A request for the ASGI application, which runs once the answers before are written."""
+
+    __slots__ = (
+        "_arrived",
+        "_body",
+        "_chunked",
+        "_gone",
+        "_handed_over",
+        "_response",
+        "_task",
+    )
+
+    def __init__(self, connection: Connection, head: Head) -> None:
+        super().__init__(connection, head)
+        self._body: deque[bytes] = deque()
+        self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
+        self._chunked = self._gone = self._handed_over = False
+        self._response: Mapping[str, Any] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def open(self) -> None:
+        if self.connection.is_first(self):
+            self.start()
+
+    def data(self, data: bytes) -> None:
+        self._body.append(data)
+        self.buffered_bytes += len(data)
+        self._arrived.set()
+
+    def end(self) -> None:
+        self.whole = True
+        self._arrived.set()
+
+    def cancel(self) -> None:
+        self._gone = True
+        self._arrived.set()
+
+    def start(self) -> None:
+        if self._task is None:
+            task = self._task = self.connection.loop.create_task(self._run())
+            tasks = self.connection.state.tasks
+            tasks.add(task)
+            task.add_done_callback(tasks.discard)
+
+    async def _run(self) -> None:
+        connection, head = self.connection, self.head
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": head.version,
+            # The answer to HEAD is that to GET without its body, which `_send` leaves out.
+            "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
+            "scheme": "http",
+            "path": unquote(head.path.decode("latin-1")),
+            "raw_path": head.path,
+            "query_string": head.query,
+            "root_path": "",
+            "headers": list(head.headers),
+            "client": connection.client,
+            "server": connection.server,
+            "state": connection.app_state.copy(),
+        }
+        try:
+            await connection.app(scope, self._receive, self._send)
+        except asyncio.CancelledError:
+            connection.transport.abort()
+            raise
+        except Exception:  # noqa: BLE001 - the application's edge: the client gets an answer
+            _log.exception("%s %s failed", scope["method"], scope["path"])
+        if self._gone or self.answer is not None:
+            return
+        if self.begun:  # the answer is incomplete, and nothing else can say so
+            connection.transport.abort()
+            return
+        self.close = connection.will_close(head, whole=self.whole)
+        self.answer = connection.encode(head, INTERNAL_ERROR, self.close)
+        connection.flush()
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._body and not self.whole:
+            self.ask_for_body()
+        while not self._gone and self.answer is None:
+            if self._body or (self.whole and not self._handed_over):
+                body = b"".join(self._body)
+                self._body.clear()
+                self.buffered_bytes = 0
+                self.connection.body_was_taken()
+                self._handed_over = self.whole
+                return {"type": "http.request", "body": body, "more_body": not self.whole}
+            self._arrived.clear()
+            await self._arrived.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Mapping[str, Any]) -> None:
+        if self._gone:
+            return
+        if message["type"] == "http.response.start":
+            self._response = message
+            return
+        body, more = message.get("body", b""), message.get("more_body", False)
+        pieces = []
+        if not self.begun:
+            self.begun = True
+            pieces.append(self._encode_head(len(body), more))
+        if self.head.method != b"HEAD":
+            if self._chunked:
+                pieces += [b"%x\r\n%s\r\n" % (len(body), body)] if body else []
+                pieces += [] if more else [b"0\r\n\r\n"]
+            else:
+                pieces.append(body)
+        data = b"".join(pieces)
+        if more:
+            self.connection.transport.write(data)
+        else:
+            self.answer = data
+            self._arrived.set()
+            self.connection.flush()
+        await self.connection.drained()
+
+    def _encode_head(self, length: int, more: bool) -> bytes:
+        connection, response = self.connection, self._response
+        assert response is not None, "bug: a body before its start"
+        headers = [(name.lower(), value) for name, value in response["headers"]]
+        self.close = connection.will_close(self.head, whole=self.whole)
+        bodiless = response["status"] in (204, 304)
+        if not bodiless and all(name != b"content-length" for name, _ in headers):
+            if not more:
+                headers.append((b"content-length", b"%d" % length))
+            elif self.head.version == "1.1":
+                self._chunked = True
+                headers.append((b"transfer-encoding", b"chunked"))
+            else:
+                self.close = True
+        if self.close:
+            headers.append((b"connection", b"close"))
+        elif self.head.version == "1.0":
+            headers.append((b"connection", b"keep-alive"))
         lines = [b"%s: %s\r\n" % header for header in headers]
-        head = b"HTTP/1.1 400 Bad Request\r\n"
-        self.transport.write(b"".join((head, *lines, b"\r\n", response.body)))
-        self.transport.close()
+        common = connection.door.common_headers(connection.state)
+        return b"".join((status_line(response["status"]), common, *lines, b"\r\n"))
 
-    def _set_header_timer(self) -> None:
-        # abort, because close waits until the client has read all that was sent.
-        self._header_timer = self.loop.call_later(self.header_timeout_s, self.transport.abort)
 
-    def _unset_header_timer(self) -> None:
-        if self._header_timer is not None:
-            self._header_timer.cancel()
-            self._header_timer = None
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())
+    for status in HTTPStatus
+}
+
+
+def status_line(status: int) -> bytes:
+    """The first line of an answer."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
+
+
+def _address(transport: asyncio.Transport, name: str) -> tuple[str, int] | None:
+    address = transport.get_extra_info(name)
+    return (str(address[0]), int(address[1])) if isinstance(address, (tuple, list)) else None

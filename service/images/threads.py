@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from service.errors import DeadlineExceeded, Overloaded
 
@@ -17,6 +18,20 @@ MAX_WAITING = 1024
 Result = TypeVar("Result")
 
 
+class Job:
+    """One piece of work: waiting for a thread, running, or ended."""
+
+    __slots__ = ("ended", "on_done", "work")
+
+    def __init__(
+        self,
+        work: Callable[[], Any],
+        on_done: Callable[[Any], None] | None,
+        ended: Callable[[], None],
+    ) -> None:
+        self.work, self.on_done, self.ended = work, on_done, ended
+
+
 class DecodingThreads:
     """A bounded number of decoding threads, shared by all transports of one event loop.
 
@@ -24,10 +39,9 @@ class DecodingThreads:
     """
 
     def __init__(self, count: int | None = None) -> None:
-        count = count or min(8, max(2, os.cpu_count() or 1))
-        self._free = asyncio.Semaphore(count)
-        self._executor = ThreadPoolExecutor(count, "decode")
-        self._waiting = 0
+        self._free = count or min(8, max(2, os.cpu_count() or 1))
+        self._executor = ThreadPoolExecutor(self._free, "decode")
+        self._waiting: OrderedDict[Job, None] = OrderedDict()
 
     def __enter__(self) -> Self:
         return self
@@ -35,45 +49,75 @@ class DecodingThreads:
     def __exit__(self, *_: object) -> None:
         self._executor.shutdown()
 
-    async def run(
+    def start(
         self,
         work: Callable[[], Result],
-        timeout_s: float,
-        *,
+        on_done: Callable[[Result | Exception], None],
         ended: Callable[[], None] = lambda: None,
-    ) -> Result:
-        """The result of `work` on one of the threads.
+    ) -> Job:
+        """Run `work` on one of the threads, then `on_done` on the event loop with what came of it.
 
-        After the timeout, or when the caller is cancelled, work that waits for a thread is dropped
-        and work that has begun keeps its thread until its end. `ended` is called once, when `work`
-        has ended or been dropped.
+        `ended` is called once, on the event loop, when `work` has ended or been dropped.
+
+        Raises:
+            Overloaded: `MAX_WAITING` requests are waiting already.
+        """
+        if len(self._waiting) >= MAX_WAITING:
+            raise Overloaded("too many requests wait to be decoded", retry_after_s=1)
+        job = Job(work, on_done, ended)
+        if self._free:
+            self._run(job)
+        else:
+            self._waiting[job] = None
+        return job
+
+    def cancel(self, job: Job) -> None:
+        """Do not call `on_done`. Work that has begun keeps its thread until its end."""
+        job.on_done = None
+        if job in self._waiting:
+            del self._waiting[job]
+            job.ended()
+
+    async def run(self, work: Callable[[], Result], timeout_s: float) -> Result:
+        """As `start`, for a task.
 
         Raises:
             Overloaded: `MAX_WAITING` requests are waiting already.
             DeadlineExceeded: the result was not there after `timeout_s`.
         """
-        future: asyncio.Future[Result] | None = None
-        self._waiting += 1
+        future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+
+        def resolve(outcome: Result | Exception) -> None:
+            if isinstance(outcome, Exception):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        if timeout_s <= 0:
+            raise DeadlineExceeded("not decoded in time")
+        job = self.start(work, resolve)
         try:
-            if timeout_s <= 0:
-                raise TimeoutError
-            if self._waiting > MAX_WAITING:
-                raise Overloaded("too many requests wait to be decoded", retry_after_s=1)
             async with asyncio.timeout(timeout_s):
-                await self._free.acquire()
-                future = asyncio.get_running_loop().run_in_executor(self._executor, work)
-                future.add_done_callback(partial(self._end, ended))
-                await asyncio.wait([future])  # which leaves the future alone on a cancellation
+                return await future
         except TimeoutError as exc:
             raise DeadlineExceeded("not decoded in time") from exc
         finally:
-            self._waiting -= 1
-            if future is None:
-                ended()
-        return future.result()
+            self.cancel(job)
 
-    def _end(self, ended: Callable[[], None], future: asyncio.Future[Result]) -> None:
-        self._free.release()
-        ended()
-        if not future.cancelled():
-            future.exception()  # retrieved here in case the caller has gone
+    def _run(self, job: Job) -> None:
+        self._free -= 1
+        loop = asyncio.get_running_loop()
+        self._executor.submit(job.work).add_done_callback(
+            lambda future: loop.call_soon_threadsafe(partial(self._end, job, future))
+        )
+
+    def _end(self, job: Job, future: Future[Any]) -> None:
+        self._free += 1
+        job.ended()
+        while self._free and self._waiting:
+            self._run(self._waiting.popitem(last=False)[0])
+        if job.on_done is not None:
+            error = future.exception()
+            if error is not None and not isinstance(error, Exception):
+                raise error
+            job.on_done(future.result() if error is None else error)

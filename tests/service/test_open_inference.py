@@ -7,7 +7,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.engine.queue import Prediction
+from service.engine.queue import BatchAnswer, Prediction
 from service.errors import InvalidInput, ServiceError, TooLarge
 from service.open_inference import (
     InputTensor,
@@ -216,7 +216,8 @@ def test_a_parameter_is_ignored_when_the_answer_is_right_without_it():
 def test_the_answer_holds_what_was_asked_for_when_made():
     probabilities = np.random.default_rng(0).random((3, 10)).astype(np.float32)
     label, share = answer(
-        Prediction("lenet", "1", probabilities[:, ::-1], 0.0, 0.0), ("label", "probabilities")
+        Prediction("lenet", "1", 3, 0.0, 0.0, BatchAnswer(probabilities[:, ::-1])),
+        ("label", "probabilities"),
     )
     assert (label.name, label.datatype, label.shape) == ("label", "INT64", (3,))
     assert label.values.dtype == "<i8"

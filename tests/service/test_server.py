@@ -335,7 +335,7 @@ def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
 async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(caplog, timeout_s):
     async def app(scope, receive, send): ...
 
-    server = module._http_server(app, timeout_s)
+    server = module._http_server(app, module.FrontDoor({}), timeout_s)
     server.should_exit = True
     (listener,) = module.listen("127.0.0.1", 0, shared=False)
     await server.serve([listener])

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 from lenet.context import Target
 from lenet.model import Model
 from lenet.reference import softmax
+from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.versions import WeightsFolder
@@ -70,7 +71,7 @@ def open_house(folder, draw):
         versions = weights.read_all(default_model="a")
         config = EngineConfig(**options | changes)
         try:
-            async with Models(weights, versions, config, metrics) as models:
+            async with Models(weights, versions, config, metrics, Deadlines()) as models:
                 yield House(models, metrics, registry, draw)
         finally:
             assert not [t for t in threading.enumerate() if t.name.startswith("context-")]

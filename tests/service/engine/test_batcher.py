@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool
+from service.engine.deadlines import Deadlines
 from service.engine.queue import BatchQueue, Prediction
 from service.errors import (
     DeadlineExceeded,
@@ -229,7 +230,8 @@ class Stage:
         await self.pool.__aenter__()
         self.watcher = Watcher()
         self.batcher = Batcher(
-            *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0), self.loop.time)
+            *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
+            *(Deadlines(), self.loop.time),
         )
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(

@@ -224,6 +224,7 @@ async def test_a_batch_alone_fails_when_the_device_can_go_on(struck, monkeypatch
         raise DeviceError("this launch was refused")
 
     monkeypatch.setattr(struck.faults, "strike", fails)
+    monkeypatch.setattr(type(struck.faults), "waiting", True)
     with pytest.raises(InferenceFailed):
         await predict(struck)
     assert (await predict(struck)).probabilities.shape == (3, 10)

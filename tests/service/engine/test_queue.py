@@ -19,7 +19,7 @@ IMAGES = np.zeros((11, 28, 28), np.uint8)
 def request(
     rows: int, deadline_s: float = 100.0, arrived_s: float = 0.0, version: str = "one"
 ) -> Request:
-    return Request(IMAGES[:rows], deadline_s, arrived_s, version, answer=None)
+    return Request(IMAGES[:rows], deadline_s, arrived_s, version, on_answer=None)
 
 
 def segments(cut: Cut, *requests: Request) -> list[tuple[int, int, int]]:

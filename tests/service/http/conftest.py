@@ -16,6 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.context import ExecutionContext
 from service import server as process
 from service.engine.batcher import Batcher
+from service.http.connection import FrontDoor
 from service.http.openapi import ErrorResponse
 from service.listener import listen as bind
 from service.server import open_service
@@ -94,7 +95,9 @@ def listen(open_app):
     @asynccontextmanager
     async def listen_(**changes):
         async with open_app(**changes) as served:
-            server = process._http_server(served.app, served.settings.drain_timeout_s)
+            server = process._http_server(
+                served.app, FrontDoor(served.service.fast_routes), served.settings.drain_timeout_s
+            )
             (listener,) = bind("127.0.0.1", 0, shared=False)
             with listener:
                 listener.listen()
@@ -118,7 +121,7 @@ class Hold:
     """Batches that have begun wait for `release`; `submitted` counts requests at the queue."""
 
     def __init__(self, monkeypatch):
-        run, submit = ExecutionContext.run, Batcher.submit
+        run, enqueue, leave = ExecutionContext.run, Batcher.enqueue, Batcher._leave
         self._begun = threading.Semaphore(0)
         self._released = threading.Event()
         self._submitted = asyncio.Semaphore(0)
@@ -129,15 +132,19 @@ class Hold:
             assert self._released.wait(20), "nobody released the batch"
             return run(context, images)
 
-        async def watched_submit(batcher, images, timeout_s):
+        def watched_enqueue(batcher, *arguments):
+            request = enqueue(batcher, *arguments)
             self._submitted.release()
-            try:
-                return await submit(batcher, images, timeout_s)
-            finally:
-                self._left.release()
+            return request
 
+        def watched_leave(batcher, request):
+            leave(batcher, request)
+            self._left.release()
+
+        monkeypatch.setattr(ExecutionContext, "launch", lambda context, images: None)
         monkeypatch.setattr(ExecutionContext, "run", held_run)
-        monkeypatch.setattr(Batcher, "submit", watched_submit)
+        monkeypatch.setattr(Batcher, "enqueue", watched_enqueue)
+        monkeypatch.setattr(Batcher, "_leave", watched_leave)
 
     def release(self):
         self._released.set()

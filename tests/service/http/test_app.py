@@ -18,7 +18,7 @@ from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.errors import ServiceError, Unavailable
-from service.http.app import STATUS
+from service.http.answer import STATUS
 from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.images import ACCEPTED
 
@@ -105,6 +105,12 @@ async def test_pixels_are_inverted_when_invert_says_so(served, images, one):
         ("application/json, application/octet-stream;q=0", JSON),
         ("application/octet-stream;q=0.000", JSON),
         ("application/octet-streams", JSON),
+        ("application/json, application/octet-stream", JSON),
+        ("application/json;q=0.9, application/octet-stream;q=0.8", JSON),
+        ("application/json;q=0.8, application/octet-stream;q=0.9", RAW),
+        ("application/octet-stream;q=0.5, */*;q=0.4", RAW),
+        ("application/octet-stream;q=0.5, */*", JSON),
+        ("application/octet-stream, application/*;q=0.2", RAW),
         ("text/html, image/*", JSON),
         ("*/*", JSON),
     ],
@@ -316,7 +322,7 @@ async def test_a_batch_that_fails_is_a_500_without_its_cause(served, monkeypatch
     def fail(context, images):
         raise RuntimeError("CUDA error 700 in /srv/secret.py")
 
-    monkeypatch.setattr("lenet.context.ExecutionContext.run", fail)
+    monkeypatch.setattr("lenet.context.ExecutionContext.launch", fail)
     refusal(await served.post(one), 500, "inference_failed")
     monkeypatch.undo()
     assert (await served.post(one)).status_code == 200
@@ -326,11 +332,11 @@ async def test_a_batch_that_fails_is_a_500_without_its_cause(served, monkeypatch
 async def test_an_unexpected_error_is_a_500_without_trace_or_path(
     served, monkeypatch, refusal, one, caplog
 ):
-    async def fail(*_):
+    def fail(*_):
         raise RuntimeError("bug in /srv/secret.py")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Batcher, "submit", fail)
+        patch.setattr(Batcher, "enqueue", fail)
         error = refusal(await served.post(one), 500, "internal")
     assert error.message == "internal error; see the server log"
     (record,) = [record for record in caplog.records if record.exc_info]
@@ -340,10 +346,10 @@ async def test_an_unexpected_error_is_a_500_without_trace_or_path(
 
 
 async def test_a_stopping_service_is_a_503_with_retry_after(served, monkeypatch, refusal, one):
-    async def refuse(*_):
+    def refuse(*_):
         raise Unavailable("the service is stopping", retry_after_s=1)
 
-    monkeypatch.setattr(Batcher, "submit", refuse)
+    monkeypatch.setattr(Batcher, "enqueue", refuse)
     response = await served.post(one)
     refusal(response, 503, "unavailable")
     assert response.headers["retry-after"] == "1"
@@ -419,7 +425,7 @@ async def test_an_unread_body_is_not_taken_for_the_next_request(listen, one):
 
 
 async def test_the_service_answers_alike_below_a_root_path(served, monkeypatch, refusal, one):
-    async def fail(*_):
+    def fail(*_):
         raise RuntimeError("bug")
 
     here = served.client
@@ -434,7 +440,7 @@ async def test_the_service_answers_alike_below_a_root_path(served, monkeypatch, 
             refusal(await client.post("/predict"), 400, "invalid_input")
             refusal(await client.get("/predict"), 405, "method_not_allowed")
             refusal(await client.post("/predict/x", content=one), 404, "not_found")
-        monkeypatch.setattr(Batcher, "submit", fail)
+        monkeypatch.setattr(Batcher, "enqueue", fail)
         refusal(await below.post("/predict", content=one), 500, "internal")
 
 
@@ -551,9 +557,27 @@ async def test_no_route_answers_a_method_it_does_not_know(served, refusal):
     ):
         response = await served.client.request(method, path)
         error = refusal(response, 405, "method_not_allowed")
-        allowed = "POST" if path == "/predict" else "GET"
+        allowed = "POST, OPTIONS" if path == "/predict" else "GET, HEAD, OPTIONS"
         assert f"got {method!r} for {path!r}, expected {allowed}" in error.message
         assert response.headers["allow"] == allowed
+
+
+async def test_options_says_which_methods_a_path_has(served, refusal):
+    for path, allowed in (("/predict", "POST, OPTIONS"), ("/info", "GET, HEAD, OPTIONS")):
+        response = await served.client.request("OPTIONS", path)
+        assert (response.status_code, response.headers["allow"]) == (204, allowed)
+        assert response.content == b""
+    refusal(await served.client.request("OPTIONS", "/nope"), 404, "not_found")
+
+
+async def test_head_has_the_headers_of_get_and_no_body(listen):
+    async with listen() as served:
+        for path in ("/healthz", "/readyz", "/info", "/metrics", "/docs", "/openapi.json"):
+            response = await served.client.head(path)
+            assert response.status_code == 200
+            assert response.content == b""
+            assert int(response.headers["content-length"]) > 20
+        assert (await served.client.head("/predict")).status_code == 405
 
 
 async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):

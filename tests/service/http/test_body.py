@@ -6,19 +6,14 @@ import logging
 import re
 import threading
 from contextlib import asynccontextmanager
-from types import SimpleNamespace
 
 import pytest
 
-from service import metrics
-from service.errors import Cancelled, Unavailable
-from service.http import app, body
-from service.http.body import BodyReader, Cancellation
+from service.http import predict
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
 PNG = "image/png"
 PNG_TYPE = b"Content-Type: image/png\r\n"
-GONE = {"type": "http.disconnect"}
 
 
 @asynccontextmanager
@@ -104,7 +99,7 @@ async def test_bodies_in_hand_have_a_common_bound(listen, one):
                 while (refused := await served.post(one)).status_code != 429:
                     pass  # until the server has read what is held
             assert refused.headers["retry-after"] == "1"
-            writer.write(head(b"Content-Length: 784\r\n") + one)
+            writer.write(head(b"Content-Length: 784\r\n", b"Connection: close\r\n") + one)
             status, headers, error = await answer(reader)
             assert (status, error["code"], error["field"]) == (429, "overloaded", "body")
             assert headers["connection"] == "close"
@@ -126,21 +121,16 @@ async def test_a_compressed_body_is_a_415(served, one, refusal):
 # The time of a body
 
 
-@pytest.mark.parametrize("kind", ["application/octet-stream", PNG])
-async def test_the_deadline_of_a_request_includes_its_body(listen, monkeypatch, one, kind):
-    clock = SimpleNamespace(perf_counter=lambda: clock.now_s, now_s=0.0)
-    monkeypatch.setattr(metrics, "time", clock)
-    read = BodyReader.read
-
-    async def slow_read(*arguments):
-        clock.now_s += 0.06
-        return await read(*arguments)
-
-    async with listen() as served:
-        monkeypatch.setattr(BodyReader, "read", slow_read)
-        response = await served.post(one, kind, x_request_timeout_ms="50")
-        assert response.status_code == 504
-        assert response.json()["error"]["message"] == "no answer within 50 ms"
+async def test_the_deadline_of_a_request_includes_its_body(listen, hold, one):
+    async with listen() as served, connect(served) as (reader, writer):
+        before = asyncio.get_running_loop().time()
+        limit = b"X-Request-Timeout-Ms: 400\r\n"
+        writer.write(head(b"Content-Length: 784\r\n", b"Connection: close\r\n", limit) + one[:-1])
+        await asyncio.sleep(0.3)
+        writer.write(one[-1:])
+        status, _, error = await answer(reader)
+        assert (status, error["message"]) == (504, "no answer within 400 ms")
+        assert asyncio.get_running_loop().time() - before < 0.6
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(100)], ids=["nothing", "a part"])
@@ -227,7 +217,7 @@ class Decoding:
     def __init__(self, monkeypatch):
         self._released, self._begins = threading.Event(), threading.Semaphore(0)
         self.begun = 0
-        decode = app.decode
+        decode = predict.decode
 
         def held(content, kind, **options):
             if kind == PNG:
@@ -236,7 +226,7 @@ class Decoding:
                 assert self._released.wait(20)
             return decode(content, kind, **options)
 
-        monkeypatch.setattr(app, "decode", held)
+        monkeypatch.setattr(predict, "decode", held)
 
     async def began(self):
         assert await asyncio.to_thread(self._begins.acquire, timeout=20)
@@ -296,77 +286,3 @@ async def test_a_body_is_held_until_its_decoding_has_ended(listen, decoding, one
         async with asyncio.timeout(20):
             while (await served.post(one)).status_code != 200:
                 pass  # each turn is a request to the server
-
-
-# Cancellation
-
-
-class Caller:
-    """A task in a `Cancellation` that waits for `answer`; `messages` are its client's."""
-
-    def __init__(self):
-        self.answer = asyncio.get_running_loop().create_future()
-        self.messages = asyncio.Queue()
-        self.watched = asyncio.Event()
-        self.task = asyncio.create_task(self._run())
-
-    async def _run(self):
-        try:
-            with Cancellation() as cancellation:
-                cancellation.on_disconnect(SimpleNamespace(receive=self._receive))
-                result = await self.answer
-        except (Cancelled, Unavailable) as exc:
-            result = exc.code
-        # Nothing may cancel what comes after the block.
-        for _ in range(5):
-            await asyncio.sleep(0)
-        assert asyncio.current_task().cancelling() == (result == "unavailable")
-        return result
-
-    async def _receive(self):
-        self.watched.set()
-        return await self.messages.get()
-
-
-@pytest.fixture
-async def caller(monkeypatch):
-    monkeypatch.setattr(body, "_WATCH_AFTER_S", 0)
-    caller = Caller()
-    await caller.watched.wait()
-    yield caller
-    assert len(asyncio.all_tasks()) == 1, "a watcher is left"
-
-
-async def test_an_answer_is_given_when_the_client_stays(caller):
-    caller.messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
-    await asyncio.sleep(0)
-    caller.answer.set_result("answer")
-    assert await caller.task == "answer"
-
-
-@pytest.mark.parametrize("turns", range(4))
-@pytest.mark.parametrize("first", ["answer", "client"])
-async def test_either_outcome_is_whole_when_answer_and_disconnect_coincide(caller, first, turns):
-    acts = [lambda: caller.answer.done() or caller.answer.set_result("answer")]
-    acts.insert(first == "answer", lambda: caller.messages.put_nowait(GONE))
-    acts[0]()
-    for _ in range(turns):
-        await asyncio.sleep(0)
-    acts[1]()
-    assert await caller.task in ("answer", "cancelled")
-
-
-@pytest.mark.parametrize("gone", [False, True])
-async def test_a_request_that_the_server_cancels_is_unavailable(caller, gone):
-    if gone:  # at the same time
-        caller.messages.put_nowait(GONE)
-    caller.task.cancel()
-    assert await caller.task == "unavailable"
-
-
-async def test_no_watcher_starts_when_the_answer_is_quick():
-    with Cancellation() as cancellation:
-        cancellation.on_disconnect(SimpleNamespace(receive=asyncio.Event().wait))
-    for _ in range(5):
-        await asyncio.sleep(0)
-    assert len(asyncio.all_tasks()) == 1

@@ -1,317 +1,478 @@
+"""What a connection does over time: order, limits, clients that leave or do not read, a stop."""
+
 from __future__ import annotations
 
 import asyncio
-from contextlib import asynccontextmanager
+import http.client
+import socket
 
 import orjson
 import pytest
-from uvicorn import Config
-from uvicorn.server import ServerState
 
-from service.http.connection import HttpProtocol
 from service.http.openapi import ErrorResponse
+from tests.service.http.doors import HUGE, MAX_BODY_BYTES, running, until
 
-KEEP_ALIVE_S = 75
-LONG_S = 60.0
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
-HUGE = bytes(64 << 20)
 
 
-async def app(scope, receive, send):
-    """Answers with the body; before it came on /early, and much on /huge."""
-    body = b""
-    if scope["path"] == "/":
-        more = True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return
-            body += message["body"]
-            more = message["more_body"]
-    body = HUGE if scope["path"] == "/huge" else body
-    length = (b"content-length", b"%d" % len(body))
-    await send({"type": "http.response.start", "status": 200, "headers": [length]})
-    await send({"type": "http.response.body", "body": body})
+def post(body=b"", path=b"/fast", *lines):
+    head = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % (path, len(body))
+    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
 
 
-class Server:
-    """Records the timers that its connections set, the bytes received and the disconnect."""
-
-    def __init__(self):
-        self.loop = asyncio.get_running_loop()
-        self.handles = []
-        self.received = asyncio.Condition()
-        self.bytes = 0
-        self.lost = asyncio.Event()
-
-    def call_later(self, delay, callback, *args):
-        handle = self.loop.call_later(delay, callback, *args)
-        self.handles.append((delay, handle))
-        return handle
-
-    def create_task(self, work):
-        return self.loop.create_task(work)
-
-    def timers(self, delay):
-        """Whether each of those that were set for `delay` seconds is still pending."""
-        return [not handle.cancelled() for set_for, handle in self.handles if set_for == delay]
-
-    async def has(self, count):
-        """Wait until `count` bytes were received."""
-        async with asyncio.timeout(20), self.received:
-            await self.received.wait_for(lambda: self.bytes >= count)
-
-    async def count(self, data):
-        async with self.received:
-            self.bytes += len(data)
-            self.received.notify_all()
+def error(answer, status):
+    """The message of an answer that ends the connection."""
+    assert answer[0] == status
+    assert answer[1]["content-type"] == "application/json"
+    assert answer[1]["connection"] == "close"
+    found = ErrorResponse.model_validate(orjson.loads(answer[2]), strict=True).error
+    assert (found.code, found.field) == ("invalid_input", "")
+    return found.message
 
 
 @pytest.fixture
-def connect():
-    """`connect(header_timeout_s=60.0)`: a server of `app`, and a reader and writer to it."""
+async def server():
+    async with running() as server:
+        yield server
 
-    @asynccontextmanager
-    async def connect_(**attributes):
-        server = Server()
 
-        class Watched(HttpProtocol):
-            def data_received(self, data):
-                super().data_received(data)
-                self.counting = server.loop.create_task(server.count(data))
+# Order
 
-            def connection_lost(self, exc):
-                super().connection_lost(exc)
-                server.lost.set()
 
-        for name, value in {"header_timeout_s": LONG_S, **attributes}.items():
-            setattr(Watched, name, value)
-        config = Config(
-            app, lifespan="off", ws="none", log_config=None, timeout_keep_alive=KEEP_ALIVE_S
-        )
-        state = ServerState()
-        listener = await server.loop.create_server(
-            lambda: Watched(config, state, {}, server), "127.0.0.1", 0
-        )
-        reader, writer = await asyncio.open_connection(*listener.sockets[0].getsockname())
+async def test_answers_come_in_the_order_of_their_requests(server):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"1") + post(b"2") + post(b"app", b"/x") + post(b"3"))
+    await until(lambda: len(server.route.held) == 3)
+    server.route.release(reverse=True)
+    assert [(await client.answer())[2] for _ in range(4)] == [b"1", b"2", b"app", b"3"]
+
+
+async def test_requests_of_one_connection_are_worked_on_at_the_same_time(server):
+    server.route.hold = True
+    client = await server.open()
+    client.send(b"".join(post(b"%d" % n) for n in range(30)))
+    await until(lambda: len(server.route.held) == 30)
+    server.route.release()
+    assert [(await client.answer())[2] for _ in range(30)] == [b"%d" % n for n in range(30)]
+
+
+async def test_reading_pauses_when_a_client_runs_far_ahead(server):
+    server.route.hold = True
+    client = await server.open()
+    body = bytes(8000)
+    client.send(b"".join(post(body) for _ in range(2000)))
+    await until(lambda: len(server.route.held) > 64)
+    await asyncio.sleep(0.05)
+    assert len(server.route.held) < 64 + 2 * (1 << 18) / len(body)
+    server.route.hold = False
+    server.route.release()
+    for _ in range(2000):
+        assert (await client.answer())[0] == 200
+
+
+@pytest.mark.parametrize("kind", ["fast", "application"])
+async def test_garbage_behind_a_request_is_answered_after_it(server, kind):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"good", b"/fast" if kind == "fast" else b"/") + b"GARBAGE\r\n\r\n")
+    if kind == "fast":
+        await until(lambda: server.route.held)
+        server.route.release()
+    assert (await client.answer())[2] == b"good"
+    assert "malformed" in error(await client.answer(), 400)
+    assert await client.rest() == b""
+
+
+async def test_equal_headers_are_read_once_and_others_are_not_mixed_up(server):
+    client = await server.open()
+    for n in range(5):
+        client.send(post(b"%d" % n))
+        assert (await client.answer())[2] == b"%d" % n
+    assert server.route.reads == 1
+    client.send(post(b"abc", b"/fast", b"X: 1"))
+    assert (await client.answer())[2] == b"abc"
+    assert server.route.reads == 2
+    assert (await server.ask(post(b"abc", b"/fast", b"X: 2")))[0] == 200
+    assert [dict(call.wanted).get("x") for call in server.route.calls[-2:]] == ["1", "2"]
+
+
+async def test_the_cache_of_headers_is_bounded(server):
+    client = await server.open()
+    for n in range(1500):
+        client.send(post(b"", b"/fast", b"X: %d" % n))
+        assert (await client.answer())[0] == 200
+    assert len(server.door.heads) <= 512
+    large = post(b"", b"/fast", b"X: " + b"a" * 5000)
+    client.send(large)
+    assert (await client.answer())[0] == 200
+    assert all(len(str(head.headers)) < 5000 for head in server.door.heads.values())
+
+
+# Framing
+
+
+async def test_a_trailer_is_never_read_as_a_header(server):
+    head = b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    body = b"3\r\nabc\r\n0\r\nX-Late: 1\r\nContent-Type: text/html\r\n\r\n"
+    client = await server.open()
+    for path in (b"/headers", b"/fast"):
+        client.send(head % path + body)
+        assert b"late" not in (await client.answer())[2].lower()
+    assert "x-late" not in server.route.calls[0].wanted
+    client.send(GET.replace(b"/ ", b"/headers ", 1))
+    assert (await client.answer())[2] == b"host: a", "a trailer went to the next request"
+
+
+@pytest.mark.parametrize("flood", [b"0\r\n" + b"X: 1\r\n" * 400_000, b"3;" + b"a" * 2_000_000])
+async def test_trailers_and_chunk_extensions_are_bounded(server, flood):
+    client = await server.open()
+    client.send(b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
+    await until(lambda: server.route.waited.is_set())
+    client.send(flood)
+    assert "beside the body" in error(await client.answer(), 400)
+
+
+async def test_small_chunks_are_no_flood(server):
+    client = await server.open()
+    client.send(b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    for _ in range(20):
+        client.send(b"1\r\nx\r\n" * 2000)
+        await client.writer.drain()
+    client.send(b"0\r\n\r\n")
+    assert len((await client.answer())[2]) == 40_000
+
+
+async def test_a_large_body_is_not_counted_as_the_headers_behind_it(server):
+    client = await server.open()
+    client.send(post(bytes(78_000)) + GET[:20])
+    assert len((await client.answer())[2]) == 78_000
+    client.send(GET[20:])
+    assert (await client.answer())[0] == 200
+
+
+async def test_headers_that_do_not_end_are_refused_at_their_limit(server):
+    client = await server.open()
+    client.send(GET + b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000)
+    assert (await client.answer())[0] == 200
+    client.send(b"a" * 100_000)
+    assert "more than 65536 bytes" in error(await client.answer(), 431)
+
+
+async def test_a_request_for_an_upgrade_keeps_its_body(server):
+    lines = b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"
+    data = post(b"abcdef", b"/fast", *lines)
+    client = await server.open()
+    for cut in (len(data), len(data) - 3, 20):
+        client.send(data[:cut])
+        await asyncio.sleep(0.01)
+        client.send(data[cut:] + GET)
+        assert (await client.answer())[2] == b"abcdef"
+        assert (await client.answer())[0] == 200
+    client.send(data.replace(b"/fast", b"/"))
+    assert (await client.answer())[2] == b"abcdef"
+
+
+@pytest.mark.parametrize("path", [b"/fast", b"/"])
+async def test_a_client_that_waits_is_asked_for_its_body(server, path):
+    data = post(b"abc", path, b"Expect: 100-continue")
+    client = await server.open()
+    client.send(data[:-3])
+    assert (await client.answer())[0] == 100
+    client.send(b"abc")
+    assert (await client.answer())[2] == b"abc"
+
+
+async def test_a_client_that_waits_behind_another_request_is_asked_in_its_turn(server):
+    server.route.hold = True
+    client = await server.open()
+    data = post(b"abc", b"/fast", b"Expect: 100-continue")
+    client.send(post(b"first") + data[:-3])
+    await until(lambda: server.route.held)
+    server.route.release()
+    assert (await client.answer())[2] == b"first"
+    assert (await client.answer())[0] == 100
+    client.send(data[-3:])
+    await until(lambda: server.route.held)
+    server.route.release()
+    assert (await client.answer())[2] == b"abc"
+
+
+# Early answers
+
+
+@pytest.mark.parametrize("length", [b"Content-Length: 34000000", b"Transfer-Encoding: chunked"])
+async def test_an_early_413_is_seen_by_a_client_that_sends_on(server, length):
+    def ask():
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
         try:
-            yield server, reader, writer
+            body = bytes(34_000_000)
+            name, value = length.decode().split(": ")
+            chunked = "chunked" in value
+            content = iter([body[: 10**6]] * 34) if chunked else body
+            connection.request("POST", "/fast", content, {name: value}, encode_chunked=chunked)
+            response = connection.getresponse()
+            return response.status, response.read()
         finally:
-            writer.transport.abort()
-            async with asyncio.timeout(20):
-                await server.lost.wait()
-            listener.close()
-            await listener.wait_closed()
+            connection.close()
 
-    return connect_
+    for _ in range(3):
+        status, body = await asyncio.to_thread(ask)
+        assert status == 413
+        assert orjson.loads(body)["error"]["field"] == "body"
 
 
-async def answer(reader):
-    """Status, headers and body of the next one."""
+async def test_what_is_drained_after_an_early_answer_is_bounded(server):
+    client = await server.open()
+    client.send(post(b"", b"/fast").replace(b"Length: 0", b"Length: 9999999999"))
+    assert (await client.answer())[0] == 413
+
+    async def send_on():
+        for _ in range(200):
+            client.send(bytes(1 << 20))
+            await client.writer.drain()
+
+    with pytest.raises(ConnectionError):
+        await send_on()
+
+
+async def test_a_refused_request_keeps_its_connection_when_its_body_is_small(server):
+    client = await server.open()
+    client.send(post(b"abc", b"/fast?x=1"))
+    status, headers, _ = await client.answer()
+    assert (status, headers.get("connection")) == (400, None)
+    client.send(GET)
+    assert (await client.answer())[0] == 200
+
+
+async def test_an_answer_before_the_body_ends_the_connection(server):
+    client = await server.open()
+    client.send(post(bytes(5000), b"/early")[:-100])
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    client.send(bytes(100))
+    assert await client.rest() == b""
+
+
+async def test_a_body_over_the_limit_is_refused_where_it_passes_it(server):
+    client = await server.open()
+    client.send(b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    chunk = b"%x\r\n" % 50_000 + bytes(50_000) + b"\r\n"
+    for _ in range(MAX_BODY_BYTES // 50_000):
+        client.send(chunk)
+    await asyncio.sleep(0.02)
+    assert not client.reader._buffer
+    client.send(chunk)
+    assert (await client.answer())[0] == 413
+
+
+# Time
+
+
+@pytest.mark.parametrize("sent", [b"", b"\r\n", b"G", GET[:-2]])
+@pytest.mark.parametrize("used", [False, True])
+async def test_headers_that_do_not_end_are_given_up(sent, used):
+    async with running(header_timeout_s=0.1, keep_alive_s=60.0) as server:
+        client = await server.open()
+        if used:
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+        client.send(sent)
+        if used and sent in (b"", b"\r\n"):  # idle, and that is allowed
+            await asyncio.sleep(0.3)
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+        else:
+            with pytest.raises((ConnectionError, AssertionError)):
+                assert await client.rest()
+
+
+async def test_slow_headers_do_not_gain_time_by_coming_byte_by_byte():
+    async with running(header_timeout_s=0.1) as server:
+        client = await server.open()
+
+        async def trickle():
+            for byte in GET[:-2] * 1000:
+                client.send(bytes([byte]))
+                await client.writer.drain()
+                await asyncio.sleep(0.01)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(trickle(), 20)
+
+
+async def test_an_idle_connection_is_closed_after_its_time():
+    async with running(keep_alive_s=0.1) as server:
+        client = await server.open()
+        client.send(GET)
+        assert (await client.answer())[0] == 200
+        assert await client.rest() == b""
+
+
+async def test_a_client_that_does_not_read_is_given_up():
+    async with running(write_timeout_s=0.1, header_timeout_s=0.2) as server:
+        client = await server.open()
+        client.writer.transport.pause_reading()
+        client.send(GET.replace(b"/ ", b"/huge ", 1))
+        await until(lambda: server.state.connections)
+        await until(lambda: not server.state.connections)
+
+
+async def test_a_slow_reader_gets_everything_in_order(server):
+    client = await server.open()
+    client.send(GET.replace(b"/ ", b"/huge ", 1) + post(b"after"))
+    status, _, body = await client.answer()
+    assert (status, len(body)) == (200, len(HUGE))
+    assert (await client.answer())[2] == b"after"
+
+
+# Clients that leave
+
+
+async def test_a_half_closed_client_is_answered(server):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"abc"))
+    client.writer.write_eof()
+    await until(lambda: server.route.held)
+    await asyncio.sleep(0.05)
+    assert not server.route.cancelled
+    server.route.release()
+    assert (await client.answer())[0] == 100, "asked whether it still reads"
+    assert (await client.answer())[2] == b"abc"
+    assert await client.rest() == b""
+
+
+async def test_a_half_closed_client_is_answered_what_it_sent_whole(server):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"whole") + post(b"half")[:-2])
+    await until(lambda: server.route.held and server.route.waited.is_set())
+    client.writer.write_eof()
+    await until(lambda: server.route.cancelled)
+    server.route.release()
+    answers = [await client.answer()]
+    if answers[0][0] == 100:
+        answers.append(await client.answer())
+    assert answers[-1][2] == b"whole"
+    assert await client.rest() == b""
+
+
+async def test_a_half_closed_client_of_the_application_is_answered(server):
+    client = await server.open()
+    client.send(GET + post(b"abc", b"/"))
+    client.writer.write_eof()
+    assert (await client.answer())[0] == 200
+    assert (await client.answer())[2] == b"abc"
+    assert await client.rest() == b""
+
+
+@pytest.mark.parametrize("how", ["closes", "resets"])
+async def test_a_client_that_leaves_cancels_its_requests(server, how):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"1") + post(b"2"))
+    await until(lambda: len(server.route.held) == 2)
+    if how == "closes":
+        client.writer.close()
+    else:
+        client.writer.get_extra_info("socket").setsockopt(
+            socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
+        )
+        client.writer.transport.abort()
+    await until(lambda: len(server.route.cancelled) == 2)
+
+
+async def test_a_client_that_leaves_amid_its_body_cancels_its_request(server):
+    client = await server.open()
+    client.send(post(b"abc")[:-1])
+    await until(lambda: server.route.waited.is_set())
+    client.writer.close()
+    await until(lambda: server.route.cancelled)
+
+
+async def test_the_application_hears_of_a_client_that_leaves(server):
+    client = await server.open()
+    client.send(GET.replace(b"/ ", b"/waits ", 1))
     async with asyncio.timeout(20):
-        head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
-        first, *lines = head.split("\r\n")[:-2]
-        headers = dict(line.split(": ", 1) for line in lines)
-        body = await reader.readexactly(int(headers["content-length"]))
-    return int(first.split()[1]), headers, body
+        await server.events["waits"].wait()
+        client.writer.close()
+        await server.events["left"].wait()
 
 
-async def rest(reader):
-    """What comes before the end of the connection."""
-    async with asyncio.timeout(20):
-        return await reader.read()
-
-
-@pytest.mark.parametrize("sent", [b"", b"\r\n", b"G", b"GET / HTTP/1.1\r\nHost: a\r\nX-Half: "])
-async def test_a_connection_is_closed_when_its_first_headers_do_not_end(connect, sent):
-    async with connect(header_timeout_s=0.05) as (_, reader, writer):
-        writer.write(sent)
-        assert await rest(reader) == b""
-
-
-async def test_a_connection_is_closed_when_headers_come_byte_by_byte(connect):
-    async with connect(header_timeout_s=0.05, max_header_bytes=1 << 30) as (server, _, writer):
-        start = b"GET / HTTP/1.1\r\nX-Slow: "
-        writer.write(start)
-        count = len(start)
-        await server.has(count)
-        lost = asyncio.create_task(server.lost.wait())
-        while not lost.done():
-            writer.write(b"a")
-            count += 1
-            came = asyncio.create_task(server.has(count))
-            await asyncio.wait((lost, came), return_when=asyncio.FIRST_COMPLETED)
-            came.cancel()
-        assert len(server.timers(0.05)) == 1
-
-
-@pytest.mark.parametrize("sent", [b"\r\n", b"G", b"GET / HTTP/1.1\r\nHost: a\r\nX-Half: "])
-async def test_a_kept_connection_is_closed_when_its_next_headers_do_not_end(connect, sent):
-    async with connect(header_timeout_s=0.05) as (server, reader, writer):
-        writer.write(GET)
-        assert (await answer(reader))[0] == 200
-        writer.write(sent)
-        assert await rest(reader) == b""
-        assert len(server.timers(0.05)) == 2
-
-
-async def test_one_timer_is_set_when_a_client_keeps_its_connection(connect):
-    async with connect() as (server, reader, writer):
-        for _ in range(5):
-            writer.write(GET)
-            status, headers, _ = await answer(reader)
-            assert (status, headers.get("connection")) == (200, None)
-        assert server.timers(LONG_S) == [False]
-        # Between requests uvicorn's own time counts, as it did.
-        assert server.timers(KEEP_ALIVE_S) == [False] * 4 + [True]
-
-
-async def test_a_request_has_one_timer_when_its_headers_come_in_pieces(connect):
-    async with connect() as (server, reader, writer):
-        for time in (1, 2):
-            for piece in (GET[:5], GET[5:20], GET[20:]):
-                writer.write(piece)
-                await server.has(server.bytes + len(piece))
-            assert (await answer(reader))[0] == 200
-            assert server.timers(LONG_S) == [False] * time
-
-
-async def test_no_timer_runs_when_only_the_body_is_still_to_come(connect):
-    async with connect() as (server, reader, writer):
-        head = b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\n"
-        writer.write(head + b"abc")
-        await server.has(len(head) + 3)
-        assert server.timers(LONG_S) == [False]
-        writer.write(b"def")
-        assert (await answer(reader))[2] == b"abcdef"
-        assert server.timers(LONG_S) == [False]
-
-
-async def test_a_connection_is_closed_when_a_body_goes_on_after_its_answer(connect):
-    async with connect(header_timeout_s=0.05, max_header_bytes=100) as (server, reader, writer):
-        writer.write(b"POST /early HTTP/1.1\r\nContent-Length: 5000\r\n\r\n")
-        assert (await answer(reader))[0] == 200
-        writer.write(bytes(4999))  # more than headers may have, and no header
-        assert await rest(reader) == b""
-        assert len(server.timers(0.05)) == 2
-
-
-async def test_a_connection_ends_when_its_client_reads_no_answer_and_sends_no_request(connect):
-    async with connect(header_timeout_s=0.05) as (server, _, writer):
-        writer.transport.pause_reading()
-        writer.write(b"GET /huge HTTP/1.1\r\n\r\n")
-        await server.has(22)
-        writer.write(b"G")
-        async with asyncio.timeout(20):
-            await server.lost.wait()
-
-
-async def test_the_timer_goes_when_the_client_does(connect):
-    async with connect() as (server, _, writer):
-        writer.close()
-        async with asyncio.timeout(20):
-            await server.lost.wait()
-        assert server.timers(LONG_S) == [False]
-
-
-def refused(status, headers, body):
-    assert status == 400
-    assert headers["content-type"] == "application/json"
-    assert headers["connection"] == "close"
-    error = ErrorResponse.model_validate(orjson.loads(body), strict=True).error
-    assert (error.code, error.field) == ("invalid_input", "")
-    return error.message
+async def test_an_application_that_fails_is_a_500(server, caplog):
+    status, _, body = await server.ask(GET.replace(b"/ ", b"/fails ", 1))
+    assert status == 500
+    assert orjson.loads(body)["error"]["code"] == "internal"
+    assert "planted" in caplog.text
 
 
 @pytest.mark.parametrize(
-    "sent",
-    [
-        b"hello\r\n\r\n",
-        b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
-        b"GET / HTTP/1.1\r\nHost : a\r\n\r\n",
-        b"GET http:// HTTP/1.1\r\n\r\n",
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-    ],
+    "sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"]
 )
-async def test_a_malformed_request_is_answered_in_json_and_not_logged(connect, caplog, sent):
-    async with connect() as (_, reader, writer):
-        writer.write(sent)
-        assert "malformed HTTP request" in refused(*await answer(reader))
-        assert await rest(reader) == b""
+async def test_what_clients_do_wrong_is_not_logged(server, caplog, sent):
+    assert "malformed HTTP request" in error(await server.ask(sent), 400)
     assert not caplog.records
 
 
-@pytest.mark.parametrize("before", [b"", GET])
-async def test_headers_are_refused_when_they_are_too_long(connect, before):
-    async with connect(max_header_bytes=1000) as (_, reader, writer):
-        if before:
-            writer.write(before)
-            assert (await answer(reader))[0] == 200
-        writer.write(b"GET / HTTP/1.1\r\nX-Long: " + bytes([97]) * 1000)
-        assert "more than 1000 bytes" in refused(*await answer(reader))
-        assert await rest(reader) == b""
+# A stop
 
 
-async def test_each_request_has_the_size_of_its_own_headers_when_a_connection_is_kept(connect):
-    async with connect(max_header_bytes=1000) as (server, reader, writer):
-        for _ in range(5):
-            for piece in (b"GET / HTTP/1.1\r\nX-Long: " + bytes([97]) * 600, b"\r\n\r\n"):
-                writer.write(piece)
-                await server.has(server.bytes + len(piece))
-            assert (await answer(reader))[0] == 200
+async def test_a_stop_answers_what_has_begun_and_closes(server):
+    server.route.hold = True
+    busy, arriving = await server.open(), await server.open()
+    busy.send(post(b"1"))
+    await until(lambda: server.route.held)
+    arriving.send(post(b"22")[:-1])
+    await until(lambda: server.route.waited.is_set())
+    server.stop()
+    arriving.send(b"2")
+    await until(lambda: len(server.route.held) == 2)
+    server.route.release()
+    for client, body in ((busy, b"1"), (arriving, b"22")):
+        status, headers, found = await client.answer()
+        assert (status, headers["connection"], found) == (200, "close", body)
+        assert await client.rest() == b""
 
 
-def posted(size):
-    return b"POST / HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % size + bytes(size)
+async def test_a_stop_closes_a_connection_whose_answer_was_made_before_it(server):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"1") + post(b"2"))
+    await until(lambda: len(server.route.held) == 2)
+    first, second = server.route.held
+    second.answer()
+    server.stop()
+    first.answer()
+    assert (await client.answer())[2] == b"1"
+    if not client.reader.at_eof():
+        await client.rest()
 
 
-@pytest.mark.parametrize("sizes", [[200], [950], [5000], [10] * 30])
-async def test_what_came_before_pipelined_headers_is_not_counted_as_theirs(connect, sizes):
-    async with connect(max_header_bytes=1000) as (server, reader, writer):
-        head = b"GET / HTTP/1.1\r\nX-Long: " + bytes([97]) * 600
-        sent = b"".join(map(posted, sizes)) + head
-        writer.write(sent)
-        await server.has(len(sent))
-        writer.write(b"\r\n\r\n")
-        for size in sizes:
-            assert (await answer(reader))[2] == bytes(size)
-        assert (await answer(reader))[0] == 200
+async def test_a_fault_of_our_own_is_a_500_and_logged(server, caplog, monkeypatch):
+    def fail(*_):
+        raise AssertionError("bug: planted")
+
+    monkeypatch.setattr(server.route, "open", fail)
+    status, headers, body = await server.ask(post(b"abc"))
+    assert (status, headers["connection"]) == (500, "close")
+    assert orjson.loads(body)["error"]["code"] == "internal"
+    assert "planted" in caplog.text
 
 
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        b"hello\r\n\r\n",
-        b"POST / HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\nxyz\r\n",
-        b"GET / HTTP/1.1\r\nX-Long: " + bytes([97]) * 2000,
-    ],
-    ids=["garbage", "chunks", "headers"],
-)
-async def test_a_malformed_request_is_answered_after_those_before_it(connect, wrong):
-    async with connect(max_header_bytes=1000) as (server, reader, writer):
-        sent = posted(7) + posted(9)
-        writer.write(sent)
-        await server.has(len(sent))
-        writer.write(posted(11) + wrong[:60])
-        await server.has(len(sent + posted(11) + wrong[:60]))
-        writer.write(wrong[60:])
-        for size in (7, 9, 11):
-            assert (await answer(reader))[2] == bytes(size)
-        refused(*await answer(reader))
-        assert await rest(reader) == b""
-
-
-async def test_a_request_is_answered_in_silence_when_it_asks_for_an_upgrade(connect, caplog):
-    async with connect() as (_, reader, writer):
-        writer.write(b"GET / HTTP/1.1\r\nConnection: upgrade\r\nUpgrade: websocket\r\n\r\n")
-        assert (await answer(reader))[0] == 200
-    assert not caplog.records
-
-
-async def test_the_service_speaks_so_when_it_runs(start):
-    service = start().ready()
-    reader, writer = await asyncio.open_connection("127.0.0.1", service.port)
-    writer.write(b"hello\r\n\r\n")
-    refused(*await answer(reader))
-    writer.close()
-    await writer.wait_closed()
+async def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_next_request(
+    server,
+):
+    idle, busy = await server.open(), await server.open()
+    for client in (idle, busy):
+        client.send(GET)
+        assert (await client.answer())[0] == 200
+    await asyncio.sleep(0.25)
+    busy.send(GET)
+    assert (await busy.answer())[0] == 200
+    server.stop()
+    assert await idle.rest() == b""
+    busy.send(GET)  # it could not know
+    status, headers, _ = await busy.answer()
+    assert (status, headers["connection"]) == (200, "close")
+    assert await busy.rest() == b""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from service.http.app import STATUS
+from service.http.answer import STATUS
 from service.http.openapi import ErrorResponse, PredictResponse, example_seven
 from service.images import ACCEPTED
 

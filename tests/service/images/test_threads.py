@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from functools import partial
 
 import pytest
 
@@ -45,7 +44,7 @@ def work():
 async def one(work):
     """One thread, busy with `work`."""
     with DecodingThreads(1) as one:
-        busy = asyncio.create_task(one.run(work, LONG_S, ended=work.end))
+        busy = asyncio.create_task(one.run(work, LONG_S))
         assert await asyncio.to_thread(work.begun.acquire, timeout=LONG_S)
         yield one
         work.release()
@@ -68,51 +67,48 @@ async def test_work_is_dropped_when_its_deadline_passes_before_a_thread_is_free(
     queued = Work()
     for timeout_s in (0.02, 0.0, -1.0):
         with pytest.raises(DeadlineExceeded):
-            await one.run(queued, timeout_s, ended=queued.end)
-    assert queued.ended == 3
+            await one.run(queued, timeout_s)
     work.release()
     assert await one.run(lambda: "next", LONG_S) == "next"
     assert queued.started == 0
 
 
 async def test_work_is_dropped_when_its_caller_leaves_before_a_thread_is_free(one, work):
-    queued = Work()
-    task = asyncio.create_task(one.run(queued, LONG_S, ended=queued.end))
+    queued, outcomes = Work(), []
+    one.cancel(one.start(queued, outcomes.append, queued.end))
+    assert queued.ended == 1
+    task = asyncio.create_task(one.run(queued, LONG_S))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert queued.ended == 1
     work.release()
     assert await one.run(lambda: "next", LONG_S) == "next"
-    assert queued.started == 0
+    assert (queued.started, outcomes) == (0, [])
 
 
 @pytest.mark.parametrize("leave", [True, False])
 async def test_work_that_has_begun_keeps_its_thread_when_its_caller_is_gone(work, leave):
     with DecodingThreads(1) as threads:
-        task = asyncio.create_task(threads.run(work, LONG_S if leave else 0.02, ended=work.end))
+        outcomes = []
+        job = threads.start(work, outcomes.append, work.end)
         assert await asyncio.to_thread(work.begun.acquire, timeout=LONG_S)
         if leave:
-            task.cancel()
-        with pytest.raises(asyncio.CancelledError if leave else DeadlineExceeded):
-            await task
+            threads.cancel(job)
         assert work.ended == 0
         follower = asyncio.create_task(threads.run(lambda: "next", LONG_S))
         await asyncio.sleep(0.01)
         assert not follower.done()
         work.release()
         assert await follower == "next"
-        assert work.ended == 1
+        assert (work.ended, outcomes) == (1, [] if leave else ["images"])
 
 
 async def test_a_request_is_refused_when_too_many_wait(one, monkeypatch):
-    monkeypatch.setattr(threads, "MAX_WAITING", 3)
-    queued = [asyncio.create_task(one.run(partial(str), LONG_S)) for _ in range(2)]
-    await asyncio.sleep(0)
+    monkeypatch.setattr(threads, "MAX_WAITING", 2)
+    queued = [one.start(str, print) for _ in range(2)]
     with pytest.raises(Overloaded) as caught:
         await one.run(str, LONG_S)
     assert caught.value.retry_after_s == 1
-    for task in queued:
-        task.cancel()
-    await asyncio.wait(queued)
+    for job in queued:
+        one.cancel(job)

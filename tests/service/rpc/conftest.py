@@ -12,6 +12,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from lenet.context import Target
+from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.versions import WeightsFolder
@@ -117,7 +118,7 @@ def open_house(tmp_path, tiny, random_weights):
         )
         folder = WeightsFolder(tmp_path)
         versions = folder.read_all(default_model="tiny")
-        async with WatchedModels(folder, versions, config, metrics) as models:
+        async with WatchedModels(folder, versions, config, metrics, Deadlines()) as models:
             models.ready = True
             with DecodingThreads(1) as decoding:
                 yield House(models, metrics, registry, decoding, timeout_s)

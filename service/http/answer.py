@@ -1,0 +1,60 @@
+"""Answers over HTTP: their parts, the JSON of an error, and its status."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import orjson
+
+from service.errors import ServiceError
+
+JSON = b"application/json"
+
+STATUS = {
+    "invalid_input": 400,
+    "unknown_model": 404,
+    "body_timeout": 408,
+    "too_large": 413,
+    "unsupported_media_type": 415,
+    "overloaded": 429,
+    "cancelled": 499,
+    "internal": 500,
+    "inference_failed": 500,
+    "unavailable": 503,
+    "deadline_exceeded": 504,
+}
+"""HTTP status by error code. 422 is not used."""
+
+
+@dataclass(slots=True)  # not frozen: one is made for each request
+class Answer:
+    """A complete answer.
+
+    `headers` are lines, each with its line end, without Content-Type, Content-Length, Date and
+    Connection.
+    """
+
+    status: int
+    media_type: bytes
+    body: bytes
+    headers: bytes = b""
+
+
+def error_answer(error: ServiceError) -> Answer:
+    """`error` in the JSON that every error has."""
+    headers = b""
+    if error.retry_after_s is not None:
+        headers = b"retry-after: %d\r\n" % error.retry_after_s
+    return refusal(STATUS[error.code], error.code, error.message, error.field, headers)
+
+
+def refusal(status: int, code: str, message: str, field: str = "", headers: bytes = b"") -> Answer:
+    """An error with `status`."""
+    # The message may quote a lone surrogate that the client sent; JSON cannot contain it.
+    text = message.encode("utf-8", "replace").decode()
+    body = orjson.dumps({"error": {"code": code, "field": field, "message": text}})
+    return Answer(status, JSON, body, headers)
+
+
+INTERNAL_ERROR = refusal(500, "internal", "internal error; see the server log")
+"""The answer to an exception that is not a `ServiceError`."""

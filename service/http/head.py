@@ -1,0 +1,147 @@
+"""The headers of a request, checked after RFC 9110 and 9112, and the route that they lead to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from typing import Any, Protocol, TypeAlias
+
+import httptools
+
+from service.errors import ServiceError, shown
+from service.http.answer import Answer, refusal
+
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+
+
+class FastCall(Protocol):
+    """One request on a fast route."""
+
+    def data(self, data: bytes) -> None:
+        """The next piece of the body. Raises ServiceError if it is refused."""
+        ...
+
+    def wait_for_body(self) -> None:
+        """The body has not arrived whole; called after each piece. Raises as `data`."""
+        ...
+
+    def end(self) -> None:
+        """The body is complete."""
+        ...
+
+    def fail(self, error: ServiceError) -> None:
+        """Answer with `error`."""
+        ...
+
+    def cancel(self) -> None:
+        """The client is gone; nothing is to be answered."""
+        ...
+
+
+class FastRoute(Protocol):
+    """A route of plain calls. Equal headers are read once; see `Head`."""
+
+    def read(self, query: bytes, headers: Mapping[str, str]) -> Any:
+        """What the headers ask for. Raises ServiceError if it cannot be had."""
+        ...
+
+    def refuse(self, error: ServiceError) -> Answer:
+        """The answer to a request that `read` rejected."""
+        ...
+
+    def open(self, wanted: Any, reply: Callable[[Answer], None]) -> FastCall:
+        """Begin a request."""
+        ...
+
+
+FastRoutes: TypeAlias = Mapping[tuple[bytes, bytes], FastRoute]
+"""By method and path."""
+
+Pairs: TypeAlias = tuple[tuple[bytes, bytes], ...]
+
+
+class Refused(Exception):
+    """A request that breaks HTTP's rules; the connection ends after the answer."""
+
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.answer = refusal(status, "invalid_input", message)
+
+
+class Head:
+    """The checked headers of a request.
+
+    Clients send the same ones again and again: equal headers share one Head, which costs a look-up
+    instead of all these checks.
+
+    Raises:
+        Refused: they break HTTP's rules.
+    """
+
+    __slots__ = (
+        "chunked",
+        "error",
+        "expects_continue",
+        "headers",
+        "keep_alive",
+        "length",
+        "method",
+        "path",
+        "query",
+        "route",
+        "url",
+        "version",
+        "wanted",
+    )
+
+    def __init__(
+        self,
+        method: bytes,
+        url: bytes,
+        version: str,
+        pairs: Pairs,
+        keep_alive: bool,
+        routes: FastRoutes,
+    ) -> None:
+        self.method, self.url, self.version, self.keep_alive = method, url, version, keep_alive
+        self.headers = tuple((name.lower(), value) for name, value in pairs)
+        if version not in ("1.0", "1.1"):
+            raise Refused(505, f"HTTP version: got {version}, expected 1.0 or 1.1")
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if len(hosts) > 1 or (not hosts and version == "1.1"):
+            found = f"{len(hosts)} Host headers" if hosts else "no Host header"
+            raise Refused(400, f"host: got {found}, expected exactly one")
+        if hosts and not _HOST.fullmatch(hosts[0]):
+            raise Refused(400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name")
+        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        self.chunked = bool(codings)
+        if codings and version == "1.0":
+            raise Refused(400, "transfer-encoding: expected none in HTTP/1.0")
+        if self.chunked and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+            found = shown(b", ".join(codings).decode("latin-1"))
+            raise Refused(501, f"transfer-encoding: got {found}, expected chunked")
+        lengths = [value for name, value in self.headers if name == b"content-length"]
+        self.length = int(lengths[0]) if lengths else None
+        expected = [value.lower() for name, value in self.headers if name == b"expect"]
+        if expected and expected != [b"100-continue"]:
+            found = shown(b", ".join(expected).decode("latin-1"))
+            raise Refused(417, f"expect: got {found}, expected 100-continue")
+        self.expects_continue = bool(expected) and version == "1.1"
+        target = url
+        if url == b"*" and method != b"OPTIONS":
+            raise Refused(400, "target: got *, expected a path")
+        if not url.startswith(b"/") and url != b"*":
+            parts = httptools.parse_url(url)  # the absolute form, RFC 9112, 3.2.2
+            target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
+        self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
+        self.route = routes.get((method, self.path))
+        self.error: ServiceError | None = None
+        self.wanted: Any = None
+        if self.route is not None:
+            named: dict[str, str] = {}
+            for name, value in self.headers:
+                named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+            try:
+                self.wanted = self.route.read(self.query, named)
+            except ServiceError as exc:
+                self.error = exc

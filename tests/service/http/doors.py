@@ -1,0 +1,209 @@
+"""A real server of the connection class on a real socket, with a route of each kind."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from contextlib import asynccontextmanager
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from service.errors import InvalidInput, TooLarge
+from service.http.answer import Answer, error_answer
+from service.http.connection import FrontDoor
+
+MAX_BODY_BYTES = 200_000
+HUGE = bytes(32 << 20)
+
+
+async def application(scope, receive, send):
+    """Answers with the body; /early before it came, /pieces in three, /huge much, /fails not."""
+    path, body = scope["path"], b""
+    if path == "/fails":
+        raise ValueError("planted")
+    if path not in ("/early", "/huge"):
+        more = True
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return
+            body += message["body"]
+            more = message["more_body"]
+    if path == "/waits":  # for its client to leave
+        scope["state"]["waits"].set()
+        assert (await receive())["type"] == "http.disconnect"
+        scope["state"]["left"].set()
+        return
+    if path == "/headers":  # what the application sees
+        body = b"\n".join(b"%s: %s" % pair for pair in scope["headers"])
+    if path == "/none":
+        await send({"type": "http.response.start", "status": 204, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
+        return
+    await send({"type": "http.response.start", "status": 200, "headers": []})
+    if path == "/pieces":
+        for piece in (b"one", b"two", b"three"):
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+    else:
+        await send({"type": "http.response.body", "body": HUGE if path == "/huge" else body})
+
+
+async def until(condition):
+    """Wait for what has no event."""
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+class EchoCall:
+    def __init__(self, route, wanted, reply):
+        self.route, self.wanted, self.reply, self.body = route, wanted, reply, b""
+        route.calls.append(self)
+
+    def data(self, data):
+        self.body += data
+        if len(self.body) > MAX_BODY_BYTES:
+            raise TooLarge("too many bytes", field="body")
+
+    def wait_for_body(self):
+        self.route.waited.set()
+
+    def end(self):
+        if self.route.hold:
+            self.route.held.append(self)
+            self.route.arrived.set()
+        else:
+            asyncio.get_running_loop().call_soon(self.answer)
+
+    def answer(self):
+        if not self.route.cancelled.count(self):
+            self.reply(Answer(200, b"text/plain", self.body))
+
+    def fail(self, error):
+        self.reply(error_answer(error))
+
+    def cancel(self):
+        self.route.cancelled.append(self)
+        self.route.left.set()
+
+
+class Echo:
+    """`POST /fast` answers with the body; with `hold`, when `release` is called."""
+
+    def __init__(self):
+        self.hold = False
+        self.calls, self.held, self.cancelled, self.reads = [], [], [], 0
+        self.arrived, self.left, self.waited = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def read(self, query, headers):
+        self.reads += 1
+        if query:
+            raise InvalidInput("no query expected", field="query")
+        if int(headers.get("content-length", "0")) > MAX_BODY_BYTES:
+            raise TooLarge("too many bytes", field="body")
+        return headers
+
+    def refuse(self, error):
+        return error_answer(error)
+
+    def open(self, wanted, reply):
+        return EchoCall(self, wanted, reply)
+
+    def release(self, reverse=False):
+        held, self.held = self.held, []
+        for call in reversed(held) if reverse else held:
+            call.answer()
+
+
+class Client:
+    """Raw bytes out, parsed answers in."""
+
+    def __init__(self, reader, writer):
+        self.reader, self.writer = reader, writer
+
+    def send(self, data):
+        self.writer.write(data)
+
+    async def answer(self, method="GET"):
+        """(status, headers, body) of the next answer; None at the end of the connection."""
+        async with asyncio.timeout(20):
+            try:
+                head = await self.reader.readuntil(b"\r\n\r\n")
+            except asyncio.IncompleteReadError as exc:
+                if exc.partial:
+                    raise
+                return None
+            first, *lines = head.decode("latin-1").split("\r\n")[:-2]
+            match = re.fullmatch(r"HTTP/1.1 (\d{3}) .*", first)
+            assert match, first
+            status = int(match[1])
+            headers = dict(line.lower().split(": ", 1) for line in lines)
+            body = b""
+            if method == "HEAD" or status in (100, 204):
+                pass
+            elif "transfer-encoding" in headers:
+                while size := int(await self.reader.readline(), 16):
+                    body += await self.reader.readexactly(size)
+                    assert await self.reader.readline() == b"\r\n"
+                assert await self.reader.readline() == b"\r\n"
+            elif "content-length" in headers:
+                body = await self.reader.readexactly(int(headers["content-length"]))
+            else:
+                body = await self.reader.read()
+            return status, headers, body
+
+    async def rest(self):
+        """What comes before the end of the connection."""
+        async with asyncio.timeout(20):
+            return await self.reader.read()
+
+
+class Running:
+    """A server; `open()` gives clients, `route` is the fast route, `state` uvicorn's."""
+
+    def __init__(self, route, door, state, events, port):
+        self.route, self.door, self.state, self.port = route, door, state, port
+        self.events = events
+        self.clients = []
+
+    async def open(self):
+        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        self.clients.append(client)
+        return client
+
+    async def ask(self, data, method="GET"):
+        """The answer on a connection of its own."""
+        client = await self.open()
+        client.send(data)
+        return await client.answer(method)
+
+    def stop(self):
+        """As uvicorn stops."""
+        for connection in list(self.state.connections):
+            connection.shutdown()
+
+
+@asynccontextmanager
+async def running(**options):
+    """`async with running(header_timeout_s=0.1) as server`."""
+    route = Echo()
+    door = FrontDoor({(b"POST", b"/fast"): route}, **options)
+    config = Config(application, http=door, ws="none", lifespan="off", log_config=None)
+    config.load()
+    state = ServerState()
+    state.default_headers = [(b"date", b"Sun, 22 Nov 2026 10:00:00 GMT")]
+    events = {"waits": asyncio.Event(), "left": asyncio.Event()}
+    listener = await asyncio.get_running_loop().create_server(
+        lambda: door(config=config, server_state=state, app_state=events), "127.0.0.1", 0
+    )
+    running = Running(route, door, state, events, listener.sockets[0].getsockname()[1])
+    try:
+        yield running
+    finally:
+        for client in running.clients:
+            client.writer.transport.abort()
+        await until(lambda: not state.connections and not state.tasks)
+        listener.close()
+        await listener.wait_closed()

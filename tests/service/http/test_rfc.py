@@ -1,0 +1,255 @@
+"""What requests of every shape get: RFC 9110 and 9112, as a table."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from tests.service.http.doors import running
+
+HOST = b"Host: a\r\n"
+GET = b"GET / HTTP/1.1\r\n" + HOST + b"\r\n"
+CHUNKED = (b"Transfer-Encoding: chunked",)
+
+
+def get(*lines, path=b"/", method=b"GET", version=b"1.1", host=True):
+    head = method + b" " + path + b" HTTP/" + version + b"\r\n" + (HOST if host else b"")
+    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n"
+
+
+def post(body, *lines, path=b"/fast"):
+    return get(*lines, b"Content-Length: %d" % len(body), path=path, method=b"POST") + body
+
+
+def sent(*lines, body=b"", path=b"/fast"):
+    """A POST whose framing is `lines`."""
+    return get(*lines, path=path, method=b"POST") + body
+
+
+def chunks(*parts, end=b"0\r\n\r\n", lines=CHUNKED, path=b"/fast"):
+    return sent(*lines, path=path) + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in parts) + end
+
+
+def sized(count):
+    """A request whose headers, with all line ends, are `count` bytes."""
+    return get(b"X: " + b"a" * (count - len(get(b"X: "))))
+
+
+# "200 open": answered, and the connection takes another request; "400 closed": answered with
+# Connection: close, and ended by the server.
+ROWS = {
+    "plain": (GET, "200 open"),
+    "no host": (get(host=False), "400 closed"),
+    "no host 1.0": (get(host=False, version=b"1.0"), "200 closed"),
+    "two hosts": (get(b"Host: a"), "400 closed"),
+    "two other hosts": (get(b"Host: b"), "400 closed"),
+    "empty host": (get(b"Host:", host=False), "200 open"),
+    "host slash": (get(b"Host: a/b", host=False), "400 closed"),
+    "host space": (get(b"Host: a b", host=False), "400 closed"),
+    "host at": (get(b"Host: u@a", host=False), "400 closed"),
+    "host port": (get(b"Host: a:80", host=False), "200 open"),
+    "ipv6": (get(b"Host: [::1]:80", host=False), "200 open"),
+    "1.0": (get(version=b"1.0"), "200 closed"),
+    "1.0 ka": (get(b"Connection: keep-alive", version=b"1.0"), "200 open"),
+    "close": (get(b"Connection: close"), "200 closed"),
+    "Close": (get(b"connection: CLOSE"), "200 closed"),
+    "2.0": (get(version=b"2.0"), "505 closed"),
+    "1.2": (get(version=b"1.2"), "400 closed"),
+    "0.9": (b"GET /\r\n\r\n", "505 closed"),
+    "9.9": (get(version=b"9.9"), "400 closed"),
+    "http lower": (b"GET / http/1.1\r\n\r\n", "400 closed"),
+    "http2 preface": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", "400 closed"),
+    "unknown method": (get(method=b"FOO"), "400 closed"),
+    "lower method": (get(method=b"get"), "400 closed"),
+    "absolute": (get(path=b"http://a/"), "200 open"),
+    "absolute path": (get(path=b"http://a/x?y"), "200 open"),
+    "absolute none": (get(path=b"http://"), "400 closed"),
+    "asterisk": (get(path=b"*", method=b"OPTIONS"), "200 open"),
+    "asterisk get": (get(path=b"*"), "400 closed"),
+    "no slash": (get(path=b"x"), "400 closed"),
+    "connect": (get(path=b"a:80", method=b"CONNECT"), "501 closed"),
+    "space target": (get(path=b"/a b"), "400 closed"),
+    "fragment": (get(path=b"/a#b"), "200 open"),
+    "percent": (get(path=b"/%41"), "200 open"),
+    "nul": (get(path=b"/\x00"), "400 closed"),
+    "high": (get(path=b"/\xff"), "400 closed"),
+    "space colon": (get(b"X : a"), "400 closed"),
+    "no colon": (get(b"X"), "400 closed"),
+    "folded": (get(b"X: a", b" b"), "400 closed"),
+    "empty name": (get(b": a"), "400 closed"),
+    "nul value": (get(b"X: a\x00b"), "400 closed"),
+    "cr value": (get(b"X: a\rb"), "400 closed"),
+    "lf value": (get(b"X: a\nY: b"), "400 closed"),
+    "tab value": (get(b"X: a\tb"), "200 open"),
+    "obs text": (get(b"X: \xff"), "200 open"),
+    "bad name": (get(b"X(: a"), "400 closed"),
+    "empty value": (get(b"X:"), "200 open"),
+    "ws value": (get(b"X:   a   "), "200 open"),
+    "bare lf": (b"GET / HTTP/1.1\nHost: a\n\n", "400 closed"),
+    "leading crlf": (b"\r\n\r\n" + GET, "200 open"),
+    "leading space": (b" " + GET, "400 closed"),
+    "cl": (post(b"abc"), "200 open"),
+    "cl 0": (post(b""), "200 open"),
+    "no cl": (get(method=b"POST", path=b"/fast"), "200 open"),
+    "cl twice same": (post(b"abc", b"Content-Length: 3"), "400 closed"),
+    "cl twice diff": (post(b"abc", b"Content-Length: 4"), "400 closed"),
+    "cl list": (get(b"Content-Length: 3, 3", method=b"POST", path=b"/fast") + b"abc", "400 closed"),
+    "cl neg": (get(b"Content-Length: -1", method=b"POST", path=b"/fast"), "400 closed"),
+    "cl plus": (get(b"Content-Length: +3", method=b"POST", path=b"/fast") + b"abc", "400 closed"),
+    "cl hex": (get(b"Content-Length: 0x3", method=b"POST", path=b"/fast") + b"abc", "400 closed"),
+    "cl word": (get(b"Content-Length: abc", method=b"POST", path=b"/fast"), "400 closed"),
+    "cl huge": (
+        get(b"Content-Length: 99999999999999999999999", method=b"POST", path=b"/fast"),
+        "400 closed",
+    ),
+    "cl over": (get(b"Content-Length: 200001", method=b"POST", path=b"/fast"), "413 closed"),
+    "cl empty": (get(b"Content-Length:", method=b"POST", path=b"/fast"), "400 closed"),
+    "cl space": (get(b"Content-Length: 3 3", method=b"POST", path=b"/fast") + b"abc", "400 closed"),
+    "get body": (get(b"Content-Length: 3") + b"abc", "200 open"),
+    "chunked": (chunks(b"abc", b"de"), "200 open"),
+    "Chunked": (chunks(b"abc", lines=(b"Transfer-Encoding: Chunked",)), "200 open"),
+    "coding and length": (
+        chunks(b"abc", lines=(b"Transfer-Encoding: chunked", b"Content-Length: 3")),
+        "400 closed",
+    ),
+    "length and coding": (
+        chunks(b"abc", lines=(b"Content-Length: 3", b"Transfer-Encoding: chunked")),
+        "400 closed",
+    ),
+    "gzip chunked": (chunks(b"abc", lines=(b"Transfer-Encoding: gzip, chunked",)), "501 closed"),
+    "chunked gzip": (chunks(b"abc", lines=(b"Transfer-Encoding: chunked, gzip",)), "400 closed"),
+    "gzip": (chunks(lines=(b"Transfer-Encoding: gzip",)), "501 closed"),
+    "identity": (chunks(lines=(b"Transfer-Encoding: identity",)), "501 closed"),
+    "coding twice": (
+        chunks(b"abc", lines=(b"Transfer-Encoding: chunked", b"Transfer-Encoding: chunked")),
+        "400 closed",
+    ),
+    "coding empty": (chunks(lines=(b"Transfer-Encoding:",)), "400 closed"),
+    "coding x": (chunks(lines=(b"Transfer-Encoding: xchunked",)), "501 closed"),
+    "coding tab": (chunks(b"abc", lines=(b"Transfer-Encoding:\tchunked",)), "200 open"),
+    "coding vt": (chunks(b"abc", lines=(b"Transfer-Encoding: \x0bchunked",)), "400 closed"),
+    "coding 1.0": (
+        b"POST /fast HTTP/1.0\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+        "400 closed",
+    ),
+    "coding name space": (chunks(b"abc", lines=(b"Transfer-Encoding : chunked",)), "400 closed"),
+    "chunk ext": (chunks(end=b"3;a=b\r\nabc\r\n0\r\n\r\n"), "200 open"),
+    "chunk ext quoted": (chunks(end=b'3;a="b c"\r\nabc\r\n0\r\n\r\n'), "200 open"),
+    "chunk upper": (chunks(end=b"A\r\n0123456789\r\n0\r\n\r\n"), "200 open"),
+    "chunk zeros": (chunks(end=b"0003\r\nabc\r\n000\r\n\r\n"), "200 open"),
+    "chunk bad": (chunks(end=b"x\r\n"), "400 closed"),
+    "chunk 0x": (chunks(end=b"0x3\r\nabc\r\n0\r\n\r\n"), "400 closed"),
+    "chunk neg": (chunks(end=b"-3\r\nabc\r\n0\r\n\r\n"), "400 closed"),
+    "chunk long": (chunks(end=b"ffffffffffffffffffff\r\n"), "400 closed"),
+    "chunk no crlf": (chunks(end=b"3\r\nabcXX0\r\n\r\n"), "400 closed"),
+    "chunk lf": (chunks(end=b"3\nabc\n0\n\n"), "400 closed"),
+    "chunk space": (chunks(end=b"3 \r\nabc\r\n0\r\n\r\n"), "400 closed"),
+    "chunk empty size": (chunks(end=b"\r\nabc\r\n0\r\n\r\n"), "400 closed"),
+    "chunk over": (chunks(bytes(100000), bytes(100001)), "413 closed"),
+    "trailer": (chunks(b"abc", end=b"0\r\nX: 1\r\n\r\n"), "200 open"),
+    "trailer bad": (chunks(b"abc", end=b"0\r\nX 1\r\n\r\n"), "400 closed"),
+    "trailer flood": (chunks(b"abc", end=b"0\r\n" + b"X: 1\r\n" * 20000 + b"\r\n"), "200 open"),
+    "ext flood": (chunks(end=b"3;" + b"a" * 100000 + b"\r\nabc\r\n0\r\n\r\n"), "200 open"),
+    "expect": (post(b"abc", b"Expect: 100-continue"), "100 200 open"),
+    "expect no body yet": (
+        get(b"Expect: 100-continue", b"Content-Length: 3", method=b"POST", path=b"/fast"),
+        "100 open",
+    ),
+    "expect other": (post(b"abc", b"Expect: x"), "417 closed"),
+    "expect over": (
+        get(b"Expect: 100-continue", b"Content-Length: 200001", method=b"POST", path=b"/fast"),
+        "413 closed",
+    ),
+    "expect asgi": (get(b"Expect: 100-continue", b"Content-Length: 3", method=b"POST"), "100 open"),
+    "expect early": (
+        get(b"Expect: 100-continue", b"Content-Length: 3", method=b"POST", path=b"/early"),
+        "200 closed",
+    ),
+    "expect 1.0": (
+        b"POST /fast HTTP/1.0\r\nExpect: 100-continue\r\nContent-Length: 3\r\n\r\nabc",
+        "200 closed",
+    ),
+    "upgrade h2c": (
+        post(
+            b"abc",
+            b"Connection: Upgrade, HTTP2-Settings",
+            b"Upgrade: h2c",
+            b"HTTP2-Settings: AAMAAABkAAQAoAAAAAIAAAAA",
+        ),
+        "200 open",
+    ),
+    "upgrade ws": (get(b"Connection: Upgrade", b"Upgrade: websocket"), "200 open"),
+    "upgrade chunked": (
+        chunks(
+            b"abc", lines=(b"Connection: upgrade", b"Upgrade: x", b"Transfer-Encoding: chunked")
+        ),
+        "200 open",
+    ),
+    "upgrade no conn": (post(b"abc", b"Upgrade: h2c"), "200 open"),
+    "upgrade pipelined": (
+        post(b"abc", b"Connection: Upgrade", b"Upgrade: h2c") + GET,
+        "200 200 open",
+    ),
+    "upgrade twice": (post(b"abc", b"Connection: Upgrade", b"Upgrade: h2c") * 2, "200 200 open"),
+    "pipelined": (GET + GET, "200 200 open"),
+    "pipelined mix": (post(b"a") + GET + post(b"b"), "200 200 200 open"),
+    "garbage after": (GET + b"garbage\r\n\r\n", "200 400 closed"),
+    "garbage after fast": (post(b"a") + b"garbage\r\n\r\n", "200 400 closed"),
+    "pipelined close": (get(b"Connection: close") + GET, "200 closed"),
+    "head": (get(method=b"HEAD"), "200 open"),
+    "head fast path": (get(method=b"HEAD", path=b"/fast"), "200 open"),
+    "options": (get(method=b"OPTIONS"), "200 open"),
+    "204": (get(path=b"/none"), "204 open"),
+    "pieces": (get(path=b"/pieces"), "200 open"),
+    "pieces 1.0": (get(path=b"/pieces", version=b"1.0"), "200 closed"),
+    "fails": (get(path=b"/fails"), "500 open"),
+    "early": (post(b"abc", path=b"/early"), "200 open"),
+    "early more": (get(b"Content-Length: 100000", method=b"POST", path=b"/early"), "200 closed"),
+    "refused query": (post(b"abc", path=b"/fast?x=1"), "400 open"),
+    "refused big": (
+        get(b"Content-Length: 100000", method=b"POST", path=b"/fast?x=1"),
+        "400 closed",
+    ),
+    "long url": (get(path=b"/" + b"a" * 70000), "431 closed"),
+    "many headers": (get(*[b"X: 1"] * 8000), "200 open"),
+    "long header open": (b"GET / HTTP/1.1\r\nX: " + b"a" * 70000, "431 closed"),
+    "tls": (b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", "400 closed"),
+    "text": (b"hello\r\n\r\n", "400 closed"),
+    "h only": (b"GET / HTTP/1.1\r\n\r\n", "400 closed"),
+    "headers 65536": (sized(65536), "200 open"),
+    "headers 65537": (sized(65537), "431 closed"),
+    "big body then half head": (post(bytes(78000)) + b"GET / HTTP/1.1\r\nHost: a\r\n", "200 open"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+async def test_the_answer_and_what_becomes_of_the_connection(name):
+    data, expected = ROWS[name]
+    *statuses, after = expected.split()
+    async with running() as server:
+        client = await server.open()
+        client.send(data)
+        for status in statuses:
+            found, headers, _ = await client.answer("HEAD" if data[:4] == b"HEAD" else "GET")
+            assert found == int(status)
+        if after == "closed":
+            assert headers["connection"] == "close"
+            assert await client.rest() == b""
+        elif (
+            not data.endswith(b"Host: a\r\n") and "no body yet" not in name and statuses != ["100"]
+        ):
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+
+
+async def test_a_request_is_read_alike_however_it_is_cut():
+    async with running() as server:
+        for data in (GET, post(b"abc"), chunks(b"abc", b"de", end=b"0\r\nX: 1\r\n\r\n")):
+            whole = await server.ask(data)
+            for cut in range(1, len(data)):
+                client = await server.open()
+                client.send(data[:cut])
+                await asyncio.sleep(0)
+                client.send(data[cut:])
+                assert await client.answer() == whole, cut
