@@ -21,6 +21,7 @@ from service.http.openapi import ErrorResponse
 from service.listener import listen as bind
 from service.server import open_service
 from service.settings import Settings
+from tests.service.http.doors import until
 
 
 class Served:
@@ -78,8 +79,16 @@ def open_app(weights):
             transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
                 yield Served(service, settings, client)
+            await settled(service)
 
     return open_
+
+
+async def settled(service):
+    """Wait until nothing is left of any request, however it ended."""
+    (predict,) = service.fast_routes.values()
+    await until(lambda: not predict.bodies.held_bytes and not predict.deadlines._ticks)
+    await until(lambda: not any(model.batcher._requests for model in service.models.served))
 
 
 @pytest.fixture
