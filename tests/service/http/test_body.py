@@ -131,6 +131,7 @@ async def test_the_deadline_of_a_request_includes_its_body(listen, hold, one):
         status, _, error = await answer(reader)
         assert (status, error["message"]) == (504, "no answer within 400 ms")
         assert asyncio.get_running_loop().time() - before < 0.6
+        hold.release()
 
 
 @pytest.mark.parametrize("sent", [b"", bytes(100)], ids=["nothing", "a part"])
