@@ -53,6 +53,11 @@ def positive_float(text: str) -> float:
     return value
 
 
+def non_negative_float(text: str) -> float:
+    """A finite number >= 0."""
+    return 0.0 if float(text) == 0 else positive_float(text)
+
+
 def latest_weights(folder: Path = Path("weights/lenet")) -> Path:
     """The weight file with the highest version in `folder`.
 

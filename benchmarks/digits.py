@@ -24,7 +24,8 @@ from lenet.weightfile import WeightFile
 from service.images import Limits, decode
 from trainer.mnist import load
 
-Format: TypeAlias = Literal["json", "raw", "npy", "png"]
+Format: TypeAlias = Literal["json", "raw", "npy", "png", "grpc"]
+"""Of a request; "grpc" are the raw bytes of a tensor."""
 
 _BATCH_ROWS = 256
 _BOUNDARY = "digits-and-nothing-else"
@@ -110,7 +111,7 @@ def encode(images: Images, form: Format) -> tuple[str, bytes]:
     if form == "json":
         flat = images.reshape(-1, PIXELS)
         return "application/json", orjson.dumps({"images": flat}, option=orjson.OPT_SERIALIZE_NUMPY)
-    if form == "raw":
+    if form in ("raw", "grpc"):
         return "application/octet-stream", images.tobytes()
     if form == "npy":
         file = io.BytesIO()
@@ -156,10 +157,20 @@ def judge(content: bytes, request: PreparedRequest) -> Verdict:
         return Verdict(f"bad answer: {exc}")
     except (ValueError, KeyError, TypeError, IndexError):
         return Verdict("bad answer: not the documented JSON")
-    return Verdict(
-        wrong_labels=_differences(labels, request.own_labels),
-        mistakes=_differences(labels, request.true_labels),
-    )
+    return _compare(labels, request)
+
+
+def judge_tensors(
+    labels: NDArray[np.int64], probabilities: NDArray[np.float32], request: PreparedRequest
+) -> Verdict:
+    """Check an answer that came as tensors: labels (n,), probabilities (n, 10)."""
+    if not len(labels) == len(probabilities) == len(request.own_labels):
+        return Verdict("bad answer: count of predictions")
+    if not (abs(probabilities.sum(axis=1) - 1) <= _SUM_TOLERANCE).all():
+        return Verdict("bad answer: sum of probabilities")
+    if not np.array_equal(labels, probabilities.argmax(axis=1)):
+        return Verdict("bad answer: label is not the most probable")
+    return _compare(labels.tolist(), request)
 
 
 def error_kind(status: int, content: bytes) -> str:
@@ -186,6 +197,13 @@ def _label(prediction: dict[str, Any]) -> int:
     if prediction["confidence"] != largest:
         raise _BadAnswer("confidence is not the label's probability")
     return label
+
+
+def _compare(labels: Sequence[int], request: PreparedRequest) -> Verdict:
+    return Verdict(
+        wrong_labels=_differences(labels, request.own_labels),
+        mistakes=_differences(labels, request.true_labels),
+    )
 
 
 def _differences(labels: Sequence[int], expected: Sequence[int]) -> int:

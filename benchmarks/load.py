@@ -1,9 +1,9 @@
-"""A load of requests sent with httpx, and the statistics of the answers.
+"""A load of requests from one or several processes, and what came back.
 
 Closed loop: each connection sends its next request when it has the answer to the previous one. Open
-loop: requests are due at random times that do not depend on the service, and latency counts from
-the due time, so a slow answer also delays the requests that wait behind it (no coordinated
-omission). Requests are not retried. Latencies are those of good answers only: errors are fast and
+loop: requests are due at times that do not depend on the service, and latency counts from the due
+time, so a service that stalls delays every request that was due meanwhile, and the percentiles
+show it (no coordinated omission). Latencies are those of good answers only: errors are fast and
 would make a failing service look fast.
 """
 
@@ -14,222 +14,223 @@ import contextlib
 import gc
 import importlib.util
 import itertools
+import math
+import multiprocessing
+import multiprocessing.connection
+import os
 import selectors
 import signal
-import ssl
 import sys
 import time
 from array import array
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-import httpx
 import numpy as np
 
-from benchmarks.digits import PreparedRequest, Verdict, error_kind, judge
-from benchmarks.timing import percentile
+from benchmarks.digits import PreparedRequest
+
+if TYPE_CHECKING:
+    import httpx
+
+    from benchmarks.load_clients import Connection
 
 MAX_CONNECTIONS = 900
 """Per process: `select` takes at most 1,024 file descriptors."""
 
-PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+WRONG_LABEL = "wrong label"
+"""Kind of error: a well-formed answer with another label than the local model predicts."""
 
-_TIMEOUT_S = 35.0  # the service itself gives up after 30 s
+_START_DELAY_S = 0.05
+_PROGRESS_S = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """A part of a load, which is reported by itself.
+
+    `start` and `end` are requests per second in an open loop, connections in a closed one; between
+    them the load changes linearly over `duration_s`.
+    """
+
+    start: float
+    end: float
+    duration_s: float
+
+    def at(self, after_s: float) -> float:
+        """The load `after_s` seconds after the start of the stage."""
+        return self.start + (self.end - self.start) * after_s / self.duration_s
+
+    def time_of(self, count: float) -> float:
+        """When the rate adds up to `count` requests, in seconds after the start of the stage."""
+        slope = (self.end - self.start) / self.duration_s
+        root = math.sqrt(max(0.0, self.start**2 + 2 * slope * count))
+        return 2 * count / (self.start + root)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """The load that one process sends.
+    """What to send.
 
-    `connections` is the maximum in use at a time. `rate` is requests per second, for an open loop
-    only. `timeout_ms` is sent to the service; None leaves the service's own.
+    `connections` is the maximum in use at a time. `warm_up_s`: the load with which the first stage
+    starts is sent before it, and not reported. `timeout_ms` is sent to the service; None leaves the
+    service's own. `grpc`: HOST:PORT, for gRPC instead of HTTP, which needs a `model`. With
+    `any_label`, wrong labels are no errors, for a server that does not classify.
     """
 
     url: str
     mode: Literal["closed", "open"]
+    stages: tuple[Stage, ...]
     connections: int
-    rate: float
-    duration_s: float
-    seed: int
+    arrivals: Literal["poisson", "constant"] = "poisson"
+    seed: int = 1
+    warm_up_s: float = 0.0
     timeout_ms: int | None = None
     model: str | None = None
+    grpc: str | None = None
+    any_label: bool = False
+
+    def connect(
+        self, transport: Callable[[], httpx.AsyncBaseTransport] | None = None
+    ) -> Connection:
+        """A connection; `transport` replaces TCP for HTTP."""
+        # httpx is not installed everywhere that this module is imported.
+        from benchmarks.load_clients import GrpcConnection, HttpConnection
+
+        if self.grpc is None:
+            return HttpConnection(
+                self.url, model=self.model, timeout_ms=self.timeout_ms, transport=transport
+            )
+        assert self.model, "bug: gRPC without a model"
+        return GrpcConnection(self.grpc, model=self.model, timeout_ms=self.timeout_ms)
 
 
-def _seconds() -> array[float]:
+def closed_loop(url: str, connections: int, duration_s: float) -> Load:
+    """A closed loop of a single stage."""
+    return Load(url, "closed", (Stage(connections, connections, duration_s),), connections)
+
+
+def _numbers() -> array[float]:
     return array("d")
 
 
 @dataclass(slots=True)
 class Results:
-    """The answers that one process received, or several after `merge`.
+    """The answers to the requests of a stage.
 
-    `stages_ms`: durations by stage from the Server-Timing header. `own_mistakes`: mistakes of the
-    local model on the answered images. `lateness_s`: delays of an open loop's requests behind
-    their due times. `busy` and `starved`: the shares of the elapsed time in which the busiest
-    process ran on a core and waited for one.
+    `received`: good answers that arrived while the stage ran. `images`, `mistakes`: of all
+    well-formed answers; a mistake differs from the true label. `lateness_s`: delays of an open
+    loop's requests behind their due times. `server_ms`: durations by stage of the service.
+    `cpu_s`: of all processes. `busy` and `starved`: the shares of the time in which the event loop
+    of the busiest process ran on a core and waited for one.
     """
 
+    elapsed_s: float = 0.0
+    interrupted: bool = False
+    received: int = 0
     images: int = 0
     wrong_labels: int = 0
     mistakes: int = 0
-    own_mistakes: int = 0
-    interrupted: bool = False
-    requests_per_s: float = 0.0
-    images_per_s: float = 0.0
-    elapsed_s: float = 0.0
+    cpu_s: float = 0.0
     busy: float = 0.0
     starved: float = 0.0
     errors: Counter[str] = field(default_factory=Counter)
-    latencies_s: array[float] = field(default_factory=_seconds)
-    lateness_s: array[float] = field(default_factory=_seconds)
-    stages_ms: dict[str, array[float]] = field(default_factory=dict)
-
-    def answered(
-        self,
-        latency_s: float,
-        verdict: Verdict,
-        own: Sequence[int],
-        true: Sequence[int],
-        stages_ms: dict[str, float],
-    ) -> None:
-        """Record a well-formed answer; `own` and `true` are the labels of its request."""
-        self.latencies_s.append(latency_s)
-        self.images += len(true)
-        self.wrong_labels += verdict.wrong_labels
-        self.mistakes += verdict.mistakes
-        self.own_mistakes += sum(mine != right for mine, right in zip(own, true, strict=True))
-        for stage, duration_ms in stages_ms.items():
-            self.stages_ms.setdefault(stage, _seconds()).append(duration_ms)
-
-    def failed(self, kind: str) -> None:
-        """Record a request without a good answer; `kind` is from a closed set."""
-        self.errors[kind] += 1
-
-    def finish(
-        self, elapsed_s: float, cpu_s: float, starved_s: float, *, interrupted: bool
-    ) -> None:
-        """Record the time from the first request to the last answer, and the client's part."""
-        self.interrupted = interrupted
-        self.elapsed_s = elapsed_s
-        self.busy = cpu_s / elapsed_s
-        self.starved = starved_s / elapsed_s
-        self.requests_per_s = len(self.latencies_s) / elapsed_s
-        self.images_per_s = self.images / elapsed_s
+    latencies_s: array[float] = field(default_factory=_numbers)
+    lateness_s: array[float] = field(default_factory=_numbers)
+    server_ms: dict[str, array[float]] = field(default_factory=dict)
 
     @classmethod
-    def merge(cls, parts: Iterable[Results]) -> Results:
-        """The sum over processes that ran at the same time; rates add up."""
-        total = cls()
+    def merge(cls, parts: Sequence[Results], elapsed_s: float) -> Results:
+        """The sum over processes that ran at the same time, or over stages in sequence."""
+        total = cls(elapsed_s=elapsed_s)
         for part in parts:
+            total.interrupted |= part.interrupted
+            total.received += part.received
             total.images += part.images
             total.wrong_labels += part.wrong_labels
             total.mistakes += part.mistakes
-            total.own_mistakes += part.own_mistakes
-            total.interrupted |= part.interrupted
-            total.requests_per_s += part.requests_per_s
-            total.images_per_s += part.images_per_s
-            total.elapsed_s = max(total.elapsed_s, part.elapsed_s)
+            total.cpu_s += part.cpu_s
             if part.busy + part.starved >= total.busy + total.starved:
                 total.busy, total.starved = part.busy, part.starved
             total.errors.update(part.errors)
             total.latencies_s.extend(part.latencies_s)
             total.lateness_s.extend(part.lateness_s)
-            for stage, durations in part.stages_ms.items():
-                total.stages_ms.setdefault(stage, _seconds()).extend(durations)
+            for stage, durations in part.server_ms.items():
+                total.server_ms.setdefault(stage, _numbers()).extend(durations)
         return total
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """The numbers of a load test, as written to JSON.
+class Progress:
+    """What one process received since its last report."""
 
-    `accuracy`: the share of true labels, 0 to 1, None without an answer. `passed`: there were
-    answers, no error and no wrong label. `client_busy` and `client_starved`: the shares of time
-    in which the busiest process of the client ran on a core and waited for one.
+    at_s: float
+    """Seconds from the start, warm-up included."""
+    latencies_s: array[float]
+    errors: int
+
+
+Report: TypeAlias = Callable[[Progress], object]
+
+
+def arrivals(
+    stages: Iterable[Stage], kind: Literal["poisson", "constant"], seed: int
+) -> Iterator[float]:
+    """Due times in seconds from the start of the first stage.
+
+    `poisson`: independent of each other, with the stages' rate on average. `constant`: evenly
+    spaced, or by a rate that changes.
     """
-
-    passed: bool
-    interrupted: bool
-    elapsed_s: float
-    requests: int
-    images: int
-    requests_per_s: float
-    images_per_s: float
-    errors: dict[str, int]
-    wrong_labels: int
-    accuracy: float | None
-    mistakes: int
-    own_mistakes: int
-    latency_ms: dict[str, float]
-    server_ms: dict[str, float]
-    sent_late_ms: dict[str, float]
-    client_busy: float
-    client_starved: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-def summarise(results: Results) -> Summary:
-    """The numbers of a finished load test."""
-    errors = sum(results.errors.values())
-    answered = len(results.latencies_s)
-    good = answered > 0 and not errors and not results.wrong_labels
-    return Summary(
-        passed=good and results.mistakes == results.own_mistakes and not results.interrupted,
-        interrupted=results.interrupted,
-        elapsed_s=results.elapsed_s,
-        requests=answered + errors,
-        images=results.images,
-        requests_per_s=results.requests_per_s,
-        images_per_s=results.images_per_s,
-        errors=dict(results.errors.most_common()),
-        wrong_labels=results.wrong_labels,
-        accuracy=1 - results.mistakes / results.images if results.images else None,
-        mistakes=results.mistakes,
-        own_mistakes=results.own_mistakes,
-        latency_ms=_distribution_ms(results.latencies_s),
-        server_ms={
-            stage: float(np.median(durations)) for stage, durations in results.stages_ms.items()
-        },
-        sent_late_ms=_distribution_ms(results.lateness_s),
-        client_busy=results.busy,
-        client_starved=results.starved,
-    )
-
-
-def _distribution_ms(seconds: Sequence[float]) -> dict[str, float]:
-    if not len(seconds):
-        return {}
-    values = {"mean": float(np.mean(seconds))}
-    values |= {f"p{percent:g}": percentile(seconds, percent) for percent in PERCENTILES}
-    values["max"] = max(seconds)
-    return {name: value * 1e3 for name, value in values.items()}
-
-
-def poisson_arrivals(rate: float, duration_s: float, seed: int) -> Iterator[float]:
-    """Times in seconds, from 0 up to `duration_s`, of a Poisson process of `rate` a second."""
     generator = np.random.default_rng(seed)
-    at_s = 0.0
-    while (at_s := at_s + generator.exponential(1 / rate)) < duration_s:
-        yield at_s
+    # Counts are requests since the start of the first stage.
+    next_count = 0.0 if kind == "constant" else float(generator.exponential())
+    start_s = start_count = 0.0
+    for stage in stages:
+        end_count = start_count + (stage.start + stage.end) / 2 * stage.duration_s
+        while next_count < end_count:
+            yield start_s + stage.time_of(next_count - start_count)
+            next_count += 1.0 if kind == "constant" else float(generator.exponential())
+        start_s += stage.duration_s
+        start_count = end_count
+
+
+def active_from(stages: Iterable[Stage], number: int, at_s: float) -> float:
+    """When connection `number`, from 0, of a closed loop may next send; `at_s` or later, or inf.
+
+    Times in seconds from the start of the first stage. A stage of 8 uses connections 0 to 7.
+    """
+    start_s = 0.0
+    needed = number + 1 - 1e-6  # the load of a ramp is not exact
+    for stage in stages:
+        after_s = max(0.0, at_s - start_s)
+        if after_s < stage.duration_s:
+            if stage.at(after_s) >= needed:
+                return start_s + after_s
+            if stage.end >= needed:
+                share = (number + 1 - stage.start) / (stage.end - stage.start)
+                return start_s + share * stage.duration_s
+        start_s += stage.duration_s
+    return math.inf
 
 
 def send_load(
     load: Load,
     requests: Sequence[PreparedRequest],
     *,
-    ready: Callable[[], object] = lambda: None,
+    index: int = 0,
+    processes: int = 1,
+    start: Callable[[], float] = time.perf_counter,
+    report: Report = lambda progress: None,
     transport: Callable[[], httpx.AsyncBaseTransport] | None = None,
-) -> Results:
-    """Send `load` from this process; SIGINT ends it early.
+) -> list[Results]:
+    """Send the part of process `index` of `processes`; a result per stage. SIGINT ends it early.
 
-    `ready` is called before the first request and may block. `transport` makes a connection, by
-    default over TCP.
+    `start` is called when all is prepared, may block, and returns when to start, on the clock of
+    `time.perf_counter`. `report` is called twice a second. `transport` replaces TCP.
     """
 
     def loop() -> asyncio.AbstractEventLoop:
@@ -237,9 +238,9 @@ def send_load(
         # half a millisecond; select does not round.
         return asyncio.SelectorEventLoop(selectors.SelectSelector())
 
-    traffic = _Traffic(load, requests, transport or _transports(load.url))
+    traffic = _Traffic(load, index, processes, report)
     with _sniffio_absent(), asyncio.Runner(loop_factory=loop) as runner:
-        return runner.run(traffic.run(ready))
+        return runner.run(traffic.run(requests, start, transport))
 
 
 @contextlib.contextmanager
@@ -260,152 +261,250 @@ def _sniffio_absent() -> Iterator[None]:
 
 
 class _Traffic:
-    def __init__(
+    """The requests of one process."""
+
+    def __init__(self, load: Load, index: int, processes: int, report: Report) -> None:
+        self._load, self._index, self._processes = load, index, processes
+        self._report = report
+        first = load.stages[0].start
+        warm_up = (Stage(first, first, load.warm_up_s),) if load.warm_up_s else ()
+        self._stages = (*warm_up, *load.stages)
+        self._reported = len(warm_up)
+        self._results = [Results() for _ in self._stages]
+        self._recent, self._recent_errors = _numbers(), 0
+        self._start_s = 0.0
+        self._ends_s: list[float] = []
+
+    async def run(
         self,
-        load: Load,
         requests: Sequence[PreparedRequest],
-        transport: Callable[[], httpx.AsyncBaseTransport],
-    ) -> None:
-        self._load = load
-        self._results = Results()
-        self._transport = transport
-        self._requests = itertools.cycle([(self._http(one), one) for one in requests])
-        self._deadline_s = 0.0
-
-    def _http(self, request: PreparedRequest) -> httpx.Request:
+        start: Callable[[], float],
+        transport: Callable[[], httpx.AsyncBaseTransport] | None,
+    ) -> list[Results]:
         load = self._load
-        headers = {"Content-Type": request.content_type, "Accept": "application/json"}
-        if load.timeout_ms is not None:
-            headers["X-Request-Timeout-Ms"] = str(load.timeout_ms)
-        parameters = {"model": load.model} if load.model else None
-        url = f"{load.url}/predict"
-        return httpx.Request("POST", url, params=parameters, headers=headers, content=request.body)
-
-    async def run(self, ready: Callable[[], object]) -> Results:
-        # The service reports its own timeouts; this one is for a service that hangs.
-        timeout_ms = self._load.timeout_ms
-        timeout_s = _TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3 + 5
         async with contextlib.AsyncExitStack() as stack:
-            clients = [
-                await stack.enter_async_context(
-                    httpx.AsyncClient(
-                        transport=self._transport(), timeout=timeout_s, trust_env=False
-                    )
-                )
-                for _ in range(self._load.connections)
-            ]
+            # Of all connections, this process has every `processes`-th.
+            numbers = range(self._index, load.connections, self._processes)
+            connections = [load.connect(transport) for _ in numbers]
+            for connection in connections:
+                stack.push_async_callback(connection.close)
+            # Each process starts at another digit, so that no two send the same one at a time.
+            first = self._index * len(requests) // self._processes
+            messages = [(connections[0].prepare(one), one) for one in requests]
+            self._requests = itertools.cycle(messages[first:] + messages[:first])
             # The requests live as long as the test, so garbage collections need not scan them.
             gc.collect()
             gc.freeze()
             try:
-                ready()
-                await self._run(clients)
+                await self._run(dict(zip(numbers, connections, strict=True)), start)
             finally:
                 gc.unfreeze()
-        return self._results
+        return self._results[self._reported :]
 
-    async def _run(self, clients: Sequence[httpx.AsyncClient]) -> None:
+    async def _run(self, connections: dict[int, Connection], start: Callable[[], float]) -> None:
         interrupt = asyncio.Event()
         loop = asyncio.get_running_loop()
         with contextlib.suppress(NotImplementedError, RuntimeError):  # Windows; not main thread
             loop.add_signal_handler(signal.SIGINT, interrupt.set)
-        started_s, used_s, starved_s = time.perf_counter(), time.process_time(), _starved_s()
-        self._deadline_s = started_s + self._load.duration_s
+        self._start_s = start()
+        durations_s = (stage.duration_s for stage in self._stages)
+        self._ends_s = list(itertools.accumulate(durations_s, initial=self._start_s))[1:]
         drive = self._closed if self._load.mode == "closed" else self._open
-        sending = asyncio.create_task(drive(clients))
+        sending = asyncio.create_task(drive(connections))
+        observing = asyncio.create_task(self._observe())
         waiting = asyncio.create_task(interrupt.wait())
-        await asyncio.wait((sending, waiting), return_when=asyncio.FIRST_COMPLETED)
-        for task in (sending, waiting):
+        done = asyncio.gather(sending, observing)
+        await asyncio.wait((done, waiting), return_when=asyncio.FIRST_COMPLETED)
+        for task in (sending, observing, waiting):
             task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
-            await sending
+            await done
         with contextlib.suppress(NotImplementedError, RuntimeError):
             loop.remove_signal_handler(signal.SIGINT)
-        self._results.finish(
-            time.perf_counter() - started_s,
-            time.process_time() - used_s,
-            _starved_s() - starved_s,
-            interrupted=interrupt.is_set(),
-        )
+        self._results[-1].interrupted = interrupt.is_set()
 
-    async def _closed(self, clients: Sequence[httpx.AsyncClient]) -> None:
-        async def connection(client: httpx.AsyncClient) -> None:
-            while (now_s := time.perf_counter()) < self._deadline_s:
-                await self._send(client, now_s)
+    async def _closed(self, connections: dict[int, Connection]) -> None:
+        async def use(number: int, connection: Connection) -> None:
+            while (now_s := time.perf_counter()) < self._ends_s[-1]:
+                at_s = self._start_s + active_from(self._stages, number, now_s - self._start_s)
+                if at_s == math.inf:
+                    return
+                if at_s > now_s:
+                    await asyncio.sleep(at_s - now_s)
+                    continue
+                await self._send(connection, now_s, self._stage_at(now_s))
 
         async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(connection(client))
+            for number, connection in connections.items():
+                group.create_task(use(number, connection))
 
-    async def _open(self, clients: Sequence[httpx.AsyncClient]) -> None:
+    async def _open(self, connections: dict[int, Connection]) -> None:
         # Last in, first out: uses as few connections as the load needs.
-        free: asyncio.LifoQueue[httpx.AsyncClient] = asyncio.LifoQueue()
-        for client in reversed(clients):
-            free.put_nowait(client)
+        free: asyncio.LifoQueue[Connection] = asyncio.LifoQueue()
+        for connection in reversed(connections.values()):
+            free.put_nowait(connection)
 
         async def request(due_s: float) -> None:
-            self._results.lateness_s.append(time.perf_counter() - due_s)
-            client = await free.get()
+            results = self._stage_at(due_s)
+            results.lateness_s.append(time.perf_counter() - due_s)
+            connection = await free.get()
             try:
-                await self._send(client, due_s)
+                await self._send(connection, due_s, results)
             finally:
-                free.put_nowait(client)
+                free.put_nowait(connection)
 
-        load = self._load
-        started_s = self._deadline_s - load.duration_s
+        # Every `processes`-th of the same arrivals: together, the processes send each one once.
+        times = arrivals(self._stages, self._load.arrivals, self._load.seed)
         async with asyncio.TaskGroup() as group:
-            for arrival_s in poisson_arrivals(load.rate, load.duration_s, load.seed):
-                due_s = started_s + arrival_s
+            for arrival_s in itertools.islice(times, self._index, None, self._processes):
+                due_s = self._start_s + arrival_s
                 await asyncio.sleep(max(0.0, due_s - time.perf_counter()))
                 group.create_task(request(due_s))
 
-    async def _send(self, client: httpx.AsyncClient, since_s: float) -> None:
+    def _stage_at(self, now_s: float) -> Results:
+        return self._results[min(bisect_right(self._ends_s, now_s), len(self._results) - 1)]
+
+    async def _send(self, connection: Connection, since_s: float, results: Results) -> None:
         """Send the next request and record its answer, timed from `since_s`."""
-        http, request = next(self._requests)
-        try:
-            response = await client.send(http)
-        except httpx.TransportError as exc:
-            self._results.failed(type(exc).__name__)
+        message, request = next(self._requests)
+        reply, now_s = await connection.exchange(message)
+        if isinstance(reply, str):
+            self._failed(results, reply)
             return
-        latency_s = time.perf_counter() - since_s
-        if response.status_code != 200:
-            self._results.failed(error_kind(response.status_code, response.content))
-            return
-        verdict = judge(response.content, request)
+        verdict, server_ms = connection.examine(reply, request)
         if verdict.error:
-            self._results.failed(verdict.error)
+            self._failed(results, verdict.error)
             return
-        stages_ms = server_timing(response.headers.get("Server-Timing", ""))
-        self._results.answered(
-            latency_s, verdict, request.own_labels, request.true_labels, stages_ms
-        )
+        results.images += len(request.true_labels)
+        results.mistakes += verdict.mistakes
+        if verdict.wrong_labels and not self._load.any_label:
+            results.wrong_labels += verdict.wrong_labels
+            self._failed(results, WRONG_LABEL)
+            return
+        if now_s < self._ends_s[-1]:
+            self._stage_at(now_s).received += 1
+        results.latencies_s.append(now_s - since_s)
+        self._recent.append(now_s - since_s)
+        for stage, duration_ms in server_ms.items():
+            results.server_ms.setdefault(stage, _numbers()).append(duration_ms)
+
+    def _failed(self, results: Results, kind: str) -> None:
+        results.errors[kind] += 1
+        self._recent_errors += 1
+
+    async def _observe(self) -> None:
+        """Measure the client in each stage, and report progress."""
+        begin_s = self._start_s
+        await asyncio.sleep(max(0.0, begin_s - time.perf_counter()))
+        for results, end_s in zip(self._results, self._ends_s, strict=True):
+            before = _usage_s()
+            try:
+                while (left_s := end_s - time.perf_counter()) > 0:
+                    await asyncio.sleep(min(left_s, _PROGRESS_S))
+                    at_s = time.perf_counter() - self._start_s
+                    self._report(Progress(at_s, self._recent, self._recent_errors))
+                    self._recent, self._recent_errors = _numbers(), 0
+            finally:
+                results.elapsed_s = min(time.perf_counter(), end_s) - begin_s
+                measured_s, results.cpu_s, busy_s, starved_s = (
+                    after - earlier for after, earlier in zip(_usage_s(), before, strict=True)
+                )
+                results.busy, results.starved = busy_s / measured_s, starved_s / measured_s
+            begin_s = end_s
 
 
-def _starved_s() -> float:
-    """How long the main thread has been ready to run without a core; 0 outside Linux."""
+def _usage_s() -> tuple[float, float, float, float]:
+    """Time, and CPU time of this process, of this thread; how long this thread waited for a core.
+
+    The last is 0 outside Linux.
+    """
     try:
-        return int(Path("/proc/self/schedstat").read_text(encoding="ascii").split()[1]) / 1e9
+        waited_ns = Path("/proc/thread-self/schedstat").read_text(encoding="ascii").split()[1]
     except OSError:
-        return 0.0
+        waited_ns = "0"
+    now_s = time.perf_counter()
+    return now_s, time.process_time(), time.thread_time(), int(waited_ns) / 1e9
 
 
-def _transports(url: str) -> Callable[[], httpx.AsyncBaseTransport]:
-    """A transport of one connection: httpx's pool scans all of its requests at each answer."""
-    context = ssl.create_default_context() if url.startswith("https:") else False
-    limits = httpx.Limits(max_connections=1, max_keepalive_connections=1)
-    return lambda: httpx.AsyncHTTPTransport(verify=context, limits=limits)
+def send_from_processes(
+    load: Load,
+    requests: Sequence[PreparedRequest],
+    processes: int,
+    report: Report = lambda progress: None,
+) -> list[Results]:
+    """Send `load` from `processes` processes that start together; SIGINT ends all early.
+
+    Returns: a result per stage.
+
+    Raises:
+        EOFError: one of them died.
+    """
+    if processes == 1:
+        return send_load(load, requests, report=report)
+    spawn = multiprocessing.get_context("spawn")
+    pipes: list[multiprocessing.connection.Connection] = []
+    workers: list[Any] = []
+    # Workers inherit this, and survive a signal that comes before their own loop handles it.
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        for index in range(processes):
+            ours, theirs = spawn.Pipe()
+            part = (load, requests, index, processes, theirs)
+            worker = spawn.Process(target=_work, args=part, daemon=True)
+            worker.start()
+            theirs.close()
+            pipes.append(ours)
+            workers.append(worker)
+
+        def pass_on(number: int, frame: object) -> None:
+            for worker in workers:
+                if worker.pid is not None and worker.is_alive():
+                    os.kill(worker.pid, signal.SIGINT)
+
+        for pipe in pipes:
+            pipe.recv()  # prepared
+        signal.signal(signal.SIGINT, pass_on)
+        # The clock is the same in all processes.
+        start_s = time.perf_counter() + _START_DELAY_S
+        for pipe in pipes:
+            pipe.send(start_s)
+        parts = list(_collect(pipes, report))
+        for worker in workers:
+            worker.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return [
+        Results.merge(stage, max(part.elapsed_s for part in stage))
+        for stage in zip(*parts, strict=True)
+    ]
 
 
-def server_timing(header: str) -> dict[str, float]:
-    """Milliseconds by stage from a Server-Timing header; entries without a duration are skipped."""
-    stages = {}
-    for entry in header.split(","):
-        name, *parameters = entry.split(";")
-        for parameter in parameters:
-            key, _, value = parameter.partition("=")
-            if key.strip() == "dur":
-                try:
-                    stages[name.strip()] = float(value)
-                except ValueError:
-                    continue
-    return stages
+def _collect(
+    pipes: Sequence[multiprocessing.connection.Connection], report: Report
+) -> Iterator[list[Results]]:
+    waiting = set(pipes)
+    while waiting:
+        for pipe in multiprocessing.connection.wait(list(waiting)):
+            message = pipe.recv()
+            if isinstance(message, Progress):
+                report(message)
+            else:
+                waiting.remove(pipe)
+                yield message
+
+
+def _work(
+    load: Load,
+    requests: Sequence[PreparedRequest],
+    index: int,
+    processes: int,
+    pipe: multiprocessing.connection.Connection,
+) -> None:
+    def start() -> float:
+        pipe.send("prepared")
+        start_s: float = pipe.recv()
+        return start_s
+
+    pipe.send(
+        send_load(load, requests, index=index, processes=processes, start=start, report=pipe.send)
+    )

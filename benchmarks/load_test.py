@@ -1,23 +1,26 @@
-"""`make load-test`: load POST /predict of a running service with real digits, check every answer.
+"""`make load-test`: load a running service with real digits, check every answer.
 
 The labels are compared with those that the same weight file predicts here, on ONNX Runtime: a label
-that differs is wrong, whatever the digit shows. Exit code: 0 without errors and wrong labels,
-1 with any, 2 when nothing was sent, 130 after Ctrl-C.
+that differs is wrong, whatever the digit shows. Exit code: 0 when the targets are met (without any:
+no errors) and no label is wrong, 1 otherwise, 2 when nothing was sent, 130 after Ctrl-C.
 
-A process sends at most 2,000 to 3,000 requests per second (about 370 us of CPU time each; EPYC,
-2026-11-20), and takes this CPU time from a service on the same machine. To get closer to the
-service's limit, use --processes, more --images per request, or `python -m benchmarks.http`, which
-uses wrk.
+The client takes its CPU time from a service on the same machine. The report says how much, and
+whether the client is the limit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
-from collections.abc import Sequence
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args
+from typing import Any, TextIO, get_args
+from urllib.parse import urlsplit
 
 if not __package__:
     # When the file is run by its path, Python looks in this folder first, and would import its
@@ -27,27 +30,39 @@ if not __package__:
 from benchmarks.command import (
     arguments_of,
     missing_library,
+    non_negative_float,
     positive_float,
     positive_int,
     provenance,
     url,
 )
 from benchmarks.digits import Format, prepare_requests, read_digits
+from benchmarks.load import MAX_CONNECTIONS, Load, Progress, Stage, send_from_processes
+from benchmarks.load_report import (
+    COLUMNS,
+    Check,
+    ErrorLimit,
+    Summary,
+    check,
+    draw,
+    duration_ms,
+    error_limit,
+    summarise_stages,
+    table,
+)
+from benchmarks.timing import percentile
 from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
 from trainer.errors import TrainerError
 
-if TYPE_CHECKING:
-    from benchmarks.load import Summary
-
+FAILED = 1
 NOT_STARTED = 2
 INTERRUPTED = 130
 
-_LATE_MS = 10.0
-"""An open loop that sends so late measures itself."""
-
-_BUSY = 0.9
-"""A client process that uses or waits for a core so much of the time limits the rate itself."""
+_RATE = 500.0
+_CONNECTIONS = 32
+_DURATION_S = 30.0
+_RAMP_PARTS = 10
 
 
 class CannotStart(Exception):
@@ -58,15 +73,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the load test; the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    _complete(parser, options)
     try:
-        from benchmarks.load import MAX_CONNECTIONS, Load, summarise
-        from benchmarks.load_processes import send_from_processes
+        import httpx  # noqa: F401
+
+        if options.figure is not None:
+            import matplotlib  # noqa: F401 - is missed before the test, not after it
     except ImportError as exc:
         print(f"load test: {missing_library(exc)}", file=sys.stderr)
         return NOT_STARTED
-    each = options.connections / options.processes
-    if not 1 <= each <= MAX_CONNECTIONS:
-        parser.error(f"--connections: {each:g} per process, expected 1 to {MAX_CONNECTIONS}")
     try:
         service = find_service(options.url, options.model)
         weights = _matching_weights(options.weights, service)
@@ -75,23 +90,133 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (CannotStart, LeNetError, TrainerError) as exc:
         print(f"load test: {exc}", file=sys.stderr)
         return NOT_STARTED
+    grpc = options.format == "grpc"
     load = Load(
         url=options.url,
         mode=options.mode,
+        stages=options.stages,
         connections=options.connections,
-        rate=options.rate,
-        duration_s=options.duration,
+        arrivals=options.arrivals,
         seed=options.seed,
+        warm_up_s=options.warm_up,
         timeout_ms=options.timeout_ms,
-        model=options.model,
+        model=service["model"] if grpc else options.model,
+        grpc=options.grpc if grpc else None,
     )
-    summary = summarise(send_from_processes(load, requests, options.processes))
-    print(table(summary, _title(options, service, len(digits.images), digits.source)))
+    progress = ProgressLine(load, sys.stderr)
+    results = send_from_processes(load, requests, options.processes, progress.add)
+    progress.clear()
+    total, stages = summarise_stages(load, results)
+    limits_ms = {name: value for name in COLUMNS if (value := vars(options)[name]) is not None}
+    checks = check(total, limits_ms, options.errors)
+    title = _title(options, service, len(digits.images), digits.source)
+    print(table(total, stages, title))
+    for one in checks:
+        print(f"{'met   ' if one.met else 'MISSED'}  {one.text}")
     if options.json is not None:
-        write_json(options.json, options, service, summary)
-    if summary.interrupted:
+        write_json(options.json, options, service, total, stages, checks)
+    if options.figure is not None:
+        draw(stages, options.mode, title, options.figure)
+    if total.interrupted:
         return INTERRUPTED
-    return 0 if summary.passed else 1
+    return 0 if all(one.met for one in checks) else FAILED
+
+
+def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> None:
+    """Fill in what depends on other options, and report contradictions."""
+    if options.stages and (options.rate or options.duration):
+        parser.error("--stages: has rates and durations of its own: leave out --rate, --duration")
+    if options.mode is None:
+        options.mode = "open" if options.rate or options.stages else "closed"
+    if options.mode == "closed":
+        if options.rate:
+            parser.error("--rate: only an open loop has one: leave out --mode closed")
+        if options.stages:
+            if options.connections:
+                parser.error("--connections: the --stages of a closed loop say how many")
+            options.connections = math.ceil(max(max(s.start, s.end) for s in options.stages))
+    options.connections = options.connections or _CONNECTIONS
+    if not options.stages:
+        options.rate = options.rate or _RATE
+        level = options.rate if options.mode == "open" else options.connections
+        options.stages = [Stage(level, level, options.duration or _DURATION_S)]
+    else:
+        options.stages = [part for stage in options.stages for part in _parts(stage)]
+    if options.figure is not None and len(options.stages) == 1:
+        parser.error("--figure: needs several loads: use --stages")
+    host = urlsplit(options.url).hostname or ""
+    options.grpc = options.grpc or f"{host}:8001"
+    options.processes = options.processes or min(spare_cores(host), options.connections)
+    each = options.connections / options.processes
+    if not 1 <= each <= MAX_CONNECTIONS:
+        parser.error(f"--connections: {each:g} per process, expected 1 to {MAX_CONNECTIONS}")
+
+
+def spare_cores(host: str) -> int:
+    """The cores that a client here may use: all but one for a service on the same machine."""
+    try:
+        cores = len(os.sched_getaffinity(0))
+    except AttributeError:  # not on macOS
+        cores = os.cpu_count() or 1
+    return max(1, cores - (host in ("localhost", "127.0.0.1", "::1")))
+
+
+def stage(text: str) -> Stage:
+    """A stage from its notation on the command line, LOAD:SECONDS or FROM-TO:SECONDS."""
+    levels, _, seconds = text.partition(":")
+    start, _, end = levels.partition("-")
+    try:
+        return Stage(positive_float(start), positive_float(end or start), positive_float(seconds))
+    except (ValueError, argparse.ArgumentTypeError) as exc:
+        raise argparse.ArgumentTypeError(
+            f"{text!r}, expected LOAD:SECONDS or FROM-TO:SECONDS, as in 100:5 100-1000:20"
+        ) from exc
+
+
+def _parts(stage: Stage) -> Iterator[Stage]:
+    """The parts in which a stage is reported: itself, or ten of a ramp."""
+    count = 1 if stage.start == stage.end else _RAMP_PARTS
+    part_s = stage.duration_s / count
+    for index in range(count):
+        yield Stage(stage.at(index * part_s), stage.at((index + 1) * part_s), part_s)
+
+
+class ProgressLine:
+    """One line on a terminal that is overwritten twice a second; nothing on other files."""
+
+    def __init__(self, load: Load, file: TextIO) -> None:
+        self._file, self._shown = file, file.isatty()
+        self._warm_up_s = load.warm_up_s
+        self._total_s = sum(stage.duration_s for stage in load.stages)
+        self._from_s = 0.0
+        self._latencies_s = array("d")
+        self._errors = 0
+
+    def add(self, progress: Progress) -> None:
+        """Count what a process received; rates are of the last half second."""
+        if not self._shown:
+            return
+        self._latencies_s.extend(progress.latencies_s)
+        self._errors += progress.errors
+        passed_s = progress.at_s - self._from_s
+        if passed_s < 0.45:  # of several processes, the others report at the same time
+            return
+        at_s = progress.at_s - self._warm_up_s
+        where = "warm-up" if at_s <= 0 else f"{at_s:.0f} of {self._total_s:g} s"
+        text = f"{where}: {len(self._latencies_s) / passed_s:,.0f} requests/s"
+        if self._latencies_s:
+            p50, p99 = (1e3 * percentile(self._latencies_s, p) for p in (50, 99))
+            text += f", p50 {p50:,.2f} ms, p99 {p99:,.2f} ms"
+        self._write(f"{text}; {self._errors:,} errors")
+        self._from_s, self._latencies_s = progress.at_s, array("d")
+
+    def clear(self) -> None:
+        """Remove the line."""
+        if self._shown:
+            self._write("")
+
+    def _write(self, text: str) -> None:
+        print(f"\r\x1b[K{text}", end="", file=self._file, flush=True)
 
 
 def find_service(url: str, model: str | None) -> dict[str, Any]:
@@ -140,106 +265,147 @@ def _matching_weights(path: Path | None, service: dict[str, Any]) -> WeightFile:
 
 
 def write_json(
-    path: Path, options: argparse.Namespace, service: dict[str, Any], summary: Summary
+    path: Path,
+    options: argparse.Namespace,
+    service: dict[str, Any],
+    total: Summary,
+    stages: Sequence[Summary],
+    checks: Sequence[Check],
 ) -> None:
     """Write the results with the command line, versions and machine."""
     document = {
-        **provenance(["lenet-serve", "httpx", "numpy", "onnxruntime"]),
-        "arguments": arguments_of(options),
+        **provenance(["lenet-serve", "httpx", "grpcio", "numpy", "onnxruntime"]),
+        "arguments": {
+            **arguments_of(options),
+            "stages": [asdict(stage) for stage in options.stages],
+        },
         "service": service,
-        "results": summary.as_dict(),
+        "passed": all(one.met for one in checks) and not total.interrupted,
+        "checks": [asdict(one) for one in checks],
+        "results": asdict(total),
+        "stages": [asdict(one) for one in stages],
     }
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
 
 
 def _title(options: argparse.Namespace, service: dict[str, Any], digits: int, source: str) -> str:
-    loop = f"{options.connections} connections"
+    connections = f"{options.connections} connections"
+    seconds = sum(stage.duration_s for stage in options.stages)
+    load = f"closed loop, {connections}"
     if options.mode == "open":
-        loop = f"{options.rate:g} requests/s on up to {loop}"
+        rates = sorted({rate for stage in options.stages for rate in (stage.start, stage.end)})
+        rate = f"{rates[0]:g}" + (f" to {rates[-1]:g}" if len(rates) > 1 else "")
+        load = f"open loop, {rate} requests/s ({options.arrivals}) on up to {connections}"
     processes = f" from {options.processes} processes" if options.processes > 1 else ""
+    target = options.grpc if options.format == "grpc" else options.url
     return (
-        f"{options.url}: {service['model']} version {service['version']} on {service['device']}\n"
-        f"{options.mode} loop, {loop}{processes}, {options.duration:g} s; "
-        f"{options.images} x {options.format} per request\n"
+        f"{target}: {service['model']} version {service['version']} on {service['device']}\n"
+        f"{load}{processes}, {seconds:g} s; {options.images} x {options.format} per request\n"
         f"{digits:,} digits: {source}"
     )
-
-
-def table(summary: Summary, title: str) -> str:
-    """One screen of text under `title`."""
-    accuracy = "-" if summary.accuracy is None else f"{summary.accuracy:.3%}"
-    left = [
-        f"requests      {summary.requests:>11,}",
-        f"errors        {sum(summary.errors.values()):>11,}",
-        f"requests/s    {summary.requests_per_s:>11,.1f}",
-        f"images/s      {summary.images_per_s:>11,.1f}",
-        f"wrong labels  {summary.wrong_labels:>11,}",
-        f"accuracy      {accuracy:>11}",
-    ]
-    latency = summary.latency_ms or dict.fromkeys(["no good answer"], 0.0)
-    right = [f"{name:<6}{value:>10,.2f}" for name, value in latency.items()]
-    lines = [title, "", f"{'':<34}latency of good answers in ms"]
-    for index in range(max(len(left), len(right))):
-        cells = [column[index] if index < len(column) else "" for column in (left, right)]
-        lines.append(f"{cells[0]:<34}{cells[1]}".rstrip())
-    lines.append("")
-    lines.append(
-        f"{summary.mistakes:,} of {summary.images:,} predictions differ from the true labels; "
-        f"of the model's own predictions {summary.own_mistakes:,} do."
-    )
-    if summary.server_ms:
-        stages = ", ".join(f"{name} {value:.3f}" for name, value in summary.server_ms.items())
-        lines.append(f"Server-Timing, medians in ms: {stages}")
-    if summary.sent_late_ms:
-        late = ", ".join(f"{name} {summary.sent_late_ms[name]:.2f}" for name in ("p50", "p99"))
-        lines.append(f"Sent after the due time, in ms: {late}")
-        if summary.sent_late_ms["p99"] > _LATE_MS:
-            lines.append(
-                "The client sent too late, which adds to the latencies: lower --rate or raise "
-                "--processes."
-            )
-    lines.append(
-        f"The client was busy {summary.client_busy:.0%} of a core, and waited for a free core "
-        f"{summary.client_starved:.0%} of the time."
-    )
-    if summary.client_busy + summary.client_starved >= _BUSY:
-        lines.append(
-            "The client is the limit, not the service: use --processes N if cores are free, or "
-            "wrk,\nwhich `python -m benchmarks.http` runs."
-        )
-    lines += [f"error: {count:,} x {kind}" for kind, count in summary.errors.items()]
-    if summary.interrupted:
-        lines.append("Interrupted: these are the results so far.")
-    return "\n".join(lines)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="load_test.py",
-        description="Load POST /predict of a running service and check every answer.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        description="Load a running service with digits and check every answer.",
     )
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", type=url, help="address of the service")
     add(
-        "--mode",
-        default="closed",
-        choices=("closed", "open"),
-        help="closed: each connection sends its next request after the previous answer; open: "
-        "requests are sent at random times, --rate per second, however fast the service is",
+        "--url",
+        default="http://127.0.0.1:8000",
+        type=url,
+        help="address of the service (default: %(default)s)",
     )
-    add("--connections", default=32, type=positive_int, help="maximum number at a time")
-    add("--rate", default=500.0, type=positive_float, help="requests per second in open mode")
-    add("--duration", default=30.0, type=positive_float, help="seconds")
-    add("--images", default=1, type=positive_int, help="images per request")
-    add("--format", default="json", choices=get_args(Format), help="of the request body")
+    add("--grpc", metavar="HOST:PORT", help="for --format grpc (default: port 8001 of --url)")
+    add(
+        "--format",
+        default="json",
+        choices=get_args(Format),
+        help="of the request: a body for POST /predict, or a gRPC call (default: %(default)s)",
+    )
+    add("--images", default=1, type=positive_int, help="per request (default: %(default)s)")
     add("--model", help="model to request instead of the service's default")
-    add("--timeout-ms", type=positive_int, help="sent as X-Request-Timeout-Ms")
+    add("--timeout-ms", type=positive_int, help="deadline of a request, sent to the service")
     add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
     add("--weights", type=Path, help="the served file, if it is not in weights/")
-    add("--processes", default=1, type=positive_int, help="that share connections and rate")
-    add("--seed", default=1, type=int, help="of the random times in open mode")
-    add("--json", type=Path, help="file to write the results to")
+
+    load = parser.add_argument_group("load")
+    add = load.add_argument
+    add(
+        "--mode",
+        choices=("closed", "open"),
+        help="closed: each connection sends its next request after the previous answer; open: "
+        "requests are sent at --rate, however fast the service is, and latency counts from the "
+        "intended time (default: open with --rate or --stages, else closed)",
+    )
+    add(
+        "--connections",
+        type=positive_int,
+        help=f"maximum number at a time (default: {_CONNECTIONS})",
+    )
+    add(
+        "--rate",
+        type=positive_float,
+        help=f"requests per second of an open loop (default: {_RATE:g})",
+    )
+    add(
+        "--arrivals",
+        default="poisson",
+        choices=("poisson", "constant"),
+        help="of an open loop: at random or evenly spaced times (default: %(default)s)",
+    )
+    add("--duration", type=positive_float, help=f"seconds (default: {_DURATION_S:g})")
+    add(
+        "--stages",
+        nargs="+",
+        type=stage,
+        metavar="LOAD:SECONDS",
+        help="instead of --rate and --duration: loads in sequence, each reported by itself. "
+        "FROM-TO:SECONDS is a ramp, reported in ten parts. LOAD is requests per second, or "
+        "connections with --mode closed. Example: 100:5 100-1000:20",
+    )
+    add(
+        "--warm-up",
+        default=2.0,
+        type=non_negative_float,
+        metavar="SECONDS",
+        help="of load before the test, not reported (default: %(default)g)",
+    )
+    add(
+        "--processes",
+        type=positive_int,
+        help="that send the load (default: one for each core, except one core for a service on "
+        "this machine)",
+    )
+    add("--seed", default=1, type=int, help="of random times (default: %(default)s)")
+
+    targets = parser.add_argument_group(
+        "targets", "for all stages together; a missed one ends with exit code 1"
+    )
+    add = targets.add_argument
+    for name in COLUMNS:
+        add(
+            f"--{name}",
+            dest=name,
+            type=duration_ms,
+            metavar="TIME",
+            help=f"most that the {name} latency may be, such as 5ms",
+        )
+    add(
+        "--errors",
+        default=ErrorLimit(0, percent=False),
+        type=error_limit,
+        metavar="N",
+        help="most requests that may fail, as a number or a share such as 0.1%% (default: 0); "
+        "wrong labels always fail the test",
+    )
+
+    report = parser.add_argument_group("report")
+    report.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
+    report.add_argument(
+        "--figure", type=Path, metavar="FILE", help="draw latency over load, as PNG, SVG or PDF"
+    )
     return parser
 
 

@@ -18,7 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -137,12 +137,13 @@ def load_generator(requests: Sequence[PreparedRequest], cores: int) -> Iterator[
 
 
 def _send_from_python(requests: Sequence[PreparedRequest], processes: int) -> Send:
-    from benchmarks.load import Load, summarise
-    from benchmarks.load_processes import send_from_processes
+    from benchmarks.load import closed_loop, send_from_processes
+    from benchmarks.load_report import summarise
 
     def send(server: Server, connections: int, duration_s: int) -> Measured:
-        load = Load(server.url, "closed", connections, 1.0, duration_s, seed=1)
-        found = summarise(send_from_processes(load, requests, min(processes, connections)))
+        load = replace(closed_loop(server.url, connections, duration_s), any_label=True)
+        (results,) = send_from_processes(load, requests, min(processes, connections))
+        found = summarise(results)
         if found.errors or not found.requests:
             raise ServerFailed(f"{server.name}: of {found.requests} requests failed {found.errors}")
         return found.requests_per_s, found.latency_ms["p50"] * 1e3, found.latency_ms["p99"] * 1e3

@@ -8,6 +8,7 @@ from benchmarks.digits import (
     encode,
     error_kind,
     judge,
+    judge_tensors,
     own_labels,
     prepare_requests,
     read_digits,
@@ -71,6 +72,22 @@ def test_an_answer_that_contradicts_itself_is_an_error(say, fields, kind):
     document = orjson.loads(say([1, 2, 3]))
     document["predictions"][0].update(fields)
     assert judge(orjson.dumps(document), REQUEST).error == f"bad answer: {kind}"
+
+
+@pytest.mark.parametrize(
+    ("labels", "probabilities", "verdict"),
+    [
+        ([1, 2, 4], None, Verdict(wrong_labels=1)),
+        ([1, 2, 3], np.full((2, 10), 0.1), Verdict("bad answer: count of predictions")),
+        ([1, 2, 3], np.full((3, 10), 0.2), Verdict("bad answer: sum of probabilities")),
+        ([1, 2, 3], np.eye(10)[:3], Verdict("bad answer: label is not the most probable")),
+        ([1, 2, 3], np.full((3, 10), np.nan), Verdict("bad answer: sum of probabilities")),
+    ],
+)
+def test_tensors_are_checked_like_json(labels, probabilities, verdict):
+    labels = np.array(labels)
+    probabilities = np.eye(10)[labels] if probabilities is None else probabilities
+    assert judge_tensors(labels, probabilities, REQUEST) == verdict
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"predictions":7}', b"\xff"])
