@@ -14,10 +14,12 @@ import argparse
 import json
 import math
 import os
+import statistics
 import sys
+import tempfile
 from array import array
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TextIO, get_args
 from urllib.parse import urlsplit
@@ -36,7 +38,7 @@ from benchmarks.command import (
     provenance,
     url,
 )
-from benchmarks.digits import Format, prepare_requests, read_digits
+from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
 from benchmarks.load import MAX_CONNECTIONS, Load, Progress, Stage, send_from_processes
 from benchmarks.load_report import (
     COLUMNS,
@@ -51,6 +53,7 @@ from benchmarks.load_report import (
     table,
 )
 from benchmarks.timing import percentile
+from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
 from lenet.errors import LeNetError
 from lenet.weightfile import WeightFile
 from trainer.errors import TrainerError
@@ -103,6 +106,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         model=service["model"] if grpc else options.model,
         grpc=options.grpc if grpc else None,
     )
+    if options.wrk is not None:
+        return _compare_with_wrk(load, requests, options.processes, options.wrk)
     progress = ProgressLine(load, sys.stderr)
     results = send_from_processes(load, requests, options.processes, progress.add)
     progress.clear()
@@ -144,6 +149,10 @@ def _complete(parser: argparse.ArgumentParser, options: argparse.Namespace) -> N
         options.stages = [part for stage in options.stages for part in _parts(stage)]
     if options.figure is not None and len(options.stages) == 1:
         parser.error("--figure: needs several loads: use --stages")
+    if options.wrk is not None and (options.mode, len(options.stages)) != ("closed", 1):
+        parser.error("--wrk: wrk sends a closed loop of one stage: leave out --rate and --stages")
+    if options.wrk is not None and options.format == "grpc":
+        parser.error("--wrk: wrk sends no gRPC: choose another --format")
     host = urlsplit(options.url).hostname or ""
     options.grpc = options.grpc or f"{host}:8001"
     options.processes = options.processes or min(spare_cores(host), options.connections)
@@ -262,6 +271,51 @@ def _matching_weights(path: Path | None, service: dict[str, Any]) -> WeightFile:
             "with --weights"
         )
     return weights
+
+
+def _compare_with_wrk(
+    load: Load, requests: Sequence[PreparedRequest], processes: int, rounds: int
+) -> int:
+    """Send the same load from here and with wrk in turns, and print both; the exit code."""
+    (stage,) = load.stages
+    seconds = math.ceil(stage.duration_s)
+    load = replace(load, stages=(replace(stage, duration_s=seconds),))
+    path = f"/predict?model={load.model}" if load.model else "/predict"
+    rows = []
+    print(
+        f"{'':<11}{'requests/s':>22}{'p50 in ms':>16}\n{'':<11}{'here':>12}{'wrk':>10}"
+        f"{'here':>8}{'wrk':>8}   ratios"
+    )
+    try:
+        wrk = find_wrk()
+        with tempfile.TemporaryDirectory() as folder:
+            bodies = [request.body for request in requests]
+            script = write_script(Path(folder), path, requests[0].content_type, bodies)
+            for number in range(rounds):
+                theirs = run_wrk(wrk, script, load.url, load.connections, seconds)
+                ours, _ = summarise_stages(load, send_from_processes(load, requests, processes))
+                if ours.errors or ours.interrupted:
+                    print(f"load test: errors {ours.errors}", file=sys.stderr)
+                    return INTERRUPTED if ours.interrupted else FAILED
+                pairs = (
+                    (ours.requests_per_s, theirs.requests_per_s),
+                    (ours.latency_ms["p50"], theirs.p50_ms),
+                )
+                rows.append([*pairs[0], *pairs[1], *(mine / other for mine, other in pairs)])
+                print(_wrk_row(f"round {number + 1}", rows[-1]), flush=True)
+    except WrkFailed as exc:
+        print(f"load test: {exc}", file=sys.stderr)
+        return NOT_STARTED
+    print(_wrk_row("medians", [statistics.median(column) for column in zip(*rows, strict=True)]))
+    return 0
+
+
+def _wrk_row(name: str, row: Sequence[float]) -> str:
+    rate, their_rate, p50, their_p50, *ratios = row
+    return (
+        f"{name:<11}{rate:>12,.0f}{their_rate:>10,.0f}{p50:>8,.2f}{their_p50:>8,.2f}   "
+        f"{' '.join(f'{ratio:.2f}' for ratio in ratios)}"
+    )
 
 
 def write_json(
@@ -402,6 +456,13 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     report = parser.add_argument_group("report")
+    report.add_argument(
+        "--wrk",
+        type=positive_int,
+        metavar="ROUNDS",
+        help="instead of a report, send the load from here and with wrk in turns and compare "
+        "(a closed loop over HTTP)",
+    )
     report.add_argument("--json", type=Path, metavar="FILE", help="write the results to FILE")
     report.add_argument(
         "--figure", type=Path, metavar="FILE", help="draw latency over load, as PNG, SVG or PDF"

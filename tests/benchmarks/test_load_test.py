@@ -1,6 +1,7 @@
 import io
 import json
 import os
+import shutil
 import socket
 from array import array
 from collections import Counter
@@ -86,6 +87,16 @@ def test_targets_decide_the_exit_code(arguments, code, load_test, golden_service
     assert ("MISSED" in capsys.readouterr().out) == bool(code)
 
 
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="needs wrk")
+def test_it_agrees_with_wrk_at_a_rate_that_both_can_hold(load_test, golden_service, say, capsys):
+    # Each answer takes 20 ms, of which neither client takes much: about 97 requests/s.
+    golden_service.behave = lambda number, labels: (200, say(labels), 0.02)
+    assert load_test("--wrk", "3", "--duration", "1", "--warm-up", "0.2") == 0
+    medians = capsys.readouterr().out.splitlines()[-1].split()
+    assert medians[0] == "medians"
+    assert [float(ratio) for ratio in medians[-2:]] == pytest.approx([1.0, 1.0], abs=0.1)
+
+
 @pytest.mark.parametrize("fault", ["error", "wrong label"])
 def test_one_fault_ends_with_1(fault, load_test, golden_service, say):
     def behave(number, labels):
@@ -147,6 +158,8 @@ def test_an_unsuitable_service_is_not_loaded(
         ["--stages", "100:5", "--rate", "3"],
         ["--rate", "3", "--mode", "closed"],
         ["--figure", "one-load.png"],
+        ["--wrk", "3", "--rate", "3"],
+        ["--wrk", "3", "--format", "grpc"],
         ["--url", "localhost:8000"],
     ],
     ids=" ".join,
