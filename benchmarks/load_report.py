@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -111,7 +112,9 @@ def _name(load: Load, stage: Stage) -> str:
     level = f"{stage.start:.4g}"
     if stage.end != stage.start:
         level += f"-{stage.end:.4g}"
-    return f"{level}/s" if load.mode == "open" else f"{level} connections"
+    if load.mode == "open":
+        return f"{level}/s"
+    return f"{level} connection{'s' * (level != '1')}"
 
 
 def _distribution(values: array[float], scale: float = 1.0) -> dict[str, float]:
@@ -219,17 +222,19 @@ def table(total: Summary, stages: Sequence[Summary], title: str) -> str:
     if total.sent_late_ms:
         late = ", ".join(f"{name} {total.sent_late_ms[name]:.2f}" for name in ("p50", "p99"))
         lines.append(f"Sent after the due time, in ms: {late}")
-    if late_stages := [one.load for one in stages if one.sent_late]:
-        lines.append(
-            f"The client sent too late{_where(late_stages, stages)}, which adds to the latencies: "
-            "lower the rate or\nraise --processes."
+    warnings = []
+    if late := [one.load for one in stages if one.sent_late]:
+        warnings.append(
+            f"The client sent too late{_where(late, stages)}, which adds to the latencies: lower "
+            "the rate or raise --processes."
         )
     if limited := [one.load for one in stages if one.client_limited]:
-        lines.append(
+        warnings.append(
             f"The client is the limit{_where(limited, stages)}, not the service: use --processes N "
-            "if cores\nare free, more --images per request, or wrk, which `python -m "
+            "if cores are free, more --images per request, or wrk, which `python -m "
             "benchmarks.http` runs."
         )
+    lines += [line for warning in warnings for line in textwrap.wrap(warning, 100)]
     if total.interrupted:
         lines.append("Interrupted: these are the results so far.")
     return "\n".join(lines)

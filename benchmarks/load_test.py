@@ -108,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     if options.wrk is not None:
         return _compare_with_wrk(load, requests, options.processes, options.wrk)
-    progress = ProgressLine(load, sys.stderr)
+    progress = ProgressLine(load, options.processes, sys.stderr)
     results = send_from_processes(load, requests, options.processes, progress.add)
     progress.clear()
     total, stages = summarise_stages(load, results)
@@ -193,8 +193,9 @@ def _parts(stage: Stage) -> Iterator[Stage]:
 class ProgressLine:
     """One line on a terminal that is overwritten twice a second; nothing on other files."""
 
-    def __init__(self, load: Load, file: TextIO) -> None:
+    def __init__(self, load: Load, processes: int, file: TextIO) -> None:
         self._file, self._shown = file, file.isatty()
+        self._processes, self._reports = processes, 0
         self._warm_up_s = load.warm_up_s
         self._total_s = sum(stage.duration_s for stage in load.stages)
         self._from_s = 0.0
@@ -202,14 +203,16 @@ class ProgressLine:
         self._errors = 0
 
     def add(self, progress: Progress) -> None:
-        """Count what a process received; rates are of the last half second."""
+        """Count what a process received; shown when all have reported, as of the last time."""
         if not self._shown:
             return
         self._latencies_s.extend(progress.latencies_s)
         self._errors += progress.errors
+        self._reports += 1
         passed_s = progress.at_s - self._from_s
-        if passed_s < 0.45:  # of several processes, the others report at the same time
+        if self._reports < self._processes or passed_s < 0.25:  # short at the end of a stage
             return
+        self._reports = 0
         at_s = progress.at_s - self._warm_up_s
         where = "warm-up" if at_s <= 0 else f"{at_s:.0f} of {self._total_s:g} s"
         text = f"{where}: {len(self._latencies_s) / passed_s:,.0f} requests/s"
@@ -343,7 +346,7 @@ def write_json(
 
 
 def _title(options: argparse.Namespace, service: dict[str, Any], digits: int, source: str) -> str:
-    connections = f"{options.connections} connections"
+    connections = f"{options.connections} connection{'s' * (options.connections > 1)}"
     seconds = sum(stage.duration_s for stage in options.stages)
     load = f"closed loop, {connections}"
     if options.mode == "open":

@@ -242,11 +242,11 @@ def test_the_progress_line_is_written_to_a_terminal_alone(monkeypatch):
     file, terminal = io.StringIO(), io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True)
     for out in (file, terminal):
-        line = ProgressLine(closed_loop("http://service", 1, 10), out)
-        line.add(Progress(0.5, array("d", [0.002] * 50), errors=1))
-        line.add(Progress(0.51, array("d", [0.004] * 50), errors=0))  # of another process
-        line.add(Progress(1.0, array("d"), errors=2))
+        line = ProgressLine(closed_loop("http://service", 2, 10), 2, out)
+        for at_s in (0.5, 1.0):
+            line.add(Progress(at_s, array("d", [0.002] * 100), errors=1))
+            line.add(Progress(at_s, array("d", [0.004] * 50), errors=0))
     assert file.getvalue() == ""
     first, second = terminal.getvalue().split("\r\x1b[K")[1:]
-    assert first == "0 of 10 s: 100 requests/s, p50 2.00 ms, p99 2.00 ms; 1 errors"
-    assert second == "1 of 10 s: 100 requests/s, p50 4.00 ms, p99 4.00 ms; 3 errors"
+    assert first == "0 of 10 s: 300 requests/s, p50 2.00 ms, p99 4.00 ms; 1 errors"
+    assert second == "1 of 10 s: 300 requests/s, p50 2.00 ms, p99 4.00 ms; 2 errors"
