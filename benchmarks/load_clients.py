@@ -154,7 +154,7 @@ class KeptConnection(httpx.AsyncBaseTransport):
     """httpx's transport over one HTTP/1.1 connection, for one request at a time.
 
     httpx's own, with its pool, anyio and h11, takes 630 us of CPU time a request where this one
-    takes 180 (one connection; two EPYC cores, 2026-11-22). With it, the client was the limit, and
+    takes 180 (one connection; two Xeon cores, 2026-11-22). With it, the client was the limit, and
     most of the latency of a small request. The connection is opened by the first request, and again
     after the service closed it.
     """

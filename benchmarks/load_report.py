@@ -109,12 +109,16 @@ def summarise_stages(load: Load, stages: Sequence[Results]) -> tuple[Summary, li
 
 
 def _name(load: Load, stage: Stage) -> str:
-    level = f"{stage.start:.4g}"
+    level = _level(stage.start)
     if stage.end != stage.start:
-        level += f"-{stage.end:.4g}"
+        level += f"-{_level(stage.end)}"
     if load.mode == "open":
         return f"{level}/s"
     return f"{level} connection{'s' * (level != '1')}"
+
+
+def _level(value: float) -> str:
+    return f"{value:.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _distribution(values: array[float], scale: float = 1.0) -> dict[str, float]:
