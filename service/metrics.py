@@ -303,6 +303,14 @@ class Metrics:
         if len(timed) >= _TIMED_TOGETHER:
             self._observe_timed(protocol, timed)
 
+    def predicted(self, protocol: Transport, model: str, times_s: tuple[float, ...]) -> None:
+        """A request was answered: seconds of decode, queue, compute and encode, and in all."""
+        timed = self._timed[protocol]
+        timed.append(times_s)
+        if len(timed) >= _TIMED_TOGETHER:
+            self._observe_timed(protocol, timed)
+        self._requests[model, protocol, "ok"].inc()
+
     def batch_cut(
         self, model: str, rows: int, reason: CutReason, waiting_rows: int, busy: int
     ) -> None:

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, cast, get_args
+from typing import cast, get_args
 from urllib.parse import parse_qsl
 
 import orjson
 
+from lenet import nvtx
 from lenet.nvtx import span
 from lenet.pixels import Images, Probabilities
 from service.engine.batcher import Batcher
@@ -39,9 +40,9 @@ from service.errors import (
 )
 from service.http.answer import INTERNAL_ERROR, JSON, Answer, error_answer
 from service.http.openapi import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
-from service.images import DecodingThreads, Invert, Limits, decode
+from service.images import DecodingThreads, Invert, Limits, decoder
 from service.images.threads import Job
-from service.metrics import Metrics, RequestClock
+from service.metrics import NO_MODEL, Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -102,9 +103,10 @@ class Wanted:
 
     model: str
     version: str
-    invert: Invert
     timeout_s: float
-    content_type: str
+    decode: Callable[[bytes], Images]
+    cheap: bool
+    """Whether small bodies are decoded on the event loop."""
     binary: bool
     length: int | None
 
@@ -126,7 +128,7 @@ class PredictRoute:
 
         Raises:
             InvalidInput: a parameter or header is wrong.
-            UnsupportedMediaType: the body is compressed.
+            UnsupportedMediaType: the body is compressed, or of an unknown type.
             TooLarge: the body is announced to be.
         """
         parameters = _parameters(query)
@@ -146,19 +148,20 @@ class PredictRoute:
         length = int(headers["content-length"]) if "content-length" in headers else None
         if length is not None and length > self.bodies.max_bytes:
             raise self.bodies.too_large(f"{length} bytes")
+        content_type = headers.get("content-type", "")
         return Wanted(
             parameters.get("model", ""),
             parameters.get("version", ""),
-            cast("Invert", invert),
             min(_requested_timeout_s(headers) or self.timeout_s, self.timeout_s),
-            headers.get("content-type", ""),
+            decoder(content_type, invert=cast("Invert", invert), limits=self.limits),
+            content_type.startswith(("application/json", BINARY)),
             accepts_binary(headers.get("accept", "")),
             length,
         )
 
     def refuse(self, error: ServiceError) -> Answer:
         """The answer to a request that `read` rejected."""
-        self.metrics.clock("http").end(error)
+        self.metrics.request_done(NO_MODEL, "http", error.code)
         return error_answer(error)
 
     def open(self, wanted: Wanted, reply: Reply) -> PredictCall:
@@ -172,24 +175,29 @@ class PredictCall:
     __slots__ = (
         "_batcher",
         "_buffer",
-        "_clock",
         "_deadline_s",
+        "_decode_s",
         "_held_bytes",
         "_job",
+        "_model",
         "_parts",
+        "_range",
         "_reply",
         "_request",
         "_route",
         "_size",
+        "_started_s",
         "_tick",
         "_wanted",
     )
 
     def __init__(self, route: PredictRoute, wanted: Wanted, reply: Reply) -> None:
         self._route, self._wanted, self._reply = route, wanted, reply
-        self._clock = route.metrics.clock("http")
-        self._clock.begin()
-        self._deadline_s = time.monotonic() + wanted.timeout_s
+        self._started_s = time.monotonic()
+        self._deadline_s = self._started_s + wanted.timeout_s
+        self._decode_s = 0.0
+        self._model = NO_MODEL
+        self._range = nvtx.begin("request")
         self._size = self._held_bytes = self._tick = 0
         self._parts: list[bytes] = []
         self._buffer: bytearray | None = None
@@ -233,8 +241,7 @@ class PredictCall:
     def end(self) -> None:
         """The whole body has arrived: decode it and queue its images."""
         wanted, route, parts = self._wanted, self._route, self._parts
-        content_type = wanted.content_type
-        self._clock.lap()
+        self._decode_s = time.monotonic()
         try:
             self._hold()
             # A bytearray serves as bytes, which it is not worth copying into.
@@ -242,18 +249,16 @@ class PredictCall:
             if body is None:
                 body = parts[0] if len(parts) == 1 else b"".join(parts)
             self._parts, self._buffer = [], None
-            if len(body) <= _INLINE_BYTES and content_type.startswith(("application/json", BINARY)):
+            if wanted.cheap and len(body) <= _INLINE_BYTES:
                 try:
-                    images = decode(body, content_type, invert=wanted.invert, limits=route.limits)
+                    images = wanted.decode(body)
                 finally:
                     self._release()
                 self._decoded(images)
             else:
                 if not self._tick:
                     self._watch()
-                work = partial(
-                    decode, body, content_type, invert=wanted.invert, limits=route.limits
-                )
+                work = partial(wanted.decode, body)
                 self._job = route.decoding.start(work, self._decoded, self._release)
         except ServiceError as exc:
             self.fail(exc)
@@ -262,27 +267,25 @@ class PredictCall:
 
     def fail(self, error: ServiceError) -> None:
         """Answer with `error`."""
-        self._leave()
-        self._clock.end(error)
+        self._end(error.code)
         self._reply(error_answer(error))
 
     def cancel(self) -> None:
         """The client is gone."""
-        self._leave()
-        self._clock.end(Cancelled("the client disconnected before the answer"))
+        self._end(Cancelled.code)
 
     def _decoded(self, images: Images | Exception) -> None:
         self._job = None
         try:
             if isinstance(images, Exception):
                 raise images
-            self._clock.record("decode")
+            self._decode_s = time.monotonic() - self._decode_s
             wanted = self._wanted
             self._unwatch()
             self._batcher, self._request = self._route.models.enqueue(
                 images, wanted.model, wanted.version, self._deadline_s, self._answered
             )
-            self._clock.model = self._request.version.name
+            self._model = self._request.version.name
         except ServiceError as exc:
             self.fail(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -294,15 +297,17 @@ class PredictCall:
             self.fail(self._late() if isinstance(outcome, DeadlineExceeded) else outcome)
             return
         try:
-            clock = self._clock
-            stages = clock.stages
-            stages["queue"], stages["compute"] = outcome.queue_s, outcome.compute_s
-            clock.lap()
+            began_s = time.monotonic()
             binary = self._wanted.binary
             body = _as_bytes(outcome) if binary else _as_json(outcome)
-            clock.record("encode")
-            answer = Answer(200, _BINARY if binary else JSON, body, _timing(clock, outcome.version))
-            clock.end(None)
+            now_s = time.monotonic()
+            decode_s, queue_s, compute_s = self._decode_s, outcome.queue_s, outcome.compute_s
+            times_s = decode_s, queue_s, compute_s, now_s - began_s, now_s - self._started_s
+            answer = Answer(
+                200, _BINARY if binary else JSON, body, _timing(times_s, outcome.version)
+            )
+            self._route.metrics.predicted("http", self._model, times_s)
+            nvtx.end(self._range)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
         else:
@@ -334,8 +339,7 @@ class PredictCall:
 
     def _crash(self) -> None:
         _log.exception("POST /predict failed")
-        self._leave()
-        self._clock.end(RuntimeError())
+        self._end("internal")
         self._reply(INTERNAL_ERROR)
 
     def _hold(self) -> None:
@@ -347,8 +351,8 @@ class PredictCall:
         self._route.bodies.release(self._held_bytes)
         self._held_bytes = 0
 
-    def _leave(self) -> None:
-        """Take the call out of whatever it waits for."""
+    def _end(self, outcome: str) -> None:
+        """Take the call out of whatever it waits for, and count it."""
         self._unwatch()
         if self._job is not None:
             self._route.decoding.cancel(self._job)  # which releases the body when it has ended
@@ -359,6 +363,8 @@ class PredictCall:
         elif self._held_bytes:
             self._release()
             self._parts, self._buffer = [], None
+        self._route.metrics.request_done(self._model, "http", outcome)
+        nvtx.end(self._range)
 
 
 def _starts(parts: list[bytes]) -> Iterator[int]:
@@ -461,17 +467,10 @@ def _as_bytes(prediction: Prediction) -> bytes:
     return content[prediction.row * size : (prediction.row + prediction.rows) * size]
 
 
-def _timing(clock: RequestClock, version: str) -> bytes:
+def _timing(times_s: tuple[float, ...], version: str) -> bytes:
     """Server-Timing (W3C), in milliseconds by stage, and X-Model-Version."""
-    stages: dict[Any, float] = clock.stages
+    decode, queue, compute, encode, total = (1e3 * seconds for seconds in times_s)
     return (
         b"server-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, "
         b"total;dur=%.3f\r\nx-model-version: %s\r\n"
-    ) % (
-        stages["decode"] * 1e3,
-        stages["queue"] * 1e3,
-        stages["compute"] * 1e3,
-        stages["encode"] * 1e3,
-        clock.total_s * 1e3,
-        version.encode(),
-    )
+    ) % (decode, queue, compute, encode, total, version.encode())

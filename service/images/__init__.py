@@ -11,6 +11,7 @@ their size: `Limits.max_picture_pixels` bounds all pictures of one request toget
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -25,7 +26,7 @@ from service.images.json import check_count, json_images
 from service.images.picture import Invert, describe, digit, sniff
 from service.images.threads import DecodingThreads
 
-__all__ = ["ACCEPTED", "DecodingThreads", "Invert", "Limits", "decode"]
+__all__ = ["ACCEPTED", "DecodingThreads", "Invert", "Limits", "decode", "decoder"]
 
 _BINARY = ("application/octet-stream", "application/x-npy", "image/png", "image/jpeg")
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
@@ -58,32 +59,44 @@ class Limits:
     max_picture_pixels: int = 16_777_216
 
 
-@span("decode")
 def decode(body: bytes, content_type: str, *, invert: Invert = "auto", limits: Limits) -> Images:
-    """The images in a request's body, in their order.
+    """The images in a request's body, in their order; see `decoder`."""
+    return decoder(content_type, invert=invert, limits=limits)(body)
+
+
+def decoder(content_type: str, *, invert: Invert, limits: Limits) -> Callable[[bytes], Images]:
+    """What decodes the bodies of requests with these headers.
 
     Args:
-        body: the whole body.
         content_type: one of `ACCEPTED`; case and parameters such as charset are ignored.
         invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
             and leaves JSON, bytes and npy as they are.
         limits: how many images, how many pixels.
 
-    Returns: uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images; may be read-only.
-    Raises: InvalidInput, TooLarge, UnsupportedMediaType.
+    Returns: a function from a whole body to uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images,
+        perhaps read-only. It raises InvalidInput, TooLarge and, for a part, UnsupportedMediaType.
+    Raises: UnsupportedMediaType.
     """
     kind = content_type.partition(";")[0].strip().lower()
     kind = "image/jpeg" if kind == "image/jpg" else kind  # not registered, and often sent
     if kind not in ACCEPTED:
         raise _unsupported("content-type", kind, ACCEPTED)
-    if not body:
-        raise invalid("body", "nothing", "at least one image")
-    if kind == "multipart/form-data":
-        return _multipart(body, content_type, invert, limits)
-    if kind == "application/json":
-        images = json_images(body, limits.max_images)
-        return ~images if invert == "true" else images
-    return _binary(body, kind, "body", invert, limits, 0)[0]
+    inverted = invert == "true"
+
+    def decode(body: bytes) -> Images:
+        if not body:
+            raise invalid("body", "nothing", "at least one image")
+        if kind == "application/octet-stream":
+            images = _octets(body, "body", limits)
+            return ~images if inverted else images
+        if kind == "application/json":
+            images = json_images(body, limits.max_images)
+            return ~images if inverted else images
+        if kind == "multipart/form-data":
+            return _multipart(body, content_type, invert, limits)
+        return _binary(body, kind, "body", invert, limits, 0)[0]
+
+    return span("decode")(decode)
 
 
 def _binary(

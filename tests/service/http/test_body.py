@@ -218,16 +218,20 @@ class Decoding:
     def __init__(self, monkeypatch):
         self._released, self._begins = threading.Event(), threading.Semaphore(0)
         self.begun = 0
-        decode = predict.decode
+        decoder = predict.decoder
 
-        def held(content, kind, **options):
-            if kind == PNG:
+        def held_decoder(kind, **options):
+            decode = decoder(kind, **options)
+
+            def held(body):
                 self.begun += 1
                 self._begins.release()
                 assert self._released.wait(20)
-            return decode(content, kind, **options)
+                return decode(body)
 
-        monkeypatch.setattr(predict, "decode", held)
+            return held if kind == PNG else decode
+
+        monkeypatch.setattr(predict, "decoder", held_decoder)
 
     async def began(self):
         assert await asyncio.to_thread(self._begins.acquire, timeout=20)
