@@ -305,6 +305,7 @@ async def _answer(
     await asyncio.wait((serving,), timeout=settings.grace_s)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + settings.drain_timeout_s
+    door.stop()
     server.should_exit = True
     await asyncio.gather(serving, service.grpc.stop(settings.drain_timeout_s))
     door.give_up(

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable
 from math import ceil
 from typing import Any
+
+_log = logging.getLogger(__name__)
 
 TICKS_PER_S = 512
 """A deadline is noticed at the end of its tick, at most 2 ms late."""
@@ -64,7 +67,14 @@ class Deadlines:
         self._due = _NEVER
         now = self._loop.time() * TICKS_PER_S
         for tick in sorted(tick for tick in self._ticks if tick <= now):
-            for waiting, expire in self._ticks.pop(tick, {}).items():
-                expire(waiting)
+            entries = self._ticks[tick]
+            while entries:  # what is called may remove others
+                waiting = next(iter(entries))
+                expire = entries.pop(waiting)
+                try:
+                    expire(waiting)
+                except Exception:  # noqa: BLE001 - the others of this tick must not wait for ever
+                    _log.exception("a deadline was not handled")
+            self._ticks.pop(tick, None)
         if self._ticks and (tick := min(self._ticks)) < self._due:
             self._wait_for(tick)

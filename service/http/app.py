@@ -12,10 +12,11 @@ from functools import partial
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from lenet import distribution_version
 from service.engine.models import Models
-from service.errors import ServiceError, shown
+from service.errors import Cancelled, ServiceError, shown
 from service.http.answer import INTERNAL_ERROR, Answer, refusal
 from service.http.openapi import (
     APPLICATION,
@@ -107,7 +108,12 @@ async def _predict(route: PredictRoute, request: Request) -> Response:
         wanted = route.read(request.scope["query_string"], headers)
     except ServiceError as exc:
         return _response(route.refuse(exc))
-    call = route.open(wanted, answer.set_result)
+
+    def reply(found: Answer) -> None:
+        if not answer.done():
+            answer.set_result(found)
+
+    call = route.open(wanted, reply)
 
     async def read_body() -> None:
         try:
@@ -117,6 +123,8 @@ async def _predict(route: PredictRoute, request: Request) -> Response:
             call.end()
         except ServiceError as exc:
             call.fail(exc)
+        except ClientDisconnect:
+            call.fail(Cancelled("the client disconnected"))
 
     reading = asyncio.create_task(read_body())
     try:
@@ -126,8 +134,7 @@ async def _predict(route: PredictRoute, request: Request) -> Response:
         return _response(await answer)
     finally:
         reading.cancel()
-        if not answer.done():  # the client, or the server, gave up
-            call.cancel()
+        call.cancel()  # if the server gave up
 
 
 def _response(answer: Answer) -> Response:

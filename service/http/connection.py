@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Mapping
 from http import HTTPStatus
@@ -54,11 +55,17 @@ _READ_AHEAD = 64
 _BUFFERED_BYTES = 64 * 1024
 """Bytes of a body that an application has not asked for before reading pauses."""
 _FRAMING_BYTES = 64 * 1024
-"""Bytes of chunk sizes, chunk extensions and trailers, beyond eight for each byte of the body."""
+"""Bytes of chunk sizes and extensions in a body beyond as many as its own, and of either or of a
+trailer without any byte of the body."""
+_SLICE_BYTES = 16 * 1024
+"""What is parsed in one turn of the event loop. A read brings up to 256 KiB, which may be thousands
+of requests; other connections come in between."""
+_STOP_S = 1.0
+"""At a stop, the most that a client may take for headers, or to read its answers."""
 _CACHED_HEADS = 512
 _CACHED_HEAD_BYTES = 2048
 
-_MALFORMED = "malformed HTTP request; expected HTTP/1.1 without TLS"
+_MALFORMED = "malformed HTTP request; expected HTTP/1.1, in the clear"
 
 
 class FrontDoor:
@@ -83,6 +90,7 @@ class FrontDoor:
         self.write_timeout_s = write_timeout_s
         self.heads: dict[tuple[bytes, bytes, str, Pairs], Head] = {}
         self.connections: set[Connection] = set()
+        self.stopping = False
         self._sweeping = False
         self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
         self._common: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
@@ -96,10 +104,14 @@ class FrontDoor:
     ) -> Connection:
         """A connection of uvicorn's server."""
         loop = _loop or asyncio.get_running_loop()
+        return Connection(self, config, server_state, app_state, loop)
+
+    def add(self, connection: Connection) -> None:
+        """Watch the time of a connection that was made."""
+        self.connections.add(connection)
         if not self._sweeping:
             self._sweeping = True
-            loop.call_later(self._sweep_s, self._sweep, loop)
-        return Connection(self, config, server_state, app_state, loop)
+            connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
 
     def common_headers(self, state: ServerState) -> bytes:
         """Date and whatever else uvicorn sends, which it renews every second."""
@@ -109,6 +121,10 @@ class FrontDoor:
             lines = b"".join(b"%s: %s\r\n" % header for header in headers)
             self._common = headers, lines
         return lines
+
+    def stop(self) -> None:
+        """Connections made from now on answer one request, too."""
+        self.stopping = True
 
     def give_up(self, error: ServiceError) -> None:
         """Answer the fast requests that are not answered yet with `error`."""
@@ -155,15 +171,18 @@ class Connection(asyncio.Protocol):
         self._used = False
         self._began_now = self._completed_now = False  # a message, in the latest data
         self._header_bytes = 0
-        self._framing_bytes = self._body_bytes = 0
+        self._framing_bytes = self._silent_bytes = self._body_bytes = 0
+        self._unparsed = b""  # from `_parsed_bytes` on
+        self._parsed_bytes = 0
         self._ended = False  # the client sends no more
         self._closing = False  # no further request is read
-        self._stopping = False
+        self._stopping = door.stopping
         self._lingering_until_s = 0.0
         self._lingered_bytes = 0
         self._reading = True
         self._since_s = loop.time()  # of being idle, or of the headers that arrive
-        self._blocked_since_s = 0.0
+        self._blocked_since_s = self._closed_since_s = 0.0
+        self._unread_bytes = 0  # when the client's reading was last looked at
         self._drained: asyncio.Event | None = None
 
     # The transport's calls.
@@ -173,7 +192,8 @@ class Connection(asyncio.Protocol):
         self.client, self.server = (
             _address(self.transport, name) for name in ("peername", "sockname")
         )
-        self.door.connections.add(self)
+        self.door.add(self)
+        self._stopping = self.door.stopping
         self.state.connections.add(self)  # type: ignore[arg-type]
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -192,8 +212,57 @@ class Connection(asyncio.Protocol):
             if self._lingered_bytes > _LINGER_BYTES:
                 self.transport.abort()
             return
+        arriving = self._arriving
+        length = None if arriving is None or arriving.head is None else arriving.head.length
+        if self._unparsed:
+            self._unparsed = self._unparsed[self._parsed_bytes :] + data
+            self._parsed_bytes = 0
+        elif len(data) <= _SLICE_BYTES or (length or 0) - self._body_bytes >= len(data):
+            self._parse(data)  # little, or a piece of a body and nothing else
+        else:
+            self._unparsed, self._parsed_bytes = data, 0
+            self._parse_slice()
+
+    def _parse_slice(self) -> None:
+        start = self._parsed_bytes
+        data = self._unparsed[start : start + _SLICE_BYTES]
+        self._parsed_bytes = start + len(data)
+        if self._parsed_bytes >= len(self._unparsed) or self._closing:
+            self._unparsed = b""
+        else:
+            self.loop.call_soon(self._parse_slice)
+        if not self._closing:
+            self._parse(data)
+        self._set_reading()
+        if self._ended and not self._unparsed and not self._line and not self._closing:
+            self._finish()
+
+    def _parse(self, data: bytes) -> None:
         self._began_now = self._completed_now = False
         body_before = self._body_bytes
+        self._feed(data)
+        if self._closing:
+            return
+        if self._in_headers:
+            # How much of data that ends another message are headers of the next is not known.
+            self._header_bytes += 0 if self._completed_now else len(data)
+            if self._header_bytes > self.door.max_header_bytes:
+                self._headers_too_long()
+        elif (arriving := self._arriving) is not None:
+            if not self._began_now and arriving.head is not None and arriving.head.chunked:
+                body = self._body_bytes - body_before
+                self._framing_bytes += len(data) - body
+                self._silent_bytes = 0 if body else self._silent_bytes + len(data)
+                most = 8 * min(self._body_bytes, _FRAMING_BYTES) + self._body_bytes
+                if max(self._silent_bytes, self._framing_bytes - most) > _FRAMING_BYTES:
+                    self._refuse(
+                        400, f"chunks: got more than {_FRAMING_BYTES} bytes beside the body"
+                    )
+                    return
+            arriving.wait_for_body()
+        self._set_reading()
+
+    def _feed(self, data: bytes) -> None:
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as exc:
@@ -203,28 +272,12 @@ class Connection(asyncio.Protocol):
             self._end_with(INTERNAL_ERROR)
         except httptools.HttpParserError:
             self._refuse(400, _MALFORMED)
-        if self._closing:
-            return
-        if self._in_headers:
-            # How much of data that ends another message are headers of the next is not known.
-            self._header_bytes += 0 if self._completed_now else len(data)
-            if self._header_bytes > self.door.max_header_bytes:
-                self._headers_too_long()
-        elif (arriving := self._arriving) is not None:
-            if arriving.head.chunked and not self._began_now:
-                self._framing_bytes += len(data) - (self._body_bytes - body_before)
-                if self._framing_bytes > _FRAMING_BYTES + 8 * self._body_bytes:
-                    self._refuse(
-                        400, f"chunks: got more than {_FRAMING_BYTES} bytes beside the body"
-                    )
-                    return
-            self._since_s = self.loop.time()
-            arriving.wait_for_body()
-        self._set_reading()
 
     def eof_received(self) -> bool:
         self._ended = True
-        if self._arriving is not None:  # cannot become whole
+        if self._unparsed:
+            return True
+        if self._arriving is not None and self._arriving.answer is None:  # cannot become whole
             self._line.pop().cancel()
             self._arriving = None
         if not self._line:
@@ -263,21 +316,37 @@ class Connection(asyncio.Protocol):
 
     def check_time(self, now_s: float) -> None:
         """Close the connection if it waited too long for its client."""
-        door = self.door
-        if self._blocked_since_s:
-            if now_s - self._blocked_since_s > door.write_timeout_s:
-                self.transport.abort()
+        door, transport = self.door, self.transport
+        unread_bytes, before = transport.get_write_buffer_size(), self._unread_bytes
+        self._unread_bytes = unread_bytes
+        write_s = min(door.write_timeout_s, _STOP_S if self._stopping else door.write_timeout_s)
+        header_s = min(door.header_timeout_s, _STOP_S if self._stopping else door.header_timeout_s)
+        waited_s = now_s - self._since_s
+        if transport.is_closing():  # once all is written, which a client may prevent
+            self._closed_since_s = self._closed_since_s or now_s
+            if unread_bytes < before:
+                self._closed_since_s = now_s
+            if now_s - self._closed_since_s > write_s:
+                transport.abort()
+        elif self._blocked_since_s:
+            if unread_bytes < before:
+                self._blocked_since_s = now_s
+            if now_s - self._blocked_since_s > write_s:
+                transport.abort()
         elif self._closing:
+            if unread_bytes < before:
+                self._lingering_until_s = max(self._lingering_until_s, now_s + _IDLE_GRACE_S)
             if self._lingering_until_s and now_s > self._lingering_until_s:
-                self.transport.abort()
+                transport.abort()
         elif self._line:
-            if self._arriving is not None and now_s - self._since_s > door.keep_alive_s:
-                self.transport.abort()  # the rest of a body that nobody else waits for
+            arriving = self._arriving
+            if arriving is not None and self._reading and waited_s > arriving.patience_s(door):
+                transport.abort()
         elif self._in_headers or not self._used:
-            if now_s - self._since_s > door.header_timeout_s:
-                self.transport.abort()
-        elif now_s - self._since_s > door.keep_alive_s:
-            self.transport.close()
+            if waited_s > header_s:
+                transport.abort()
+        elif waited_s > door.keep_alive_s:
+            transport.close()
 
     # The parser's calls.
 
@@ -341,7 +410,7 @@ class Connection(asyncio.Protocol):
                 if len(door.heads) >= _CACHED_HEADS:
                     door.heads.clear()
                 door.heads[key] = head
-        self._framing_bytes = self._body_bytes = 0
+        self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         kind = AsgiExchange if head.route is None else FastExchange
         exchange: Exchange = kind(self, head)
         self._arriving = exchange
@@ -365,6 +434,9 @@ class Connection(asyncio.Protocol):
                 return
             except httptools.HttpParserUpgrade as exc:
                 rest = data[exc.args[0] :]
+            except httptools.HttpParserCallbackError:
+                _log.exception("a request failed")
+                self._end_with(INTERNAL_ERROR)
             except httptools.HttpParserError:
                 self._refuse(400, _MALFORMED)
 
@@ -380,6 +452,11 @@ class Connection(asyncio.Protocol):
             return  # the parser goes on with data that is refused already
         self._closing = True
         arriving, self._arriving = self._arriving, None
+        if (
+            arriving is not None and arriving.begun
+        ):  # an answer within an answer would be read as one
+            self.transport.abort()
+            return
         if arriving is not None and arriving.answer is None:
             arriving.end_with(answer)
         elif arriving is None:
@@ -409,7 +486,9 @@ class Connection(asyncio.Protocol):
         else:
             if not self._in_headers:
                 self._since_s = self.loop.time()
-            if self._ended or (self._closing and not self._lingering_until_s):
+            if (self._ended and not self._unparsed) or (
+                self._closing and not self._lingering_until_s
+            ):
                 self._finish()
             elif self._stopping:  # the answer was made before the stop, and does not say so
                 self.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
@@ -479,7 +558,8 @@ class Connection(asyncio.Protocol):
         """Pause while the client does not read, runs ahead, or sends faster than it is read."""
         arriving = self._arriving
         wanted = self._closing or not (
-            self._blocked_since_s
+            self._unparsed
+            or self._blocked_since_s
             or len(self._line) > _READ_AHEAD
             or (arriving is not None and arriving.buffered_bytes > _BUFFERED_BYTES)
         )
@@ -500,6 +580,10 @@ class Connection(asyncio.Protocol):
         if not self._reading:
             self._set_reading()
 
+    def touch(self) -> None:
+        """The body makes progress."""
+        self._since_s = self.loop.time()
+
     def is_first(self, exchange: Exchange) -> bool:
         """Whether `exchange` is the next to be answered."""
         return self._line[0] is exchange
@@ -513,7 +597,9 @@ class Exchange:
         "_asked",
     )
 
-    def __init__(self, connection: Connection, head: Head) -> None:
+    head: Head | None
+
+    def __init__(self, connection: Connection, head: Head | None) -> None:
         self.connection, self.head = connection, head
         self.answer: bytes | None = None
         self.begun = False
@@ -546,6 +632,10 @@ class Exchange:
     def give_up(self, error: ServiceError) -> None:
         """The stop takes too long; a task would be cancelled by uvicorn."""
 
+    def patience_s(self, door: FrontDoor) -> float:
+        """How long its body may take from the last time that `touch` was called."""
+        return door.keep_alive_s
+
     def end_with(self, answer: Answer) -> None:
         """The rest of the body cannot be read: answer, close."""
         self.cancel()
@@ -554,8 +644,10 @@ class Exchange:
 
     def ask_for_body(self) -> None:
         """Tell a client that waits for it to send the body."""
-        connection, waits = self.connection, self.head.expects_continue and not self.whole
-        if waits and not self._asked and connection.is_first(self):
+        connection, head = self.connection, self.head
+        if head is None or not head.expects_continue or self.whole or self._asked or self.begun:
+            return
+        if connection.is_first(self):
             self._asked = True
             connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -566,13 +658,15 @@ class RefusedExchange(Exchange):
     __slots__ = ()
 
     def __init__(self, connection: Connection, answer: Answer) -> None:
-        super().__init__(connection, None)  # type: ignore[arg-type]
+        super().__init__(connection, None)
         self.close = True
         self.answer = connection.encode(None, answer, close=True)
 
 
 class FastExchange(Exchange):
     """A request on a fast route."""
+
+    head: Head
 
     __slots__ = ("_call", "_refusal")
 
@@ -586,7 +680,7 @@ class FastExchange(Exchange):
         assert head.route is not None, "bug: not a fast route"
         if head.error is not None:
             answer = head.route.refuse(head.error)
-            unwanted = head.expects_continue or head.error.code == "too_large"
+            unwanted = head.expects_continue or head.chunked or head.error.code == "too_large"
             if unwanted or (head.length or 0) > _BUFFERED_BYTES:
                 self._reply(answer)
             else:  # a small body is read and dropped, so that the connection can be kept
@@ -625,6 +719,12 @@ class FastExchange(Exchange):
     def give_up(self, error: ServiceError) -> None:
         if self._call is not None:
             self._call.fail(error)
+        elif self._refusal is not None and self.answer is None:
+            self._reply(self._refusal)
+
+    def patience_s(self, door: FrontDoor) -> float:
+        # A call has its own deadline; what is refused is only read to be dropped.
+        return door.header_timeout_s if self._call is None else math.inf
 
     def _reply(self, answer: Answer) -> None:
         self._call = None
@@ -636,6 +736,8 @@ class FastExchange(Exchange):
 
 class AsgiExchange(Exchange):
     """A request for the ASGI application, which runs once the answers before are written."""
+
+    head: Head
 
     __slots__ = (
         "_arrived",
@@ -663,6 +765,7 @@ class AsgiExchange(Exchange):
         self._body.append(data)
         self.buffered_bytes += len(data)
         self._arrived.set()
+        self.connection.touch()
 
     def end(self) -> None:
         self.whole = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeAlias
+from urllib.parse import unquote_to_bytes
 
 import httptools
 
@@ -22,7 +23,7 @@ class FastCall(Protocol):
         ...
 
     def wait_for_body(self) -> None:
-        """The body has not arrived whole; called after each piece. Raises as `data`."""
+        """The body has not arrived whole; may be called again. Raises as `data`."""
         ...
 
     def end(self) -> None:
@@ -89,7 +90,6 @@ class Head:
         "path",
         "query",
         "route",
-        "url",
         "version",
         "wanted",
     )
@@ -103,7 +103,7 @@ class Head:
         keep_alive: bool,
         routes: FastRoutes,
     ) -> None:
-        self.method, self.url, self.version, self.keep_alive = method, url, version, keep_alive
+        self.method, self.version, self.keep_alive = method, version, keep_alive
         self.headers = tuple((name.lower(), value) for name, value in pairs)
         if version not in ("1.0", "1.1"):
             raise Refused(505, f"HTTP version: got {version}, expected 1.0 or 1.1")
@@ -134,7 +134,7 @@ class Head:
             parts = httptools.parse_url(url)  # the absolute form, RFC 9112, 3.2.2
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
-        self.route = routes.get((method, self.path))
+        self.route = routes.get((method, unquote_to_bytes(self.path)))
         self.error: ServiceError | None = None
         self.wanted: Any = None
         if self.route is not None:
@@ -144,4 +144,6 @@ class Head:
             try:
                 self.wanted = self.route.read(self.query, named)
             except ServiceError as exc:
-                self.error = exc
+                # Kept for long: not with the frames of the connection that met it first.
+                self.error = exc.with_traceback(None)
+                exc.__context__ = exc.__cause__ = None

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import cast, get_args
@@ -53,9 +53,6 @@ _BINARY = BINARY.encode()
 _INLINE_BYTES = 256 * 1024
 """Larger bodies are decoded on a thread: at about 10 us an image in JSON, this much blocks the
 event loop for 2 ms."""
-
-_PREALLOCATED_BYTES = 64 * 1024
-"""From this size on, a body whose length is known is copied into place as it arrives."""
 
 Reply = Callable[[Answer], None]
 """Called once with the answer, unless the call is cancelled."""
@@ -174,13 +171,13 @@ class PredictCall:
 
     __slots__ = (
         "_batcher",
-        "_buffer",
+        "_body",
         "_deadline_s",
         "_decode_s",
+        "_ended",
         "_held_bytes",
         "_job",
         "_model",
-        "_parts",
         "_range",
         "_reply",
         "_request",
@@ -199,8 +196,8 @@ class PredictCall:
         self._model = NO_MODEL
         self._range = nvtx.begin("request")
         self._size = self._held_bytes = self._tick = 0
-        self._parts: list[bytes] = []
-        self._buffer: bytearray | None = None
+        self._ended = False
+        self._body: bytes | bytearray = b""
         self._job: Job | None = None
         self._batcher: Batcher | None = None
         self._request: Request | None = None
@@ -212,21 +209,21 @@ class PredictCall:
             TooLarge: it is longer than allowed.
             Overloaded: all bodies together are.
         """
-        length, before = self._wanted.length, self._size
-        self._size = before + len(data)
-        if length is None and self._size > self._route.bodies.max_bytes:
+        if self._ended:
+            return
+        self._size += len(data)
+        if self._wanted.length is None and self._size > self._route.bodies.max_bytes:
             raise self._route.bodies.too_large("more")
-        if self._tick:  # it arrives in pieces
+        if (
+            self._body
+        ):  # in pieces: one buffer, as an object for each chunk takes more than its bytes
+            if type(self._body) is bytes:
+                self._body = bytearray(self._body)
+            self._body += data
+        else:
+            self._body = data
+        if self._tick:
             self._hold()
-            if self._buffer is None and (length or 0) >= _PREALLOCATED_BYTES:
-                self._buffer = bytearray(cast("int", length))
-                for at, part in zip(_starts(self._parts), self._parts, strict=True):
-                    self._buffer[at : at + len(part)] = part
-                self._parts = []
-            if self._buffer is not None:
-                self._buffer[before : self._size] = data
-                return
-        self._parts.append(data)
 
     def wait_for_body(self) -> None:
         """The body has not arrived whole: from here on its time and memory are limited.
@@ -234,21 +231,19 @@ class PredictCall:
         Raises:
             Overloaded: there is no room for it.
         """
-        if not self._tick:
+        if not self._tick and not self._ended:
             self._watch()
             self._hold()
 
     def end(self) -> None:
         """The whole body has arrived: decode it and queue its images."""
-        wanted, route, parts = self._wanted, self._route, self._parts
+        if self._ended:
+            return
+        wanted, route = self._wanted, self._route
         self._decode_s = time.monotonic()
         try:
             self._hold()
-            # A bytearray serves as bytes, which it is not worth copying into.
-            body = cast("bytes | None", self._buffer)
-            if body is None:
-                body = parts[0] if len(parts) == 1 else b"".join(parts)
-            self._parts, self._buffer = [], None
+            body, self._body = cast("bytes", self._body), b""  # a bytearray serves as bytes
             if wanted.cheap and len(body) <= _INLINE_BYTES:
                 try:
                     images = wanted.decode(body)
@@ -266,13 +261,15 @@ class PredictCall:
             self._crash()
 
     def fail(self, error: ServiceError) -> None:
-        """Answer with `error`."""
-        self._end(error.code)
-        self._reply(error_answer(error))
+        """Answer with `error`, if nothing is answered yet."""
+        if not self._ended:
+            self._end(error.code)
+            self._reply(error_answer(error))
 
     def cancel(self) -> None:
         """The client is gone."""
-        self._end(Cancelled.code)
+        if not self._ended:
+            self._end(Cancelled.code)
 
     def _decoded(self, images: Images | Exception) -> None:
         self._job = None
@@ -308,6 +305,7 @@ class PredictCall:
             )
             self._route.metrics.predicted("http", self._model, times_s)
             nvtx.end(self._range)
+            self._ended = True
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
         else:
@@ -353,6 +351,7 @@ class PredictCall:
 
     def _end(self, outcome: str) -> None:
         """Take the call out of whatever it waits for, and count it."""
+        self._ended = True
         self._unwatch()
         if self._job is not None:
             self._route.decoding.cancel(self._job)  # which releases the body when it has ended
@@ -362,16 +361,9 @@ class PredictCall:
             cast("Batcher", self._batcher).cancel(request)
         elif self._held_bytes:
             self._release()
-            self._parts, self._buffer = [], None
+        self._body = b""
         self._route.metrics.request_done(self._model, "http", outcome)
         nvtx.end(self._range)
-
-
-def _starts(parts: list[bytes]) -> Iterator[int]:
-    start = 0
-    for part in parts:
-        yield start
-        start += len(part)
 
 
 def accepts_binary(accept: str) -> bool:

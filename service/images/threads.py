@@ -88,6 +88,8 @@ class DecodingThreads:
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
 
         def resolve(outcome: Result | Exception) -> None:
+            if future.done():  # the timeout passed in the same turn
+                return
             if isinstance(outcome, Exception):
                 future.set_exception(outcome)
             else:

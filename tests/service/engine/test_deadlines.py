@@ -55,3 +55,23 @@ def test_what_a_callback_adds_or_removes_is_kept(run_virtually):
         assert called == ["first", "added"]
 
     run_virtually(test)
+
+
+def test_a_callback_that_fails_keeps_no_other_from_being_called(run_virtually, caplog):
+    async def test(loop):
+        deadlines, called = Deadlines(), []
+
+        def expire(name):
+            called.append(name)
+            if name == "fails":
+                deadlines.remove(tick, "removed")
+                raise RuntimeError("planted")
+
+        for name in ("fails", "removed", "same"):
+            tick = deadlines.add(loop.time() + 0.25, name, expire)
+        deadlines.add(loop.time() + 0.5, "later", expire)
+        await asyncio.sleep(5)
+        assert called == ["fails", "same", "later"]
+        assert "planted" in caplog.text
+
+    run_virtually(test)

@@ -20,6 +20,12 @@ HUGE = bytes(32 << 20)
 async def application(scope, receive, send):
     """Answers with the body; /early before it came, /pieces in three, /huge much, /fails not."""
     path, body = scope["path"], b""
+    if path == "/streams":
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"first", "more_body": True})
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        return
     if path == "/fails":
         raise ValueError("planted")
     if path not in ("/early", "/huge"):
@@ -180,7 +186,8 @@ class Running:
         return await client.answer(method)
 
     def stop(self):
-        """As uvicorn stops."""
+        """As the service and uvicorn stop."""
+        self.door.stop()
         for connection in list(self.state.connections):
             connection.shutdown()
 

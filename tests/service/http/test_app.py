@@ -580,6 +580,13 @@ async def test_head_has_the_headers_of_get_and_no_body(listen):
         assert (await served.client.head("/predict")).status_code == 405
 
 
+async def test_a_path_that_is_escaped_is_the_same_path(listen, one):
+    async with listen() as served:
+        headers = {"Content-Type": RAW}
+        response = await served.client.post("/%70redict", content=one, headers=headers)
+        assert response.status_code == 200
+
+
 async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
     for path in ("/", "/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v2"):
         message = refusal(await served.client.get(path), 404, "not_found").message

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import http.client
 import socket
 
@@ -245,6 +246,71 @@ async def test_a_refused_request_keeps_its_connection_when_its_body_is_small(ser
     assert (await client.answer())[0] == 200
 
 
+async def test_a_refused_request_of_unknown_length_is_answered_at_once(server):
+    client = await server.open()
+    client.send(b"POST /fast?x=1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (400, "close")
+
+
+async def test_the_body_of_a_refused_request_has_a_limited_time():
+    async with running(header_timeout_s=0.2) as server:
+        client = await server.open()
+        client.send(post(bytes(5000), b"/fast?x=1")[:-4000])
+
+        async def trickle():
+            while True:
+                client.send(b"a")
+                await client.writer.drain()
+                await asyncio.sleep(0.02)
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(trickle(), 20)
+
+
+async def test_a_refused_request_holds_nothing_of_its_connection(server):
+    await server.ask(post(b"", b"/fast?x=1"))
+    (head,) = [head for head in server.door.heads.values() if head.error is not None]
+    assert head.error.__traceback__ is None
+    assert head.error.__context__ is None
+
+
+async def test_an_early_answer_is_written_to_a_half_closed_client(server):
+    server.route.hold = True
+    client = await server.open()
+    client.send(post(b"1") + post(b"", b"/fast").replace(b"Length: 0", b"Length: 9999999"))
+    await until(lambda: server.route.held)
+    client.writer.write_eof()
+    await asyncio.sleep(0.05)
+    server.route.release()
+    answers = [await client.answer() for _ in range(3)]
+    assert [answer[0] for answer in answers if answer[0] != 100] == [200, 413]
+
+
+async def test_nothing_is_written_into_an_answer_that_has_begun(server):
+    client = await server.open()
+    client.send(
+        b"POST /streams HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n"
+    )
+    await client.reader.readuntil(b"first\r\n")
+    client.send(b"zz\r\n")
+    with contextlib.suppress(ConnectionError):
+        assert await client.rest() == b""
+
+
+async def test_other_connections_come_between_the_requests_of_a_busy_one(server):
+    busy, other = await server.open(), await server.open()
+    busy.send(post(b"", b"/fast?x=1") * 4000)
+    other.send(GET)
+    answered = asyncio.create_task(other.answer())
+    for _ in range(4000):
+        assert (await busy.answer())[0] == 400
+        if answered.done():
+            break
+    assert (await answered)[0] == 200
+    assert server.door.connections
+
+
 async def test_an_answer_before_the_body_ends_the_connection(server):
     client = await server.open()
     client.send(post(bytes(5000), b"/early")[:-100])
@@ -316,6 +382,34 @@ async def test_a_client_that_does_not_read_is_given_up():
         client.send(GET.replace(b"/ ", b"/huge ", 1))
         await until(lambda: server.state.connections)
         await until(lambda: not server.state.connections)
+
+
+@pytest.mark.parametrize("end", ["idle", "half-closed", "stop"])
+async def test_a_connection_with_an_unread_small_answer_is_given_up(end):
+    async with running(write_timeout_s=0.1, keep_alive_s=0.2) as server:
+        client = await server.open()
+        client.writer.transport.pause_reading()
+        client.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        for _ in range(60):
+            client.send(post(bytes(50_000)))
+        await until(lambda: len(server.route.calls) > 5)
+        if end == "half-closed":
+            client.writer.write_eof()
+        elif end == "stop":
+            server.stop()
+        await until(lambda: not server.state.connections)
+
+
+async def test_a_client_that_reads_slowly_but_steadily_is_not_given_up():
+    async with running(write_timeout_s=0.3) as server:
+        client = await server.open()
+        client.send(GET.replace(b"/ ", b"/huge ", 1))
+        head = await client.reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200")
+        left = len(HUGE)
+        while left:
+            left -= len(await client.reader.readexactly(min(left, 1 << 20)))
+            await asyncio.sleep(0.03)
 
 
 async def test_a_slow_reader_gets_everything_in_order(server):
