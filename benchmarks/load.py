@@ -326,7 +326,8 @@ class _Traffic:
             free.put_nowait(connection)
 
         async def request(due_s: float) -> None:
-            results = self._stage_at(due_s)
+            # What is due where a stage ends belongs to the next, however that was rounded.
+            results = self._stage_at(due_s + 1e-6)
             results.lateness_s.append(time.perf_counter() - due_s)
             connection = await free.get()
             try:
