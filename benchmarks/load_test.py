@@ -1,8 +1,8 @@
 """`make load-test`: load a running service with real digits, check every answer.
 
 The labels are compared with those that the same weight file predicts here, on ONNX Runtime: a label
-that differs is wrong, whatever the digit shows. Exit code: 0 when the targets are met (without any:
-no errors) and no label is wrong, 1 otherwise, 2 when nothing was sent, 130 after Ctrl-C.
+that differs is wrong, whatever the digit shows. Exit code: 0 when every target is reached (without
+any: no errors) and no label is wrong, 1 otherwise, 2 when nothing was sent, 130 after Ctrl-C.
 
 The client takes its CPU time from a service on the same machine. The report says how much, and
 whether the client is the limit.

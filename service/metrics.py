@@ -295,21 +295,18 @@ class Metrics:
         self, protocol: Transport, stages: dict[Stage, float], total_s: float
     ) -> None:
         """Observe the time of a predicted request, by stage and in all."""
-        timed = self._timed[protocol]
-        get = stages.get
-        decode_s, queue_s = get("decode", _NONE), get("queue", _NONE)
-        compute_s, encode_s = get("compute", _NONE), get("encode", _NONE)
-        timed.append((decode_s, queue_s, compute_s, encode_s, total_s))
-        if len(timed) >= _TIMED_TOGETHER:
-            self._observe_timed(protocol, timed)
+        self._time(protocol, (*(stages.get(stage, _NONE) for stage in get_args(Stage)), total_s))
 
     def predicted(self, protocol: Transport, model: str, times_s: tuple[float, ...]) -> None:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
+        self._time(protocol, times_s)
+        self.request_done(model, protocol, "ok")
+
+    def _time(self, protocol: Transport, times_s: tuple[float, ...]) -> None:
         timed = self._timed[protocol]
         timed.append(times_s)
         if len(timed) >= _TIMED_TOGETHER:
             self._observe_timed(protocol, timed)
-        self._requests[model, protocol, "ok"].inc()
 
     def batch_cut(
         self, model: str, rows: int, reason: CutReason, waiting_rows: int, busy: int

@@ -17,8 +17,9 @@ What ends a connection:
     lingering -- our side is shut, what the client still sends is read and dropped, for a while:
                  closed with unread bytes in it, a socket resets, and the client loses the answer
 
-The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1), trailers never
-read as headers (7.1.2). Requests for an upgrade are answered as if they did not ask.
+The rules are RFC 9112's: one Host (3.2), Transfer-Encoding only `chunked` (6.1), trailers dropped
+(7.1.2), though the parser itself obeys `Connection: close` in one: what follows it gets 400.
+Requests for an upgrade are answered as if they did not ask.
 """
 
 from __future__ import annotations
@@ -263,15 +264,28 @@ class Connection(asyncio.Protocol):
         self._set_reading()
 
     def _feed(self, data: bytes) -> None:
-        try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as exc:
-            self._feed_without_upgrade(data[exc.args[0] :])
-        except httptools.HttpParserCallbackError:
-            _log.exception("a request failed")
-            self._end_with(INTERNAL_ERROR)
-        except httptools.HttpParserError:
-            self._refuse(400, _MALFORMED)
+        while not self._closing:
+            try:
+                self._parser.feed_data(data)
+                return
+            except httptools.HttpParserUpgrade as exc:
+                data = self._without_upgrade(data[exc.args[0] :])
+            except httptools.HttpParserCallbackError:
+                _log.exception("a request failed")
+                self._end_with(INTERNAL_ERROR)
+            except httptools.HttpParserError:
+                self._refuse(400, _MALFORMED)
+
+    def _without_upgrade(self, rest: bytes) -> bytes:
+        """The request that asked for an upgrade as if it did not, and `rest`, for a new parser."""
+        method, version = self._parser.get_method(), self._parser.get_http_version()
+        if method == b"CONNECT":
+            self._refuse(501, "method: got CONNECT, expected another; see /docs")
+        kept = [pair for pair in self._pairs if pair[0].lower() != b"upgrade"]
+        lines = [b"%s %s HTTP/%s" % (method, self._url, version.encode())]
+        lines += [b"%s: %s" % pair for pair in kept]
+        self._parser = httptools.HttpRequestParser(self)
+        return b"\r\n".join([*lines, b"\r\n"]) + rest
 
     def eof_received(self) -> bool:
         self._ended = True
@@ -417,29 +431,6 @@ class Connection(asyncio.Protocol):
         self._line.append(exchange)
         exchange.open()
 
-    def _feed_without_upgrade(self, rest: bytes) -> None:
-        """Parse a request again as if it asked for no upgrade, then `rest`, which follows it."""
-        while not self._closing:
-            method, version = self._parser.get_method(), self._parser.get_http_version()
-            if method == b"CONNECT":
-                self._refuse(501, "method: got CONNECT, expected another; see /docs")
-                return
-            kept = [pair for pair in self._pairs if pair[0].lower() != b"upgrade"]
-            lines = [b"%s %s HTTP/%s" % (method, self._url, version.encode())]
-            lines += [b"%s: %s" % pair for pair in kept]
-            data = b"\r\n".join([*lines, b"\r\n"]) + rest
-            self._parser = httptools.HttpRequestParser(self)
-            try:
-                self._parser.feed_data(data)
-                return
-            except httptools.HttpParserUpgrade as exc:
-                rest = data[exc.args[0] :]
-            except httptools.HttpParserCallbackError:
-                _log.exception("a request failed")
-                self._end_with(INTERNAL_ERROR)
-            except httptools.HttpParserError:
-                self._refuse(400, _MALFORMED)
-
     def _headers_too_long(self) -> None:
         self._refuse(431, f"headers: got more than {self.door.max_header_bytes} bytes")
 
@@ -495,9 +486,14 @@ class Connection(asyncio.Protocol):
         if not self._reading:
             self._set_reading()
 
-    def will_close(self, head: Head, *, whole: bool) -> bool:
-        """Whether the connection closes after the answer to `head`, whose body arrived `whole`."""
-        return not head.keep_alive or not whole or self._stopping
+    def will_close(self, exchange: Exchange) -> bool:
+        """Whether the connection closes after the answer to `exchange`.
+
+        At a stop after the last one: those that were read behind it are answered, too.
+        """
+        head = exchange.head
+        last = self._stopping and self._line[-1] is exchange
+        return head is None or not head.keep_alive or not exchange.whole or last
 
     def encode(self, head: Head | None, answer: Answer, close: bool) -> bytes:
         """The bytes of `answer`."""
@@ -729,7 +725,7 @@ class FastExchange(Exchange):
     def _reply(self, answer: Answer) -> None:
         self._call = None
         connection, head = self.connection, self.head
-        self.close = connection.will_close(head, whole=self.whole)
+        self.close = connection.will_close(self)
         self.answer = connection.encode(head, answer, self.close)
         connection.flush()
 
@@ -812,7 +808,7 @@ class AsgiExchange(Exchange):
         if self.begun:  # the answer is incomplete, and nothing else can say so
             connection.transport.abort()
             return
-        self.close = connection.will_close(head, whole=self.whole)
+        self.close = connection.will_close(self)
         self.answer = connection.encode(head, INTERNAL_ERROR, self.close)
         connection.flush()
 
@@ -861,7 +857,7 @@ class AsgiExchange(Exchange):
         connection, response = self.connection, self._response
         assert response is not None, "bug: a body before its start"
         headers = [(name.lower(), value) for name, value in response["headers"]]
-        self.close = connection.will_close(self.head, whole=self.whole)
+        self.close = connection.will_close(self)
         bodiless = response["status"] in (204, 304)
         if not bodiless and all(name != b"content-length" for name, _ in headers):
             if not more:

@@ -99,7 +99,7 @@ class Echo:
     """`POST /fast` answers with the body; with `hold`, when `release` is called."""
 
     def __init__(self):
-        self.hold = False
+        self.hold, self.refused = False, 0
         self.calls, self.held, self.cancelled, self.reads = [], [], [], 0
         self.arrived, self.left, self.waited = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
@@ -112,6 +112,7 @@ class Echo:
         return headers
 
     def refuse(self, error):
+        self.refused += 1
         return error_answer(error)
 
     def open(self, wanted, reply):
