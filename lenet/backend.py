@@ -5,6 +5,7 @@ A backend gets the whole network at once, so it may fuse layers as it likes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -56,9 +57,10 @@ class Plan(Protocol):
         """Compute `images`, uint8 (n, 28, 28), 1 <= n <= rows, and wait for the result."""
         ...
 
-    def launch(self, images: Images) -> Pending | None:
-        """Start `images` without waiting, from any thread; None if only `run` is supported.
+    def launch(self, images: Sequence[Images]) -> Pending | None:
+        """Start a batch without waiting, from any thread; None if only `run` is supported.
 
+        `images`: its parts, each uint8 (n, 28, 28), which the caller may change from then on.
         A backend computes one batch at a time: wait for it before the next `launch` or `run`.
 
         Raises:

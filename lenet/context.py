@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
@@ -163,15 +164,15 @@ class ExecutionContext:
         self._check()
         return self._plan(len(images)).run(images)
 
-    def launch(self, images: Images) -> Pending | None:
-        """Start `images` without waiting, from any thread; None if only `run` is supported.
+    def launch(self, images: Sequence[Images]) -> Pending | None:
+        """Start a batch without waiting, from any thread; None if only `run` is supported.
 
-        Call no other method until the batch is done.
+        `images`: its parts, each uint8 (n, 28, 28). Call no other method until the batch is done.
 
         Raises:
             DeviceError: the batch cannot be started.
         """
-        return self._plan(len(images)).launch(images)
+        return self._plan(sum(map(len, images))).launch(images)
 
     def _plan(self, rows: int) -> Plan:
         assert 1 <= rows <= self._buckets[-1], f"bug: a batch of {rows} rows"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ from lenet.backend import BatchResult
 from lenet.errors import DeviceError
 from lenet.model import ConvBlock
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
-from lenet.pixels import HEIGHT, WIDTH, Images, Logits
+from lenet.pixels import HEIGHT, WIDTH, Images, Logits, joined
 from lenet.weightfile import WeightFile
 
 _MAX_SESSIONS = 2
@@ -61,9 +62,9 @@ class CpuPlan:
         (probabilities,) = self._backend.session.run([PROBABILITIES], {IMAGES: images})
         return BatchResult(probabilities, len(images), captured=False)
 
-    def launch(self, images: Images) -> Computed | None:
+    def launch(self, images: Sequence[Images]) -> Computed | None:
         """Compute a quick batch at once; None for a longer one, which `run` is for."""
-        return Computed(self.run(images)) if self._quick else None
+        return Computed(self.run(joined(images))) if self._quick else None
 
     def logits(self, images: Images) -> Logits:
         """See `lenet.backend.Plan.logits`."""

@@ -1,5 +1,6 @@
 """The definition of an image, for requests and datasets: uint8 (28, 28), 0 = paper, 255 = ink."""
 
+from collections.abc import Sequence
 from typing import TypeAlias
 
 import numpy as np
@@ -14,6 +15,12 @@ SCALE = 1.0 / 255.0
 
 Images: TypeAlias = NDArray[np.uint8]
 """uint8 (n, 28, 28), C-contiguous, 0 = paper, 255 = ink."""
+
+
+def joined(parts: Sequence[Images]) -> Images:
+    """One array of all `parts`, at least one; a single one as it is."""
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
 
 Probabilities: TypeAlias = NDArray[np.float32]
 """float32 (n, classes), rows sum to 1."""

@@ -12,6 +12,7 @@ import logging
 import os
 import time
 from bisect import bisect_left
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -40,7 +41,7 @@ from service.errors import ServiceError
 _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
-_TIMED_TOGETHER = 256
+_TIMED_TOGETHER = 1024
 """Requests whose times are put into the histograms at once: one by one that takes 2 us each."""
 
 Transport: TypeAlias = Literal["http", "grpc"]
@@ -151,9 +152,6 @@ class BufferedHistogram:
             self._series._sum.inc(self._sum)
             self._sum = 0.0
 
-
-_NONE = float("nan")
-"""The time of a stage that a request did not pass."""
 
 B = TypeVar("B", bound=Buffered)
 _Labels: TypeAlias = tuple[str, ...]
@@ -275,9 +273,8 @@ class Metrics:
             "Reloads of a model: ok if the newest file is served afterwards.",
             *("model", "outcome"),
         )
-        self._timed: dict[Transport, list[tuple[float, ...]]] = {
-            protocol: [] for protocol in get_args(Transport)
-        }
+        self._timed: dict[tuple[Transport, str], list[tuple[float, ...]]] = defaultdict(list)
+        """Times of predicted requests that are not counted yet, by protocol and model."""
         self._loaded: dict[str, _Labels] = {}  # of lenet_model_info, by model
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
@@ -291,22 +288,12 @@ class Metrics:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
         self._requests[model, protocol, outcome].inc()
 
-    def request_timed(
-        self, protocol: Transport, stages: dict[Stage, float], total_s: float
-    ) -> None:
-        """Observe the time of a predicted request, by stage and in all."""
-        self._time(protocol, (*(stages.get(stage, _NONE) for stage in get_args(Stage)), total_s))
-
     def predicted(self, protocol: Transport, model: str, times_s: tuple[float, ...]) -> None:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
-        self._time(protocol, times_s)
-        self.request_done(model, protocol, "ok")
-
-    def _time(self, protocol: Transport, times_s: tuple[float, ...]) -> None:
-        timed = self._timed[protocol]
+        timed = self._timed[protocol, model]
         timed.append(times_s)
         if len(timed) >= _TIMED_TOGETHER:
-            self._observe_timed(protocol, timed)
+            self._count_timed(protocol, model, timed)
 
     def batch_cut(
         self, model: str, rows: int, reason: CutReason, waiting_rows: int, busy: int
@@ -388,17 +375,18 @@ class Metrics:
 
     def flush(self) -> None:
         """Put everything that happened so far into the library's metrics."""
-        for protocol, timed in self._timed.items():
-            self._observe_timed(protocol, timed)
+        for (protocol, model), timed in self._timed.items():
+            self._count_timed(protocol, model, timed)
         for buffer in self._buffers:
             buffer.flush()
 
-    def _observe_timed(self, protocol: Transport, timed: list[tuple[float, ...]]) -> None:
+    def _count_timed(self, protocol: Transport, model: str, timed: list[tuple[float, ...]]) -> None:
         if timed:
+            self._requests[model, protocol, "ok"].inc(len(timed))
             *stages, total = np.array(timed).T
             timed.clear()
             for stage, seconds in zip(get_args(Stage), stages, strict=True):
-                self._stage_duration[stage,].observe_all(seconds[~np.isnan(seconds)])
+                self._stage_duration[stage,].observe_all(seconds)
             self._request_duration[protocol,].observe_all(total)
 
     @contextmanager
@@ -497,9 +485,10 @@ class RequestClock:
         """Count the outcome; None is an answer."""
         nvtx.end(self._range)
         if error is None:
-            self._metrics.request_timed(self._protocol, self.stages, self.total_s)
-            outcome = "ok"
-        elif isinstance(error, ServiceError):
+            stages = (self.stages[stage] for stage in get_args(Stage))
+            self._metrics.predicted(self._protocol, self.model, (*stages, self.total_s))
+            return
+        if isinstance(error, ServiceError):
             outcome = error.code
         else:
             outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"

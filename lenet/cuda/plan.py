@@ -6,11 +6,12 @@ a graph uses neither cuDNN nor cuBLAS.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import cupy
+import numpy as np
 
 from lenet import nvtx
 from lenet.backend import BatchResult
@@ -74,13 +75,14 @@ class CudaPlan:
             self._stream.synchronize()
         return self._result(rows, timed)
 
-    def launch(self, images: Images) -> PendingBatch | None:
+    def launch(self, images: Sequence[Images]) -> PendingBatch | None:
         """See `lenet.backend.Plan.launch`; None if nothing is captured."""
         if not self.captured:
             return None
         opened = nvtx.begin("compute")
-        self.pixels[: len(images)] = images
-        return PendingBatch(self, len(images), self._start(), opened)
+        rows = sum(map(len, images))
+        np.concatenate(images, out=self.pixels[:rows])
+        return PendingBatch(self, rows, self._start(), opened)
 
     def logits(self, images: Images) -> Logits:
         """See `lenet.backend.Plan.logits`."""

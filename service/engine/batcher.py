@@ -42,7 +42,6 @@ class Batcher:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
         self._version = version
-        self._requests: set[Request] = set()
         self._queue = queue
         self._pool = pool
         self._metrics = metrics
@@ -55,8 +54,7 @@ class Batcher:
         self._in_flight: set[Cut] = set()
         self._closing = False
         self._lost = False
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self._idle: asyncio.Event | None = None
 
     @property
     def version(self) -> ModelVersion:
@@ -66,7 +64,7 @@ class Batcher:
     def enqueue(self, images: Images, deadline_s: float, on_answer: OnAnswer) -> Request:
         """Classify `images`, uint8 (n, 28, 28), n >= 1, until `deadline_s` on the batcher's clock.
 
-        `on_answer` is called once, never from within this call: with a `Prediction`, or with
+        `on_answer` is called once, never from within this call, with the request and None, or
         DeadlineExceeded, InferenceFailed (a batch with these rows failed) or Unavailable (the
         service stops, or lost its device).
 
@@ -79,9 +77,7 @@ class Batcher:
         request = Request(images, deadline_s, self._clock(), self._version, on_answer)
         self._queue.push(request)
         request.waiting = nvtx.begin("queue")
-        self._requests.add(request)
-        self._idle.clear()
-        request.tick = self._deadlines.add(deadline_s, request, self._expire)
+        self._deadlines.add(request, self._expire)
         # Not at once: every request that arrives in this turn of the loop joins the batch.
         if not self._dispatching:
             self._dispatching = True
@@ -91,7 +87,7 @@ class Batcher:
     def cancel(self, request: Request) -> None:
         """Nobody waits for `request` any more: take its waiting rows out of the queue."""
         if not request.done:
-            self._leave(request)
+            self._end(request)
             if dropped := self._queue.discard(request):
                 self._metrics.rows_dropped(dropped, "cancelled")
             self._note_idle()
@@ -126,8 +122,8 @@ class Batcher:
             if isinstance(error, Exception):
                 return error
         self._version = version
-        if self._requests:
-            self._older = set(self._requests)
+        if older := self._unanswered():
+            self._older = older
             self._older_done = self._loop.create_future()
             await self._older_done
         for worker in self._pool.workers:
@@ -142,18 +138,24 @@ class Batcher:
         """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`."""
         self._close()
         self._schedule()
+        self._idle = asyncio.Event()
+        self._note_idle()
         try:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
-            for request in tuple(self._requests):
+            for request in self._unanswered():
                 self._fail(request, _stopping())
 
     def fail_all(self) -> None:
         """The device is lost: refuse new requests and fail all others, in flight or not."""
         self._lost = True
         self._close()
-        for request in tuple(self._requests):
+        for request in self._unanswered():
             self._fail(request, _device_lost())
+
+    def _unanswered(self) -> set[Request]:
+        cut = {request for cut in self._in_flight for request in cut.requests if not request.done}
+        return cut.union(self._queue)
 
     def _close(self) -> None:
         self._closing = True
@@ -202,7 +204,8 @@ class Batcher:
             self._finish(worker, cut, exc)
             return
         for segment in cut.segments:
-            segment.request.end_wait()
+            if segment.request.waiting is not None:
+                segment.request.end_wait()
         name, waiting_rows = cut.version.name, self._queue.rows
         self._metrics.batch_cut(name, cut.rows, cut.reason, waiting_rows, self._pool.busy)
 
@@ -220,9 +223,10 @@ class Batcher:
             self._metrics.batch_done(name, cut.rows, outcome, compute_s, self._pool.busy)
             batch, row = BatchAnswer(outcome.probabilities), 0
             for segment in cut.segments:
-                request, rows = segment.request, segment.stop - segment.start
-                if not request.done and request.deliver(segment.start, batch, row, rows):
-                    self._answer(request, request.prediction(now))
+                request, start = segment.request, segment.start
+                rows = segment.stop - start
+                if not request.done and request.deliver(start, rows, batch, row, now):
+                    self._answer(request, None)
                 row += rows
             self._busy_poll.extend()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
@@ -255,37 +259,39 @@ class Batcher:
         self._queue.discard(request)
         self._answer(request, error)
 
-    def _answer(self, request: Request, outcome: Prediction | ServiceError) -> None:
+    def _answer(self, request: Request, error: ServiceError | None) -> None:
         if request.done:
             return
-        self._leave(request)
+        self._end(request)
         try:
-            request.on_answer(outcome)
+            request.on_answer(request, error)
         except Exception:  # noqa: BLE001 - a transport's fault must not reach its batch mates
             _log.exception("an answer was not delivered")
 
-    def _leave(self, request: Request) -> None:
+    def _end(self, request: Request) -> None:
         request.done = True
-        request.end_wait()
-        self._requests.discard(request)
-        self._deadlines.remove(request.tick, request)
+        if request.waiting is not None:
+            request.end_wait()
+        self._deadlines.remove(request)
         if self._older:
             self._older.discard(request)
             if not self._older and self._older_done is not None and not self._older_done.done():
                 self._older_done.set_result(None)
 
     def _note_idle(self) -> None:
-        if not len(self._queue) and not self._in_flight:
+        if self._idle is not None and not len(self._queue) and not self._in_flight:
             self._idle.set()
 
 
-def _resolve(answer: asyncio.Future[Prediction], outcome: Prediction | ServiceError) -> None:
+def _resolve(
+    answer: asyncio.Future[Prediction], request: Request, error: ServiceError | None
+) -> None:
     if answer.done():
         return  # its task was cancelled
-    if isinstance(outcome, ServiceError):
-        answer.set_exception(outcome)
+    if error is not None:
+        answer.set_exception(error)
     else:
-        answer.set_result(outcome)
+        answer.set_result(request.prediction)
 
 
 def _stopping() -> ServiceError:

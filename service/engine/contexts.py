@@ -19,7 +19,7 @@ from lenet.backend import BatchResult, Pending
 from lenet.context import ExecutionContext
 from lenet.errors import DeviceError
 from lenet.nvtx import span
-from lenet.pixels import Images
+from lenet.pixels import Images, joined
 from lenet.weightfile import WeightFile
 from service.metrics import LossReason
 
@@ -74,8 +74,10 @@ class Worker:
         assert self._context is not None, "bug: not opened"
         return self._context
 
-    def run(self, images: Images, weights: WeightFile, on_done: OnDone) -> None:
-        """Start a batch, uint8 (n, 28, 28), computed with `weights`, which this context validated.
+    def run(self, images: Sequence[Images], weights: WeightFile, on_done: OnDone) -> None:
+        """Start a batch, computed with `weights`, which this context validated.
+
+        `images`: its parts, each uint8 (n, 28, 28).
 
         The event loop launches and polls where the device computes by itself; otherwise the batch
         runs on the context's thread.
@@ -179,10 +181,10 @@ class Worker:
 
 
 @span("batch")
-def _run(context: ExecutionContext, images: Images, weights: WeightFile) -> BatchResult:
+def _run(context: ExecutionContext, images: Sequence[Images], weights: WeightFile) -> BatchResult:
     if context.weights is not weights:
         context.replace_weights(weights)
-    return context.run(images)
+    return context.run(joined(images))
 
 
 def _resolve(future: asyncio.Future[T], outcome: T | Exception) -> None:

@@ -4,77 +4,79 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
-from math import ceil
-from typing import Any
+from typing import Any, Protocol
 
 _log = logging.getLogger(__name__)
 
-TICKS_PER_S = 512
-"""A deadline is noticed at the end of its tick, at most 2 ms late."""
+LATE_S = 0.002
+"""How late a deadline may be noticed; later while there are more than some thousand."""
 
-_NEVER = 1 << 62
+_SHARE = 0.05
+"""The most of the loop's time that may go into looking for those that are due."""
+
+_NEVER = float("inf")
+
+
+class Waiting(Protocol):
+    """What has a deadline, on the loop's clock; hashed by identity."""
+
+    deadline_s: float
 
 
 class Deadlines:
     """Calls back those that are still there when their deadline passes.
 
-    A timer for each request would be set and cancelled with each; here adding and removing is one
-    entry in a dictionary, and one timer waits for the earliest tick that has any.
+    Adding and removing must be cheap, since nearly every request is answered in time. So nothing is
+    kept in order: when the earliest deadline that was seen has passed, all that are left are looked
+    at. With equal timeouts under steady load that happens once in a timeout.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._ticks: dict[int, dict[Any, Callable[[Any], None]]] = {}
-        self._due = _NEVER
+        self._waiting: dict[Waiting, Callable[[Any], None]] = {}
+        self._look_s = _NEVER
+        """When to look: at the earliest deadline or before."""
         self._timer: asyncio.TimerHandle | None = None
 
-    def add(self, deadline_s: float, waiting: Any, expire: Callable[[Any], None]) -> int:
-        """Call `expire(waiting)` once the loop's time is past `deadline_s`.
+    def add(self, waiting: Waiting, expire: Callable[[Any], None]) -> None:
+        """Call `expire(waiting)` once the loop's time is past its deadline."""
+        self._waiting[waiting] = expire
+        if waiting.deadline_s < self._look_s:
+            self._look_at(waiting.deadline_s)
 
-        `waiting` is hashed by identity. Returns: the tick to pass to `remove`.
-        """
-        tick = ceil(deadline_s * TICKS_PER_S)
-        entries = self._ticks.get(tick)
-        if entries is None:
-            entries = self._ticks[tick] = {}
-            if tick < self._due:
-                self._wait_for(tick)
-        entries[waiting] = expire
-        return tick
-
-    def remove(self, tick: int, waiting: Any) -> None:
+    def remove(self, waiting: Waiting) -> None:
         """Forget `waiting`, if it is still there."""
-        entries = self._ticks.get(tick)
-        if entries is not None:
-            entries.pop(waiting, None)
-            if not entries:
-                del self._ticks[tick]
+        self._waiting.pop(waiting, None)
 
     def close(self) -> None:
         """Forget all."""
-        self._ticks.clear()
+        self._waiting.clear()
         if self._timer is not None:
             self._timer.cancel()
 
-    def _wait_for(self, tick: int) -> None:
+    def _look_at(self, time_s: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._due = tick
-        self._timer = self._loop.call_at(tick / TICKS_PER_S, self._turn)
+        self._look_s = time_s
+        self._timer = self._loop.call_at(time_s, self._look)
 
-    def _turn(self) -> None:
-        self._due = _NEVER
-        now = self._loop.time() * TICKS_PER_S
-        for tick in sorted(tick for tick in self._ticks if tick <= now):
-            entries = self._ticks[tick]
-            while entries:  # what is called may remove others
-                waiting = next(iter(entries))
-                expire = entries.pop(waiting)
-                try:
-                    expire(waiting)
-                except Exception:  # noqa: BLE001 - the others of this tick must not wait for ever
-                    _log.exception("a deadline was not handled")
-            self._ticks.pop(tick, None)
-        if self._ticks and (tick := min(self._ticks)) < self._due:
-            self._wait_for(tick)
+    def _look(self) -> None:
+        began_s, now_s = time.perf_counter(), self._loop.time()
+        due = [waiting for waiting in self._waiting if waiting.deadline_s <= now_s]
+        for waiting in due:
+            expire = self._waiting.pop(waiting, None)
+            if expire is None:
+                continue  # what was called for another has removed it
+            try:
+                expire(waiting)
+            except Exception:  # noqa: BLE001 - the others must not wait for ever
+                _log.exception("a deadline was not handled")
+        earliest_s = min((waiting.deadline_s for waiting in self._waiting), default=_NEVER)
+        if self._timer is not None:
+            self._timer.cancel()  # of one that was added meanwhile
+        self._look_s, self._timer = _NEVER, None
+        if earliest_s < _NEVER:
+            pause_s = max(LATE_S, (time.perf_counter() - began_s) / _SHARE)
+            self._look_at(max(earliest_s, self._loop.time() + pause_s))

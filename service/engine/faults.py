@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeAlias
 
@@ -54,7 +55,7 @@ class FaultyContext(ExecutionContext):
         super().__init__(backend, weights, largest)
         self._faults = faults
 
-    def launch(self, images: Images) -> Pending | None:
+    def launch(self, images: Sequence[Images]) -> Pending | None:
         """None for a batch with a fault, which strikes on the context's own thread."""
         return None if self._faults.waiting else super().launch(images)
 

@@ -24,7 +24,7 @@ from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
-from service.engine.queue import BatchQueue, OnAnswer, Prediction, Request
+from service.engine.queue import BatchQueue, Prediction
 from service.engine.versions import ModelVersion, WeightsFolder
 from service.errors import UnknownModel
 from service.metrics import LossReason, Metrics, ReloadOutcome, RequestClock
@@ -88,6 +88,7 @@ class Models:
         self.lost = asyncio.Event()
         self._folder = folder
         self._versions = versions
+        self._default = versions[0].name
         self._config = config
         self._metrics = metrics
         self._deadlines = deadlines
@@ -107,7 +108,7 @@ class Models:
         Raises:
             UnknownModel: not loaded; the message lists what is.
         """
-        model = self._served.get(name or self._versions[0].name)
+        model = self._served.get(name or self._default)
         if model is None:
             raise UnknownModel(
                 f"model {name!r} is not loaded, expected one of {', '.join(self._served)}",
@@ -122,18 +123,11 @@ class Models:
             )
         return model
 
-    def enqueue(
-        self, images: Images, model: str, version: str, deadline_s: float, on_answer: OnAnswer
-    ) -> tuple[Batcher, Request]:
-        """Classify `images`, uint8 (n, 28, 28), n >= 1; see `Batcher.enqueue` for the rest.
-
-        Returns: the request, and the batcher that can cancel it.
-
-        Raises:
-            UnknownModel, Overloaded, Unavailable.
-        """
-        batcher = self.get(model, version).batcher
-        return batcher, batcher.enqueue(images, deadline_s, on_answer)
+    def batcher(self, name: str, version: str) -> Batcher:
+        """The batcher of a model; parameters and errors as of `get`."""
+        if not version and (model := self._served.get(name or self._default)) is not None:
+            return model.batcher
+        return self.get(name, version).batcher
 
     async def predict(
         self,

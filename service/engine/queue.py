@@ -6,7 +6,7 @@ Pure: time is an argument, and nothing here waits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -53,11 +53,12 @@ class Prediction:
         return self.batch.probabilities[self.row : self.row + self.rows]
 
 
-OnAnswer: TypeAlias = Callable[[Prediction | ServiceError], None]
-"""Called on the event loop with what came of a request, once, unless the request is cancelled."""
+OnAnswer: TypeAlias = Callable[["Request", ServiceError | None], None]
+"""Called on the event loop once a request is answered, or with its error, unless it was cancelled.
+"""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class Request:
     """Images that wait, uint8 (n, 28, 28), and whom to call with their answer.
 
@@ -80,9 +81,9 @@ class Request:
     parts: dict[int, Probabilities] | None = field(default=None, init=False)
     """By first row: batches of one request finish in any order."""
     batch: BatchAnswer | None = field(default=None, init=False)
+    """Where the answers are, once they are complete, from row `row` on."""
     row: int = field(default=0, init=False)
-    tick: int = field(default=0, init=False)
-    """Where `Deadlines` keeps it."""
+    answered_s: float = field(default=0.0, init=False)
     waiting: Any = field(default=None, init=False)
     """A profiler's range, open until the first rows leave; None without a profiler."""
 
@@ -95,28 +96,27 @@ class Request:
             nvtx.end(self.waiting)
             self.waiting = None
 
-    def deliver(self, start: int, batch: BatchAnswer, row: int, rows: int) -> bool:
-        """Take `rows` rows of `batch` from `row` on, which are its own from `start` on.
+    def deliver(self, start: int, rows: int, batch: BatchAnswer, row: int, now_s: float) -> bool:
+        """Take the answers to its rows from `start` on, `rows` rows of `batch` from `row` on.
 
         Returns: whether they were the last.
         """
-        if rows == self.rows:
-            self.batch, self.row = batch, row
-            return True
-        parts = self.parts = self.parts or {}
-        parts[start] = batch.probabilities[row : row + rows]
-        self.answered_rows += rows
-        if self.answered_rows < self.rows:
-            return False
-        whole = np.concatenate([parts[start] for start in sorted(parts)])
-        self.batch, self.row = BatchAnswer(whole), 0
+        if rows < self.rows:
+            parts = self.parts = self.parts or {}
+            parts[start] = batch.probabilities[row : row + rows]
+            self.answered_rows += rows
+            if self.answered_rows < self.rows:
+                return False
+            batch, row = BatchAnswer(np.concatenate([parts[start] for start in sorted(parts)])), 0
+        self.batch, self.row, self.answered_s = batch, row, now_s
         return True
 
-    def prediction(self, now_s: float) -> Prediction:
+    @property
+    def prediction(self) -> Prediction:
         """The answer, after `deliver` returned True."""
-        assert self.batch is not None, "bug: not all rows were delivered"
+        assert self.batch is not None, "bug: not answered"
         version, cut_s = self.version, self.first_cut_s
-        times = cut_s - self.arrived_s, now_s - cut_s
+        times = cut_s - self.arrived_s, self.answered_s - cut_s
         return Prediction(version.name, version.version, self.rows, *times, self.batch, self.row)
 
 
@@ -152,10 +152,14 @@ class Cut:
         """Whose rows are in the batch."""
         return [segment.request for segment in self.segments]
 
-    def images(self) -> Images:
-        """The batch, uint8 (n, 28, 28)."""
-        parts = [part.request.images[part.start : part.stop] for part in self.segments]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    def images(self) -> list[Images]:
+        """The batch in parts, uint8 (n, 28, 28), one of each request."""
+        return [
+            segment.request.images
+            if segment.stop - segment.start == segment.request.rows
+            else segment.request.images[segment.start : segment.stop]
+            for segment in self.segments
+        ]
 
 
 class BatchQueue:
@@ -187,6 +191,9 @@ class BatchQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
+
+    def __iter__(self) -> Iterator[Request]:
+        return iter(self._requests)
 
     def push(self, request: Request) -> None:
         """Add `request` at the back.

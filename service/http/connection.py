@@ -40,7 +40,7 @@ from uvicorn.server import ServerState
 
 from service.errors import ServiceError, shown
 from service.http.answer import INTERNAL_ERROR, Answer, refusal
-from service.http.head import FastCall, FastRoutes, Head, Pairs, Refused
+from service.http.head import FastCall, FastRoutes, Head, Refused
 
 _log = logging.getLogger(__name__)
 
@@ -63,8 +63,9 @@ _SLICE_BYTES = 16 * 1024
 of requests; other connections come in between."""
 _STOP_S = 1.0
 """At a stop, the most that a client may take for headers, or to read its answers."""
-_CACHED_HEADS = 512
-_CACHED_HEAD_BYTES = 2048
+_KNOWN_HEADS = 512
+_KNOWN_HEAD_BYTES = 2048
+_KNOWN_STARTS = 512
 
 _MALFORMED = "malformed HTTP request; expected HTTP/1.1, in the clear"
 
@@ -89,12 +90,15 @@ class FrontDoor:
         self.header_timeout_s = header_timeout_s
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
-        self.heads: dict[tuple[bytes, bytes, str, Pairs], Head] = {}
+        self.known: dict[bytes, Head] = {}
+        """By header section, as it came: clients send the same one again and again."""
         self.connections: set[Connection] = set()
         self.stopping = False
         self._sweeping = False
         self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
-        self._common: tuple[list[tuple[bytes, bytes]], bytes] = ([], b"")
+        self._common: list[tuple[bytes, bytes]] = []
+        self._common_lines = b""
+        self._starts: dict[tuple[int, bytes, int], bytes] = {}
 
     def __call__(
         self,
@@ -116,12 +120,27 @@ class FrontDoor:
 
     def common_headers(self, state: ServerState) -> bytes:
         """Date and whatever else uvicorn sends, which it renews every second."""
-        headers, lines = self._common
-        if headers is not state.default_headers:
-            headers = state.default_headers
-            lines = b"".join(b"%s: %s\r\n" % header for header in headers)
-            self._common = headers, lines
-        return lines
+        if self._common is not state.default_headers:
+            self._common = state.default_headers
+            self._common_lines = b"".join(b"%s: %s\r\n" % header for header in self._common)
+            self._starts.clear()
+        return self._common_lines
+
+    def start(self, state: ServerState, status: int, media_type: bytes, length: int) -> bytes:
+        """The head of an answer up to the headers of its own. Kept while the second lasts."""
+        common = self.common_headers(state)
+        key = status, media_type, length
+        start = self._starts.get(key)
+        if start is None:
+            if len(self._starts) >= _KNOWN_STARTS:
+                self._starts.clear()
+            start = self._starts[key] = b"%s%scontent-type: %s\r\ncontent-length: %d\r\n" % (
+                status_line(status),
+                common,
+                media_type,
+                length,
+            )
+        return start
 
     def stop(self) -> None:
         """Connections made from now on answer one request, too."""
@@ -171,6 +190,8 @@ class Connection(asyncio.Protocol):
         self._in_headers = False
         self._used = False
         self._began_now = self._completed_now = False  # a message, in the latest data
+        self._opened: Head | None = None  # the last in the latest data
+        self._body_left = 0  # of a body that passes by the parser
         self._header_bytes = 0
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         self._unparsed = b""  # from `_parsed_bytes` on
@@ -208,12 +229,21 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        if self._closing:
+        arriving = self._arriving
+        if arriving is None and not (self._in_headers or self._unparsed or self._closing):
+            end = data.find(b"\r\n\r\n") + 4
+            head = self.door.known.get(data[:end])
+            if head is not None and len(data) - end <= head.known_length:
+                self._receive(head, data[end:])
+                return
+        elif self._closing:
             self._lingered_bytes += len(data)
             if self._lingered_bytes > _LINGER_BYTES:
                 self.transport.abort()
             return
-        arriving = self._arriving
+        elif self._body_left:
+            self._receive_more(data)
+            return
         length = None if arriving is None or arriving.head is None else arriving.head.length
         if self._unparsed:
             self._unparsed = self._unparsed[self._parsed_bytes :] + data
@@ -223,6 +253,56 @@ class Connection(asyncio.Protocol):
         else:
             self._unparsed, self._parsed_bytes = data, 0
             self._parse_slice()
+
+    def _receive(self, head: Head, body: bytes) -> None:
+        """A request whose header section is one that was parsed before, and what came behind it.
+
+        The parser sees nothing of it: it is between two messages, and stays there.
+        """
+        self._used = True
+        exchange = FastExchange(self, head)
+        self._line.append(exchange)
+        if len(body) == head.length:
+            exchange.receive(body)
+            return
+        exchange.open()
+        exchange.data(body)
+        self._arriving = exchange
+        self._body_left = head.known_length - len(body)
+        exchange.wait_for_body()
+        self._set_reading()
+
+    def _receive_more(self, data: bytes) -> None:
+        exchange, left = self._arriving, self._body_left
+        assert exchange is not None, "bug: a body without its request"
+        exchange.data(data if len(data) <= left else data[:left])
+        if len(data) < left:
+            self._body_left = left - len(data)
+            exchange.wait_for_body()
+            return
+        self._body_left, self._arriving = 0, None
+        exchange.end()
+        if len(data) > left:
+            self.data_received(data[left:])
+
+    def _remember(self, head: Head, data: bytes) -> None:
+        """`data`, which began between two messages, made `head` and holds nothing behind it.
+
+        The same header section makes the same head again. No line may end in a lone LF, so that its
+        end is certain.
+        """
+        section = data[: data.find(b"\r\n\r\n") + 4]
+        lines_end_in_crlf = section.count(b"\n") == section.count(b"\r\n")
+        if (
+            len(section) <= _KNOWN_HEAD_BYTES
+            and section.startswith(head.method)
+            and lines_end_in_crlf
+            and len(data) - len(section) <= head.known_length
+        ):
+            known = self.door.known
+            if len(known) >= _KNOWN_HEADS:
+                known.clear()
+            known[section] = head
 
     def _parse_slice(self) -> None:
         start = self._parsed_bytes
@@ -240,10 +320,14 @@ class Connection(asyncio.Protocol):
 
     def _parse(self, data: bytes) -> None:
         self._began_now = self._completed_now = False
+        between = self._arriving is None and not self._in_headers
         body_before = self._body_bytes
+        self._opened = None
         self._feed(data)
         if self._closing:
             return
+        if between and self._opened is not None and self._opened.known_length:
+            self._remember(self._opened, data)
         if self._in_headers:
             # How much of data that ends another message are headers of the next is not known.
             self._header_bytes += 0 if self._completed_now else len(data)
@@ -401,29 +485,22 @@ class Connection(asyncio.Protocol):
 
     def _open(self, parser: httptools.HttpRequestParser) -> None:
         door = self.door
-        pairs = tuple(self._pairs)
-        key = parser.get_method(), self._url, parser.get_http_version(), pairs
-        head = door.heads.get(key)
-        if head is None:
-            size = len(key[0]) + len(self._url) + len("  HTTP/1.1\r\n\r\n")
-            size += sum(len(name) + len(value) + len(": \r\n") for name, value in pairs)
-            if size > door.max_header_bytes:
-                self._headers_too_long()
-                return
-            try:
-                head = Head(*key, parser.should_keep_alive(), door.routes)
-            except Refused as exc:
-                self._end_with(exc.answer)
-                return
-            except httptools.HttpParserError:
-                self._refuse(
-                    400, f"target: got {shown(self._url.decode('latin-1'))}, expected a path"
-                )
-                return
-            if size <= _CACHED_HEAD_BYTES:
-                if len(door.heads) >= _CACHED_HEADS:
-                    door.heads.clear()
-                door.heads[key] = head
+        method, version = parser.get_method(), parser.get_http_version()
+        size = len(method) + len(self._url) + len("  HTTP/1.1\r\n\r\n")
+        size += sum(len(name) + len(value) + len(": \r\n") for name, value in self._pairs)
+        if size > door.max_header_bytes:
+            self._headers_too_long()
+            return
+        keep_alive = parser.should_keep_alive()
+        try:
+            head = Head(method, self._url, version, self._pairs, keep_alive, door.routes)
+        except Refused as exc:
+            self._end_with(exc.answer)
+            return
+        except httptools.HttpParserError:
+            self._refuse(400, f"target: got {shown(self._url.decode('latin-1'))}, expected a path")
+            return
+        self._opened = head
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         kind = AsgiExchange if head.route is None else FastExchange
         exchange: Exchange = kind(self, head)
@@ -458,7 +535,7 @@ class Connection(asyncio.Protocol):
     def flush(self) -> None:
         """Write the answers that are complete, in order."""
         line = self._line
-        ready: list[bytes] = []
+        ready, more = b"", []
         close = False
         while line and not close:
             exchange = line[0]
@@ -466,10 +543,13 @@ class Connection(asyncio.Protocol):
                 break
             # A request whose body is not read to its end cannot be followed by another.
             close = exchange.close or exchange is self._arriving
-            ready.append(exchange.answer)
+            if ready:
+                more.append(exchange.answer)
+            else:
+                ready = exchange.answer
             line.popleft()
         if ready:
-            self.transport.write(ready[0] if len(ready) == 1 else b"".join(ready))
+            self.transport.write(b"".join((ready, *more)) if more else ready)
         if close:
             self._finish()
         elif line:
@@ -497,22 +577,15 @@ class Connection(asyncio.Protocol):
 
     def encode(self, head: Head | None, answer: Answer, close: bool) -> bytes:
         """The bytes of `answer`."""
-        connection = b""
+        connection, body = b"", answer.body
+        start = self.door.start(self.state, answer.status, answer.media_type, len(body))
         if close:
             connection = b"connection: close\r\n"
         elif head is not None and head.version == "1.0":
             connection = b"connection: keep-alive\r\n"
-        body = answer.body
-        content = b"" if head is not None and head.method == b"HEAD" else body
-        return b"%s%scontent-type: %s\r\ncontent-length: %d\r\n%s%s\r\n%s" % (
-            status_line(answer.status),
-            self.door.common_headers(self.state),
-            answer.media_type,
-            len(body),
-            answer.headers,
-            connection,
-            content,
-        )
+        if head is not None and head.method == b"HEAD":
+            body = b""
+        return b"%s%s%s\r\n%s" % (start, answer.headers, connection, body)
 
     def _finish(self) -> None:
         """Shut our side, and linger."""
@@ -539,7 +612,8 @@ class Connection(asyncio.Protocol):
         """
         if not self._line or self._line[0].begun or self.transport.is_closing():
             return
-        if wait_s == _PROBE_S:
+        head = self._line[0].head
+        if wait_s == _PROBE_S and head is not None and head.version == "1.1":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         elif self.transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
             self.transport.abort()
@@ -586,25 +660,23 @@ class Connection(asyncio.Protocol):
 
 
 class Exchange:
-    """One request and its answer, which is `answer` once it is complete."""
+    """One request and its answer, which is `answer` once it is complete.
 
-    __slots__ = (
-        *("answer", "begun", "buffered_bytes", "close", "connection", "head", "whole"),
-        "_asked",
-    )
+    What it begins with is in the class: one is made for each request, and most of it stays so.
+    """
 
     head: Head | None
+    answer: bytes | None = None
+    begun = False
+    """Whether a part of the answer is written."""
+    close = False
+    whole = False
+    """Whether the body has arrived."""
+    buffered_bytes = 0
+    _asked = False
 
     def __init__(self, connection: Connection, head: Head | None) -> None:
         self.connection, self.head = connection, head
-        self.answer: bytes | None = None
-        self.begun = False
-        """Whether a part of the answer is written."""
-        self.close = False
-        self.whole = False
-        """Whether the body has arrived."""
-        self.buffered_bytes = 0
-        self._asked = False
 
     def open(self) -> None:
         """The headers have arrived."""
@@ -651,8 +723,6 @@ class Exchange:
 class RefusedExchange(Exchange):
     """What could not be read as a request."""
 
-    __slots__ = ()
-
     def __init__(self, connection: Connection, answer: Answer) -> None:
         super().__init__(connection, None)
         self.close = True
@@ -663,13 +733,8 @@ class FastExchange(Exchange):
     """A request on a fast route."""
 
     head: Head
-
-    __slots__ = ("_call", "_refusal")
-
-    def __init__(self, connection: Connection, head: Head) -> None:
-        super().__init__(connection, head)
-        self._call: FastCall | None = None
-        self._refusal: Answer | None = None
+    _call: FastCall | None = None
+    _refusal: Answer | None = None
 
     def open(self) -> None:
         head = self.head
@@ -685,6 +750,14 @@ class FastExchange(Exchange):
         self._call = head.route.open(head.wanted, self._reply)
         if head.expects_continue:
             self.ask_for_body()
+
+    def receive(self, body: bytes) -> None:
+        """The whole body has arrived with the headers, which are without error."""
+        route = self.head.route
+        assert route is not None, "bug: not a fast route"
+        self.whole = True
+        self._call = call = route.open(self.head.wanted, self._reply)
+        call.end(body)
 
     def data(self, data: bytes) -> None:
         if self._call is not None:
@@ -734,16 +807,6 @@ class AsgiExchange(Exchange):
     """A request for the ASGI application, which runs once the answers before are written."""
 
     head: Head
-
-    __slots__ = (
-        "_arrived",
-        "_body",
-        "_chunked",
-        "_gone",
-        "_handed_over",
-        "_response",
-        "_task",
-    )
 
     def __init__(self, connection: Connection, head: Head) -> None:
         super().__init__(connection, head)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from functools import lru_cache, partial
 from typing import cast, get_args
 from urllib.parse import parse_qsl
 
+import numpy as np
 import orjson
 
 from lenet import nvtx
@@ -25,7 +27,7 @@ from lenet.pixels import Images, Probabilities
 from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
 from service.engine.models import Models
-from service.engine.queue import Prediction, Request
+from service.engine.queue import BatchAnswer, Request
 from service.errors import (
     BodyTimeout,
     Cancelled,
@@ -50,9 +52,11 @@ _INVERT = get_args(Invert)
 _PARAMETERS = ("model", "version", "invert")
 _BINARY = BINARY.encode()
 
-_INLINE_BYTES = 256 * 1024
-"""Larger bodies are decoded on a thread: at about 10 us an image in JSON, this much blocks the
-event loop for 2 ms."""
+_INLINE_JSON_BYTES = 256 * 1024
+"""Larger ones are decoded on a thread: at about 10 us an image, this much blocks the event loop for
+2 ms."""
+_PIECE_BYTES = 4096
+"""Smaller pieces of a body are put together: an object for each would take more than its bytes."""
 
 Reply = Callable[[Answer], None]
 """Called once with the answer, unless the call is cancelled."""
@@ -102,8 +106,8 @@ class Wanted:
     version: str
     timeout_s: float
     decode: Callable[[bytes], Images]
-    cheap: bool
-    """Whether small bodies are decoded on the event loop."""
+    inline_bytes: int
+    """Bodies of up to so many bytes are decoded on the event loop."""
     binary: bool
     length: int | None
 
@@ -151,7 +155,7 @@ class PredictRoute:
             parameters.get("version", ""),
             min(_requested_timeout_s(headers) or self.timeout_s, self.timeout_s),
             decoder(content_type, invert=cast("Invert", invert), limits=self.limits),
-            content_type.startswith(("application/json", BINARY)),
+            _inline_bytes(content_type),
             accepts_binary(headers.get("accept", "")),
             length,
         )
@@ -169,38 +173,22 @@ class PredictRoute:
 class PredictCall:
     """One request, from its headers to its answer."""
 
-    __slots__ = (
-        "_batcher",
-        "_body",
-        "_deadline_s",
-        "_decode_s",
-        "_ended",
-        "_held_bytes",
-        "_job",
-        "_model",
-        "_range",
-        "_reply",
-        "_request",
-        "_route",
-        "_size",
-        "_started_s",
-        "_tick",
-        "_wanted",
-    )
+    # What a call begins with is in the class: one is made for each request.
+    _model = NO_MODEL
+    _decode_s = 0.0
+    _size = _held_bytes = 0
+    _watched = False
+    done = False
+    _pieces: list[bytes | bytearray] | None = None
+    _job: Job | None = None
+    _batcher: Batcher | None = None
+    _request: Request | None = None
 
     def __init__(self, route: PredictRoute, wanted: Wanted, reply: Reply) -> None:
         self._route, self._wanted, self._reply = route, wanted, reply
         self._started_s = time.monotonic()
-        self._deadline_s = self._started_s + wanted.timeout_s
-        self._decode_s = 0.0
-        self._model = NO_MODEL
+        self.deadline_s = self._started_s + wanted.timeout_s
         self._range = nvtx.begin("request")
-        self._size = self._held_bytes = self._tick = 0
-        self._ended = False
-        self._body: bytes | bytearray = b""
-        self._job: Job | None = None
-        self._batcher: Batcher | None = None
-        self._request: Request | None = None
 
     def data(self, data: bytes) -> None:
         """The next piece of the body.
@@ -209,20 +197,21 @@ class PredictCall:
             TooLarge: it is longer than allowed.
             Overloaded: all bodies together are.
         """
-        if self._ended:
+        if self.done:
             return
         self._size += len(data)
         if self._wanted.length is None and self._size > self._route.bodies.max_bytes:
             raise self._route.bodies.too_large("more")
-        if (
-            self._body
-        ):  # in pieces: one buffer, as an object for each chunk takes more than its bytes
-            if type(self._body) is bytes:
-                self._body = bytearray(self._body)
-            self._body += data
+        pieces = self._pieces
+        if pieces is None:
+            self._pieces = [data]
+        elif len(data) >= _PIECE_BYTES:
+            pieces.append(data)
         else:
-            self._body = data
-        if self._tick:
+            if type(pieces[-1]) is bytes:
+                pieces.append(bytearray())
+            pieces[-1] += data
+        if self._watched:
             self._hold()
 
     def wait_for_body(self) -> None:
@@ -231,30 +220,31 @@ class PredictCall:
         Raises:
             Overloaded: there is no room for it.
         """
-        if not self._tick and not self._ended:
+        if not self._watched and not self.done:
             self._watch()
             self._hold()
 
-    def end(self) -> None:
-        """The whole body has arrived: decode it and queue its images."""
-        if self._ended:
+    def end(self, last: bytes = b"") -> None:
+        """The body is complete with `last`: decode it and queue its images."""
+        if self.done:
             return
-        wanted, route = self._wanted, self._route
+        wanted, body = self._wanted, last
         self._decode_s = time.monotonic()
         try:
-            self._hold()
-            body, self._body = cast("bytes", self._body), b""  # a bytearray serves as bytes
-            if wanted.cheap and len(body) <= _INLINE_BYTES:
-                try:
-                    images = wanted.decode(body)
-                finally:
+            if self._pieces is not None:
+                if last:
+                    self.data(last)
+                body, self._pieces = b"".join(self._pieces), None
+            if len(body) <= wanted.inline_bytes:
+                if self._held_bytes:
                     self._release()
-                self._decoded(images)
+                self._decoded(wanted.decode(body))
             else:
-                if not self._tick:
-                    self._watch()
+                self._size = len(body)
+                self._hold()
+                self._watch()
                 work = partial(wanted.decode, body)
-                self._job = route.decoding.start(work, self._decoded, self._release)
+                self._job = self._route.decoding.start(work, self._decoded, self._release)
         except ServiceError as exc:
             self.fail(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -262,13 +252,13 @@ class PredictCall:
 
     def fail(self, error: ServiceError) -> None:
         """Answer with `error`, if nothing is answered yet."""
-        if not self._ended:
+        if not self.done:
             self._end(error.code)
             self._reply(error_answer(error))
 
     def cancel(self) -> None:
         """The client is gone."""
-        if not self._ended:
+        if not self.done:
             self._end(Cancelled.code)
 
     def _decoded(self, images: Images | Exception) -> None:
@@ -276,51 +266,59 @@ class PredictCall:
         try:
             if isinstance(images, Exception):
                 raise images
-            self._decode_s = time.monotonic() - self._decode_s
             wanted = self._wanted
-            self._unwatch()
-            self._batcher, self._request = self._route.models.enqueue(
-                images, wanted.model, wanted.version, self._deadline_s, self._answered
-            )
-            self._model = self._request.version.name
+            if self._watched:
+                self._unwatch()
+            batcher = self._route.models.batcher(wanted.model, wanted.version)
+            self._request = request = batcher.enqueue(images, self.deadline_s, self._answered)
+            self._batcher, self._model = batcher, request.version.name
+            self._decode_s = request.arrived_s - self._decode_s
         except ServiceError as exc:
             self.fail(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
 
-    def _answered(self, outcome: Prediction | ServiceError) -> None:
+    def _answered(self, request: Request, error: ServiceError | None) -> None:
         self._request = None
-        if isinstance(outcome, ServiceError):
-            self.fail(self._late() if isinstance(outcome, DeadlineExceeded) else outcome)
+        if error is not None:
+            self.fail(self._late() if isinstance(error, DeadlineExceeded) else error)
             return
         try:
             began_s = time.monotonic()
-            binary = self._wanted.binary
-            body = _as_bytes(outcome) if binary else _as_json(outcome)
-            now_s = time.monotonic()
-            decode_s, queue_s, compute_s = self._decode_s, outcome.queue_s, outcome.compute_s
-            times_s = decode_s, queue_s, compute_s, now_s - began_s, now_s - self._started_s
-            answer = Answer(
-                200, _BINARY if binary else JSON, body, _timing(times_s, outcome.version)
+            if self._wanted.binary:
+                kind, body = _BINARY, _as_bytes(request)
+            else:
+                kind, body = JSON, _as_json(request)
+            now_s, cut_s = time.monotonic(), request.first_cut_s
+            times_s = (
+                self._decode_s,
+                cut_s - request.arrived_s,
+                request.answered_s - cut_s,
+                now_s - began_s,
+                now_s - self._started_s,
             )
+            answer = Answer(200, kind, body, _timing(request.version.version, *times_s))
             self._route.metrics.predicted("http", self._model, times_s)
-            nvtx.end(self._range)
-            self._ended = True
+            if self._range is not None:
+                nvtx.end(self._range)
+            self.done = True
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
         else:
             self._reply(answer)
 
     def _watch(self) -> None:
-        self._tick = self._route.deadlines.add(self._deadline_s, self, PredictCall._expire)
+        if not self._watched:
+            self._watched = True
+            self._route.deadlines.add(self, PredictCall._expire)
 
     def _unwatch(self) -> None:
-        if self._tick:
-            self._route.deadlines.remove(self._tick, self)
-            self._tick = 0
+        if self._watched:
+            self._watched = False
+            self._route.deadlines.remove(self)
 
     def _expire(self) -> None:
-        self._tick = 0
+        self._watched = False
         if self._job is not None:
             self.fail(self._late())
             return
@@ -351,7 +349,7 @@ class PredictCall:
 
     def _end(self, outcome: str) -> None:
         """Take the call out of whatever it waits for, and count it."""
-        self._ended = True
+        self.done = True
         self._unwatch()
         if self._job is not None:
             self._route.decoding.cancel(self._job)  # which releases the body when it has ended
@@ -361,9 +359,15 @@ class PredictCall:
             cast("Batcher", self._batcher).cancel(request)
         elif self._held_bytes:
             self._release()
-        self._body = b""
+        self._pieces = None
         self._route.metrics.request_done(self._model, "http", outcome)
         nvtx.end(self._range)
+
+
+def _inline_bytes(content_type: str) -> int:
+    if content_type.startswith(BINARY):
+        return sys.maxsize  # pixels need no decoding
+    return _INLINE_JSON_BYTES if content_type.startswith("application/json") else 0
 
 
 def accepts_binary(accept: str) -> bool:
@@ -416,29 +420,38 @@ def _requested_timeout_s(headers: Mapping[str, str]) -> float | None:
 
 
 @span("encode")
-def _as_json(prediction: Prediction) -> bytes:
+def _as_json(request: Request) -> bytes:
     """See `PredictResponse`. The numbers of a batch are written once, for all its requests."""
-    encoded = prediction.batch.encoded
-    rows: list[bytes] | None = encoded.get("json")
-    if rows is None:
-        rows = encoded["json"] = _rows_as_json(prediction.batch.probabilities)
-    start = prediction.row
-    wanted = (
-        rows[start] if prediction.rows == 1 else b",".join(rows[start : start + prediction.rows])
-    )
-    return b"%s%s]}" % (_json_head(prediction.model, prediction.version), wanted)
+    batch, start = cast("BatchAnswer", request.batch), request.row
+    pieces: list[bytes] | None = batch.encoded.get("json")
+    if pieces is None:
+        pieces = batch.encoded["json"] = _json_pieces(batch.probabilities)
+    own = pieces[_A_ROW * start : _A_ROW * (start + request.rows)]
+    # No row comes before: its end makes way for the head.
+    own[0] = _json_head(request.version.name, request.version.version) + own[0][len(b"]},") :]
+    own.append(b"]}]}")
+    return b"".join(own)
 
 
-def _rows_as_json(probabilities: Probabilities) -> list[bytes]:
-    """One JSON object for each row, by a few calls for all of them."""
+_A_ROW = 4
+"""Pieces of one row."""
+
+
+def _json_pieces(probabilities: Probabilities) -> list[bytes]:
+    """`_A_ROW` pieces of JSON for each row, by a few calls for all of them.
+
+    The first piece of a row begins with the end of the row before.
+    """
+    count, classes = probabilities.shape
     numpy = orjson.OPT_SERIALIZE_NUMPY
-    labels = probabilities.argmax(axis=1).tolist()
-    largest = orjson.dumps(probabilities.max(axis=1), option=numpy)[1:-1].split(b",")
-    rows = orjson.dumps(probabilities, option=numpy)[2:-2].split(b"],[")
-    return [
-        b'{"label":%d,"confidence":%s,"probabilities":[%s]}' % parts
-        for parts in zip(labels, largest, rows, strict=True)
-    ]
+    labels = probabilities.argmax(axis=1)
+    largest = probabilities[np.arange(count), labels]
+    beginnings = [b']},{"label":%d,"confidence":' % label for label in range(classes)]
+    pieces = [b',"probabilities":['] * (_A_ROW * count)
+    pieces[0::_A_ROW] = [beginnings[label] for label in labels.tolist()]
+    pieces[1::_A_ROW] = orjson.dumps(largest, option=numpy)[1:-1].split(b",")
+    pieces[3::_A_ROW] = orjson.dumps(probabilities, option=numpy)[2:-2].split(b"],[")
+    return pieces
 
 
 @lru_cache(maxsize=64)
@@ -447,22 +460,28 @@ def _json_head(model: str, version: str) -> bytes:
 
 
 @span("encode")
-def _as_bytes(prediction: Prediction) -> bytes:
+def _as_bytes(request: Request) -> bytes:
     """float32, little-endian, ten an image."""
-    encoded = prediction.batch.encoded
-    content: bytes | None = encoded.get("bytes")
+    batch, start = cast("BatchAnswer", request.batch), request.row
+    content: bytes | None = batch.encoded.get("bytes")
     if content is None:
-        probabilities = prediction.batch.probabilities.astype("<f4", copy=False)
-        content = encoded["bytes"] = probabilities.tobytes()
-        encoded["row_bytes"] = probabilities.shape[1] * 4
-    size = encoded["row_bytes"]
-    return content[prediction.row * size : (prediction.row + prediction.rows) * size]
+        content = batch.encoded["bytes"] = batch.probabilities.astype("<f4", copy=False).tobytes()
+    size = len(content) // len(batch.probabilities)
+    return content[start * size : (start + request.rows) * size]
 
 
-def _timing(times_s: tuple[float, ...], version: str) -> bytes:
-    """Server-Timing (W3C), in milliseconds by stage, and X-Model-Version."""
-    decode, queue, compute, encode, total = (1e3 * seconds for seconds in times_s)
+def _timing(
+    version: str, decode: float, queue: float, compute: float, encode: float, total: float
+) -> bytes:
+    """Server-Timing (W3C), in milliseconds by stage, and X-Model-Version. Times are in seconds."""
     return (
         b"server-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, "
         b"total;dur=%.3f\r\nx-model-version: %s\r\n"
-    ) % (decode, queue, compute, encode, total, version.encode())
+    ) % (
+        1e3 * decode,
+        1e3 * queue,
+        1e3 * compute,
+        1e3 * encode,
+        1e3 * total,
+        version.encode(),
+    )

@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -83,12 +84,14 @@ def decoder(content_type: str, *, invert: Invert, limits: Limits) -> Callable[[b
         raise _unsupported("content-type", kind, ACCEPTED)
     inverted = invert == "true"
 
+    if kind == "application/octet-stream" and not inverted:
+        return span("decode")(partial(_octets, field="body", limits=limits))
+
     def decode(body: bytes) -> Images:
         if not body:
             raise invalid("body", "nothing", "at least one image")
         if kind == "application/octet-stream":
-            images = _octets(body, "body", limits)
-            return ~images if inverted else images
+            return ~_octets(body, "body", limits)
         if kind == "application/json":
             images = json_images(body, limits.max_images)
             return ~images if inverted else images
@@ -116,8 +119,9 @@ def _octets(body: bytes, field: str, limits: Limits) -> Images:
     count, rest = divmod(len(body), PIXELS)
     if rest or not count:
         raise invalid(field, f"{len(body)} bytes", "n x 784 bytes, one a pixel, n at least 1")
-    check_count(count, field, limits.max_images)
-    return np.frombuffer(body, np.uint8).reshape(count, HEIGHT, WIDTH)
+    if count > limits.max_images:
+        check_count(count, field, limits.max_images)
+    return np.ndarray((count, HEIGHT, WIDTH), np.uint8, body)
 
 
 def _npy(body: bytes, field: str, limits: Limits) -> Images:
