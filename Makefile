@@ -4,6 +4,7 @@ BIN := .venv/bin
 ARGS ?=
 LONG_MODULE := 500
 PROTO := service/rpc/open_inference
+ONNX := lenet/onnx_subset
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
@@ -52,8 +53,9 @@ check: .venv/dev.stamp ## format, lint, types, import contracts, spelling, gener
 	$(BIN)/codespell $$(git ls-files)
 	@folder=$$(mktemp -d) && $(BIN)/python -m grpc_tools.protoc -I. --python_out=$$folder \
 	  --pyi_out=$$folder --grpc_python_out=$$folder $(PROTO).proto && \
-	  for suffix in _pb2.py _pb2.pyi _pb2_grpc.py; do diff -u $(PROTO)$$suffix $$folder/$(PROTO)$$suffix || \
-	  { echo 'the generated code is out of date: run make proto'; exit 1; }; done; rm -r $$folder
+	  $(BIN)/python -m grpc_tools.protoc -I. --python_out=$$folder --pyi_out=$$folder $(ONNX).proto && \
+	  for file in $(PROTO)_pb2.py $(PROTO)_pb2.pyi $(PROTO)_pb2_grpc.py $(ONNX)_pb2.py $(ONNX)_pb2.pyi; do \
+	  diff -u $$file $$folder/$$file || { echo 'the generated code is out of date: run make proto'; exit 1; }; done; rm -r $$folder
 	@wc -l $$(git ls-files 'lenet/*.py' 'service/*.py' 'trainer/*.py' | grep -v _pb2) | \
 	  awk '$$2 != "total" && $$1 > $(LONG_MODULE) {print $$2 " has " $$1 " lines: does it hold one idea?"}'
 
@@ -62,8 +64,9 @@ format: .venv/dev.stamp ## format the code and fix what the linter can
 	$(BIN)/clang-format -i $$(git ls-files '*.cu' '*.cuh')
 	$(BIN)/ruff check --fix .
 
-proto: .venv/dev.stamp ## regenerate the gRPC code from its .proto
+proto: .venv/dev.stamp ## regenerate the code of the .proto files
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO).proto
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(ONNX).proto
 
 # The Dockerfile needs BuildKit, which Docker before 23 and docker-compose 1 leave off by default.
 docker-up docker-down: export DOCKER_BUILDKIT := 1

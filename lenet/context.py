@@ -17,7 +17,6 @@ from typing import Literal, Self, TypeAlias
 import numpy as np
 
 from lenet.backend import Backend, BatchResult, Pending, Plan
-from lenet.cpu import CpuBackend
 from lenet.cuda.graphs import Precision
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.model import Model
@@ -79,7 +78,10 @@ def open_backend(target: Target) -> Backend:
         BackendUnavailable: it cannot run here; the message says why.
         DeviceError: the GPU cannot be used.
     """
+    # Imported late: what one backend needs takes time and memory that the other has no use for.
     if target.device == "cpu":
+        from lenet.cpu import CpuBackend
+
         return CpuBackend(target.cpu_threads)
     from lenet.cuda.backend import CudaBackend
     from lenet.cuda.engine_cache import EngineCache, default_cache

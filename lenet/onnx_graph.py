@@ -11,9 +11,19 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from onnx import ModelProto, NodeProto, TensorProto, helper, numpy_helper
 
 from lenet.model import Activation, ConvBlock, Pool
+from lenet.onnx_subset_pb2 import (
+    AttributeProto,
+    GraphProto,
+    ModelProto,
+    NodeProto,
+    OperatorSetIdProto,
+    TensorProto,
+    TensorShapeProto,
+    TypeProto,
+    ValueInfoProto,
+)
 from lenet.pixels import HEIGHT, SCALE, WIDTH
 from lenet.weightfile import WeightFile
 
@@ -23,6 +33,8 @@ PROBABILITIES = "probabilities"
 
 _OPSET = 17
 _IR_VERSION = 8  # the oldest with opset 17, for older runtimes
+
+_DATA_TYPES = {np.float32: TensorProto.FLOAT, np.int64: TensorProto.INT64}
 
 _ACTIVATIONS = {
     "relu": "Relu",
@@ -67,18 +79,47 @@ def onnx_model(weights: WeightFile, channel_multiple: int = 1) -> ModelProto:
         if isinstance(block, ConvBlock) and block.pool is not None:
             value = graph.pool(value, block.pool)
     graph.nodes[-1].output[0] = LOGITS
-    graph.nodes.append(helper.make_node("Softmax", [LOGITS], [PROBABILITIES], axis=-1))
-    image = helper.make_tensor_value_info(IMAGES, TensorProto.UINT8, ["n", HEIGHT, WIDTH])
+    graph.nodes.append(_node("Softmax", [LOGITS], PROBABILITIES, axis=-1))
     outputs = [
-        helper.make_tensor_value_info(name, TensorProto.FLOAT, ["n", model.classes])
-        for name in (LOGITS, PROBABILITIES)
+        _value(name, TensorProto.FLOAT, ["n", model.classes]) for name in (LOGITS, PROBABILITIES)
     ]
-    return helper.make_model(
-        helper.make_graph(graph.nodes, model.name, [image], outputs, graph.constants),
-        opset_imports=[helper.make_opsetid("", _OPSET)],
+    return ModelProto(
         ir_version=_IR_VERSION,
         producer_name="lenet-serve",
+        graph=GraphProto(
+            node=graph.nodes,
+            name=model.name,
+            initializer=graph.constants,
+            input=[_value(IMAGES, TensorProto.UINT8, ["n", HEIGHT, WIDTH])],
+            output=outputs,
+        ),
+        opset_import=[OperatorSetIdProto(domain="", version=_OPSET)],
     )
+
+
+def _node(operation: str, inputs: Sequence[str], output: str, **attributes: Any) -> NodeProto:
+    found = [_attribute(name, value) for name, value in sorted(attributes.items())]
+    return NodeProto(op_type=operation, input=inputs, output=[output], attribute=found)
+
+
+def _attribute(name: str, value: int | float | Sequence[int]) -> AttributeProto:
+    if isinstance(value, int):
+        return AttributeProto(name=name, type=AttributeProto.INT, i=value)
+    if isinstance(value, float):
+        return AttributeProto(name=name, type=AttributeProto.FLOAT, f=value)
+    return AttributeProto(name=name, type=AttributeProto.INTS, ints=value)
+
+
+def _value(name: str, dtype: TensorProto.DataType, shape: Sequence[str | int]) -> ValueInfoProto:
+    """An input or output; a word in `shape` names a size that varies."""
+    dimensions = [
+        TensorShapeProto.Dimension(dim_param=size)
+        if isinstance(size, str)
+        else TensorShapeProto.Dimension(dim_value=size)
+        for size in shape
+    ]
+    tensor = TypeProto.Tensor(elem_type=dtype, shape=TensorShapeProto(dim=dimensions))
+    return ValueInfoProto(name=name, type=TypeProto(tensor_type=tensor))
 
 
 def _padded(weights: WeightFile, channel_multiple: int) -> dict[str, NDArray[Any]]:
@@ -110,12 +151,20 @@ class _Graph:
         self.constants: list[TensorProto] = []
 
     def constant(self, value: NDArray[Any], name: str) -> str:
-        self.constants.append(numpy_helper.from_array(np.ascontiguousarray(value), name))
+        little_endian = value.astype(value.dtype.newbyteorder("<"), copy=False)
+        self.constants.append(
+            TensorProto(
+                name=name,
+                dims=value.shape,
+                data_type=_DATA_TYPES[value.dtype.type],
+                raw_data=little_endian.tobytes(),
+            )
+        )
         return name
 
     def add(self, operation: str, inputs: Sequence[str], **attributes: Any) -> str:
         output = f"{operation.lower()}_{len(self.nodes)}"
-        self.nodes.append(helper.make_node(operation, inputs, [output], **attributes))
+        self.nodes.append(_node(operation, inputs, output, **attributes))
         return output
 
     def activation(self, value: str, activation: Activation) -> str:

@@ -11,6 +11,7 @@ nothing else but the ports and the folder of their metrics.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import math
 import multiprocessing
@@ -227,6 +228,7 @@ def _work(settings: Settings, shutdown_pipe: Connection) -> None:
     with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only
         Path("/proc/self/comm").write_text("lenet-worker")
     logs.configure(settings.log_level)
+    gc.disable()  # until it serves, as in `service.__main__`
     from service.server import run  # here alone: it takes half a second to import
 
     sys.exit(run(settings, shutdown_pipe))

@@ -148,6 +148,17 @@ def test_the_service_answers_and_stops_with_0_on_a_signal(start):
     assert "ERROR" not in service.log
 
 
+def test_garbage_is_collected_again_once_the_service_is_ready(start):
+    # With this flag every collection is a line in the log.
+    program = "import gc, service.__main__ as entry; gc.set_debug(gc.DEBUG_STATS); entry.main()"
+    service = start(program=("-c", program)).ready()
+    youngest = "gc: collecting generation 0"
+    before = service.log.count(youngest)
+    for _ in range(300):
+        service.get("/info")
+    service.wait_for(youngest, before + 1)
+
+
 def test_a_wrong_setting_ends_the_process_with_2(start):
     service = start("--max-body-bytes", "5")
     assert service.wait() == ExitCode.SETTINGS
