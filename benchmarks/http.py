@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.baselines.model import WEIGHTS_VARIABLE
+from benchmarks.burst import BurstFailed, first_answers
 from benchmarks.command import (
     arguments_of,
     commit,
@@ -52,7 +53,9 @@ from trainer.errors import TrainerError
 RESULTS = Path("docs/benchmarks/http.json")
 
 _WARM_UP_S = 1
-_NUMBERS = ("rps", "p50_ms", "p99_ms", "cpu_us")
+_BURST_CONNECTIONS = 512  # cases of so many also measure them when all are opened at once
+_FIRST_ANSWERS = ("first_answer_p50_ms", "first_answer_p99_ms", "first_answer_max_ms")
+_NUMBERS = ("rps", "p50_ms", "p99_ms", "cpu_us", *_FIRST_ANSWERS)
 _BODIES_BYTES = 16 * 1024 * 1024  # wrk keeps all bodies in memory
 _DISTRIBUTIONS = (
     *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools", "onnxruntime", "orjson"),
@@ -124,7 +127,10 @@ AGAINST_CASES = tuple(
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """One run of wrk; `cpu_us` is the server's CPU time per request, None without /proc."""
+    """One run of wrk; `cpu_us` is the server's CPU time per request, None without /proc.
+
+    `first_answer_`: see `benchmarks.burst`; None in cases of few connections.
+    """
 
     case: str
     server: str
@@ -132,6 +138,9 @@ class Round:
     p50_ms: float
     p99_ms: float
     cpu_us: float | None
+    first_answer_p50_ms: float | None = None
+    first_answer_p99_ms: float | None = None
+    first_answer_max_ms: float | None = None
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -159,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 print(f"{one} ...", file=sys.stderr, flush=True)
                 requests = prepare_requests(digits, weights, one.form, one.images)
                 rounds += _measure(wrk, one, requests, servers, options)
-    except (WrkFailed, ServerFailed) as exc:
+    except (WrkFailed, ServerFailed, BurstFailed) as exc:
         print(f"http: {exc}", file=sys.stderr)
         return 1
     document = {
@@ -233,6 +242,12 @@ def _measure(
         for turn in range(options.rounds + 1):
             for server, script in pairs:
                 duration_s = options.duration if turn else _WARM_UP_S
+                path = server.paths[case.form]
+                first: dict[str, float] = {}
+                if case.connections >= _BURST_CONNECTIONS:
+                    found = first_answers(server.url, path, kind, bodies, case.connections)
+                    values = found.p50_ms, found.p99_ms, found.max_ms
+                    first = dict(zip(_FIRST_ANSWERS, values, strict=True))
                 before_s = server.cpu_s()
                 try:
                     result = run_wrk(wrk, script, server.url, case.connections, duration_s)
@@ -249,6 +264,7 @@ def _measure(
                     p50_ms=result.p50_ms,
                     p99_ms=result.p99_ms,
                     cpu_us=None if used_s is None else used_s / result.requests * 1e6,
+                    **first,
                 )
             pairs.reverse()  # a drift during a turn favours none
 
@@ -265,7 +281,7 @@ def _grouped(rounds: Sequence[Round]) -> dict[str, dict[str, list[Round]]]:
 def summarise(rounds: Sequence[Round]) -> dict[str, dict[str, dict[str, Any]]]:
     """By case and server the median of each number, and its [minimum, maximum] as NUMBER_spread.
 
-    `cpu_us` is missing where it was not measured.
+    A number is missing where it was not measured.
     """
     cases: dict[str, dict[str, dict[str, Any]]] = {}
     for name, servers in _grouped(rounds).items():
@@ -313,6 +329,13 @@ def table(document: dict[str, Any]) -> str:
                 f"  {server:<10}{found['rps']:>10,.0f} {f'({low:,.0f}..{high:,.0f})':<17}"
                 f"{found['p50_ms']:>8.2f}{found['p99_ms']:>8.2f}{cpu:>8}"
             )
+            if "first_answer_max_ms" in found:
+                p50, p99, longest = (found[number] for number in _FIRST_ANSWERS)
+                highest = found["first_answer_max_ms_spread"][1]
+                lines.append(
+                    f"    first answers, all connections opened at once: p50 {p50:.0f} ms, "
+                    f"p99 {p99:.0f} ms, max {longest:.0f} ms (at most {highest:.0f})"
+                )
         if "ratios" in document:
             pairs = ", ".join(
                 f"{'requests/s' if number == 'rps' else 'CPU'} {median:.3f} ({low:.2f}..{high:.2f})"

@@ -12,6 +12,9 @@ import httptools
 from service.errors import ServiceError, shown
 from service.http.answer import Answer, refusal
 
+_LENGTH_DIGITS = 20
+"""Of 2^64, which the parser does not exceed; but it takes any number of leading zeros."""
+
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
@@ -102,8 +105,12 @@ class Head:
         keep_alive: bool,
         routes: FastRoutes,
     ) -> None:
-        self.method, self.version, self.keep_alive = method, version, keep_alive
+        self.method, self.version = method, version
         self.headers = tuple((name.lower(), value) for name, value in pairs)
+        options = b",".join(value for name, value in self.headers if name == b"connection")
+        # The parser takes "close, keep-alive" in HTTP/1.0 for keep-alive: RFC 9112, 9.3.
+        close = any(option.strip().lower() == b"close" for option in options.split(b","))
+        self.keep_alive = keep_alive and not close
         if version not in ("1.0", "1.1"):
             raise Refused(505, f"HTTP version: got {version}, expected 1.0 or 1.1")
         hosts = [value for name, value in self.headers if name == b"host"]
@@ -120,6 +127,9 @@ class Head:
             found = shown(b", ".join(codings).decode("latin-1"))
             raise Refused(501, f"transfer-encoding: got {found}, expected chunked")
         lengths = [value for name, value in self.headers if name == b"content-length"]
+        if lengths and len(lengths[0]) > _LENGTH_DIGITS:
+            found = f"{len(lengths[0])} digits"
+            raise Refused(400, f"content-length: got {found}, expected at most {_LENGTH_DIGITS}")
         self.length = int(lengths[0]) if lengths else None
         expected = [value.lower() for name, value in self.headers if name == b"expect"]
         if expected and expected != [b"100-continue"]:
@@ -131,6 +141,10 @@ class Head:
             raise Refused(400, "target: got *, expected a path")
         if not url.startswith(b"/") and url != b"*":
             parts = httptools.parse_url(url)  # the absolute form, RFC 9112, 3.2.2
+            if parts.schema.lower() != b"http":  # RFC 9110, 7.4: not over a connection in the clear
+                raise Refused(
+                    421, f"target: got scheme {shown(parts.schema.decode())}, expected http"
+                )
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
         self.route = routes.get((method, unquote_to_bytes(self.path)))

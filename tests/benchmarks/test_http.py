@@ -96,8 +96,11 @@ def test_the_service_is_compared_with_that_of_a_checkout(tiny_file, tmp_path, ca
 
 
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="needs wrk")
-def test_the_service_is_measured_beside_every_server_that_is_installed(tiny_file, tmp_path, capsys):
+def test_the_service_is_measured_beside_every_server_that_is_installed(
+    tiny_file, tmp_path, capsys, monkeypatch
+):
     pytest.importorskip("matplotlib")
+    monkeypatch.setattr("benchmarks.http._BURST_CONNECTIONS", 3)
     path = tmp_path / "http.json"
     command = [f"--weights={tiny_file}", "--rounds=1", "--duration=1", f"--json={path}"]
     assert main([*command, "--cases", "raw_2x3"]) == 0
@@ -106,9 +109,13 @@ def test_the_service_is_measured_beside_every_server_that_is_installed(tiny_file
     found = document["cases"]["raw_2x3"]
     installed = [name for name, peer in PEERS.items() if find_spec(peer.library)]
     assert list(found) == ["ours_1", "ours_2", *installed]
-    assert all(numbers["rps"] > 0 for numbers in found.values())
+    for numbers in found.values():
+        assert numbers["rps"] > 0
+        assert 0 < numbers["first_answer_p50_ms"] <= numbers["first_answer_max_ms"]
     assert path.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
-    missing = capsys.readouterr().err.count("is not measured: it is not installed\n")
+    output, errors = capsys.readouterr()
+    assert output.count("first answers, all connections opened at once: p50 ") == len(found)
+    missing = errors.count("is not measured: it is not installed\n")
     assert missing == len(PEERS) - len(installed)
 
 

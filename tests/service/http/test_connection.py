@@ -566,3 +566,20 @@ async def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_
     status, headers, _ = await busy.answer()
     assert (status, headers["connection"]) == (200, "close")
     assert await busy.rest() == b""
+
+
+@pytest.mark.xfail(strict=True, reason="the probe looks at the version of the first request only")
+async def test_a_half_closed_client_of_http_1_0_gets_no_interim_answer(server, monkeypatch):
+    monkeypatch.setattr("service.http.connection._PROBE_S", 0.2)
+    server.route.hold = True
+    client = await server.open()
+    old = post(b"2", b"/fast", b"Connection: keep-alive").replace(b"1.1", b"1.0", 1)
+    client.send(post(b"1") + old)
+    await until(lambda: len(server.route.held) == 2)
+    client.writer.write_eof()
+    await asyncio.sleep(0.05)
+    server.route.held[0].answer()
+    assert (await client.answer())[2] == b"1"
+    await asyncio.sleep(0.3)
+    server.route.held[1].answer()
+    assert (await client.answer())[0] == 200, "RFC 9110, 15.2: no 1xx to a client of HTTP/1.0"
