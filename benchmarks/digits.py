@@ -27,6 +27,9 @@ from trainer.mnist import load
 Format: TypeAlias = Literal["json", "raw", "npy", "png", "grpc"]
 """Of a request; "grpc" are the raw bytes of a tensor."""
 
+JSON, BINARY = "application/json", "application/octet-stream"
+"""Content types of requests and answers."""
+
 _BATCH_ROWS = 256
 _BOUNDARY = "digits-and-nothing-else"
 _SUM_TOLERANCE = 1e-3
@@ -110,9 +113,9 @@ def encode(images: Images, form: Format) -> tuple[str, bytes]:
     images = np.ascontiguousarray(images)
     if form == "json":
         flat = images.reshape(-1, PIXELS)
-        return "application/json", orjson.dumps({"images": flat}, option=orjson.OPT_SERIALIZE_NUMPY)
+        return JSON, orjson.dumps({"images": flat}, option=orjson.OPT_SERIALIZE_NUMPY)
     if form in ("raw", "grpc"):
-        return "application/octet-stream", images.tobytes()
+        return BINARY, images.tobytes()
     if form == "npy":
         file = io.BytesIO()
         np.save(file, images, allow_pickle=False)
@@ -158,6 +161,14 @@ def judge(content: bytes, request: PreparedRequest) -> Verdict:
     except (ValueError, KeyError, TypeError, IndexError):
         return Verdict("bad answer: not the documented JSON")
     return _compare(labels, request)
+
+
+def judge_binary(content: bytes, request: PreparedRequest) -> Verdict:
+    """Check the body of a binary answer with status 200: float32 (n, 10), little-endian."""
+    if len(content) != len(request.own_labels) * 10 * 4:
+        return Verdict("bad answer: count of bytes")
+    probabilities = np.frombuffer(content, "<f4").reshape(-1, 10)
+    return judge_tensors(probabilities.argmax(axis=1), probabilities, request)
 
 
 def judge_tensors(

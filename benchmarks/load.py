@@ -76,8 +76,7 @@ class Load:
 
     `connections` is the maximum in use at a time. `warm_up_s`: the load with which the first stage
     starts is sent before it, and not reported. `timeout_ms` is sent to the service; None leaves the
-    service's own. `grpc`: HOST:PORT, for gRPC instead of HTTP, which needs a `model`. With
-    `any_label`, wrong labels are no errors, for a server that does not classify.
+    service's own. `grpc`: HOST:PORT, for gRPC instead of HTTP, which needs a `model`.
     """
 
     url: str
@@ -90,7 +89,6 @@ class Load:
     timeout_ms: int | None = None
     model: str | None = None
     grpc: str | None = None
-    any_label: bool = False
 
     def connect(
         self, transport: Callable[[], httpx.AsyncBaseTransport] | None = None
@@ -359,7 +357,7 @@ class _Traffic:
             return
         results.images += len(request.true_labels)
         results.mistakes += verdict.mistakes
-        if verdict.wrong_labels and not self._load.any_label:
+        if verdict.wrong_labels:
             results.wrong_labels += verdict.wrong_labels
             self._failed(results, WRONG_LABEL)
             return

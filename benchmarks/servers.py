@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.digits import PreparedRequest, judge
+from benchmarks.digits import BINARY, JSON, PreparedRequest, judge, judge_binary
 
 _ROOT = Path(__file__).resolve().parents[1]
 _START_S = 60.0
@@ -73,9 +73,12 @@ class Server:
         """
         return self._exchange("GET", path, None, {}, timeout_s=5)
 
-    def post(self, path: str, body: bytes, content_type: str) -> tuple[int, bytes]:
+    def post(
+        self, path: str, body: bytes, content_type: str, accept: str = "*/*"
+    ) -> tuple[int, bytes]:
         """Status and body of POST `path`; raises as `get`."""
-        return self._exchange("POST", path, body, {"Content-Type": content_type}, timeout_s=30)
+        headers = {"Content-Type": content_type, "Accept": accept}
+        return self._exchange("POST", path, body, headers, timeout_s=30)
 
     def _exchange(
         self, method: str, path: str, body: bytes | None, headers: dict[str, str], timeout_s: float
@@ -173,20 +176,20 @@ def lenet_serve(
             yield server
 
 
-def check_answer(server: Server, path: str, request: PreparedRequest) -> None:
-    """Send `request` once.
+def check_answer(server: Server, path: str, request: PreparedRequest, accept: str = JSON) -> None:
+    """Send `request` once, and check the answer in the form `accept`: JSON or BINARY.
 
     Raises:
         ServerFailed: there was no well-formed answer, or its labels are not the model's.
     """
     try:
-        status, content = server.post(path, request.body, request.content_type)
+        status, content = server.post(path, request.body, request.content_type, accept)
     except (OSError, http.client.HTTPException) as exc:
         raise ServerFailed(f"{server.name} does not answer at {path}: {exc!r}") from exc
-    start = content[:200].decode(errors="replace")
+    start = repr(content[:200])
     if status != 200:
         raise ServerFailed(f"{server.name} answers {status} at {path}: {start}")
-    verdict = judge(content, request)
+    verdict = (judge_binary if accept == BINARY else judge)(content, request)
     if verdict.error or verdict.wrong_labels:
         what = verdict.error or f"{verdict.wrong_labels} wrong labels"
         raise ServerFailed(f"{server.name} answers wrongly at {path}, {what}: {start}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
@@ -46,6 +48,7 @@ class FakeService:
             0.0,
         )
         self.scopes: list[dict] = []
+        self.bodies: list[bytes] = []
 
     async def __call__(self, scope, receive, send) -> None:
         status, content = 404, b"{}"
@@ -60,6 +63,7 @@ class FakeService:
                 body += message["body"]
                 more = message.get("more_body", False)
             self.scopes.append(scope)
+            self.bodies.append(body)
             number = len(self.scopes) - 1
             status, content, delay_s = self.behave(number, self._labels[body])
             await asyncio.sleep(delay_s)
@@ -92,6 +96,39 @@ class FakeService:
 def say():
     """`say(labels)`: the body of a well-formed answer."""
     return answer
+
+
+def _wrk_output(**fields: float) -> str:
+    latencies = {"p50_us": 1500, "p99_us": 9000, "max_us": 20000}
+    latencies |= {"sent_p50_us": 1250, "sent_p99_us": 3000}
+    failures = {"bad_status": 0, "socket_errors": 0}
+    result = {"requests": 500, "duration_us": 2000000, "done_s": 0.1, **latencies, **failures}
+    return f"RESULT {json.dumps(result | fields)}\n"
+
+
+@pytest.fixture(scope="session")
+def wrk_output():
+    """`wrk_output(**fields)`: what our script lets wrk print, with other values of `fields`."""
+    return _wrk_output
+
+
+@pytest.fixture
+def fake_wrk(tmp_path, monkeypatch):
+    """`fake_wrk(**outputs)`: a wrk that sends nothing and ends at once is found on the PATH.
+
+    It prints the output whose name is in its command line, else a good result.
+    """
+
+    def install(**outputs: str) -> None:
+        cases = [f"*{name}*) echo '{output}';;" for name, output in outputs.items()]
+        cases.append(f"*) echo '{_wrk_output()}';;")
+        path = tmp_path / "bin" / "wrk"
+        path.parent.mkdir()
+        path.write_text("\n".join(["#!/bin/sh", 'case "$*" in', *cases, "esac"]))
+        path.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{path.parent}{os.pathsep}{os.environ['PATH']}")
+
+    return install
 
 
 @pytest.fixture(scope="session")

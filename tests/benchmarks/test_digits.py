@@ -8,6 +8,7 @@ from benchmarks.digits import (
     encode,
     error_kind,
     judge,
+    judge_binary,
     judge_tensors,
     own_labels,
     prepare_requests,
@@ -88,6 +89,13 @@ def test_tensors_are_checked_like_json(labels, probabilities, verdict):
     labels = np.array(labels)
     probabilities = np.eye(10)[labels] if probabilities is None else probabilities
     assert judge_tensors(labels, probabilities, REQUEST) == verdict
+
+
+def test_a_binary_answer_is_float32_rows():
+    rows = np.eye(10, dtype="<f4")[[1, 2, 4]].tobytes()
+    assert judge_binary(rows, REQUEST) == Verdict(wrong_labels=1)
+    assert judge_binary(rows[:-4], REQUEST) == Verdict("bad answer: count of bytes")
+    assert judge_binary(rows[:80], REQUEST) == Verdict("bad answer: count of bytes")
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"predictions":7}', b"\xff"])

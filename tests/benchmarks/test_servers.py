@@ -3,8 +3,10 @@ import select
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
+from benchmarks.digits import BINARY
 from benchmarks.servers import (
     Cores,
     Server,
@@ -102,3 +104,16 @@ def test_a_wrong_answer_is_reported_before_anything_is_measured(service, request
             check_answer(server, "/predict", requests[0])
         with pytest.raises(ServerFailed, match="answers 404 at /nowhere"):
             check_answer(server, "/nowhere", requests[0])
+
+
+def test_a_binary_answer_is_checked_too(service, requests, tmp_path):
+    rows = np.full((1, 10), 0.01, "<f4")
+    rows[0, requests[0].own_labels] = 0.91
+    with service.listening() as url:
+        server = Server("ours", url, {}, 0, tmp_path)
+        service.behave = lambda number, labels: (200, rows.tobytes(), 0.0)
+        check_answer(server, "/predict", requests[0], BINARY)
+        assert (b"accept", BINARY.encode()) in service.scopes[-1]["headers"]
+        service.behave = lambda number, labels: (200, np.roll(rows, 1).tobytes(), 0.0)
+        with pytest.raises(ServerFailed, match="1 wrong labels"):
+            check_answer(server, "/predict", requests[0], BINARY)

@@ -3,39 +3,109 @@ import os
 
 import pytest
 
-from benchmarks.workers import Row, main, table
+from benchmarks.workers import main, threads_for
+from benchmarks.workers_report import Case, Measured, rows, table
+from benchmarks.wrk import parse_output
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
 
 
-def test_workers_and_a_bare_server_are_measured(tiny_file, tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")  # without wrk: the load comes from Python
+def test_the_cases_of_one_worker_are_measured_and_a_failed_one_stops_no_other(
+    tiny_file, tmp_path, fake_wrk, wrk_output, capsys
+):
+    fake_wrk(images_64=wrk_output(bad_status=3))
     path = tmp_path / "results.json"
-    path.write_text('{"buckets": [7], "workers": ["older"]}')
-    command = [f"--weights={tiny_file}", "--device=cpu", f"--json={path}", "--workers", "2"]
-    assert main([*command, "--rounds=1", "--duration=1", "--connections=1"]) == 0
+    command = [f"--weights={tiny_file}", "--device=cpu", f"--json={path}", "--workers", "1"]
+    cases = ["single_1", "floor_1", "images_64", "images_1024_json"]
+    assert main([*command, "--rounds=1", "--cases", *cases]) == 1
+    document = json.loads(path.read_text())
+    assert document["versions"]["uvicorn"]
+    assert document["cores"].keys() == {"service", "load"}
+    assert [row["case"] for row in document["rows"]] == cases
+    single, floor, failed, as_json = document["rows"]
+    assert (single["workers"], single["mps"], single["connections"]) == (1, False, 1)
+    assert single["p50_over_floor"]["median"] == 1
+    assert "p50_over_floor" not in floor
+    assert "3 were not 2xx" in failed["error"]
+    assert "requests_per_s" not in failed
+    assert as_json["accept"] == "application/json"
+    assert as_json["images_per_s"]["median"] == 1024 * as_json["requests_per_s"]["median"]
+    captured = capsys.readouterr()
+    assert captured.err.count("single_1, round") == 2
+    assert "images_64, workers 1, failed: " in captured.out
+
+
+def test_a_service_that_does_not_start_fails_its_cases(tiny_file, fake_wrk, capsys):
+    fake_wrk()
+    command = [f"--weights={tiny_file}", "--workers", "2", "--service-args=--no-such-flag"]
+    assert main([*command, "--device=cpu", "--cases", "single_32", "images_64"]) == 1
     out = capsys.readouterr().out
-    assert "load from 1 Python processes" in out
-    assert out.splitlines()[-1].split()[:2] == ["2", "no"]
-    found = json.loads(path.read_text())
-    assert found["buckets"] == [7]
-    assert found["single"]["ours_p50_us"] > 0
-    assert found["single"]["bare_p50_us"] > 0
-    (row,) = found["workers"]
-    assert (row["n"], row["mps"]) == (2, False)
-    assert row["requests_per_s"] > 0
-    assert 0 < row["p50_us"] <= row["p99_us"]
-    assert found["workers_how"]["connections_per_worker"] == 1
+    assert "images_64, workers 2, failed: lenet-serve did not become ready" in out
 
 
-def test_the_ratio_is_to_one_worker():
-    rows = [Row(1, False, 4000.0, 900, 2000, ()), Row(8, True, 26000.0, 1100, 3000, ())]
-    lines = table(rows).splitlines()
-    assert lines[1].split() == ["1", "no", "4,000", "900", "2,000", "1.00"]
-    assert lines[2].split() == ["8", "yes", "26,000", "1,100", "3,000", "6.50"]
-    assert table(rows[1:]).splitlines()[1].split()[-1] == "-"
+@pytest.fixture
+def measured(wrk_output):
+    """`measured(case, *results)`: `case` with rounds that wrk printed so, 2 s on 4 threads."""
+
+    def make(case, *results):
+        rounds = [
+            parse_output(wrk_output(**result), cpu_s=busy * 2 * 4, threads=4)
+            for result, busy in results
+        ]
+        return Measured(case, case.connections, rounds)
+
+    return make
 
 
-def test_a_missing_weight_file_is_named(tmp_path, capsys):
+def test_a_row_has_the_median_and_the_range_of_its_rounds(measured):
+    batches = measured(
+        Case("images_64", 64, 4),
+        ({"requests": 400, "sent_p50_us": 100, "sent_p99_us": 150, "done_s": 0}, 0.5),
+        ({"requests": 200, "sent_p50_us": 200, "sent_p99_us": 800, "done_s": 0}, 0.97),
+        ({"requests": 600, "sent_p50_us": 300, "sent_p99_us": 600, "done_s": 0}, 0.6),
+    )
+    (row,) = rows(8, True, [batches])
+    assert (row["workers"], row["mps"], row["images"], row["connections"]) == (8, True, 64, 4)
+    assert row["requests_per_s"] == {"median": 200, "min": 100, "max": 300}
+    assert row["images_per_s"] == {"median": 12800, "min": 6400, "max": 19200}
+    assert row["p99_us"] == {"median": 600, "min": 150, "max": 800}
+    assert row["p99_over_p50"] == {"median": 2, "min": 1.5, "max": 4}
+    assert row["wrk_p99_us"]["median"] == 9000
+    assert row["wrk_busy"] == {"median": 0.6, "min": 0.5, "max": 0.97}
+    assert row["limited_by_wrk"]
+    head, _, line, *notes = table([row]).splitlines()
+    assert len(head) == len(line)
+    cells = [cell.strip() for cell in line.strip("|").split("|")]
+    assert cells[:6] == ["8", "yes", "`images_64`", "4", "200 (100..300)", "12,800"]
+    assert cells[6:] == ["200", "600 (150..800)", "2.00", "9,000", "60% (*)"]
+    assert "limited by the load generator" in notes[-1]
+
+
+def test_the_ratio_to_the_floor_is_the_median_of_the_rounds_ratios(measured):
+    ours = measured(
+        Case("single_1", 1, 1), *(({"sent_p50_us": p50}, 0.1) for p50 in (200, 300, 90))
+    )
+    floor = Case("floor_1", 1, 1, floor=True)
+    bare = measured(floor, *(({"sent_p50_us": p50}, 0.1) for p50 in (50, 60, 30)))
+    other = measured(Case("single_32", 1, 32), ({}, 0.1))
+    found = rows(1, False, [ours, bare, other])
+    assert found[0]["p50_over_floor"] == {"median": 4, "min": 3, "max": 5}
+    assert not any("p50_over_floor" in row or row["limited_by_wrk"] for row in found[1:])
+    assert "single_1, workers 1: p50 is 4.00 (3.00..5.00) times" in table(found)
+
+
+def test_the_threads_of_wrk_share_the_connections_evenly():
+    assert [threads_for(n, 4) for n in (1, 4, 32, 40)] == [1, 4, 4, 4]
+    assert threads_for(32, 3) == 2
+
+
+def test_a_missing_weight_file_is_named(tmp_path, fake_wrk, capsys):
+    fake_wrk()
     assert main([f"--weights={tmp_path / 'none'}"]) == 2
     assert "none: " in capsys.readouterr().err
+
+
+def test_cases_that_need_one_worker_are_not_silently_left_out(capsys):
+    with pytest.raises(SystemExit):
+        main(["--workers", "8", "--cases", "single_1"])
+    assert "--workers has no 1" in capsys.readouterr().err
