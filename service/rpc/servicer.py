@@ -15,7 +15,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NoReturn, TypeAlias
+from typing import NoReturn
 
 import grpc
 import numpy as np
@@ -53,13 +53,12 @@ from service.open_inference import (
     requested_outputs,
 )
 from service.rpc import open_inference_pb2 as pb
+from service.rpc.gathering import Context, Gathering
 from service.rpc.guard import read_infer_request
 
 _log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _CODES: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -119,6 +118,7 @@ class InferenceServicer:
         self._decoding = decoding
         self._max_images = max_images
         self._timeout_s = timeout_s
+        self._gathering = Gathering()
 
     async def ServerLive(
         self, request: pb.ServerLiveRequest, context: Context
@@ -176,14 +176,17 @@ class InferenceServicer:
         try:
             images, wanted = _read_one_image(message) or await self._read(message, timeout_s)
             decoded_s = time.monotonic()
+            await self._gathering.join(context)
+            gathered_s = time.monotonic()
             served = self._models.get(wanted.model, wanted.version)
             model = served.version.name
-            left_s = began_s + timeout_s - decoded_s
+            left_s = began_s + timeout_s - gathered_s
             prediction = await served.batcher.submit(images, left_s)
             answered_s = time.monotonic()
-            response = _encode(wanted, prediction)
+            queue_s = gathered_s - decoded_s + prediction.queue_s
+            compute_s = prediction.compute_s
+            response = _encode(wanted, prediction, queue_s)
             now_s = time.monotonic()
-            queue_s, compute_s = prediction.queue_s, prediction.compute_s
             self._metrics.predicted(
                 "grpc",
                 model,
@@ -383,11 +386,11 @@ def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: 
 
 
 @span("encode")
-def _encode(wanted: Wanted, prediction: Prediction) -> bytes:
+def _encode(wanted: Wanted, prediction: Prediction, queue_s: float) -> bytes:
     probabilities, names = prediction.probabilities, wanted.outputs
     response = pb.ModelInferResponse(id=wanted.id)
     parameters = response.parameters
-    parameters["queue_us"].int64_param = round(1e6 * prediction.queue_s)
+    parameters["queue_us"].int64_param = round(1e6 * queue_s)
     parameters["compute_us"].int64_param = round(1e6 * prediction.compute_s)
     if wanted.raw:
         contents = [output_values(name, probabilities).tobytes() for name in names]
