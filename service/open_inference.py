@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
 from service.engine.queue import Prediction
 from service.engine.versions import ModelVersion
 from service.errors import TooLarge, invalid, shown
@@ -25,6 +25,7 @@ INPUT = "image"
 OUTPUTS = ("probabilities", "label")
 
 _DTYPES: dict[str, np.dtype[Any]] = {"UINT8": np.dtype(np.uint8), "FP32": np.dtype("<f4")}
+_LABEL = np.dtype("<i8")
 _SLICE_NUMBERS = 16 * PIXELS
 _ONE_IMAGE = ((HEIGHT, WIDTH), (PIXELS,))
 _MANY_IMAGES = ((HEIGHT, WIDTH), (PIXELS,), (1, HEIGHT, WIDTH))
@@ -90,16 +91,12 @@ class OutputTensor:
 
 def model_metadata(version: ModelVersion) -> ModelMetadata:
     """The description of a model; FP32 images are accepted besides the stated UINT8."""
-    probabilities, label = OUTPUTS
     return ModelMetadata(
         version.name,
         (version.version,),
         PLATFORM,
         (TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH)),),
-        (
-            TensorMetadata(probabilities, "FP32", (-1, version.weights.model.classes)),
-            TensorMetadata(label, "INT64", (-1,)),
-        ),
+        output_metadata(OUTPUTS, -1, version.weights.model.classes),
     )
 
 
@@ -155,18 +152,30 @@ def check_parameters(names: Container[str], field: str) -> None:
             raise invalid(f"{field}.parameters.{name}", extension, "none, it is not supported")
 
 
+def output_metadata(names: Iterable[str], rows: int, classes: int) -> tuple[TensorMetadata, ...]:
+    """The outputs `names`, in that order, for `rows` images; one image is a batch of one."""
+    known = {
+        "probabilities": TensorMetadata("probabilities", "FP32", (rows, classes)),
+        "label": TensorMetadata("label", "INT64", (rows,)),
+    }
+    return tuple(known[name] for name in names)
+
+
+def output_values(name: str, probabilities: Probabilities) -> Values:
+    """The output called `name`, little-endian and contiguous."""
+    if name == "label":
+        labels: Values = probabilities.argmax(axis=1).astype(_LABEL, copy=False)
+        return labels
+    return np.ascontiguousarray(probabilities, _DTYPES["FP32"])
+
+
 def answer(prediction: Prediction, wanted: Iterable[str]) -> tuple[OutputTensor, ...]:
-    """The outputs `wanted`, in that order; one image is a batch of one."""
+    """The outputs `wanted`, in that order."""
     probabilities = prediction.probabilities
-    outputs: list[OutputTensor] = []
-    for name in wanted:
-        if name == "label":
-            values: Values = probabilities.argmax(axis=1).astype("<i8", copy=False)
-            outputs.append(OutputTensor(name, "INT64", values.shape, values))
-        else:
-            values = np.ascontiguousarray(probabilities, "<f4")
-            outputs.append(OutputTensor(name, "FP32", values.shape, values))
-    return tuple(outputs)
+    return tuple(
+        OutputTensor(one.name, one.datatype, one.shape, output_values(one.name, probabilities))
+        for one in output_metadata(wanted, *probabilities.shape)
+    )
 
 
 def _images(tensor: InputTensor, field: str, max_images: int) -> Images:

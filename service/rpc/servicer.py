@@ -9,17 +9,21 @@ many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 
 from __future__ import annotations
 
+import asyncio
 import logging
-from collections.abc import Iterator, Sequence
-from functools import partial
-from typing import Any, NoReturn, TypeAlias
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import NoReturn
 
 import grpc
+import numpy as np
 from grpc_health.v1 import health_pb2
 
-from lenet import DISTRIBUTION, distribution_version
+from lenet import DISTRIBUTION, distribution_version, nvtx
 from lenet.nvtx import span
-from lenet.pixels import Images
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.engine.models import Models
 from service.engine.queue import Prediction
 from service.errors import (
@@ -35,30 +39,26 @@ from service.errors import (
     invalid,
 )
 from service.images import DecodingThreads
-from service.metrics import Metrics, RequestClock, Stage
+from service.metrics import NO_MODEL, Metrics
 from service.open_inference import (
     InputTensor,
     Numbers,
-    OutputTensor,
     TensorMetadata,
     answer,
     check_parameters,
     model_metadata,
+    output_metadata,
+    output_values,
     read_images,
     requested_outputs,
 )
 from service.rpc import open_inference_pb2 as pb
+from service.rpc.gathering import Context, Gathering
 from service.rpc.guard import read_infer_request
-from service.rpc.open_inference_pb2_grpc import (
-    GRPCInferenceServiceServicer,
-    add_GRPCInferenceServiceServicer_to_server,
-)
 
 _log = logging.getLogger(__name__)
 
 SERVICE = "inference.GRPCInferenceService"
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
 _CODES: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
@@ -75,14 +75,29 @@ _MAX_DETAILS_CHARACTERS = 500
 
 _INPUT_CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents"}
-_REPORTED_STAGES: tuple[Stage, ...] = ("queue", "compute")
-
 _INLINE_IMAGES = 80
 """More images are decoded on a thread: at up to 25 us an image in typed form, this many block the
 event loop for 2 ms."""
 
+_RAW_IMAGE = b"\x3a\x90\x06"
+"""What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
-class InferenceServicer(GRPCInferenceServiceServicer):
+_LONGEST_HEAD_BYTES = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What a request asks for besides its pixels."""
+
+    model: str
+    version: str
+    id: str
+    outputs: tuple[str, ...]
+    raw: bool
+    """Whether the images came as raw bytes, as then do the outputs."""
+
+
+class InferenceServicer:
     """The six calls of the protocol, answered by the loaded models.
 
     A model that is not loaded is not ready, without an error, as in Triton, whose clients poll
@@ -103,6 +118,7 @@ class InferenceServicer(GRPCInferenceServiceServicer):
         self._decoding = decoding
         self._max_images = max_images
         self._timeout_s = timeout_s
+        self._gathering = Gathering()
 
     async def ServerLive(
         self, request: pb.ServerLiveRequest, context: Context
@@ -150,46 +166,54 @@ class InferenceServicer(GRPCInferenceServiceServicer):
             outputs=map(_tensor_metadata, metadata.outputs),
         )
 
-    async def ModelInfer(
-        self, request: pb.ModelInferRequest | InvalidInput, context: Context
-    ) -> pb.ModelInferResponse:
-        """Classify the images of a request, or report what `read_infer_request` found wrong."""
-        try:
-            with self._metrics.clock("grpc") as clock:
-                if isinstance(request, InvalidInput):
-                    raise request
-                return await self._infer(request, context, clock)
-        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            await _abort(context, exc)
-
-    async def _infer(
-        self, request: pb.ModelInferRequest, context: Context, clock: RequestClock
-    ) -> pb.ModelInferResponse:
+    async def ModelInfer(self, message: bytes, context: Context) -> bytes:
+        """Classify the images of a ModelInferRequest; request and response are serialized."""
+        began_s = time.monotonic()
+        opened = nvtx.begin("request")
+        model = NO_MODEL
         remaining_s = context.time_remaining()
         timeout_s = self._timeout_s if remaining_s is None else min(remaining_s, self._timeout_s)
-        clock.lap()
         try:
-            if _claims_many(request):
-                work = partial(_decode, request, self._max_images)
-                images, wanted = await self._decoding.run(work, timeout_s)
-            else:
-                images, wanted = _decode(request, self._max_images)
-            clock.record("decode")
-            prediction = await self._models.predict(
-                images,
-                clock,
-                model=request.model_name,
-                version=request.model_version,
-                timeout_s=timeout_s - clock.total_s,
+            images, wanted = _read_one_image(message) or await self._read(message, timeout_s)
+            decoded_s = time.monotonic()
+            await self._gathering.join(context)
+            gathered_s = time.monotonic()
+            served = self._models.get(wanted.model, wanted.version)
+            model = served.version.name
+            left_s = began_s + timeout_s - gathered_s
+            prediction = await served.batcher.submit(images, left_s)
+            answered_s = time.monotonic()
+            queue_s = gathered_s - decoded_s + prediction.queue_s
+            compute_s = prediction.compute_s
+            response = _encode(wanted, prediction, queue_s)
+            now_s = time.monotonic()
+            self._metrics.predicted(
+                "grpc",
+                model,
+                (decoded_s - began_s, queue_s, compute_s, now_s - answered_s, now_s - began_s),
             )
-        except DeadlineExceeded as exc:  # its message gives only the time that was left
-            raise DeadlineExceeded(f"no answer within {timeout_s * 1e3:.0f} ms") from exc
-        clock.lap()
-        response = _encode(request, prediction, answer(prediction, wanted))
-        for stage in _REPORTED_STAGES:
-            response.parameters[f"{stage}_us"].int64_param = round(1e6 * clock.stages[stage])
-        clock.record("encode")
-        return response
+            return response
+        except asyncio.CancelledError:
+            self._metrics.request_done(model, "grpc", Cancelled.code)
+            raise
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            error = exc
+            if isinstance(exc, DeadlineExceeded):  # it gives only the time that was left
+                error = DeadlineExceeded(f"no answer within {timeout_s * 1e3:.0f} ms")
+            code = error.code if isinstance(error, ServiceError) else ServiceError.code
+            self._metrics.request_done(model, "grpc", code)
+            await _abort(context, error)
+        finally:
+            nvtx.end(opened)
+
+    async def _read(self, message: bytes, timeout_s: float) -> tuple[Images, Wanted]:
+        request = read_infer_request(message)
+        if isinstance(request, InvalidInput):
+            raise request
+        if _claims_many(request):
+            work = partial(_decode, request, self._max_images)
+            return await self._decoding.run(work, timeout_s)
+        return _decode(request, self._max_images)
 
 
 class HealthServicer:
@@ -220,22 +244,33 @@ class HealthServicer:
 def add_servicers(
     server: grpc.aio.Server, inference: InferenceServicer, health: HealthServicer
 ) -> None:
-    """Serve both on `server`, ModelInfer with its guarded deserializer."""
-    add_GRPCInferenceServiceServicer_to_server(inference, server)
-    infer = grpc.unary_unary_rpc_method_handler(
-        inference.ModelInfer,
-        request_deserializer=read_infer_request,
-        response_serializer=pb.ModelInferResponse.SerializeToString,
-    )
-    # Replaces the generated handler; grpc-stubs 1.53 lacks the method.
-    server.add_registered_method_handlers(SERVICE, {"ModelInfer": infer})  # type: ignore[attr-defined]
-    check = grpc.unary_unary_rpc_method_handler(
+    """Serve both on `server`.
+
+    Not by the generated function, which registers each method: with every call, grpcio 1.85 then
+    waits anew for the next call of each of them. ModelInfer reads and writes its messages itself.
+    """
+    handler = grpc.unary_unary_rpc_method_handler
+    calls = {
+        name: handler(
+            getattr(inference, name),
+            request_deserializer=getattr(pb, f"{name}Request").FromString,
+            response_serializer=getattr(pb, f"{name}Response").SerializeToString,
+        )
+        for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata")
+    }
+    calls["ModelInfer"] = handler(inference.ModelInfer)
+    check = handler(
         health.check,
         request_deserializer=health_pb2.HealthCheckRequest.FromString,
         response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
     )
-    handler = grpc.method_handlers_generic_handler("grpc.health.v1.Health", {"Check": check})
-    server.add_generic_rpc_handlers((handler,))
+    services = {SERVICE: calls, "grpc.health.v1.Health": {"Check": check}}
+    server.add_generic_rpc_handlers(
+        tuple(
+            grpc.method_handlers_generic_handler(name, methods)
+            for name, methods in services.items()
+        )
+    )
 
 
 async def _abort(context: Context, error: Exception) -> NoReturn:
@@ -266,9 +301,44 @@ def _claims_many(request: pb.ModelInferRequest) -> bool:
     )
 
 
+def _read_one_image(message: bytes) -> tuple[Images, Wanted] | None:
+    """The short way for the most frequent request, None for others: one raw image, written last.
+
+    What precedes the image is parsed once for all requests in which it is the same.
+    """
+    start = len(message) - PIXELS
+    end = start - len(_RAW_IMAGE)
+    if not 0 <= end <= _LONGEST_HEAD_BYTES or not message.startswith(_RAW_IMAGE, end):
+        return None
+    wanted = _wanted_of_one_image(message[:end])
+    if wanted is None:
+        return None
+    return np.frombuffer(message, np.uint8, PIXELS, start).reshape(1, HEIGHT, WIDTH), wanted
+
+
+@lru_cache(maxsize=64)
+def _wanted_of_one_image(head: bytes) -> Wanted | None:
+    """What a request asks for that is `head` and one raw image; None unless that is a valid one.
+
+    `head` has to be valid by itself: then the image is a field of the request and not, for example,
+    the end of a longer field. A message is the sequence of its fields.
+    """
+    request = read_infer_request(head)
+    if isinstance(request, InvalidInput):
+        return None
+    request.raw_input_contents.append(bytes(PIXELS))
+    try:
+        return _decode(request, 1)[1]
+    except ServiceError:
+        return None
+
+
 @span("decode")
-def _decode(request: pb.ModelInferRequest, max_images: int) -> tuple[Images, tuple[str, ...]]:
-    return read_images(_inputs(request), max_images), requested_outputs(_outputs(request))
+def _decode(request: pb.ModelInferRequest, max_images: int) -> tuple[Images, Wanted]:
+    images = read_images(_inputs(request), max_images)
+    outputs = requested_outputs(_outputs(request))
+    raw = bool(request.raw_input_contents)
+    return images, Wanted(request.model_name, request.model_version, request.id, outputs, raw)
 
 
 # Both are generators, so that the first wrong tensor ends the request before the others are read.
@@ -315,22 +385,36 @@ def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: 
     return numbers
 
 
-def _encode(
-    request: pb.ModelInferRequest, prediction: Prediction, outputs: Sequence[OutputTensor]
-) -> pb.ModelInferResponse:
-    response = pb.ModelInferResponse(
-        model_name=prediction.model, model_version=prediction.version, id=request.id
-    )
-    for output in outputs:
+@span("encode")
+def _encode(wanted: Wanted, prediction: Prediction, queue_s: float) -> bytes:
+    probabilities, names = prediction.probabilities, wanted.outputs
+    response = pb.ModelInferResponse(id=wanted.id)
+    parameters = response.parameters
+    parameters["queue_us"].int64_param = round(1e6 * queue_s)
+    parameters["compute_us"].int64_param = round(1e6 * prediction.compute_s)
+    if wanted.raw:
+        contents = [output_values(name, probabilities).tobytes() for name in names]
+        response.raw_output_contents.extend(contents)
+        head = _raw_head(prediction.model, prediction.version, names, probabilities.shape)
+        # Serialized messages that follow each other are one message with the fields of both.
+        return head + response.SerializeToString()
+    response.model_name, response.model_version = prediction.model, prediction.version
+    for output in answer(prediction, names):
         tensor = response.outputs.add(
             name=output.name, datatype=output.datatype, shape=output.shape
         )
-        if request.raw_input_contents:
-            response.raw_output_contents.append(output.values.tobytes())
-        else:
-            contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
-            contents.extend(output.values.ravel().tolist())
-    return response
+        contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
+        contents.extend(output.values.ravel().tolist())
+    return response.SerializeToString()
+
+
+@lru_cache(maxsize=64)
+def _raw_head(model: str, version: str, names: tuple[str, ...], shape: tuple[int, int]) -> bytes:
+    """What all raw answers with probabilities of this shape have in common."""
+    response = pb.ModelInferResponse(model_name=model, model_version=version)
+    for output in output_metadata(names, *shape):
+        response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+    return response.SerializeToString()
 
 
 def _tensor_metadata(tensor: TensorMetadata) -> pb.ModelMetadataResponse.TensorMetadata:

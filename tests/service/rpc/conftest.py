@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
@@ -37,16 +38,31 @@ class WatchedModels(Models):
         self.error = None
         self.timeouts_s = []
 
-    async def predict(self, images, clock, *, timeout_s=None, **names):
-        self.timeouts_s.append(timeout_s)
-        self.entered.set()
+    def get(self, name="", version=""):
+        served = super().get(name, version)
+        return dataclasses.replace(served, batcher=WatchedBatcher(served.batcher, self))
+
+
+class WatchedBatcher:
+    """The real one, watched by `models`."""
+
+    def __init__(self, batcher, models):
+        self._batcher, self._models = batcher, models
+
+    def __getattr__(self, name):
+        return getattr(self._batcher, name)
+
+    async def submit(self, images, timeout_s):
+        models = self._models
+        models.timeouts_s.append(timeout_s)
+        models.entered.set()
         try:
-            await self.gate.wait()
-            if self.error is not None:
-                raise self.error
-            return await super().predict(images, clock, timeout_s=timeout_s, **names)
+            await models.gate.wait()
+            if models.error is not None:
+                raise models.error
+            return await self._batcher.submit(images, timeout_s)
         finally:
-            self.left.set()
+            models.left.set()
 
 
 class House:

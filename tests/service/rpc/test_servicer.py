@@ -9,6 +9,7 @@ import tracemalloc
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import DecodeError
 
 from lenet import reference
 from service import errors
@@ -97,6 +98,56 @@ async def test_only_the_outputs_asked_for_come_back_when_named(stub, raw_request
     response = await stub.ModelInfer(raw_request(outputs=[Output(name="label")]))
     assert [output.name for output in response.outputs] == ["label"]
     assert len(response.raw_output_contents) == 1
+
+
+LATER_FIELDS = {
+    "in a longer field": b"\xfa\x07\x93\x06",  # field 127, delimited, 787 bytes
+    "in a longer image": b"\x3a\x93\x06",
+    "after another image": b"\x3a\x90\x06" + bytes(784),
+    "after an unknown field": b"\xf8\x07\x01",
+    "after nothing": b"",
+    "after a field that ends in it": b"\x1a\x7f",
+}
+
+
+@pytest.mark.parametrize("between", LATER_FIELDS.values(), ids=LATER_FIELDS)
+@pytest.mark.parametrize("rows", [0, 1])
+async def test_the_last_784_bytes_are_the_image_when_protobuf_says_so(
+    stub, house, raw_request, images, random_weights, tiny, between, rows
+):
+    head = raw_request(1, raw_input_contents=[images[4].tobytes()] * rows).SerializeToString()
+    message = head + between + b"\x3a\x90\x06" + images[0].tobytes()
+    infer = stub.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+    for _ in range(2):  # the second time its beginning is known
+        try:
+            raw = list(pb.ModelInferRequest.FromString(message).raw_input_contents)
+        except DecodeError:
+            raw = []
+        if len(raw) == 1 and len(raw[0]) == 784:
+            response = pb.ModelInferResponse.FromString(await infer(message))
+            pixels = np.frombuffer(raw[0], np.uint8).reshape(1, 28, 28)
+            share = np.frombuffer(response.raw_output_contents[0], "<f4")
+            np.testing.assert_allclose(share, expected(random_weights(tiny), pixels)[0], atol=1e-5)
+        else:
+            code, _, _ = await failure(infer(message))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_a_call_asks_for_counts_when_its_image_is_the_same(stub, raw_request):
+    fields = [
+        {"id": "a", "model_name": "tiny"},
+        {"id": "b", "model_name": "tiny", "outputs": [Output(name="label")]},
+        {"id": "b", "model_name": "mlp"},
+        {"outputs": [Output(name="label"), Output(name="probabilities")]},
+    ]
+    for one in fields * 2:
+        response = await stub.ModelInfer(raw_request(1, **one))
+        assert response.id == one.get("id", "")
+        assert response.model_name == one.get("model_name", "tiny")
+        names = [output.name for output in one.get("outputs", ())] or ["probabilities", "label"]
+        assert [output.name for output in response.outputs] == names
+        sizes = {"probabilities": 40, "label": 8}
+        assert [len(raw) for raw in response.raw_output_contents] == [sizes[n] for n in names]
 
 
 def contents(**fields):

@@ -1,0 +1,53 @@
+"""Gives calls that are open at the same time the chance to share a batch.
+
+grpc.aio accepts calls one after another, with several turns of the event loop for each. The batcher
+waits for one turn, so 32 calls at a time became 32 batches.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeAlias
+
+import grpc
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+TURNS = 64
+"""A turn takes about 0.6 us while nothing arrives and 20 under load, in which the 32 calls of four
+connections then make batches of about 11 (two Xeon cores, 2026-11-22)."""
+
+
+class Gathering:
+    """Counts the open calls of a server. Belongs to the running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._open = 0
+        self._turns_left = 0
+        self._gathered = asyncio.Event()
+
+    async def join(self, context: Context) -> None:
+        """Enter the call of `context`; wait for others if it is not the only one that is open.
+
+        All calls that come within `TURNS` turns of the loop go on in the same turn.
+        """
+        self._open += 1
+        # grpc-stubs 1.53 declares the callback as a class.
+        context.add_done_callback(self._leave)  # type: ignore[arg-type]
+        if self._open > 1:
+            if not self._turns_left:
+                self._turns_left = TURNS
+                self._gathered.clear()
+                self._loop.call_soon(self._turn)
+            await self._gathered.wait()
+
+    def _turn(self) -> None:
+        self._turns_left -= 1
+        if self._turns_left:
+            self._loop.call_soon(self._turn)
+        else:
+            self._gathered.set()
+
+    def _leave(self, ctx: Context) -> None:
+        self._open -= 1
