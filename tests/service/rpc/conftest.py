@@ -128,7 +128,6 @@ def open_house(tmp_path, tiny, random_weights):
             placement=Placement((Target("cpu"),), contexts=1, max_batch_rows=16),
             max_queue_rows=max_queue_rows,
             max_wait_s=0.0,
-            request_timeout_s=timeout_s,
             hang_timeout_s=60.0,
             drain_timeout_s=5.0,
         )
