@@ -190,7 +190,7 @@ class Connection(asyncio.Protocol):
         self._in_headers = False
         self._used = False
         self._began_now = self._completed_now = False  # a message, in the latest data
-        self._opened: Head | None = None  # the last in the latest data
+        self._opened: Head | None = None  # the first in the latest data
         self._body_left = 0  # of a body that passes by the parser
         self._header_bytes = 0
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
@@ -234,7 +234,10 @@ class Connection(asyncio.Protocol):
             end = data.find(b"\r\n\r\n") + 4
             head = self.door.known.get(data[:end])
             if head is not None and len(data) - end <= head.known_length:
-                self._receive(head, data[end:])
+                try:
+                    self._receive(head, data[end:])
+                except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                    self._crash()
                 return
         elif self._closing:
             self._lingered_bytes += len(data)
@@ -264,7 +267,10 @@ class Connection(asyncio.Protocol):
         self._line.append(exchange)
         if len(body) == head.length:
             exchange.receive(body)
+            if len(self._line) > _READ_AHEAD:
+                self._set_reading()
             return
+        self._since_s = self.loop.time()
         exchange.open()
         exchange.data(body)
         self._arriving = exchange
@@ -285,8 +291,14 @@ class Connection(asyncio.Protocol):
         if len(data) > left:
             self.data_received(data[left:])
 
+    def _crash(self) -> None:
+        """A request that the parser did not see failed by a fault of our own."""
+        _log.exception("a request failed")
+        self._arriving = self._line[-1] if self._line else None
+        self._end_with(INTERNAL_ERROR)
+
     def _remember(self, head: Head, data: bytes) -> None:
-        """`data`, which began between two messages, made `head` and holds nothing behind it.
+        """Keep the first head of `data`, which began between two messages, if nothing is behind it.
 
         The same header section makes the same head again. No line may end in a lone LF, so that its
         end is certain.
@@ -500,7 +512,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(400, f"target: got {shown(self._url.decode('latin-1'))}, expected a path")
             return
-        self._opened = head
+        self._opened = self._opened or head
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         kind = AsgiExchange if head.route is None else FastExchange
         exchange: Exchange = kind(self, head)

@@ -104,9 +104,8 @@ def listen(open_app):
     @asynccontextmanager
     async def listen_(**changes):
         async with open_app(**changes) as served:
-            server = process._http_server(
-                served.app, FrontDoor(served.service.fast_routes), served.settings.drain_timeout_s
-            )
+            served.door = FrontDoor(served.service.fast_routes)
+            server = process._http_server(served.app, served.door, served.settings.drain_timeout_s)
             (listener,) = bind("127.0.0.1", 0, shared=False)
             with listener:
                 listener.listen()
