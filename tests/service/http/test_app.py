@@ -14,13 +14,16 @@ from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from lenet.context import ExecutionContext
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
-from service.errors import ServiceError, Unavailable
+from service.engine.queue import BatchQueue
+from service.errors import Overloaded, ServiceError, Unavailable
 from service.http.answer import STATUS
 from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.images import ACCEPTED
+from tests.service.http.doors import until
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
 PNG, JPEG, FORM = "image/png", "image/jpeg", "multipart/form-data; boundary=x"
@@ -313,6 +316,133 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
         assert [response.status_code for response in await asyncio.gather(*waiting)] == [200, 200]
         assert await served.requests("overloaded") == 2
         assert (await served.post(images[:3].tobytes())).status_code == 200
+
+
+# Whatever becomes of a request
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that a profiler sees: what began, and the places in it of what ended."""
+    began, ended = [], []
+
+    def begin(name):
+        began.append(name)
+        return len(began)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
+    return began, ended
+
+
+async def succeed(call, body, **_):
+    call.end(body)
+
+
+async def be_malformed(call, body, **_):
+    call.end(body[1:])
+
+
+async def be_refused(call, body, monkeypatch, **_):
+    def refuse(*_):
+        raise Overloaded("full")
+
+    monkeypatch.setattr(BatchQueue, "push", refuse)
+    call.end(body)
+
+
+async def find_a_bug(call, body, monkeypatch, **_):
+    monkeypatch.setattr(BatchQueue, "push", lambda *_: 1 / 0)
+    call.end(body)
+
+
+async def fail_with_the_batch(call, body, monkeypatch, **_):
+    monkeypatch.setattr(ExecutionContext, "launch", lambda *_: 1 / 0)
+    call.end(body)
+
+
+async def find_a_bug_at_the_end(call, body, monkeypatch, **_):
+    monkeypatch.setattr("service.http.predict._as_json", lambda _: 1 / 0)
+    call.end(body)
+
+
+async def be_late(call, body, pool, **_):
+    while pool.acquire():
+        pass
+    call.end(body)
+
+
+async def be_slow(call, body, **_):
+    call.data(body[1:])
+    call.wait_for_body()
+
+
+async def find_no_room(call, body, route, **_):
+    route.bodies.hold(route.bodies.max_total_bytes)
+    call.data(body[1:])
+    with pytest.raises(Overloaded) as refused:
+        call.wait_for_body()
+    route.bodies.release(route.bodies.max_total_bytes)
+    call.fail(refused.value)
+
+
+async def leave(call, body, **_):
+    call.data(body[1:])
+    call.wait_for_body()
+    call.cancel()
+
+
+async def leave_the_queue(call, body, pool, **_):
+    while pool.acquire():
+        pass
+    call.end(body)
+    await asyncio.sleep(0)
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("end", "query", "model", "outcome"),
+    [
+        (succeed, b"", "tiny", "ok"),
+        (be_malformed, b"", "none", "invalid_input"),
+        (succeed, b"model=vgg", "none", "unknown_model"),
+        (be_refused, b"", "tiny", "overloaded"),
+        (find_a_bug, b"", "tiny", "internal"),
+        (fail_with_the_batch, b"", "tiny", "inference_failed"),
+        (find_a_bug_at_the_end, b"", "tiny", "internal"),
+        (be_late, b"", "tiny", "deadline_exceeded"),
+        (be_slow, b"", "none", "body_timeout"),
+        (find_no_room, b"", "none", "overloaded"),
+        (leave, b"", "none", "cancelled"),
+        (leave_the_queue, b"", "tiny", "cancelled"),
+    ],
+)
+async def test_a_call_has_one_answer_one_outcome_and_one_range_however_it_ends(
+    open_app, monkeypatch, ranges, one, end, query, model, outcome
+):
+    async with open_app(request_timeout_ms=200) as served:
+        (route,) = served.service.fast_routes.values()
+        replies = []
+        call = route.open(route.read(query, {"content-type": RAW}), replies.append)
+        pool = served.models.get().pool
+        await end(call, one, monkeypatch=monkeypatch, pool=pool, route=route)
+        await until(lambda: call.done)
+        for _ in range(2):  # what a connection may still do
+            call.fail(Unavailable("too late"))
+            call.end()
+            call.cancel()
+        status = 200 if outcome == "ok" else STATUS.get(outcome)
+        assert [reply.status for reply in replies] == ([] if outcome == "cancelled" else [status])
+        families = await served.families()
+        requests = families["lenet_requests"].samples
+        counted = {(s.labels["model"], s.labels["outcome"]): s.value for s in requests if s.value}
+        assert counted == {(model, outcome): 1}
+        assert await served.value("lenet_request_duration_seconds_count", protocol="http") == (
+            outcome == "ok"
+        )
+        began, ended = ranges
+        assert began.count("request") == 1
+        assert sorted(ended) == list(range(1, len(began) + 1))
 
 
 # Server errors

@@ -591,15 +591,40 @@ async def test_a_connection_with_an_unread_small_answer_is_given_up(end):
 
 
 async def test_a_client_that_reads_slowly_but_steadily_is_not_given_up():
-    async with running(write_timeout_s=0.3) as server:
-        client = await server.open()
+    """Of 1,000 s without any progress, 900 pass between two looks."""
+    async with running(write_timeout_s=1000.0) as server:
+        client, connection = await connect(server)
         client.send(GET.replace(b"/ ", b"/huge ", 1))
         head = await client.reader.readuntil(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 200")
-        left = len(HUGE)
-        while left:
-            left -= len(await client.reader.readexactly(min(left, 1 << 20)))
-            await asyncio.sleep(0.03)
+        left, looks, now_s = len(HUGE), 0, asyncio.get_running_loop().time()
+        unread_bytes = connection.transport.get_write_buffer_size
+        async with asyncio.timeout(20):
+            while before := unread_bytes():
+                connection.check_time(now_s + 900 * looks)
+                looks += 1
+                while unread_bytes() == before:
+                    left -= len(await client.reader.read(1 << 16))
+                    await asyncio.sleep(0)
+            left -= len(await client.reader.readexactly(left))
+        assert looks > 10
+        client.send(GET)
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_client_that_does_not_read_on_is_given_up_at_its_time():
+    async with running(write_timeout_s=1000.0) as server:
+        client, connection = await connect(server)
+        client.writer.transport.pause_reading()
+        client.send(GET.replace(b"/ ", b"/huge ", 1))
+        await until(connection.transport.get_write_buffer_size)
+        began_s = asyncio.get_running_loop().time()
+        await asyncio.sleep(0.05)  # what the sockets take
+        for after_s in (0, 900):
+            connection.check_time(began_s + after_s)
+            assert not connection.transport.is_closing()
+        connection.check_time(began_s + 1001)
+        assert connection.transport.is_closing()
 
 
 async def test_a_slow_reader_gets_everything_in_order(server):
