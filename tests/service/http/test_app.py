@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import random
 import re
+from functools import partial
 
 import httpx
 import numpy as np
@@ -14,7 +16,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from lenet.backend import BatchResult
 from lenet.context import ExecutionContext
+from lenet.cpu import Computed
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
@@ -160,6 +164,69 @@ async def test_a_request_larger_than_a_batch_is_answered_whole(served, images):
         single.json()["predictions"][0]["probabilities"],
         atol=1e-6,
     )
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Contexts answer with rows of this table: that which the first two pixels of an image name."""
+    generator = np.random.default_rng(3)
+    table = generator.dirichlet(np.full(10, 0.1), 2100).astype(np.float32)
+    table[0] = np.eye(10, dtype=np.float32)[9]
+    table[1] = 0.1
+    table[2, :3] = 1e-45, 1e-7, 123456.78
+    batches = []
+
+    def launch(_, parts):
+        images = np.concatenate(parts)
+        batches.append(len(images))
+        rows = images.reshape(len(images), -1)[:, :2].copy().view("<u2").ravel()
+        return Computed(BatchResult(table[rows], len(images), captured=False))
+
+    monkeypatch.setattr(ExecutionContext, "launch", launch)
+    return table, batches
+
+
+def tagged(start, count):
+    """Images that name the rows `start`, `start` + 1, ... of the table."""
+    images = np.zeros((count, 784), np.uint8)
+    images[:, :2] = np.arange(start, start + count, dtype="<u2")[:, None].view(np.uint8)
+    return images.tobytes()
+
+
+async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(open_app, table):
+    table, batches = table
+    asked = [
+        *((JSON, 1), (JSON, 2), (JSON, 4), (JSON, 1)),  # one batch
+        *((JSON, 1), (RAW, 2), (JSON, 2), (RAW, 1), (JSON, 1), (RAW, 1)),  # another
+        *((JSON, 1000), (RAW, 1000), (JSON, 2), (RAW, 9), (JSON, 9), (JSON, 1)),
+    ]
+    async with open_app(max_batch_rows=8, max_queue_rows=4000, max_images=1000) as served:
+        (route,) = served.service.fast_routes.values()
+        replies, start = {}, 0
+        for accept, count in asked:
+            wanted = route.read(b"", {"content-type": RAW, "accept": accept})
+            call = route.open(wanted, partial(replies.__setitem__, (accept, start, count)))
+            call.end(tagged(start, count))
+            start += count
+        await until(lambda: len(replies) == len(asked))
+    assert (batches[:2], max(batches)) == ([8, 8], 8)
+    for (accept, start, count), reply in replies.items():
+        assert reply.status == 200
+        rows = table[start : start + count]
+        if accept == RAW:
+            assert reply.body == rows.astype("<f4").tobytes()
+            continue
+        predictions = [
+            {
+                "label": int(row.argmax()),
+                "confidence": float(str(row.max())),
+                "probabilities": [float(str(share)) for share in row],
+            }
+            for row in rows
+        ]
+        document = {"model": "tiny", "version": "3", "predictions": predictions}
+        assert json.loads(reply.body) == document
+        assert reply.body.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
 
 
 # What is refused

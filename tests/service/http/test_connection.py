@@ -227,9 +227,7 @@ NOT_KNOWN = {
     "in pieces": [KNOWN[:20], KNOWN[20:]],
     "for the application": [post(b"abc", b"/")],
     "without a body": [post()],
-    "chunked": [
-        b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
-    ],
+    "chunked": [b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"],
     "that waits": [post(b"abc", b"/fast", b"Expect: 100-continue")],
     "that closes": [post(b"abc", b"/fast", b"Connection: close")],
     "that closes, of two options": [post(b"abc", b"/fast", b"Connection: x, Close")],

@@ -88,6 +88,16 @@ class House:
         self.metrics.flush()
         return self.registry.get_sample_value(name, labels) or 0
 
+    def outcomes(self):
+        """What was counted of gRPC requests: {(model, outcome): how many}."""
+        self.metrics.flush()
+        return {
+            (sample.labels["model"], sample.labels["outcome"]): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == "lenet_requests_total" and sample.value
+        }
+
     def serve(self, **changes):
         options = {
             "host": "127.0.0.1",
