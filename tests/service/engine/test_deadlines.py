@@ -73,16 +73,19 @@ def test_each_is_called_back_once_and_at_most_so_late(run_virtually):
 def test_an_earlier_deadline_that_is_added_later_is_kept(run_virtually):
     async def test(loop):
         deadlines, called = Deadlines(), []
-        start = loop.time()
-        for seconds in (8.0, 2.0, 4.0, 1.0):
-            waiting = Waiting(start + seconds)
-            deadlines.add(waiting, lambda one: called.append((one.deadline_s, loop.time())))
+
+        def add(deadline_s):
+            expire = lambda one: called.append((one.deadline_s, loop.time()))  # noqa: E731
+            deadlines.add(Waiting(deadline_s), expire)
+
+        for deadline_s in (8.0, 2.0, 4.0, 1.0):
+            add(deadline_s)
         await asyncio.sleep(3)
-        deadlines.add(
-            Waiting(start + 3.5), lambda one: called.append((one.deadline_s, loop.time()))
-        )
+        add(3.5)
         await asyncio.sleep(10)
-        assert [due_s - start for due_s, _ in called] == [1.0, 2.0, 3.5, 4.0, 8.0]
+        add(14.0)  # after all others
+        await asyncio.sleep(10)
+        assert [due_s for due_s, _ in called] == [1.0, 2.0, 3.5, 4.0, 8.0, 14.0]
         assert all(0 <= time_s - due_s <= LATE_S for due_s, time_s in called)
 
     run_virtually(test)
@@ -150,12 +153,12 @@ def test_nothing_is_called_after_the_end(run_virtually):
 
 def test_what_a_callback_adds_or_removes_is_kept(run_virtually):
     async def test(loop):
-        deadlines, called = Deadlines(), []
+        deadlines, called, before = Deadlines(), [], len(loop.pending_timers())
 
         def expire(waiting):
             called.append((waiting.name, loop.time()))
             if waiting.name == "first":
-                for after_s, name in ((0.5, "added"), (0.0, "at once")):
+                for after_s, name in ((0.5, "added"), (-1.0, "at once")):
                     deadlines.add(Waiting(loop.time() + after_s, name), expire)
                 deadlines.remove(same)
                 deadlines.remove(other)
@@ -163,6 +166,8 @@ def test_what_a_callback_adds_or_removes_is_kept(run_virtually):
         first, same, other = Waiting(0.25, "first"), Waiting(0.25), Waiting(0.375)
         for waiting in (first, same, other, Waiting(5.0, "last")):
             deadlines.add(waiting, expire)
+        await asyncio.sleep(0.25 + LATE_S / 2)
+        assert len(loop.pending_timers()) == before + 1
         await asyncio.sleep(10)
         names, times = zip(*called, strict=True)
         assert names == ("first", "at once", "added", "last")

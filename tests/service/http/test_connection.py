@@ -254,12 +254,14 @@ async def test_header_sections_of_such_requests_are_not_kept(server, name):
 
 
 @pytest.mark.parametrize("path", [b"/fast", b"/"])
-async def test_a_header_section_is_not_kept_for_that_of_a_request_behind_it(server, path):
-    first = post(b"abc", path)
-    attacker, _ = await connect(server)
-    attacker.send(first + post(bytes(5000))[:-5000])
-    assert (await attacker.answer())[2] == b"abc"
-    await until(lambda: server.route.waited.is_set())
+@pytest.mark.parametrize("inner", [False, True])
+async def test_a_header_section_is_not_kept_for_that_of_a_request_behind_it(server, path, inner):
+    first, second = post(b"abc", path), post(bytes(5000))[:-5000]
+    attacker, connection = await connect(server)
+    if inner:  # the first is the body of another
+        connection.data_received(post(first)[: -len(first)])
+    connection.data_received(first + second)
+    assert (await attacker.answer())[2] == (first if inner else b"abc")
     for section, head in server.door.known.items():
         assert b"Content-Length: %d\r\n" % head.length in section
         assert section.startswith(b"POST %s " % head.path)
@@ -276,6 +278,29 @@ async def test_known_requests_of_http_1_0_keep_their_connection_alike(server):
     assert server.route.reads == 1
     assert answers[0][1]["connection"] == "keep-alive"
     assert answers[0] == answers[1] == answers[2]
+
+
+async def test_a_known_request_waits_its_turn_behind_those_that_are_not_parsed_yet(server):
+    other = post(b"other", b"/fast", b"X: " + b"a" * 67)
+    await learn(server, KNOWN, other)
+    _, connection = await connect(server)
+    assert (1 << 14) % len(other) == 0, "a slice of the parser ends between two requests"
+    connection.data_received(other * 1000)
+    connection.data_received(KNOWN)
+    await until(lambda: len(server.route.calls) == 1001)
+    assert server.route.calls[-1].body == b"0123456789"
+
+
+async def test_a_connection_whose_only_request_was_known_may_be_idle(server):
+    await learn(server, KNOWN)
+    client, connection = await connect(server)
+    connection.data_received(KNOWN)
+    await client.answer()
+    now_s = asyncio.get_running_loop().time()
+    connection.check_time(now_s + server.door.keep_alive_s - 1)
+    assert not connection.transport.is_closing()
+    connection.check_time(now_s + server.door.keep_alive_s + 1)
+    assert connection.transport.is_closing()
 
 
 async def test_reading_pauses_when_known_requests_run_far_ahead_one_by_one(server):
