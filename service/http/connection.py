@@ -189,8 +189,9 @@ class Connection(asyncio.Protocol):
         self._pairs: list[tuple[bytes, bytes]] = []
         self._in_headers = False
         self._used = False
-        self._began_now = self._completed_now = False  # a message, in the latest data
-        self._opened: Head | None = None  # the last in the latest data
+        self._began_now = 0  # messages, in the latest data
+        self._completed_now = False
+        self._opened: Head | None = None  # the last of the latest data
         self._body_left = 0  # of a body that passes by the parser
         self._header_bytes = 0
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
@@ -264,6 +265,8 @@ class Connection(asyncio.Protocol):
         self._line.append(exchange)
         if len(body) == head.length:
             exchange.receive(body)
+            if len(self._line) > _READ_AHEAD:
+                self._set_reading()
             return
         exchange.open()
         exchange.data(body)
@@ -286,11 +289,13 @@ class Connection(asyncio.Protocol):
             self.data_received(data[left:])
 
     def _remember(self, head: Head, data: bytes) -> None:
-        """`data`, which began between two messages, made `head` and holds nothing behind it.
+        """`data` came between two messages, only one began in it, and it has `head`.
 
-        The same header section makes the same head again. No line may end in a lone LF, so that its
-        end is certain.
+        The same header section will make the same head. No line of it may end in a lone LF, so that
+        its end is certain, and nothing may follow its body.
         """
+        if not head.known_length:
+            return
         section = data[: data.find(b"\r\n\r\n") + 4]
         lines_end_in_crlf = section.count(b"\n") == section.count(b"\r\n")
         if (
@@ -319,14 +324,14 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def _parse(self, data: bytes) -> None:
-        self._began_now = self._completed_now = False
+        self._began_now, self._completed_now = 0, False
         between = self._arriving is None and not self._in_headers
         body_before = self._body_bytes
         self._opened = None
         self._feed(data)
         if self._closing:
             return
-        if between and self._opened is not None and self._opened.known_length:
+        if between and self._began_now == 1 and self._opened is not None:
             self._remember(self._opened, data)
         if self._in_headers:
             # How much of data that ends another message are headers of the next is not known.
@@ -451,7 +456,8 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._pairs = []
-        self._in_headers = self._began_now = self._used = True
+        self._in_headers = self._used = True
+        self._began_now += 1
         self._header_bytes = 0
         self._since_s = self.loop.time()
 
