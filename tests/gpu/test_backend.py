@@ -260,7 +260,7 @@ def test_a_batch_launched_by_another_thread_answers_as_one_that_is_waited_for(ra
 
         def work():
             for _ in range(40):  # of which the device times some
-                pending = context.launch(images)
+                pending = context.launch([images[:3], images[3:]])
                 while not pending.done():
                     pass
                 got.append(pending.result())
@@ -276,7 +276,7 @@ def test_a_batch_launched_by_another_thread_answers_as_one_that_is_waited_for(ra
 def test_a_profiled_backend_launches_nothing_by_itself(random_weights):
     with opened("fp16", profile=True) as backend:
         plan = backend.plan(random_weights("lenet"), 2)
-        assert plan.launch(np.zeros((2, 28, 28), np.uint8)) is None
+        assert plan.launch([np.zeros((2, 28, 28), np.uint8)]) is None
 
 
 def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):
