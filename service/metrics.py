@@ -1,4 +1,4 @@
-"""Every series of the service, its unit and its buckets, and the clock of a request.
+"""Every series of the service, its unit and its buckets.
 
 A request or a batch pays for an addition in plain Python. The sums are flushed to prometheus_client
 once a second and before each exposition: in the files that several workers share, the library took
@@ -10,15 +10,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import product
-from types import TracebackType
-from typing import Any, Generic, Literal, Protocol, Self, TypeAlias, TypeVar, get_args
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +32,8 @@ from prometheus_client import (
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
 
-from lenet import distribution_version, nvtx
+from lenet import distribution_version
 from lenet.backend import BatchResult
-from service.errors import ServiceError
 
 _log = logging.getLogger(__name__)
 
@@ -280,10 +277,6 @@ class Metrics:
         _show(self._stage_duration, get_args(Stage))
         _show(self._losses, get_args(LossReason))
 
-    def clock(self, protocol: Transport) -> RequestClock:
-        """Start the clock of a request that arrived over `protocol`."""
-        return RequestClock(self, protocol)
-
     def request_done(self, model: str, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
         self._requests[model, protocol, outcome].inc()
@@ -446,65 +439,6 @@ class Metrics:
     def _buffered(self, family: Family[B]) -> Family[B]:
         self._buffers.append(family)
         return family
-
-
-class RequestClock:
-    """Times one request by stage, and counts its outcome at `end`, or as its `with` block ends.
-
-    `model` is the label of its count, set once the model is found.
-    """
-
-    __slots__ = ("_lap_s", "_metrics", "_protocol", "_range", "_started_s", "model", "stages")
-
-    def __init__(self, metrics: Metrics, protocol: Transport) -> None:
-        self._metrics = metrics
-        self._protocol = protocol
-        self._started_s = self._lap_s = time.perf_counter()
-        self._range: Any = None
-        self.model = NO_MODEL
-        self.stages: dict[Stage, float] = {}
-
-    @property
-    def total_s(self) -> float:
-        """Seconds since the request arrived."""
-        return time.perf_counter() - self._started_s
-
-    def lap(self) -> None:
-        """Begin a stage."""
-        self._lap_s = time.perf_counter()
-
-    def record(self, stage: Stage) -> None:
-        """End the stage that began at the last `lap`."""
-        self.stages[stage] = time.perf_counter() - self._lap_s
-
-    def begin(self) -> None:
-        """Open the request's range in a profiler."""
-        self._range = nvtx.begin("request")
-
-    def end(self, error: BaseException | None) -> None:
-        """Count the outcome; None is an answer."""
-        nvtx.end(self._range)
-        if error is None:
-            stages = (self.stages[stage] for stage in get_args(Stage))
-            self._metrics.predicted(self._protocol, self.model, (*stages, self.total_s))
-            return
-        if isinstance(error, ServiceError):
-            outcome = error.code
-        else:
-            outcome = "cancelled" if isinstance(error, asyncio.CancelledError) else "internal"
-        self._metrics.request_done(self.model, self._protocol, outcome)
-
-    def __enter__(self) -> Self:
-        self.begin()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self.end(error)
 
 
 def _show(family: Family[B], *values: tuple[str, ...]) -> None:

@@ -112,6 +112,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         _log.info("start phases, in seconds: %s", took)
 
         decoding = stack.enter_context(DecodingThreads())
+        timeout_s = settings.request_timeout_ms / 1e3
         grpc = await stack.enter_async_context(
             serve(
                 models,
@@ -122,7 +123,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 shared=shared,
                 max_body_bytes=settings.max_body_bytes,
                 max_images=settings.max_images,
-                timeout_s=config.request_timeout_s,
+                timeout_s=timeout_s,
                 stop_timeout_s=settings.drain_timeout_s,
             )
         )
@@ -133,7 +134,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             Bodies(settings.max_body_bytes, settings.max_bodies_bytes),
             decoding,
             deadlines,
-            config.request_timeout_s,
+            timeout_s,
         )
         app = create_app(models, metrics, predict, partial(_info, settings, placement, models))
         fast_routes = {(b"POST", b"/predict"): predict}
@@ -149,7 +150,6 @@ def _engine_config(settings: Settings, placement: Placement, faults: Faults | No
         placement=placement,
         max_queue_rows=settings.max_queue_rows,
         max_wait_s=settings.max_wait_us / 1e6,
-        request_timeout_s=settings.request_timeout_ms / 1e3,
         hang_timeout_s=settings.hang_timeout_s,
         drain_timeout_s=settings.drain_timeout_s,
         faults=faults,

@@ -1,4 +1,4 @@
-"""The loaded models: predict with them, reload them, close them.
+"""The loaded models: find, reload and close them.
 
 Called by HTTP and gRPC alike; knows no transport.
 """
@@ -17,17 +17,16 @@ from typing import Self
 from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
 from lenet.errors import LeNetError, OutOfDeviceMemory
 from lenet.model import Model
-from lenet.pixels import Images
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
-from service.engine.queue import BatchQueue, Prediction
+from service.engine.queue import BatchQueue
 from service.engine.versions import ModelVersion, WeightsFolder
 from service.errors import UnknownModel
-from service.metrics import LossReason, Metrics, ReloadOutcome, RequestClock
+from service.metrics import LossReason, Metrics, ReloadOutcome
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +38,6 @@ class EngineConfig:
     placement: Placement
     max_queue_rows: int
     max_wait_s: float
-    request_timeout_s: float
     hang_timeout_s: float
     drain_timeout_s: float
     faults: Faults | None = None
@@ -128,32 +126,6 @@ class Models:
         if not version and (model := self._served.get(name or self._default)) is not None:
             return model.batcher
         return self.get(name, version).batcher
-
-    async def predict(
-        self,
-        images: Images,
-        clock: RequestClock,
-        *,
-        model: str = "",
-        version: str = "",
-        timeout_s: float | None = None,
-    ) -> Prediction:
-        """Classify `images`, uint8 (n, 28, 28), n >= 1; notes the model and two stages on `clock`.
-
-        `timeout_s` is at most the service's own, which is also the default.
-
-        Raises:
-            UnknownModel, Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
-        """
-        # No await until the request is queued: a version that was asked for is the one to answer.
-        served = self.get(model, version)
-        clock.model = served.version.name
-        limit_s = self._config.request_timeout_s
-        limit_s = limit_s if timeout_s is None else min(timeout_s, limit_s)
-        prediction = await served.batcher.submit(images, limit_s)
-        clock.stages["queue"] = prediction.queue_s
-        clock.stages["compute"] = prediction.compute_s
-        return prediction
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the devices and warming up took, of all models."""

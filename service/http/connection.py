@@ -189,9 +189,8 @@ class Connection(asyncio.Protocol):
         self._pairs: list[tuple[bytes, bytes]] = []
         self._in_headers = False
         self._used = False
-        self._began_now = 0  # messages, in the latest data
-        self._completed_now = False
-        self._opened: Head | None = None  # the last of the latest data
+        self._began_now = self._completed_now = False  # a message, in the latest data
+        self._opened: Head | None = None  # the first in the latest data
         self._body_left = 0  # of a body that passes by the parser
         self._header_bytes = 0
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
@@ -235,7 +234,10 @@ class Connection(asyncio.Protocol):
             end = data.find(b"\r\n\r\n") + 4
             head = self.door.known.get(data[:end])
             if head is not None and len(data) - end <= head.known_length:
-                self._receive(head, data[end:])
+                try:
+                    self._receive(head, data[end:])
+                except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                    self._crash()
                 return
         elif self._closing:
             self._lingered_bytes += len(data)
@@ -268,6 +270,7 @@ class Connection(asyncio.Protocol):
             if len(self._line) > _READ_AHEAD:
                 self._set_reading()
             return
+        self._since_s = self.loop.time()
         exchange.open()
         exchange.data(body)
         self._arriving = exchange
@@ -288,8 +291,14 @@ class Connection(asyncio.Protocol):
         if len(data) > left:
             self.data_received(data[left:])
 
+    def _crash(self) -> None:
+        """A request that the parser did not see failed by a fault of our own."""
+        _log.exception("a request failed")
+        self._arriving = self._line[-1] if self._line else None
+        self._end_with(INTERNAL_ERROR)
+
     def _remember(self, head: Head, data: bytes) -> None:
-        """`data` came between two messages, only one began in it, and it has `head`.
+        """Keep the first head of `data`, which began between two messages, if nothing is behind it.
 
         The same header section will make the same head. No line of it may end in a lone LF, so that
         its end is certain, and nothing may follow its body.
@@ -324,14 +333,14 @@ class Connection(asyncio.Protocol):
             self._finish()
 
     def _parse(self, data: bytes) -> None:
-        self._began_now, self._completed_now = 0, False
+        self._began_now = self._completed_now = False
         between = self._arriving is None and not self._in_headers
         body_before = self._body_bytes
         self._opened = None
         self._feed(data)
         if self._closing:
             return
-        if between and self._began_now == 1 and self._opened is not None:
+        if between and self._opened is not None:
             self._remember(self._opened, data)
         if self._in_headers:
             # How much of data that ends another message are headers of the next is not known.
@@ -456,8 +465,7 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._url = b""
         self._pairs = []
-        self._in_headers = self._used = True
-        self._began_now += 1
+        self._in_headers = self._began_now = self._used = True
         self._header_bytes = 0
         self._since_s = self.loop.time()
 
@@ -506,7 +514,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserError:
             self._refuse(400, f"target: got {shown(self._url.decode('latin-1'))}, expected a path")
             return
-        self._opened = head
+        self._opened = self._opened or head
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         kind = AsgiExchange if head.route is None else FastExchange
         exchange: Exchange = kind(self, head)

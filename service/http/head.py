@@ -162,5 +162,5 @@ class Head:
                 self.error = exc.with_traceback(None)
                 exc.__context__ = exc.__cause__ = None
             else:
-                if keep_alive and not self.expects_continue:
+                if self.keep_alive and not self.expects_continue:
                     self.known_length = self.length or 0

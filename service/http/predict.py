@@ -270,8 +270,8 @@ class PredictCall:
             if self._watched:
                 self._unwatch()
             batcher = self._route.models.batcher(wanted.model, wanted.version)
+            self._batcher, self._model = batcher, batcher.version.name
             self._request = request = batcher.enqueue(images, self.deadline_s, self._answered)
-            self._batcher, self._model = batcher, request.version.name
             self._decode_s = request.arrived_s - self._decode_s
         except ServiceError as exc:
             self.fail(exc)

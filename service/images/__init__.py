@@ -119,7 +119,8 @@ def _binary(
 def _octets(body: bytes, field: str, limits: Limits) -> Images:
     count, rest = divmod(len(body), PIXELS)
     if rest or not count:
-        raise invalid(field, f"{len(body)} bytes", "n x 784 bytes, one a pixel, n at least 1")
+        got = f"{len(body)} bytes" if body else "nothing"
+        raise invalid(field, got, "n x 784 bytes, one a pixel, n at least 1")
     if count > limits.max_images:
         check_count(count, field, limits.max_images)
     return np.ndarray((count, HEIGHT, WIDTH), _UINT8, body)

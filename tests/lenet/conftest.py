@@ -33,8 +33,8 @@ class ReferencePlan:
         weights = self.backend.weights
         return reference.logits(weights.model, weights.tensors, images)
 
-    def launch(self, images: np.ndarray) -> PendingRows | None:
-        return PendingRows(self, images) if self.backend.launches else None
+    def launch(self, images: list[np.ndarray]) -> PendingRows | None:
+        return PendingRows(self, np.concatenate(images)) if self.backend.launches else None
 
 
 @dataclass

@@ -176,7 +176,7 @@ def test_a_launched_batch_has_its_result_on_whichever_thread_it_is_polled(
     images = weights.golden.images[:5]
 
     def drive(context):
-        pending = context.launch(images)
+        pending = context.launch([images[:1], images[1:4], images[4:]])
         assert [pending.done(), pending.done()] == [False, True]
         return pending.result()
 
@@ -192,10 +192,10 @@ def test_the_cpu_launches_quick_batches_only_and_computes_them_at_once(
     random_weights, tiny, monkeypatch, quick
 ):
     monkeypatch.setattr("lenet.cpu._QUICK_S", 60.0 if quick else 0.0)
-    images = np.zeros((2, 28, 28), np.uint8)
+    images = random_weights(tiny).golden.images[:2]
     with ExecutionContext(CpuBackend(), random_weights(tiny), 2) as context:
         context.warm_up()
-        ran, pending = context.run(images), context.launch(images)
+        ran, pending = context.run(images), context.launch([images[:1], images[1:]])
         assert not ran.captured
         if quick:
             assert pending.done()
@@ -211,7 +211,7 @@ def test_more_rows_than_the_largest_bucket_has_are_a_bug_when_launched(
     with ExecutionContext(launching_backend, random_weights(tiny), 6) as context:
         context.warm_up()
         with pytest.raises(AssertionError, match=f"bug: a batch of {rows} rows"):
-            context.launch(np.zeros((rows, 28, 28), np.uint8))
+            context.launch([np.zeros((1, 28, 28), np.uint8)] * rows)
 
 
 def test_weights_are_rejected_when_the_backend_computes_other_logits(backend, random_weights, tiny):

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import get_args
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from lenet.backend import BatchResult
 from lenet.model import ARCHITECTURES
 from service import errors
 from service import metrics as module
-from service.errors import Overloaded, ServiceError
+from service.errors import ServiceError
 from service.metrics import (
     CONTENT_TYPE,
     FLUSH_INTERVAL_S,
@@ -47,6 +48,10 @@ REQUEST_BOUNDS = [
     *("0.01", "0.015", "0.02", "0.03", "0.05", "0.07"),
     *("0.1", "0.15", "0.2", "0.3", "0.5", "0.7", "1.0", "1.5", "2.0", "3.0", "5.0", "+Inf"),
 ]
+
+
+TIMES_S = (0.125, 0.25, 0.5, 0.0625, 1.0)
+"""Of the stages and in all."""
 
 
 @pytest.fixture
@@ -104,7 +109,6 @@ def everything(metrics):
     for protocol in get_args(Transport):
         for outcome in codes:
             metrics.request_done(NO_MODEL, protocol, outcome)
-        metrics.request_timed(protocol, dict.fromkeys(get_args(Stage), 0.1), 0.4)
     for phase in ("weights", "device", "warm_up", "contexts"):
         metrics.started(phase, 1.0)
     for model in ARCHITECTURES:
@@ -114,7 +118,8 @@ def everything(metrics):
         for outcome in get_args(ReloadOutcome):
             metrics.reloaded(model, outcome)
         for protocol in get_args(Transport):
-            for outcome in ("ok", *AFTER_ITS_MODEL_IS_FOUND):
+            metrics.predicted(protocol, model, TIMES_S)
+            for outcome in AFTER_ITS_MODEL_IS_FOUND:
                 metrics.request_done(model, protocol, outcome)
         for reason in get_args(CutReason):
             metrics.batch_cut(model, 3, reason, 4, 1)
@@ -149,7 +154,7 @@ def test_every_series_of_ours_bears_the_name_of_its_unit(everything):
 
 
 def test_latency_bounds_are_the_agreed_ones_when_exposed(metrics):
-    metrics.request_timed("http", {"decode": 0.001}, 0.002)
+    metrics.predicted("http", "lenet", TIMES_S)
     assert bounds(metrics, "lenet_request_duration_seconds") == REQUEST_BOUNDS
     with_device = ["1e-05", "2e-05", "3e-05", *REQUEST_BOUNDS]
     assert bounds(metrics, "lenet_stage_duration_seconds") == with_device
@@ -238,8 +243,7 @@ def test_the_process_is_watched_when_it_is_alone(metrics):
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
-    metrics.request_done("lenet", "grpc", "ok")
-    metrics.request_timed("grpc", {"queue": 0.5}, 0.5)
+    metrics.predicted("grpc", "lenet", TIMES_S)
     metrics.batch_cut("lenet", 3, "full", 4, 2)
     metrics.batch_done("lenet", 3, result(4, True, 0.5), 0.5, 1)
     for _ in range(2):
@@ -253,9 +257,12 @@ def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
         assert found == {
             ("lenet_requests_total", "grpc", "ok"): 1,
             ("lenet_request_duration_seconds_count", "grpc"): 1,
-            ("lenet_request_duration_seconds_sum", "grpc"): 0.5,
-            ("lenet_stage_duration_seconds_count", "queue"): 1,
-            ("lenet_stage_duration_seconds_sum", "queue"): 0.5,
+            ("lenet_request_duration_seconds_sum", "grpc"): 1.0,
+            **{("lenet_stage_duration_seconds_count", stage): 1 for stage in get_args(Stage)},
+            ("lenet_stage_duration_seconds_sum", "decode"): 0.125,
+            ("lenet_stage_duration_seconds_sum", "queue"): 0.25,
+            ("lenet_stage_duration_seconds_sum", "compute"): 0.5,
+            ("lenet_stage_duration_seconds_sum", "encode"): 0.0625,
             ("lenet_batch_rows_count",): 1,
             ("lenet_batch_rows_sum",): 3,
             ("lenet_batch_duration_seconds_count",): 1,
@@ -330,77 +337,31 @@ def test_flushing_goes_on_after_one_that_failed(
     assert record.exc_info[0] is ZeroDivisionError
 
 
-# One request
+# Answered requests
 
 
-class Clock:
-    """Stands in for the `time` module."""
-
-    now_s = 100.0
-
-    def perf_counter(self) -> float:
-        return self.now_s
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    clock = Clock()
-    monkeypatch.setattr(module, "time", clock)
-    return clock
-
-
-def test_stages_and_the_total_are_timed_when_a_request_ends_well(metrics, value, registry, clock):
-    with metrics.clock("http") as request:
-        clock.now_s += 0.5
-        request.record("queue")  # without a lap it begins with the request
-        clock.now_s += 0.5
-        request.lap()
-        clock.now_s += 0.25
-        request.record("decode")
-        clock.now_s += 2.0
-        request.model = "lenet"
-        assert request.total_s == 3.25
-    assert request.stages == {"queue": 0.5, "decode": 0.25}
-    assert value("lenet_request_duration_seconds_sum", {"protocol": "http"}) == 3.25
-    assert value("lenet_request_duration_seconds_count", {"protocol": "http"}) == 1
-    assert value("lenet_stage_duration_seconds_sum", {"stage": "decode"}) == 0.25
-    assert answered(registry) == 1
-
-
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [
-        (Overloaded("full"), "overloaded"),
-        (ServiceError("?"), "internal"),
-        (asyncio.CancelledError(), "cancelled"),
-        (ZeroDivisionError(), "internal"),
-    ],
-)
-def test_exactly_one_outcome_is_counted_when_a_request_ends_badly(metrics, error, outcome):
-    with pytest.raises(type(error)), metrics.clock("grpc"):
-        raise error
-    counted = {
-        (sample.name, *sample.labels.values()): sample.value
-        for sample in samples(metrics)
-        if sample.name.startswith("lenet_request") and sample.value
-    }
-    assert counted == {("lenet_requests_total", "none", outcome, "grpc"): 1.0}, "and not timed"
-
-
-def test_a_profiler_sees_each_request_from_its_beginning_to_its_end(metrics, monkeypatch):
-    open_ranges = []
-
-    def begin(name):
-        open_ranges.append(name)
-        return len(open_ranges)
-
-    monkeypatch.setattr("lenet.nvtx.begin", begin)
-    monkeypatch.setattr("lenet.nvtx.end", lambda opened: open_ranges.__setitem__(opened - 1, ""))
-    with metrics.clock("http"), metrics.clock("grpc"):
-        assert open_ranges == ["request", "request"]
-    with pytest.raises(Overloaded), metrics.clock("http"):
-        raise Overloaded("full")
-    assert open_ranges == ["", "", ""]
+def test_each_answer_is_counted_and_timed_once_however_many_there_are(metrics, value):
+    load(metrics, "lenet")
+    counts = {("http", "lenet"): 0, ("grpc", "lenet"): 0, ("grpc", "mlp"): 0}
+    for more in (1, 0, 1023, 1024, 2500):
+        for number, key in enumerate(counts, 1):
+            for _ in range(number * more):
+                metrics.predicted(*key, (0.125, 0.25, 0.5, 0.0625, number / 2))
+            counts[key] += number * more
+        for (protocol, model), count in counts.items():
+            answered = {"model": model, "protocol": protocol, "outcome": "ok"}
+            assert value("lenet_requests_total", answered) == count
+        http, lenet, mlp = counts.values()
+        for protocol, count, total_s in (("http", http, http / 2), ("grpc", lenet + mlp, None)):
+            labels = {"protocol": protocol}
+            total_s = lenet + 1.5 * mlp if total_s is None else total_s
+            assert value("lenet_request_duration_seconds_count", labels) == count
+            assert value("lenet_request_duration_seconds_sum", labels) == total_s
+        for stage, seconds in zip(get_args(Stage), (0.125, 0.25, 0.5, 0.0625), strict=True):
+            labels = {"stage": stage}
+            assert value("lenet_stage_duration_seconds_count", labels) == sum(counts.values())
+            total_s = seconds * sum(counts.values())
+            assert value("lenet_stage_duration_seconds_sum", labels) == total_s
 
 
 # Several workers
@@ -428,8 +389,7 @@ if rows:
         metrics.model_replaced("lenet", "3", "ef", 1e-7)
     metrics.reloaded("lenet", "ok")
     metrics.started("weights", rows / 10)
-    metrics.request_done("lenet", "http", "ok")
-    metrics.request_timed("http", {"decode": 0.1}, 0.5)
+    metrics.predicted("http", "lenet", (0.1, 0.1, 0.1, 0.1, 0.5))
     metrics.batch_cut("lenet", rows, "full", rows, 1)
     metrics.batch_done("lenet", rows, BatchResult(None, rows + 1, rows == 3), 0.1, 1)
     metrics.device_lost("hang")
@@ -500,13 +460,16 @@ def histogram():
     return Histogram("size", "Of an event.", buckets=BUCKETS, registry=None)
 
 
-@given(st.lists(st.lists(SIZES, max_size=8), min_size=1, max_size=4))
-def test_a_histogram_shows_what_it_would_have_shown_unbuffered(between_flushes):
+@given(st.lists(st.lists(SIZES, max_size=8), min_size=1, max_size=4), st.booleans())
+def test_a_histogram_shows_what_it_would_have_shown_unbuffered(between_flushes, together):
     buffered, plain = histogram(), histogram()
     buffer = BufferedHistogram(buffered, BUCKETS)
     for sizes in between_flushes:
+        if together:
+            buffer.observe_all(np.array(sizes))
         for size in sizes:
-            buffer.observe(size)
+            if not together:
+                buffer.observe(size)
             plain.observe(size)
         buffer.flush()
         assert shown(buffered) == shown(plain)

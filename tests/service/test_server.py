@@ -52,8 +52,7 @@ def settings(tmp_path, tiny, random_weights):
 
 
 async def predict(service):
-    with service.metrics.clock("http") as clock:
-        return await service.models.predict(ONE, clock)
+    return await service.models.get().batcher.submit(ONE, 20.0)
 
 
 async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):

@@ -37,8 +37,7 @@ class House:
     async def ask(self, seed, name="a"):
         """The version that answers, whose answer must be that of the file drawn with `seed`."""
         golden = self.draw(name, seed).golden
-        with self.metrics.clock("http") as clock:
-            answer = await self.models.predict(golden.images, clock, model=name)
+        answer = await self.models.get(name).batcher.submit(golden.images, 20.0)
         expected = softmax(golden.logits)
         np.testing.assert_allclose(answer.probabilities, expected, rtol=1e-4, atol=1e-7)
         assert answer.model == name
@@ -61,7 +60,6 @@ def open_house(folder, draw):
             "placement": Placement(targets, contexts, max_batch_rows),
             "max_queue_rows": 100,
             "max_wait_s": 0.0,
-            "request_timeout_s": 20.0,
             "hang_timeout_s": 60.0,
             "drain_timeout_s": 10.0,
         }

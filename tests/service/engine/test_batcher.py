@@ -7,6 +7,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -28,6 +29,14 @@ from service.errors import (
 
 FOREVER_S = 1e6
 """A caller that waits so long in virtual time waits for ever."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def looks_are_free():
+    """Deadlines are on virtual time: what a look at them took must not postpone the next."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("service.engine.deadlines.time", SimpleNamespace(perf_counter=lambda: 0.0))
+        yield
 
 
 class Boom(Exception):
@@ -108,13 +117,14 @@ class PuppetWorker:
 
     def run(
         self,
-        batch: np.ndarray,
+        parts: list[np.ndarray],
         weights: Weights,
         on_done: Callable[[BatchResult | Exception], None],
     ) -> None:
         assert not self.has_batch, "two batches at once on one context"
         assert self.check is None or self.check.cancelled(), "a batch waits for a validation"
         act = next(self.script, OK)
+        batch = np.concatenate(parts)
         self.log.append(tags_of(batch))
         if act.outcome == "raise":
             raise Boom("run raised")

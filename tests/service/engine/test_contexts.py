@@ -54,7 +54,7 @@ class FakeContext:
         probabilities = np.full((len(images), 10), images[0, 0, 0], np.float32)
         return BatchResult(probabilities, 8, True, 0.25)
 
-    def launch(self, images: np.ndarray) -> FakePending | None:
+    def launch(self, parts: list[np.ndarray]) -> FakePending | None:
         """None as on a CPU, where a batch runs on the context's thread, unless the stage launches.
 
         Called, as what it returns, on the event loop's thread.
@@ -62,7 +62,7 @@ class FakeContext:
         if not self.stage_.launches:
             return None
         self.stage_.launch_called("launch")
-        return FakePending(self, images, time.monotonic() + LONG_S)
+        return FakePending(self, np.concatenate(parts), time.monotonic() + LONG_S)
 
     def stage(self, weights: str) -> None:
         self.called("stage")
@@ -175,7 +175,8 @@ def start(worker: Worker, value: int, weights: str = "served", rows: int = 1):
         else:
             future.set_result(outcome)
 
-    worker.run(np.full((rows, 28, 28), value, np.uint8), weights, on_done)
+    parts = [np.full((1, 28, 28), value, np.uint8) for _ in range(rows)]
+    worker.run(parts, weights, on_done)
     return future
 
 

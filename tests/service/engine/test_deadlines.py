@@ -1,28 +1,122 @@
+"""Deadlines on virtual time; what a look costs is virtual, too."""
+
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
-from service.engine.deadlines import TICKS_PER_S, Deadlines
+import pytest
+
+from service.engine.deadlines import LATE_S, Deadlines
+
+RESOLUTION_S = 1e-9
+"""Of the loop's clock: it calls a timer so much too early."""
 
 
-def test_each_is_called_back_once_at_its_deadline_in_order(run_virtually):
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    """Stands in for `time`: `now_s` is the time that looking has taken."""
+    clock = SimpleNamespace(now_s=0.0)
+    clock.perf_counter = lambda: clock.now_s
+    monkeypatch.setattr("service.engine.deadlines.time", clock)
+    return clock
+
+
+class Waiting:
+    def __init__(self, deadline_s, name=""):
+        self.deadline_s, self.name = deadline_s, name
+
+
+class Costly:
+    """Reading its deadline takes 5 us, of the loop's time and of `clock`."""
+
+    def __init__(self, deadline_s, loop, clock):
+        self._deadline_s, self._loop, self._clock = deadline_s, loop, clock
+
+    @property
+    def deadline_s(self):
+        self._loop.advance(5e-6)
+        self._clock.now_s += 5e-6
+        return self._deadline_s
+
+
+def test_each_is_called_back_once_and_at_most_so_late(run_virtually):
     async def test(loop):
         deadlines, called = Deadlines(), []
-
-        def expire(name):
-            called.append((name, loop.time()))
-
         start = loop.time()
-        for name, seconds in (("late", 3.0), ("soon", 0.25), ("same", 0.25), ("gone", 1.0)):
-            tick = deadlines.add(start + seconds, name, expire)
-        deadlines.remove(tick, "gone")
-        deadlines.remove(tick, "gone")
-        deadlines.add(start - 1.0, "past", expire)
+        seconds = {
+            "late": 3.0,
+            "past": -1.0,
+            "gone": 1.0,
+            "soon": 0.25,
+            "same": 0.25,
+            "shortly after": 0.25 + LATE_S / 4,
+            "before its timer": 2.0,
+        }
+        waiting = {name: Waiting(start + after_s, name) for name, after_s in seconds.items()}
+        for one in waiting.values():
+            deadlines.add(one, lambda one: called.append((one.name, loop.time())))
+        for _ in range(2):
+            deadlines.remove(waiting["gone"])
+        # The loop also calls what is due within its clock's resolution: too early for the deadline.
+        loop.call_at(start + 2.0 - RESOLUTION_S / 2, lambda: None)
         await asyncio.sleep(10)
-        names, times = zip(*called, strict=True)
-        assert names == ("past", "soon", "same", "late")
-        for time_s, due_s in zip(times, (0.0, 0.25, 0.25, 3.0), strict=True):
-            assert 0 <= time_s - start - due_s <= 1 / TICKS_PER_S
+        names = [name for name, _ in called]
+        assert names == ["past", "soon", "same", "shortly after", "before its timer", "late"]
+        for name, time_s in called:
+            due_s = start + max(0.0, seconds[name])
+            assert 0 <= time_s - due_s <= LATE_S + RESOLUTION_S, name
+
+    run_virtually(test)
+
+
+def test_an_earlier_deadline_that_is_added_later_is_kept(run_virtually):
+    async def test(loop):
+        deadlines, called = Deadlines(), []
+        start = loop.time()
+        for seconds in (8.0, 2.0, 4.0, 1.0):
+            waiting = Waiting(start + seconds)
+            deadlines.add(waiting, lambda one: called.append((one.deadline_s, loop.time())))
+        await asyncio.sleep(3)
+        deadlines.add(
+            Waiting(start + 3.5), lambda one: called.append((one.deadline_s, loop.time()))
+        )
+        await asyncio.sleep(10)
+        assert [due_s - start for due_s, _ in called] == [1.0, 2.0, 3.5, 4.0, 8.0]
+        assert all(0 <= time_s - due_s <= LATE_S for due_s, time_s in called)
+
+    run_virtually(test)
+
+
+def test_looking_takes_a_bounded_share_of_the_time_however_many_there_are(run_virtually, clock):
+    async def test(loop):
+        deadlines, late_s = Deadlines(), []
+
+        def expire(waiting):
+            late_s.append(loop.time() - waiting._deadline_s)
+
+        for number in range(2000):  # a look at all of them takes 20 ms
+            deadlines.add(Costly(1 + number / 100, loop, clock), expire)
+        clock.now_s, start = 0.0, loop.time()
+        await asyncio.sleep(30)
+        assert len(late_s) == 2000
+        assert clock.now_s < 0.05 * (21 - start), "by the last deadline"
+        assert max(late_s) < 0.5
+        assert late_s[-1] < 2 * LATE_S, "hardly any were left"
+
+    run_virtually(test)
+
+
+def test_requests_that_are_answered_in_time_are_hardly_looked_at(run_virtually, clock):
+    async def test(loop):
+        deadlines, waiting = Deadlines(), []
+        for _ in range(10_000):
+            waiting.append(Costly(loop.time() + 1.0, loop, clock))
+            deadlines.add(waiting[-1], lambda _: pytest.fail("it was answered"))
+            await asyncio.sleep(1e-3)
+            if len(waiting) == 5:
+                deadlines.remove(waiting.pop(0))
+        assert clock.now_s < 1.1 * 10_000 * 5e-6, "not much more than each of them once"
 
     run_virtually(test)
 
@@ -31,10 +125,25 @@ def test_one_timer_waits_for_any_number(run_virtually):
     async def test(loop):
         deadlines, before = Deadlines(), len(loop.pending_timers())
         for number in range(1000):
-            deadlines.add(loop.time() + 1 + number / 100, number, lambda _: None)
+            deadlines.add(Waiting(10 + (number * 7 % 1000) / 100), lambda _: None)
         assert len(loop.pending_timers()) == before + 1
+        await asyncio.sleep(15)
+        assert len(loop.pending_timers()) == before + 1
+        await asyncio.sleep(15)
+        assert len(loop.pending_timers()) == before
+
+    run_virtually(test)
+
+
+def test_nothing_is_called_after_the_end(run_virtually):
+    async def test(loop):
+        deadlines, before = Deadlines(), len(loop.pending_timers())
+        deadlines.close()
+        for _ in range(2):
+            deadlines.add(Waiting(1.0), lambda _: pytest.fail("it was closed"))
         deadlines.close()
         assert len(loop.pending_timers()) == before
+        await asyncio.sleep(5)
 
     run_virtually(test)
 
@@ -43,16 +152,22 @@ def test_what_a_callback_adds_or_removes_is_kept(run_virtually):
     async def test(loop):
         deadlines, called = Deadlines(), []
 
-        def expire(name):
-            called.append(name)
-            if name == "first":
-                deadlines.add(loop.time() + 0.5, "added", expire)
-                deadlines.remove(other, "other")
+        def expire(waiting):
+            called.append((waiting.name, loop.time()))
+            if waiting.name == "first":
+                for after_s, name in ((0.5, "added"), (0.0, "at once")):
+                    deadlines.add(Waiting(loop.time() + after_s, name), expire)
+                deadlines.remove(same)
+                deadlines.remove(other)
 
-        deadlines.add(loop.time() + 0.25, "first", expire)
-        other = deadlines.add(loop.time() + 0.375, "other", expire)
-        await asyncio.sleep(5)
-        assert called == ["first", "added"]
+        first, same, other = Waiting(0.25, "first"), Waiting(0.25), Waiting(0.375)
+        for waiting in (first, same, other, Waiting(5.0, "last")):
+            deadlines.add(waiting, expire)
+        await asyncio.sleep(10)
+        names, times = zip(*called, strict=True)
+        assert names == ("first", "at once", "added", "last")
+        for time_s, due_s in zip(times, (0.25, 0.25, 0.75, 5.0), strict=True):
+            assert 0 <= time_s - due_s <= LATE_S + RESOLUTION_S
 
     run_virtually(test)
 
@@ -61,15 +176,13 @@ def test_a_callback_that_fails_keeps_no_other_from_being_called(run_virtually, c
     async def test(loop):
         deadlines, called = Deadlines(), []
 
-        def expire(name):
-            called.append(name)
-            if name == "fails":
-                deadlines.remove(tick, "removed")
+        def expire(waiting):
+            called.append(waiting.name)
+            if waiting.name == "fails":
                 raise RuntimeError("planted")
 
-        for name in ("fails", "removed", "same"):
-            tick = deadlines.add(loop.time() + 0.25, name, expire)
-        deadlines.add(loop.time() + 0.5, "later", expire)
+        for after_s, name in ((0.25, "fails"), (0.25, "same"), (0.5, "later")):
+            deadlines.add(Waiting(after_s, name), expire)
         await asyncio.sleep(5)
         assert called == ["fails", "same", "later"]
         assert "planted" in caplog.text

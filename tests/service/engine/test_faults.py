@@ -8,6 +8,7 @@ import pytest
 from lenet.context import Target, open_backend
 from lenet.cpu import CpuPlan
 from lenet.errors import DeviceError
+from lenet.pixels import joined
 from service.engine.faults import Faults, FaultyContext
 
 
@@ -37,17 +38,17 @@ def test_the_next_batch_and_no_other_finds_its_device_poisoned(make):
 
 
 def test_a_batch_is_launched_unless_its_fault_waits_for_the_contexts_thread(make, monkeypatch):
-    def launch(plan, images):
-        return SimpleNamespace(result=lambda: plan.run(images))
+    def launch(plan, parts):
+        return SimpleNamespace(result=lambda: plan.run(joined(parts)))
 
     monkeypatch.setattr(CpuPlan, "launch", launch)
     faults = Faults()
     with make(faults) as first, make(faults) as second:
-        assert first.launch(BATCH).result().probabilities.shape == (1, 10)
+        assert first.launch([BATCH]).result().probabilities.shape == (1, 10)
         faults.inject("poison")
         for context in (first, second):
-            assert context.launch(BATCH) is None
+            assert context.launch([BATCH]) is None
         with pytest.raises(DeviceError):
             second.run(BATCH)
         for context in (first, second):
-            assert context.launch(BATCH).result().probabilities.shape == (1, 10)
+            assert context.launch([BATCH]).result().probabilities.shape == (1, 10)

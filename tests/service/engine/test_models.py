@@ -16,14 +16,13 @@ from lenet.errors import DeviceError, GoldenMismatch, OutOfDeviceMemory
 from lenet.model import Model
 from service.engine.faults import Faults
 from service.engine.versions import WeightsFolder
-from service.errors import DeadlineExceeded, InferenceFailed, Overloaded, Unavailable, UnknownModel
+from service.errors import InferenceFailed, Overloaded, Unavailable, UnknownModel
 
 IMAGES = np.zeros((3, 28, 28), np.uint8)
 
 
-async def predict(house, name="a", images=IMAGES, **options):
-    with house.metrics.clock("http") as clock:
-        return await house.models.predict(images, clock, model=name, **options)
+async def predict(house, name="a"):
+    return await house.models.get(name).batcher.submit(IMAGES, 20.0)
 
 
 async def test_models_answer_by_name_and_version_when_they_are_loaded(house):
@@ -51,31 +50,25 @@ async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house
         assert caught.value.field == "version"
 
 
-async def test_a_prediction_notes_its_model_and_stages_and_strange_names_make_no_series(house):
-    with house.metrics.clock("grpc") as clock:
-        prediction = await house.models.predict(IMAGES, clock)
-    assert (prediction.model, prediction.version) == ("a", "3")
+async def test_a_batcher_is_found_as_its_model_is(house):
+    for name, version in (("", ""), ("", "3"), ("a", ""), ("b", ""), ("b", "1")):
+        assert house.models.batcher(name, version) is house.models.get(name, version).batcher
+    for name, version in (("z", ""), ("z", "3"), ("", "2"), ("b", "3")):
+        with pytest.raises(UnknownModel) as expected:
+            house.models.get(name, version)
+        with pytest.raises(UnknownModel) as caught:
+            house.models.batcher(name, version)
+        found = caught.value.message, caught.value.field
+        assert found == (expected.value.message, expected.value.field)
+
+
+async def test_a_prediction_names_its_model_and_its_images_are_counted(house):
+    prediction = await house.models.batcher("", "").submit(IMAGES, 20.0)
+    assert (prediction.model, prediction.version, prediction.rows) == ("a", "3", 3)
     assert prediction.probabilities.shape == (3, 10)
-    assert clock.stages == {"queue": prediction.queue_s, "compute": prediction.compute_s}
-    assert house.value("lenet_requests_total", model="a", protocol="grpc", outcome="ok") == 1
+    assert min(prediction.queue_s, prediction.compute_s) >= 0
     assert house.value("lenet_images_total", model="a") == 3
-    for number in range(3):
-        with pytest.raises(UnknownModel):
-            await predict(house, f"model-{number}\n{{}}")
-    strange = {"model": "none", "protocol": "http", "outcome": "unknown_model"}
-    assert house.value("lenet_requests_total", **strange) == 3
-
-
-@pytest.mark.parametrize(("requested_s", "limit_ms"), [(None, 50), (0.02, 20), (60.0, 50)])
-async def test_the_callers_time_is_cut_to_the_services_when_it_asks_for_more(
-    open_house, write, requested_s, limit_ms
-):
-    write("a/1")
-    async with open_house(contexts=1, request_timeout_s=0.05) as house:
-        worker = house.models.get().pool.acquire()
-        with pytest.raises(DeadlineExceeded, match=f"no answer within {limit_ms} ms"):
-            await predict(house, timeout_s=requested_s)
-        house.models.get().pool.release(worker)
+    assert house.value("lenet_images_total", model="b") == 0
 
 
 async def test_queues_refuse_and_threads_are_gone_when_the_models_are_left(open_house, write):

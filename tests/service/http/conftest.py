@@ -87,8 +87,8 @@ def open_app(weights):
 async def settled(service):
     """Wait until nothing is left of any request, however it ended."""
     (predict,) = service.fast_routes.values()
-    await until(lambda: not predict.bodies.held_bytes and not predict.deadlines._ticks)
-    await until(lambda: not any(model.batcher._requests for model in service.models.served))
+    await until(lambda: not predict.bodies.held_bytes and not predict.deadlines._waiting)
+    await until(lambda: not any(model.batcher._unanswered() for model in service.models.served))
 
 
 @pytest.fixture
@@ -104,9 +104,8 @@ def listen(open_app):
     @asynccontextmanager
     async def listen_(**changes):
         async with open_app(**changes) as served:
-            server = process._http_server(
-                served.app, FrontDoor(served.service.fast_routes), served.settings.drain_timeout_s
-            )
+            served.door = FrontDoor(served.service.fast_routes)
+            server = process._http_server(served.app, served.door, served.settings.drain_timeout_s)
             (listener,) = bind("127.0.0.1", 0, shared=False)
             with listener:
                 listener.listen()
@@ -130,7 +129,7 @@ class Hold:
     """Batches that have begun wait for `release`; `submitted` counts requests at the queue."""
 
     def __init__(self, monkeypatch):
-        run, enqueue, leave = ExecutionContext.run, Batcher.enqueue, Batcher._leave
+        run, enqueue, end = ExecutionContext.run, Batcher.enqueue, Batcher._end
         self._begun = threading.Semaphore(0)
         self._released = threading.Event()
         self._submitted = asyncio.Semaphore(0)
@@ -146,14 +145,14 @@ class Hold:
             self._submitted.release()
             return request
 
-        def watched_leave(batcher, request):
-            leave(batcher, request)
+        def watched_end(batcher, request):
+            end(batcher, request)
             self._left.release()
 
         monkeypatch.setattr(ExecutionContext, "launch", lambda context, images: None)
         monkeypatch.setattr(ExecutionContext, "run", held_run)
         monkeypatch.setattr(Batcher, "enqueue", watched_enqueue)
-        monkeypatch.setattr(Batcher, "_leave", watched_leave)
+        monkeypatch.setattr(Batcher, "_end", watched_end)
 
     def release(self):
         self._released.set()

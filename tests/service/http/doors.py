@@ -76,7 +76,8 @@ class EchoCall:
     def wait_for_body(self):
         self.route.waited.set()
 
-    def end(self):
+    def end(self, last=b""):
+        self.body += last
         if self.route.hold:
             self.route.held.append(self)
             self.route.arrived.set()

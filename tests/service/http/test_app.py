@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import random
 import re
+from functools import partial
 
 import httpx
 import numpy as np
@@ -14,13 +16,18 @@ from hypothesis import strategies as st
 from PIL import Image
 from prometheus_client.parser import text_string_to_metric_families
 
+from lenet.backend import BatchResult
+from lenet.context import ExecutionContext
+from lenet.cpu import Computed
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
-from service.errors import ServiceError, Unavailable
+from service.engine.queue import BatchQueue
+from service.errors import Overloaded, ServiceError, Unavailable
 from service.http.answer import STATUS
 from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.images import ACCEPTED
+from tests.service.http.doors import until
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
 PNG, JPEG, FORM = "image/png", "image/jpeg", "multipart/form-data; boundary=x"
@@ -157,6 +164,69 @@ async def test_a_request_larger_than_a_batch_is_answered_whole(served, images):
         single.json()["predictions"][0]["probabilities"],
         atol=1e-6,
     )
+
+
+@pytest.fixture
+def table(monkeypatch):
+    """Contexts answer with rows of this table: that which the first two pixels of an image name."""
+    generator = np.random.default_rng(3)
+    table = generator.dirichlet(np.full(10, 0.1), 2100).astype(np.float32)
+    table[0] = np.eye(10, dtype=np.float32)[9]
+    table[1] = 0.1
+    table[2, :3] = 1e-45, 1e-7, 123456.78
+    batches = []
+
+    def launch(_, parts):
+        images = np.concatenate(parts)
+        batches.append(len(images))
+        rows = images.reshape(len(images), -1)[:, :2].copy().view("<u2").ravel()
+        return Computed(BatchResult(table[rows], len(images), captured=False))
+
+    monkeypatch.setattr(ExecutionContext, "launch", launch)
+    return table, batches
+
+
+def tagged(start, count):
+    """Images that name the rows `start`, `start` + 1, ... of the table."""
+    images = np.zeros((count, 784), np.uint8)
+    images[:, :2] = np.arange(start, start + count, dtype="<u2")[:, None].view(np.uint8)
+    return images.tobytes()
+
+
+async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(open_app, table):
+    table, batches = table
+    asked = [
+        *((JSON, 1), (JSON, 2), (JSON, 4), (JSON, 1)),  # one batch
+        *((JSON, 1), (RAW, 2), (JSON, 2), (RAW, 1), (JSON, 1), (RAW, 1)),  # another
+        *((JSON, 1000), (RAW, 1000), (JSON, 2), (RAW, 9), (JSON, 9), (JSON, 1)),
+    ]
+    async with open_app(max_batch_rows=8, max_queue_rows=4000, max_images=1000) as served:
+        (route,) = served.service.fast_routes.values()
+        replies, start = {}, 0
+        for accept, count in asked:
+            wanted = route.read(b"", {"content-type": RAW, "accept": accept})
+            call = route.open(wanted, partial(replies.__setitem__, (accept, start, count)))
+            call.end(tagged(start, count))
+            start += count
+        await until(lambda: len(replies) == len(asked))
+    assert (batches[:2], max(batches)) == ([8, 8], 8)
+    for (accept, start, count), reply in replies.items():
+        assert reply.status == 200
+        rows = table[start : start + count]
+        if accept == RAW:
+            assert reply.body == rows.astype("<f4").tobytes()
+            continue
+        predictions = [
+            {
+                "label": int(row.argmax()),
+                "confidence": float(str(row.max())),
+                "probabilities": [float(str(share)) for share in row],
+            }
+            for row in rows
+        ]
+        document = {"model": "tiny", "version": "3", "predictions": predictions}
+        assert json.loads(reply.body) == document
+        assert reply.body.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
 
 
 # What is refused
@@ -313,6 +383,133 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
         assert [response.status_code for response in await asyncio.gather(*waiting)] == [200, 200]
         assert await served.requests("overloaded") == 2
         assert (await served.post(images[:3].tobytes())).status_code == 200
+
+
+# Whatever becomes of a request
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that a profiler sees: what began, and the places in it of what ended."""
+    began, ended = [], []
+
+    def begin(name):
+        began.append(name)
+        return len(began)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
+    return began, ended
+
+
+async def succeed(call, body, **_):
+    call.end(body)
+
+
+async def be_malformed(call, body, **_):
+    call.end(body[1:])
+
+
+async def be_refused(call, body, monkeypatch, **_):
+    def refuse(*_):
+        raise Overloaded("full")
+
+    monkeypatch.setattr(BatchQueue, "push", refuse)
+    call.end(body)
+
+
+async def find_a_bug(call, body, monkeypatch, **_):
+    monkeypatch.setattr(BatchQueue, "push", lambda *_: 1 / 0)
+    call.end(body)
+
+
+async def fail_with_the_batch(call, body, monkeypatch, **_):
+    monkeypatch.setattr(ExecutionContext, "launch", lambda *_: 1 / 0)
+    call.end(body)
+
+
+async def find_a_bug_at_the_end(call, body, monkeypatch, **_):
+    monkeypatch.setattr("service.http.predict._as_json", lambda _: 1 / 0)
+    call.end(body)
+
+
+async def be_late(call, body, pool, **_):
+    while pool.acquire():
+        pass
+    call.end(body)
+
+
+async def be_slow(call, body, **_):
+    call.data(body[1:])
+    call.wait_for_body()
+
+
+async def find_no_room(call, body, route, **_):
+    route.bodies.hold(route.bodies.max_total_bytes)
+    call.data(body[1:])
+    with pytest.raises(Overloaded) as refused:
+        call.wait_for_body()
+    route.bodies.release(route.bodies.max_total_bytes)
+    call.fail(refused.value)
+
+
+async def leave(call, body, **_):
+    call.data(body[1:])
+    call.wait_for_body()
+    call.cancel()
+
+
+async def leave_the_queue(call, body, pool, **_):
+    while pool.acquire():
+        pass
+    call.end(body)
+    await asyncio.sleep(0)
+    call.cancel()
+
+
+@pytest.mark.parametrize(
+    ("end", "query", "model", "outcome"),
+    [
+        (succeed, b"", "tiny", "ok"),
+        (be_malformed, b"", "none", "invalid_input"),
+        (succeed, b"model=vgg", "none", "unknown_model"),
+        (be_refused, b"", "tiny", "overloaded"),
+        (find_a_bug, b"", "tiny", "internal"),
+        (fail_with_the_batch, b"", "tiny", "inference_failed"),
+        (find_a_bug_at_the_end, b"", "tiny", "internal"),
+        (be_late, b"", "tiny", "deadline_exceeded"),
+        (be_slow, b"", "none", "body_timeout"),
+        (find_no_room, b"", "none", "overloaded"),
+        (leave, b"", "none", "cancelled"),
+        (leave_the_queue, b"", "tiny", "cancelled"),
+    ],
+)
+async def test_a_call_has_one_answer_one_outcome_and_one_range_however_it_ends(
+    open_app, monkeypatch, ranges, one, end, query, model, outcome
+):
+    async with open_app(request_timeout_ms=200) as served:
+        (route,) = served.service.fast_routes.values()
+        replies = []
+        call = route.open(route.read(query, {"content-type": RAW}), replies.append)
+        pool = served.models.get().pool
+        await end(call, one, monkeypatch=monkeypatch, pool=pool, route=route)
+        await until(lambda: call.done)
+        for _ in range(2):  # what a connection may still do
+            call.fail(Unavailable("too late"))
+            call.end()
+            call.cancel()
+        status = 200 if outcome == "ok" else STATUS.get(outcome)
+        assert [reply.status for reply in replies] == ([] if outcome == "cancelled" else [status])
+        families = await served.families()
+        requests = families["lenet_requests"].samples
+        counted = {(s.labels["model"], s.labels["outcome"]): s.value for s in requests if s.value}
+        assert counted == {(model, outcome): 1}
+        assert await served.value("lenet_request_duration_seconds_count", protocol="http") == (
+            outcome == "ok"
+        )
+        began, ended = ranges
+        assert began.count("request") == 1
+        assert sorted(ended) == list(range(1, len(began) + 1))
 
 
 # Server errors

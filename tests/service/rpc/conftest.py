@@ -88,6 +88,16 @@ class House:
         self.metrics.flush()
         return self.registry.get_sample_value(name, labels) or 0
 
+    def outcomes(self):
+        """What was counted of gRPC requests: {(model, outcome): how many}."""
+        self.metrics.flush()
+        return {
+            (sample.labels["model"], sample.labels["outcome"]): sample.value
+            for family in self.registry.collect()
+            for sample in family.samples
+            if sample.name == "lenet_requests_total" and sample.value
+        }
+
     def serve(self, **changes):
         options = {
             "host": "127.0.0.1",
@@ -128,7 +138,6 @@ def open_house(tmp_path, tiny, random_weights):
             placement=Placement((Target("cpu"),), contexts=1, max_batch_rows=16),
             max_queue_rows=max_queue_rows,
             max_wait_s=0.0,
-            request_timeout_s=timeout_s,
             hang_timeout_s=60.0,
             drain_timeout_s=5.0,
         )

@@ -334,13 +334,14 @@ async def busy(house):
     pool.release(worker)
 
 
+@pytest.mark.parametrize("requested_s", [None, 60.0])
 async def test_the_call_ends_in_time_when_the_service_has_a_limit_of_its_own(
-    open_house, raw_request
+    open_house, raw_request, requested_s
 ):
     async with open_house(timeout_s=0.05) as house, house.connect() as stub:
         pool = house.models.get().pool
         worker = pool.acquire()
-        code, _, details = await failure(stub.ModelInfer(raw_request()))
+        code, _, details = await failure(stub.ModelInfer(raw_request(), timeout=requested_s))
         pool.release(worker)
         assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
         assert house.requests("deadline_exceeded") == 1
@@ -367,6 +368,56 @@ async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_
     assert dropped_rows(busy) == 5
     assert busy.requests("cancelled") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that a profiler sees: what began, and the places in it of what ended."""
+    began, ended = [], []
+
+    def begin(name):
+        began.append(name)
+        return len(began)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
+    return began, ended
+
+
+@pytest.mark.parametrize(
+    ("error", "fields", "model", "outcome"),
+    [
+        (None, {}, "tiny", "ok"),
+        (None, {"model_name": "mlp"}, "mlp", "ok"),
+        (None, {"model_name": "vgg"}, "none", "unknown_model"),
+        (None, {"raw_input_contents": [b"1"]}, "none", "invalid_input"),
+        (errors.Overloaded("full"), {}, "tiny", "overloaded"),
+        (errors.DeadlineExceeded("late"), {"model_name": "mlp"}, "mlp", "deadline_exceeded"),
+        (RuntimeError("a bug"), {}, "tiny", "internal"),
+        ("cancel", {}, "tiny", "cancelled"),
+    ],
+)
+async def test_a_call_has_one_outcome_and_one_range_however_it_ends(
+    stub, house, raw_request, ranges, error, fields, model, outcome
+):
+    house.models.error = error
+    if error == "cancel":
+        house.models.gate.clear()
+    call = stub.ModelInfer(raw_request(**fields))
+    if error == "cancel":
+        await asyncio.wait_for(house.models.entered.wait(), 5)
+        call.cancel()
+    (answer,) = await asyncio.gather(call, return_exceptions=True)
+    assert isinstance(answer, pb.ModelInferResponse) == (outcome == "ok")
+    async with asyncio.timeout(5):
+        while not house.outcomes():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert house.outcomes() == {(model, outcome): 1}
+    timed = house.value("lenet_request_duration_seconds_count", protocol="grpc")
+    assert timed == (outcome == "ok")
+    began, ended = ranges
+    assert began.count("request") == 1
+    assert sorted(ended) == list(range(1, len(began) + 1))
 
 
 def dropped_rows(house):
