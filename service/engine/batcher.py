@@ -27,6 +27,11 @@ class Batcher:
     A free context comes first, then the cut, as late as possible: batches grow while all contexts
     are busy. `version` is what the contexts of `pool` were warmed up with. `clock` is monotonic
     and on the time base of the running loop.
+
+    `joined_rows`: on a device that computes beside the event loop, a batch starts beside others
+    only if they have so many rows together; with fewer it waits for their end, and grows. The next
+    batch is then started before the answers of the last are written. 0 where a batch may be
+    computed on the loop itself.
     """
 
     def __init__(
@@ -38,6 +43,7 @@ class Batcher:
         busy_poll: BusyPoll,
         deadlines: Deadlines,
         clock: Callable[[], float],
+        joined_rows: int = 0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
@@ -47,6 +53,7 @@ class Batcher:
         self._metrics = metrics
         self._busy_poll = busy_poll
         self._deadlines = deadlines
+        self._joined_rows = joined_rows
         self._older: set[Request] = set()
         self._older_done: asyncio.Future[None] | None = None
         self._dispatching = False
@@ -183,6 +190,10 @@ class Batcher:
                     self._timer.cancel()
                 self._timer = self._loop.call_at(due, self._dispatch)
                 return
+            if self._in_flight and self._joined_rows:
+                running = sum(cut.rows for cut in self._in_flight)
+                if running + self._queue.rows < self._joined_rows:
+                    return  # the end of one dispatches again
             worker = self._pool.acquire()
             if worker is None:
                 return  # the release of one schedules the next cut
@@ -212,7 +223,10 @@ class Batcher:
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self._pool.release(worker)
-        self._schedule()  # before the answers, whose callers may need a while
+        if self._joined_rows:
+            self._dispatch()  # the device computes while the answers are written
+        else:
+            self._schedule()
         try:
             if isinstance(outcome, Exception):
                 raise outcome

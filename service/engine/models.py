@@ -200,6 +200,7 @@ class Models:
             busy_poll,
             self._deadlines,
             time.monotonic,
+            placement.joined_rows,
         )
         served = ServedModel(batcher, pool)
         contexts = [worker.context for worker in workers]

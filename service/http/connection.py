@@ -300,9 +300,11 @@ class Connection(asyncio.Protocol):
     def _remember(self, head: Head, data: bytes) -> None:
         """Keep the first head of `data`, which began between two messages, if nothing is behind it.
 
-        The same header section makes the same head again. No line may end in a lone LF, so that its
-        end is certain.
+        The same header section will make the same head. No line of it may end in a lone LF, so that
+        its end is certain, and nothing may follow its body.
         """
+        if not head.known_length:
+            return
         section = data[: data.find(b"\r\n\r\n") + 4]
         lines_end_in_crlf = section.count(b"\n") == section.count(b"\r\n")
         if (
@@ -338,7 +340,7 @@ class Connection(asyncio.Protocol):
         self._feed(data)
         if self._closing:
             return
-        if between and self._opened is not None and self._opened.known_length:
+        if between and self._opened is not None:
             self._remember(self._opened, data)
         if self._in_headers:
             # How much of data that ends another message are headers of the next is not known.

@@ -29,6 +29,7 @@ from service.images.threads import DecodingThreads
 
 __all__ = ["ACCEPTED", "DecodingThreads", "Invert", "Limits", "decode", "decoder"]
 
+_UINT8 = np.dtype(np.uint8)
 _BINARY = ("application/octet-stream", "application/x-npy", "image/png", "image/jpeg")
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """Content types of a request's body."""
@@ -122,7 +123,7 @@ def _octets(body: bytes, field: str, limits: Limits) -> Images:
         raise invalid(field, got, "n x 784 bytes, one a pixel, n at least 1")
     if count > limits.max_images:
         check_count(count, field, limits.max_images)
-    return np.ndarray((count, HEIGHT, WIDTH), np.uint8, body)
+    return np.ndarray((count, HEIGHT, WIDTH), _UINT8, body)
 
 
 def _npy(body: bytes, field: str, limits: Limits) -> Images:
