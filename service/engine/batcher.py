@@ -223,7 +223,7 @@ class Batcher:
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self._pool.release(worker)
-        if self._joined_rows:
+        if self._joined_rows and not isinstance(outcome, Exception):
             self._dispatch()  # the device computes while the answers are written
         else:
             self._schedule()

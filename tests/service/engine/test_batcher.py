@@ -105,7 +105,7 @@ class PuppetWorker:
         self.weights = weights
         self.script, self.checks, self.log = script, checks, log
         self.valid = {weights}
-        self.has_batch = False
+        self.has_batch, self.rows = False, 0
         self.check: asyncio.Future[None] | None = None
         self.turns: list[Callable[[], None]] = []
         self.at_work = False
@@ -128,7 +128,7 @@ class PuppetWorker:
         self.log.append(tags_of(batch))
         if act.outcome == "raise":
             raise Boom("run raised")
-        self.has_batch = True
+        self.has_batch, self.rows = True, len(batch)
 
         def begin() -> None:
             self.take_on(weights)
@@ -226,6 +226,7 @@ class Stage:
     max_batch_rows: int = 4
     max_queue_rows: int = 100
     max_wait_s: float = 0.0
+    joined_rows: int = 0
 
     async def __aenter__(self) -> Stage:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
@@ -241,7 +242,7 @@ class Stage:
         self.watcher = Watcher()
         self.batcher = Batcher(
             *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
-            *(Deadlines(), self.loop.time),
+            *(Deadlines(), self.loop.time, self.joined_rows),
         )
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
@@ -310,6 +311,21 @@ async def test_a_batch_grows_while_every_context_is_busy(stage):
     answers = await asyncio.gather(*tasks)
     assert [tags_in(answer) for answer in answers] == [[tag] for tag in range(8)]
     assert stage.batches == [[0], [1], [2, 3, 4], [5, 6, 7]]
+
+
+@staged(contexts=2, joined_rows=4)
+async def test_small_batches_wait_for_each_other_and_grow_where_they_are_to_be_joined(stage):
+    tasks = [stage.submit(1)]
+    for time_s, tag, rows in ((0.25, 2, 1), (0.5, 3, 1), (1.25, 10, 2), (1.5, 20, 1)):
+        await stage.until(time_s)
+        tasks.append(stage.submit(tag, rows))
+    await asyncio.gather(*tasks[:3])
+    assert stage.loop.time() == 2.0
+    await tasks[3]
+    assert stage.loop.time() == 2.25, "four rows together: beside those that ran"
+    await tasks[4]
+    assert stage.loop.time() == 3.25, "after both that ran"
+    assert stage.batches == [[1], [2, 3], [10, 11], [20]]
 
 
 @staged(Act(2.0), Act(0.5), Act(0.75), max_batch_rows=2)
@@ -388,6 +404,20 @@ async def test_each_caller_gets_an_error_of_its_own_when_their_batch_fails(stage
     cause = AssertionError if outcome == "short" else Boom
     assert all(isinstance(error.__cause__, cause) for error in errors)
     assert tags_in(await stage.submit(3)) == [3], "the batcher lives"
+
+
+@pytest.mark.parametrize("joined_rows", [0, 4])
+def test_every_caller_gets_an_error_when_no_batch_can_be_started(run_virtually, joined_rows):
+    acts = [Act(1.0)] + [Act(0.0, "raise")] * 1999
+
+    @staged(*acts, max_batch_rows=1, max_queue_rows=2000, joined_rows=joined_rows)
+    async def fail(stage):
+        tasks = [stage.submit(tag) for tag in range(2000)]
+        answers = await asyncio.gather(*tasks, return_exceptions=True)
+        assert tags_in(answers.pop(0)) == [0]
+        assert {type(error.__cause__) for error in answers} == {Boom}
+
+    fail(run_virtually)
 
 
 @staged(Act(1.0, "fail"), OK)
@@ -654,6 +684,7 @@ class Storm:
     max_batch_rows: int
     max_queue_rows: int
     max_wait_s: float
+    joined_rows: int
     drain_s: float | None
     drain_timeout_s: float
 
@@ -686,6 +717,7 @@ STORMS = st.builds(
     max_batch_rows=st.integers(1, 5),
     max_queue_rows=st.sampled_from([6, 20, 1000]),
     max_wait_s=st.sampled_from([0.0, 0.0, 0.5]),
+    joined_rows=st.sampled_from([0, 0, 4, 64]),
     drain_s=st.none() | TICKS,
     drain_timeout_s=TICKS,
 )
@@ -791,12 +823,18 @@ async def weather(storm: Storm, stage: Stage) -> None:
 def assert_no_idle_hands(stage: Stage) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
     if len(stage.queue) and stage.pool.busy < len(stage.pool.workers):
-        assert stage.queue.cut_due_s() > stage.loop.time(), "rows wait beside a free context"
+        running = sum(worker.rows for worker in stage.workers if worker.has_batch)
+        joining = 0 < running < stage.joined_rows - stage.queue.rows
+        due_later = stage.queue.cut_due_s() > stage.loop.time()
+        assert due_later or joining, "rows wait beside a free context"
 
 
 @settings(max_examples=700)
 @given(STORMS)
 def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
-    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s")
+    names = (
+        *("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s"),
+        "joined_rows",
+    )
     options = {name: getattr(storm, name) for name in names}
     staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)
