@@ -226,6 +226,7 @@ class Stage:
     max_batch_rows: int = 4
     max_queue_rows: int = 100
     max_wait_s: float = 0.0
+    joined_rows: int = 0
 
     async def __aenter__(self) -> Stage:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
@@ -241,7 +242,7 @@ class Stage:
         self.watcher = Watcher()
         self.batcher = Batcher(
             *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
-            *(Deadlines(), self.loop.time),
+            *(Deadlines(), self.loop.time, self.joined_rows),
         )
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
@@ -310,6 +311,31 @@ async def test_a_batch_grows_while_every_context_is_busy(stage):
     answers = await asyncio.gather(*tasks)
     assert [tags_in(answer) for answer in answers] == [[tag] for tag in range(8)]
     assert stage.batches == [[0], [1], [2, 3, 4], [5, 6, 7]]
+
+
+@staged(contexts=3, max_batch_rows=8, joined_rows=4)
+async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(stage):
+    tasks = []
+    for tag, rows in ((0, 1), (10, 1), (20, 1), (30, 4), (40, 1)):
+        tasks.append(stage.submit(tag, rows))
+        await asyncio.sleep(0.1)
+    await asyncio.gather(*tasks)
+    assert stage.batches == [[0], [10, 20, 30, 31, 32, 33], [40]]
+    (one, _), (six, _), _ = ((rows, busy) for rows, _, _, busy in stage.watcher.cuts)
+    assert (one, six) == (1, 6), "the six began beside the one"
+
+
+@staged(joined_rows=4, contexts=2)
+async def test_the_next_batch_begins_before_the_answers_of_the_last(stage):
+    seen = []
+
+    def answered(request, error):
+        seen.append(list(stage.batches))
+
+    stage.batcher.enqueue(images(1, 1), 100.0, answered)
+    await asyncio.sleep(0.1)
+    await stage.submit(2)
+    assert seen == [[[1], [2]]]
 
 
 @staged(Act(2.0), Act(0.5), Act(0.75), max_batch_rows=2)
@@ -654,6 +680,7 @@ class Storm:
     max_batch_rows: int
     max_queue_rows: int
     max_wait_s: float
+    joined_rows: int
     drain_s: float | None
     drain_timeout_s: float
 
@@ -686,6 +713,7 @@ STORMS = st.builds(
     max_batch_rows=st.integers(1, 5),
     max_queue_rows=st.sampled_from([6, 20, 1000]),
     max_wait_s=st.sampled_from([0.0, 0.0, 0.5]),
+    joined_rows=st.sampled_from([0, 0, 3, 8]),
     drain_s=st.none() | TICKS,
     drain_timeout_s=TICKS,
 )
@@ -790,6 +818,9 @@ async def weather(storm: Storm, stage: Stage) -> None:
 
 def assert_no_idle_hands(stage: Stage) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
+    running = sum(cut.rows for cut in stage.batcher._in_flight)
+    if running and running + stage.queue.rows < stage.joined_rows:
+        return
     if len(stage.queue) and stage.pool.busy < len(stage.pool.workers):
         assert stage.queue.cut_due_s() > stage.loop.time(), "rows wait beside a free context"
 
@@ -797,6 +828,6 @@ def assert_no_idle_hands(stage: Stage) -> None:
 @settings(max_examples=700)
 @given(STORMS)
 def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
-    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s")
+    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s", "joined_rows")
     options = {name: getattr(storm, name) for name in names}
     staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)
