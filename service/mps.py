@@ -31,8 +31,8 @@ _DEFAULT_PIPE = "/tmp/nvidia-mps"  # noqa: S108 - NVIDIA's choice
 _DRIVER = Path("/dev/nvidiactl")
 _POLL_S = 0.02
 _COST = (
-    "without MPS processes take turns on a GPU: four answered 27,200 single images a second over "
-    "HTTP, with MPS 36,400; eight 53,100 and 56,500 (H200, 2026-11-20). Install "
+    "without MPS processes take turns on a GPU: four answered 0.75 times as many single images a "
+    "second over HTTP as with MPS, eight 0.94 times (H200, 2026-11-20). Install "
     f"{_PROGRAM}, which comes with NVIDIA's driver, or serve with --workers 1 and more --contexts"
 )
 
