@@ -177,7 +177,7 @@ def refused(control, caplog):
             assert PIPE not in os.environ
             assert list(control.temporary.iterdir()) == []
         (warning,) = [message for message in caplog.messages if "no MPS" in message]
-        assert "27,200" in warning
+        assert "0.75 times as many single images a second" in warning
         assert "--workers 1 and more --contexts" in warning
         return warning
 
