@@ -24,7 +24,7 @@ from lenet.pixels import Images, Logits, joined
 Strategy: TypeAlias = Literal["fused_network", "layer_by_layer"]
 
 _TIMED_EVERY = 16  # batches: reading the device's clock costs some microseconds
-_MANY_PARTS = 4  # from here on joining them first is faster, since they are small
+_FEW_PARTS = 4  # more are small, and joining them first is faster
 _NOT_READY = 600  # cudaErrorNotReady
 
 
@@ -82,7 +82,7 @@ class CudaPlan:
             return None
         opened = nvtx.begin("compute")
         rows = sum(map(len, images))
-        if len(images) > _MANY_PARTS:
+        if len(images) > _FEW_PARTS:
             self.pixels[:rows] = joined(images)
         else:
             np.concatenate(images, out=self.pixels[:rows])

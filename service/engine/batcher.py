@@ -28,10 +28,10 @@ class Batcher:
     are busy. `version` is what the contexts of `pool` were warmed up with. `clock` is monotonic
     and on the time base of the running loop.
 
-    `joined_rows`: on a device that computes beside the event loop, a batch starts beside others
-    only if they have so many rows together; with fewer it waits for their end, and grows. The next
-    batch is then started before the answers of the last are written. 0 where a batch may be
-    computed on the loop itself.
+    `joined_rows` is for a device that computes beside the event loop; 0 where a batch may be
+    computed on the loop itself. A batch starts beside running ones only if it and they have so many
+    rows together; with fewer it waits for an end, also for that of a batch that hangs, and grows.
+    And the next batch is started before the answers of the last are written.
     """
 
     def __init__(
@@ -223,13 +223,13 @@ class Batcher:
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self._pool.release(worker)
-        if self._joined_rows and not isinstance(outcome, Exception):
-            self._dispatch()  # the device computes while the answers are written
-        else:
+        if not self._joined_rows or isinstance(outcome, Exception):
             self._schedule()
         try:
             if isinstance(outcome, Exception):
                 raise outcome
+            if self._joined_rows:
+                self._dispatch()  # the device computes while the answers are written
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             now = self._clock()
@@ -258,8 +258,10 @@ class Batcher:
         self._answer(request, DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
     def _fail_batch(self, cut: Cut, cause: Exception) -> None:
-        if self._lost:
-            return  # logged, and answered by `fail_all`
+        if self._lost:  # which is logged
+            for request in cut.requests:
+                self._fail(request, _device_lost())
+            return
         # Once a batch: once a request would flood the log.
         _log.error("a batch of %d rows failed", cut.rows, exc_info=cause)
         for request in cut.requests:

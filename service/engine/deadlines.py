@@ -37,14 +37,17 @@ class Deadlines:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Waiting, Callable[[Any], None]] = {}
         self._look_s = _NEVER
-        """When to look: at the earliest deadline or before."""
+        """When to look: at the earliest deadline, or when the pause is over."""
+        self._pause_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 
     def add(self, waiting: Waiting, expire: Callable[[Any], None]) -> None:
         """Call `expire(waiting)` once the loop's time is past its deadline."""
         self._waiting[waiting] = expire
         if waiting.deadline_s < self._look_s:
-            self._look_at(waiting.deadline_s)
+            look_s = max(waiting.deadline_s, self._pause_until_s)
+            if look_s < self._look_s:
+                self._look_at(look_s)
 
     def remove(self, waiting: Waiting) -> None:
         """Forget `waiting`, if it is still there."""
@@ -77,6 +80,7 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()  # of one that was added meanwhile
         self._look_s, self._timer = _NEVER, None
+        pause_s = max(LATE_S, (time.perf_counter() - began_s) / _SHARE)
+        self._pause_until_s = self._loop.time() + pause_s
         if earliest_s < _NEVER:
-            pause_s = max(LATE_S, (time.perf_counter() - began_s) / _SHARE)
-            self._look_at(max(earliest_s, self._loop.time() + pause_s))
+            self._look_at(max(earliest_s, self._pause_until_s))

@@ -17,10 +17,10 @@ CONTEXTS = {"cpu": 1, "cuda": 2}
 
 MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
 BUSY_POLL_US = {"cpu": 0, "cuda": 200}
-JOINED_ROWS = {"cpu": 0, "cuda": 64}
-"""See `Batcher`. Half a hundred rows take an H200 about as long as one: what a second small batch
-costs is the host's time, which its requests share if they wait. With 512, four connections that
-send 64 images each waited for each other and got 0.8 of the throughput (2026-11-22)."""
+JOINED_ROWS = 64
+"""See `Batcher`; on a single GPU. An H200 takes about as long for several dozen rows as for one,
+but each batch costs the host's time. With 512, four connections that send 64 images each waited for
+each other, and got 0.8 of the throughput (2026-11-22)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,16 +66,13 @@ def place(settings: Settings) -> Placement:
             _log.warning("the CPU has no use for these settings: %s", settings.unused_on_cpu)
         target = Target("cpu", cpu_threads=settings.cpu_threads)
         return Placement((target,), contexts, max_batch_rows, busy_poll_s)
-    placement = Placement(
-        tuple(
-            Target("cuda", index, settings.precision, profile=settings.profile)
-            for index in _indices(settings.devices, gpus())
-        ),
-        contexts,
-        max_batch_rows,
-        busy_poll_s,
-        JOINED_ROWS[device],
+    targets = tuple(
+        Target("cuda", index, settings.precision, profile=settings.profile)
+        for index in _indices(settings.devices, gpus())
     )
+    # A small batch on one GPU does not keep another GPU from starting one.
+    joined_rows = JOINED_ROWS if len(targets) == 1 else 1
+    placement = Placement(targets, contexts, max_batch_rows, busy_poll_s, joined_rows)
     _log.info(
         "computing on %s in %s: %d contexts for each model on each GPU",
         placement.name,

@@ -126,7 +126,9 @@ class FrontDoor:
             self._starts.clear()
         return self._common_lines
 
-    def start(self, state: ServerState, status: int, media_type: bytes, length: int) -> bytes:
+    def answer_start(
+        self, state: ServerState, status: int, media_type: bytes, length: int
+    ) -> bytes:
         """The head of an answer up to the headers of its own. Kept while the second lasts."""
         common = self.common_headers(state)
         key = status, media_type, length
@@ -191,7 +193,8 @@ class Connection(asyncio.Protocol):
         self._used = False
         self._began_now = self._completed_now = False  # a message, in the latest data
         self._opened: Head | None = None  # the first in the latest data
-        self._body_left = 0  # of a body that passes by the parser
+        self._body_left = 0  # of a body that bypasses the parser
+        self._last_read = False  # what follows is not to be read as a request
         self._header_bytes = 0
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         self._unparsed = b""  # from `_parsed_bytes` on
@@ -233,11 +236,9 @@ class Connection(asyncio.Protocol):
         if arriving is None and not (self._in_headers or self._unparsed or self._closing):
             end = data.find(b"\r\n\r\n") + 4
             head = self.door.known.get(data[:end])
-            if head is not None and len(data) - end <= head.known_length:
-                try:
-                    self._receive(head, data[end:])
-                except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
-                    self._crash()
+            known = head is not None and len(data) - end <= head.known_length
+            if head is not None and known and not self._last_read:
+                self._receive(head, data[end:])
                 return
         elif self._closing:
             self._lingered_bytes += len(data)
@@ -265,43 +266,54 @@ class Connection(asyncio.Protocol):
         self._used = True
         exchange = FastExchange(self, head)
         self._line.append(exchange)
-        if len(body) == head.length:
-            exchange.receive(body)
-            if len(self._line) > _READ_AHEAD:
-                self._set_reading()
-            return
-        self._since_s = self.loop.time()
-        exchange.open()
-        exchange.data(body)
-        self._arriving = exchange
-        self._body_left = head.known_length - len(body)
-        exchange.wait_for_body()
-        self._set_reading()
+        try:
+            if len(body) == head.length:
+                exchange.receive(body)
+                if len(self._line) > _READ_AHEAD:
+                    self._set_reading()
+                return
+            self._since_s = self.loop.time()
+            exchange.open()
+            if body:
+                exchange.data(body)
+            self._arriving = exchange
+            self._body_left = head.known_length - len(body)
+            exchange.wait_for_body()
+            self._set_reading()
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash(exchange)
 
     def _receive_more(self, data: bytes) -> None:
         exchange, left = self._arriving, self._body_left
         assert exchange is not None, "bug: a body without its request"
-        exchange.data(data if len(data) <= left else data[:left])
-        if len(data) < left:
-            self._body_left = left - len(data)
-            exchange.wait_for_body()
-            return
-        self._body_left, self._arriving = 0, None
-        exchange.end()
+        try:
+            exchange.data(data if len(data) <= left else data[:left])
+            if len(data) < left:
+                self._body_left = left - len(data)
+                exchange.wait_for_body()
+                return
+            self._body_left, self._arriving = 0, None
+            exchange.end()
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash(exchange)
         if len(data) > left:
             self.data_received(data[left:])
 
-    def _crash(self) -> None:
+    def _crash(self, exchange: Exchange) -> None:
         """A request that the parser did not see failed by a fault of our own."""
         _log.exception("a request failed")
-        self._arriving = self._line[-1] if self._line else None
-        self._end_with(INTERNAL_ERROR)
+        if exchange in self._line:
+            self._arriving = exchange
+            self._end_with(INTERNAL_ERROR)
+        else:
+            self.transport.abort()
 
     def _remember(self, head: Head, data: bytes) -> None:
-        """Keep the first head of `data`, which began between two messages, if nothing is behind it.
+        """Remember the header section of the first request in `data`, which has `head`.
 
-        The same header section will make the same head. No line of it may end in a lone LF, so that
-        its end is certain, and nothing may follow its body.
+        The same bytes will make the same head. `data` came between two messages and may hold
+        nothing behind this request. The section must begin with the method and hold no lone LF, so
+        that its beginning and its end are certain.
         """
         if not head.known_length:
             return
@@ -491,6 +503,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._completed_now = True
+        self._last_read = not self._parser.should_keep_alive()
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             arriving.end()
@@ -592,7 +605,7 @@ class Connection(asyncio.Protocol):
     def encode(self, head: Head | None, answer: Answer, close: bool) -> bytes:
         """The bytes of `answer`."""
         connection, body = b"", answer.body
-        start = self.door.start(self.state, answer.status, answer.media_type, len(body))
+        start = self.door.answer_start(self.state, answer.status, answer.media_type, len(body))
         if close:
             connection = b"connection: close\r\n"
         elif head is not None and head.version == "1.0":
@@ -676,7 +689,8 @@ class Connection(asyncio.Protocol):
 class Exchange:
     """One request and its answer, which is `answer` once it is complete.
 
-    What it begins with is in the class: one is made for each request, and most of it stays so.
+    Initial values are attributes of the class, all immutable: setting each of them in every
+    instance would take time.
     """
 
     head: Head | None

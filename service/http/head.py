@@ -29,8 +29,8 @@ class FastCall(Protocol):
         """The body has not arrived whole; may be called again. Raises as `data`."""
         ...
 
-    def end(self, last: bytes = b"") -> None:
-        """The body is complete with `last`."""
+    def end(self, body: bytes | None = None) -> None:
+        """The body is complete; `body` is all of it, if `data` was not called."""
         ...
 
     def fail(self, error: ServiceError) -> None:
@@ -162,5 +162,5 @@ class Head:
                 self.error = exc.with_traceback(None)
                 exc.__context__ = exc.__cause__ = None
             else:
-                if self.keep_alive and not self.expects_continue:
+                if self.keep_alive and not (self.expects_continue or self.chunked):
                     self.known_length = self.length or 0

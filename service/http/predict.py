@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import logging
 import re
-import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import cast, get_args
@@ -55,6 +54,8 @@ _BINARY = BINARY.encode()
 _INLINE_JSON_BYTES = 256 * 1024
 """Larger ones are decoded on a thread: at about 10 us an image, this much blocks the event loop for
 2 ms."""
+_INLINE_RAW_BYTES = 1024 * 1024
+"""Likewise of pixels, which only have to be put together, at 0.1 ms."""
 _PIECE_BYTES = 4096
 """Smaller pieces of a body are put together: an object for each would take more than its bytes."""
 
@@ -173,9 +174,9 @@ class PredictRoute:
 class PredictCall:
     """One request, from its headers to its answer."""
 
-    # What a call begins with is in the class: one is made for each request.
+    # Initial values, all immutable; setting each of them in every instance would take time.
     _model = NO_MODEL
-    _decode_s = 0.0
+    _decoding_began_s = _decode_s = 0.0
     _size = _held_bytes = 0
     _watched = False
     done = False
@@ -224,26 +225,28 @@ class PredictCall:
             self._watch()
             self._hold()
 
-    def end(self, last: bytes = b"") -> None:
-        """The body is complete with `last`: decode it and queue its images."""
+    def end(self, body: bytes | None = None) -> None:
+        """The body is complete: decode it and queue its images.
+
+        `body` is all of it, if `data` was not called.
+        """
         if self.done:
             return
-        wanted, body = self._wanted, last
-        self._decode_s = time.monotonic()
+        wanted, pieces = self._wanted, self._pieces
+        self._decoding_began_s = time.monotonic()
         try:
-            if self._pieces is not None:
-                if last:
-                    self.data(last)
-                body, self._pieces = b"".join(self._pieces), None
-            if len(body) <= wanted.inline_bytes:
+            if body is not None:
+                self._size = len(body)
+            if self._size <= wanted.inline_bytes:
                 if self._held_bytes:
                     self._release()
-                self._decoded(wanted.decode(body))
+                self._pieces = None
+                self._decoded(wanted.decode(b"".join(pieces or ()) if body is None else body))
             else:
-                self._size = len(body)
                 self._hold()
                 self._watch()
-                work = partial(wanted.decode, body)
+                self._pieces = None
+                work = partial(_decode_pieces, wanted.decode, [body] if body else pieces or [])
                 self._job = self._route.decoding.start(work, self._decoded, self._release)
         except ServiceError as exc:
             self.fail(exc)
@@ -272,7 +275,7 @@ class PredictCall:
             batcher = self._route.models.batcher(wanted.model, wanted.version)
             self._batcher, self._model = batcher, batcher.version.name
             self._request = request = batcher.enqueue(images, self.deadline_s, self._answered)
-            self._decode_s = request.arrived_s - self._decode_s
+            self._decode_s = request.arrived_s - self._decoding_began_s
         except ServiceError as exc:
             self.fail(exc)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -335,6 +338,8 @@ class PredictCall:
 
     def _crash(self) -> None:
         _log.exception("POST /predict failed")
+        if self.done:
+            return
         self._end("internal")
         self._reply(INTERNAL_ERROR)
 
@@ -364,9 +369,15 @@ class PredictCall:
         nvtx.end(self._range)
 
 
+def _decode_pieces(
+    decode: Callable[[bytes], Images], pieces: Sequence[bytes | bytearray]
+) -> Images:
+    return decode(b"".join(pieces))
+
+
 def _inline_bytes(content_type: str) -> int:
     if content_type.startswith(BINARY):
-        return sys.maxsize  # pixels need no decoding
+        return _INLINE_RAW_BYTES
     return _INLINE_JSON_BYTES if content_type.startswith("application/json") else 0
 
 

@@ -110,6 +110,23 @@ def test_looking_takes_a_bounded_share_of_the_time_however_many_there_are(run_vi
     run_virtually(test)
 
 
+def test_deadlines_that_are_past_when_they_come_do_not_cost_a_look_each(run_virtually, clock):
+    async def test(loop):
+        deadlines, called = Deadlines(), []
+        for _ in range(2000):
+            deadlines.add(Costly(loop.time() + 1000, loop, clock), lambda _: None)
+        clock.now_s, start = 0.0, loop.time()
+        for _ in range(1000):
+            deadlines.add(Waiting(loop.time() - 1), called.append)
+            await asyncio.sleep(1e-3)
+        assert clock.now_s < 0.07 * (loop.time() - start)
+        await asyncio.sleep(1)
+        assert len(called) == 1000
+        deadlines.close()
+
+    run_virtually(test)
+
+
 def test_requests_that_are_answered_in_time_are_hardly_looked_at(run_virtually, clock):
     async def test(loop):
         deadlines, waiting = Deadlines(), []

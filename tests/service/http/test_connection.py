@@ -291,6 +291,28 @@ async def test_a_known_request_waits_its_turn_behind_those_that_are_not_parsed_y
     assert server.route.calls[-1].body == b"0123456789"
 
 
+@pytest.mark.parametrize(
+    "last",
+    [
+        b"POST /fast HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 1\r\n\r\n1",
+        b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        b"1\r\n1\r\n0\r\nConnection: close\r\n\r\n",
+    ],
+    ids=["header", "trailer"],
+)
+async def test_a_known_request_after_the_last_one_is_not_worked_on(server, last):
+    await learn(server, post(b"x"))
+    server.route.hold = True
+    client = await server.open()
+    client.send(last)
+    await until(lambda: len(server.route.held) == 1)
+    client.send(post(b"y"))
+    await asyncio.sleep(0.05)
+    assert len(server.route.calls) == 1
+    server.route.release()
+    assert (await client.answer())[2] == b"1"
+
+
 async def test_a_connection_whose_only_request_was_known_may_be_idle(server):
     await learn(server, KNOWN)
     client, connection = await connect(server)

@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 
@@ -42,6 +43,18 @@ async def test_calls_go_on_together_when_another_is_open():
     await asyncio.wait(early, return_when=asyncio.FIRST_COMPLETED)
     await turns(2)
     assert all(task.done() for task in early + late)
+
+
+async def test_calls_do_not_wait_for_slow_turns():
+    calls = Gathering()
+    await calls.join(Call())
+    (waiting,) = join(calls)
+    count = 0
+    while not waiting.done():
+        time.sleep(0.001)  # noqa: ASYNC251 - other work on the loop
+        await asyncio.sleep(0)
+        count += 1
+    assert count < gathering.TURNS / 4
 
 
 async def test_the_others_go_on_when_one_is_cancelled():
