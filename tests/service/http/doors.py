@@ -76,8 +76,8 @@ class EchoCall:
     def wait_for_body(self):
         self.route.waited.set()
 
-    def end(self, last=b""):
-        self.body += last
+    def end(self, body=None):
+        self.body = self.body if body is None else body
         if self.route.hold:
             self.route.held.append(self)
             self.route.arrived.set()
