@@ -8,6 +8,9 @@ request goes to the ASGI application in a task.
                              |
                              first in the line and complete: written, then the next
 
+Clients send the same header section again and again. Between two requests, one that was parsed
+before leads to its exchange without the parser, see `Connection._receive`.
+
 What ends a connection:
 
     idle ------- keep-alive time over, client gone, stop -------> closed
@@ -284,6 +287,7 @@ class Connection(asyncio.Protocol):
             self._crash(exchange)
 
     def _receive_more(self, data: bytes) -> None:
+        """The next piece of that request's body, and what comes behind it."""
         exchange, left = self._arriving, self._body_left
         assert exchange is not None, "bug: a body without its request"
         try:
