@@ -112,20 +112,13 @@ class Models:
                 f"model {name!r} is not loaded, expected one of {', '.join(self._served)}",
                 field="model",
             )
-        served = model.version
-        if version not in ("", served.version):
+        if version and version != (served := model.version).version:
             raise UnknownModel(
                 f"version {version!r} of model {served.name!r} is not loaded, "
                 f"expected {served.version!r}",
                 field="version",
             )
         return model
-
-    def batcher(self, name: str, version: str) -> Batcher:
-        """The batcher of a model; parameters and errors as of `get`."""
-        if not version and (model := self._served.get(name or self._default)) is not None:
-            return model.batcher
-        return self.get(name, version).batcher
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the devices and warming up took, of all models."""

@@ -91,10 +91,9 @@ class Request:
         self.rows = len(self.images)
 
     def end_wait(self) -> None:
-        """Close the profiler's range: the first rows were cut, or the request has ended."""
-        if self.waiting is not None:
-            nvtx.end(self.waiting)
-            self.waiting = None
+        """Close the profiler's open range: the first rows were cut, or the request has ended."""
+        nvtx.end(self.waiting)
+        self.waiting = None
 
     def deliver(self, start: int, rows: int, batch: BatchAnswer, row: int, now_s: float) -> bool:
         """Take the answers to its rows from `start` on, `rows` rows of `batch` from `row` on.

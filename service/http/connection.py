@@ -239,8 +239,7 @@ class Connection(asyncio.Protocol):
         if arriving is None and not (self._in_headers or self._unparsed or self._closing):
             end = data.find(b"\r\n\r\n") + 4
             head = self.door.known.get(data[:end])
-            known = head is not None and len(data) - end <= head.known_length
-            if head is not None and known and not self._last_read:
+            if head is not None and len(data) - end <= head.known_length and not self._last_read:
                 self._receive(head, data[end:])
                 return
         elif self._closing:

@@ -272,7 +272,7 @@ class PredictCall:
             wanted = self._wanted
             if self._watched:
                 self._unwatch()
-            batcher = self._route.models.batcher(wanted.model, wanted.version)
+            batcher = self._route.models.get(wanted.model, wanted.version).batcher
             self._batcher, self._model = batcher, batcher.version.name
             self._request = request = batcher.enqueue(images, self.deadline_s, self._answered)
             self._decode_s = request.arrived_s - self._decoding_began_s

@@ -184,3 +184,17 @@ def start(tmp_path, tiny_weights):
         service.process.wait()
         service._reader.join()
         service.process.stderr.close()
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that a profiler sees: what began, and the places in it of what ended."""
+    began, ended = [], []
+
+    def begin(name):
+        began.append(name)
+        return len(began)
+
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
+    return began, ended

@@ -50,20 +50,8 @@ async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house
         assert caught.value.field == "version"
 
 
-async def test_a_batcher_is_found_as_its_model_is(house):
-    for name, version in (("", ""), ("", "3"), ("a", ""), ("b", ""), ("b", "1")):
-        assert house.models.batcher(name, version) is house.models.get(name, version).batcher
-    for name, version in (("z", ""), ("z", "3"), ("", "2"), ("b", "3")):
-        with pytest.raises(UnknownModel) as expected:
-            house.models.get(name, version)
-        with pytest.raises(UnknownModel) as caught:
-            house.models.batcher(name, version)
-        found = caught.value.message, caught.value.field
-        assert found == (expected.value.message, expected.value.field)
-
-
 async def test_a_prediction_names_its_model_and_its_images_are_counted(house):
-    prediction = await house.models.batcher("", "").submit(IMAGES, 20.0)
+    prediction = await house.models.get().batcher.submit(IMAGES, 20.0)
     assert (prediction.model, prediction.version, prediction.rows) == ("a", "3", 3)
     assert prediction.probabilities.shape == (3, 10)
     assert min(prediction.queue_s, prediction.compute_s) >= 0

@@ -388,20 +388,6 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
 # Whatever becomes of a request
 
 
-@pytest.fixture
-def ranges(monkeypatch):
-    """The ranges that a profiler sees: what began, and the places in it of what ended."""
-    began, ended = [], []
-
-    def begin(name):
-        began.append(name)
-        return len(began)
-
-    monkeypatch.setattr("lenet.nvtx.begin", begin)
-    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
-    return began, ended
-
-
 async def succeed(call, body, **_):
     call.end(body)
 

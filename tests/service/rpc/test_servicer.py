@@ -370,20 +370,6 @@ async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.fixture
-def ranges(monkeypatch):
-    """The ranges that a profiler sees: what began, and the places in it of what ended."""
-    began, ended = [], []
-
-    def begin(name):
-        began.append(name)
-        return len(began)
-
-    monkeypatch.setattr("lenet.nvtx.begin", begin)
-    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
-    return began, ended
-
-
 @pytest.mark.parametrize(
     ("error", "fields", "model", "outcome"),
     [
