@@ -29,6 +29,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
+from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.faults import Faults
@@ -39,7 +40,7 @@ from service.http.app import create_app
 from service.http.connection import FrontDoor
 from service.http.head import FastRoutes
 from service.http.openapi import InfoResponse, LoadedModel
-from service.http.predict import Bodies, PredictRoute
+from service.http.predict import PredictRoute
 from service.images import DecodingThreads, Limits
 from service.listener import at, cannot_listen, listen, probe
 from service.metrics import Metrics
@@ -112,6 +113,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         _log.info("start phases, in seconds: %s", took)
 
         decoding = stack.enter_context(DecodingThreads())
+        budget = Budget(settings.max_in_flight_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
         grpc = await stack.enter_async_context(
             serve(
@@ -131,7 +133,8 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             models,
             metrics,
             Limits(settings.max_images),
-            Bodies(settings.max_body_bytes, settings.max_bodies_bytes),
+            settings.max_body_bytes,
+            budget,
             decoding,
             deadlines,
             timeout_s,

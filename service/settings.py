@@ -11,6 +11,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
 from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
+from service.budget import Budget
+
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -83,8 +85,9 @@ class Settings(BaseSettings):
     max_body_bytes: Annotated[int, Field(ge=784, le=2**31 - 1)] = 32 * 1024 * 1024
     """Largest request body."""
 
-    max_bodies_bytes: Annotated[int, Field(ge=784)] = 128 * 1024 * 1024
-    """Most bytes of all HTTP bodies being read or decoded; further requests get 429."""
+    max_in_flight_bytes: Annotated[int, Field(ge=784)] = 128 * 1024 * 1024
+    """Most bytes of bodies being received or decoded and of answers waiting to be sent, over HTTP
+    and gRPC together; beyond it requests get 429. A quarter is kept for bodies up to 256 KiB."""
 
     request_timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] = 30_000
     """Deadline of a request; a request may ask for less."""
@@ -143,10 +146,12 @@ class Settings(BaseSettings):
                 f"--device is cpu, where {self.unused_on_cpu} would have no effect: remove "
                 f"{self.unused_on_cpu}"
             )
-        if self.max_body_bytes > self.max_bodies_bytes:
+        largest = Budget(self.max_in_flight_bytes).limit_bytes(self.max_body_bytes)
+        if self.max_body_bytes > largest:
             raise ValueError(
-                f"--max-body-bytes is {self.max_body_bytes}, expected at most --max-bodies-bytes, "
-                f"{self.max_bodies_bytes}: the largest body could never be accepted"
+                f"--max-body-bytes is {self.max_body_bytes}, expected at most {largest}, what "
+                f"--max-in-flight-bytes {self.max_in_flight_bytes} leaves for large bodies: the "
+                "largest could never be accepted"
             )
         if self.max_images > self.max_queue_rows:
             raise ValueError(

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 import re
+import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import cast, get_args
@@ -23,6 +24,7 @@ import orjson
 from lenet import nvtx
 from lenet.nvtx import span
 from lenet.pixels import Images, Probabilities
+from service.budget import SMALL_BYTES, Budget
 from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
 from service.engine.models import Models
@@ -32,7 +34,6 @@ from service.errors import (
     Cancelled,
     DeadlineExceeded,
     InvalidInput,
-    Overloaded,
     ServiceError,
     TooLarge,
     UnsupportedMediaType,
@@ -54,49 +55,9 @@ _BINARY = BINARY.encode()
 _INLINE_JSON_BYTES = 256 * 1024
 """Larger ones are decoded on a thread: at about 10 us an image, this much blocks the event loop for
 2 ms."""
-_INLINE_RAW_BYTES = 1024 * 1024
-"""Likewise of pixels, which only have to be put together, at 0.1 ms."""
-_PIECE_BYTES = 4096
-"""Smaller pieces of a body are put together: an object for each would take more than its bytes."""
 
 Reply = Callable[[Answer], None]
 """Called once with the answer, unless the call is cancelled."""
-
-
-@dataclass(slots=True)
-class Bodies:
-    """The bytes of bodies that are being read or decoded; at most `max_total_bytes` together."""
-
-    max_bytes: int
-    max_total_bytes: int
-    held_bytes: int = 0
-
-    def too_large(self, found: str) -> TooLarge:
-        """The error for a body of more than `max_bytes`."""
-        return TooLarge(
-            f"the body has {found}, expected at most {self.max_bytes} bytes; "
-            "send fewer images at a time",
-            field="body",
-        )
-
-    def hold(self, size: int) -> None:
-        """Hold `size` more bytes.
-
-        Raises:
-            Overloaded: there is no room for them.
-        """
-        if self.held_bytes + size > self.max_total_bytes:
-            raise Overloaded(
-                "body: too many request bodies in flight "
-                f"(limit {self.max_total_bytes} bytes); try again later",
-                field="body",
-                retry_after_s=1,
-            )
-        self.held_bytes += size
-
-    def release(self, size: int) -> None:
-        """Stop holding `size` bytes."""
-        self.held_bytes -= size
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +81,8 @@ class PredictRoute:
     models: Models
     metrics: Metrics
     limits: Limits
-    bodies: Bodies
+    max_body_bytes: int
+    budget: Budget
     decoding: DecodingThreads
     deadlines: Deadlines
     timeout_s: float
@@ -148,8 +110,8 @@ class PredictRoute:
                 field="content-encoding",
             )
         length = int(headers["content-length"]) if "content-length" in headers else None
-        if length is not None and length > self.bodies.max_bytes:
-            raise self.bodies.too_large(f"{length} bytes")
+        if length is not None and length > self.max_body_bytes:
+            raise self.too_large(f"{length} bytes")
         content_type = headers.get("content-type", "")
         return Wanted(
             parameters.get("model", ""),
@@ -159,6 +121,14 @@ class PredictRoute:
             _inline_bytes(content_type),
             accepts_binary(headers.get("accept", "")),
             length,
+        )
+
+    def too_large(self, found: str) -> TooLarge:
+        """The error for a body of more than `max_body_bytes`."""
+        return TooLarge(
+            f"the body has {found}, expected at most {self.max_body_bytes} bytes; "
+            "send fewer images at a time",
+            field="body",
         )
 
     def refuse(self, error: ServiceError) -> Answer:
@@ -177,10 +147,10 @@ class PredictCall:
     # Initial values, all immutable; setting each of them in every instance would take time.
     _model = NO_MODEL
     _decoding_began_s = _decode_s = 0.0
-    _size = _held_bytes = 0
-    _watched = False
+    received_bytes = _held_bytes = 0
+    _watched = _uploading = False
     done = False
-    _pieces: list[bytes | bytearray] | None = None
+    _body: bytes | bytearray = b""
     _job: Job | None = None
     _batcher: Batcher | None = None
     _request: Request | None = None
@@ -200,20 +170,17 @@ class PredictCall:
         """
         if self.done:
             return
-        self._size += len(data)
-        if self._wanted.length is None and self._size > self._route.bodies.max_bytes:
-            raise self._route.bodies.too_large("more")
-        pieces = self._pieces
-        if pieces is None:
-            self._pieces = [data]
-        elif len(data) >= _PIECE_BYTES:
-            pieces.append(data)
+        self.received_bytes += len(data)
+        if self._wanted.length is None and self.received_bytes > self._route.max_body_bytes:
+            raise self._route.too_large("more")
+        if not self._body:
+            self._body = data
         else:
-            if type(pieces[-1]) is bytes:
-                pieces.append(bytearray())
-            pieces[-1] += data
+            if type(self._body) is bytes:
+                self._body = bytearray(self._body)
+            self._body += data
         if self._watched:
-            self._hold()
+            self._hold_received()
 
     def wait_for_body(self) -> None:
         """The body has not arrived whole: from here on its time and memory are limited.
@@ -223,7 +190,7 @@ class PredictCall:
         """
         if not self._watched and not self.done:
             self._watch()
-            self._hold()
+            self._hold_received()
 
     def end(self, body: bytes | None = None) -> None:
         """The body is complete: decode it and queue its images.
@@ -232,21 +199,24 @@ class PredictCall:
         """
         if self.done:
             return
-        wanted, pieces = self._wanted, self._pieces
+        wanted = self._wanted
         self._decoding_began_s = time.monotonic()
         try:
-            if body is not None:
-                self._size = len(body)
-            if self._size <= wanted.inline_bytes:
+            if body is None:
+                # A bytearray is as good where nothing but its content matters.
+                body, self._body = cast("bytes", self._body), b""
+                if self._uploading:
+                    self._end_upload()
+            else:
+                self.received_bytes = len(body)
+            if self.received_bytes <= wanted.inline_bytes:
                 if self._held_bytes:
                     self._release()
-                self._pieces = None
-                self._decoded(wanted.decode(b"".join(pieces or ()) if body is None else body))
+                self._decoded(wanted.decode(body))
             else:
                 self._hold()
                 self._watch()
-                self._pieces = None
-                work = partial(_decode_pieces, wanted.decode, [body] if body else pieces or [])
+                work = partial(wanted.decode, body)
                 self._job = self._route.decoding.start(work, self._decoded, self._release)
         except ServiceError as exc:
             self.fail(exc)
@@ -327,7 +297,7 @@ class PredictCall:
             return
         self.fail(
             BodyTimeout(
-                f"body: got {self._size} bytes in {self._wanted.timeout_s:g} s, "
+                f"body: got {self.received_bytes} bytes in {self._wanted.timeout_s:g} s, "
                 "expected the whole body",
                 field="body",
             )
@@ -343,19 +313,49 @@ class PredictCall:
         self._end("internal")
         self._reply(INTERNAL_ERROR)
 
-    def _hold(self) -> None:
-        """Hold what has arrived. A body that arrives whole is held from its end on."""
-        self._route.bodies.hold(self._size - self._held_bytes)
-        self._held_bytes = self._size
+    def evict(self) -> None:
+        """The body arrives slowly, and others need the memory."""
+        self.fail(
+            BodyTimeout(
+                f"body: got {self.received_bytes} bytes, and little in the last second, while "
+                "other requests need the memory; send it faster",
+                field="body",
+            )
+        )
+
+    def _hold(self) -> int:
+        """Hold what has arrived. A body that arrives whole is held from its end on.
+
+        Returns: how many bytes the body has, as far as is known.
+        """
+        whole = self._wanted.length or self.received_bytes
+        more = self.received_bytes - self._held_bytes
+        self._route.budget.hold(more, whole)
+        if self.done:  # evicted, to make room for itself
+            self._route.budget.release(more)
+        else:
+            self._held_bytes += more
+        return whole
+
+    def _hold_received(self) -> None:
+        if self._hold() > SMALL_BYTES and not (self._uploading or self.done):
+            self._uploading = True
+            self._route.budget.watch(self)
 
     def _release(self) -> None:
-        self._route.bodies.release(self._held_bytes)
+        self._route.budget.release(self._held_bytes)
         self._held_bytes = 0
+
+    def _end_upload(self) -> None:
+        self._uploading = False
+        self._route.budget.unwatch(self)
 
     def _end(self, outcome: str) -> None:
         """Take the call out of whatever it waits for, and count it."""
         self.done = True
         self._unwatch()
+        if self._uploading:
+            self._end_upload()
         if self._job is not None:
             self._route.decoding.cancel(self._job)  # which releases the body when it has ended
             self._job = None
@@ -364,20 +364,14 @@ class PredictCall:
             cast("Batcher", self._batcher).cancel(request)
         elif self._held_bytes:
             self._release()
-        self._pieces = None
+        self._body = b""
         self._route.metrics.request_done(self._model, "http", outcome)
         nvtx.end(self._range)
 
 
-def _decode_pieces(
-    decode: Callable[[bytes], Images], pieces: Sequence[bytes | bytearray]
-) -> Images:
-    return decode(b"".join(pieces))
-
-
 def _inline_bytes(content_type: str) -> int:
     if content_type.startswith(BINARY):
-        return _INLINE_RAW_BYTES
+        return sys.maxsize  # nothing to decode
     return _INLINE_JSON_BYTES if content_type.startswith("application/json") else 0
 
 

@@ -66,7 +66,7 @@ TEXTS = {
     "host": "::1",
     "default_model": "mlp",
     "max_queue_rows": "40000",
-    "max_bodies_bytes": "67108864",
+    "max_in_flight_bytes": "67108864",
 }
 
 

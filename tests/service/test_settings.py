@@ -106,7 +106,10 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
     ("changes", "words"),
     [
         ({"max_images": 11, "max_queue_rows": 10}, "--max-images is 11, expected at most --max-q"),
-        ({"max_body_bytes": 2000, "max_bodies_bytes": 1999}, "--max-body-bytes is 2000, expected"),
+        (
+            {"max_body_bytes": 2000, "max_in_flight_bytes": 1999},
+            "--max-body-bytes is 2000, expected",
+        ),
         (
             {"models": "mlp,lenet", "default_model": "cnn"},
             "--default-model is cnn, expected one of --models: mlp, lenet",

@@ -431,11 +431,11 @@ async def be_slow(call, body, **_):
 
 
 async def find_no_room(call, body, route, **_):
-    route.bodies.hold(route.bodies.max_total_bytes)
+    route.budget.hold(route.budget.max_bytes, 784)
     call.data(body[1:])
     with pytest.raises(Overloaded) as refused:
         call.wait_for_body()
-    route.bodies.release(route.bodies.max_total_bytes)
+    route.budget.release(route.budget.max_bytes)
     call.fail(refused.value)
 
 

@@ -102,7 +102,7 @@ async def test_a_body_of_exactly_the_limit_is_read_in_either_way(listen, one):
 
 
 async def test_bodies_in_hand_have_a_common_bound(listen, one):
-    async with listen(max_body_bytes=2000, max_bodies_bytes=2000) as served:
+    async with listen(max_body_bytes=2000, max_in_flight_bytes=2000) as served:
         async with connect(served) as (_, holder), connect(served) as (reader, writer):
             holder.write(head(b"Content-Length: 2000\r\n") + bytes(1500))
             await holder.drain()
@@ -304,7 +304,7 @@ async def test_a_request_ends_when_its_client_leaves_while_it_is_decoded(
 
 
 async def test_a_body_is_held_until_its_decoding_has_ended(listen, decoding, one):
-    async with listen(max_body_bytes=1000, max_bodies_bytes=1000) as served:
+    async with listen(max_body_bytes=1000, max_in_flight_bytes=1000) as served:
         late = await served.post(bytes(900), PNG, x_request_timeout_ms="30")
         assert late.status_code == 504
         async with connect(served) as (reader, writer):

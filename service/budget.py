@@ -1,0 +1,100 @@
+"""The memory that clients can make this process hold, over all transports together."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Protocol
+
+from service.errors import Overloaded
+
+SMALL_BYTES = 256 * 1024
+"""A body up to this size is small: 330 images as bytes, 100 in JSON."""
+
+_LARGE_SHARE = 0.75
+"""The part of the budget that bodies which are not small may fill. The rest is for small ones."""
+
+_CHECK_S = 1.0
+_SLOW_BYTES = 64 * 1024
+"""A large body is slow while less than this arrives in `_CHECK_S`."""
+
+
+class Upload(Protocol):
+    """A large body that is being received; hashed by identity."""
+
+    received_bytes: int
+
+    def evict(self) -> None:
+        """End it and release what it holds: it is slow, and others need the room."""
+        ...
+
+
+class Budget:
+    """Bytes of bodies and messages being received or decoded, and of answers waiting to be sent.
+
+    At most `max_bytes` together: a body beyond it is refused. Only answers may pass it.
+
+    A body that arrives whole and is decoded at once is not counted, nor are images that wait for
+    their batch: their number has a limit of its own. Belongs to an event loop.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes = max_bytes
+        self.held_bytes = 0
+        self._uploads: dict[Upload, int] = {}
+        """With what each had received when it was last looked at."""
+        self._slow: set[Upload] = set()
+        self._checking = False
+
+    def limit_bytes(self, whole: int) -> int:
+        """How many bytes may be held, that of a body of `whole` bytes included, when it comes."""
+        return self.max_bytes if whole <= SMALL_BYTES else int(_LARGE_SHARE * self.max_bytes)
+
+    def hold(self, size: int, whole: int) -> None:
+        """Hold `size` more bytes of a body that announces `whole` bytes, or has so many so far.
+
+        Raises:
+            Overloaded: there is no room for them.
+        """
+        limit = self.limit_bytes(whole)
+        while self.held_bytes + size > limit:
+            if not self._slow:
+                raise Overloaded(
+                    f"body: {self.held_bytes} bytes of requests and answers are in flight, and "
+                    f"{size} more would pass the limit of {limit}; try again later",
+                    field="body",
+                    retry_after_s=1,
+                )
+            self._slow.pop().evict()
+        self.held_bytes += size
+
+    def add(self, size: int) -> None:
+        """Hold `size` more bytes that cannot be refused, those of an answer."""
+        self.held_bytes += size
+
+    def release(self, size: int) -> None:
+        """Stop holding `size` bytes."""
+        self.held_bytes -= size
+        assert self.held_bytes >= 0, "bug: more is released than was held"
+
+    def watch(self, upload: Upload) -> None:
+        """Evict `upload` when it is slow and others need the room."""
+        self._uploads[upload] = upload.received_bytes
+        if not self._checking:
+            self._checking = True
+            asyncio.get_running_loop().call_later(_CHECK_S, self._check)
+
+    def unwatch(self, upload: Upload) -> None:
+        """Forget `upload`: it has arrived, or ended."""
+        self._uploads.pop(upload, None)
+        self._slow.discard(upload)
+
+    def _check(self) -> None:
+        for upload, before in self._uploads.items():
+            received = self._uploads[upload] = upload.received_bytes
+            if received - before < _SLOW_BYTES:
+                self._slow.add(upload)
+            else:
+                self._slow.discard(upload)
+        self._checking = bool(self._uploads)
+        if self._checking:
+            asyncio.get_running_loop().call_later(_CHECK_S, self._check)
