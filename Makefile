@@ -8,7 +8,7 @@ ONNX := lenet/onnx_subset
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test coverage gpu-check docs-check check format proto docker-up docker-down clean
+.PHONY: help serve train load-test dev test faults soak coverage gpu-check docs-check check format proto docker-up docker-down clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,6 +26,12 @@ dev: .venv/dev.stamp ## install what training, benchmarks, tests and checks need
 
 test: .venv/dev.stamp ## run the tests that need no GPU, on two cores (ARGS="-k batcher")
 	$(PYTEST) $(ARGS)
+
+faults: .venv/dev.stamp ## run every experiment of tests/faults, the long ones too (FAULT_SEEDS=10)
+	FAULT_SEEDS=$${FAULT_SEEDS:-10} $(BIN)/python -m pytest -m '' tests/faults $(ARGS)
+
+soak: .venv/dev.stamp ## good, bad and killed clients for 10 minutes (SOAK=24h WORKERS=2 make soak)
+	$(BIN)/python -m tests.faults.soak --duration $${SOAK:-10m} --workers $${WORKERS:-1} $(ARGS)
 
 coverage: .venv/dev.stamp ## run the same tests and measure their coverage
 	$(PYTEST) --cov --cov-report=term $(ARGS)

@@ -1,4 +1,5 @@
-"""Fixtures for every test: weight files, networks, real digits, an event loop on virtual time."""
+"""Fixtures for every test: weight files, networks, real digits, an event loop on virtual time,
+running services."""
 
 from __future__ import annotations
 
@@ -25,6 +26,7 @@ from lenet import reference
 from lenet.errors import InvalidModel
 from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool, named
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
+from tests.service_process import Service
 from trainer.mnist import FILES, load
 
 # Every machine tries the same examples: they are derived from the name of the test.
@@ -192,3 +194,52 @@ def mnist(mnist_folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The 10,000 real test images, uint8 (10000, 28, 28), and their labels, uint8 (10000,)."""
     test = load(mnist_folder).test
     return test.images, test.labels
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """An empty weights folder."""
+    (tmp_path / "weights").mkdir()
+    return tmp_path / "weights"
+
+
+@pytest.fixture
+def write(folder, random_weights, tiny):
+    """`write("a/1")` puts a valid file of model `a`, the smallest there is, into `folder`."""
+
+    def write(place, *, seed=0, name=None):
+        path = folder / f"{place}.safetensors"
+        model = Model(name or path.parent.name, tiny.blocks)
+        random_weights(model, seed).write(path)
+        return path
+
+    return write
+
+
+@pytest.fixture
+def tiny_weights(folder, write):
+    """A folder with the one model `lenet`."""
+    write("lenet/1")
+    return folder
+
+
+@pytest.fixture
+def second_version(tiny_weights, write):
+    """`second_version()` puts version 2 of `lenet` beside the first."""
+    return lambda: write("lenet/2", seed=1)
+
+
+@pytest.fixture
+def start(tmp_path, tiny_weights):
+    """`start("--workers", "2")` runs the service on free ports; killed when the test ends."""
+    services = []
+
+    def start_(*arguments, port=0, grpc_port=0, **options):
+        ports = ("--port", str(port), "--grpc-port", str(grpc_port))
+        service = Service([*ports, "--max-batch-rows", "4", *arguments], tmp_path, **options)
+        services.append(service)
+        return service
+
+    yield start_
+    for service in services:
+        service.end()

@@ -1,0 +1,140 @@
+"""`python -m service` as a process of its own, for tests over real sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from http.client import HTTPConnection
+from pathlib import Path
+
+PROJECT = Path(__file__).parents[1]
+PROGRAM = Path(os.environ.get("LENET_TEST_ROOT", PROJECT))
+"""The source tree whose service is started: this one, or an older one to compare with."""
+
+PATIENCE_S = 30.0
+
+
+class Service:
+    """A running `python -m service`; its log lines as they come."""
+
+    def __init__(self, arguments, folder, program=("-m", "service")):
+        self.temporary = folder / "tmp"
+        self.temporary.mkdir(exist_ok=True)
+        plain = {key: text for key, text in os.environ.items() if not key.startswith("LENET_")}
+        self.process = subprocess.Popen(
+            [sys.executable, *program, *arguments],
+            cwd=folder,
+            env={**plain, "PYTHONPATH": str(PROGRAM), "TMPDIR": str(self.temporary)},
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.lines = []
+        self._grown = threading.Condition()
+        self._ended = False
+        self._reader = threading.Thread(target=self._read)
+        self._reader.start()
+        self._signalled_s = time.monotonic()
+
+    def _read(self):
+        for line in self.process.stderr:
+            with self._grown:
+                self.lines.append(line.rstrip("\n"))
+                self._grown.notify_all()
+        with self._grown:
+            self._ended = True
+            self._grown.notify_all()
+
+    @property
+    def log(self):
+        return "\n".join(self.lines)
+
+    def wait_for(self, pattern, count=1):
+        """Wait until `count` lines match `pattern`; returns the last match."""
+
+        def found():
+            return [match for line in self.lines if (match := re.search(pattern, line))]
+
+        with self._grown:
+            self._grown.wait_for(lambda: len(found()) >= count or self._ended, PATIENCE_S)
+            assert len(found()) >= count, f"no {pattern!r} in:\n{self.log}"
+            return found()[count - 1]
+
+    def ready(self, workers=1):
+        """Wait until all workers are; afterwards `port` and `grpc_port` are known."""
+        match = self.wait_for(r"ready: HTTP on http://[^ ]+:(\d+), gRPC on [^ ]+:(\d+)", workers)
+        self.port, self.grpc_port = int(match[1]), int(match[2])
+        return self
+
+    def started_workers(self):
+        """Process ids of all workers that were ever started."""
+        return [int(pid) for pid in re.findall(r"worker (\d+) started", self.log)]
+
+    def get(self, path):
+        """Status and body."""
+        return self._ask("GET", path)
+
+    @contextlib.contextmanager
+    def in_flight(self):
+        """A request that is being read, its 784 bytes yet to be sent."""
+        with socket.create_connection(("127.0.0.1", self.port), PATIENCE_S) as connection:
+            connection.sendall(
+                b"POST /predict HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\n"
+                b"Content-Type: application/octet-stream\r\nContent-Length: 784\r\n\r\n"
+            )
+            assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
+            yield connection
+
+    def predict(self):
+        """Status and body of the answer to one black image."""
+        kind = {"Content-Type": "application/octet-stream"}
+        return self._ask("POST", "/predict", bytes(784), kind)
+
+    def _ask(self, method, path, *request):
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)
+        with contextlib.closing(connection):
+            connection.request(method, path, *request)
+            response = connection.getresponse()
+            return response.status, response.read().decode()
+
+    def signal(self, number=signal.SIGTERM):
+        self._signalled_s = time.monotonic()
+        self.process.send_signal(number)
+
+    def signal_all(self, number):
+        """To the service and all its children, as Ctrl-C, systemd and `timeout` do."""
+        self._signalled_s = time.monotonic()
+        os.killpg(self.process.pid, number)
+
+    def wait(self):
+        """The exit code; and that nothing was left in the folder of temporary files."""
+        code = self.process.wait(PATIENCE_S)
+        self._reader.join(PATIENCE_S)
+        assert not self._reader.is_alive(), "a worker lives on and holds the log"
+        if code >= 0:
+            assert list(self.temporary.iterdir()) == []
+        return code
+
+    def stopped_after_s(self):
+        """Seconds from the last signal to the end."""
+        self.wait()
+        return time.monotonic() - self._signalled_s
+
+    def end(self):
+        """Kill it and its workers."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for pid in self.started_workers():
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+        self._reader.join()
+        self.process.stderr.close()
