@@ -15,16 +15,19 @@ _LARGE_SHARE = 0.75
 
 _CHECK_S = 1.0
 _SLOW_BYTES = 64 * 1024
-"""A large body is slow while less than this arrives in `_CHECK_S`."""
+"""A transfer is slow while it moves less than this in `_CHECK_S`."""
 
 
-class Upload(Protocol):
-    """A large body that is being received; hashed by identity."""
+class Transfer(Protocol):
+    """A large body that is being received, or answers that are being sent; hashed by identity."""
 
-    received_bytes: int
+    @property
+    def moved_bytes(self) -> int:
+        """How much has been received or sent."""
+        ...
 
     def evict(self) -> None:
-        """End it and release what it holds: it is slow, and others need the room."""
+        """End it and release what it holds: it is slow, and others need the memory."""
         ...
 
 
@@ -40,9 +43,9 @@ class Budget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = 0
-        self._uploads: dict[Upload, int] = {}
-        """With what each had received when it was last looked at."""
-        self._slow: set[Upload] = set()
+        self._transfers: dict[Transfer, int] = {}
+        """With what each had moved when it was last looked at."""
+        self._slow: set[Transfer] = set()
         self._checking = False
 
     def limit_bytes(self, whole: int) -> int:
@@ -56,19 +59,21 @@ class Budget:
             Overloaded: there is no room for them.
         """
         limit = self.limit_bytes(whole)
-        while self.held_bytes + size > limit:
-            if not self._slow:
-                raise Overloaded(
-                    f"body: {self.held_bytes} bytes of requests and answers are in flight, and "
-                    f"{size} more would pass the limit of {limit}; try again later",
-                    field="body",
-                    retry_after_s=1,
-                )
-            self._slow.pop().evict()
+        while self._slow and self.held_bytes + size > limit:
+            transfer = self._slow.pop()
+            self.unwatch(transfer)
+            transfer.evict()
+        if self.held_bytes + size > limit:
+            raise Overloaded(
+                f"body: {self.held_bytes} bytes of requests and answers are in flight, and "
+                f"{size} more would pass the limit of {limit}; try again later",
+                field="body",
+                retry_after_s=1,
+            )
         self.held_bytes += size
 
     def add(self, size: int) -> None:
-        """Hold `size` more bytes that cannot be refused, those of an answer."""
+        """Hold `size` more bytes that cannot be refused, those of an answer; fewer if negative."""
         self.held_bytes += size
 
     def release(self, size: int) -> None:
@@ -76,25 +81,25 @@ class Budget:
         self.held_bytes -= size
         assert self.held_bytes >= 0, "bug: more is released than was held"
 
-    def watch(self, upload: Upload) -> None:
-        """Evict `upload` when it is slow and others need the room."""
-        self._uploads[upload] = upload.received_bytes
+    def watch(self, transfer: Transfer) -> None:
+        """Evict `transfer` when it is slow and others need the memory."""
+        self._transfers[transfer] = transfer.moved_bytes
         if not self._checking:
             self._checking = True
             asyncio.get_running_loop().call_later(_CHECK_S, self._check)
 
-    def unwatch(self, upload: Upload) -> None:
-        """Forget `upload`: it has arrived, or ended."""
-        self._uploads.pop(upload, None)
-        self._slow.discard(upload)
+    def unwatch(self, transfer: Transfer) -> None:
+        """Forget `transfer`: it is complete, or ended."""
+        self._transfers.pop(transfer, None)
+        self._slow.discard(transfer)
 
     def _check(self) -> None:
-        for upload, before in self._uploads.items():
-            received = self._uploads[upload] = upload.received_bytes
-            if received - before < _SLOW_BYTES:
-                self._slow.add(upload)
+        for transfer, before in self._transfers.items():
+            moved = self._transfers[transfer] = transfer.moved_bytes
+            if moved - before < _SLOW_BYTES:
+                self._slow.add(transfer)
             else:
-                self._slow.discard(upload)
-        self._checking = bool(self._uploads)
+                self._slow.discard(transfer)
+        self._checking = bool(self._transfers)
         if self._checking:
             asyncio.get_running_loop().call_later(_CHECK_S, self._check)

@@ -65,6 +65,7 @@ class Service:
     metrics: Metrics
     app: FastAPI
     fast_routes: FastRoutes
+    budget: Budget
     grpc: GrpcServer
     faults: Faults | None
     """With `--fault-injection`."""
@@ -143,7 +144,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         fast_routes = {(b"POST", b"/predict"): predict}
         models.ready = True
         try:
-            yield Service(models, metrics, app, fast_routes, grpc, faults)
+            yield Service(models, metrics, app, fast_routes, budget, grpc, faults)
         finally:
             models.ready = False
 
@@ -286,7 +287,7 @@ async def _answer(
 ) -> None:
     """Serve HTTP until `stop`, then stop HTTP, gRPC and the queues within the drain timeout."""
     _settle()
-    door = FrontDoor(service.fast_routes)
+    door = FrontDoor(service.fast_routes, service.budget)
     server = _http_server(service.app, door, settings.drain_timeout_s)
     host, port = listeners[0].getsockname()[:2]
     for listener in listeners:

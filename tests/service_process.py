@@ -93,10 +93,10 @@ class Service:
             assert connection.recv(1000) == b"HTTP/1.1 100 Continue\r\n\r\n"
             yield connection
 
-    def predict(self):
-        """Status and body of the answer to one black image."""
+    def predict(self, images=1):
+        """Status and body of the answer to so many black images."""
         kind = {"Content-Type": "application/octet-stream"}
-        return self._ask("POST", "/predict", bytes(784), kind)
+        return self._ask("POST", "/predict", bytes(784 * images), kind)
 
     def _ask(self, method, path, *request):
         connection = HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE_S)

@@ -41,6 +41,7 @@ import httptools
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from service.budget import Budget
 from service.errors import ServiceError, shown
 from service.http.answer import INTERNAL_ERROR, Answer, refusal
 from service.http.head import FastCall, FastRoutes, Head, Refused
@@ -82,6 +83,7 @@ class FrontDoor:
     def __init__(
         self,
         routes: FastRoutes,
+        budget: Budget,
         *,
         max_header_bytes: int = 64 * 1024,
         header_timeout_s: float = 10.0,
@@ -89,6 +91,7 @@ class FrontDoor:
         write_timeout_s: float = 30.0,
     ) -> None:
         self.routes = routes
+        self.budget = budget
         self.max_header_bytes = max_header_bytes
         self.header_timeout_s = header_timeout_s
         self.keep_alive_s = keep_alive_s
@@ -211,6 +214,11 @@ class Connection(asyncio.Protocol):
         self._since_s = loop.time()  # of being idle, or of the headers that arrive
         self._blocked_since_s = self._closed_since_s = 0.0
         self._unread_bytes = 0  # when the client's reading was last looked at
+        self._held_bytes = (
+            0  # of the budget, for `_waiting_bytes` and what the client does not read
+        )
+        self._waiting_bytes = 0  # of answers behind one that is not made yet
+        self._written_bytes = 0  # since the client reads too slowly
         self._drained: asyncio.Event | None = None
 
     # The transport's calls.
@@ -232,6 +240,7 @@ class Connection(asyncio.Protocol):
         self._line.clear()
         for exchange in line:
             exchange.cancel()
+        self._waiting_bytes = 0
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -416,10 +425,17 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._blocked_since_s = self.loop.time()
         self._drained = asyncio.Event()
+        self._written_bytes = self.transport.get_write_buffer_size()
+        self._hold_answers()
+        self.door.budget.watch(self)
         self._set_reading()
 
     def resume_writing(self) -> None:
-        self._blocked_since_s = 0.0
+        if self._blocked_since_s:
+            self._blocked_since_s = 0.0
+            self.door.budget.unwatch(self)
+        if self._held_bytes:
+            self._hold_answers()
         if self._drained is not None:
             self._drained.set()
             self._drained = None
@@ -456,6 +472,7 @@ class Connection(asyncio.Protocol):
             if now_s - self._closed_since_s > write_s:
                 transport.abort()
         elif self._blocked_since_s:
+            self._hold_answers()
             if unread_bytes < before:
                 self._blocked_since_s = now_s
             if now_s - self._blocked_since_s > write_s:
@@ -580,6 +597,11 @@ class Connection(asyncio.Protocol):
             line.popleft()
         if ready:
             self.transport.write(b"".join((ready, *more)) if more else ready)
+            if self._held_bytes:
+                waited = sum(map(len, more))
+                self._waiting_bytes = max(0, self._waiting_bytes - waited) if line else 0
+                self._written_bytes += waited + len(ready)
+                self._hold_answers()
         if close:
             self._finish()
         elif line:
@@ -595,6 +617,31 @@ class Connection(asyncio.Protocol):
                 self.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
         if not self._reading:
             self._set_reading()
+
+    def keep(self, answer: bytes) -> None:
+        """An answer waits for those before it."""
+        self._waiting_bytes += len(answer)
+        self._hold_answers()
+
+    def _hold_answers(self) -> None:
+        """Hold in the budget what was answered and is not sent.
+
+        Up to the transport's mark for `pause_writing`, 64 KiB, it is not counted.
+        """
+        unread = self.transport.get_write_buffer_size() if self._blocked_since_s else 0
+        held, self._held_bytes = self._held_bytes, unread + self._waiting_bytes
+        self.door.budget.add(self._held_bytes - held)
+
+    @property
+    def moved_bytes(self) -> int:
+        """What the client has read since it reads too slowly."""
+        return self._written_bytes - self.transport.get_write_buffer_size()
+
+    def evict(self) -> None:
+        """The client reads slowly, and others need the memory of its answers."""
+        self._blocked_since_s, self._waiting_bytes = 0.0, 0
+        self._hold_answers()
+        self.transport.abort()
 
     def will_close(self, exchange: Exchange) -> bool:
         """Whether the connection closes after the answer to `exchange`.
@@ -626,6 +673,8 @@ class Connection(asyncio.Protocol):
             exchange.cancel()
         self._line.clear()
         self._arriving = None
+        self._waiting_bytes = 0
+        self._hold_answers()
         if self._ended or not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -831,7 +880,10 @@ class FastExchange(Exchange):
         connection, head = self.connection, self.head
         self.close = connection.will_close(self)
         self.answer = connection.encode(head, answer, self.close)
-        connection.flush()
+        if connection.is_first(self):
+            connection.flush()
+        else:
+            connection.keep(self.answer)
 
 
 class AsgiExchange(Exchange):

@@ -147,8 +147,10 @@ class PredictCall:
     # Initial values, all immutable; setting each of them in every instance would take time.
     _model = NO_MODEL
     _decoding_began_s = _decode_s = 0.0
-    received_bytes = _held_bytes = 0
-    _watched = _uploading = False
+    moved_bytes = 0
+    """Of the body, received."""
+    _held_bytes = 0
+    _watched = _transferring = False
     done = False
     _body: bytes | bytearray = b""
     _job: Job | None = None
@@ -170,8 +172,8 @@ class PredictCall:
         """
         if self.done:
             return
-        self.received_bytes += len(data)
-        if self._wanted.length is None and self.received_bytes > self._route.max_body_bytes:
+        self.moved_bytes += len(data)
+        if self._wanted.length is None and self.moved_bytes > self._route.max_body_bytes:
             raise self._route.too_large("more")
         if not self._body:
             self._body = data
@@ -180,7 +182,7 @@ class PredictCall:
                 self._body = bytearray(self._body)
             self._body += data
         if self._watched:
-            self._hold_received()
+            self._hold_arrived()
 
     def wait_for_body(self) -> None:
         """The body has not arrived whole: from here on its time and memory are limited.
@@ -190,7 +192,7 @@ class PredictCall:
         """
         if not self._watched and not self.done:
             self._watch()
-            self._hold_received()
+            self._hold_arrived()
 
     def end(self, body: bytes | None = None) -> None:
         """The body is complete: decode it and queue its images.
@@ -205,11 +207,11 @@ class PredictCall:
             if body is None:
                 # A bytearray is as good where nothing but its content matters.
                 body, self._body = cast("bytes", self._body), b""
-                if self._uploading:
-                    self._end_upload()
+                if self._transferring:
+                    self._end_transfer()
             else:
-                self.received_bytes = len(body)
-            if self.received_bytes <= wanted.inline_bytes:
+                self.moved_bytes = len(body)
+            if self.moved_bytes <= wanted.inline_bytes:
                 if self._held_bytes:
                     self._release()
                 self._decoded(wanted.decode(body))
@@ -297,7 +299,7 @@ class PredictCall:
             return
         self.fail(
             BodyTimeout(
-                f"body: got {self.received_bytes} bytes in {self._wanted.timeout_s:g} s, "
+                f"body: got {self.moved_bytes} bytes in {self._wanted.timeout_s:g} s, "
                 "expected the whole body",
                 field="body",
             )
@@ -317,7 +319,7 @@ class PredictCall:
         """The body arrives slowly, and others need the memory."""
         self.fail(
             BodyTimeout(
-                f"body: got {self.received_bytes} bytes, and little in the last second, while "
+                f"body: got {self.moved_bytes} bytes, and little in the last second, while "
                 "other requests need the memory; send it faster",
                 field="body",
             )
@@ -328,8 +330,8 @@ class PredictCall:
 
         Returns: how many bytes the body has, as far as is known.
         """
-        whole = self._wanted.length or self.received_bytes
-        more = self.received_bytes - self._held_bytes
+        whole = self._wanted.length or self.moved_bytes
+        more = self.moved_bytes - self._held_bytes
         self._route.budget.hold(more, whole)
         if self.done:  # evicted, to make room for itself
             self._route.budget.release(more)
@@ -337,25 +339,25 @@ class PredictCall:
             self._held_bytes += more
         return whole
 
-    def _hold_received(self) -> None:
-        if self._hold() > SMALL_BYTES and not (self._uploading or self.done):
-            self._uploading = True
+    def _hold_arrived(self) -> None:
+        if self._hold() > SMALL_BYTES and not (self._transferring or self.done):
+            self._transferring = True
             self._route.budget.watch(self)
 
     def _release(self) -> None:
         self._route.budget.release(self._held_bytes)
         self._held_bytes = 0
 
-    def _end_upload(self) -> None:
-        self._uploading = False
+    def _end_transfer(self) -> None:
+        self._transferring = False
         self._route.budget.unwatch(self)
 
     def _end(self, outcome: str) -> None:
         """Take the call out of whatever it waits for, and count it."""
         self.done = True
         self._unwatch()
-        if self._uploading:
-            self._end_upload()
+        if self._transferring:
+            self._end_transfer()
         if self._job is not None:
             self._route.decoding.cancel(self._job)  # which releases the body when it has ended
             self._job = None

@@ -16,6 +16,7 @@ import pytest
 import lenet as package
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
+from service.budget import Budget
 from service.errors import CannotListen, ExitCode, Unavailable
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -334,7 +335,7 @@ def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
 async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(caplog, timeout_s):
     async def app(scope, receive, send): ...
 
-    server = module._http_server(app, module.FrontDoor({}), timeout_s)
+    server = module._http_server(app, module.FrontDoor({}, Budget(1 << 20)), timeout_s)
     server.should_exit = True
     (listener,) = module.listen("127.0.0.1", 0, shared=False)
     await server.serve([listener])

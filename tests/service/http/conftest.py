@@ -104,7 +104,7 @@ def listen(open_app):
     @asynccontextmanager
     async def listen_(**changes):
         async with open_app(**changes) as served:
-            served.door = FrontDoor(served.service.fast_routes)
+            served.door = FrontDoor(served.service.fast_routes, served.service.budget)
             server = process._http_server(served.app, served.door, served.settings.drain_timeout_s)
             (listener,) = bind("127.0.0.1", 0, shared=False)
             with listener:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from service.budget import Budget
 from service.errors import InvalidInput, TooLarge
 from service.http.answer import Answer, error_answer
 from service.http.connection import FrontDoor
@@ -198,7 +199,7 @@ class Running:
 async def running(**options):
     """`async with running(header_timeout_s=0.1) as server`."""
     route = Echo()
-    door = FrontDoor({(b"POST", b"/fast"): route}, **options)
+    door = FrontDoor({(b"POST", b"/fast"): route}, Budget(1 << 30), **options)
     config = Config(application, http=door, ws="none", lifespan="off", log_config=None)
     config.load()
     state = ServerState()

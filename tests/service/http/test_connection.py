@@ -10,7 +10,7 @@ import socket
 import orjson
 import pytest
 
-from service.errors import TooLarge
+from service.errors import Overloaded, TooLarge
 from service.http.openapi import ErrorResponse
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, running, until
 
@@ -633,6 +633,39 @@ async def test_a_connection_with_an_unread_small_answer_is_given_up(end):
         elif end == "stop":
             server.stop()
         await until(lambda: not server.state.connections)
+
+
+async def test_answers_that_a_client_does_not_read_give_way_to_others():
+    async with running() as server:
+        budget = server.door.budget
+        client = await server.open()
+        client.writer.transport.pause_reading()
+        client.send(GET.replace(b"/ ", b"/huge ", 1))
+        await until(lambda: budget.held_bytes > len(HUGE) / 2)
+        budget.add(budget.max_bytes - budget.held_bytes)
+        async with asyncio.timeout(20):
+            while True:  # until it counts as slow
+                with contextlib.suppress(Overloaded):
+                    budget.hold(784, 784)
+                    break
+                await asyncio.sleep(0.05)
+        await until(lambda: not server.state.connections)
+
+
+async def test_answers_behind_one_that_is_not_made_are_held_until_they_are_written():
+    async with running() as server:
+        server.route.hold = True
+        client = await server.open()
+        client.send(b"".join(post(bytes(1000)) for _ in range(5)))
+        await until(lambda: len(server.route.held) == 5)
+        first, *others = server.route.held
+        for call in others:
+            call.answer()
+        assert server.door.budget.held_bytes > 4 * 1000
+        first.answer()
+        assert server.door.budget.held_bytes == 0
+        for _ in range(5):
+            assert (await client.answer())[0] == 200
 
 
 async def test_a_client_that_reads_slowly_but_steadily_is_not_given_up():
