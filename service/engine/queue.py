@@ -18,6 +18,10 @@ from service.engine.versions import ModelVersion
 from service.errors import Overloaded, ServiceError
 from service.metrics import CutReason
 
+_PATIENCE = 1 / 8
+"""How much later than in strict order a split request may be, as a part of the queue's limit. Of
+the default limit it lets single images that take 30 % of the time pass a request of 10,000."""
+
 
 @dataclass(slots=True, eq=False)
 class BatchAnswer:
@@ -76,6 +80,8 @@ class Request:
     """Answered or cancelled: what its batches still compute is dropped."""
     cut_rows: int = field(default=0, init=False)
     """How many of its rows have left the queue in batches."""
+    expected_rows: int = field(default=0, init=False)
+    """How many rows the queue will have cut, ever, when all of it is, if nothing overtakes it."""
     answered_rows: int = field(default=0, init=False)
     first_cut_s: float = field(default=0.0, init=False)
     parts: dict[int, Probabilities] | None = field(default=None, init=False)
@@ -165,8 +171,10 @@ class BatchQueue:
     """First come, first served, counted in rows.
 
     A request larger than a batch goes to the back after each of its parts: whoever comes behind it
-    waits for one batch of it and not for all. A batch ends before the first request for another
-    version: batches are smaller while one version replaces another, and no request waits longer.
+    waits for one batch of it and not for all. But once it is later than in strict order by
+    `_PATIENCE` of the queue's limit, it comes first: under overload nothing waits much longer than
+    a full queue takes. A batch ends before the first request for another version: batches are
+    smaller while one version replaces another, and no request waits longer.
 
     Args:
         max_batch_rows: the most rows in one batch.
@@ -180,8 +188,11 @@ class BatchQueue:
         self._max_batch_rows = max_batch_rows
         self._max_queue_rows = max_queue_rows
         self._max_wait_s = max_wait_s
+        self._patience_rows = int(_PATIENCE * max_queue_rows)
         self._requests: OrderedDict[Request, None] = OrderedDict()
+        self._split: OrderedDict[Request, None] = OrderedDict()  # of which parts have left
         self._rows = 0
+        self._cut_rows = 0  # ever
 
     @property
     def rows(self) -> int:
@@ -214,6 +225,7 @@ class BatchQueue:
         if request not in self._requests:
             return 0
         del self._requests[request]
+        self._split.pop(request, None)
         waiting = request.rows - request.cut_rows
         self._rows -= waiting
         return waiting
@@ -234,7 +246,7 @@ class BatchQueue:
         late: list[Request] = []
         room = self._max_batch_rows
         while self._requests and room:
-            request = next(iter(self._requests))
+            request = self._next()
             if request.deadline_s <= now_s:
                 self.discard(request)
                 late.append(request)
@@ -246,13 +258,25 @@ class BatchQueue:
             segments.append(Segment(request, start, stop))
             if start == 0:
                 request.first_cut_s = now_s
+                request.expected_rows = self._cut_rows + request.rows
             request.cut_rows = stop
             room -= stop - start
             self._rows -= stop - start
+            self._cut_rows += stop - start
             if stop == request.rows:
                 del self._requests[request]
+                if start:
+                    del self._split[request]
             else:
                 self._requests.move_to_end(request)
+                self._split[request] = None
         if not room:
             reason = "full"
         return Cut(segments, late, self._max_batch_rows - room, reason, now_s)
+
+    def _next(self) -> Request:
+        if self._split:
+            oldest = next(iter(self._split))
+            if self._cut_rows >= oldest.expected_rows + self._patience_rows:
+                return oldest
+        return next(iter(self._requests))

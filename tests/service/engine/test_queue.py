@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import random
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -13,7 +15,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from service.engine.queue import BatchQueue, Cut, Request
 from service.errors import Overloaded
 
-IMAGES = np.zeros((11, 28, 28), np.uint8)
+IMAGES = np.zeros((10_000, 28, 28), np.uint8)
 
 
 def request(
@@ -55,6 +57,49 @@ def test_a_large_request_goes_to_the_back_after_each_of_its_parts():
     cuts = [segments(queue.cut(0.0), large, one, two) for _ in range(3)]
     assert cuts == [[(0, 0, 4)], [(1, 0, 1), (2, 0, 1), (0, 4, 6)], [(0, 6, 9)]]
     assert len(queue) == 0
+
+
+def simulated(queue, arrivals):
+    """How long each accepted request waits for its last row, by rows, in times of a row.
+
+    `arrivals`: (time, rows) in order. A batch takes a time unit a row.
+    """
+    waits = {}
+    now, coming = 0.0, next(arrivals, None)
+    while coming or len(queue):
+        if coming and (coming[0] <= now or not len(queue)):
+            now = max(now, coming[0])
+            with contextlib.suppress(Overloaded):
+                queue.push(request(coming[1], float("inf"), coming[0]))
+            coming = next(arrivals, None)
+            continue
+        cut = queue.cut(now)
+        now += cut.rows
+        for part in cut.segments:
+            if part.stop == part.request.rows:
+                waits.setdefault(part.stop, []).append(now - part.request.arrived_s)
+    return waits
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_an_accepted_request_waits_hardly_longer_than_a_full_queue_takes(seed):
+    draw = random.Random(seed)
+    sizes, limit = (1, 4, 11), 400
+    arrivals, now = [], 0.0
+    for _ in range(6000):  # three times what the queue can do
+        now += draw.expovariate(3 / np.mean(sizes))
+        arrivals.append((now, draw.choice(sizes)))
+    waits = simulated(BatchQueue(4, limit), iter(arrivals))
+    assert set(waits) == set(sizes)
+    for rows, times in waits.items():
+        assert max(times) < 1.3 * limit, f"{rows} rows"
+
+
+def test_single_images_pass_a_request_of_many_batches():
+    arrivals = [(0.0, 10_000), *((float(time), 1) for time in range(0, 12_000, 4))]
+    waits = simulated(BatchQueue(64, 32_768), iter(arrivals))
+    assert max(waits[1]) <= 3 * 64, "a batch that runs, one of the large request, its own"
+    assert waits[10_000][0] < 1.4 * 10_000
 
 
 def test_a_batch_ends_where_the_next_request_is_for_another_version():
