@@ -122,6 +122,10 @@ class Backend(Protocol):
         """
         ...
 
+    def hang(self) -> None:
+        """Work for ever, as a faulty kernel would. For tests of the recovery."""
+        ...
+
     def close(self) -> None:
         """Free everything. Closing twice is allowed."""
         ...

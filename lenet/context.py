@@ -185,6 +185,11 @@ class ExecutionContext:
         self._check()
         self._backend.poison()
 
+    def hang(self) -> None:
+        """Work for ever; see `lenet.backend.Backend.hang`."""
+        self._check()
+        self._backend.hang()
+
     @span("stage")
     def stage(self, weights: WeightFile) -> None:
         """Validate `weights`, so that `replace_weights` switches to them at once.

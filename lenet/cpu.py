@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -160,6 +161,10 @@ class CpuBackend:
     def poison(self) -> None:
         """Raise what a GPU would raise. Nothing breaks here."""
         raise DeviceError("poisoned for a test", sticky=True)
+
+    def hang(self) -> None:
+        """Wait for ever."""
+        threading.Event().wait()
 
     def close(self) -> None:
         """Drop the sessions."""

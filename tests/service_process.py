@@ -28,10 +28,11 @@ class Service:
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         plain = {key: text for key, text in os.environ.items() if not key.startswith("LENET_")}
+        path = os.pathsep.join(filter(None, (str(PROGRAM), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, *program, *arguments],
             cwd=folder,
-            env={**plain, "PYTHONPATH": str(PROGRAM), "TMPDIR": str(self.temporary)},
+            env={**plain, "PYTHONPATH": path, "TMPDIR": str(self.temporary)},
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             text=True,

@@ -120,6 +120,11 @@ class CudaBackend:
             kernel((1,), (32,), (invalid, invalid, np.int32(1)))
             self.stream.synchronize()
 
+    def hang(self) -> None:
+        """Wait for a kernel that does not end."""
+        self._kernels.get(FOLDER / "hang.cu", "hang", {})((1,), (1,), ())
+        self.stream.synchronize()
+
     def close(self) -> None:
         """Close the handles. Closing twice is allowed."""
         self._handle.close()

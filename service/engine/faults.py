@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Sequence
 from queue import Empty, SimpleQueue
 from typing import Literal, TypeAlias
@@ -23,7 +22,6 @@ class Faults:
 
     def __init__(self) -> None:
         self._waiting: SimpleQueue[Fault] = SimpleQueue()
-        self._never = threading.Event()
 
     def inject(self, fault: Fault) -> None:
         """Let the next batch find its device poisoned, or hang for ever."""
@@ -45,7 +43,7 @@ class Faults:
         if fault == "poison":
             context.poison()
         else:
-            self._never.wait()
+            context.hang()
 
 
 class FaultyContext(ExecutionContext):

@@ -77,6 +77,9 @@ class ReferenceBackend:
     def poison(self) -> None:
         raise DeviceError("poisoned for a test", sticky=True)
 
+    def hang(self) -> None:
+        raise NotImplementedError
+
     def close(self) -> None:
         self.planned.clear()
 

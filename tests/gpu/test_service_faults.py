@@ -1,0 +1,121 @@
+"""A real service on a real GPU whose kernels fail, hang, or whose memory others take."""
+
+from __future__ import annotations
+
+import http.client
+import os
+import signal
+import time
+
+import cupy
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.errors import ExitCode
+
+POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
+ON_GPU = ("--device", "cuda", "--fault-injection", "--hang-timeout-s", "2")
+MIB = 1 << 20
+
+
+def answered(service):
+    """The status of a prediction; None while nobody listens."""
+    try:
+        return service.predict()[0]
+    except (OSError, http.client.HTTPException):
+        return None
+
+
+def metric(service, name):
+    families = text_string_to_metric_families(service.get("/metrics")[1])
+    samples = [sample for family in families for sample in family.samples]
+    return sum(sample.value for sample in samples if sample.name == name)
+
+
+def strike(service, fault):
+    """Inject `fault` into the newest worker, whose next batch gets it; the seconds to recovery."""
+    workers = service.started_workers()
+    before = len([line for line in service.lines if "injected fault" in line])
+    os.kill(workers[-1], fault)
+    service.wait_for("the next batch gets an injected fault", before + 1)
+    began_s = time.monotonic()
+    assert answered(service) == 503
+    struck_s = time.monotonic() - began_s
+    service.wait_for(f"worker {workers[-1]} ended with 7")
+    service.wait_for("ready:", len(workers) + 1)
+    assert answered(service) == 200
+    return struck_s, time.monotonic() - began_s
+
+
+@pytest.mark.parametrize("fault", [POISON, HANG])
+def test_a_worker_whose_kernel_fails_or_never_ends_is_replaced(start, fault):
+    service = start(*ON_GPU).ready()
+    assert answered(service) == 200
+    struck_s, recovered_s = strike(service, fault)
+    # A hang is noticed in ten looks of 0.2 s, of which one may have just passed.
+    assert struck_s < (1 if fault == POISON else 3)
+    assert recovered_s < 40  # a start, on a machine that runs other tests
+    assert metric(service, "lenet_device_losses_total") == 1
+    assert "Traceback" not in service.log
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_a_third_loss_within_a_minute_ends_the_service(start):
+    service = start(*ON_GPU).ready()
+    for _ in range(2):
+        strike(service, POISON)
+    os.kill(service.started_workers()[-1], POISON)
+    service.wait_for("the next batch gets an injected fault", 3)
+    assert answered(service) == 503
+    assert service.wait() == ExitCode.WORKERS
+    assert "more than 2 deaths in 60 s: giving up" in service.log
+
+
+def taken(left_bytes):
+    """Arrays that leave so many bytes of the GPU's memory to others."""
+    free, _ = cupy.cuda.runtime.memGetInfo()
+    return cupy.cuda.Memory(max(1, free - left_bytes))
+
+
+def test_a_service_without_enough_gpu_memory_says_so_in_a_line_and_ends(start):
+    with_less = taken(100 * MIB)
+    try:
+        service = start("--device", "cuda")
+        code = service.wait()
+    finally:
+        del with_less
+    assert code == ExitCode.BACKEND, service.log
+    assert "Traceback" not in service.log
+    errors = [line for line in service.lines if "ERROR" in line]
+    assert len(errors) == 1, service.log
+
+
+def test_a_neighbour_that_takes_all_gpu_memory_does_not_disturb_a_running_service(start):
+    service = start("--device", "cuda", "--max-batch-rows", "1024").ready()
+    neighbour = taken(0)
+    try:
+        for images in (1, 64, 1024, 5000):
+            assert service.predict(images)[0] == 200, service.log
+    finally:
+        del neighbour
+    assert "ERROR" not in service.log
+
+
+def test_reloads_do_not_take_gpu_memory(start, write):
+    paths = [write("lenet/2", seed=1), write("lenet/3", seed=2)]
+    aside = paths[1].with_suffix(".aside")
+    service = start("--device", "cuda").ready()
+    free = []
+    for count in range(60):
+        if count % 2:
+            aside.rename(paths[1])
+        else:
+            paths[1].rename(aside)
+        service.signal(signal.SIGHUP)
+        service.wait_for("reload: 1 replaced", count + 1)
+        assert answered(service) == 200
+        free.append(cupy.cuda.runtime.memGetInfo()[0])
+    assert min(free[10:]) >= min(free[:10]) - 8 * MIB
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
