@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import os
 import signal
@@ -73,9 +74,13 @@ def test_a_third_loss_within_a_minute_ends_the_service(start):
 
 
 def taken(left_bytes):
-    """Arrays that leave so many bytes of the GPU's memory to others."""
-    free, _ = cupy.cuda.runtime.memGetInfo()
-    return cupy.cuda.Memory(max(1, free - left_bytes))
+    """Memory of the GPU, of which about so many bytes are left to others."""
+    blocks = []
+    for size in (1024 * MIB, 64 * MIB, 2 * MIB):
+        with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
+            while cupy.cuda.runtime.memGetInfo()[0] >= left_bytes + size:
+                blocks.append(cupy.cuda.Memory(size))
+    return blocks
 
 
 def test_a_service_without_enough_gpu_memory_says_so_in_a_line_and_ends(start):
