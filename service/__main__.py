@@ -1,29 +1,49 @@
-"""`lenet-serve`, also `python -m service`: settings in, exit code out."""
+"""`lenet-serve`, also `python -m service`: settings in, exit code out.
+
+Signals are received from the first line of `main` on, so everything else is imported after it.
+"""
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
 import sys
 from collections.abc import Sequence
 
-from lenet import DISTRIBUTION, distribution_version
-from lenet.command_line import parse, unknown_variables
-from lenet.errors import InvalidSettings
-from service import logs
-from service.errors import ExitCode
-from service.settings import Settings
-
-_log = logging.getLogger(__name__)
+from service import descriptors
+from service.signals import Signals
 
 _OTHERS = ("LENET_TRAINER_", "LENET_TEST_", "LENET_BIND")
 """Variables of the trainer, the tests and the Compose file."""
 
 
-def main(arguments: Sequence[str] | None = None) -> ExitCode:
-    """Run the service with `arguments`, those of the command line if None."""
-    arguments = sys.argv[1:] if arguments is None else arguments
+def main() -> int:
+    """Run the service with the flags of the command line; the exit code of the process.
+
+    SIGTERM, SIGINT and SIGHUP stay blocked: nothing but the end may follow.
+    """
+    signals = Signals()
+    signals.start()
+    descriptors.open_standard()
+    return start(sys.argv[1:], signals)
+
+
+def start(arguments: Sequence[str], signals: Signals) -> int:
+    """Run the service with `arguments` until `signals` stop it; the exit code."""
+    from service.errors import ExitCode
+
+    limit = descriptors.raise_limit()
+    if problem := descriptors.too_few(limit):  # before libraries are loaded, which crash
+        print(problem, file=sys.stderr)
+        return ExitCode.DESCRIPTORS
+    import gc
+    import logging
+    import os
+
+    from lenet import DISTRIBUTION, distribution_version
+    from lenet.command_line import parse, unknown_variables
+    from lenet.errors import InvalidSettings
+    from service import logs
+    from service.settings import Settings
+
     try:
         settings = parse(Settings, arguments, DISTRIBUTION, distribution_version())
     except InvalidSettings as exc:
@@ -31,8 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
             print(f"settings: {message}", file=sys.stderr)
         return ExitCode.SETTINGS
     logs.configure(settings.log_level)
+    log = logging.getLogger(__name__)
     for message in unknown_variables([Settings], os.environ, _OTHERS):
-        _log.warning("%s", message)
+        log.warning("%s", message)
     # The start makes much that lives and little garbage: looking for it took 70 ms. It is turned on
     # again where the start ends.
     gc.disable()
@@ -44,13 +65,16 @@ def main(arguments: Sequence[str] | None = None) -> ExitCode:
 
     # A lost GPU context is replaced with its process, so a GPU needs a supervisor.
     if settings.workers > 1 or on_gpu(settings.device):
+        if problem := descriptors.too_few(limit, settings.workers):
+            log.error("%s", problem)
+            return ExitCode.DESCRIPTORS
         from service.supervisor import supervise
 
         gc.enable()
-        return supervise(settings)
+        return supervise(settings, signals)
     from service.server import run
 
-    return run(settings)
+    return run(settings, signals)
 
 
 if __name__ == "__main__":

@@ -125,6 +125,7 @@ class ExitCode(IntEnum):
     ADDRESS = 5
     WORKERS = 6
     DEVICE = 7
+    DESCRIPTORS = 8
 
 
 _WEIGHTS = (InvalidWeightFile, InvalidModel, GoldenMismatch)

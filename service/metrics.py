@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import struct
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -34,6 +35,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 
 from lenet import distribution_version
 from lenet.backend import BatchResult
+from service import metrics_files
 
 _log = logging.getLogger(__name__)
 
@@ -180,7 +182,8 @@ class Metrics:
         self._registry = registry
         self._buffers: list[Buffered] = []
         # Set by the supervisor, before prometheus_client is imported in a worker.
-        self._shared = "PROMETHEUS_MULTIPROC_DIR" in os.environ
+        self._shared = metrics_files.VARIABLE in os.environ
+        self._alone = False  # with files that were lost, which is reported
         if self._shared:
             self._buffers.append(_WorkerProcess(registry))
         else:
@@ -410,11 +413,24 @@ class Metrics:
         return await asyncio.to_thread(self._generate)
 
     def _generate(self) -> bytes:
-        registry = self._registry
         if self._shared:
-            registry = CollectorRegistry()
-            registry.register(_AllWorkers())
-        return generate_latest(registry)
+            try:
+                if metrics_files.are_there():
+                    registry = CollectorRegistry()
+                    registry.register(_AllWorkers())
+                    return generate_latest(registry)
+                reason = "this worker's files are gone"
+            # The folder, a file of it, or what is in one is not what this program left there.
+            except (OSError, ValueError, RuntimeError, struct.error) as exc:
+                reason = f"{type(exc).__name__}: {exc}"
+            if not self._alone:
+                self._alone = True
+                _log.warning(
+                    "metrics in %s cannot be read (%s): /metrics shows only the worker that "
+                    "answers, until the service is started again",
+                    *(os.environ.get(metrics_files.VARIABLE), reason),
+                )
+        return generate_latest(self._registry)
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Family[BufferedCounter]:
         counter = Counter(name, help_text, labels, registry=self._registry)

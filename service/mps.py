@@ -75,10 +75,13 @@ def _daemon() -> Iterator[None]:
     """Our own daemon, named by the environment of this process, until the block is left.
 
     Raises:
-        _NoMps: it ended at once or did not answer in time.
+        _NoMps: it has no folder, ended at once or did not answer in time.
     """
     with contextlib.ExitStack() as stack:
-        folder = Path(tempfile.mkdtemp(prefix="lenet-serve-mps-"))
+        try:
+            folder = Path(tempfile.mkdtemp(prefix="lenet-serve-mps-"))
+        except OSError as exc:
+            raise _NoMps(f"no folder for its pipes ({exc.strerror})") from exc
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         ours = {PIPE: str(folder / "pipe"), LOG: str(folder / "log")}
         for path in ours.values():
@@ -96,6 +99,8 @@ def _daemon() -> Iterator[None]:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
+                # It would inherit the signals that this process blocks, and not end on `kill`.
+                preexec_fn=_unblock_signals,
             )
         stack.callback(_stop, daemon, environment)
         deadline_s = time.monotonic() + START_TIMEOUT_S
@@ -108,6 +113,10 @@ def _daemon() -> Iterator[None]:
             time.sleep(_POLL_S)
         os.environ.update(ours)
         yield
+
+
+def _unblock_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def _stop(daemon: subprocess.Popen[bytes], environment: Mapping[str, str]) -> None:

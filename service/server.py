@@ -1,7 +1,8 @@
 """One serving process: opens the service, listens, answers until a stop, closes all in reverse.
 
 Start: weight files read, contexts warmed up and validated, gRPC and HTTP opened, ready.
-Stop: not ready, grace, listeners closed, accepted requests finished, contexts closed.
+Stop: not ready, grace, listeners closed, accepted requests finished, contexts closed. What is not
+done in time is abandoned: see `stopping`.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import gc
 import logging
 import math
 import os
+import resource
+import select
 import signal
 import socket
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,6 +40,7 @@ from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, Unavailable, exit_code
+from service.heartbeat import Heartbeat
 from service.http.app import create_app
 from service.http.connection import FrontDoor
 from service.http.head import FastRoutes
@@ -46,6 +51,8 @@ from service.listener import at, cannot_listen, listen, probe
 from service.metrics import Metrics
 from service.rpc.server import GrpcServer, serve
 from service.settings import Settings
+from service.signals import Signals
+from service.stopping import Stop
 
 _log = logging.getLogger(__name__)
 
@@ -55,6 +62,9 @@ it watches: under load the last of 512 waited 3 s, with so many duplicates of on
 
 LAST_ANSWERS_S = 0.5
 """From the loss of the device to the end: callers get their answers, and probes see it."""
+
+_QUEUED_S = 0.25
+"""How long connections in the accept queue are accepted at a stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +150,10 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             deadlines,
             timeout_s,
         )
-        app = create_app(models, metrics, predict, partial(_info, settings, placement, models))
+        version = distribution_version()  # read from a file
+        app = create_app(
+            models, metrics, predict, partial(_info, settings, placement, models, version)
+        )
         fast_routes = {(b"POST", b"/predict"): predict}
         models.ready = True
         try:
@@ -160,10 +173,10 @@ def _engine_config(settings: Settings, placement: Placement, faults: Faults | No
     )
 
 
-def _info(settings: Settings, placement: Placement, models: Models) -> InfoResponse:
+def _info(settings: Settings, placement: Placement, models: Models, version: str) -> InfoResponse:
     return InfoResponse(
         name="lenet-serve",
-        version=distribution_version(),
+        version=version,
         default_model=models.get().version.name,
         models=[_loaded(model, placement.name) for model in models.served],
         limits={
@@ -194,15 +207,28 @@ def _loaded(model: ServedModel, device: str) -> LoadedModel:
     )
 
 
-def run(settings: Settings, shutdown_pipe: Connection | None = None) -> ExitCode:
+def run(
+    settings: Settings,
+    signals: Signals,
+    shutdown_pipe: Connection | None = None,
+    heartbeat: Connection | None = None,
+) -> ExitCode:
     """Serve until a stop; a start that fails is one line in the log and an exit code.
 
-    SIGTERM and SIGINT stop it, or the end of `shutdown_pipe` and nothing else. SIGHUP reloads the
-    weights folder.
+    SIGTERM and SIGINT of `signals` stop it, or the end of `shutdown_pipe`. SIGHUP reloads the
+    weights folder. `heartbeat` is of a worker with a supervisor.
     """
+    stop = Stop(settings.grace_s + settings.drain_timeout_s)
+    signals.deliver(stop.take_signal)
+    if shutdown_pipe is not None:
+        threading.Thread(
+            target=stop.wait_for_end, args=(shutdown_pipe,), name="shutdown", daemon=True
+        ).start()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(settings, shutdown_pipe))
+            runner.run(
+                _serve(settings, stop, shared=shutdown_pipe is not None, heartbeat=heartbeat)
+            )
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         code = exit_code(exc)
@@ -213,7 +239,9 @@ def run(settings: Settings, shutdown_pipe: Connection | None = None) -> ExitCode
     return ExitCode.STOPPED
 
 
-async def _serve(settings: Settings, shutdown_pipe: Connection | None) -> None:
+async def _serve(
+    settings: Settings, requests: Stop, *, shared: bool, heartbeat: Connection | None
+) -> None:
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
@@ -225,13 +253,6 @@ async def _serve(settings: Settings, shutdown_pipe: Connection | None) -> None:
             main.cancel()
         stop.set()
 
-    def on_signal(number: signal.Signals) -> None:
-        if stop.is_set():
-            # A context may hang in its library, so no step of the stop is sure to end.
-            _log.warning("second signal: exiting immediately")
-            os._exit(128 + number)
-        begin_stop()
-
     def on_hangup() -> None:
         nonlocal reload_requested
         if service is not None:
@@ -240,20 +261,7 @@ async def _serve(settings: Settings, shutdown_pipe: Connection | None) -> None:
             reload_requested = True
 
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGHUP, on_hangup)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGHUP})  # blocked by a supervisor
-    if shutdown_pipe is None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, on_signal, number)
-    else:
-        pipe = shutdown_pipe.fileno()
-
-        def on_pipe_closed() -> None:
-            loop.remove_reader(pipe)  # it stays readable
-            begin_stop()
-
-        loop.add_reader(pipe, on_pipe_closed)
-    shared = shutdown_pipe is not None
+    requests.attach(begin_stop, on_hangup)
     try:
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
@@ -270,6 +278,8 @@ async def _serve(settings: Settings, shutdown_pipe: Connection | None) -> None:
                     loop.add_signal_handler(signal.SIGUSR1, service.faults.inject, "hang")
                 # SIGHUP to a supervisor reaches all workers, to a worker only that one.
                 pid = os.getppid() if shared else os.getpid()
+                if heartbeat is not None:
+                    Heartbeat(heartbeat).start()
                 await _answer(service, listeners, stop, settings, pid)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
@@ -295,7 +305,9 @@ async def _answer(
             listener.listen(server.config.backlog)  # so that whoever reads "ready" can connect
         except OSError as exc:  # another process bound the port, too, and was faster
             raise cannot_listen(host, port, exc) from exc
-    dups = [listener.dup() for listener in listeners for _ in range(ACCEPTED_AT_ONCE - 1)]
+    # Few where descriptors are few.
+    at_once = min(ACCEPTED_AT_ONCE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64)
+    dups = [listener.dup() for listener in listeners for _ in range(at_once - 1)]
     grpc_at = at(host, service.grpc.port)
     _log.info("ready: HTTP on http://%s, gRPC on %s, pid %d", at(host, port), grpc_at, pid)
     serving = asyncio.create_task(server.serve([*listeners, *dups]))
@@ -344,12 +356,51 @@ def _end_at_once() -> NoReturn:
 class _Server(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the process before the contexts close.
 
-    Overrides a method that uvicorn does not document; pyproject.toml bounds the version.
+    Overrides two methods that uvicorn does not document; pyproject.toml bounds the version.
     """
+
+    def __init__(self, config: uvicorn.Config, door: FrontDoor) -> None:
+        super().__init__(config)
+        self._door = door
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept what the kernel has queued, which it would reset, then stop as uvicorn does."""
+        late: list[socket.socket] = []
+        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # no descriptor is free
+            queues = {listener.getsockname(): listener for listener in sockets or ()}.values()
+            last = [stack.enter_context(listener.dup()) for listener in queues]
+            await _accept_queued(last)
+            for server in self.servers:
+                server.close()
+            for listener in sockets or ():
+                listener.close()
+            for listener in last:  # a queue lives as long as the last descriptor
+                listener.setblocking(False)
+                with contextlib.suppress(BlockingIOError):  # it is empty
+                    while True:
+                        late.append(listener.accept()[0])
+                listener.close()
+        loop = asyncio.get_running_loop()
+        for connection in late:
+            await loop.connect_accepted_socket(
+                lambda: self._door(self.config, self.server_state, self.lifespan.state), connection
+            )
+        await super().shutdown(sockets)
+
+
+async def _accept_queued(listeners: Sequence[socket.socket]) -> None:
+    """Wait until the event loop has accepted the connections in the queues of `listeners`."""
+    loop = asyncio.get_running_loop()
+    waiting = select.poll()
+    for listener in listeners:
+        waiting.register(listener, select.POLLIN)
+    deadline_s = loop.time() + _QUEUED_S
+    while waiting.poll(0) and loop.time() < deadline_s:  # noqa: ASYNC110 - the kernel's queue
+        await asyncio.sleep(0)
 
 
 def _http_server(app: FastAPI, door: FrontDoor, stop_timeout_s: float) -> _Server:
@@ -366,5 +417,6 @@ def _http_server(app: FastAPI, door: FrontDoor, stop_timeout_s: float) -> _Serve
             # Never 0: Python 3.11's wait_for then gives up before it looks. An int only for
             # uvicorn's command line; it goes to asyncio.wait_for.
             timeout_graceful_shutdown=max(1e-3, stop_timeout_s),  # type: ignore[arg-type]
-        )
+        ),
+        door,
     )

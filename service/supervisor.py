@@ -2,6 +2,7 @@
 
 Each worker is a whole service with its own contexts. A worker that dies is replaced, up to a
 budget; past it, or when a start fails for a reason that a second try would not change, all stop.
+A worker whose heartbeat stops is killed and so replaced, one that does not stop in time is killed.
 Only the supervisor acts on SIGTERM and SIGINT, however many processes get them: workers block them
 and stop when a pipe that they share is closed, also by the kernel after the supervisor was killed.
 SIGHUP is passed on; a worker that gets it twice finds nothing new the second time. Workers share
@@ -16,11 +17,9 @@ import logging
 import math
 import multiprocessing
 import os
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -29,13 +28,13 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from prometheus_client.multiprocess import mark_process_dead
-
-from service import logs, mps
+from service import logs, metrics_files, mps
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, exit_code
+from service.heartbeat import BEAT_S, Watch
 from service.listener import reserve
 from service.settings import Settings
+from service.signals import SIGNALS, Signals
 
 _log = logging.getLogger(__name__)
 
@@ -47,58 +46,60 @@ SAME_FAULT_S = 2.0
 """Under MPS a fault of one worker takes the device from all that share it, some later than others.
 """
 
-_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-_FINAL = {ExitCode.SETTINGS, ExitCode.WEIGHTS, ExitCode.BACKEND, ExitCode.ADDRESS}
+STOP_LIMIT_S = 2.0
+"""After the drain, when a worker that has not stopped is killed. It ends itself before that, unless
+it cannot run."""
+
+_FINAL = {
+    ExitCode.SETTINGS,
+    ExitCode.WEIGHTS,
+    ExitCode.BACKEND,
+    ExitCode.ADDRESS,
+    ExitCode.DESCRIPTORS,
+}
 
 
-def supervise(settings: Settings) -> ExitCode:
-    """Run `settings.workers` workers until a signal stops them or they die too often.
+def supervise(settings: Settings, signals: Signals) -> ExitCode:
+    """Run `settings.workers` workers until one of `signals` stops them or they die too often.
 
     Raises:
         SystemExit: 128 plus the number of a second signal.
     """
     try:
         with contextlib.ExitStack() as stack:
-            signals = stack.enter_context(_signals())
-            folder = tempfile.mkdtemp(prefix="lenet-serve-metrics-")
-            stack.callback(shutil.rmtree, folder, ignore_errors=True)
-            # Read by prometheus_client when a worker imports it.
-            os.environ["PROMETHEUS_MULTIPROC_DIR"] = folder
+            received = stack.enter_context(_received(signals))
             # Broken weights or a taken port are reported once, before any worker is started.
             WeightsFolder(settings.weights).read_all(settings.models, settings.default_model)
             ports = {
                 name: stack.enter_context(reserve(settings.host, port))
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
             }
+            stack.enter_context(metrics_files.shared_folder(settings.workers))
             shared_gpu = False
             if settings.mps == "auto" and mps.wanted(settings.device, settings.workers):
                 shared_gpu = stack.enter_context(mps.shared_gpu())
-            return _Supervisor(settings.model_copy(update=ports), signals, shared_gpu).run()
+            code = _Supervisor(settings.model_copy(update=ports), received, shared_gpu).run()
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         return exit_code(exc)
+    if code is ExitCode.STOPPED:
+        _log.info("stopped")
+    return code
 
 
 @contextlib.contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """A socket from which each signal of `_SIGNALS` is read as a byte, its number.
-
-    The handler does nothing else: it may run between any two steps of the supervisor.
-    """
+def _received(signals: Signals) -> Iterator[socket.socket]:
+    """A socket from which each signal is read as a byte, its number."""
     reader, writer = socket.socketpair()
 
-    def on_signal(number: int, frame: object) -> None:
-        with contextlib.suppress(BlockingIOError):  # full: signals enough are waiting
+    def send(number: int) -> None:
+        with contextlib.suppress(OSError):  # full: signals enough are waiting; closed: the end
             writer.send(bytes([number]))
 
     with reader, writer:
         writer.setblocking(False)
-        before = {number: signal.signal(number, on_signal) for number in _SIGNALS}
-        try:
-            yield reader
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+        signals.deliver(send)
+        yield reader
 
 
 class _Supervisor:
@@ -108,12 +109,15 @@ class _Supervisor:
         self._shared_gpu = shared_gpu
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
+        self._watches: dict[BaseProcess, Watch] = {}
         self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker last ended because its device was lost
         self._beside: list[BaseProcess] = []  # the workers that lived then
         self._ended: list[BaseProcess] = []  # those of them that this process ended
+        self._stop_number = self._second_number = 0  # of signals
         self._stopping = False
+        self._kill_at_s = math.inf
         self._shutdown_pipe, self._stop_writer = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
@@ -121,50 +125,77 @@ class _Supervisor:
             return self._watch()
 
     def _watch(self) -> ExitCode:
-        # Otherwise it starts with the first worker, and unblocks the signals that `_start` blocks.
-        # SIGHUP, which would end it, stays blocked in it.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        resource_tracker.ensure_running()
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-        self._workers = [self._start() for _ in range(self._settings.workers)]
+        self._take_signals()
+        if not self._stopping:
+            self._workers = [self._start() for _ in range(self._settings.workers)]
         self._first = list(self._workers)
         outcome = ExitCode.STOPPED
-        first = second = 0  # signals
+        check_at_s = time.monotonic() + BEAT_S
         while self._workers:
-            events = wait([self._signals, *(worker.sentinel for worker in self._workers)])
-            if self._signals in events:
-                (number,) = self._signals.recv(1)
-                if number == signal.SIGHUP:
-                    self._reload()
-                elif first:
-                    second = number
-                    self._kill()
-                else:
-                    first = number
-                    self._stop()
+            now_s = time.monotonic()
+            wait_s = max(0.0, min(check_at_s, self._kill_at_s) - now_s)
+            wait([self._signals, *(worker.sentinel for worker in self._workers)], wait_s)
+            self._take_signals()
             for worker in [worker for worker in self._workers if not worker.is_alive()]:
-                self._workers.remove(worker)
-                mark_process_dead(worker.pid)  # type: ignore[no-untyped-call]
+                self._forget(worker)
                 if not self._stopping:
                     outcome = self._after_death(worker)
-        if second:
-            sys.exit(128 + second)
+            now_s = time.monotonic()
+            if now_s >= check_at_s:
+                check_at_s = now_s + BEAT_S  # not one after another after a suspend
+                self._kill_stuck()
+            if now_s >= self._kill_at_s:
+                self._kill_at_s = math.inf
+                self._kill_late()
+        if self._second_number:
+            sys.exit(128 + self._second_number)
         return outcome
 
+    def _take_signals(self) -> None:
+        while wait([self._signals], 0):
+            (number,) = self._signals.recv(1)
+            if number == signal.SIGHUP:
+                self._reload()
+            elif self._stop_number:
+                if not self._second_number:
+                    _log.warning("second signal: exiting immediately")
+                self._second_number = number
+                self._kill_all()
+            else:
+                self._stop_number = number
+                self._stop()
+
     def _start(self) -> BaseProcess:
-        worker = self._spawn.Process(
-            target=_work, args=(self._settings, self._shutdown_pipe), daemon=True
-        )
-        # Blocked here, they stay blocked in the worker; only SIGHUP is unblocked there, once it has
-        # a handler. Ctrl-C in a terminal reaches every process, as does the SIGTERM of systemd or
-        # `timeout`.
-        signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
-        try:
+        beats, heartbeat = self._spawn.Pipe(duplex=False)
+        with heartbeat:
+            worker = self._spawn.Process(
+                target=_work, args=(self._settings, self._shutdown_pipe, heartbeat), daemon=True
+            )
+            # A worker inherits the signals that this thread blocks. Starting the resource tracker,
+            # which happens where it is not alive, unblocks some.
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             worker.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
+        self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
         _log.info("worker %d started", worker.pid)
         return worker
+
+    def _forget(self, worker: BaseProcess) -> None:
+        self._workers.remove(worker)
+        assert worker.pid is not None, "bug: the worker was not started"
+        metrics_files.remove_live(worker.pid)
+        if (watch := self._watches.pop(worker, None)) is not None:
+            watch.close()
+
+    def _kill_stuck(self) -> None:
+        for worker, watch in self._watches.items():
+            if watch.is_stuck() and worker.is_alive() and not self._stopping:
+                _log.error(
+                    "worker %d gave no sign of life in %d checks, %g s apart: it is stopped or its "
+                    "event loop is stuck: killed",
+                    *(worker.pid, watch.allowed, BEAT_S),
+                )
+                worker.kill()
 
     def _after_death(self, worker: BaseProcess) -> ExitCode:
         """Replace `worker`, or stop all; returns the exit code in case it is the end."""
@@ -216,19 +247,31 @@ class _Supervisor:
 
     def _stop(self) -> None:
         self._stopping = True
+        limit_s = self._settings.grace_s + self._settings.drain_timeout_s + STOP_LIMIT_S
+        self._kill_at_s = time.monotonic() + limit_s
         self._stop_writer.close()
 
-    def _kill(self) -> None:
-        _log.warning("second signal: exiting immediately")
+    def _kill_late(self) -> None:
+        for worker in self._workers:
+            _log.error(
+                "worker %d did not stop within %g s after the drain: killed",
+                *(worker.pid, STOP_LIMIT_S),
+            )
+        self._kill_all()
+
+    def _kill_all(self) -> None:
         for worker in self._workers:
             worker.kill()
 
 
-def _work(settings: Settings, shutdown_pipe: Connection) -> None:
+def _work(settings: Settings, shutdown_pipe: Connection, heartbeat: Connection) -> None:
+    signals = Signals([signal.SIGHUP])  # the supervisor alone acts on the others
+    signals.start()
     with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only
         Path("/proc/self/comm").write_text("lenet-worker")
     logs.configure(settings.log_level)
+    metrics_files.prepare()
     gc.disable()  # until it serves, as in `service.__main__`
     from service.server import run  # here alone: it takes half a second to import
 
-    sys.exit(run(settings, shutdown_pipe))
+    sys.exit(run(settings, signals, shutdown_pipe, heartbeat))

@@ -16,11 +16,11 @@ import pytest
 import lenet
 import service
 import trainer
-from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.errors import ExitCode
 from service.http.answer import STATUS
 from service.mps import STOP_TIMEOUT_S
 from service.settings import Settings
+from service.supervisor import STOP_LIMIT_S
 
 ROOT = Path(__file__).parents[1]
 GPU = {"cupy", "cupyx", "cudnn"}
@@ -166,7 +166,7 @@ def test_compose_waits_longer_than_a_stop_takes():
     grace_s = seconds(r"LENET_GRACE_S:-(\d+)")
     drain_s = seconds(r"LENET_DRAIN_TIMEOUT_S:-(\d+)")
     limit_s = seconds(r"stop_grace_period: (\d+)s")
-    assert grace_s + drain_s + CLOSE_TIMEOUT_S + STOP_TIMEOUT_S < limit_s
+    assert grace_s + drain_s + STOP_LIMIT_S + STOP_TIMEOUT_S < limit_s
 
 
 def test_the_image_bears_the_version_of_the_project():

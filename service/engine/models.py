@@ -261,7 +261,7 @@ class Models:
                 old.version,
                 where,
                 exc,
-                exc_info=None if isinstance(exc, LeNetError) else exc,
+                exc_info=None if isinstance(exc, LeNetError | OSError) else exc,
             )
             return "refused"
         golden_error = served.golden_error()

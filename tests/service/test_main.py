@@ -7,11 +7,16 @@ import socket
 
 import pytest
 
-from service import __main__, server, supervisor
-from service.__main__ import main
+from service import logs, server, supervisor
+from service.__main__ import start as start_service
 from service.engine import devices
 from service.errors import ExitCode
 from service.settings import Settings
+from service.signals import Signals
+
+
+def main(arguments):
+    return start_service(arguments, Signals())
 
 
 @pytest.fixture(autouse=True)
@@ -25,10 +30,10 @@ def started(monkeypatch):
     """What would have been started, with which settings; auto is the CPU."""
     found = []
     monkeypatch.setattr(devices, "on_gpu", lambda device: device == "cuda")
-    monkeypatch.setattr(__main__.logs, "configure", lambda level: None)
+    monkeypatch.setattr(logs, "configure", lambda level: None)
     for module, name in ((server, "run"), (supervisor, "supervise")):
         monkeypatch.setattr(
-            module, name, lambda s, name=name: found.append((name, s)) or ExitCode.STOPPED
+            module, name, lambda s, _, name=name: found.append((name, s)) or ExitCode.STOPPED
         )
     return found
 
@@ -45,12 +50,6 @@ def test_a_supervisor_runs_with_several_workers_or_a_gpu(started, arguments, exp
     assert main(arguments) is ExitCode.STOPPED
     ((name, _),) = started
     assert name == expected
-
-
-def test_the_flags_are_those_of_the_command_line_when_none_are_given(started, monkeypatch):
-    monkeypatch.setattr("sys.argv", ["service", "--port", "7"])
-    main()
-    assert started[0][1].port == 7
 
 
 TEXTS = {

@@ -374,6 +374,8 @@ def sharing(folder):
 
 WORKER = """
 import asyncio, sys
+from service import metrics_files
+metrics_files.prepare()
 from prometheus_client import CollectorRegistry
 from lenet.backend import BatchResult
 from service.metrics import Metrics

@@ -13,6 +13,7 @@ from service import mps, supervisor
 from service.errors import ExitCode
 from service.mps import LOG, PIPE, shared_gpu, wanted
 from service.settings import Settings
+from service.signals import Signals
 
 # Like NVIDIA's: a daemon in the foreground with -f, else one command from standard input.
 CONTROL = """\
@@ -228,7 +229,7 @@ def test_a_supervisor_starts_it_before_its_workers_and_ends_it_after_them(
     settings = Settings(
         port=0, grpc_port=0, workers=2, weights=tiny_weights, device="cuda", mps=mps
     )
-    assert supervisor.supervise(settings) is ExitCode.STOPPED
+    assert supervisor.supervise(settings, Signals()) is ExitCode.STOPPED
     (pipe,) = seen
     if mps == "auto":
         assert pipe.startswith(f"{control.temporary}/lenet-serve-mps-")

@@ -20,8 +20,10 @@ from service.budget import Budget
 from service.errors import CannotListen, ExitCode, Unavailable
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from service.server import open_service, run
+from service.server import open_service
 from service.settings import Settings
+from service.signals import Signals
+from service.stopping import Stop
 
 PATIENCE_S = 30.0
 ONE = np.zeros((1, 28, 28), np.uint8)
@@ -33,6 +35,10 @@ def received(connection):
     while part := connection.recv(65536):
         parts.append(part)
     return b"".join(parts).decode()
+
+
+def run(settings):
+    return module.run(settings, Signals())
 
 
 def threads():
@@ -157,7 +163,7 @@ def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
 
 
 async def test_a_cancelled_start_is_no_stop(settings):
-    serving = asyncio.create_task(module._serve(settings, None))
+    serving = asyncio.create_task(module._serve(settings, Stop(60.0), shared=False, heartbeat=None))
     await asyncio.sleep(0)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):

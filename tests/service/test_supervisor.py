@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -18,12 +19,14 @@ from lenet.model import Model
 from service import supervisor
 from service.errors import ExitCode
 from service.settings import Settings
-from service.supervisor import RESTARTS, SAME_FAULT_S, supervise
+from service.signals import Signals
+from service.supervisor import RESTARTS, SAME_FAULT_S
 
 LONG_S = 30.0
 """How long workers may take to flush what they counted."""
 
 ROOT = Path(__file__).parents[2]
+LATE = {"fastapi", "uvicorn", "uvloop", "grpc", "prometheus_client", "service.server"}
 
 
 @pytest.fixture
@@ -179,6 +182,10 @@ def test_a_hangup_is_not_lost_and_kills_nobody_when_workers_are_being_started(
 # Without processes
 
 
+def supervise(settings):
+    return supervisor.supervise(settings, Signals())
+
+
 class Puppet:
     """A worker that dies at once."""
 
@@ -220,8 +227,8 @@ def settings(tiny_weights):
 
 def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
     made = puppets(*[-9] * 10, ExitCode.WEIGHTS, -9)
-    clock = iter(range(0, 2000, 61))
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
+    clock = SimpleNamespace(monotonic=itertools.count(0, 61).__next__)
+    monkeypatch.setattr(supervisor, "time", clock)
     assert supervise(settings) is ExitCode.WEIGHTS
     assert len(made) == 12
 
@@ -258,8 +265,8 @@ def test_one_worker_that_loses_its_device_again_and_again_counts_each_time(puppe
 
 def test_workers_that_lose_their_devices_some_time_apart_count_each(puppets, settings, monkeypatch):
     made = puppets(*[ExitCode.DEVICE] * 20)
-    clock = itertools.count(0, SAME_FAULT_S)
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: next(clock))
+    clock = SimpleNamespace(monotonic=itertools.count(0, SAME_FAULT_S).__next__)
+    monkeypatch.setattr(supervisor, "time", clock)
     assert supervise(settings) is ExitCode.WORKERS
     assert len(made) == 2 + RESTARTS
 
@@ -270,30 +277,29 @@ def test_the_first_reason_is_the_exit_code_when_the_stop_brings_others(puppets, 
 
 
 def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
-    def full(**_):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def broken(*_):
+        raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(supervisor.tempfile, "mkdtemp", full)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(supervisor, "WeightsFolder", broken)
+    with pytest.raises(OSError, match="Too many open files"):
         supervise(settings)
 
 
-def test_signals_and_folders_are_given_back_when_it_ends(puppets, settings, monkeypatch, tmp_path):
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(supervisor.tempfile, "tempdir", str(tmp_path / "folder"))
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
-    puppets(ExitCode.WEIGHTS, ExitCode.WEIGHTS)
-    supervise(settings)
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT)] == before
-    assert list(Path(tmp_path / "folder").iterdir()) == []
+def test_no_worker_is_started_when_a_stop_was_requested_before(puppets, settings):
+    made = puppets()
+    signals = Signals()
+    signals.take(signal.SIGHUP)
+    signals.take(signal.SIGTERM)
+    assert supervisor.supervise(settings, signals) is ExitCode.STOPPED
+    assert made == []
 
 
 def test_a_storm_of_signals_is_taken_when_nobody_reads_them():
-    with supervisor._signals() as signals:
+    signals = Signals()
+    with supervisor._received(signals) as received:
         for _ in range(2000):
-            signal.raise_signal(signal.SIGTERM)
-        signal.raise_signal(signal.SIGINT)
-        assert signals.recv(1) == bytes([signal.SIGTERM])
+            signals.take(signal.SIGTERM)
+        assert received.recv(1) == bytes([signal.SIGTERM])
 
 
 def test_the_supervisor_starts_workers_without_what_only_they_need():
@@ -306,4 +312,4 @@ def test_the_supervisor_starts_workers_without_what_only_they_need():
         text=True,
     ).stdout.split()
     assert "service.supervisor" in loaded
-    assert not {"fastapi", "uvicorn", "uvloop", "grpc", "service.server"} & set(loaded)
+    assert not LATE & set(loaded)

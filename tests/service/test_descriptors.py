@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+import resource
+
+import pytest
+
+from service import descriptors
+from service.descriptors import LEAST, LEAST_PER_WORKER, raise_limit, too_few
+
+INFINITE = resource.RLIM_INFINITY
+
+
+@pytest.fixture
+def limits(monkeypatch):
+    """`limits(soft, hard)` are those of the process; a change is noted in the list it returns."""
+
+    def limits(soft, hard, refused=False):
+        changed = []
+
+        def change(_, pair):
+            if refused:
+                raise ValueError("not allowed")
+            changed.append(pair)
+
+        monkeypatch.setattr(descriptors.resource, "getrlimit", lambda _: (soft, hard))
+        monkeypatch.setattr(descriptors.resource, "setrlimit", change)
+        return changed
+
+    return limits
+
+
+@pytest.mark.parametrize(
+    ("soft", "hard", "limit"),
+    [
+        (256, 4096, 4096),
+        (1024, 1 << 20, 65_536),
+        (1024, INFINITE, 65_536),
+        (100_000, INFINITE, 100_000),
+        (4096, 4096, 4096),
+    ],
+)
+def test_the_limit_is_raised_but_never_lowered(limits, soft, hard, limit):
+    changed = limits(soft, hard)
+    assert raise_limit() == limit
+    assert changed == ([] if limit == soft else [(limit, hard)])
+
+
+def test_no_limit_is_enough(limits):
+    assert limits(INFINITE, INFINITE) == []
+    assert too_few(raise_limit()) == ""
+
+
+def test_the_limit_stays_when_it_cannot_be_raised(limits):
+    limits(256, 4096, refused=True)
+    assert raise_limit() == 256
+
+
+def test_a_supervisor_needs_some_for_each_worker():
+    assert too_few(LEAST) == ""
+    assert f"got a limit of {LEAST}, expected at least" in too_few(LEAST, 1)
+    assert too_few(LEAST + 8 * LEAST_PER_WORKER, 8) == ""

@@ -1,0 +1,116 @@
+"""The files of several workers; tests/faults/test_metrics_files.py has them fail."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from service import metrics_files
+from service.metrics_files import VARIABLE, are_there, prepare, remove_live, shared_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    """The only place for folders."""
+    monkeypatch.setenv(VARIABLE, "")  # put back when the test ends
+    monkeypatch.delenv(VARIABLE)
+    monkeypatch.setattr(metrics_files.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(metrics_files, "_SHARED_MEMORY", str(tmp_path / "nowhere"))
+    return tmp_path
+
+
+WORKER = """
+from service import metrics_files
+metrics_files.prepare()
+import asyncio, os
+from prometheus_client import CollectorRegistry
+from service.metrics import Metrics
+def sizes():
+    folder = os.environ[metrics_files.VARIABLE]
+    return {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
+before = sizes()
+metrics = Metrics(CollectorRegistry())
+for model in "abcde":
+    metrics.model_loaded(
+        model, "1", "ab" * 32, contexts=2, golden_error=1e-7, device_bytes=1, workspace_bytes=1
+    )
+    for version in range(100):
+        metrics.model_replaced(model, str(version), "cd" * 32, 1e-7)
+    for outcome in range(20):
+        metrics.request_done(model, "http", f"an_error_{outcome}")
+metrics.started("weights", 1.0)
+asyncio.run(metrics.exposition())
+assert before == sizes(), (before, sizes())
+assert before
+"""
+
+
+def test_the_library_uses_the_prepared_files_and_no_others_and_they_are_large_enough(place):
+    # Fails when prometheus_client changes the names of its files, or how it takes them over.
+    subprocess.run(
+        [sys.executable, "-c", WORKER],
+        env={**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(place)},
+        check=True,
+    )
+
+
+def test_the_folder_lives_as_long_as_the_block(place):
+    with shared_folder(2):
+        (folder,) = place.iterdir()
+        assert os.environ[VARIABLE] == str(folder)
+        prepare()
+        assert are_there()
+    assert list(place.iterdir()) == []
+    assert VARIABLE not in os.environ
+
+
+def test_live_gauges_of_a_dead_worker_are_removed_and_its_counters_stay(place):
+    with shared_folder(2):
+        prepare()
+        remove_live(os.getpid())
+        left = {path.name for path in Path(os.environ[VARIABLE]).iterdir()}
+        assert left == {
+            f"{kind}_{os.getpid()}.db" for kind in ("counter", "histogram", "gauge_max")
+        }
+        remove_live(os.getpid())  # gone: nothing to do
+
+
+def test_counters_of_a_worker_with_the_same_process_id_are_kept(place):
+    with shared_folder(2):
+        prepare()
+        counter = Path(os.environ[VARIABLE], f"counter_{os.getpid()}.db")
+        counter.write_bytes(b"counts")
+        prepare()
+        assert counter.read_bytes() == b"counts"
+
+
+def test_a_folder_of_a_live_supervisor_stays_and_of_a_dead_one_goes(place):
+    dead, foreign = place / "lenet-serve-metrics-dead", place / "other-folder"
+    for folder in (dead, foreign):
+        folder.mkdir()
+    (dead / "counter_1.db").touch()
+    (place / "lenet-serve-metrics-link").symlink_to(foreign)
+    with shared_folder(2):
+        first = Path(os.environ[VARIABLE])
+        with shared_folder(2):
+            assert first.is_dir()
+        assert not dead.exists()
+    assert foreign.is_dir()
+
+
+def test_a_place_without_room_is_one_warning_and_no_folder(place, monkeypatch, caplog):
+    monkeypatch.setattr(metrics_files.tempfile, "tempdir", "/dev/null/nowhere")
+    with shared_folder(2):
+        assert VARIABLE not in os.environ
+        prepare()
+        assert not are_there()
+        remove_live(1)
+    (message,) = caplog.messages
+    assert "no folder for the metrics of several workers: /dev/null/nowhere (Not a dir" in message
+    assert "set TMPDIR" in message
