@@ -1,0 +1,152 @@
+"""Metrics of several workers that cannot be written or read: no process ends for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shutil
+import signal
+import subprocess
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.errors import ExitCode
+
+NOWHERE = """
+import resource, sys
+from service import metrics_files
+metrics_files._SHARED_MEMORY = "/nowhere"
+from service.__main__ import main
+sys.exit(main())
+"""
+"""A service without shared memory, as on a machine where nothing is writable."""
+
+
+def metrics(service):
+    """Sums of all samples by name; that they can be read is part of every test."""
+    status, text = service.get("/metrics")
+    assert status == 200
+    found = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            found[sample.name] = found.get(sample.name, 0) + sample.value
+    assert found["lenet_contexts"] >= 1
+    return found
+
+
+def kill_one(service, ready):
+    """Kill a worker and wait for its successor."""
+    pid = service.started_workers()[0]
+    os.kill(pid, signal.SIGKILL)
+    service.wait_for(f"worker {pid} ended with -9")
+    service.ready(ready)
+
+
+def assert_serving_and_stopping(service):
+    for _ in range(10):
+        assert service.predict()[0] == 200
+        metrics(service)
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(30) == ExitCode.STOPPED
+    service.wait_for(" stopped$")
+    assert "Traceback" not in service.log
+    assert service.log.count("ended with") <= 1
+
+
+@contextlib.contextmanager
+def mounted(folder, options):
+    """A tmpfs on `folder`."""
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("mounting needs root")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.fixture
+def temporary(tmp_path):
+    """The service's folder for temporary files."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    return folder
+
+
+def test_a_removed_folder_costs_the_merged_metrics_and_nothing_else(start, temporary):
+    service = start("--workers", "2").ready(2)
+    assert service.predict()[0] == 200
+    (folder,) = temporary.iterdir()
+    shutil.rmtree(folder)
+    for _ in range(10):
+        assert metrics(service)["lenet_contexts"] == 1, "of the worker that answers"
+    service.wait_for("WARNING .*metrics in .*shows only the worker that answers")
+    kill_one(service, 3)
+    assert_serving_and_stopping(service)
+    assert service.log.count("shows only the worker") <= 2, "one line a worker"
+    assert list(temporary.iterdir()) == []
+
+
+def fill(folder):
+    with contextlib.suppress(OSError), (folder / "full").open("wb", buffering=0) as file:
+        while True:
+            file.write(bytes(4096))
+
+
+def test_a_full_disk_costs_the_metrics_of_the_successor_and_nothing_else(start, temporary):
+    with mounted(temporary, "size=6m"):
+        service = start("--workers", "2").ready(2)
+        fill(temporary)
+        kill_one(service, 3)
+        service.wait_for(
+            r"WARNING .*metrics: cannot write to .*No space left on device.*only its own"
+        )
+        assert_serving_and_stopping(service)
+
+
+@pytest.mark.long
+def test_pages_of_the_first_workers_are_there_when_the_disk_is_full(
+    start, temporary, second_version
+):
+    with mounted(temporary, "size=6m"):
+        service = start("--workers", "2").ready(2)
+        fill(temporary)
+        second_version()
+        service.process.send_signal(signal.SIGHUP)
+        service.wait_for("version 2 .* replaced", 2)
+        assert service.get("/nothing")[0] == 404  # a series that did not exist before
+        assert_serving_and_stopping(service)
+    assert "WARNING" not in service.log
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", ["size=64k", "ro"], ids=["full", "read-only"])
+def test_shared_memory_is_used_when_the_folder_for_temporary_files_cannot(
+    start, temporary, options
+):
+    with mounted(temporary, options):
+        program = NOWHERE.replace("/nowhere", str(temporary.parent))
+        # Neither may Python choose /tmp instead, which is another place.
+        program = f"import tempfile; tempfile.tempdir = {str(temporary)!r}\n{program}"
+        service = start("--workers", "2", program=("-c", program)).ready(2)
+        (folder,) = temporary.parent.glob("lenet-serve-metrics-*")
+        assert metrics(service)["lenet_contexts"] == 2
+        assert_serving_and_stopping(service)
+        assert not folder.exists()
+    assert "WARNING" not in service.log
+
+
+def test_a_read_only_machine_costs_the_merged_metrics_and_nothing_else(start, temporary):
+    # No file may have a byte: as on a read-only root, neither TMPDIR nor /tmp nor . is writable.
+    program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n{NOWHERE}"
+    service = start("--workers", "2", program=("-c", program)).ready(2)
+    (line,) = [line for line in service.lines if "WARNING" in line]
+    assert re.search("no folder for the metrics of several workers: .*; set TMPDIR", line)
+    kill_one(service, 3)
+    assert_serving_and_stopping(service)
+    assert service.log.count("WARNING") == 1
+    assert list(temporary.iterdir()) == []

@@ -1,0 +1,302 @@
+"""Signals at every moment of a process's life, and how long a stop takes whatever is stuck."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from service.engine.contexts import CLOSE_TIMEOUT_S
+from service.errors import ExitCode
+from tests.service_process import PATIENCE_S, PROGRAM
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+LIMIT_S = 3.0
+"""From the end of the drain to the end of the process, at most."""
+
+SCRIPT = ("-c", "import sys; from service.__main__ import main; sys.exit(main())")
+"""What the console script `lenet-serve` runs."""
+
+
+def until_received(service):
+    """Wait for the first line of `main`: from then on the signals are blocked, and received."""
+    status = Path(f"/proc/{service.process.pid}/status")
+    wanted = sum(1 << (number - 1) for number in SIGNALS)
+    deadline_s = time.monotonic() + PATIENCE_S
+    while True:
+        (line,) = [line for line in status.read_text().splitlines() if line.startswith("SigBlk")]
+        if int(line.split()[1], 16) & wanted == wanted:
+            return
+        assert time.monotonic() < deadline_s
+        time.sleep(0.0005)
+
+
+def assert_stopped(service):
+    assert service.wait() == ExitCode.STOPPED, service.log
+    assert service.lines[-1].endswith(" stopped")
+    for word in ("Traceback", "ERROR", "WARNING"):
+        assert word not in service.log
+
+
+def some_moments(few, many):
+    """Seconds after the first line of `main`, up to after the service is ready."""
+    return [
+        *few,
+        *(pytest.param(moment, marks=pytest.mark.long) for moment in many if moment not in few),
+    ]
+
+
+MANY = [index * 0.05 for index in range(30)]
+
+# From the first line on
+
+
+def test_nothing_slow_is_imported_before_signals_are_received():
+    code = "import sys; before = set(sys.modules); import service.__main__; print(*sys.modules)"
+    loaded = subprocess.run(
+        [sys.executable, "-S", "-c", code],
+        env={"PYTHONPATH": str(PROGRAM)},
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    ).stdout.split()
+    assert "service.__main__" in loaded
+    assert not {"logging", "pydantic", "numpy", "asyncio", "lenet", "service.settings"} & {*loaded}
+
+
+MODULE = ("-m", "service")
+
+
+@pytest.mark.parametrize(
+    ("program", "number", "delay_s"),
+    [
+        (MODULE, signal.SIGTERM, 0.0),
+        (MODULE, signal.SIGINT, 0.3),
+        (SCRIPT, signal.SIGINT, 0.0),
+        *(
+            pytest.param(program, number, moment, marks=pytest.mark.long)
+            for program in (MODULE, SCRIPT)
+            for number in (signal.SIGTERM, signal.SIGINT)
+            for moment in MANY
+        ),
+    ],
+)
+def test_a_stop_is_exit_code_0_and_one_line_at_every_moment(start, program, number, delay_s):
+    service = start(program=program)
+    until_received(service)
+    time.sleep(delay_s)  # the moment is what is tested
+    service.signal(number)
+    assert_stopped(service)
+    assert service.log.count(" stopped") == 1
+
+
+@pytest.mark.parametrize("delay_s", some_moments([0.6], [2 * moment for moment in MANY]))
+def test_a_stop_is_exit_code_0_at_every_moment_of_a_supervisor_s_life(start, delay_s):
+    service = start("--workers", "2")
+    until_received(service)
+    time.sleep(delay_s)  # the moment is what is tested
+    service.signal_all(signal.SIGTERM)
+    assert_stopped(service)
+
+
+@pytest.mark.parametrize("delay_s", some_moments([0.3], MANY))
+def test_a_hangup_never_ends_the_start_and_is_satisfied_when_it_is_ready(
+    start, second_version, delay_s
+):
+    service = start()
+    until_received(service)
+    time.sleep(delay_s)  # the moment is what is tested
+    second_version()
+    service.signal(signal.SIGHUP)
+    service.ready()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while '"version":"2"' not in service.predict()[1]:
+        assert time.monotonic() < deadline_s, service.log
+    service.signal()
+    assert_stopped(service)
+
+
+@contextlib.contextmanager
+def storm(service, number):
+    """Send the signal again and again until the process ends."""
+
+    def send():
+        while service.process.poll() is None:
+            service.process.send_signal(number)
+            time.sleep(0.001)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join(PATIENCE_S)
+
+
+@pytest.mark.parametrize("workers", ["1", pytest.param("2", marks=pytest.mark.long)])
+def test_hangups_never_end_a_process_from_its_first_line_to_its_end(start, workers):
+    service = start("--workers", workers)
+    until_received(service)
+    with storm(service, signal.SIGHUP):
+        service.ready(int(workers))
+        assert service.predict()[0] == 200
+        service.signal()
+        assert service.wait() == ExitCode.STOPPED
+    assert "Traceback" not in service.log
+
+
+def test_a_stop_is_no_other_end_when_it_comes_with_a_start_that_fails(start, tiny_weights):
+    (tiny_weights / "lenet" / "1.safetensors").write_bytes(b"no weights")
+    service = start()
+    until_received(service)
+    service.signal()
+    assert service.wait() in {ExitCode.STOPPED, ExitCode.WEIGHTS}
+    assert "Traceback" not in service.log
+
+
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
+)
+def test_signals_without_end_leave_no_trace(start, number):
+    service = start().ready()
+    with storm(service, number):
+        assert service.wait() in {ExitCode.STOPPED, 128 + number}
+    assert "Traceback" not in service.log
+
+
+# A stop that something holds up
+
+
+def hang(service, *pids):
+    """Let the next batch of each of these hang, and ask for one; returns once it is computed."""
+    for pid in pids:
+        os.kill(pid, signal.SIGUSR1)
+    service.wait_for("gets an injected fault: hang", len(pids))
+
+    def ask():
+        with contextlib.suppress(OSError):
+            service.predict()
+
+    threading.Thread(target=ask, daemon=True).start()
+    service.wait_for("injecting fault: hang")
+
+
+STUCK = ("--drain-timeout-s", "0.5", "--fault-injection", "--hang-timeout-s", "3600")
+
+
+def assert_ended_in_time(service, drain_s=0.5):
+    service.signal()
+    assert service.stopped_after_s() < drain_s + LIMIT_S
+    assert service.process.returncode == ExitCode.STOPPED
+    assert "Traceback" not in service.log
+
+
+def test_a_stop_abandons_a_hung_context_and_names_it(start):
+    service = start(*STUCK).ready()
+    hang(service, service.process.pid)
+    assert CLOSE_TIMEOUT_S > LIMIT_S, "or the context is given up before, and this tests nothing"
+    assert_ended_in_time(service)
+    service.wait_for(r"ERROR .* not done 1.5 s after the drain; ending without context-")
+
+
+def stick(service, pid):
+    """Let the event loop of this process stand still."""
+    assert service.predict()[0] == 200  # its line "ready" is written, and the log's lock free
+    os.kill(pid, signal.SIGUSR1)
+    service.wait_for("stuck")
+
+
+def program_with(text):
+    """The service after `text`, which may change it."""
+    return ("-c", f"{text}\nimport sys; from service.__main__ import main; sys.exit(main())")
+
+
+STUCK_LOOP = """
+import os, signal, time
+def stay(*_):
+    os.write(2, b"stuck\\n")
+    time.sleep(600)
+signal.signal(signal.SIGUSR1, stay)
+"""
+STUCK_WORKER = f"""
+from service import supervisor
+original = supervisor._work
+def work(*arguments):
+    exec({STUCK_LOOP!r}, {{}})
+    original(*arguments)
+def install():
+    supervisor._work = work
+"""
+STUCK_THREAD = """
+import threading, time
+from service import server
+settle = server._settle
+def settle_beside_a_thread():
+    threading.Thread(target=time.sleep, args=(600,), name="decoding").start()
+    settle()
+server._settle = settle_beside_a_thread
+"""
+
+
+def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
+    service = start("--drain-timeout-s", "0.5", program=program_with(STUCK_LOOP)).ready()
+    stick(service, service.process.pid)
+    assert_ended_in_time(service)
+    service.wait_for("ending without the event loop, which is stuck")
+
+
+@pytest.mark.long
+def test_a_stop_abandons_a_thread_that_does_not_end_and_names_it(start):
+    service = start("--drain-timeout-s", "0.5", program=program_with(STUCK_THREAD)).ready()
+    assert_ended_in_time(service)
+    service.wait_for("ending without decoding")
+
+
+@pytest.mark.long
+def test_a_second_signal_exits_at_once_when_the_event_loop_is_stuck(start):
+    service = start(program=program_with(STUCK_LOOP)).ready()
+    stick(service, service.process.pid)
+    service.signal(signal.SIGINT)
+    time.sleep(0.2)  # two signals at the same time are one
+    service.signal(signal.SIGTERM)
+    assert service.wait() == 128 + signal.SIGTERM
+    assert service.stopped_after_s() < 1
+
+
+@pytest.mark.long
+def test_a_stop_abandons_a_hung_context_of_a_worker(start):
+    service = start(*STUCK, "--workers", "2").ready(2)
+    hang(service, *service.started_workers())
+    assert_ended_in_time(service)
+    service.wait_for("ending without context-")
+
+
+@pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.long)])
+def test_a_stop_ends_a_stopped_worker_in_time(start, ready):
+    service = start("--workers", "2", "--drain-timeout-s", "0.5")
+    service.wait_for("worker [0-9]+ started", 2)
+    if ready:
+        service.ready(2)
+    stopped, _ = service.started_workers()
+    os.kill(stopped, signal.SIGSTOP)
+    assert_ended_in_time(service)
+    service.wait_for(f"worker {stopped} did not stop within 2 s after the drain: killed")
+
+
+@pytest.mark.long
+def test_a_stuck_worker_ends_in_time_when_its_supervisor_was_killed(start, tmp_path):
+    (tmp_path / "stuck_worker.py").write_text(STUCK_WORKER)
+    program = program_with("import stuck_worker; stuck_worker.install()")
+    service = start("--workers", "2", "--drain-timeout-s", "0.5", program=program).ready(2)
+    stick(service, service.started_workers()[0])
+    service.signal(signal.SIGKILL)
+    # Waits for the end of the log, too, which the workers hold.
+    assert service.stopped_after_s() < 0.5 + LIMIT_S
+    service.wait_for("ending without the event loop, which is stuck")

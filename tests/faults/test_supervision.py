@@ -1,0 +1,161 @@
+"""Workers that are stopped, or whose event loop is stuck, under a supervisor."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+import pytest
+
+from service.errors import ExitCode
+
+CHECKS = 3
+"""Checks, a second apart, that a worker may miss with the hang timeout of these tests."""
+
+STUCK_WORKER = """
+import os, signal, time
+from service import supervisor
+original = supervisor._work
+def stay(*_):
+    os.write(2, b"stuck\\n")
+    time.sleep(600)
+def work(*arguments):
+    signal.signal(signal.SIGUSR1, stay)
+    original(*arguments)
+def install():
+    supervisor._work = work
+"""
+PROGRAM = (
+    "-c",
+    "import sys, stuck_worker; stuck_worker.install()\n"
+    "from service.__main__ import main; sys.exit(main())",
+)
+
+
+@pytest.fixture
+def start_two(start, tmp_path):
+    """Two ready workers, whose event loop stands still after SIGUSR1."""
+    (tmp_path / "stuck_worker.py").write_text(STUCK_WORKER)
+
+    def start_two(*arguments):
+        service = start(
+            "--workers", "2", "--hang-timeout-s", "0.5", *arguments, program=PROGRAM
+        ).ready(2)
+        assert service.predict()[0] == 200  # the log's lock is free again
+        return service
+
+    return start_two
+
+
+def assert_serving(service, requests=20):
+    for _ in range(requests):  # so many connections reach every worker
+        assert service.predict()[0] == 200
+        assert service.get("/healthz")[0] == 200
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(signal.SIGSTOP, id="stopped"),
+        pytest.param(signal.SIGUSR1, id="stuck", marks=pytest.mark.long),
+    ],
+)
+def test_a_worker_without_a_heartbeat_is_replaced_and_counted_as_a_death(start_two, number):
+    service = start_two()
+    lost, other = service.started_workers()
+    os.kill(lost, number)
+    began_s = time.monotonic()
+    service.wait_for(f"ERROR .* worker {lost} gave no sign of life in {CHECKS} checks")
+    took_s = time.monotonic() - began_s
+    # The first of the checks that it misses may be a second away, and follow a beat.
+    assert CHECKS - 1 < took_s < CHECKS + 2 + 1, "with a second for a busy machine"
+    service.wait_for(f"ERROR .* worker {lost} ended with -9")
+    service.ready(3)
+    assert_serving(service)
+    assert other in service.started_workers()
+    assert len(service.started_workers()) == 3
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+@pytest.mark.long
+def test_workers_that_are_stuck_again_and_again_end_the_service_with_6(start_two):
+    service = start_two()
+    for count in (2, 3, 4):
+        service.ready(count)
+        os.kill(service.started_workers()[-1], signal.SIGSTOP)
+        service.wait_for("gave no sign of life", count - 1)
+    assert service.wait() == ExitCode.WORKERS
+
+
+def stopped_for(service, pids, seconds):
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    time.sleep(seconds)  # it is the passing of time that nothing may come of
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("who", ["supervisor", "all"])
+def test_no_worker_is_killed_when_the_supervisor_or_all_were_stopped_as_in_a_suspend(
+    start_two, who
+):
+    service = start_two()
+    workers = service.started_workers()
+    stopped = [service.process.pid, *(workers if who == "all" else ())]
+    stopped_for(service, stopped, CHECKS + 2)
+    time.sleep(CHECKS + 1)  # as long as a worker that was missed would live
+    assert_serving(service)
+    assert service.started_workers() == workers
+    assert "no sign of life" not in service.log
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+@pytest.mark.long
+def test_a_worker_that_starts_slowly_is_waited_for(start, tmp_path):
+    (tmp_path / "slow.py").write_text(
+        "from service import supervisor\n"
+        "import time\n"
+        "original = supervisor._work\n"
+        "def work(*arguments):\n"
+        f"    time.sleep({CHECKS + 2})\n"
+        "    original(*arguments)\n"
+        "def install():\n"
+        "    supervisor._work = work\n"
+    )
+    program = (PROGRAM[0], PROGRAM[1].replace("stuck_worker", "slow"))
+    service = start("--workers", "2", "--hang-timeout-s", "0.5", program=program).ready(2)
+    assert len(service.started_workers()) == 2
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+@pytest.mark.long
+def test_what_killed_supervisors_left_is_removed_by_the_next(start):
+    first = start("--workers", "2").ready(2)
+    first.signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    assert list(first.temporary.iterdir()), "or this tests nothing"
+    second = start("--workers", "2").ready(2)
+    (folder,) = second.temporary.iterdir()
+    third = start("--workers", "2").ready(2)
+    assert folder in third.temporary.iterdir(), "the second lives"
+    assert second.get("/metrics")[0] == third.get("/metrics")[0] == 200
+    for service in (second, third):
+        service.process.send_signal(signal.SIGTERM)
+        assert service.process.wait(30) == ExitCode.STOPPED
+    assert list(third.temporary.iterdir()) == []
+
+
+@pytest.mark.long
+def test_a_killed_service_leaves_no_socket_that_keeps_the_next_from_starting(start):
+    first = start("--workers", "2").ready(2)
+    first.signal(signal.SIGKILL)
+    assert first.wait() == -signal.SIGKILL
+    second = start("--workers", "2", port=first.port, grpc_port=first.grpc_port).ready(2)
+    assert_serving(second, 2)
+    second.signal()
+    assert second.wait() == ExitCode.STOPPED
