@@ -49,6 +49,7 @@ CutReason: TypeAlias = Literal["full", "idle", "waited", "drain"]
 DropReason: TypeAlias = Literal["cancelled", "late"]
 ReloadOutcome: TypeAlias = Literal["ok", "refused"]
 LossReason: TypeAlias = Literal["sticky", "hang"]
+DecoderEnd: TypeAlias = Literal["idle", "cancelled", "died"]
 
 NO_MODEL = "none"
 """The `model` label of a request that failed before its model was found."""
@@ -236,6 +237,11 @@ class Metrics:
             "Processes that ended because their device was lost: a sticky error, or a hang.",
             "reason",
         )
+        self._decoder_ends = self._counter(
+            "lenet_decoder_ends",
+            "Decoding processes that ended: idle, killed for work that was cancelled, or died.",
+            "reason",
+        )
         self._dropped = self._counter(
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
@@ -279,6 +285,7 @@ class Metrics:
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
         _show(self._losses, get_args(LossReason))
+        _show(self._decoder_ends, get_args(DecoderEnd))
 
     def request_done(self, model: str, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
@@ -311,6 +318,10 @@ class Metrics:
         self._padding_rows[model,].inc(result.computed_rows - rows)
         self._replays[model, "hit" if result.captured else "miss"].inc()
         self._busy[model,].set(busy)
+
+    def decoder_ended(self, reason: DecoderEnd) -> None:
+        """Count a decoding process that ended while serving."""
+        self._decoder_ends[reason,].inc()
 
     def rows_dropped(self, rows: int, reason: DropReason) -> None:
         """Waiting rows left the queue without a batch."""

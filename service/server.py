@@ -46,7 +46,8 @@ from service.http.connection import FrontDoor
 from service.http.head import FastRoutes
 from service.http.openapi import InfoResponse, LoadedModel
 from service.http.predict import PredictRoute
-from service.images import DecodingThreads, Limits
+from service.images import Limits
+from service.images.decoders import Decoders
 from service.listener import at, cannot_listen, listen, probe
 from service.metrics import Metrics
 from service.rpc.server import GrpcServer, serve
@@ -59,6 +60,9 @@ _log = logging.getLogger(__name__)
 ACCEPTED_AT_ONCE = 16
 """New connections in one turn of the event loop. libuv accepts one a turn from each descriptor that
 it watches: under load the last of 512 waited 3 s, with so many duplicates of one 0.2 s."""
+
+_DECODER_BYTES = 256 << 20
+"""60 MiB for the process itself, 130 for a picture of 16 megapixels with transparency."""
 
 LAST_ANSWERS_S = 0.5
 """From the loss of the device to the end: callers get their answers, and probes see it."""
@@ -123,14 +127,16 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         took = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
         _log.info("start phases, in seconds: %s", took)
 
-        decoding = stack.enter_context(DecodingThreads())
+        decoders = stack.enter_context(
+            Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
+        )
         budget = Budget(settings.max_in_flight_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
         grpc = await stack.enter_async_context(
             serve(
                 models,
                 metrics,
-                decoding,
+                decoders,
                 host=settings.host,
                 port=settings.grpc_port,
                 shared=shared,
@@ -146,7 +152,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             Limits(settings.max_images),
             settings.max_body_bytes,
             budget,
-            decoding,
+            decoders,
             deadlines,
             timeout_s,
         )
@@ -160,6 +166,19 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             yield Service(models, metrics, app, fast_routes, budget, grpc, faults)
         finally:
             models.ready = False
+
+
+def _decoder_count(settings: Settings) -> int:
+    """As set; by default one for each core that this worker has, two to eight."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    return settings.decoders or min(8, max(2, cores // settings.workers))
+
+
+def _decoder_memory_bytes(settings: Settings) -> int:
+    """The most memory of a decoder: for itself and the largest picture, and a body and its copy."""
+    return _DECODER_BYTES + 2 * settings.max_body_bytes
 
 
 def _engine_config(settings: Settings, placement: Placement, faults: Faults | None) -> EngineConfig:

@@ -89,6 +89,10 @@ class Settings(BaseSettings):
     """Most bytes of bodies being received or decoded and of answers waiting to be sent, over HTTP
     and gRPC together; beyond it requests get 429. A quarter is kept for bodies up to 256 KiB."""
 
+    decoders: NonNegativeInt = 0
+    """Processes in each worker that decode pictures and large bodies, at least 2, started when they
+    are needed. 0 is one for each core of a worker, from 2 to 8."""
+
     request_timeout_ms: Annotated[int, Field(ge=1, le=3_600_000)] = 30_000
     """Deadline of a request; a request may ask for less."""
 
@@ -152,6 +156,11 @@ class Settings(BaseSettings):
                 f"--max-body-bytes is {self.max_body_bytes}, expected at most {largest}, what "
                 f"--max-in-flight-bytes {self.max_in_flight_bytes} leaves for large bodies: the "
                 "largest could never be accepted"
+            )
+        if self.decoders == 1:
+            raise ValueError(
+                "--decoders is 1, expected 0 or at least 2: small pictures never wait for the one "
+                "that large ones leave free"
             )
         if self.max_images > self.max_queue_rows:
             raise ValueError(

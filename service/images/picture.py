@@ -16,7 +16,7 @@ import math
 import re
 import struct
 import zlib
-from typing import Literal, TypeAlias, TypeVar
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,9 +25,8 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 
 from lenet.pixels import HEIGHT, WIDTH, Images
-from service.errors import InvalidInput, TooLarge, invalid, shown
-
-Invert: TypeAlias = Literal["auto", "true", "false"]
+from service.errors import InvalidInput, invalid, shown
+from service.images.headers import PNG_MAGIC, Invert, check_size, describe, sniff
 
 Grey: TypeAlias = NDArray[np.uint8]
 Ink: TypeAlias = NDArray[np.float32]
@@ -59,19 +58,12 @@ _MAX_SEGMENTS = 16_384
 _MAX_SCANS = 32
 """Scans of a progressive JPEG. Encoders write about ten; each costs a pass over all pixels."""
 
-_PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
-_SIGNATURES = {
-    _PNG_MAGIC: "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "a GIF file",
-    b"BM": "a BMP file",
-    b"RIFF": "a WebP file",
-    b"%PDF": "a PDF file",
-    b"PK\x03\x04": "an npz or zip archive",
-    b"\x93NUMPY": "an npy file",
-}
 _PNG_PIXEL_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_HUFFMAN_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
+"""Frames in which each block takes at least a bit. Arithmetic coding takes less, and is not
+checked."""
+
 _EXIF_TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -82,20 +74,6 @@ _EXIF_TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 """By EXIF orientation; 1 is upright."""
-
-
-def sniff(content: bytes) -> str | None:
-    """The picture type that the first bytes state, None if they are of no picture read here."""
-    found = describe(content)
-    return found if found.startswith("image/") else None
-
-
-def describe(content: bytes) -> str:
-    """What `content` appears to be, for a message."""
-    for signature, name in _SIGNATURES.items():
-        if content.startswith(signature):
-            return name
-    return f"bytes that begin with {content[:8].hex(' ')}"
 
 
 def digit(
@@ -115,15 +93,10 @@ def digit(
         advice = f"; send it with Content-Type: {found}" if found else ""
         raise invalid(field, describe(body), declared + advice)
     try:
-        picture, orientation = _open(body, found)
-        pixels = picture.width * picture.height
-        if pixels > max_pixels - used_pixels:
-            used = f", {used_pixels} of which are used" if used_pixels else ""
-            raise TooLarge(
-                f"{field}: got {picture.width} x {picture.height} pixels, expected at most "
-                f"{max_pixels} in a request{used}; scale the picture down",
-                field=field,
-            )
+        picture, orientation, damage = _open(body, found)
+        check_size(picture.width, picture.height, field, max_pixels, used_pixels)
+        if damage:
+            raise ValueError(damage)
         grey = _grey(picture, orientation)
     except (OSError, SyntaxError, ValueError, IndexError, struct.error) as exc:
         raise InvalidInput(f"{field}: not a readable {declared}: {exc}", field=field) from exc
@@ -134,15 +107,15 @@ def digit(
             hint += "; transparent pixels count as white, so light ink needs a dark background"
         message = f"{field}: no digit found: the picture is blank or its ink too faint{hint}"
         raise InvalidInput(message, field=field)
-    return _centred(_scaled(ink, noise))[np.newaxis], pixels
+    return _centred(_scaled(ink, noise))[np.newaxis], picture.width * picture.height
 
 
-def _open(body: bytes, found: str) -> tuple[Image.Image, int]:
-    """The picture, not decoded yet, and its EXIF orientation."""
+def _open(body: bytes, found: str) -> tuple[Image.Image, int, str]:
+    """The picture, not decoded yet, its EXIF orientation, and any damage found."""
     if found == "image/png":
-        return PngImageFile(io.BytesIO(_png_pixels(body))), 1
-    pixel_segments, orientation = _jpeg_pixels(body)
-    return JpegImageFile(io.BytesIO(pixel_segments)), orientation
+        return PngImageFile(io.BytesIO(_png_pixels(body))), 1, ""
+    pixel_segments, orientation, damage = _jpeg_pixels(body)
+    return JpegImageFile(io.BytesIO(pixel_segments)), orientation, damage
 
 
 def _grey(picture: Image.Image, orientation: int) -> Grey:
@@ -180,7 +153,7 @@ def _luminance(picture: Image.Image) -> Image.Image:
 
 def _png_pixels(body: bytes) -> bytes:
     """The PNG with only the chunks that hold pixels, their checksums verified."""
-    view, at = memoryview(body), len(_PNG_MAGIC)
+    view, at = memoryview(body), len(PNG_MAGIC)
     kept = [view[:at]]
     for _ in range(_MAX_SEGMENTS):
         if at + 12 > len(body):
@@ -201,24 +174,32 @@ def _png_pixels(body: bytes) -> bytes:
     raise ValueError(f"it has more than {_MAX_SEGMENTS} chunks")
 
 
-def _jpeg_pixels(body: bytes) -> tuple[bytes, int]:
-    """The JPEG without metadata or trailing bytes, and its EXIF orientation."""
+def _jpeg_pixels(body: bytes) -> tuple[bytes, int, str]:
+    """The JPEG without metadata or trailing bytes, its EXIF orientation, and any damage found."""
     kept, at, orientation, scans = [body[:2]], 2, 1, 0
+    blocks = scan_bytes = 0
     for _ in range(_MAX_SEGMENTS):
         marker = _JPEG_MARKER.search(body, at)
         if marker is None:
             raise ValueError(f"it ends after {len(body)} bytes, before its end marker")
-        if scans:
-            kept.append(body[at : marker.start()])
         start, content = marker.span()
         kind = body[start + 1]
+        if scans:
+            kept.append(body[at:start])
+            scan_bytes += start - at
         if kind == 0xD9:  # end of image
-            return b"".join([*kept, marker.group()]), orientation
+            damage = ""
+            if 8 * scan_bytes < blocks:
+                damage = f"its {scan_bytes} bytes of scans cannot hold {blocks} blocks of 8 x 8"
+            return b"".join([*kept, marker.group()]), orientation, damage
         at = content + int.from_bytes(body[content : content + 2], "big")
         if at < content + 2 or at > len(body):
             raise ValueError(f"its segment {kind:#x} at byte {start} has an invalid length")
         if kind == 0xE1 and body.startswith(b"Exif\0\0", content + 2):
             orientation = _orientation(body[content + 8 : at])
+        if kind in _HUFFMAN_FRAMES:
+            height, width = struct.unpack_from(">HH", body, content + 3)
+            blocks = -(-width // 8) * -(-height // 8)
         scans += kind == 0xDA
         if scans > _MAX_SCANS:
             raise ValueError(f"it has more than {_MAX_SCANS} scans")
@@ -307,13 +288,18 @@ def _scaled(ink: Ink, noise: float) -> Ink:
     step_y, step_x = height / size_y, width / size_x
     margin = math.ceil(max(step_y, step_x))
     top, left = int(rows[0]) + margin, int(columns[0]) + margin
-    patch = np.asarray(
-        Image.fromarray(np.pad(ink, margin)).resize(
-            (size_x + 2, size_y + 2),
-            Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC,
-            box=(left - step_x, top - step_y, left + width + step_x, top + height + step_y),
+    padded = np.zeros((ink.shape[0] + 2 * margin, ink.shape[1] + 2 * margin), np.float32)
+    padded[margin:-margin, margin:-margin] = ink
+    if scale == 1:
+        patch: Ink = padded[top - 1 : top + height + 1, left - 1 : left + width + 1]
+    else:
+        patch = np.asarray(
+            Image.fromarray(padded).resize(
+                (size_x + 2, size_y + 2),
+                Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC,
+                box=(left - step_x, top - step_y, left + width + step_x, top + height + step_y),
+            )
         )
-    )
     strokes = float(np.percentile(patch[patch > patch.max() / 2], 90))
     if strokes < _DARK_ENOUGH:
         patch = patch * (255 / strokes)

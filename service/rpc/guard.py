@@ -32,6 +32,7 @@ MAX_OTHER_BYTES = 64 * 1024
 
 _LONGEST_VARINT_BYTES = 10
 _DELIMITED = 2
+_RAW_TAG = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _DELIMITED
 
 _PIXELS: Mapping[int, Any] = {}
 _CONTENTS = {
@@ -56,6 +57,32 @@ def read_infer_request(message: bytes) -> pb.ModelInferRequest | InvalidInput:
         return InvalidInput("message: not a ModelInferRequest", field="message")
     expected = "one input with its numbers packed and at most two outputs"
     return invalid("message", f"more than {excess}", expected)
+
+
+def split(message: bytes) -> tuple[list[memoryview], list[memoryview]] | None:
+    """The fields of `message` without its raw_input_contents, and the values of those, as views.
+
+    None if it is malformed or has more than `MAX_FIELDS` fields: `read_infer_request` says which.
+    """
+    view, position = memoryview(message), 0
+    others: list[memoryview] = []
+    raw: list[memoryview] = []
+    try:
+        for _ in range(MAX_FIELDS):
+            begin = position
+            tag, position = _varint(message, position)
+            start, position = _value(message, position, tag & 7)
+            if position > len(message):
+                return None
+            if tag == _RAW_TAG:
+                raw.append(view[start:position])
+            else:
+                others.append(view[begin:position])
+            if position == len(message):
+                return others, raw
+    except DecodeError:
+        pass
+    return None
 
 
 def _excess(message: bytes) -> str | None:

@@ -14,7 +14,7 @@ from contextlib import asynccontextmanager
 import grpc
 
 from service.engine.models import Models
-from service.images import DecodingThreads
+from service.images.decoders import Decoders
 from service.listener import at, cannot_listen, probe
 from service.metrics import Metrics
 from service.rpc.servicer import HealthServicer, InferenceServicer, add_servicers
@@ -42,7 +42,7 @@ class GrpcServer:
 async def serve(
     models: Models,
     metrics: Metrics,
-    decoding: DecodingThreads,
+    decoders: Decoders,
     *,
     host: str,
     port: int,
@@ -73,7 +73,7 @@ async def serve(
         ),
     )
     inference = InferenceServicer(
-        models, metrics, decoding, max_images=max_images, timeout_s=timeout_s
+        models, metrics, decoders, max_images=max_images, timeout_s=timeout_s
     )
     add_servicers(server, inference, HealthServicer(models))
     for address in addresses:

@@ -12,9 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import NoReturn
 
 import grpc
@@ -36,25 +34,20 @@ from service.errors import (
     Unavailable,
     UnknownModel,
     UnsupportedMediaType,
-    invalid,
 )
-from service.images import DecodingThreads
+from service.images.decoders import Decoders, InferSource
 from service.metrics import NO_MODEL, Metrics
 from service.open_inference import (
-    InputTensor,
-    Numbers,
     TensorMetadata,
     answer,
-    check_parameters,
     model_metadata,
     output_metadata,
     output_values,
-    read_images,
-    requested_outputs,
 )
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.gathering import Context, Gathering
 from service.rpc.guard import read_infer_request
+from service.rpc.message import Wanted, decode_inline, decode_request
 
 _log = logging.getLogger(__name__)
 
@@ -73,28 +66,11 @@ _CODES: dict[type[ServiceError], grpc.StatusCode] = {
 _MAX_DETAILS_CHARACTERS = 500
 """Clients drop trailing metadata over 8 KiB, and each character may take 12 bytes of it."""
 
-_INPUT_CONTENTS = {"UINT8": "uint_contents", "FP32": "fp32_contents"}
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents"}
-_INLINE_IMAGES = 80
-"""More images are decoded on a thread: at up to 25 us an image in typed form, this many block the
-event loop for 2 ms."""
-
 _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
 _LONGEST_HEAD_BYTES = 256
-
-
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What a request asks for besides its pixels."""
-
-    model: str
-    version: str
-    id: str
-    outputs: tuple[str, ...]
-    raw: bool
-    """Whether the images came as raw bytes, as then do the outputs."""
 
 
 class InferenceServicer:
@@ -108,14 +84,14 @@ class InferenceServicer:
         self,
         models: Models,
         metrics: Metrics,
-        decoding: DecodingThreads,
+        decoders: Decoders,
         *,
         max_images: int,
         timeout_s: float,
     ) -> None:
         self._models = models
         self._metrics = metrics
-        self._decoding = decoding
+        self._decoders = decoders
         self._max_images = max_images
         self._timeout_s = timeout_s
         self._gathering = Gathering()
@@ -207,13 +183,11 @@ class InferenceServicer:
             nvtx.end(opened)
 
     async def _read(self, message: bytes, timeout_s: float) -> tuple[Images, Wanted]:
-        request = read_infer_request(message)
-        if isinstance(request, InvalidInput):
-            raise request
-        if _claims_many(request):
-            work = partial(_decode, request, self._max_images)
-            return await self._decoding.run(work, timeout_s)
-        return _decode(request, self._max_images)
+        if (decoded := decode_inline(message, self._max_images)) is not None:
+            return decoded
+        source = InferSource(self._max_images)
+        outcome = await self._decoders.run(source, message, timeout_s)
+        return outcome.images, Wanted.from_json(outcome.wanted)
 
 
 class HealthServicer:
@@ -294,13 +268,6 @@ async def _abort(context: Context, error: Exception) -> NoReturn:
     await context.abort(code, details, tuple(metadata))
 
 
-def _claims_many(request: pb.ModelInferRequest) -> bool:
-    """Whether decoding may take long. A shape that claims too few images is an error anyway."""
-    return any(
-        len(tensor.shape) > 1 and tensor.shape[0] > _INLINE_IMAGES for tensor in request.inputs
-    )
-
-
 def _read_one_image(message: bytes) -> tuple[Images, Wanted] | None:
     """The short way for the most frequent request, None for others: one raw image, written last.
 
@@ -328,61 +295,9 @@ def _wanted_of_one_image(head: bytes) -> Wanted | None:
         return None
     request.raw_input_contents.append(bytes(PIXELS))
     try:
-        return _decode(request, 1)[1]
+        return decode_request(request, request.raw_input_contents, 1)[1]
     except ServiceError:
         return None
-
-
-@span("decode")
-def _decode(request: pb.ModelInferRequest, max_images: int) -> tuple[Images, Wanted]:
-    images = read_images(_inputs(request), max_images)
-    outputs = requested_outputs(_outputs(request))
-    raw = bool(request.raw_input_contents)
-    return images, Wanted(request.model_name, request.model_version, request.id, outputs, raw)
-
-
-# Both are generators, so that the first wrong tensor ends the request before the others are read.
-
-
-def _outputs(request: pb.ModelInferRequest) -> Iterator[str]:
-    for position, output in enumerate(request.outputs):
-        check_parameters(output.parameters, f"outputs[{position}]")
-        yield output.name
-
-
-def _inputs(request: pb.ModelInferRequest) -> Iterator[InputTensor]:
-    raw = request.raw_input_contents
-    if raw and len(raw) != len(request.inputs):
-        raise invalid(
-            "raw_input_contents",
-            f"{len(raw)} entries for {len(request.inputs)} inputs",
-            "one for each input",
-        )
-    for position, tensor in enumerate(request.inputs):
-        field = f"inputs[{position}]"
-        check_parameters(tensor.parameters, field)
-        given = ", ".join(descriptor.name for descriptor, _ in tensor.contents.ListFields())
-        if raw:
-            if given:
-                got = f"{given} beside raw_input_contents"
-                raise invalid(f"{field}.contents", got, "all inputs in one form")
-            source = f"raw_input_contents[{position}]"
-            data: bytes | Numbers = raw[position]
-        else:
-            source = f"{field}.contents"
-            data = _numbers(tensor, given, source)
-        yield InputTensor(tensor.name, tensor.datatype, tensor.shape, data, source)
-
-
-def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: str) -> Numbers:
-    if tensor.datatype not in _INPUT_CONTENTS:
-        return ()  # read_images rejects the datatype
-    expected = _INPUT_CONTENTS[tensor.datatype]
-    if given != expected:
-        expected = f"{expected} for {tensor.datatype}, or raw_input_contents"
-        raise invalid(source, given or "no data", expected)
-    numbers: Numbers = getattr(tensor.contents, expected)
-    return numbers
 
 
 @span("encode")

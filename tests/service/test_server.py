@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import importlib.metadata
 import signal
 import socket
 import threading
@@ -13,7 +14,6 @@ import grpc
 import numpy as np
 import pytest
 
-import lenet as package
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.budget import Budget
@@ -109,9 +109,9 @@ async def test_everything_is_closed_when_what_runs_inside_fails(settings):
 
 async def test_the_version_is_0_when_the_distribution_is_not_installed(settings, monkeypatch):
     def missing(name):
-        raise package.PackageNotFoundError(name)
+        raise importlib.metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(package, "version", missing)
+    monkeypatch.setattr(importlib.metadata, "version", missing)
     async with open_service(settings) as service:
         assert service.app.version == "0"
 

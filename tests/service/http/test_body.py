@@ -4,16 +4,18 @@ import asyncio
 import json
 import logging
 import re
-import threading
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 
+import numpy as np
 import pytest
 
 from service.http import predict
+from service.images import decoders
+from tests.pictures import FORM, PNG, long_form, seven
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
-PNG = "image/png"
-PNG_TYPE = b"Content-Type: image/png\r\n"
+FORM_TYPE = b"Content-Type: multipart/form-data; boundary=b\r\n"
+LONG = long_form()
 
 
 @asynccontextmanager
@@ -230,87 +232,102 @@ async def test_batch_mates_are_answered_when_a_client_leaves_in_the_middle_of_a_
     assert quiet(caplog)
 
 
-# Decoding on a thread
-
-
-class Decoding:
-    """Pictures whose decoding waits for `release`; `begun` says how many began."""
-
-    def __init__(self, monkeypatch):
-        self._released, self._begins = threading.Event(), threading.Semaphore(0)
-        self.begun = 0
-        decoder = predict.decoder
-
-        def held_decoder(kind, **options):
-            decode = decoder(kind, **options)
-
-            def held(body):
-                self.begun += 1
-                self._begins.release()
-                assert self._released.wait(20)
-                return decode(body)
-
-            return held if kind == PNG else decode
-
-        monkeypatch.setattr(predict, "decoder", held_decoder)
-
-    async def began(self):
-        assert await asyncio.to_thread(self._begins.acquire, timeout=20)
-
-    def release(self):
-        self._released.set()
+# Decoding in another process
 
 
 @pytest.fixture
-def decoding(monkeypatch):
-    monkeypatch.setattr("service.images.threads.os.cpu_count", lambda: 1)  # two threads
-    decoding = Decoding(monkeypatch)
-    yield decoding
-    decoding.release()
+def one_slot(monkeypatch):
+    """All that is decoded waits in one line for one decoder."""
+    monkeypatch.setattr(decoders, "CHEAP_S", -1.0)
 
 
 async def test_a_picture_is_answered_within_its_deadline_when_decoding_takes_longer(
-    served, decoding, refusal, one
+    served, one_slot, refusal, one
 ):
-    for begun in (1, 2, 2):  # two threads: the third waits for one
-        late = await served.post(b"picture", PNG, x_request_timeout_ms="30")
+    for _ in range(3):
+        late = await served.post(LONG, FORM, x_request_timeout_ms="30")
         assert "30 ms" in refusal(late, 504, "deadline_exceeded").message
-        assert decoding.begun == begun
     assert await served.requests("deadline_exceeded") == 3
-    assert (await served.post(one)).status_code == 200, "pixels need no thread"
-    decoding.release()
+    assert (await served.post(one)).status_code == 200, "pixels need no decoder"
+    assert (await served.post(seven(), PNG)).status_code == 200
     refusal(await served.post(b"picture", PNG), 400, "invalid_input")
-    assert decoding.begun == 3, "a late request was decoded"
 
 
-@pytest.mark.parametrize("others", [0, 2], ids=["being decoded", "waiting for a thread"])
+@pytest.mark.parametrize("others", [0, 2], ids=["being decoded", "waiting for a decoder"])
 async def test_a_request_ends_when_its_client_leaves_while_it_is_decoded(
-    listen, decoding, caplog, others
+    listen, one_slot, caplog, others
 ):
     async with listen() as served:
-        busy = [asyncio.create_task(served.post(b"picture", PNG)) for _ in range(others)]
-        for _ in busy:
-            await decoding.began()
-        async with connect(served) as (_, writer):
-            writer.write(head(b"Content-Length: 7\r\n").replace(TYPE, PNG_TYPE) + b"picture")
-            await (asyncio.sleep(0.05) if others else decoding.began())
+        async with AsyncExitStack() as stack:
+            for _ in range(others + 1):
+                _, writer = await stack.enter_async_context(connect(served))
+                length = b"Content-Length: %d\r\n" % len(LONG)
+                writer.write(head(length).replace(TYPE, FORM_TYPE) + LONG)
+                await writer.drain()
+            await asyncio.sleep(0.05)
         async with asyncio.timeout(20):
-            while await served.requests("cancelled") != 1:
+            while await served.requests("cancelled") != others + 1:
                 pass  # each turn is a request to the server
-        decoding.release()
-        assert [response.status_code for response in await asyncio.gather(*busy)] == [400] * others
-        assert decoding.begun == max(others, 1)
+        # Nothing of theirs is in its way.
+        async with asyncio.timeout(20):
+            served.client.timeout = None
+            assert (await served.post(seven(), PNG)).status_code == 200
     assert quiet(caplog)
 
 
-async def test_a_body_is_held_until_its_decoding_has_ended(listen, decoding, one):
-    async with listen(max_body_bytes=1000, max_in_flight_bytes=1000) as served:
-        late = await served.post(bytes(900), PNG, x_request_timeout_ms="30")
-        assert late.status_code == 504
-        async with connect(served) as (reader, writer):
-            writer.write(head(b"Content-Length: 784\r\n") + one[:-1])
-            assert (await answer(reader))[0] == 429
-        decoding.release()
+async def test_a_body_is_held_until_its_decoding_has_ended(listen, one):
+    size = len(LONG) + 1000
+    async with listen(max_body_bytes=size, max_in_flight_bytes=2 * size) as served:
+        async with connect(served) as (_, writer):
+            length = b"Content-Length: %d\r\n" % len(LONG)
+            writer.write(head(length).replace(TYPE, FORM_TYPE) + LONG)
+            async with asyncio.timeout(20):
+                while (await served.post(LONG, FORM)).status_code != 429:
+                    pass
         async with asyncio.timeout(20):
-            while await in_two(served, one) != 200:
+            while await in_two(served, 500 * one) != 200:
+                pass
+
+
+async def test_a_large_answer_is_encoded_in_slices_as_in_one(listen, one, images, hold):
+    hold.release()
+    rows = np.concatenate([images] * 500)
+    async with listen(max_batch_rows=64, max_images=2500) as served:
+        large = (await served.post(rows.tobytes())).json()
+        small = (await served.post(images.tobytes())).json()
+    assert {**large, "predictions": []} == {**small, "predictions": []}
+    assert len(large["predictions"]) == 2500
+    for i, prediction in enumerate(large["predictions"]):
+        expected = small["predictions"][i % 5]
+        assert prediction["label"] == expected["label"]
+        # Batches of other sizes are summed in another order.
+        np.testing.assert_allclose(
+            prediction["probabilities"], expected["probabilities"], atol=1e-5
+        )
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, images, leaves):
+    rows = np.concatenate([images] * 500)
+    step = predict._Encoding.step
+    begun = asyncio.Event()
+
+    def never_ending(encoding):
+        begun.set()
+        step(encoding)
+        encoding._rows = 0
+        return True
+
+    monkeypatch.setattr(predict._Encoding, "step", never_ending)
+    async with listen(max_batch_rows=64, max_images=2500) as served:
+        if leaves:
+            async with connect(served) as (_, writer):
+                writer.write(head(b"Content-Length: %d\r\n" % rows.nbytes) + rows.tobytes())
+                await asyncio.wait_for(begun.wait(), 20)
+        else:
+            late = await served.post(rows.tobytes(), x_request_timeout_ms="200")
+            assert late.status_code == 504
+        outcome = "cancelled" if leaves else "deadline_exceeded"
+        async with asyncio.timeout(20):
+            while await served.requests(outcome) != 1:
                 pass  # each turn is a request to the server

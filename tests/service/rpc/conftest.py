@@ -17,7 +17,7 @@ from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.versions import WeightsFolder
-from service.images import DecodingThreads
+from service.images.decoders import Decoders
 from service.metrics import Metrics
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
@@ -68,9 +68,9 @@ class WatchedBatcher:
 class House:
     """Models, their metrics, and servers in front of them."""
 
-    def __init__(self, models, metrics, registry, decoding, timeout_s):
+    def __init__(self, models, metrics, registry, decoders, timeout_s):
         self.models = models
-        self.decoding = decoding
+        self.decoders = decoders
         self.timeout_s = timeout_s
         self.metrics = metrics
         self.registry = registry
@@ -108,7 +108,7 @@ class House:
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
         }
-        return serve(self.models, self.metrics, self.decoding, **{**options, **changes})
+        return serve(self.models, self.metrics, self.decoders, **{**options, **changes})
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[GRPCInferenceServiceStub]:
@@ -145,8 +145,8 @@ def open_house(tmp_path, tiny, random_weights):
         versions = folder.read_all(default_model="tiny")
         async with WatchedModels(folder, versions, config, metrics, Deadlines()) as models:
             models.ready = True
-            with DecodingThreads(1) as decoding:
-                yield House(models, metrics, registry, decoding, timeout_s)
+            with Decoders(metrics, 2, 320 << 20) as decoders:
+                yield House(models, metrics, registry, decoders, timeout_s)
 
     return open_
 

@@ -3,7 +3,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import threading
 import tracemalloc
 
 import grpc
@@ -14,8 +13,11 @@ from google.protobuf.message import DecodeError
 from lenet import reference
 from service import errors
 from service.errors import InvalidInput
+from service.images import Limits, decoders
 from service.rpc import open_inference_pb2 as pb
 from service.rpc import server, servicer
+from service.rpc.message import decode_request
+from tests.pictures import FORM, long_form
 
 Tensor = pb.ModelInferRequest.InferInputTensor
 Output = pb.ModelInferRequest.InferRequestedOutputTensor
@@ -221,56 +223,75 @@ def test_numbers_are_refused_unread_when_they_are_more_than_the_shape_claims(nam
     request = typed_request(contents(**{name: [1] * 200_000}), datatype, shape=(1, 28, 28))
     tracemalloc.start()
     with pytest.raises(InvalidInput, match="got 200000 numbers, expected 784"):
-        servicer._decode(request, 64)
+        decode_request(request, [], 64)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 100_000  # one object of 8 bytes for each would be more
 
 
-@contextlib.asynccontextmanager
-async def busy_thread(house):
-    """The only decoding thread is busy."""
-    begun, over = threading.Event(), threading.Event()
+@pytest.fixture
+def busy_decoder(monkeypatch):
+    """Inside `busy_decoder(house)` the only decoder is busy."""
+    monkeypatch.setattr(decoders, "CHEAP_S", -1.0)
 
-    def wait():
-        begun.set()
-        assert over.wait(20)
-
-    task = asyncio.create_task(house.decoding.run(wait, 20))
-    try:
-        assert await asyncio.to_thread(begun.wait, 20)
+    @contextlib.contextmanager
+    def busy(house):
+        source = decoders.BodySource(FORM, "auto", Limits(16_384))
+        job = house.decoders.start(source, long_form(), print)
         yield
-    finally:
-        over.set()
-        await task
+        house.decoders.cancel(job)
+
+    return busy
 
 
 def typed(rows):
-    return typed_request(contents(uint_contents=[1] * rows * 784), shape=(rows, 28, 28))
+    return typed_request(
+        pb.InferTensorContents(uint_contents=[1] * rows * 784), shape=(rows, 28, 28)
+    )
 
 
-async def test_only_many_images_wait_for_a_decoding_thread(house, images):
+async def test_only_large_typed_messages_wait_for_a_decoder(house, images, busy_decoder):
     flat = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
+    many = np.resize(images, (100, 28, 28))
+    raw = typed_request(None, shape=many.shape, raw_input_contents=[many.tobytes()])
     async with house.connect(max_images=100) as stub:
-        async with busy_thread(house):
-            for request, rows in ((typed(80), 80), (flat, 1)):
+        with busy_decoder(house):
+            for request, rows in ((typed(80), 80), (flat, 1), (raw, 100)):
                 assert list((await stub.ModelInfer(request)).outputs[1].shape) == [rows]
-            waiting = asyncio.ensure_future(stub.ModelInfer(typed(81)))
+            waiting = asyncio.ensure_future(stub.ModelInfer(typed(90)))
             done, _ = await asyncio.wait([waiting], timeout=0.05)
             assert not done
-        assert list((await waiting).outputs[1].shape) == [81]
+        assert list((await waiting).outputs[1].shape) == [90]
 
 
-async def test_the_call_ends_in_time_when_no_decoding_thread_is_free(open_house, monkeypatch):
-    decoded = []
-    decode = servicer._decode
-    monkeypatch.setattr(servicer, "_decode", lambda *args: decoded.append(args) or decode(*args))
+async def test_the_call_ends_in_time_when_no_decoder_is_free(open_house, busy_decoder):
     async with open_house(timeout_s=0.05) as house, house.connect(max_images=100) as stub:
-        async with busy_thread(house):
-            code, _, details = await failure(stub.ModelInfer(typed(81)))
+        with busy_decoder(house):
+            code, _, details = await failure(stub.ModelInfer(typed(90)))
             assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
             assert house.requests("deadline_exceeded") == 1
-        assert not decoded
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
+async def test_large_messages_are_answered_alike_in_each_form(open_house, images, datatype):
+    many = np.resize(images, (400, 28, 28))
+    dtype, name = {"UINT8": ("u1", "uint_contents"), "FP32": ("<f4", "fp32_contents")}[datatype]
+    in_raw = many.astype(dtype).tobytes()
+    raw = typed_request(None, datatype, many.shape, raw_input_contents=[in_raw])
+    as_numbers = contents(**{name: many.ravel().tolist()})
+    async with (
+        open_house(max_queue_rows=400) as house,
+        house.connect(max_images=400, max_body_bytes=1 << 23) as stub,
+    ):
+        first = await stub.ModelInfer(typed_request(as_numbers, datatype, many.shape))
+        other = await stub.ModelInfer(raw)
+        for broken in (raw.SerializeToString()[:-1], raw.SerializeToString() + b"\x3a\x02\x00"):
+            infer = stub.channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            code, _, _ = await failure(infer(broken))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+    probabilities = np.frombuffer(other.raw_output_contents[0], "<f4")
+    # Batches of other sizes are summed in another order.
+    np.testing.assert_allclose(first.outputs[0].contents.fp32_contents, probabilities, atol=1e-5)
 
 
 async def test_a_call_is_exhausted_when_too_many_are_running(house, raw_request, monkeypatch):

@@ -1,0 +1,43 @@
+"""What the service and its decoding processes send each other: a header in JSON, then bytes.
+
+    head     lengths of the header and of the content, 4 + 8 bytes in network order
+    header   a JSON object
+    content  a body or message; in a reply the pixels of its images
+
+A head of zeros asks a decoding process to end its work early. Each other frame has one reply.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from typing import Any
+
+import orjson
+
+HEAD = struct.Struct("!IQ")
+CANCEL = HEAD.pack(0, 0)
+
+MAX_HEADER_BYTES = 1 << 20
+"""Of a reply: an id or an unknown name in a gRPC message may be 64 KiB, six times that in JSON."""
+
+
+def frame(header: dict[str, Any], content_bytes: int) -> bytes:
+    """A frame up to its content."""
+    text = orjson.dumps(header)
+    return HEAD.pack(len(text), content_bytes) + text
+
+
+def receive(channel: socket.socket) -> tuple[dict[str, Any] | None, bytes] | None:
+    """The next frame; its header is None if it is `CANCEL`. None at the end of the connection."""
+    head = channel.recv(HEAD.size, socket.MSG_WAITALL)
+    if len(head) < HEAD.size:
+        return None
+    header_bytes, content_bytes = HEAD.unpack(head)
+    if not header_bytes:
+        return None, b""
+    header = channel.recv(header_bytes, socket.MSG_WAITALL)
+    content = channel.recv(content_bytes, socket.MSG_WAITALL) if content_bytes else b""
+    if len(header) + len(content) < header_bytes + content_bytes:
+        return None
+    return orjson.loads(header), content

@@ -1,0 +1,429 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import numpy as np
+import orjson
+import pytest
+from prometheus_client import CollectorRegistry
+
+from service.errors import (
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidInput,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+    UnsupportedMediaType,
+)
+from service.images import Limits, decode, decoders
+from service.images.decoders import BodySource, Decoders, InferSource
+from service.images.frames import HEAD
+from service.metrics import Metrics
+from service.rpc import open_inference_pb2 as pb
+from tests.pictures import FORM, PNG, encoded, form, long_form, seven
+
+LIMITS = Limits(16_384)
+JSON = "application/json"
+MEMORY_BYTES = 320 << 20
+LONG_S = 60.0
+ENDED_S = 0.05 + 0.5
+"""Work ends within 50 ms; the rest is for a machine that runs other tests meanwhile. Left alone it
+takes 4 s and more."""
+
+
+def body(content_type, invert="auto", limits=LIMITS):
+    return BodySource(content_type, invert, limits)
+
+
+class Pool(Decoders):
+    """The real one; knows its processes by the system's list of children."""
+
+    @property
+    def pids(self):
+        listed = read(f"/proc/self/task/{os.getpid()}/children").split()
+        return {int(pid) for pid in listed if "decoding_process" in command_line(int(pid))}
+
+
+def command_line(pid):
+    try:
+        return read(f"/proc/{pid}/cmdline")
+    except OSError:
+        return ""
+
+
+def read(path):
+    return Path(path).read_text()
+
+
+@asynccontextmanager
+async def open_pool(count=2, memory_bytes=MEMORY_BYTES):
+    registry = CollectorRegistry()
+    metrics = Metrics(registry)
+    with Pool(metrics, count, memory_bytes) as pool:
+
+        def ends(reason):
+            metrics.flush()
+            return registry.get_sample_value("lenet_decoder_ends_total", {"reason": reason})
+
+        pool.ends = ends
+        yield pool
+    await until(lambda: not pool.pids)
+
+
+@pytest.fixture
+async def pool():
+    async with open_pool() as pool:
+        yield pool
+
+
+async def until(condition):
+    async with asyncio.timeout(LONG_S):
+        while not condition():  # noqa: ASYNC110 - the end of a process sets no event
+            await asyncio.sleep(0.001)
+
+
+def kill(pid):
+    """SIGKILL to a child, and wait for its end."""
+    os.kill(pid, signal.SIGKILL)
+    os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+
+
+@contextmanager
+def outcomes(pool):
+    """`start(source, body)` starts a job and returns what is called back with."""
+    jobs = []
+
+    def start(source, content):
+        called = []
+        job = pool.start(source, content, called.append, lambda: called.append("ended"))
+        jobs.append(job)
+        return job, called
+
+    yield start
+    for job in jobs:
+        pool.cancel(job)
+
+
+RAW = np.random.default_rng(3).integers(0, 256, (300, 28, 28), np.uint8)
+FLAT = orjson.dumps({"images": RAW.reshape(300, 784).tolist()})
+BODIES = {
+    PNG: seven(),
+    "image/jpeg": seven(224, "JPEG"),
+    JSON: orjson.dumps({"images": RAW.tolist()}),
+    "application/x-npy": None,
+    FORM: form(seven(), seven(56)),
+}
+
+
+def infer_request(rows):
+    tensor = pb.ModelInferRequest.InferInputTensor(
+        name="image",
+        datatype="UINT8",
+        shape=(rows, 28, 28),
+        contents=pb.InferTensorContents(uint_contents=RAW[:rows].ravel().tolist()),
+    )
+    return pb.ModelInferRequest(model_name="lenet", id="7", inputs=[tensor]).SerializeToString()
+
+
+# What is decoded
+
+
+async def test_each_kind_of_body_is_decoded_as_in_one_process(pool, tmp_path):
+    np.save(tmp_path / "a.npy", np.asfortranarray(RAW))
+    bodies = {**BODIES, "application/x-npy": (tmp_path / "a.npy").read_bytes()}
+    for kind, content in bodies.items():
+        for invert in ("auto", "true") if kind in (JSON, "application/x-npy") else ("auto",):
+            decoded = await pool.run(body(kind, invert), bytearray(content), LONG_S)
+            expected = decode(content, kind, invert=invert, limits=LIMITS)
+            np.testing.assert_array_equal(decoded.images, expected)
+    assert len(pool.pids) == 1, "one at a time takes one process"
+
+
+async def test_a_message_is_decoded_with_what_else_it_asks_for(pool):
+    decoded = await pool.run(InferSource(300), infer_request(300), LONG_S)
+    np.testing.assert_array_equal(decoded.images, RAW)
+    assert decoded.wanted == {
+        "model": "lenet",
+        "version": "",
+        "id": "7",
+        "outputs": ["probabilities", "label"],
+        "raw": False,
+    }
+
+
+@pytest.mark.parametrize(
+    ("source", "content", "error", "field"),
+    [
+        (body(PNG), b"no picture", InvalidInput, "body"),
+        (body(FORM), form(seven(), b"no picture"), InvalidInput, "parts[1]"),
+        (
+            body(FORM),
+            form(seven(), seven())
+            .replace(b"data; name", b"data", 1)
+            .replace(b"\r\n\r\n", b"\r\nContent-Type: text/csv\r\n\r\n", 1),
+            UnsupportedMediaType,
+            "parts[0]",
+        ),
+        (body(FORM, limits=Limits(1)), form(seven(), seven()), TooLarge, "parts"),
+        (body(JSON, limits=Limits(299)), BODIES[JSON], TooLarge, "body"),
+        (body(JSON, limits=Limits(299)), FLAT, TooLarge, "images"),
+        (body(JSON), FLAT[:-1], InvalidInput, "body"),
+        (body(JSON), FLAT.rpartition(b",")[0] + b",256]]}", InvalidInput, "images[299][783]"),
+        (body(PNG), b"", InvalidInput, "body"),
+        (InferSource(300), b"\xff\xff", InvalidInput, "message"),
+        (InferSource(299), infer_request(300), TooLarge, "inputs[0].shape"),
+    ],
+)
+async def test_an_error_is_the_same_as_in_one_process(pool, source, content, error, field):
+    with pytest.raises(error) as caught:
+        await pool.run(source, content, LONG_S)
+    assert type(caught.value) is error
+    assert caught.value.field == field
+    if isinstance(source, BodySource) and content:
+        with pytest.raises(error, match=re.escape(caught.value.message)):
+            decode(content, source.content_type, limits=source.limits)
+
+
+async def test_a_picture_with_too_many_pixels_starts_no_process(pool):
+    wide = encoded(np.zeros((100, 201), np.uint8))
+    for kind, content in (
+        (PNG, wide),
+        ("image/jpeg", encoded(np.zeros((100, 201, 3), np.uint8), "JPEG")),
+    ):
+        with pytest.raises(TooLarge, match="201 x 100 pixels, expected at most 20000"):
+            pool.start(body(kind, limits=Limits(1, 20_000)), content, print)
+    assert not pool.pids
+
+
+async def test_large_json_takes_little_more_memory_than_its_bytes_and_images():
+    images = np.random.default_rng(4).integers(0, 256, (8000, 28, 28), np.uint8)
+    content = orjson.dumps(
+        {"images": images.tolist()}
+    )  # 23 MB, of which orjson would take 12 times
+    async with open_pool(memory_bytes=160 << 20) as pool:
+        decoded = await pool.run(body(JSON), content, LONG_S)
+        np.testing.assert_array_equal(decoded.images, images)
+
+
+ZEROS = b'{"images":[' + b"0," * 15_000_000 + b"0]}"
+
+
+@pytest.mark.parametrize("content", [ZEROS, ZEROS.replace(b"[", b"[[", 1).replace(b"]", b"]]")])
+async def test_json_that_takes_too_much_memory_is_too_large(pool, content):
+    with pytest.raises(TooLarge, match="more than 320 MiB of memory; send fewer images"):
+        await pool.run(body(JSON), content, LONG_S)
+
+
+async def test_a_picture_that_takes_too_much_memory_is_too_large():
+    async with open_pool(memory_bytes=100 << 20) as pool:
+        picture = encoded(np.zeros((4000, 4000, 4), np.uint8))  # 64 MB
+        with pytest.raises(TooLarge, match="more than 100 MiB of memory"):
+            await pool.run(body(PNG), picture, LONG_S)
+        assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+        assert pool.ends("died") == 0
+
+
+# Work that ends
+
+
+async def test_work_ends_soon_after_its_deadline(pool):
+    await pool.run(body(PNG), seven(), LONG_S)  # a process is there
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineExceeded):
+        await pool.run(body(FORM), long_form(), 0.1)
+    await until(lambda: not pool._busy)
+    assert time.monotonic() - began_s < 0.1 + ENDED_S
+
+
+async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
+    photograph = encoded(np.random.default_rng(5).integers(0, 256, (4000, 4000), np.uint8))
+    with outcomes(pool) as start:
+        job, called = start(body(PNG), photograph)
+        await asyncio.sleep(0.2)  # within its 0.4 s of decoding, or in the start before it
+        began_s = time.monotonic()
+        pool.cancel(job)
+        await until(lambda: called)
+        assert time.monotonic() - began_s < ENDED_S
+    assert called == ["ended"]
+    assert pool.ends("cancelled") == 1
+    assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+
+
+async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(pool):
+    with outcomes(pool) as start:
+        start(body(FORM), long_form())
+        job, called = start(body(FORM), long_form())
+        pool.cancel(job)
+        assert called == ["ended"]
+        for timeout_s in (0.02, 0.0, -1.0):
+            with pytest.raises(DeadlineExceeded):
+                await pool.run(body(FORM), long_form(), timeout_s)
+        task = asyncio.create_task(pool.run(body(FORM), long_form(), LONG_S))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert len(pool.pids) == 1
+
+
+async def test_leaving_ends_what_runs_and_what_waits():
+    async with open_pool() as pool:
+        calls = []
+        for _ in range(2):
+            pool.start(body(FORM), long_form(), calls.append, lambda: calls.append("ended"))
+        await pool.run(body(PNG), seven(), LONG_S)
+        began_s = time.monotonic()
+    assert time.monotonic() - began_s < 0.1 + ENDED_S
+    assert [call for call in calls if call == "ended"] == ["ended"] * 2
+    assert [type(call) for call in calls if call != "ended"] == [Unavailable] * 2
+    with pytest.raises(Unavailable):
+        pool.start(body(PNG), seven(), print)
+
+
+# Long work beside short work
+
+
+async def test_a_small_picture_does_not_wait_for_long_work(pool):
+    with outcomes(pool) as start:
+        long = [start(body(FORM), long_form(4000))[1] for _ in range(3)]
+        for _ in range(5):
+            await pool.run(body(PNG), seven(), LONG_S)
+        assert long == [[], [], []]
+        assert len(pool.pids) == 2
+
+
+async def test_long_work_goes_on_while_small_pictures_come(pool):
+    long = asyncio.create_task(pool.run(body(FORM), long_form(500), LONG_S))
+    while not long.done():
+        await asyncio.gather(*(pool.run(body(PNG), seven(), LONG_S) for _ in range(4)))
+    assert len((await long).images) == 500
+
+
+async def test_work_is_refused_when_too_much_waits(pool, monkeypatch):
+    with outcomes(pool) as start:
+        for _ in range(3):  # estimated at 4.8 s each: one runs, 10 s may wait
+            start(body(FORM), long_form())
+        with pytest.raises(Overloaded) as caught:
+            start(body(FORM), long_form())
+        assert caught.value.retry_after_s in range(10, 20)
+        monkeypatch.setattr(decoders, "MAX_WAITING", 1)
+        for _ in range(2):
+            start(body(PNG), seven())
+        with pytest.raises(Overloaded):
+            start(body(PNG), seven())
+
+
+# Processes
+
+
+async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
+    monkeypatch.setattr(decoders, "_IDLE_S", 0.2)
+    async with open_pool() as pool:
+        assert not pool.pids
+        await pool.run(body(PNG), seven(), LONG_S)
+        await pool.run(body(PNG), seven(), LONG_S)
+        assert len(pool.pids) == 1
+        await until(lambda: not pool.pids)
+        assert pool.ends("idle") == 1
+        await pool.run(body(PNG), seven(), LONG_S)
+
+
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog):
+    await pool.run(body(PNG), seven(), LONG_S)
+    with outcomes(pool) as start:
+        called = [] if idle else start(body(FORM), long_form())[1]
+        (pid,) = pool.pids
+        kill(pid)
+        assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+        await until(lambda: pool.ends("died") == 1)
+        if not idle:
+            await until(lambda: len(called) == 2)
+            assert called[0] == "ended"
+            assert type(called[1]) is InferenceFailed
+    assert len(caplog.records) <= 1
+
+
+async def test_many_deaths_are_one_line_in_the_log(pool, caplog):
+    for _ in range(3):
+        with outcomes(pool) as start:
+            _, called = start(body(FORM), long_form())
+            await until(lambda: pool.pids)
+            for pid in pool.pids:
+                kill(pid)
+            await until(lambda called=called: called)
+    assert len(caplog.records) == 1
+    assert "a decoding process died" in caplog.text
+
+
+async def test_signals_to_all_processes_do_not_end_a_decoder(pool):
+    with outcomes(pool) as start:
+        _, called = start(body(FORM), form(seven(), seven()))
+        await until(lambda: called)
+    (pid,) = pool.pids
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        os.kill(pid, number)
+    await pool.run(body(PNG), seven(), LONG_S)
+    assert pool.pids == {pid}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_decoder_gives_way_to_serving(pool):
+    await pool.run(body(PNG), seven(), LONG_S)
+    (pid,) = pool.pids
+    assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5 or (
+        os.getpriority(os.PRIO_PROCESS, pid) == 19
+    )
+    assert read(f"/proc/{pid}/oom_score_adj") == "900\n"
+
+
+async def test_a_request_is_unavailable_when_no_process_can_be_started(pool, monkeypatch, caplog):
+    monkeypatch.setattr(decoders.sys, "executable", "/nowhere/python")
+    for _ in range(3):
+        with pytest.raises(Unavailable, match="No such file") as caught:
+            pool.start(body(PNG), seven(), print)
+        assert caught.value.retry_after_s == 1
+    monkeypatch.undo()
+    assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+
+
+REPLIES = {
+    "too many images": HEAD.pack(2, 2 * 784),
+    "not images": HEAD.pack(2, 783),
+    "a long header": HEAD.pack(1 << 31, 784),
+    "not JSON": HEAD.pack(2, 784) + b"{]" + bytes(784),
+    "neither images nor an error": HEAD.pack(2, 0) + b"{}",
+    "an error without a message": HEAD.pack(12, 0) + b'{"error":{}}',
+    "no object": HEAD.pack(2, 0) + b"[]",
+}
+
+
+@pytest.mark.parametrize("reply", REPLIES.values(), ids=REPLIES)
+async def test_a_decoder_that_breaks_the_protocol_is_ended(pool, monkeypatch, caplog, reply):
+    program = (
+        "import socket, sys, time; channel = socket.socket(fileno=int(sys.argv[1])); "
+        f"channel.sendall({reply!r}); time.sleep(60)"
+    )
+    monkeypatch.setattr(decoders, "_ARGUMENTS", ("-c", program))
+    with pytest.raises(ServiceError) as caught:
+        await pool.run(body(PNG, limits=Limits(1)), seven(), LONG_S)
+    assert type(caught.value) is InferenceFailed
+    assert "invalid reply" in caplog.text
+    await until(lambda: not pool.pids)
+
+
+async def test_a_decoder_ends_when_the_service_is_gone():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        process = decoders._start(theirs, MEMORY_BYTES)
+    assert await asyncio.to_thread(process.wait, LONG_S) == 0
