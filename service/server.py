@@ -137,6 +137,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 models,
                 metrics,
                 decoders,
+                budget,
                 host=settings.host,
                 port=settings.grpc_port,
                 shared=shared,

@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any, TypeAlias
-
-import grpc
-
-Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+from typing import Any
 
 TURNS = 160
 """A turn takes about 0.6 us while nothing arrives, and more under load. 32 calls at a time, the
@@ -33,15 +29,16 @@ class Gathering:
         self._until_s = 0.0
         self._gathered = asyncio.Event()
 
-    async def join(self, context: Context) -> None:
-        """Enter the call of `context`; wait for others if it is not the only one that is open.
+    async def join(self, task: asyncio.Task[Any]) -> None:
+        """Enter the call that `task` serves; wait for others if it is not the only one open.
 
         All calls that come within `TURNS` turns of the loop, or `_MOST_S`, from the first that
         waits go on in the same turn.
         """
         self._open += 1
-        # grpc-stubs 1.53 declares the callback as a class.
-        context.add_done_callback(self._leave)  # type: ignore[arg-type]
+        # The task ends when the answer is sent. A callback of the call's context would be part of
+        # a reference cycle.
+        task.add_done_callback(self._leave)
         if self._open > 1:
             if not self._turns_left:
                 self._turns_left = TURNS
@@ -58,5 +55,5 @@ class Gathering:
             self._turns_left = 0
             self._gathered.set()
 
-    def _leave(self, ctx: Context) -> None:
+    def _leave(self, task: asyncio.Task[Any]) -> None:
         self._open -= 1

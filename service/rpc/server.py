@@ -7,35 +7,72 @@ each of as many calls as a client opens. TLS and authentication belong to a prox
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 
+from service.budget import Budget
 from service.engine.models import Models
 from service.images.decoders import Decoders
 from service.listener import at, cannot_listen, probe
 from service.metrics import Metrics
+from service.rpc.calls import MAX_CALLS, Calls
 from service.rpc.servicer import HealthServicer, InferenceServicer, add_servicers
 
 _IDENTITY_ONLY = 1
 """Bit set of grpc_compression_algorithm: "identity" alone."""
 
-MAX_CALLS = 1024
-"""Concurrent calls, each with a message in memory; one more is RESOURCE_EXHAUSTED."""
+_MAX_PENDING = 16 * MAX_CALLS
+"""Calls that wait for their handler to begin. Beyond, gRPC cancels calls, which nobody counts; its
+default is 1,000, a fifth of a second of them."""
+
+_SETTLE_S = 0.5
+"""The longest that calls which are under way to the server are waited for; 0.06 s if none are."""
+
+_GOAWAY_S = 0.02
+"""From the beginning of the shutdown until answers go out. The GOAWAY frames are written before."""
+
+_LAST_STATUSES_S = 0.5
+"""From the end of the drain timeout until connections are closed: for the statuses of the rest."""
+
+_log = logging.getLogger(__name__)
 
 
 class GrpcServer:
     """A server that listens on `port`."""
 
-    def __init__(self, server: grpc.aio.Server, port: int) -> None:
-        self._server = server
+    def __init__(self, server: grpc.aio.Server, calls: Calls, port: int) -> None:
+        self._server, self._calls = server, calls
+        self._stopping = False
         self.port = port
 
     async def stop(self, timeout_s: float) -> None:
-        """Reject new calls at once, let running ones finish for `timeout_s`, cancel the rest."""
-        await self._server.stop(timeout_s)
+        """Reject new calls at once, let running ones finish for `timeout_s`, end the rest.
+
+        Clients get answers or UNAVAILABLE. A call is CANCELLED only if it arrives after gRPC began
+        to shut down and before its client learned of that. A client that waits for its answers
+        before it calls again sends none then; see `Calls.settle`.
+        """
+        if self._stopping:
+            return
+        self._stopping = True
+        loop = asyncio.get_running_loop()
+        end_s = loop.time() + timeout_s
+        await self._calls.settle(min(_SETTLE_S, timeout_s / 4))
+        rest_s = max(0.0, end_s - loop.time())
+        stopping = asyncio.create_task(self._server.stop(rest_s + _LAST_STATUSES_S))
+        await asyncio.sleep(min(_GOAWAY_S, rest_s / 4))
+        self._calls.go_on()
+        await asyncio.wait((stopping,), timeout=max(0.0, end_s - loop.time()))
+        self._calls.end_all()
+        await asyncio.wait((stopping,), timeout=2 * _LAST_STATUSES_S)
+        if not stopping.done():  # some connection is not closed: the end of the process closes it
+            _log.warning("gRPC did not stop within %.1f s", loop.time() - end_s + timeout_s)
+            stopping.cancel()
 
 
 @asynccontextmanager
@@ -43,6 +80,7 @@ async def serve(
     models: Models,
     metrics: Metrics,
     decoders: Decoders,
+    budget: Budget,
     *,
     host: str,
     port: int,
@@ -65,24 +103,34 @@ async def serve(
     # grpcio 1.85 prints why it cannot bind an address, and does not return the reason.
     addresses = probe(host, port, shared=shared)
     server = grpc.aio.server(
-        maximum_concurrent_rpcs=MAX_CALLS,
+        # Of calls whose status is not sent yet, too, because their clients do not read.
+        maximum_concurrent_rpcs=_MAX_PENDING,
         options=(
             ("grpc.so_reuseport", int(shared)),
             ("grpc.max_receive_message_length", max_body_bytes),
             ("grpc.compression_enabled_algorithms_bitset", _IDENTITY_ONLY),
+            # Otherwise each stream may send 4 MiB before its handler reads, instead of 64 KiB.
+            ("grpc.http2.bdp_probe", 0),
+            ("grpc.server.max_pending_requests", _MAX_PENDING),
+            ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+            # Connections of clients that are gone without a word end after 80 s.
+            ("grpc.keepalive_time_ms", 60_000),
+            ("grpc.keepalive_timeout_ms", 20_000),
+            ("grpc.keepalive_permit_without_calls", 1),
         ),
     )
+    calls = Calls(budget, max_body_bytes)
     inference = InferenceServicer(
-        models, metrics, decoders, max_images=max_images, timeout_s=timeout_s
+        models, metrics, decoders, calls, max_images=max_images, timeout_s=timeout_s
     )
-    add_servicers(server, inference, HealthServicer(models))
+    add_servicers(server, inference, HealthServicer(models), calls)
     for address in addresses:
         try:
             port = server.add_insecure_port(at(address, port))
         except RuntimeError as exc:  # in use since the probe
             raise cannot_listen(address, port, OSError(errno.EADDRINUSE, str(exc))) from exc
     await server.start()
-    grpc_server = GrpcServer(server, port)
+    grpc_server = GrpcServer(server, calls, port)
     try:
         yield grpc_server
     finally:

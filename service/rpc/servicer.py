@@ -10,13 +10,15 @@ many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
-from typing import NoReturn
+from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
 from lenet import DISTRIBUTION, distribution_version, nvtx
@@ -25,15 +27,13 @@ from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.engine.models import Models
 from service.engine.queue import Prediction
 from service.errors import (
+    BodyTimeout,
     Cancelled,
     DeadlineExceeded,
     InvalidInput,
-    Overloaded,
     ServiceError,
-    TooLarge,
-    Unavailable,
     UnknownModel,
-    UnsupportedMediaType,
+    invalid,
 )
 from service.images.decoders import Decoders, InferSource
 from service.metrics import NO_MODEL, Metrics
@@ -45,32 +45,25 @@ from service.open_inference import (
     output_values,
 )
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.gathering import Context, Gathering
+from service.rpc.calls import MESSAGE_S, SPARE_CALLS, Calls, Context, Status, status_of
+from service.rpc.gathering import Gathering
 from service.rpc.guard import read_infer_request
 from service.rpc.message import Wanted, decode_inline, decode_request
 
-_log = logging.getLogger(__name__)
-
 SERVICE = "inference.GRPCInferenceService"
 
-_CODES: dict[type[ServiceError], grpc.StatusCode] = {
-    InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
-    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
-    UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
-    UnknownModel: grpc.StatusCode.NOT_FOUND,
-    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: grpc.StatusCode.CANCELLED,
-    Unavailable: grpc.StatusCode.UNAVAILABLE,
-}
-_MAX_DETAILS_CHARACTERS = 500
-"""Clients drop trailing metadata over 8 KiB, and each character may take 12 bytes of it."""
-
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents"}
+
+_GATHERED_IMAGES = 256
+"""More images are a batch of their own, nearly, and 12 MB of them should not wait for others."""
+
 _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
 _LONGEST_HEAD_BYTES = 256
+
+_MAX_QUESTION_BYTES = 4096
+"""Of the message of any other method than ModelInfer: it holds two names at most."""
 
 
 class InferenceServicer:
@@ -85,6 +78,7 @@ class InferenceServicer:
         models: Models,
         metrics: Metrics,
         decoders: Decoders,
+        calls: Calls,
         *,
         max_images: int,
         timeout_s: float,
@@ -92,25 +86,20 @@ class InferenceServicer:
         self._models = models
         self._metrics = metrics
         self._decoders = decoders
+        self._calls = calls
         self._max_images = max_images
         self._timeout_s = timeout_s
         self._gathering = Gathering()
 
-    async def ServerLive(
-        self, request: pb.ServerLiveRequest, context: Context
-    ) -> pb.ServerLiveResponse:
+    def ServerLive(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
         """True."""
         return pb.ServerLiveResponse(live=True)
 
-    async def ServerReady(
-        self, request: pb.ServerReadyRequest, context: Context
-    ) -> pb.ServerReadyResponse:
+    def ServerReady(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
         """Like /readyz."""
         return pb.ServerReadyResponse(ready=self._models.ready)
 
-    async def ModelReady(
-        self, request: pb.ModelReadyRequest, context: Context
-    ) -> pb.ModelReadyResponse:
+    def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
         """Whether the model is loaded and the server ready."""
         try:
             self._models.get(request.name, request.version)
@@ -118,22 +107,15 @@ class InferenceServicer:
             return pb.ModelReadyResponse(ready=False)
         return pb.ModelReadyResponse(ready=self._models.ready)
 
-    async def ServerMetadata(
-        self, request: pb.ServerMetadataRequest, context: Context
-    ) -> pb.ServerMetadataResponse:
+    def ServerMetadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
         """Name and version; no extension of the protocol is supported."""
         return pb.ServerMetadataResponse(
             name=DISTRIBUTION, version=distribution_version(), extensions=()
         )
 
-    async def ModelMetadata(
-        self, request: pb.ModelMetadataRequest, context: Context
-    ) -> pb.ModelMetadataResponse:
+    def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """The model's tensors."""
-        try:
-            metadata = model_metadata(self._models.get(request.name, request.version).version)
-        except UnknownModel as exc:
-            await _abort(context, exc)
+        metadata = model_metadata(self._models.get(request.name, request.version).version)
         return pb.ModelMetadataResponse(
             name=metadata.name,
             versions=metadata.versions,
@@ -142,17 +124,33 @@ class InferenceServicer:
             outputs=map(_tensor_metadata, metadata.outputs),
         )
 
-    async def ModelInfer(self, message: bytes, context: Context) -> bytes:
+    async def ModelInfer(self, messages: object, context: Context) -> bytes:
         """Classify the images of a ModelInferRequest; request and response are serialized."""
+        # In a coroutine of its own: its frame, and so the message, is gone when a call is aborted.
+        answer = await self._infer(context)
+        if type(answer) is bytes and self._calls.may_return(answer):
+            return answer
+        return await self._calls.answered(context, answer)
+
+    async def _infer(self, context: Context) -> bytes | Status:
         began_s = time.monotonic()
         opened = nvtx.begin("request")
         model = NO_MODEL
+        call = None
         remaining_s = context.time_remaining()
         timeout_s = self._timeout_s if remaining_s is None else min(remaining_s, self._timeout_s)
         try:
-            images, wanted = _read_one_image(message) or await self._read(message, timeout_s)
+            call = self._calls.open(context, began_s, timeout_s)
+            message = await self._calls.receive(call)
+            images, wanted = _read_one_image(message) or await self._read(
+                message, began_s + timeout_s - time.monotonic()
+            )
+            del message
+            if call.held_bytes:
+                self._calls.release(call)
             decoded_s = time.monotonic()
-            await self._gathering.join(context)
+            if len(images) <= _GATHERED_IMAGES:
+                await self._gathering.join(call.task)
             gathered_s = time.monotonic()
             served = self._models.get(wanted.model, wanted.version)
             model = served.version.name
@@ -170,16 +168,22 @@ class InferenceServicer:
             )
             return response
         except asyncio.CancelledError:
-            self._metrics.request_done(model, "grpc", Cancelled.code)
-            raise
+            if call is None or call.ended is None:
+                self._metrics.request_done(model, "grpc", Cancelled.code)
+                raise
+            self._metrics.request_done(model, "grpc", call.ended.code)
+            return status_of(call.ended)
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            error = exc
-            if isinstance(exc, DeadlineExceeded):  # it gives only the time that was left
-                error = DeadlineExceeded(f"no answer within {timeout_s * 1e3:.0f} ms")
-            code = error.code if isinstance(error, ServiceError) else ServiceError.code
+            code = exc.code if isinstance(exc, ServiceError) else ServiceError.code
             self._metrics.request_done(model, "grpc", code)
-            await _abort(context, error)
+            status = status_of(exc)
+            if isinstance(exc, DeadlineExceeded) and not isinstance(exc, BodyTimeout):
+                # It gives only the time that was left.
+                status = replace(status, details=f"no answer within {timeout_s * 1e3:.0f} ms")
+            return status
         finally:
+            if call is not None:
+                self._calls.close(call)
             nvtx.end(opened)
 
     async def _read(self, message: bytes, timeout_s: float) -> tuple[Images, Wanted]:
@@ -201,44 +205,38 @@ class HealthServicer:
     def __init__(self, models: Models) -> None:
         self._models = models
 
-    async def check(
-        self, request: health_pb2.HealthCheckRequest, context: Context
-    ) -> health_pb2.HealthCheckResponse:
+    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """SERVING while the server is ready."""
         known = {"", SERVICE, *(model.version.name for model in self._models.served)}
         if request.service not in known:
             names = ", ".join(sorted(known - {""}))
             message = f"service: got an unknown name, expected one of {names}"
-            await _abort(context, UnknownModel(message, field="service"))
+            raise UnknownModel(message, field="service")
         serving = health_pb2.HealthCheckResponse.SERVING
         not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
         return health_pb2.HealthCheckResponse(status=serving if self._models.ready else not_serving)
 
 
 def add_servicers(
-    server: grpc.aio.Server, inference: InferenceServicer, health: HealthServicer
+    server: grpc.aio.Server, inference: InferenceServicer, health: HealthServicer, calls: Calls
 ) -> None:
     """Serve both on `server`.
 
     Not by the generated function, which registers each method: with every call, grpcio 1.85 then
-    waits anew for the next call of each of them. ModelInfer reads and writes its messages itself.
+    waits anew for the next call of each of them. And as methods with a stream of requests, because
+    the handlers read their only message themselves; see `rpc.calls`.
     """
-    handler = grpc.unary_unary_rpc_method_handler
-    calls = {
-        name: handler(
-            getattr(inference, name),
-            request_deserializer=getattr(pb, f"{name}Request").FromString,
-            response_serializer=getattr(pb, f"{name}Response").SerializeToString,
-        )
+    handler = grpc.stream_unary_rpc_method_handler
+    questions = {
+        name: handler(_handler(getattr(inference, name), getattr(pb, f"{name}Request"), calls))
         for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata")
     }
-    calls["ModelInfer"] = handler(inference.ModelInfer)
-    check = handler(
-        health.check,
-        request_deserializer=health_pb2.HealthCheckRequest.FromString,
-        response_serializer=health_pb2.HealthCheckResponse.SerializeToString,
-    )
-    services = {SERVICE: calls, "grpc.health.v1.Health": {"Check": check}}
+    infer = handler(inference.ModelInfer)
+    check = handler(_handler(health.check, health_pb2.HealthCheckRequest, calls))
+    services = {
+        SERVICE: {**questions, "ModelInfer": infer},
+        "grpc.health.v1.Health": {"Check": check},
+    }
     server.add_generic_rpc_handlers(
         tuple(
             grpc.method_handlers_generic_handler(name, methods)
@@ -247,25 +245,37 @@ def add_servicers(
     )
 
 
-async def _abort(context: Context, error: Exception) -> NoReturn:
-    """End the call with the status of `error`, which is logged and hidden if it is unexpected.
+def _handler(
+    answer: Callable[[Any], Message], request: type[Message], calls: Calls
+) -> Callable[[object, Context], Any]:
+    """The handler of a method whose `answer` to a `request` is at hand."""
 
-    Trailing metadata: `lenet-error-code`, `lenet-error-field` if a field is wrong, and
-    `grpc-retry-pushback-ms` (gRFC A6, used by clients with a retry policy) if a retry may succeed.
-    """
-    if not isinstance(error, ServiceError):
-        _log.error("a gRPC call failed", exc_info=error)
-        error = ServiceError("internal error; see the server log")
-    metadata = [("lenet-error-code", error.code)]
-    if error.field:
-        metadata.append(("lenet-error-field", error.field))
-    if error.retry_after_s is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(1000 * error.retry_after_s)))
-    details = error.message
-    if len(details) > _MAX_DETAILS_CHARACTERS:
-        details = f"{details[: _MAX_DETAILS_CHARACTERS - 3]}..."
-    code = _CODES.get(type(error), grpc.StatusCode.INTERNAL)
-    await context.abort(code, details, tuple(metadata))
+    async def outcome(context: Context) -> bytes | Status:
+        call = None
+        try:
+            call = calls.open(context, time.monotonic(), MESSAGE_S, spare=SPARE_CALLS)
+            message = await calls.receive(call)
+            if len(message) > _MAX_QUESTION_BYTES:
+                got = f"{len(message)} bytes"
+                raise invalid("message", got, f"at most {_MAX_QUESTION_BYTES} of a {name}")
+            return answer(request.FromString(message)).SerializeToString()
+        except asyncio.CancelledError:
+            if call is None or call.ended is None:
+                raise
+            return status_of(call.ended)
+        except DecodeError:
+            return status_of(InvalidInput(f"message: not a {name}", field="message"))
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            return status_of(exc)
+        finally:
+            if call is not None:
+                calls.close(call)
+
+    async def handle(messages: object, context: Context) -> bytes:
+        return await calls.answered(context, await outcome(context))
+
+    name = request.DESCRIPTOR.name
+    return handle
 
 
 def _read_one_image(message: bytes) -> tuple[Images, Wanted] | None:

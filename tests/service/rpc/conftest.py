@@ -13,6 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from lenet.context import Target
+from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
@@ -72,6 +73,7 @@ class House:
         self.models = models
         self.decoders = decoders
         self.timeout_s = timeout_s
+        self.budget = Budget(1 << 22)
         self.metrics = metrics
         self.registry = registry
 
@@ -108,7 +110,9 @@ class House:
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
         }
-        return serve(self.models, self.metrics, self.decoders, **{**options, **changes})
+        return serve(
+            self.models, self.metrics, self.decoders, self.budget, **{**options, **changes}
+        )
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[GRPCInferenceServiceStub]:

@@ -8,7 +8,7 @@ from service.rpc.gathering import Gathering
 
 
 class Call:
-    """What a call's context does for `Gathering`."""
+    """What a call's task does for `Gathering`."""
 
     def add_done_callback(self, callback):
         self.end = lambda: callback(self)

@@ -14,8 +14,8 @@ from lenet import reference
 from service import errors
 from service.errors import InvalidInput
 from service.images import Limits, decoders
+from service.rpc import calls, servicer
 from service.rpc import open_inference_pb2 as pb
-from service.rpc import server, servicer
 from service.rpc.message import decode_request
 from tests.pictures import FORM, long_form
 
@@ -295,7 +295,7 @@ async def test_large_messages_are_answered_alike_in_each_form(open_house, images
 
 
 async def test_a_call_is_exhausted_when_too_many_are_running(house, raw_request, monkeypatch):
-    monkeypatch.setattr(server, "MAX_CALLS", 2)
+    monkeypatch.setattr(calls, "MAX_CALLS", 2)
     house.models.gate.clear()
     async with house.connect() as stub:
         running = []

@@ -1,0 +1,476 @@
+"""The open calls of a gRPC server: admission, the arrival of messages, statuses, the stop.
+
+grpc.aio receives the message of a unary call before it calls the handler, so that nobody can refuse
+it. Here every method is registered as one with a stream of requests, and its handler reads the only
+message itself. On the wire there is no difference.
+
+gRPC announces no message's size. Until its handler reads, a call holds at most the first 64 KiB of
+its message; then all of it. So `_AT_ONCE` calls read at a time, and more when a tick of 20 ms shows
+that the memory of the process hardly grew. A message that is not there after some ticks is slow.
+Slow messages may go on while there is room for them: a few because they may be the largest, more as
+long as the process has not grown by what the budget has left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ctypes
+import itertools
+import logging
+import os
+import resource
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import grpc
+
+from service.budget import Budget
+from service.errors import (
+    BodyTimeout,
+    Cancelled,
+    DeadlineExceeded,
+    InferenceFailed,
+    InvalidInput,
+    Overloaded,
+    ServiceError,
+    TooLarge,
+    Unavailable,
+    UnknownModel,
+    UnsupportedMediaType,
+)
+
+_log = logging.getLogger(__name__)
+
+Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
+
+MAX_CALLS = 1024
+"""Open calls; one more is refused, unless it can take the place of one with a slow message."""
+
+SPARE_CALLS = 64
+"""Open calls besides, for methods other than ModelInfer: probes are answered under overload."""
+
+MESSAGE_S = 10.0
+"""A message that takes longer ends its call, however much time the call has."""
+
+COUNTED_BYTES = 4096
+"""Larger messages are held in the budget. Of smaller ones `MAX_CALLS` have 4 MiB."""
+
+_COUNTED_ANSWER_BYTES = 64 * 1024
+"""Larger answers are counted in the budget until they are sent: 1,365 images as bytes."""
+
+_AT_ONCE = 8
+"""Messages that begin to be received in a tick. One that is there already, or follows within the
+tick, makes room for the next."""
+
+_GROWN_BYTES = 8 * 1024 * 1024
+"""If the process has grown by more, messages that take long keep others from beginning."""
+
+_CALL_BYTES = 32 * 1024
+"""Of an open call without its message, with a margin: 1,080 silent ones took 22 MB."""
+
+_TICK_S = 0.02
+_SLOW_TICKS = 3
+"""Ticks rather than a time: while the event loop is blocked, nothing can be said of messages."""
+
+_TRIMMED_BYTES = 1024 * 1024
+_TRIM_TICKS = (25, 100)
+"""After more bytes than these in large messages, memory is returned once none came for half a
+second: of one message of 12.8 MB glibc keeps up to 50 MB, in the heaps of several threads. And
+again after 2 s, because gRPC's threads free what the clients of ended calls still sent."""
+
+_STATM = Path("/proc/self/statm")
+
+_CODES: dict[type[ServiceError], grpc.StatusCode] = {
+    InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
+    TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
+    UnknownModel: grpc.StatusCode.NOT_FOUND,
+    Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    DeadlineExceeded: grpc.StatusCode.DEADLINE_EXCEEDED,
+    BodyTimeout: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Cancelled: grpc.StatusCode.CANCELLED,
+    Unavailable: grpc.StatusCode.UNAVAILABLE,
+    InferenceFailed: grpc.StatusCode.INTERNAL,
+}
+_MAX_DETAILS_CHARACTERS = 500
+"""Clients drop trailing metadata over 8 KiB, and each character may take 12 bytes of it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """How a call ends without an answer."""
+
+    code: grpc.StatusCode
+    details: str
+    metadata: tuple[tuple[str, str], ...]
+
+
+def status_of(error: BaseException) -> Status:
+    """The status for `error`, which is logged and hidden if it is unexpected.
+
+    Trailing metadata: `lenet-error-code`, `lenet-error-field` if a field is wrong, and
+    `grpc-retry-pushback-ms` (gRFC A6, used by clients with a retry policy) if a retry may succeed.
+
+    The frames of `error` are dropped. They refer to the message, and may refer to the error itself:
+    such a cycle keeps a message of 32 MB in memory until a full collection.
+    """
+    if not isinstance(error, ServiceError):
+        _log.error("a gRPC call failed", exc_info=error)
+        found = ServiceError("internal error; see the server log")
+    else:
+        found = error
+    cause: BaseException | None = error
+    while cause is not None:
+        cause.__traceback__ = None
+        cause = cause.__cause__ or cause.__context__
+    metadata = [("lenet-error-code", found.code)]
+    if found.field:
+        metadata.append(("lenet-error-field", found.field))
+    if found.retry_after_s is not None:
+        metadata.append(("grpc-retry-pushback-ms", str(1000 * found.retry_after_s)))
+    details = found.message
+    if len(details) > _MAX_DETAILS_CHARACTERS:
+        details = f"{details[: _MAX_DETAILS_CHARACTERS - 3]}..."
+    code = _CODES.get(type(found), grpc.StatusCode.INTERNAL)
+    return Status(code, details, tuple(metadata))
+
+
+async def abort(context: Context, status: Status) -> bytes:
+    """End the call with `status`. The handler has to return what this returns.
+
+    grpc then ends the handler's task with the exception that it keeps for this call. To be called
+    outside of `except`, and without a local variable that refers to the message.
+    """
+    try:
+        await context.abort(status.code, status.details, status.metadata)
+    except grpc.aio.AbortError as exc:
+        exc.__traceback__ = None  # its frames refer to the call, which refers to it
+    except (grpc.aio.InternalError, grpc.aio.UsageError):
+        pass  # the client has left, or the server ended the call at the same time
+    return b""
+
+
+class OpenCall:
+    """One call, from its admission until its answer is ready."""
+
+    # Initial values, all immutable; setting each of them in every instance would take time.
+    held_bytes = 0
+    beginning = False
+    """Whether it is one of `_AT_ONCE`."""
+    ended: ServiceError | None = None
+    """Why the server ended it early, if it did."""
+
+    def __init__(
+        self, context: Context, task: asyncio.Task[Any], began_s: float, timeout_s: float
+    ) -> None:
+        self.context, self.task = context, task
+        self._began_s, self._timeout_s = began_s, timeout_s
+
+    @property
+    def due_s(self) -> float:
+        """When its message has to be there, in `time.monotonic()`."""
+        return self._began_s + min(self._timeout_s, MESSAGE_S)
+
+
+class Calls:
+    """The open calls of one server. Belongs to the running event loop."""
+
+    def __init__(self, budget: Budget, max_message_bytes: int) -> None:
+        self._budget = budget
+        self._max_message_bytes = max_message_bytes
+        self._loop = asyncio.get_running_loop()
+        self._open: set[OpenCall] = set()
+        self._receiving: dict[OpenCall, int] = {}
+        """Calls whose message is awaited, oldest first, with the tick at which that began."""
+        self._beginning = 0
+        self._lines: dict[str, dict[OpenCall, asyncio.Future[None]]] = {}
+        """Calls that are not read yet, by connection. Connections take turns."""
+        self._ticks = 0
+        self._ticking = False
+        self._resident_bytes = resident_bytes()
+        self._held_bytes = 0
+        self._quiet_ticks = 0
+        self._large_bytes = 0
+        """Of messages that arrived or were given up since memory was returned."""
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._admitted = 0
+        self._goaway: asyncio.Event | None = None
+        """While the server stops: set when clients were told to open no more calls."""
+
+    def open(
+        self, context: Context, began_s: float, timeout_s: float, *, spare: int = 0
+    ) -> OpenCall:
+        """Admit the call of `context`, to be closed by `close`.
+
+        It began at `began_s` of `time.monotonic()` and has `timeout_s` from then on.
+
+        Raises:
+            Overloaded: `MAX_CALLS` and `spare` are open.
+        """
+        self._admitted += 1
+        if len(self._open) >= MAX_CALLS + spare and not self._end_oldest_slow():
+            raise Overloaded(f"{len(self._open)} calls are open; try again later", retry_after_s=1)
+        task = asyncio.current_task()
+        assert task is not None, "bug: outside a task"
+        call = OpenCall(context, task, began_s, timeout_s)
+        self._open.add(call)
+        return call
+
+    def close(self, call: OpenCall) -> None:
+        """The call has its answer, or has failed."""
+        self._open.discard(call)
+        if call.held_bytes:
+            self.release(call)
+
+    async def receive(self, call: OpenCall) -> bytes:
+        """The message of `call`. `release` it once it is decoded.
+
+        Raises:
+            Overloaded: there is no room for it.
+            BodyTimeout: it did not arrive in time.
+            Unavailable: the server stops.
+            InvalidInput: the client sent none.
+        """
+        if self._goaway is not None:
+            await self._goaway.wait()
+            raise _stopping()
+        try:
+            if self._beginning < _AT_ONCE:
+                self._beginning += 1
+                call.beginning = True
+            else:
+                await self._wait_in_line(call)
+            self._receiving[call] = self._ticks
+            if not self._ticking:
+                self._start_ticking()
+            message = await call.context.read()
+        except grpc.aio.AbortError as exc:
+            exc.__traceback__ = None  # its frames refer to the call, which refers to it
+            message = None
+        finally:
+            self._receiving.pop(call, None)
+            if call.beginning:
+                call.beginning = False
+                self._beginning -= 1
+                if self._lines:
+                    self._begin_next()
+        if call.ended is not None:
+            raise call.ended
+        if not isinstance(message, bytes):
+            # A call that was cancelled, or whose message is too large, ends here, too: grpc cancels
+            # this task in one of the next turns.
+            await asyncio.sleep(_TICK_S)
+            raise InvalidInput("message: got none, expected a ModelInferRequest", field="message")
+        size = len(message)
+        if size > COUNTED_BYTES:
+            self._large_bytes += size
+            self._budget.hold(size, size)
+            call.held_bytes = size
+            self._held_bytes += size
+        return message
+
+    def release(self, call: OpenCall) -> None:
+        """The message of `call` is decoded."""
+        self._budget.release(call.held_bytes)
+        self._held_bytes -= call.held_bytes
+        call.held_bytes = 0
+
+    def may_return(self, answer: bytes) -> bool:
+        """Whether a handler may return `answer` without `answered`: the frequent case."""
+        return len(answer) <= _COUNTED_ANSWER_BYTES and self._goaway is None
+
+    async def answered(self, context: Context, answer: bytes | Status) -> bytes:
+        """What the handler of a call has to return for `answer`."""
+        if self._goaway is not None:
+            await self._goaway.wait()
+        if isinstance(answer, Status):
+            return await abort(context, answer)
+        size = len(answer)
+        if size > _COUNTED_ANSWER_BYTES:
+            self._budget.add(size)
+            task = asyncio.current_task()
+            assert task is not None, "bug: outside a task"
+            task.add_done_callback(lambda _: self._budget.release(size))  # it is sent
+        return answer
+
+    async def settle(self, timeout_s: float) -> None:
+        """Answer no call from now on, and wait until no more arrive, at most `timeout_s`.
+
+        grpc cancels calls that arrive between the beginning of its shutdown and the moment at which
+        the client reads of it. A client that waits for answers sends none meanwhile.
+        """
+        self._goaway = asyncio.Event()
+        until_s = self._loop.time() + timeout_s
+        unchanged, admitted = 0, self._admitted
+        while unchanged < _SLOW_TICKS and self._loop.time() < until_s:
+            await asyncio.sleep(min(_TICK_S, timeout_s / 4))
+            unchanged = unchanged + 1 if self._admitted == admitted else 0
+            admitted = self._admitted
+
+    def go_on(self) -> None:
+        """Clients were told to open no more calls: answer those that are open.
+
+        Slow messages are awaited no longer, and calls that came since `settle` are unavailable.
+        """
+        assert self._goaway is not None, "bug: not settled"
+        self._goaway.set()
+        self._tick_now()
+
+    def end_all(self) -> None:
+        """End the calls that are still open as unavailable."""
+        for call in tuple(self._open):
+            self._end(call, _stopping())
+
+    def _end(self, call: OpenCall, error: ServiceError) -> None:
+        """End a call from outside of its task."""
+        if call.ended is not None:
+            return
+        call.ended = error
+        self._open.discard(call)
+        if call in self._receiving:
+            # Not by cancelling the task: grpc would never free a message that arrives just then.
+            del self._receiving[call]
+            task = self._loop.create_task(abort(call.context, status_of(error)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        else:
+            call.task.cancel()
+
+    async def _wait_in_line(self, call: OpenCall) -> None:
+        connection = call.context.peer()
+        line = self._lines.setdefault(connection, {})
+        line[call] = turn = self._loop.create_future()
+        if not self._ticking:
+            self._start_ticking()
+        try:
+            await turn
+        finally:
+            if line.pop(call, None) is not None and not line:
+                self._lines.pop(connection, None)
+
+    def _begin_next(self) -> None:
+        while self._lines and self._beginning < _AT_ONCE:
+            connection, line = next(iter(self._lines.items()))
+            del self._lines[connection]
+            call, turn = next(iter(line.items()))
+            del line[call]
+            if line:
+                self._lines[connection] = line  # as the last
+            if not turn.done():
+                self._beginning += 1
+                call.beginning = True
+                turn.set_result(None)
+
+    def _let_others_begin(self) -> None:
+        """Messages that take longer than a tick do not keep others from beginning."""
+        for call, began in self._receiving.items():
+            if began < self._ticks and call.beginning:
+                call.beginning = False
+                self._beginning -= 1
+        self._begin_next()
+
+    def _slow(self) -> list[OpenCall]:
+        """Calls with a slow message, oldest first."""
+        last = self._ticks - _SLOW_TICKS
+        return [
+            call for call, _ in itertools.takewhile(lambda i: i[1] <= last, self._receiving.items())
+        ]
+
+    def _end_oldest_slow(self) -> bool:
+        """Make room for a call; whether that was possible."""
+        oldest = next(iter(self._receiving.items()), None)
+        if oldest is None or oldest[1] > self._ticks - _SLOW_TICKS:
+            return False
+        self._end(oldest[0], _slow_overloaded())
+        return True
+
+    def _start_ticking(self) -> None:
+        self._ticking = True
+        self._loop.call_later(_TICK_S, self._tick)
+
+    def _tick(self) -> None:
+        self._ticks += 1
+        self._tick_now()
+        self._ticking = bool(self._receiving or self._lines) or self._large_bytes > 0
+        if self._ticking:
+            self._loop.call_later(_TICK_S, self._tick)
+
+    def _tick_now(self) -> None:
+        if self._goaway is not None and self._goaway.is_set():
+            waiting = [call for line in self._lines.values() for call in line]
+            for call in (*self._slow(), *waiting):
+                self._end(call, _stopping())
+            return
+        resident = resident_bytes()
+        grown = resident - self._resident_bytes - _CALL_BYTES * len(self._open)
+        began = next(iter(self._receiving.values()), self._ticks)
+        quick = began >= self._ticks - 1
+        if resident < self._resident_bytes or (quick and not self._lines and not self._large_bytes):
+            self._resident_bytes, grown = resident, 0
+        if self._large_bytes and not self._receiving and not self._held_bytes:
+            self._quiet_ticks += 1
+            if self._quiet_ticks in _TRIM_TICKS:
+                self._return_memory()
+        else:
+            self._quiet_ticks = 0
+        if not quick:
+            self._end_slow(grown)
+        if self._lines and grown < _GROWN_BYTES:
+            self._let_others_begin()
+
+    def _end_slow(self, grown: int) -> None:
+        """End slow calls that are late, or that the process has no room for."""
+        now_s = time.monotonic()
+        for call in self._slow():
+            if call.due_s <= now_s:
+                self._end(call, BodyTimeout("message: it did not arrive in time", field="message"))
+        limit = self._budget.limit_bytes(self._max_message_bytes)
+        slow = self._slow()
+        excess = len(slow) - max(1, limit // self._max_message_bytes)
+        if excess > 0 and grown > limit - self._budget.held_bytes:
+            # The newest half: what the others hold is not known before the next tick.
+            for call in slow[-((excess + 1) // 2) :]:
+                self._end(call, _slow_overloaded())
+            self._large_bytes += self._max_message_bytes
+
+    def _return_memory(self) -> None:
+        """Return memory that large messages took, once a burst of them is over."""
+        trim = _malloc_trim()
+        if self._large_bytes > _TRIMMED_BYTES and trim is not None:
+            self._loop.run_in_executor(None, trim, 0)
+        if self._quiet_ticks >= _TRIM_TICKS[-1]:
+            self._large_bytes = self._quiet_ticks = 0
+
+
+def resident_bytes() -> int:
+    """The resident memory of this process; where it cannot be read, the most that it ever was."""
+    try:
+        return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")
+    except OSError:  # macOS, whose unit is a byte
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+@lru_cache(maxsize=1)
+def _malloc_trim() -> Callable[[int], int] | None:
+    """glibc's, which returns free memory inside its heaps, too; None for another C library."""
+    try:
+        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
+    except AttributeError:
+        return None
+    return trim
+
+
+def _stopping() -> Unavailable:
+    return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
+
+
+def _slow_overloaded() -> Overloaded:
+    return Overloaded(
+        "message: it arrives slowly, while others need the room; try again later",
+        field="message",
+        retry_after_s=1,
+    )
