@@ -64,6 +64,9 @@ it watches: under load the last of 512 waited 3 s, with so many duplicates of on
 _DECODER_BYTES = 256 << 20
 """60 MiB for the process itself, 130 for a picture of 16 megapixels with transparency."""
 
+_M_MMAP_THRESHOLD = -3
+"""Of malloc.h."""
+
 LAST_ANSWERS_S = 0.5
 """From the loss of the device to the end: callers get their answers, and probes see it."""
 
@@ -238,6 +241,7 @@ def run(
     SIGTERM and SIGINT of `signals` stop it, or the end of `shutdown_pipe`. SIGHUP reloads the
     weights folder. `heartbeat` is of a worker with a supervisor.
     """
+    _map_large_blocks()
     stop = Stop(settings.grace_s + settings.drain_timeout_s)
     signals.deliver(stop.take_signal)
     if shutdown_pipe is not None:
@@ -257,6 +261,16 @@ def run(
         return code
     _log.info("stopped")
     return ExitCode.STOPPED
+
+
+def _map_large_blocks() -> None:
+    """Let blocks of 1 MiB and more be mapped: they grow without a copy and are returned when freed.
+
+    By default glibc raises that size up to 32 MiB with what is freed. Then a body that grows to
+    32 MB is copied again and again, in steps of 12 ms; now a step takes 0.6 ms.
+    """
+    with contextlib.suppress(AttributeError):  # glibc alone has it
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, 1 << 20)
 
 
 async def _serve(
