@@ -237,6 +237,11 @@ class Metrics:
             "Processes that ended because their device was lost: a sticky error, or a hang.",
             "reason",
         )
+        self._in_flight = self._gauge(
+            "lenet_in_flight_bytes",
+            "Bodies being received or decoded, and answers waiting to be sent.",
+        )
+        self._in_flight_bytes: Callable[[], int] = lambda: 0
         self._decoder_ends = self._counter(
             "lenet_decoder_ends",
             "Decoding processes that ended: idle, killed for work that was cancelled, or died.",
@@ -380,8 +385,13 @@ class Metrics:
         self._losses[reason,].inc()
         self.flush()
 
+    def watch_in_flight(self, in_flight_bytes: Callable[[], int]) -> None:
+        """Expose what `in_flight_bytes` returns at each flush."""
+        self._in_flight_bytes = in_flight_bytes
+
     def flush(self) -> None:
         """Put everything that happened so far into the library's metrics."""
+        self._in_flight[()].set(self._in_flight_bytes())
         for (protocol, model), timed in self._timed.items():
             self._count_timed(protocol, model, timed)
         for buffer in self._buffers:

@@ -134,6 +134,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
         )
         budget = Budget(settings.max_in_flight_bytes)
+        metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
         grpc = await stack.enter_async_context(
             serve(

@@ -145,6 +145,14 @@ def test_the_series_stay_below_600_and_their_labels_are_from_closed_sets(everyth
     }
 
 
+def test_the_bytes_in_flight_are_those_at_the_time_of_exposition(metrics, value):
+    held = [7]
+    metrics.watch_in_flight(lambda: held[0])
+    assert value("lenet_in_flight_bytes", {}) == 7
+    held[0] = 0
+    assert value("lenet_in_flight_bytes", {}) == 0
+
+
 def test_every_series_of_ours_bears_the_name_of_its_unit(everything):
     exposition = asyncio.run(everything.exposition()).decode()
     for family in text_string_to_metric_families(exposition):
