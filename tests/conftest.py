@@ -19,7 +19,7 @@ os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")
 
 import numpy as np
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from lenet import reference
@@ -30,13 +30,18 @@ from tests.service_process import Service
 from trainer.mnist import FILES, load
 
 # Every machine tries the same examples: they are derived from the name of the test.
-settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile(
+    "suite",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow],  # so is a busy machine
+)
 settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 
 
-def _draw_weights(model: Model | str, seed: int = 0) -> WeightFile:
+def draw_weights(model: Model | str, seed: int = 0) -> WeightFile:
     """A valid weight file: He-scaled random tensors, random images, float64 golden logits."""
     model = (named(model) if isinstance(model, str) else model).folded
     generator = np.random.default_rng(seed)
@@ -62,7 +67,7 @@ def _draw_weights(model: Model | str, seed: int = 0) -> WeightFile:
 @pytest.fixture(scope="session")
 def random_weights() -> Callable[..., WeightFile]:
     """`random_weights(model_or_name, seed=0)`: cached by its arguments."""
-    return cache(_draw_weights)
+    return cache(draw_weights)
 
 
 @pytest.fixture(scope="session")

@@ -173,3 +173,13 @@ def test_the_image_bears_the_version_of_the_project():
     dockerfile = (ROOT / "Dockerfile").read_text()
     version = re.search(r'image\.version="(.*?)"', dockerfile)[1]
     assert version == PROJECT["project"]["version"]
+
+
+def test_every_test_that_holds_a_promise_exists():
+    text = (ROOT / "docs/reliability.md").read_text()
+    promises = re.findall(r"`(tests/[\w/.]+)::(\w+)`", text)
+    assert len(promises) > 40
+    for path, name in promises:
+        assert re.search(rf"^(async )?def {name}\(", (ROOT / path).read_text(), re.MULTILINE), name
+    for row in re.findall(r"^\| .*\btests?/.*$", text, re.MULTILINE):
+        assert "::" in row, f"no test in: {row}"

@@ -84,7 +84,7 @@ class WeightsFolder:
         """
         folder = self._folder_of(name)
         versions: dict[int, Path] = {}
-        for path in sorted(folder.glob("*.safetensors")):
+        for path in _listed(folder, "*.safetensors"):
             stem = path.stem
             if stem.isascii() and stem.isdigit() and not stem.startswith("0"):
                 versions[int(stem)] = path
@@ -116,4 +116,12 @@ class WeightsFolder:
         return folder
 
     def _names(self) -> list[str]:
-        return sorted({path.parent.name for path in self._path.glob("*/*.safetensors")})
+        return sorted({path.parent.name for path in _listed(self._path, "*/*.safetensors")})
+
+
+def _listed(folder: Path, pattern: str) -> list[Path]:
+    """The files in `folder` that match `pattern`, sorted; it may be removed at any moment."""
+    try:
+        return sorted(folder.glob(pattern))
+    except OSError as exc:
+        raise InvalidWeightFile(f"{folder}: cannot be listed ({exc.strerror})") from exc

@@ -411,7 +411,10 @@ class PredictCall:
             self._release()
         self._body = b""
         self._encoding = None
-        self._route.metrics.request_done(self._model, "http", outcome)
+        try:
+            self._route.metrics.request_done(self._model, "http", outcome)
+        except Exception:  # noqa: BLE001 - the transport's edge: the client is answered all the same
+            _log.exception("an answer was not counted")
         nvtx.end(self._range)
 
 

@@ -3,9 +3,70 @@
 from __future__ import annotations
 
 import os
+from functools import partial
+
+import grpc
+import pytest
+
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.faults.checks import unharmed
+from tests.faults.clients import TIMEOUT_S
+from tests.faults.digits import WEIGHTS, Digits
+from tests.service_process import Service
+
+SEEDS = int(os.environ.get("FAULT_SEEDS", "1"))
+COMMITTED = ("--weights", str(WEIGHTS), "--models", "lenet")
 
 
 def pytest_generate_tests(metafunc):
     """A test that takes `seed` runs once, or with FAULT_SEEDS (a number) different seeds."""
     if "seed" in metafunc.fixturenames:
-        metafunc.parametrize("seed", range(int(os.environ.get("FAULT_SEEDS", "1"))))
+        metafunc.parametrize("seed", range(SEEDS))
+
+
+@pytest.fixture(scope="session")
+def digits():
+    """300 images whose probabilities are known."""
+    return Digits(300)
+
+
+@pytest.fixture(scope="session")
+def _shared(tmp_path_factory):
+    """The service of `served`, started when it is first used and again when it has ended."""
+    running = []
+
+    def get():
+        if not running or running[-1].process.poll() is not None:
+            folder = tmp_path_factory.mktemp("served")
+            running.append(Service(["--port", "0", "--grpc-port", "0", *COMMITTED], folder).ready())
+        return running[-1]
+
+    yield get
+    for service in running:
+        service.end()
+
+
+@pytest.fixture
+def served(_shared):
+    """A ready service with the committed `lenet`, for experiments that leave it as it was."""
+    return _shared()
+
+
+@pytest.fixture
+def start_committed(start):
+    """As `start`, with the committed `lenet` and batches of the usual size."""
+    return partial(start, *COMMITTED, "--max-batch-rows", "64")
+
+
+@pytest.fixture
+def intact(served, digits):
+    """`with intact(moved=...):` is `unharmed` for `served`."""
+    return partial(unharmed, served, digits.golden)
+
+
+@pytest.fixture
+def stub(served):
+    with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
+        # So that its connection is no descriptor that an experiment leaves open.
+        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        yield GRPCInferenceServiceStub(channel)

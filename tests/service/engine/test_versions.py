@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import errno
 import hashlib
+import os
 from pathlib import Path
 
 import pytest
@@ -145,3 +147,14 @@ def test_a_link_to_itself_is_refused_when_it_is_read(folder):
     path.parent.mkdir()
     path.symlink_to(path)
     assert refusal(folder) == f"{path}: cannot be read (Too many levels of symbolic links)"
+
+
+def test_a_folder_that_is_removed_while_it_is_listed_is_refused_by_name(folder, write, monkeypatch):
+    write("a/1")
+
+    def removed(path, pattern):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+
+    monkeypatch.setattr(Path, "glob", removed)
+    with pytest.raises(InvalidWeightFile, match="a: cannot be listed"):
+        WeightsFolder(folder).read("a")

@@ -1,0 +1,180 @@
+"""What is the same after an experiment as before it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import time
+from pathlib import Path
+
+import numpy as np
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.faults.clients import RAW, ask, request
+
+LIVE_WITHIN_S = 1.0
+SETTLE_S = 20.0
+"""How long descriptors, gauges and counters may take to be what they were: more than any timer
+that an experiment leaves running, which are at most 10 s long."""
+
+NO_TRACE = re.compile(r'Traceback|^\s+File "|Exception ignored|never retrieved')
+
+
+def resident_bytes(service):
+    """RSS of the processes that serve, without the supervisor."""
+    return sum(_status(pid)["VmRSS"] << 10 for pid in serving(service))
+
+
+def serving(service):
+    """Process ids."""
+    workers = [pid for pid in service.started_workers() if Path(f"/proc/{pid}").exists()]
+    return workers or [service.process.pid]
+
+
+def descriptors(service):
+    return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in serving(service))
+
+
+def threads(service):
+    return sum(_status(pid)["Threads"] for pid in serving(service))
+
+
+def _status(pid):
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    pairs = (line.split(":", 1) for line in lines)
+    return {
+        name: int(text.split()[0]) for name, text in pairs if name in ("VmRSS", "VmHWM", "Threads")
+    }
+
+
+def samples(service):
+    """{(name, frozenset of labels): value} of all series."""
+    answer = ask(service.port, request(method=b"GET", path=b"/metrics"))
+    assert answer.status == 200
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(answer.body.decode())
+        for sample in family.samples
+    }
+
+
+def total(found, name, **labels):
+    """The sum of the series of `name` with these labels."""
+    wanted = labels.items()
+    return sum(value for (series, own), value in found.items() if series == name and wanted <= own)
+
+
+def outcomes(found):
+    """{"http ok": 3, ...} of `lenet_requests_total`."""
+    counts = {}
+    for (name, labels), value in found.items():
+        if name == "lenet_requests_total":
+            by = dict(labels)
+            key = f"{by['protocol']} {by['outcome']}"
+            counts[key] = counts.get(key, 0) + int(value)
+    return counts
+
+
+class Watch:
+    """What a service was before an experiment; `check` compares."""
+
+    def __init__(self, service, digit):
+        self.service = service
+        self.message = request(digit.images[:1].tobytes(), b"Accept: " + RAW)
+        self.lines = len(service.lines)
+        self.answer = self._classify()
+        label = int(np.frombuffer(self.answer, "<f4").argmax())
+        assert label == digit.labels[0], "the known digit is classified wrong before the experiment"
+        self.samples = samples(service)
+        self.resident_bytes = resident_bytes(service)
+        self.descriptors = descriptors(service)
+
+    def _classify(self):
+        answer = ask(self.service.port, self.message)
+        assert answer.status == 200, answer
+        return answer.body
+
+    def check(self, moved, rss_bytes, extra_descriptors, log):
+        service = self.service
+        began_s = time.monotonic()
+        assert ask(service.port, request(method=b"GET", path=b"/healthz")).status == 200
+        took_s = time.monotonic() - began_s
+        assert took_s < LIVE_WITHIN_S, f"/healthz took {took_s:.2f} s after the experiment"
+        assert ask(service.port, request(method=b"GET", path=b"/readyz")).status == 200
+        assert self._classify() == self.answer, "the known digit is classified otherwise"
+        end_s = time.monotonic() + SETTLE_S
+        while True:
+            found = samples(service)
+            self._assert_no_excess(found, moved)
+            problems = list(self._differences(found, moved, extra_descriptors))
+            if not problems:
+                break
+            assert time.monotonic() < end_s, "\n".join(problems)
+            time.sleep(0.05)
+        grown = resident_bytes(service) - self.resident_bytes
+        assert grown <= rss_bytes, f"RSS grew by {grown >> 10} KiB, expected {rss_bytes >> 10}"
+        if log is not None:
+            self.check_log(log)
+
+    def check_log(self, allowed):
+        for line in self.service.lines[self.lines :]:
+            assert not NO_TRACE.search(line), self.service.log[-4000:]
+            assert any(re.search(pattern, line) for pattern in allowed), f"in the log: {line}"
+
+    def _differences(self, found, moved, extra_descriptors):
+        for name in ("lenet_queue_rows", "lenet_contexts_busy"):
+            if value := total(found, name):
+                yield f"{name} is {value:g}, expected 0"
+        if (count := descriptors(self.service)) > self.descriptors + extra_descriptors:
+            yield f"{count} descriptors are open, before {self.descriptors}"
+        counts = self._counts(found)
+        for key, expected in (moved or {}).items():
+            least, _ = _range(expected)
+            if (count := counts.get(key, 0)) < least:
+                yield f"{key} was counted {count} times, expected {least} or more: {counts}"
+
+    def _assert_no_excess(self, found, moved):
+        lost = "lenet_device_losses_total"
+        assert total(found, lost) == total(self.samples, lost), "a device was lost"
+        counts = self._counts(found)
+        if moved is None:
+            failed = [key for key in counts if key.split()[1] in ("internal", "inference_failed")]
+            assert not failed, f"requests failed: {counts}"
+            return
+        for key, count in counts.items():
+            _, most = _range(moved.get(key, 0))
+            assert count <= most, f"{key} was counted {count} times, expected {most}: {counts}"
+
+    def _counts(self, found):
+        """How often each outcome was counted since the beginning."""
+        before, after = outcomes(self.samples), outcomes(found)
+        counts = {key: after[key] - before.get(key, 0) for key in after}
+        counts["http ok"] = counts.get("http ok", 0) - 1  # the known digit
+        return {key: count for key, count in counts.items() if count}
+
+
+def _range(expected):
+    return expected if isinstance(expected, tuple) else (expected, expected)
+
+
+@contextlib.contextmanager
+def unharmed(service, digit, *, moved=None, rss_bytes=24 << 20, extra_descriptors=0, log=()):
+    """Inside, an experiment; after it the service must be what it was.
+
+    It is live within a second and ready; the known digit is classified as before; no descriptor
+    more is open; no row waits and no context is busy; RSS has grown by at most `rss_bytes`; no line
+    was logged that matches none of the patterns `log`, and no traceback at all; and
+    `lenet_requests_total` moved exactly as `moved` says.
+
+    Args:
+        digit: images and labels of which the first is known to be classified right.
+        moved: {"http ok": 3, "grpc overloaded": (1, 5)}: how often each outcome was counted, or the
+            least and the most; None: any, but no request failed inside the service.
+        rss_bytes: 24 MiB unless an experiment says otherwise: what an allocator keeps of buffers
+            that were in use at the same time.
+        extra_descriptors: for what the service opens once and keeps.
+        log: regular expressions of the lines that are expected; None: the log is not looked at.
+    """
+    watch = Watch(service, digit)
+    yield watch
+    watch.check(moved, rss_bytes, extra_descriptors, log)

@@ -1,0 +1,231 @@
+"""Three times what a service can do: what is answered, how late, and what comes after.
+
+The network is larger than the committed ones, so that one process can offer so much.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lenet.context import Target, open_backend
+from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool
+from tests.conftest import draw_weights
+from tests.faults.clients import RAW, ROUNDING, AsyncConnection, quantiles_ms, request
+from tests.service_process import Service
+
+SIZES = (1, 64, 200)
+OFFERED = 3.0
+QUEUE_S = 1.0
+"""How long the queue takes to drain when it is full: sets --max-queue-rows."""
+
+PEAK_S = 5.0
+GOODPUT = 0.9
+"""Of the measured peak, under overload."""
+
+LATENCY = 1.3
+"""How many times queue bound over drain rate the p99 of accepted requests may be, ..."""
+
+BATCHES_S = 0.25
+"""... beside the batches that are computed, and the client's own time."""
+
+RECOVERED_S = 1.0
+SLOW = Model(
+    "slow",
+    (
+        ConvBlock(64, (5, 5)),
+        ConvBlock(64, (5, 5), pool=Pool("max", (2, 2), (2, 2))),
+        DenseBlock(10, activation=IDENTITY),
+    ),
+)
+"""About 0.7 ms an image (two Xeon cores, 2026-11-22)."""
+
+
+@dataclass
+class Load:
+    """What came of the requests of one run."""
+
+    statuses: dict[int, int] = field(default_factory=dict)
+    accepted_s: list[float] = field(default_factory=list)
+    wrong: int = 0
+    without_retry_after: int = 0
+    lost: int = 0
+    offered: int = 0
+    took_s: float = 0.0
+
+
+class Overload:
+    """Clients of one service, all with requests of `size` images."""
+
+    def __init__(self, port, images, expected, size):
+        self.port, self.size = port, size
+        generator = np.random.default_rng(size)
+        self.messages = []
+        for _ in range(32):
+            chosen = generator.integers(0, len(images), size)
+            message = request(images[chosen].tobytes(), b"Accept: " + RAW)
+            self.messages.append((message, expected[chosen]))
+        self.idle = []
+
+    async def exchange(self, load, number):
+        """One request on an idle connection, or on a new one; the status."""
+        message, expected = self.messages[number % len(self.messages)]
+        load.offered += 1
+        began_s = time.monotonic()
+        try:
+            connection = self.idle.pop() if self.idle else await AsyncConnection.open(self.port)
+            answer = await connection.ask(message)
+        except OSError:
+            load.lost += 1
+            return 0
+        if answer is None:
+            load.lost += 1
+            return 0
+        load.statuses[answer.status] = load.statuses.get(answer.status, 0) + 1
+        if answer.status == 200:
+            load.accepted_s.append(time.monotonic() - began_s)
+            found = np.frombuffer(answer.body, "<f4").reshape(-1, 10)
+            if found.shape != expected.shape or np.abs(found - expected).max() > ROUNDING:
+                load.wrong += 1
+        elif answer.status == 429 and "retry-after" not in answer.headers:
+            load.without_retry_after += 1
+        if answer.headers.get("connection") == "close":
+            await connection.close()
+        else:
+            self.idle.append(connection)
+        return answer.status
+
+    async def closed(self, clients, duration_s, retry_s=0.0):
+        """So many clients that ask again as soon as they have an answer, `retry_s` after a 429."""
+        load, end_s = Load(), time.monotonic() + duration_s
+
+        async def client(number):
+            while time.monotonic() < end_s:
+                if await self.exchange(load, number) != 200:
+                    await asyncio.sleep(retry_s)
+
+        began_s = time.monotonic()
+        await asyncio.gather(*(client(number) for number in range(clients)))
+        load.took_s = time.monotonic() - began_s
+        return load
+
+    async def open(self, rate, duration_s):
+        """`rate` requests a second, whatever becomes of them."""
+        load, tasks = Load(), set()
+        began_s = time.monotonic()
+        number = 0
+        while (passed_s := time.monotonic() - began_s) < duration_s:
+            while number < rate * passed_s:
+                task = asyncio.create_task(self.exchange(load, number))
+                tasks.add(task)
+                task.add_done_callback(tasks.discard)
+                number += 1
+            await asyncio.sleep(0.002)
+        await asyncio.gather(*tasks)
+        load.took_s = time.monotonic() - began_s
+        return load
+
+    async def recovery_s(self, quiet_s):
+        """How long after the load a request takes no longer than three times `quiet_s`."""
+        began_s = time.monotonic()
+        while True:
+            load = Load()
+            await self.exchange(load, 0)
+            if load.accepted_s and load.accepted_s[0] < 3 * quiet_s + 0.02:
+                return time.monotonic() - began_s
+            if time.monotonic() - began_s > 30:
+                return float("inf")
+
+    async def close(self):
+        for connection in self.idle:
+            await connection.close()
+
+
+async def _peak(clients):
+    """Images a second that are answered when a few clients keep the batches full."""
+    load = await clients.closed(max(4, 256 // clients.size), PEAK_S)
+    return clients.size * load.statuses[200] / load.took_s
+
+
+async def _measure(service, images, expected, duration_s, queue_rows):
+    problems = []
+    print(
+        f"{'images':>6} {'loop':>7} {'offered':>8} {'goodput':>8} {'of peak':>8} {'p99, s':>7} "
+        f"{'bound, s':>8} {'429':>8} {'wrong':>6} {'back, s':>8}"
+    )
+    for size in SIZES:
+        clients = Overload(service.port, images, expected, size)
+        single = Load()
+        for _ in range(5):
+            await clients.exchange(single, 0)
+        quiet_s = float(np.median(single.accepted_s))
+        peak_rows = await _peak(clients)
+        for loop in ("closed", "open"):
+            offered_rows = OFFERED * peak_rows
+            if loop == "closed":
+                # A third of them wait in the queue; the others offer so much together.
+                number = int(OFFERED * queue_rows / size)
+                load = await clients.closed(number, duration_s, number * size / offered_rows)
+            else:
+                load = await clients.open(offered_rows / size, duration_s)
+            back_s = await clients.recovery_s(quiet_s)
+            # Other programs on the machine may have taken a part of it in the meantime.
+            peak_rows = min(peak_rows, await _peak(clients))
+            goodput = size * load.statuses.get(200, 0) / load.took_s
+            offered = size * load.offered / load.took_s
+            p99_s = quantiles_ms(load.accepted_s, 0.99)[0] / 1e3
+            bound_s = LATENCY * queue_rows / goodput + BATCHES_S
+            print(
+                f"{size:6} {loop:>7} {offered:8.0f} {goodput:8.0f} {goodput / peak_rows:8.2f} "
+                f"{p99_s:7.2f} {bound_s:8.2f} {load.statuses.get(429, 0):8} {load.wrong:6} "
+                f"{back_s:8.2f}",
+                flush=True,
+            )
+            where = f"{size} images, {loop} loop"
+            if load.wrong or load.lost or load.without_retry_after:
+                problems.append(
+                    f"{where}: {load.wrong} wrong answers, {load.lost} lost, "
+                    f"{load.without_retry_after} without Retry-After"
+                )
+            if set(load.statuses) - {200, 429}:
+                problems.append(f"{where}: statuses {load.statuses}, expected 200 and 429")
+            if goodput < GOODPUT * peak_rows:
+                problems.append(f"{where}: goodput {goodput:.0f}, peak {peak_rows:.0f}")
+            if p99_s > bound_s:
+                problems.append(f"{where}: p99 {p99_s:.2f} s, expected at most {bound_s:.2f}")
+            if back_s > RECOVERED_S:
+                problems.append(f"{where}: recovered after {back_s:.2f} s")
+        await clients.close()
+    return problems
+
+
+def overload(folder, duration_s, seed, arguments):
+    """Run all; prints a table and what is wrong. Returns the exit code."""
+    weights = draw_weights(SLOW, seed)
+    images = np.random.default_rng(seed).integers(0, 256, (64, 28, 28), np.uint8)
+    plan = open_backend(Target("cpu")).plan(weights, len(images))
+    began_s = time.monotonic()
+    expected = plan.run(images).probabilities
+    rate = len(images) / (time.monotonic() - began_s)
+    queue_rows = max(400, int(QUEUE_S * rate))
+    (folder / "weights" / "slow").mkdir(parents=True)
+    weights.write(folder / "weights" / "slow" / "1.safetensors")
+    limits = ["--max-queue-rows", str(queue_rows), "--max-images", "200"]
+    service = Service(["--port", "0", "--grpc-port", "0", *limits, *arguments], folder)
+    with contextlib.ExitStack() as stack:
+        stack.callback(service.end)
+        service.ready()
+        lines = len(service.lines)
+        run = _measure(service, images, expected, duration_s, queue_rows)
+        problems = asyncio.run(run)
+        problems += [f"in the log: {line}" for line in service.lines[lines:]]
+        service.signal()
+        if code := service.wait():
+            problems.append(f"the stop ended with {code}")
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0

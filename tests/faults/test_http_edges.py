@@ -1,0 +1,320 @@
+"""HTTP/1.1 as attackers write it, at a running service; tests/service/http has each rule."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+import re
+import shutil
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from http.client import HTTPConnection
+
+import httpx
+import numpy as np
+import pytest
+
+from tests.faults.checks import resident_bytes, samples, unharmed
+from tests.faults.clients import RAW, Connection, Pinger, ask, assert_same, chunked, request
+from tests.service.http.test_rfc import ROWS
+
+ACCEPT = b"Accept: " + RAW
+MIB = 1 << 20
+PREDICT = b" /predict HTTP/1.1\r\nContent-Type: application/octet-stream\r\n"
+REFUSALS = [
+    name
+    for name, (data, expected) in ROWS.items()
+    if re.fullmatch(r"[45]\d\d closed", expected) and b" /fast?" not in data  # the echo refuses it
+]
+
+
+def test_every_shape_that_the_connection_refuses_is_refused_by_the_service(start_committed, digits):
+    service = start_committed("--max-body-bytes", "200000").ready()
+    port = service.port
+    with unharmed(service, digits.golden):
+        for name in REFUSALS:
+            data, expected = ROWS[name]
+            with Connection(port) as connection:
+                connection.send(data.replace(b" /fast HTTP/1.1\r\n", PREDICT))
+                answer = connection.answer(data[:4].rstrip())
+                assert f"{answer.status} closed" == expected, name
+                assert answer.headers["connection"] == "close", name
+                assert connection.answers() == [], name
+
+
+def test_a_post_that_asks_for_an_upgrade_is_answered_with_its_body_read(served, digits, intact):
+    body, expected = digits.rows([5])
+    upgrade = (b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAA")
+    with intact(moved={"http ok": 1}):
+        answer = ask(served.port, request(body, ACCEPT, *upgrade))
+        assert answer.status == 200
+        assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+def test_curl_is_answered_when_it_prefers_http_2(served, digits, intact, tmp_path):
+    (tmp_path / "digit").write_bytes(digits.rows([6])[0])
+    with intact(moved={"http ok": 1}):
+        command = [
+            "curl", "-sS", "--http2", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}",
+            "-H", f"Content-Type: {RAW.decode()}", "--data-binary", f"@{tmp_path / 'digit'}",
+            f"http://127.0.0.1:{served.port}/predict",
+        ]  # fmt: skip
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert done.stdout == "200", done.stderr
+
+
+def test_a_trailer_selects_neither_the_decoder_nor_the_deadline(served, digits, intact):
+    body, _ = digits.rows([7])
+    piece = b"%x\r\n%s\r\n0\r\n" % (len(body), body)
+    typed = request(None, b"Transfer-Encoding: chunked") + piece
+    with intact(moved={"http unsupported_media_type": 1, "http ok": 1}):
+        found = ask(served.port, typed + b"Content-Type: application/octet-stream\r\n\r\n")
+        assert found.status == 415
+        found = ask(served.port, chunked(piece + b"X-Request-Timeout-Ms: never\r\n\r\n"))
+        assert found.status == 200
+
+
+@pytest.mark.parametrize("later", [False, True], ids=["in one packet", "later"])
+def test_garbage_behind_a_request_takes_no_answer_from_it(served, digits, intact, later):
+    body, expected = digits.rows(np.arange(64))
+    with intact(moved={"http ok": 10}):
+        for _ in range(10):
+            with Connection(served.port) as connection:
+                first = request(body, ACCEPT)
+                connection.send(first + (b"" if later else b"GARBAGE\r\n\r\n"))
+                if later:
+                    connection.send(b"GARBAGE\r\n\r\n")
+                answer, *rest = connection.answers()
+                assert answer.status == 200
+                assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
+                assert [one.status for one in rest] == [400]
+
+
+def test_a_large_body_is_not_counted_as_the_headers_of_the_next_request(served, digits, intact):
+    large, expected = digits.rows(np.arange(100))
+    small, _ = digits.rows([0])
+    following = request(small, ACCEPT)
+    with intact(moved={"http ok": 2}), Connection(served.port) as connection:
+        connection.send(request(large, ACCEPT) + following[:40])
+        answer = connection.answer()
+        assert answer.status == 200
+        assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
+        connection.send(following[40:])
+        assert connection.answer().status == 200
+
+
+def test_megabytes_of_pipelined_requests_are_answered_in_order(served, digits, intact):
+    count = 2000
+    rows = np.arange(count) % len(digits.images)
+    message = b"".join(request(digits.rows([row])[0], ACCEPT) for row in rows)
+    with intact(moved={"http ok": count}), Connection(served.port) as connection:
+        step = 300_000  # about 290 requests a write
+        sent = 0
+        for row in rows:
+            while sent < len(message) and not connection.readable():
+                connection.send(message[sent : sent + step])
+                sent += step
+            answer = connection.answer()
+            assert answer.status == 200
+            assert_same(np.frombuffer(answer.body, "<f4"), digits.probabilities[row])
+
+
+def _by_http_client(port, body):
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+        connection.request("POST", "/predict", body, {"Content-Type": RAW.decode()})
+        return connection.getresponse().status
+
+
+def _by_httpx(port, body):
+    headers = {"Content-Type": RAW.decode()}
+    return httpx.post(f"http://127.0.0.1:{port}/predict", content=body, headers=headers).status_code
+
+
+@pytest.mark.parametrize("client", [_by_http_client, _by_httpx], ids=["http.client", "httpx"])
+def test_the_413_of_a_large_body_is_seen_by_clients_that_send_all_of_it(served, intact, client):
+    with intact(moved={"http too_large": 5}):
+        for _ in range(5):
+            assert client(served.port, bytes(34 * MIB)) == 413
+
+
+def test_the_429_of_large_bodies_is_seen_by_clients_that_send_all_of_them(served, intact):
+    body = bytes(30_000_000)  # no multiple of 784: what is read whole is a 400
+    clients = 16
+    # As many are read whole as the budget allows, and on a busy machine a slow one gives way to
+    # others with 408. At most 60 MB of a burst may stay.
+    moved = {f"http {code}": (0, clients) for code in ("invalid_input", "body_timeout")}
+    moved["http overloaded"] = (1, clients)
+    with intact(moved=moved, rss_bytes=60_000_000), ThreadPoolExecutor(clients) as pool:
+        found = list(pool.map(partial(_by_http_client, served.port), [body] * clients))
+    assert set(found) <= {400, 408, 429}
+    assert 429 in found
+
+
+def test_trailers_are_bounded_in_memory_and_time(served, digits, intact):
+    flood = b"X: 1\r\n" * 20_000
+    before = resident_bytes(served)
+    with intact(rss_bytes=8 * MIB), Connection(served.port) as connection:
+        connection.send(chunked(b"0\r\n"))
+        sent = 0
+        while sent < 100 * MIB and not connection.readable():
+            connection.send(flood)
+            sent += len(flood)
+        assert connection.answer().status == 400
+        # The limit is 64 KiB; the rest was on its way, in buffers of the sockets, by then.
+        assert sent < 20 * MIB
+        assert resident_bytes(served) - before < 24 * MIB
+
+
+def test_chunk_extensions_are_bounded(served, intact):
+    flood = b"1;" + b"a" * 100_000
+    with intact(rss_bytes=8 * MIB), Connection(served.port) as connection:
+        connection.send(chunked(b""))
+        sent = 0
+        while sent < 100 * MIB and not connection.readable():
+            connection.send(flood)
+            sent += len(flood)
+        assert connection.answer().status == 400
+        assert sent < 20 * MIB
+
+
+def test_a_body_in_chunks_of_a_byte_costs_little(served, digits, intact):
+    body, expected = digits.rows(np.arange(90))  # 70,560 chunks
+    pieces = b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with intact(moved={"http ok": 1}, rss_bytes=8 * MIB):
+        answer = ask(served.port, chunked(pieces, ACCEPT))
+        assert answer.status == 200
+        assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
+
+
+def test_a_half_closed_client_is_answered(served, digits, intact):
+    body, expected = digits.rows([3])
+    with intact(moved={"http ok": 1}), Connection(served.port) as connection:
+        connection.send(request(body, ACCEPT))
+        connection.half_close()
+        (answer,) = connection.answers()
+        assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
+
+
+def test_head_of_a_probe_is_its_get_without_a_body(served, intact):
+    with intact():
+        head = ask(served.port, request(method=b"HEAD", path=b"/healthz"), b"HEAD")
+        got = ask(served.port, request(method=b"GET", path=b"/healthz"))
+        assert (head.status, head.headers["content-length"]) == (200, got.headers["content-length"])
+
+
+@pytest.mark.parametrize("kind", ["length", "chunks", "gzip"])
+def test_a_body_over_the_limit_is_refused_early_and_takes_no_memory(served, intact, kind):
+    outcome = "unsupported_media_type" if kind == "gzip" else "too_large"
+    moved = {f"http {outcome}": 1}
+    with intact(moved=moved, rss_bytes=40 * MIB), Connection(served.port) as connection:
+        if kind == "length":
+            connection.send(request(b"", length=10 << 30))
+            piece, most = bytes(MIB), 16 * MIB
+        elif kind == "gzip":  # refused by its name: nothing is moved
+            connection.send(request(b"", b"Content-Encoding: gzip", length=10 * MIB))
+            piece, most = bytes(MIB), 10 * MIB
+        else:
+            connection.send(chunked(b""))
+            piece, most = b"100000\r\n" + bytes(MIB) + b"\r\n", 48 * MIB
+        sent = 0
+        while sent < most + MIB and not connection.readable():
+            connection.send(piece)
+            sent += len(piece)
+        assert connection.answer().status == (415 if kind == "gzip" else 413)
+        assert sent <= most
+
+
+METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"CONNECT")
+PATHS = (b"/", b"/predict", b"/healthz", b"/readyz", b"/metrics", b"/info", b"/docs", b"/x")
+
+
+def test_every_method_on_every_path_has_an_answer_and_none_is_a_5xx(served, intact):
+    with intact():
+        for method, path in itertools.product(METHODS, PATHS):
+            answer = ask(served.port, request(method=method, path=path), method)
+            assert answer.status in (200, 204, 400, 404, 405, 411, 415, 501), (method, path)
+            assert answer.status != 501 or method == b"CONNECT"
+
+
+def _noise(random_, valid):
+    """One attempt: random bytes, or a valid request that is cut, mangled or repeated."""
+    data = bytearray(random_.choice(valid))
+    kind = random_.randrange(6)
+    if kind == 0:
+        return random_.randbytes(random_.randrange(1, 400))
+    if kind == 1:
+        return bytes(data[: random_.randrange(1, len(data))])
+    for _ in range(random_.randrange(1, 8)):
+        place = random_.randrange(min(len(data) + 1, 300))
+        if kind == 2:
+            data[place : place + 1] = random_.randbytes(1)
+        elif kind == 3:
+            del data[place : place + random_.randrange(1, 30)]
+        elif kind == 4:
+            data[place:place] = random_.choice(
+                (b"\r\n", b"\n", b"\x00", b": ", b"Content-Length: 9\r\n", b" ", b"0\r\n\r\n")
+            )
+        else:
+            data += random_.choice(valid)
+    return bytes(data)
+
+
+def attack(port, seed, cases):
+    """`cases` random inputs, a connection each; returns {status: how often}."""
+    random_ = random.Random(seed)
+    image = random_.randbytes(784)
+    valid = [
+        request(image, ACCEPT),
+        chunked(b"310\r\n" + image + b"\r\n0\r\nX: y\r\n\r\n"),
+        request(b'{"images": [0]}', kind=b"application/json"),
+        *(request(method=method, path=path) for method in METHODS[:7] for path in PATHS),
+    ]
+    statuses = {}
+    for _ in range(cases):
+        data = _noise(random_, valid)
+        with Connection(port) as connection, contextlib.suppress(ConnectionResetError):
+            connection.send(data)
+            connection.half_close()
+            received = b""
+            while piece := connection.socket.recv(1 << 16):
+                received += piece
+            for status in re.findall(rb"^HTTP/1\.1 (\d{3}) ", received, re.MULTILINE):
+                statuses[int(status)] = statuses.get(int(status), 0) + 1
+            assert b"Traceback" not in received
+    return statuses
+
+
+def test_random_and_mangled_requests_get_a_4xx_or_the_end(served, intact, seed):
+    with intact(moved=None, rss_bytes=16 * MIB):
+        statuses = attack(served.port, seed, 1500)
+    assert sum(statuses.values()) > 300
+    assert not [status for status in statuses if status >= 500 and status not in (501, 505)]
+
+
+@pytest.mark.long
+def test_ten_thousand_random_and_mangled_requests_a_seed(served, intact, seed):
+    series = set(samples(served))
+    with intact(moved=None, rss_bytes=16 * MIB):
+        statuses = attack(served.port, 1000 + seed, 10_000)
+    assert not [status for status in statuses if status >= 500 and status not in (501, 505)]
+    assert len(set(samples(served)) - series) <= 12, "outcomes seen for the first time"
+
+
+def test_probes_are_quick_while_trailers_and_extensions_flood_in(served, digits, intact):
+    floods = [chunked(b"0\r\n"), chunked(b"")]
+    pieces = [b"X: 1\r\n" * 2_000, b"1;" + b"a" * 12_000]
+    body, expected = digits.images[0], digits.probabilities[:1]
+    with intact(), Pinger(served.port, body, expected) as pinger:
+        for _ in range(20):
+            for begin, piece in zip(floods, pieces, strict=True):
+                with Connection(served.port) as connection:
+                    connection.send(begin)
+                    while not connection.readable():
+                        connection.send(piece)
+                        began_s = time.monotonic()
+                        assert pinger.once() == 200
+                        assert time.monotonic() - began_s < 1.0

@@ -1,0 +1,342 @@
+"""Many clients at the same time: every answer belongs to its caller, whoever leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import signal
+import time
+
+import grpc
+import numpy as np
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.faults.checks import samples, total
+from tests.faults.clients import (
+    RAW,
+    AsyncConnection,
+    Pinger,
+    ask,
+    assert_same,
+    grpc_status,
+    infer_request,
+    quantiles_ms,
+    request,
+)
+
+ACCEPT = b"Accept: " + RAW
+SIZES = (1, 1, 1, 2, 3, 5, 17, 63, 64, 65, 200, 1000)
+
+
+def _message(digits, chosen, form):
+    images = digits.images[chosen]
+    if form == "json":
+        content = json.dumps({"images": images.reshape(-1, 784).tolist()}).encode()
+        return request(content, ACCEPT, kind=b"application/json")
+    if form == "npy":
+        content = io.BytesIO()
+        np.save(content, images)
+        return request(content.getvalue(), ACCEPT, kind=b"application/x-npy")
+    return request(images.tobytes(), ACCEPT)
+
+
+class Mix:
+    """Clients that send requests of all sizes and forms; some leave before their answer."""
+
+    def __init__(self, service, digits, seed, rows, cancelled_share):
+        self.service, self.digits = service, digits
+        self.generator = np.random.default_rng(seed)
+        self.rows_left = rows
+        self.cancelled_share = cancelled_share
+        self.answered = self.left = self.rows_of_left = 0
+
+    def run(self, clients):
+        asyncio.run(self._run(clients))
+
+    async def _run(self, clients):
+        target = f"127.0.0.1:{self.service.grpc_port}"
+        async with grpc.aio.insecure_channel(target) as channel, asyncio.TaskGroup() as group:
+            stub = GRPCInferenceServiceStub(channel)
+            for number in range(clients):
+                group.create_task(self._over_grpc(stub) if number % 4 == 0 else self._over_http())
+
+    def _next(self):
+        """The rows of the next request, each another image where there are enough, and its form."""
+        size = int(self.generator.choice(SIZES))
+        self.rows_left -= size
+        count = len(self.digits.images)
+        chosen = self.generator.choice(count, size, replace=size > count)
+        form = str(self.generator.choice(("raw", "raw", "npy", "json" if size < 20 else "raw")))
+        leaves = self.generator.random() < self.cancelled_share
+        # Within the time of an answer: before it is read, while it waits, is computed or written.
+        return chosen, form, self.generator.exponential(0.004) if leaves else None
+
+    def _leave(self, chosen):
+        self.left += 1
+        self.rows_of_left += len(chosen)
+
+    def _check(self, chosen, content):
+        assert_same(
+            np.frombuffer(content, "<f4").reshape(-1, 10), self.digits.probabilities[chosen]
+        )
+        self.answered += 1
+
+    async def _over_http(self):
+        connection = await AsyncConnection.open(self.service.port)
+        while self.rows_left > 0:
+            chosen, form, leaves_s = self._next()
+            connection.writer.write(_message(self.digits, chosen, form))
+            if leaves_s is None:
+                answer = await connection.answer()
+                assert answer.status == 200, answer
+                self._check(chosen, answer.body)
+                continue
+            self._leave(chosen)
+            await asyncio.sleep(leaves_s)
+            connection.reset()
+            connection = await AsyncConnection.open(self.service.port)
+        await connection.close()
+
+    async def _over_grpc(self, stub):
+        while self.rows_left > 0:
+            chosen, _, leaves_s = self._next()
+            call = stub.ModelInfer(infer_request(self.digits.images[chosen]))
+            if leaves_s is None:
+                answer = await call
+                self._check(chosen, answer.raw_output_contents[0])
+                continue
+            self._leave(chosen)
+            await asyncio.sleep(leaves_s)
+            call.cancel()
+
+
+def _mix(served, digits, intact, seed, rows, clients):
+    mix = Mix(served, digits, seed, rows, cancelled_share=0.3)
+    before = samples(served)
+    with intact(rss_bytes=60_000_000) as watch:
+        mix.run(clients)
+    assert mix.answered > mix.left / 2
+    # Whoever left was either answered in vain, cancelled, or not even read.
+    after = samples(served)
+
+    def moved(name, **labels):
+        return total(after, name, **labels) - total(before, name, **labels)
+
+    known_digit = 2
+    ok = moved("lenet_requests_total", outcome="ok") - known_digit
+    cancelled = moved("lenet_requests_total", outcome="cancelled")
+    assert mix.answered <= ok <= mix.answered + mix.left
+    assert 0 < cancelled <= mix.left
+    assert ok + cancelled <= mix.answered + mix.left
+    assert moved("lenet_rows_dropped_total", reason="cancelled") <= mix.rows_of_left
+    assert moved("lenet_rows_dropped_total", reason="late") == 0
+    assert watch.lines == len(served.lines), "nothing was logged"
+
+
+def test_every_answer_is_its_callers_when_a_third_of_them_leave(served, digits, intact, seed):
+    _mix(served, digits, intact, seed, rows=10_000, clients=24)
+
+
+@pytest.mark.long
+def test_a_hundred_thousand_rows_a_seed_get_their_own_answers(served, digits, intact, seed):
+    _mix(served, digits, intact, 1000 + seed, rows=100_000, clients=64)
+
+
+def test_batch_mates_are_answered_when_a_large_request_leaves_amid_its_batches(
+    served, digits, intact
+):
+    async def large(count):
+        for _ in range(count):
+            connection = await AsyncConnection.open(served.port)
+            connection.writer.write(request(bytes(5_000 * 784), ACCEPT))
+            await asyncio.sleep(0.05)  # 0.3 s of computing
+            connection.reset()
+
+    async def mates(until):
+        connection = await AsyncConnection.open(served.port)
+        answered = 0
+        while not until.done():
+            row = answered % len(digits.images)
+            body, expected = digits.rows([row])
+            answer = await connection.ask(request(body, ACCEPT))
+            assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
+            answered += 1
+        await connection.close()
+        return answered
+
+    async def both():
+        leaving = asyncio.create_task(large(10))
+        answered = await asyncio.gather(*(mates(leaving) for _ in range(8)))
+        await leaving
+        return sum(answered)
+
+    before = total(samples(served), "lenet_rows_dropped_total", reason="cancelled")
+    with intact(rss_bytes=60_000_000):
+        assert asyncio.run(both()) > 50
+    dropped = total(samples(served), "lenet_rows_dropped_total", reason="cancelled") - before
+    assert dropped > 0
+
+
+def test_one_image_and_many_are_admitted_alike_when_the_queue_is_almost_full(start, digits):
+    # The batch in front never ends, so that what waits is known exactly.
+    arguments = ("--max-queue-rows", "64", "--max-images", "64", "--request-timeout-ms", "60000")
+    service = start(*arguments, "--fault-injection", "--hang-timeout-s", "600").ready()
+
+    async def fill():
+        service.signal(signal.SIGUSR1)
+        service.wait_for("the next batch gets an injected fault")
+        waiting = [await AsyncConnection.open(service.port) for _ in range(3)]
+        waiting[0].writer.write(request(bytes(784)))
+        await asyncio.to_thread(service.wait_for, "injecting fault")
+        waiting[1].writer.write(request(bytes(60 * 784)))  # of 64
+        with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+            stub = GRPCInferenceServiceStub(channel)
+            while True:  # until the 60 are read
+                refused = await asyncio.to_thread(ask, service.port, request(bytes(64 * 784)))
+                if refused.status == 429:
+                    break
+            for rows in (5, 64):
+                answer = await asyncio.to_thread(ask, service.port, request(bytes(rows * 784)))
+                assert (answer.status, answer.headers["retry-after"]) == (429, "1")
+                images = np.zeros((rows, 28, 28), np.uint8)
+                status, _ = await asyncio.to_thread(
+                    grpc_status, stub.ModelInfer, infer_request(images)
+                )
+                assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
+            waiting[2].writer.write(request(bytes(4 * 784)))  # four fit, in one request
+            while True:
+                refused = await asyncio.to_thread(ask, service.port, request(bytes(784)))
+                if refused.status == 429:
+                    break
+        for connection in waiting:
+            connection.reset()
+
+    asyncio.run(fill())
+
+
+def test_singles_are_answered_beside_requests_of_ten_thousand_images(served, digits, intact):
+    body = digits.rows(np.arange(10_000) % len(digits.images))[0]
+
+    async def large(over):
+        connection = await AsyncConnection.open(served.port)
+        times_s = []
+        while not over.is_set():
+            began_s = time.monotonic()
+            assert (await connection.ask(request(body, ACCEPT))).status == 200
+            times_s.append(time.monotonic() - began_s)
+        await connection.close()
+        return times_s
+
+    async def both():
+        over = asyncio.Event()
+        others = asyncio.create_task(large(over))
+        with Pinger(served.port, digits.images[0], digits.probabilities[:1]) as pinger:
+            (_, p99_ms) = await asyncio.to_thread(pinger.run, 3)
+        over.set()
+        return p99_ms, await others
+
+    with intact(rss_bytes=60_000_000):
+        p99_ms, others_s = asyncio.run(both())
+    # A single waits for a batch or two of 64, of the large request's 157.
+    assert p99_ms < quantiles_ms(others_s, 0.5)[0] / 4
+
+
+RANDOM_PATHS, RANDOM_MODELS = 400, 100
+
+
+def _strange(port, digits, count, models, seed):
+    generator = np.random.default_rng(seed)
+
+    def word():
+        return bytes(generator.integers(33, 127, 12, np.uint8)).translate(None, b"#?&%+=;")
+
+    with_connections = asyncio.run(_send_strange(port, digits, count, models, word))
+    assert with_connections == count + models
+
+
+async def _send_strange(port, digits, count, models, word):
+    body = digits.rows([0])[0]
+    sent = 0
+    connection = await AsyncConnection.open(port)
+    for number in range(count + models):
+        kind = number % 4
+        if number >= count:
+            message = request(body, path=b"/predict?model=" + word())
+        elif kind == 0:
+            message = request(method=b"GET", path=b"/" + word())
+        elif kind == 1:
+            message = request(
+                body, word().replace(b":", b"").translate(None, b'"(),/<>@[\\]{}') + b"x: " + word()
+            )
+        elif kind == 2:
+            message = request(body, kind=word())
+        else:
+            message = request(method=b"PATCH", path=b"/predict?" + word() + b"=" + word())
+        answer = await connection.ask(message)
+        sent += 1
+        if answer is None or answer.headers.get("connection") == "close":
+            await connection.close()
+            connection = await AsyncConnection.open(port)
+    await connection.close()
+    return sent
+
+
+def _no_series_more(served, digits, intact, count, models):
+    # Each outcome has its series from its first time on.
+    _strange(served.port, digits, 8, 1, seed=1)
+    before = set(samples(served))
+    with intact(rss_bytes=60_000_000):
+        _strange(served.port, digits, count, models, seed=2)
+    assert set(samples(served)) == before
+
+
+def test_strange_requests_make_no_series(served, digits, intact):
+    _no_series_more(served, digits, intact, 400, 100)
+
+
+@pytest.mark.long
+def test_ten_thousand_strange_requests_make_no_series(served, digits, intact):
+    _no_series_more(served, digits, intact, 10_000, 1_000)
+
+
+async def _scrape(port, over, every_s):
+    accept = b"Accept: " + b"application/openmetrics-text;q=0.1, " * 1500 + b"*/*"
+    message = request(None, accept, method=b"GET", path=b"/metrics")
+    connection = await AsyncConnection.open(port)
+    scraped = 0
+    while not over.is_set():
+        answer = await connection.ask(message)
+        assert answer.status == 200
+        assert answer.headers["content-type"].startswith("text/plain")
+        if scraped % 20 == 0:
+            families = list(text_string_to_metric_families(answer.body.decode()))
+            assert len(families) > 20
+        scraped += 1
+        await asyncio.sleep(every_s)
+    await connection.close()
+    return scraped
+
+
+@pytest.mark.long
+def test_a_hundred_scrapes_a_second_leave_the_others_their_time(served, digits, intact):
+    async def both(pinger):
+        over = asyncio.Event()
+        scraping = asyncio.create_task(_scrape(served.port, over, 0.01))
+        times = await asyncio.to_thread(pinger.run, 5)
+        over.set()
+        return times, await scraping
+
+    with (
+        intact(rss_bytes=60_000_000),
+        Pinger(served.port, digits.images[0], digits.probabilities[:1]) as pinger,
+    ):
+        quiet = pinger.run(5)
+        beside, scraped = asyncio.run(both(pinger))
+    assert scraped > 100
+    # The text is made on a thread, which takes the interpreter in turns of 5 ms; and a hundred
+    # scrapes a second are a thousand times what Prometheus does.
+    assert beside[0] < 2 * quiet[0] + 1
+    assert beside[1] < 3 * quiet[1] + 15

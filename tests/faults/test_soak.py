@@ -1,0 +1,66 @@
+"""The soak for a short time, and its arithmetic."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.faults.soak import seconds, slope_and_margin
+from tests.service_process import PROJECT
+
+
+def run(*arguments):
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.faults.soak", *arguments],
+        cwd=PROJECT,
+        env={**os.environ, "PYTHONPATH": str(PROJECT)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+@pytest.mark.long
+def test_nothing_is_wrong_in_a_short_soak(seed):
+    assert "\n0 wrong" in run("--duration", "30s", "--seed", str(seed))
+
+
+@pytest.mark.long
+def test_nothing_is_wrong_when_workers_are_killed():
+    table = run("--duration", "120s", "--workers", "2")
+    assert "\n0 wrong" in table
+    assert "2 kills" in table
+
+
+@pytest.mark.long
+def test_nothing_is_wrong_at_three_times_capacity():
+    run("--overload", "20s")
+
+
+def test_a_slope_is_found_within_its_margin_and_none_where_there_is_none():
+    at = np.linspace(0, 2, 400)
+    noise = np.random.default_rng(0).normal(0, 1, at.size)
+    slope, margin = slope_and_margin(at, 5 + 3 * at + noise)
+    assert abs(slope - 3) < margin < 0.3
+    slope, margin = slope_and_margin(at, 5 + noise)
+    assert abs(slope) < margin
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("90s", 90), ("10m", 600), ("24h", 86400), ("5", 5)]
+)
+def test_a_duration_has_a_unit_or_is_in_seconds(text, expected):
+    assert seconds(text) == expected
+
+
+@pytest.mark.parametrize("text", ["", "m", "ten"])
+def test_a_duration_that_is_none_is_refused_with_what_is_expected(text):
+    with pytest.raises(argparse.ArgumentTypeError, match="90s, 10m or 24h"):
+        seconds(text)
