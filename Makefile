@@ -8,7 +8,7 @@ ONNX := lenet/onnx_subset
 PYTEST := $(BIN)/python -m pytest -n 2
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test faults soak coverage gpu-check docs-check check format proto docker-up docker-down clean
+.PHONY: help serve train load-test dev test faults soak fuzz schemathesis coverage gpu-check docs-check check format proto docker-up docker-down clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -32,6 +32,13 @@ faults: .venv/dev.stamp ## run every experiment of tests/faults, the long ones t
 
 soak: .venv/dev.stamp ## good, bad and killed clients for 10 minutes (SOAK=24h WORKERS=2 make soak)
 	$(BIN)/python -m tests.faults.soak --duration $${SOAK:-10m} --workers $${WORKERS:-1} $(ARGS)
+
+fuzz: .venv/dev.stamp ## fuzz the parsers one after another, or one of them (TARGET=json FUZZ_S=600)
+	@for target in $${TARGET:-$$($(BIN)/python -m tests.fuzz --list)}; do \
+	  $(BIN)/python -m tests.fuzz $$target --seconds $${FUZZ_S:-60} || exit 1; done
+
+schemathesis: .venv/dev.stamp build/schemathesis.stamp ## test the service against its OpenAPI document (ST_S=600)
+	$(BIN)/python -m tests.fuzz.openapi --seconds $${ST_S:-120} $(ARGS)
 
 coverage: .venv/dev.stamp ## run the same tests and measure their coverage
 	$(PYTEST) --cov --cov-report=term $(ARGS)
@@ -100,6 +107,12 @@ clean: ## remove what this Makefile made
 	@echo 'installing what developing needs into .venv'
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@ .venv/serve.stamp
+
+# An environment of its own: it brings thirty packages, some of them older than ours.
+build/schemathesis.stamp:
+	$(PYTHON) -m venv build/schemathesis
+	build/schemathesis/bin/python -m pip install --quiet schemathesis==4.32.5
+	@touch $@
 
 # A creation that failed or was interrupted leaves a folder without this stamp: start afresh.
 .venv/created.stamp:

@@ -207,7 +207,7 @@ def _read_bounded(path: Path) -> bytes:
             raise _Invalid("is not a regular file")
         if status.st_size > MAX_FILE_BYTES:
             raise _Invalid(f"has {status.st_size} bytes, expected at most {MAX_FILE_BYTES}")
-        return file.read(MAX_FILE_BYTES)
+        return file.read(status.st_size)  # allocated before it is read
 
 
 def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
@@ -238,7 +238,10 @@ def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         dtype = _DTYPES.get(entry["dtype"])
         if dtype is None:
             raise _Invalid(f"tensor {name!r}: has dtype {entry['dtype']}, expected F32 or U8")
-        tensors[name] = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
+        try:
+            tensors[name] = np.frombuffer(bytes(entry["data"]), dtype).reshape(entry["shape"])
+        except ValueError as exc:  # more than 64 dimensions, or no values in a huge shape
+            raise _Invalid(f"tensor {name!r}: has an impossible shape ({exc})") from exc
     return metadata or {}, tensors
 
 

@@ -111,7 +111,10 @@ class Checkpoint:
                 saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             history = json.loads(metadata["epochs"])
             epochs = [Epoch(*(float(number) for number in one)) for one in history]
-        except (SafetensorError, OSError, ValueError, KeyError, TypeError) as exc:
+        except (
+            *(SafetensorError, OSError, ValueError, KeyError, TypeError),
+            *(RecursionError, OverflowError),  # of the JSON
+        ) as exc:
             raise InvalidCheckpoint(self._refusal(f"cannot be read ({exc})")) from exc
         if metadata.get("run") != self._run:
             raise InvalidCheckpoint(self._refusal("belongs to another run"))

@@ -119,12 +119,14 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
             f"{path}: starts with {content[:4].hex(' ') or 'nothing'}, expected 00 00 08 and the "
             "number of dimensions: it is not an IDX file of unsigned bytes"
         )
+    if dimensions not in (1, 3):
+        raise InvalidDataset(f"{path}: has {dimensions} dimensions, expected 1 or 3")
     start = 4 + 4 * dimensions
     if len(content) < start:
         raise InvalidDataset(f"{path}: ends within its header, expected {dimensions} sizes")
     shape = struct.unpack(f">{dimensions}I", content[4:start])
-    if dimensions not in (1, 3) or 0 in shape:
-        raise InvalidDataset(f"{path}: its header says {shape}, expected 1 or 3 sizes above 0")
+    if 0 in shape:
+        raise InvalidDataset(f"{path}: its header says {shape}, expected sizes above 0")
     expected = start + math.prod(shape)
     if len(content) != expected:
         raise InvalidDataset(

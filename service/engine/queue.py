@@ -81,7 +81,7 @@ class Request:
     cut_rows: int = field(default=0, init=False)
     """How many of its rows have left the queue in batches."""
     expected_rows: int = field(default=0, init=False)
-    """How many rows the queue will have cut, ever, when all of it is, if nothing overtakes it."""
+    """How many rows the queue will have cut, ever, when all of it is, in strict order."""
     answered_rows: int = field(default=0, init=False)
     first_cut_s: float = field(default=0.0, init=False)
     parts: dict[int, Probabilities] | None = field(default=None, init=False)
@@ -219,6 +219,7 @@ class BatchQueue:
             )
         self._requests[request] = None
         self._rows += request.rows
+        request.expected_rows = self._cut_rows + self._rows
 
     def discard(self, request: Request) -> int:
         """Remove what still waits of `request`; returns how many rows that was."""
@@ -258,7 +259,6 @@ class BatchQueue:
             segments.append(Segment(request, start, stop))
             if start == 0:
                 request.first_cut_s = now_s
-                request.expected_rows = self._cut_rows + request.rows
             request.cut_rows = stop
             room -= stop - start
             self._rows -= stop - start

@@ -137,8 +137,8 @@ class Head:
             raise Refused(417, f"expect: got {found}, expected 100-continue")
         self.expects_continue = bool(expected) and version == "1.1"
         target = url
-        if url == b"*" and method != b"OPTIONS":
-            raise Refused(400, "target: got *, expected a path")
+        if url.startswith(b"*") and (method, url) != (b"OPTIONS", b"*"):
+            raise Refused(400, f"target: got {shown(url.decode('latin-1'))}, expected a path")
         if not url.startswith(b"/") and url != b"*":
             parts = httptools.parse_url(url)  # the absolute form, RFC 9112, 3.2.2
             if parts.schema.lower() != b"http":  # RFC 9110, 7.4: not over a connection in the clear

@@ -165,15 +165,22 @@ def predict_openapi() -> dict[str, Any]:
         "anyOf": [
             {"type": "array", "items": row, "minItems": 28, "maxItems": 28},
             {"type": "array", "items": pixel, "minItems": 784, "maxItems": 784},
-            {"type": "string", "contentEncoding": "base64", "minLength": 1048, "maxLength": 1048},
+            {
+                "type": "string",
+                "contentEncoding": "base64",
+                "pattern": "^[A-Za-z0-9+/]{1046}==$",
+                "minLength": 1048,
+                "maxLength": 1048,
+            },
         ]
     }
     images = {"anyOf": [{"type": "array", "minItems": 1, "items": image}, *image["anyOf"]]}
+    description = "A list of images, or one image. Pixels have no fraction, not even 1.0."
     body = {
         "type": "object",
         "required": ["images"],
         "additionalProperties": False,
-        "properties": {"images": {**images, "description": "A list of images, or one image."}},
+        "properties": {"images": {**images, "description": description}},
     }
     examples = {
         "base64": ("784 bytes in base64", [encoded]),
@@ -182,7 +189,15 @@ def predict_openapi() -> dict[str, Any]:
         "single": ("one image without a list", seven),
     }
     binary = {"schema": {"type": "string", "format": "binary"}}
-    files = {"type": "array", "items": {"type": "string", "format": "binary"}}
+    files = {"type": "array", "minItems": 1, "items": binary["schema"]}
+    parts = {
+        "type": "object",
+        "description": "At least one file, under any name.",
+        "minProperties": 1,
+        "properties": {"image": files},
+        "additionalProperties": files,
+    }
+    part_types = "application/octet-stream, application/x-npy, image/png, image/jpeg"
     return {
         "parameters": [
             _parameter("query", "model", {"type": "string"}, "The model; the default one without."),
@@ -222,7 +237,8 @@ def predict_openapi() -> dict[str, Any]:
                 "image/png": binary,
                 "image/jpeg": binary,
                 "multipart/form-data": {
-                    "schema": {"type": "object", "properties": {"image": files}}
+                    "schema": parts,
+                    "encoding": {"image": {"contentType": part_types}},
                 },
             },
         },

@@ -40,7 +40,7 @@ _NPY_MAX_HEADER = 1024
 _NPY_ITEM = re.compile(
     r"'descr':'(?P<descr>[^']*)'"
     r"|'fortran_order':(?P<order>True|False)"
-    r"|'shape':\((?P<shape>\d[\d,]{0,40})\)"
+    r"|'shape':\((?P<shape>\d{1,20},(?:\d{1,20},){0,8}(?:\d{1,20})?)\)"
 )
 _NPY_DTYPES = {np.dtype(code).str[1:]: np.dtype(code) for code in "?bhilBHILefdFD"}
 _NPY_CONVERSIONS = {
@@ -155,8 +155,8 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
         raise invalid(field, got, "an npy file, as np.save writes it")
     start = 10 if body[6] == 1 else 12
     length = int.from_bytes(body[8:start], "little")
-    if body[6] not in (1, 2, 3) or length > min(_NPY_MAX_HEADER, len(body) - start):
-        got = f"npy version {body[6]} with a header of {length} bytes"
+    if body[6] not in (1, 2, 3) or body[7] or length > min(_NPY_MAX_HEADER, len(body) - start):
+        got = f"npy version {body[6]}.{body[7]} with a header of {length} bytes"
         raise invalid(field, got, f"version 1 to 3, and at most {_NPY_MAX_HEADER} bytes, all sent")
     header = "".join(body[start : start + length].decode("latin-1").replace('"', "'").split())
     items = {item.lastgroup: item[item.lastindex or 0] for item in _NPY_ITEM.finditer(header)}

@@ -59,6 +59,9 @@ _MAX_SCANS = 32
 """Scans of a progressive JPEG. Encoders write about ten; each costs a pass over all pixels."""
 
 _PNG_PIXEL_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+_JPEG_PIXEL_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xDE), 0xE0, 0xEE)) - {0xC8}
+"""Frames, tables and scans; of the application segments JFIF's and Adobe's, which define the colour
+space. Pillow reads on within a segment whose marker it does not know: metadata could hide there."""
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
 _HUFFMAN_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 """Frames in which each block takes at least a bit. Arithmetic coding takes less, and is not
@@ -124,6 +127,8 @@ def _grey(picture: Image.Image, orientation: int) -> Grey:
     # for a 12-megapixel photograph (EPYC, 2026-11-20). No effect on a PNG.
     picture.draft("L", (2 * _WORKING_SIDE, 2 * _WORKING_SIDE))
     picture.load()
+    if picture.mode == "P" and picture.palette is None:
+        raise ValueError("it has no palette")
     grey = _luminance(picture)
     factor = -(-max(grey.size) // _WORKING_SIDE)
     if factor > 1:
@@ -167,6 +172,8 @@ def _png_pixels(body: bytes) -> bytes:
             if zlib.crc32(view[at + 4 : end - 4]) != int.from_bytes(view[end - 4 : end], "big"):
                 name = shown(kind.decode("latin-1"))
                 raise ValueError(f"the checksum of its {name} chunk at byte {at} is wrong")
+            if (kind == b"IHDR") != (len(kept) == 1):  # Pillow would take the size from the last
+                raise ValueError("it begins with another chunk than IHDR, or has two of them")
             kept.append(view[at:end])
         if kind == b"IEND":
             return b"".join(kept)
@@ -203,8 +210,7 @@ def _jpeg_pixels(body: bytes) -> tuple[bytes, int, str]:
         scans += kind == 0xDA
         if scans > _MAX_SCANS:
             raise ValueError(f"it has more than {_MAX_SCANS} scans")
-        # Of the application segments, JFIF's (E0) and Adobe's (EE) define the colour space.
-        if kind in (0xE0, 0xEE) or not (0xE0 <= kind <= 0xEF or kind == 0xFE):
+        if kind in _JPEG_PIXEL_SEGMENTS:
             kept.append(body[start:at])
     raise ValueError(f"it has more than {_MAX_SEGMENTS} segments")
 

@@ -14,6 +14,7 @@ import pickle
 import random
 import re
 import struct
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -425,6 +426,28 @@ def test_a_file_is_rejected_when_a_shape_overflows_or_is_none(content, folder, s
     header["dense1.bias"]["shape"] = shape
     message = error(folder / "shape.safetensors", assembled(header, data))
     assert message.startswith("is not a valid safetensors file, or truncated (")
+
+
+@pytest.mark.parametrize("shape", [[10] + [1] * 64, [0, 2**62, 2]])
+def test_a_file_is_rejected_when_no_array_can_have_a_shape(content, folder, shape):
+    header, data = parts_of(content)
+    entry = header["dense1.bias"] if 0 not in shape else header.setdefault("x", {"dtype": "F32"})
+    entry["shape"] = shape
+    entry.setdefault("data_offsets", [0, 0])
+    message = error(folder / "shape.safetensors", assembled(header, data))
+    assert "has an impossible shape" in message
+
+
+def test_no_more_memory_is_allocated_than_a_file_has(tiny, random_weights, tmp_path):
+    path = tmp_path / "1.safetensors"
+    random_weights(tiny).write(path)
+    tracemalloc.start()
+    try:
+        WeightFile.read(path)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 1 << 20  # of a file of 40 KB, several copies
 
 
 # --- metadata that is missing, unknown or lies

@@ -104,6 +104,8 @@ def rewrite(path, **metadata):
         (lambda path: rewrite(path), "cannot be read"),
         (lambda path: rewrite(path, run="x", epochs="[[1, 2]]"), "cannot be read"),
         (lambda path: rewrite(path, run="x", epochs="{"), "cannot be read"),
+        (lambda path: rewrite(path, run="x", epochs="[" * 100_000), "cannot be read"),
+        (lambda path: rewrite(path, run="x", epochs=f"[[{10**400}, 1, 1]]"), "cannot be read"),
     ],
 )
 def test_a_checkpoint_that_cannot_be_trusted_is_refused(tmp_path, damage, message):

@@ -218,6 +218,8 @@ class Waiting:
     request: Request
     left: list[int]
     gone: list[int] = field(default_factory=list)
+    expected: int = 0
+    """How many rows will have been cut, ever, when its last is, in strict order."""
 
 
 class QueueAgainstModel(RuleBasedStateMachine):
@@ -229,6 +231,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
         self.max_rows, self.limit = 4, 14
         self.queue: BatchQueue = BatchQueue(self.max_rows, self.limit, max_wait_s=2)
         self.line: list[Waiting] = []
+        self.cut_rows = 0
         self.all: list[Waiting] = []
 
     def waiting_rows(self) -> int:
@@ -251,6 +254,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
         else:
             assert fits
             self.line.append(item)
+            item.expected = self.cut_rows + self.waiting_rows()
             self.all.append(item)
         return item
 
@@ -266,7 +270,10 @@ class QueueAgainstModel(RuleBasedStateMachine):
         batch: list[tuple[Request, int]] = []
         late: list[Request] = []
         while self.line and len(batch) < self.max_rows:
-            item = self.line.pop(0)
+            split = [item for item in self.all if item.gone and item in self.line]
+            overdue = bool(split) and self.cut_rows >= split[0].expected + self.limit // 8
+            item = split[0] if overdue else self.line[0]
+            self.line.remove(item)
             if item.request.deadline_s <= self.now:
                 late.append(item.request)
                 continue
@@ -276,6 +283,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
             while item.left and len(batch) < self.max_rows:
                 item.gone.append(item.left.pop(0))
                 batch.append((item.request, item.gone[-1]))
+                self.cut_rows += 1
             if item.left:
                 self.line.append(item)
         made = self.queue.cut(self.now, draining=draining)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,8 @@ def conforms(value, schema):
             and all(conforms(item, schema["items"]) for item in value)
         )
     if kind == "string":
-        return type(value) is str and schema["minLength"] <= len(value) <= schema["maxLength"]
+        fits = type(value) is str and schema["minLength"] <= len(value) <= schema["maxLength"]
+        return fits and re.search(schema["pattern"], value) is not None
     assert kind == "integer"
     return type(value) is int and schema["minimum"] <= value <= schema["maximum"]
 

@@ -67,6 +67,7 @@ ROWS = {
     "absolute none": (get(path=b"http://"), "400 closed"),
     "asterisk": (get(path=b"*", method=b"OPTIONS"), "200 open"),
     "asterisk get": (get(path=b"*"), "400 closed"),
+    "asterisk and more": (get(path=b"*x"), "400 closed"),
     "no slash": (get(path=b"x"), "400 closed"),
     "connect": (get(path=b"a:80", method=b"CONNECT"), "501 closed"),
     "space target": (get(path=b"/a b"), "400 closed"),

@@ -417,6 +417,14 @@ def test_metadata_of_a_jpeg_is_left_out():
     np.testing.assert_array_equal(read(body[:2] + extra + body[2:], JPEG), read(body, JPEG))
 
 
+def test_metadata_that_hides_in_an_unknown_segment_is_left_out():
+    body = encoded(seven(10, 0, 255), JPEG)
+    damaged = b"Exif\0\0II*\0\x08\0\0\0\xff\xff"  # Pillow would warn of it, and warnings are errors
+    exif = b"\xff\xe1" + (2 + len(damaged)).to_bytes(2, "big") + damaged
+    hidden = b"\xff\xf0" + (2 + len(exif)).to_bytes(2, "big") + exif
+    np.testing.assert_array_equal(read(body[:2] + hidden + body[2:], JPEG), read(body, JPEG))
+
+
 def test_every_truncation_is_refused():
     for kind in (PNG, JPEG):
         body = encoded(seven(2), kind)
@@ -440,6 +448,9 @@ def test_a_wrong_checksum_is_refused():
         [header(28, 28, 3), rows(seven()), (b"IEND", b"")],
         [header(28, 28, 8, 9), rows(seven()), (b"IEND", b"")],
         [(b"IHDR", b"short"), rows(seven()), (b"IEND", b"")],
+        [header(28, 28, 8, 3), rows(np.zeros((28, 28), np.uint8)), (b"IEND", b"")],
+        [header(28, 28), header(28, 28), rows(seven()), (b"IEND", b"")],
+        [(b"tRNS", b"\0\0"), header(28, 28), rows(seven()), (b"IEND", b"")],
         [header(28, 28), (b"tRNS", b""), rows(seven()), (b"IEND", b"")],
     ],
 )

@@ -1,0 +1,345 @@
+"""JSON, raw pixels, npy and multipart bodies, each beside a slow and plain reading of its own."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import random
+import re
+import warnings
+from typing import Any
+
+import numpy as np
+import orjson
+
+from lenet.pixels import Images
+from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
+from service.http.answer import error_answer
+from service.images import Limits, decode
+from tests.fuzz import samples
+from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick, quiet
+
+MAX_IMAGES = 8
+LIMITS = Limits(max_images=MAX_IMAGES, max_picture_pixels=1 << 16)
+
+
+def decoded(
+    body: bytes,
+    content_type: str,
+    *,
+    invert: Any = "auto",
+    errors: tuple[type[ServiceError], ...] = (InvalidInput, TooLarge),
+) -> Images | ServiceError:
+    """The images of a body, checked to be such; or the error, checked to be answerable."""
+    try:
+        images = decode(body, content_type, invert=invert, limits=LIMITS)
+    except errors as exc:
+        check_error(exc)
+        return exc
+    check_images(images)
+    return images
+
+
+def check_images(images: Images) -> None:
+    """What every decoder promises."""
+    if images.dtype != np.uint8 or images.shape[1:] != (28, 28) or images.ndim != 3:
+        raise Finding(f"got {images.dtype} {images.shape}, expected uint8 (n, 28, 28)")
+    if not 1 <= len(images) <= MAX_IMAGES or not images.flags.c_contiguous:
+        raise Finding(f"got {len(images)} images, contiguous: {images.flags.c_contiguous}")
+
+
+def check_error(error: ServiceError) -> None:
+    """The client gets a 4xx, in JSON, of bounded length."""
+    answer = error_answer(error)
+    document = orjson.loads(answer.body)["error"]
+    if not 400 <= answer.status < 500 or document["code"] != error.code:
+        raise Finding(f"answered {answer.status} {document}")
+    if not document["message"] or len(answer.body) > 2000:
+        raise Finding(f"a message of {len(answer.body)} bytes: {answer.body[:200]!r}")
+
+
+def compare(found: Images | ServiceError, expected: Images | None) -> None:
+    """`expected` is None where the body has to be refused."""
+    if isinstance(found, ServiceError):
+        if expected is not None:
+            raise Finding(f"refused {expected.shape}: {found.message}")
+    elif expected is None:
+        raise Finding(f"got {found.shape}, expected an error")
+    elif not np.array_equal(found, expected):
+        raise Finding(f"got other pixels than expected, {found.shape} {expected.shape}")
+
+
+class OctetsTarget(Target):
+    """`application/octet-stream`, also inverted."""
+
+    def run(self, data: bytes) -> None:
+        count, rest = divmod(len(data), 784)
+        valid = not rest and 1 <= count <= MAX_IMAGES
+        pixels = np.frombuffer(data, np.uint8).reshape(-1, 28, 28) if valid else None
+        for invert in ("auto", "true", "false"):
+            found = decoded(data, "application/octet-stream", invert=invert)
+            expected = pixels if pixels is None or invert != "true" else 255 - pixels
+            compare(found, expected)
+
+    def seeds(self) -> dict[str, bytes]:
+        image = samples.image_bytes()
+        return {
+            "empty": b"",
+            "one-image": image,
+            "two-images": image + bytes(784),
+            "a-byte-missing": image[1:],
+            "too-many-images": bytes(784 * (MAX_IMAGES + 1)),
+        }
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.5:
+            return mutate(data)
+        data = data or b"\0"
+        times = min(rng.choice((1, 2, 784)), 1 + self.max_bytes // len(data))
+        return data * times + bytes(rng.choice((0, 0, 1, 783, 784)))
+
+
+class JsonTarget(Target):
+    """`application/json` beside `json.loads` and the rules in plain Python."""
+
+    max_bytes = 96 * 1024  # beyond the size from which lists are counted before they are parsed
+
+    def run(self, data: bytes) -> None:
+        found = decoded(data, "application/json")
+        expected = _json_reference(data)
+        if isinstance(found, ServiceError) and found.code == "too_large":
+            # Bodies with more lists than images could have are refused before they are read.
+            if expected is not None and len(expected) <= MAX_IMAGES:
+                raise Finding(f"refused as too large: {found.message}")
+            return
+        compare(found, expected)
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.json_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.3:
+            return mutate(data)
+        if rng.random() < 0.5:
+            tokens = re.findall(rb'"[^"]*"|[\[\]{},:]|[^\s\[\]{},:"]+|\s+', data)
+            return b"".join(mutate_list(tokens, rng, lambda _: pick(rng, samples.JSON_TOKENS)))
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            return mutate(data)
+        return json.dumps(_changed_json(document, rng), separators=(",", ":")).encode()
+
+
+def _changed_json(value: Any, rng: random.Random) -> Any:
+    """`value` with one change somewhere in it."""
+    if isinstance(value, dict) and value and rng.random() < 0.9:
+        key = rng.choice(list(value))
+        return {**value, key: _changed_json(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        match rng.randrange(8):
+            case 0:
+                return value[:at] + value[at + 1 :]
+            case 1:
+                return value[:at] + [value[at]] * 2 + value[at + 1 :]
+            case 2:
+                return value * 2 if len(value) < 5000 else value[:28]
+            case 3 if isinstance(value[at], list):
+                return value[:at] + value[at] + value[at + 1 :]
+            case _:
+                return [*value[:at], _changed_json(value[at], rng), *value[at + 1 :]]
+    return rng.choice(
+        (
+            *(0, 1, 255, 256, -1, 1.0, 0.5, -0.0, 1e400, True, False, None, "", "x", [], {}),
+            *(2**63, 2**64, 10**400, [value], {"images": value}, [[0] * 28] * 28, [0] * 784),
+            *(base64.b64encode(bytes(784)).decode(), "data:image/png;base64,AAAA", "\ud800"),
+        )
+    )
+
+
+def _json_reference(body: bytes) -> Images | None:
+    def reject(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        text = body.decode()
+        document = json.loads(text, parse_constant=reject)
+    except (ValueError, RecursionError):
+        return None
+    if type(document) is not dict or set(document) != {"images"}:
+        return None
+    if _has_surrogate(document):  # json reads them, though no UTF-8 has them
+        return None
+    images = document["images"]
+    one = _json_image(images)
+    if one is not None:
+        return one[np.newaxis]
+    if type(images) is not list or not images or len(images) > MAX_IMAGES:
+        return None
+    found = [_json_image(image) for image in images]
+    return None if any(image is None for image in found) else np.stack(found)  # type: ignore[arg-type]
+
+
+def _has_surrogate(value: Any) -> bool:
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _json_image(image: Any) -> Images | None:
+    if isinstance(image, str):
+        if len(image) != 1048 or not re.fullmatch("[A-Za-z0-9+/]{1046}==", image):
+            return None
+        values: list[Any] = list(base64.b64decode(image))
+    elif type(image) is list and len(image) == 784:
+        values = image
+    elif type(image) is list and len(image) == 28:
+        if any(type(row) is not list or len(row) != 28 for row in image):
+            return None
+        values = [value for row in image for value in row]
+    else:
+        return None
+    if any(type(value) is not int or not 0 <= value <= 255 for value in values):
+        return None
+    return np.array(values, np.uint8).reshape(28, 28)
+
+
+class NpyTarget(Target):
+    """`application/x-npy` beside `numpy.load`."""
+
+    def run(self, data: bytes) -> None:
+        found = decoded(data, "application/x-npy")
+        array = _npy_reference(data)
+        if not isinstance(found, ServiceError):
+            if array is None or array.dtype != np.uint8:
+                raise Finding(f"got {found.shape}, where numpy reads no uint8")
+            if not np.array_equal(found, array.reshape(len(found), 28, 28)):
+                raise Finding("got other pixels than numpy")
+        elif array is not None and data == samples.npy(array) and _fits(array):
+            raise Finding(f"refused what np.save wrote, {array.shape}: {found.message}")
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.npy_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        end = data.find(b"}") + 1
+        if not end or rng.random() < 0.3:
+            return mutate(data)
+        start = 12 if data[6:7] > b"\1" else 10
+        pieces = re.findall(rb"'[^']*'|[(){},:]|[^'(){},:]+", data[start:end])
+        header = b"".join(mutate_list(pieces, rng, lambda _: pick(rng, samples.NPY_TOKENS)))
+        header = header[:60_000] + b"\n"
+        size = len(header).to_bytes(start - 8, "little")
+        return data[:8] + size + header + data[end:].lstrip(b" \n")
+
+
+def _fits(array: np.ndarray[Any, Any]) -> bool:
+    shape = array.shape
+    one = shape in ((28, 28), (784,))
+    many = shape[1:] in ((28, 28), (784,)) and 1 <= shape[0] <= MAX_IMAGES
+    return array.dtype == np.uint8 and (one or many)
+
+
+def _npy_reference(body: bytes) -> np.ndarray[Any, Any] | None:
+    """What numpy makes of it; of the header's spaces, quotes and zeros we are not strict."""
+    start = 12 if body[6:7] > b"\1" else 10
+    end = start + int.from_bytes(body[8:start], "little")
+    header = "".join(body[start:end].decode("latin-1").replace('"', "'").split())
+    header = re.sub(r"(?<=[,(])0+(?=\d)", "", header) + "\n"
+    text = header.encode("latin-1")
+    body = body[:8] + len(text).to_bytes(start - 8, "little") + text + body[end:]
+    # The product of a shape is allocated before the data are read.
+    if sum(map(len, re.findall(rb"\d+", body[:1200]))) > 40:
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            array: np.ndarray[Any, Any] = np.load(io.BytesIO(body), allow_pickle=False)
+        except Exception:  # noqa: BLE001 - numpy evaluates the header, and raises what it likes
+            return None
+    return array if isinstance(array, np.ndarray) else None
+
+
+class MultipartTarget(Target):
+    """`multipart/form-data` beside a split at the boundary; the first line is the content type."""
+
+    traced_bytes = 6 << 20  # of pictures
+
+    def __init__(self) -> None:
+        super().__init__()
+        quiet("python_multipart", self.undo)  # as the service does
+
+    def run(self, data: bytes) -> None:
+        line, _, body = data.partition(b"\n")
+        content_type = "multipart/form-data" + line.decode("latin-1")
+        errors = (InvalidInput, TooLarge, UnsupportedMediaType)
+        found = decoded(body, content_type, errors=errors)
+        boundary = re.fullmatch(rb"; boundary=([A-Za-z0-9]{1,60})", line)
+        parts = _plain_parts(body, boundary[1]) if boundary else None
+        if parts is None:
+            return
+        expected: list[Images] = []
+        pixels = 0
+        for kind, content in parts:
+            one = decoded(content, kind, errors=errors)
+            if isinstance(one, ServiceError) or not content:
+                compare(found, None)
+                return
+            expected.append(one)
+            pixels += samples.picture_pixels(content)
+        if sum(map(len, expected)) > MAX_IMAGES or pixels > LIMITS.max_picture_pixels:
+            compare(found, None)
+        else:
+            compare(found, np.concatenate(expected))
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.multipart_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        line, _, body = data.partition(b"\n")
+        boundary = line.rpartition(b"=")[2].strip(b' "') or b"x"
+        if rng.random() < 0.2:
+            return mutate(data)
+        parts = body.split(b"--" + boundary)
+        if rng.random() < 0.3:
+            parts = mutate_list(parts, rng, mutate)
+        else:
+            at = rng.randrange(len(parts))
+            head, between, content = parts[at].partition(b"\r\n\r\n")
+            lines = head.split(b"\r\n")
+            if rng.random() < 0.7:
+                lines = mutate_list(lines, rng, lambda _: pick(rng, samples.PART_HEADERS))
+            else:
+                content = mutate(content)
+            parts[at] = b"\r\n".join(lines) + between + content
+        return line + b"\n" + (b"--" + boundary).join(parts)
+
+
+_PART_LINES = 8
+"""With more headers, or longer ones, python-multipart refuses a part."""
+
+
+def _plain_parts(body: bytes, boundary: bytes) -> list[tuple[str, bytes]] | None:
+    """Content type and content of each part; None unless it is written as browsers write it."""
+    pieces = (b"\r\n" + body).split(b"\r\n--" + boundary)
+    if pieces[0] or len(pieces) < 3 or not re.fullmatch(rb"--(\r\n)?", pieces[-1]):
+        return None
+    parts: list[tuple[str, bytes]] = []
+    for piece in pieces[1:-1]:
+        head, _, content = piece.partition(b"\r\n\r\n")
+        lines = head.split(b"\r\n")
+        if lines[0] or not all(re.fullmatch(rb"[A-Za-z-]+: [ -~]*", line) for line in lines[1:]):
+            return None
+        if not 2 <= len(lines) <= _PART_LINES or max(map(len, lines)) > 1000:
+            return None
+        kinds = [line[14:] for line in lines if line.lower().startswith(b"content-type: ")]
+        kind = kinds[-1].decode().partition(";")[0].strip().lower() if kinds else ""
+        if kind in ("", "application/octet-stream"):
+            kind = samples.sniffed(content)
+        if kind in ("application/json", "multipart/form-data", "image/jpg"):
+            kind = "text/plain"  # no part may have these, though a body may
+        parts.append((kind, content))
+    return parts

@@ -1,0 +1,525 @@
+"""The HTTP/1.1 connection on a transport in memory, beside h11 as a second reading of the bytes.
+
+Every input is sent three times: in one piece; in pieces, to the same server, which knows the header
+sections by then; and again in one piece. The answers have to be the same. Requests that h11 reads
+have to be those that are answered with 200, in their order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import re
+import zlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import h11
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from service.budget import Budget
+from service.errors import InvalidInput, Overloaded, TooLarge
+from service.http.answer import Answer, error_answer
+from service.http.connection import FrontDoor
+from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+from tests.fuzz.turns import Turns
+
+MAX_HEADER_BYTES = 2048
+MAX_BODY_BYTES = 4096
+STATUSES = {200, 400, 408, 413, 417, 421, 429, 431, 501, 505}
+"""What may be answered. 501 and 505 are RFC 9112's, for codings and versions."""
+
+_LIFETIME_S = 600.0
+
+
+class Found(NamedTuple):
+    """A final answer."""
+
+    status: int
+    closes: bool
+    body: bytes
+
+
+class Transport(asyncio.Transport):
+    """Keeps what is written; the client reads all of it at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = bytearray()
+        self.paused = self.shut = self.closed = self.lost = False
+
+    def write(self, data: bytes) -> None:  # type: ignore[override]
+        if self.shut:
+            raise Finding(f"wrote behind the end of data: {data[:80]!r}")
+        if not self.closed:
+            self.written += data
+
+    def write_eof(self) -> None:
+        self.shut = True
+
+    def can_write_eof(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self.closed = True
+
+    def abort(self) -> None:
+        self.closed = True
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def get_write_buffer_size(self) -> int:
+        return 0
+
+    def pause_reading(self) -> None:
+        if self.paused:
+            raise Finding("paused reading twice")
+        self.paused = True
+
+    def resume_reading(self) -> None:
+        if not self.paused:
+            raise Finding("resumed reading twice")
+        self.paused = False
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2), "socket": self}[name]
+
+    def getsockopt(self, *_: object) -> int:
+        """Of its socket: no error."""
+        return 0
+
+
+class Call:
+    """A request on the fast route: answers with its body, at a time that its body chooses."""
+
+    def __init__(self, route: Route, reply: Callable[[Answer], None]) -> None:
+        self._route, self._reply, self._body, self._open = route, reply, b"", True
+
+    def data(self, data: bytes) -> None:
+        self._body += data
+        if len(self._body) > MAX_BODY_BYTES:
+            raise TooLarge("too many bytes", field="body")
+
+    def wait_for_body(self) -> None:
+        if self._open and self._body.startswith(b"overload"):
+            raise Overloaded("planted", retry_after_s=1)
+
+    def end(self, body: bytes | None = None) -> None:
+        self._body = self._body if body is None else body
+        if len(self._body) > MAX_BODY_BYTES:
+            self.fail(TooLarge("too many bytes", field="body"))
+        elif self._body.startswith(b"overload"):
+            self.fail(Overloaded("planted", retry_after_s=1))
+        elif self._body.startswith(b"now"):
+            self._answer()
+        elif self._body.startswith(b"later"):
+            self._route.loop.call_later(0.1 / (1 + self._route.ended), self._answer)
+        else:
+            self._route.loop.call_soon(self._answer)
+        self._route.ended += 1
+
+    def _answer(self) -> None:
+        if self._open:
+            self._open = False
+            self._reply(Answer(200, b"text/plain", b"#/fast " + self._body))
+
+    def fail(self, error: Any) -> None:
+        if self._open:
+            self._open = False
+            self._reply(error_answer(error))
+
+    def cancel(self) -> None:
+        if not self._open:
+            raise Finding("cancelled a call that was answered")
+        self._open = False
+
+
+class Route:
+    """`POST /fast`; a query is refused."""
+
+    def __init__(self, loop: Turns) -> None:
+        self.loop, self.ended = loop, 0
+
+    def read(self, query: bytes, headers: Any) -> None:
+        if query:
+            raise InvalidInput("no query expected", field="query")
+        if int(headers.get("content-length", "0")) > MAX_BODY_BYTES:
+            raise TooLarge("too many bytes", field="body")
+
+    def refuse(self, error: Any) -> Answer:
+        return error_answer(error)
+
+    def open(self, wanted: Any, reply: Callable[[Answer], None]) -> Call:
+        return Call(self, reply)
+
+
+async def application(scope: Any, receive: Any, send: Any) -> None:
+    """Answers with path and body; /early before the body came, /pieces in chunks."""
+    body, more = b"", scope["path"] != "/early"
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return
+        body += message["body"]
+        more = message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"x", b"y")]})
+    content = b"#%s %s" % (scope["raw_path"], body)
+    if scope["path"] == "/pieces":
+        for start in range(0, len(content), 7):
+            piece = content[start : start + 7]
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        content = b""
+    await send({"type": "http.response.body", "body": content})
+
+
+class _Log(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        raise Finding(record.getMessage()) from (record.exc_info or (None, None))[1]
+
+
+class ConnectionTarget(Target):
+    """The bytes of one connection, from its client."""
+
+    max_bytes = 16 * 1024
+
+    def __init__(self) -> None:
+        super().__init__()
+        logger, handler = logging.getLogger("service"), _Log()
+        logger.addHandler(handler)
+        self.undo.callback(logger.removeHandler, handler)
+        self._config: Config | None = None
+
+    def run(self, data: bytes) -> None:
+        # A new loop and door for each case, so that none depends on the one before.
+        loop = Turns()
+        route = Route(loop)
+        budget = Budget(1 << 20)
+        routes = {(b"POST", b"/fast"): route}
+        door = FrontDoor(routes, budget, max_header_bytes=MAX_HEADER_BYTES)
+        if self._config is None:
+            self._config = Config(
+                application, http=door, ws="none", lifespan="off", log_config=None
+            )
+            self._config.load()
+        state = ServerState()
+        state.default_headers = [(b"date", b"Sun, 22 Nov 2026 10:00:00 GMT")]
+        rng = random.Random(zlib.crc32(data))
+        pieces, at = [], 0
+        while at < len(data):
+            size = rng.choice((1, 2, 3, 10, 100, 1000))
+            pieces.append(data[at : at + size])
+            at += size
+        ways = [
+            self._answers(way, door, self._config, state, loop) for way in ([data], pieces, [data])
+        ]
+        for answers in ways[1:]:
+            compare(ways[0], answers)
+        if len(door.known) > 512:
+            raise Finding(f"{len(door.known)} header sections are kept")
+        self._compare_with_h11(data, ways[0])
+
+    def _answers(
+        self, pieces: list[bytes], door: FrontDoor, config: Config, state: ServerState, loop: Turns
+    ) -> list[Found]:
+        transport = Transport()
+        connection = loop.call(lambda: door(config, state, {}, loop))
+        loop.call(connection.connection_made, transport)
+        end_s = loop.time() + _LIFETIME_S
+        for piece in pieces:
+            loop.wait(end_s, lambda: not transport.paused or transport.closed)
+            if transport.closed:
+                break
+            if transport.paused:
+                raise Finding("reading stays paused")
+            loop.call(connection.data_received, piece)
+            if len(pieces) < 100:
+                loop.settle()
+        if not transport.closed:
+            if not loop.call(connection.eof_received):
+                transport.close()
+            loop.wait(end_s, lambda: transport.closed)
+        if not transport.closed:
+            raise Finding("the connection is still open long after its client's end of data")
+        loop.call(connection.connection_lost, None)
+        loop.wait(loop.time() + 10)
+        if door.connections or state.connections or state.tasks:
+            raise Finding("something is left of a closed connection")
+        if door.budget.held_bytes:
+            raise Finding(f"{door.budget.held_bytes} bytes are held for a closed connection")
+        return read_answers(bytes(transport.written))
+
+    def _compare_with_h11(self, data: bytes, answers: list[Found]) -> None:
+        for (target, body), answer in zip(h11_requests(data), answers, strict=False):
+            if answer.status != 200:
+                if answer.closes:
+                    return
+                continue
+            path = target.partition(b"?")[0].partition(b"#")[0]
+            if not path.startswith(b"/"):
+                continue
+            if path == b"/early":
+                body = b""
+            if answer.body not in (b"#%s %s" % (path, body), b"#/fast " + body, b""):
+                raise Finding(f"{answer.body[:100]!r} answers {path!r} {body[:100]!r}")
+            if answer.closes:
+                return
+
+    def seeds(self) -> dict[str, bytes]:
+        return seeds()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.1:
+            return mutate(data)
+        if rng.random() < 0.15:
+            other = rng.choice(list(seeds().values()))
+            return data + other if rng.random() < 0.5 else other + data
+        lines = re.split(rb"(?<=\n)", data)
+
+        def change(line: bytes) -> bytes:
+            if rng.random() < 0.3:
+                return mutate(line)
+            end = rng.choice((b"\r\n", b"\r\n", b"\r\n", b"\n", b"", b"\r\n\r\n", b"\r"))
+            return pick(rng, LINES) + end
+
+        data = b"".join(mutate_list(lines, rng, change))
+        if rng.random() < 0.3:
+            data = _with_length(data, rng)
+        return data
+
+
+def _with_length(data: bytes, rng: random.Random) -> bytes:
+    """A Content-Length that fits up to the next request, or to the end."""
+    found = list(re.finditer(rb"(?i)content-length: *(\d+)", data))
+    if not found:
+        return data
+    match = rng.choice(found)
+    start = data.find(b"\r\n\r\n", match.end()) + 4
+    ends = [len(data)] + [m.start() for m in re.finditer(rb"POST |GET ", data) if m.start() > start]
+    length = max(0, rng.choice(ends) - start)
+    return data[: match.start(1)] + b"%d" % length + data[match.end(1) :]
+
+
+def compare(first: list[Found], other: list[Found]) -> None:
+    """Both are the answers to the same bytes.
+
+    How much of padded headers counts depends on the pieces: where one is refused for their size,
+    the other may be answered, or refused for what follows. A request that is answered before its
+    body has arrived ends the connection.
+    """
+    for a, b in zip(first, other, strict=False):
+        if a != b:
+            if 431 in (a.status, b.status):
+                return
+            early = a.status in (400, 413, 429) or a.body.startswith(b"#/early")
+            if early and a._replace(closes=b.closes) == b:
+                return
+            raise Finding(f"{a!r:.200} in one piece, {b!r:.200} in pieces or when known")
+    if len(first) != len(other) and 431 not in (first + other)[-1]:
+        raise Finding(f"{len(first)} answers in one piece, {len(other)} otherwise")
+
+
+_HEAD = re.compile(rb"HTTP/1\.1 (\d{3}) [A-Za-z -]*\r\n((?:[a-z0-9-]+: [^\r\n]*\r\n)*)\r\n")
+
+
+def read_answers(written: bytes) -> list[Found]:
+    """The final answers. Bodies begin with # or {, so that one to HEAD is seen to have none."""
+    found: list[Found] = []
+    at = interim = 0
+    while at < len(written):
+        match = _HEAD.match(written, at)
+        if match is None:
+            raise Finding(f"no answer begins here: {written[at : at + 100]!r}")
+        at = match.end()
+        status = int(match[1])
+        if status == 100:
+            interim += 1
+            continue
+        if found and found[-1].closes:
+            raise Finding(f"{status} behind an answer that closes")
+        if status not in STATUSES:
+            raise Finding(f"answered {status}: {written[at : at + 200]!r}")
+        headers = [line.split(b": ", 1) for line in match[2].split(b"\r\n")[:-1]]
+        named = dict(headers)
+        framing = [name for name, _ in headers if name in (b"content-length", b"transfer-encoding")]
+        closes = named.get(b"connection") == b"close"
+        if len(framing) + closes < 1 or len(framing) > 1:
+            raise Finding(f"framed by {framing}")
+        body = b""
+        if written[at : at + 5] == b"HTTP/" or at == len(written):
+            pass  # to HEAD
+        elif b"content-length" in named:
+            body = written[at : at + int(named[b"content-length"])]
+            at += int(named[b"content-length"])
+        elif not framing:  # to HTTP/1.0, in pieces
+            body, at = written[at:], len(written)
+        else:
+            while (line := written[at : written.index(b"\r\n", at)]) != b"0":
+                at += len(line) + 2
+                body += written[at : at + int(line, 16)]
+                at += int(line, 16) + 2
+            at += 5
+        if at > len(written) or (body and body[:1] not in b"#{"):
+            raise Finding(f"the body of {status} is {body[:100]!r}")
+        found.append(Found(status, closes, body))
+    return found
+
+
+def h11_requests(data: bytes) -> list[tuple[bytes, bytes]]:
+    """Target and body of the requests that h11 reads, up to the first that it refuses."""
+    parser = h11.Connection(h11.SERVER, max_incomplete_event_size=1 << 20)
+    parser.receive_data(data)
+    found: list[tuple[bytes, bytes]] = []
+    try:
+        while True:
+            event = parser.next_event()
+            if not isinstance(event, h11.Request):
+                return found
+            target, body = event.target, b""
+            while not isinstance(event, h11.EndOfMessage):
+                event = parser.next_event()
+                if event in (h11.NEED_DATA, h11.PAUSED):
+                    return found
+                body += bytes(event.data) if isinstance(event, h11.Data) else b""
+            found.append((target, body))
+            parser.send(h11.Response(status_code=200, headers=[("content-length", "0")]))
+            parser.send(h11.EndOfMessage())
+            parser.start_next_cycle()
+    except h11.ProtocolError:
+        return found
+
+
+# Inputs
+
+LINES = (
+    *(b"GET / HTTP/1.1", b"POST /fast HTTP/1.1", b"HEAD / HTTP/1.1", b"POST /pieces HTTP/1.1"),
+    *(b"POST /early HTTP/1.0", b"OPTIONS * HTTP/1.1", b"CONNECT a:1 HTTP/1.1", b"PRI * HTTP/2.0"),
+    *(
+        b"GET http://a/b?c HTTP/1.1",
+        b"GET https://a/ HTTP/1.1",
+        b"GET //[ HTTP/1.1",
+        b"GET *x",
+        b"",
+    ),
+    *(
+        b"Host: a",
+        b"Host: a:80",
+        b"Host: ",
+        b"Host: a b",
+        b"host:a",
+        b"Host : a",
+        b" folded",
+        b"\t",
+    ),
+    *(b"Content-Length: 3", b"Content-Length: 0", b"Content-Length: 5000", b"Content-Length: -1"),
+    *(b"Content-Length: +3", b"Content-Length: 3, 3", b"Content-Length: 00000000000000000000003"),
+    *(b"Content-Length: 18446744073709551616", b"Content-Length: 0x3", b"Content-Length:3 "),
+    *(b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip, chunked", b"Transfer-Encoding: x"),
+    *(b"Transfer-Encoding: chunked, chunked", b"Transfer-Encoding:\tchunked", b"TE: trailers"),
+    *(b"Transfer-Encoding: Chunked", b"Connection: close", b"Connection: keep-alive, close"),
+    *(b"Connection: upgrade", b"Upgrade: h2c", b"Upgrade: websocket", b"HTTP2-Settings: AAAA"),
+    *(
+        b"Expect: 100-continue",
+        b"Expect: 200-ok",
+        b"X: " + b"y" * 1500,
+        b"X: \xff",
+        b"X: a\0b",
+        b":",
+    ),
+    *(
+        b"3",
+        b"abc",
+        b"0",
+        b"3;ext=1",
+        b"3 ;x",
+        b"000000003",
+        b"ffffffffffffffff",
+        b"-3",
+        b"3\r\nnow",
+    ),
+    *(b"0\r\nTrailer: 1\r\n", b"0\r\nContent-Length: 5\r\n", b"now", b"later", b"overload"),
+    b"Proxy-Connection: close",
+)
+
+
+def post(body: bytes = b"", path: bytes = b"/fast", *lines: bytes) -> bytes:
+    """A request."""
+    head = b"POST %s HTTP/1.1\r\nHost: a\r\nContent-Length: %d\r\n" % (path, len(body))
+    return head + b"".join(line + b"\r\n" for line in lines) + b"\r\n" + body
+
+
+def chunked(*pieces: bytes, path: bytes = b"/fast", trailer: bytes = b"") -> bytes:
+    """A request with its body in chunks."""
+    head = b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n" % path
+    chunks = b"".join(b"%x\r\n%s\r\n" % (len(piece), piece) for piece in pieces)
+    return head + chunks + b"0\r\n" + trailer + b"\r\n"
+
+
+def seeds() -> dict[str, bytes]:
+    """Connections by what their client does."""
+    get = b"GET /x HTTP/1.1\r\nHost: a\r\n\r\n"
+    return {
+        "empty": b"",
+        "get": get,
+        "get-of-http-1.0": b"GET / HTTP/1.0\r\n\r\n",
+        "keep-alive-of-http-1.0": b"GET / HTTP/1.0\r\nConnection: keep-alive\r\n\r\n" * 2,
+        "head": b"HEAD /x HTTP/1.1\r\nHost: a\r\n\r\n" + get,
+        "head-of-a-streamed-answer": b"HEAD /pieces HTTP/1.1\r\nHost: a\r\n\r\n" + get,
+        "post-to-the-fast-route": post(b"abc"),
+        "known-headers": post(b"abc") * 3 + post(b"abcd") + post(b"abc"),
+        "answers-out-of-order": post(b"later1") + post(b"later2") + post(b"now") + get,
+        "more-than-are-read-ahead": post(b"later") * 70 + get,
+        "post-to-the-application": post(b"abc", b"/x") + get,
+        "answered-before-its-body": post(b"abc", b"/early") + get,
+        "a-streamed-answer": post(b"abcdefghijkl", b"/pieces") + get,
+        "a-streamed-answer-of-http-1.0": b"GET /pieces HTTP/1.0\r\n\r\n",
+        "chunks": chunked(b"abc", b"defg") + post(b"x"),
+        "chunks-to-the-application": chunked(b"abc", b"defg", path=b"/x") + get,
+        "chunk-extensions": chunked(b"abc").replace(b"3\r", b"3;a=b\r"),
+        "a-trailer": chunked(b"abc", trailer=b"X: 1\r\n") + get,
+        "a-trailer-that-closes": chunked(b"abc", trailer=b"Connection: close\r\n") + get,
+        "a-trailer-with-a-length": chunked(b"abc", trailer=b"Content-Length: 9\r\n") + get,
+        "a-wrong-chunk-size": chunked(b"abc").replace(b"3\r", b"g\r"),
+        "length-and-chunks": post(b"0\r\n\r\n", b"/fast", b"Transfer-Encoding: chunked") + get,
+        "two-lengths": post(b"abc", b"/fast", b"Content-Length: 4"),
+        "another-coding": post(b"", b"/x", b"Transfer-Encoding: gzip, chunked"),
+        "no-host": b"GET / HTTP/1.1\r\n\r\n" + get,
+        "two-hosts": b"GET / HTTP/1.1\r\nHost: a\r\nHost: a\r\n\r\n" + get,
+        "a-folded-header": b"GET / HTTP/1.1\r\nHost: a\r\nX: 1\r\n 2\r\n\r\n" + get,
+        "line-feeds-alone": get.replace(b"\r", b""),
+        "blank-lines-before": b"\r\n\r\n" + get,
+        "garbage-behind": post(b"later") + b"GARBAGE\r\n\r\n",
+        "nul-in-a-header": b"GET / HTTP/1.1\r\nHost: a\r\nX: a\0b\r\n\r\n",
+        "headers-too-long": b"GET / HTTP/1.1\r\nHost: a\r\n" + b"X: aaaaaaa\r\n" * 200 + b"\r\n",
+        "a-target-too-long": b"GET /" + b"a" * 2100 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+        "an-absolute-target": b"GET http://a/x?y HTTP/1.1\r\nHost: a\r\n\r\n" + get,
+        "an-absolute-target-of-https": b"GET https://a/ HTTP/1.1\r\nHost: a\r\n\r\n",
+        "a-target-that-is-no-url": b"GET http://[ HTTP/1.1\r\nHost: a\r\n\r\n",
+        "an-asterisk": b"OPTIONS * HTTP/1.1\r\nHost: a\r\n\r\n" + get,
+        "an-asterisk-and-more": b"GET *x HTTP/1.1\r\nHost: a\r\n\r\n",
+        "connect": b"CONNECT a:1 HTTP/1.1\r\nHost: a\r\n\r\n" + get,
+        "an-upgrade": post(b"abc", b"/fast", b"Connection: upgrade", b"Upgrade: h2c") + get,
+        "an-upgrade-with-chunks": chunked(b"abc").replace(
+            b"\r\n\r\n", b"\r\nConnection: upgrade\r\nUpgrade: x\r\n\r\n", 1
+        )
+        + get,
+        "http-2": b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n",
+        "http-2.0-get": b"GET / HTTP/2.0\r\nHost: a\r\n\r\n",
+        "http-0.9": b"GET /\r\n",
+        "tls": b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03",
+        "expect": post(b"abc", b"/fast", b"Expect: 100-continue") + get,
+        "expect-of-the-application": post(b"abc", b"/x", b"Expect: 100-continue") + get,
+        "expect-something-else": post(b"abc", b"/x", b"Expect: 1"),
+        "close": post(b"abc", b"/fast", b"Connection: close") + get,
+        "a-query-is-refused": post(b"abc", b"/fast?a=b") + get,
+        "a-query-is-refused-in-chunks": chunked(b"abc", path=b"/fast?a") + get,
+        "announced-too-large": post(bytes(4097)) + get,
+        "chunks-too-large": chunked(bytes(4097)) + get,
+        "overload-while-reading": post(b"overload" + bytes(1200)) + get,
+        "half-a-body": post(b"abc")[:-1],
+        "half-a-header": get[:-3],
+        "percent-encoded-route": post(b"abc", b"/%66ast"),
+        "an-unknown-method": b"BREW / HTTP/1.1\r\nHost: a\r\n\r\n",
+    }

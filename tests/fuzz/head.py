@@ -1,0 +1,336 @@
+"""The head of a request through httptools' parser, and what `POST /predict` reads of it."""
+
+from __future__ import annotations
+
+import random
+import re
+from dataclasses import fields
+from typing import Any, cast
+from urllib.parse import unquote_plus
+
+import httptools
+
+from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
+from service.http.head import Head, Refused
+from service.http.predict import PredictRoute, Wanted, accepts_binary
+from service.images import ACCEPTED, Limits
+from tests.fuzz.bodies import check_error
+from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+
+MAX_BODY_BYTES = 10_000
+TIMEOUT_S = 30.0
+
+
+class _Reader:
+    """Builds a `Head` at the end of the headers, as a connection does."""
+
+    def __init__(self, route: PredictRoute) -> None:
+        self._route = route
+        self._url = b""
+        self.pairs: list[tuple[bytes, bytes]] = []
+        self.head: Head | Refused | None = None
+        self.parser = httptools.HttpRequestParser(self)
+
+    def on_url(self, url: bytes) -> None:
+        self._url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self.head is None:
+            self.pairs.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        if self.head is not None:
+            return
+        parser = self.parser
+        try:
+            self.head = Head(
+                parser.get_method(),
+                self._url,
+                parser.get_http_version(),
+                self.pairs,
+                parser.should_keep_alive(),
+                {(b"POST", b"/predict"): self._route},
+            )
+        except Refused as exc:
+            self.head = exc
+        except httptools.HttpParserError:  # of the target: the connection answers 400
+            self.head = Refused(400, "target")
+
+
+class HeadTarget(Target):
+    """Request line, headers, query, content type, Accept and the timeout of a request."""
+
+    max_bytes = 4096
+
+    def __init__(self) -> None:
+        super().__init__()
+        # Reading needs no model, no queue and no budget.
+        parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(PredictRoute))
+        parts |= {"limits": Limits(max_images=8), "max_body_bytes": MAX_BODY_BYTES}
+        self._route = PredictRoute(**{**parts, "timeout_s": TIMEOUT_S})
+
+    def run(self, data: bytes) -> None:
+        reader = _Reader(self._route)
+        try:
+            reader.parser.feed_data(data)
+        except httptools.HttpParserCallbackError as exc:
+            raise cast("BaseException", exc.__context__ or exc) from exc
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            pass
+        head = reader.head
+        if isinstance(head, Refused):
+            if head.answer.status not in (400, 417, 421, 501, 505) or len(head.answer.body) > 1000:
+                raise Finding(f"refused with {head.answer}")
+        elif head is not None:
+            self._check(head, reader.pairs)
+
+    def _check(self, head: Head, pairs: list[tuple[bytes, bytes]]) -> None:
+        named: dict[str, str] = {}
+        for name, value in pairs:
+            named.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+        lengths = {int(value) for name, value in pairs if name.lower() == b"content-length"}
+        if lengths and lengths != {head.length}:
+            raise Finding(f"length {head.length} of {lengths}")
+        if head.chunked and (lengths or named["transfer-encoding"].strip().lower() != "chunked"):
+            raise Finding("another framing beside chunks")
+        closing = re.search(r"(?:^|,)[ \t]*close[ \t]*(?:,|$)", named.get("connection", ""), re.I)
+        if head.keep_alive and (closing or head.version not in ("1.0", "1.1")):
+            raise Finding("kept a connection that has to close")
+        if head.known_length and (head.chunked or head.error or not head.keep_alive):
+            raise Finding("may be taken for an equal header section, though it is not plain")
+        if head.route is None:
+            if re.fullmatch(rb"/predict", head.path) and head.method == b"POST":
+                raise Finding("POST /predict has no route")
+        elif head.error is not None:
+            if not isinstance(head.error, InvalidInput | TooLarge | UnsupportedMediaType):
+                raise Finding(f"{head.error!r} is no error of a header")
+            check_error(head.error)
+            if head.wanted is None and _is_plain(named, head.query, head.length):
+                raise Finding(f"refused a plain request: {head.error.message}")
+        else:
+            self._check_wanted(head.wanted, named, head)
+
+    def _check_wanted(self, wanted: Wanted, named: dict[str, str], head: Head) -> None:
+        kind = named.get("content-type", "").partition(";")[0].strip().lower()
+        if kind not in (*ACCEPTED, "image/jpg"):
+            raise Finding(f"accepted content type {kind!r}")
+        if named.get("content-encoding", "identity").lower() != "identity":
+            raise Finding("accepted a compressed body")
+        if (wanted.length or 0) > MAX_BODY_BYTES:
+            raise Finding(f"accepted a body of {wanted.length}")
+        text = named.get("x-request-timeout-ms")
+        expected_s = TIMEOUT_S
+        if text is not None:
+            if not re.fullmatch(r"0*[1-9][0-9]*", text, re.ASCII):
+                raise Finding(f"accepted a timeout of {text!r}")
+            expected_s = min(TIMEOUT_S, int(text) / 1e3)
+        if wanted.timeout_s != expected_s:
+            raise Finding(f"a timeout of {wanted.timeout_s} for {text!r}")
+        plain = plain_preference(named.get("accept", ""))
+        if plain is not None and wanted.binary != plain:
+            raise Finding(f"binary is {wanted.binary} for Accept: {named['accept']!r}")
+        query = dict(_plain_query(head.query))
+        for name in ("model", "version"):
+            if getattr(wanted, name) != query.get(name, ""):
+                raise Finding(f"{name} is {getattr(wanted, name)!r} of {head.query!r}")
+        if accepts_binary(named.get("accept", "")) != wanted.binary:
+            raise Finding("Accept is read in two ways")
+
+    def seeds(self) -> dict[str, bytes]:
+        return _seeds()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.1:
+            return mutate(data)
+        lines = data.removesuffix(b"\r\n\r\n").split(b"\r\n")
+
+        def change(line: bytes) -> bytes:
+            name, colon, value = line.partition(b": ")
+            if colon and rng.random() < 0.6:
+                words = re.split(rb"(?<=[,;=/ ])|(?=[,;=/ ])", value)
+                words = mutate_list(words, rng, lambda _: pick(rng, _WORDS))
+                return name + colon + b"".join(words)
+            return mutate(line) if rng.random() < 0.3 else pick(rng, _LINES)
+
+        if rng.random() < 0.3:
+            words = re.split(rb"(?<=[?&=/ ])|(?=[?&=/ ])", lines[0])
+            lines[0] = b"".join(mutate_list(words, rng, lambda _: pick(rng, _URL_WORDS)))
+        else:
+            lines = lines[:1] + mutate_list(lines[1:], rng, change)
+        return b"\r\n".join(lines) + b"\r\n\r\n"
+
+
+def _plain_query(query: bytes) -> list[tuple[str, str]]:
+    pairs = (piece.partition("=") for piece in query.decode("latin-1").split("&") if piece)
+    return [(unquote_plus(name), unquote_plus(value)) for name, _, value in pairs]
+
+
+def _is_plain(named: dict[str, str], query: bytes, length: int | None) -> bool:
+    """Whether there is nothing in a request to object to."""
+    return (
+        not query
+        and named.get("content-type") in ACCEPTED
+        and not named.keys() & {"content-encoding", "x-request-timeout-ms"}
+        and (length or 0) <= MAX_BODY_BYTES
+    )
+
+
+def plain_preference(accept: str) -> bool | None:
+    """Whether octets are preferred to JSON by RFC 9110, 12.4.2 and 12.5.1; None if not well-formed.
+
+    The most specific range counts, and of equal ones either may.
+    """
+    ranges: dict[str, float] = {}
+    for item in accept.split(",") if accept.strip() else []:
+        match = re.fullmatch(
+            r"(\*/\*|[a-z]+/(?:\*|[a-z-]+))"
+            r"(?:[ \t]*;[ \t]*q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?))?",
+            item.lower().strip(" \t"),
+            re.ASCII,
+        )
+        if match is None or match[1] in ranges:
+            return None
+        ranges[match[1]] = float(match[2] or 1)
+
+    def quality(kind: str) -> float:
+        for matching in (kind, "application/*", "*/*"):
+            if matching in ranges:
+                return ranges[matching]
+        return 0.0
+
+    octets = quality("application/octet-stream")
+    # A client that names only wildcards gets JSON, the first choice of the server.
+    if "application/octet-stream" not in ranges:
+        return False
+    return octets > 0 and octets > quality("application/json")
+
+
+_WORDS = (
+    *(b"application/json", b"application/octet-stream", b"*/*", b"application/*", b"text/html"),
+    *(b"q", b"q=0", b"q=0.5", b"q=1.000", b"q=1.001", b"q=.5", b"Q=0.2", b"q=2", b'q="1"', b"q=0."),
+    *(b",", b";", b"=", b" ", b"\t", b"image/png", b"image/jpg", b"application/x-npy", b"close"),
+    *(b"multipart/form-data", b"boundary=x", b"charset=utf-8", b"identity", b"gzip", b"0", b"1"),
+    *(b"3600000", b"3600001", b"-1", b"+5", b"1e3", b"0005", b"\xb2", b"chunked", b"keep-alive"),
+    *(b"99999999999999999999", b"00000000000000000001", b"100-continue", b"A" * 300, b"\xff"),
+)
+_LINES = (
+    *(b"Host: a", b"Host: b:1", b"Host: [::1]", b"Host: \xff", b"Content-Length: 784", b"X: 1"),
+    *(b"Content-Length: 10001", b"Transfer-Encoding: chunked", b"Transfer-Encoding: gzip"),
+    *(b"Content-Type: application/octet-stream", b"Content-Type: application/json", b"Accept: */*"),
+    *(b"Content-Type: IMAGE/PNG; a=b", b"Content-Encoding: gzip", b"Content-Encoding: identity"),
+    *(b"Accept: application/octet-stream;q=0.9, application/json;q=0.1", b"Expect: 100-continue"),
+    *(
+        b"X-Request-Timeout-Ms: 50",
+        b"x-request-timeout-ms: 0",
+        b"Connection: close, x",
+        b"Upgrade: x",
+    ),
+    *(
+        b"Connection: keep-alive",
+        b"Connection: upgrade",
+        b"Accept: ",
+        b"Accept:\tapplication/*;q=0",
+    ),
+)
+_URL_WORDS = (
+    *(
+        b"POST",
+        b"GET",
+        b"/",
+        b"predict",
+        b"?",
+        b"&",
+        b"=",
+        b"model",
+        b"version",
+        b"invert",
+        b"auto",
+    ),
+    *(
+        b"true",
+        b"False",
+        b"%",
+        b"%2",
+        b"%66",
+        b"%00",
+        b"%ff",
+        b"+",
+        b"#",
+        b"*",
+        b"http://a",
+        b"\xff",
+    ),
+    *(
+        b"https://a:99999/",
+        b"//",
+        b";",
+        b"HTTP/1.1",
+        b"HTTP/1.0",
+        b"HTTP/9.9",
+        b" ",
+        b"[",
+        b"a" * 500,
+    ),
+)
+
+
+def _seeds() -> dict[str, bytes]:
+    def head(*lines: bytes, target: bytes = b"/predict", version: bytes = b"HTTP/1.1") -> bytes:
+        first = b"POST " + target + b" " + version
+        fixed = (b"Host: a", b"Content-Type: application/octet-stream", b"Content-Length: 784")
+        named = {line.partition(b":")[0] for line in lines}
+        kept = [line for line in fixed if line.partition(b":")[0] not in named]
+        return b"\r\n".join((first, *kept, *lines)) + b"\r\n\r\n"
+
+    heads = {
+        "plain": head(),
+        "http-1.0": head(version=b"HTTP/1.0"),
+        "http-1.0-chunked": head(b"Transfer-Encoding: chunked", version=b"HTTP/1.0"),
+        "http-3": head(version=b"HTTP/3.0"),
+        "another-path": head(target=b"/x"),
+        "percent-encoded": head(target=b"/%70redict"),
+        "absolute": head(target=b"http://a/predict?model=b"),
+        "absolute-https": head(target=b"https://a/predict"),
+        "absolute-without-path": head(target=b"http://a"),
+        "a-fragment": head(target=b"/predict#x"),
+        "an-asterisk": head(target=b"*"),
+        "an-asterisk-and-more": head(target=b"*predict"),
+        "each-parameter": head(target=b"/predict?model=a%20b&version=1+2&invert=true"),
+        "a-parameter-twice": head(target=b"/predict?model=a&model=b"),
+        "an-unknown-parameter": head(target=b"/predict?models=a"),
+        "an-empty-parameter": head(target=b"/predict?model=&invert=false"),
+        "invert-maybe": head(target=b"/predict?invert=maybe"),
+        "a-lone-percent": head(target=b"/predict?model=%&version=%zz"),
+        "timeout": head(b"X-Request-Timeout-Ms: 50"),
+        "timeout-0": head(b"X-Request-Timeout-Ms: 0"),
+        "timeout-too-long": head(b"X-Request-Timeout-Ms: 3600001"),
+        "timeout-not-ascii": head(b"X-Request-Timeout-Ms: \xb2"),
+        "timeout-of-eight-digits": head(b"X-Request-Timeout-Ms: 00000001"),
+        "compressed": head(b"Content-Encoding: gzip"),
+        "not-compressed": head(b"Content-Encoding: Identity"),
+        "too-large": head(b"Content-Length: 10001"),
+        "a-length-of-21-digits": head(b"Content-Length: 000000000000000000001"),
+        "chunked": head(b"Transfer-Encoding: chunked").replace(b"Content-Length: 784\r\n", b""),
+        "two-codings": head(b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked"),
+        "no-content-type": head(b"Content-Type: "),
+        "a-form": head(b"Content-Type: application/x-www-form-urlencoded"),
+        "no-host": head(b"Host: ").replace(b"Host: \r\n", b""),
+        "a-host-with-a-space": head(b"Host: a b"),
+        "two-hosts": head(b"Host: a", b"Host: b"),
+        "close": head(b"Connection: Keep-Alive, Close"),
+        "expect": head(b"Expect: 100-continue"),
+        "expect-more": head(b"Expect: 200-ok"),
+        "upgrade": head(b"Connection: upgrade", b"Upgrade: h2c"),
+    }
+    for name, value in {
+        "accept-octets": b"application/octet-stream",
+        "accept-any": b"*/*",
+        "accept-both": b"application/json, application/octet-stream",
+        "accept-octets-rather": b"application/json;q=0.5, application/octet-stream",
+        "accept-octets-never": b"application/octet-stream;q=0, */*",
+        "accept-a-wildcard-less": b"application/octet-stream, application/*;q=0.1",
+        "accept-parameters": b"application/octet-stream;v=1;q=0.7, application/json;q=0.8",
+        "accept-broken": b"application/octet-stream;q=x;;, ,/",
+    }.items():
+        heads[name] = head(b"Accept: " + value)
+    return heads

@@ -1,0 +1,390 @@
+"""PNG and JPEG bodies, compared with a plain decoder of PNG and with Pillow on the whole file."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+import struct
+import warnings
+import zlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageOps
+
+from lenet.pixels import Images
+from service.errors import ServiceError
+from tests.fuzz import samples
+from tests.fuzz.bodies import LIMITS, decoded
+from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
+
+Grey = np.ndarray[Any, np.dtype[np.uint8]]
+
+_UNREADABLE = "not a readable"
+_LEVELS = 1
+"""A grey level of two ways to compute luminance and transparency may differ by rounding."""
+
+
+class _PictureTarget(Target):
+    kind = ""
+    traced_bytes = 6 << 20  # ten arrays of float32 of all allowed pixels, and the plain decoder's
+
+    def decode(self, data: bytes) -> Images | ServiceError:
+        """With `invert` auto; the other two find the same picture readable."""
+        found = decoded(data, self.kind)
+        unreadable = isinstance(found, ServiceError) and _no_picture(found)
+        for invert in ("true", "false"):
+            other = decoded(data, self.kind, invert=invert)
+            if unreadable != (isinstance(other, ServiceError) and _no_picture(other)):
+                raise Finding(f"whether it can be read depends on invert: {other}")
+        if not isinstance(found, ServiceError) and len(found) != 1:
+            raise Finding(f"one picture is {len(found)} images")
+        return found
+
+
+def _no_picture(error: ServiceError) -> bool:
+    """Whether the file was refused, and not what it shows."""
+    return "no digit found" not in error.message
+
+
+class PngTarget(_PictureTarget):
+    """`image/png`: accepted if and only if a plain decoder reads the same picture."""
+
+    kind = "image/png"
+
+    def run(self, data: bytes) -> None:
+        found = self.decode(data)
+        try:
+            grey = plain_png(data)
+        except NotPlain:
+            grey = None
+        if isinstance(found, ServiceError) and _no_picture(found):
+            if grey is not None:
+                raise Finding(f"refused what a plain decoder reads: {found.message}")
+            return
+        if grey is None:
+            self._check_lenient(data)
+            return
+        # The same levels in the plainest PNG.
+        again = decoded(samples.png(grey), "image/png")
+        if isinstance(found, ServiceError) != isinstance(again, ServiceError):
+            raise Finding(f"a digit or none, and a plain decoder's levels differ: {again!r:.80}")
+        if not isinstance(found, ServiceError) and not isinstance(again, ServiceError):
+            difference = np.abs(found.astype(int) - again.astype(int))
+            # A level more or less may move a threshold, so that a few pixels differ by much.
+            if difference.mean() > 8:
+                raise Finding(f"pixels differ by {difference.mean():.1f} on average")
+
+    def _check_lenient(self, data: bytes) -> None:
+        """Read by us and not by the plain decoder: only for what Pillow is known to tolerate."""
+        try:
+            plain_png(data, lenient=True)
+        except NotPlain as exc:
+            raise Finding(f"accepted what is no picture: {exc}") from exc
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.png_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.1:
+            return mutate(data)
+        chunks = [kind + content for kind, content in _chunks(data)]
+
+        def change(item: bytes) -> bytes:
+            kind, content = item[:4].ljust(4, b"x"), item[4:]
+            if kind == b"IHDR" and len(content) == 13:
+                fields = list(struct.unpack(">IIBBBBB", content))
+                fields[rng.randrange(7)] = rng.choice((0, 1, 2, 3, 4, 6, 8, 16, 30, 100, 255))
+                return kind + struct.pack(">IIBBBBB", *fields)
+            if kind == b"IDAT" and rng.random() < 0.8:
+                try:
+                    rows = zlib.decompressobj().decompress(content, 1 << 20)
+                except zlib.error:
+                    return kind + mutate(content)
+                return kind + zlib.compress(mutate(rows))
+            if rng.random() < 0.2:
+                kind = rng.choice((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"zTXt", b"acTL"))
+            return kind + mutate(content)
+
+        chunks = mutate_list(chunks, rng, change)
+        return samples.PNG_MAGIC + b"".join(samples.chunk(item[:4], item[4:]) for item in chunks)
+
+
+class NotPlain(Exception):
+    """Not a PNG as the specification has it."""
+
+
+def _chunks(body: bytes) -> Iterator[tuple[bytes, bytes]]:
+    at = 8
+    while at + 8 <= len(body):
+        length, kind = struct.unpack_from(">I4s", body, at)
+        yield kind, body[at + 8 : at + 8 + length]
+        at += 12 + length
+
+
+_CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
+_DEPTHS = {0: (1, 2, 4, 8, 16), 2: (8, 16), 3: (1, 2, 4, 8), 4: (8, 16), 6: (8, 16)}
+_PASSES = (
+    (0, 0, 8, 8),
+    (4, 0, 8, 8),
+    (0, 4, 4, 8),
+    (2, 0, 4, 4),
+    (0, 2, 2, 4),
+    (1, 0, 2, 2),
+    (0, 1, 1, 2),
+)
+
+
+def plain_png(body: bytes, *, lenient: bool = False) -> Grey:
+    """Luminance over white, by the specification alone.
+
+    With `lenient`, what Pillow tolerates: compressed rows that end early (the rest is black) or are
+    followed by more or by no checksum, a palette that is too short, transparency of a wrong size,
+    and chunks behind the header in another order.
+
+    Raises:
+        NotPlain: it cannot be decoded, or is larger than the limit.
+    """
+    header, palette, transparent, data = b"", b"", None, b""
+    seen: list[bytes] = []
+    at = 8
+    if not body.startswith(samples.PNG_MAGIC):
+        raise NotPlain("magic")
+    while not seen or seen[-1] != b"IEND":
+        if at + 12 > len(body):
+            raise NotPlain("it ends before its end")
+        length, kind = struct.unpack_from(">I4s", body, at)
+        content = body[at + 8 : at + 8 + length]
+        at += 12 + length
+        if at > len(body):
+            raise NotPlain("a chunk is longer than the file")
+        if kind not in (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"):
+            continue
+        if zlib.crc32(kind + content) != int.from_bytes(body[at - 4 : at], "big"):
+            raise NotPlain("checksum")
+        if not lenient and kind in seen and (kind != b"IDAT" or seen[-1] != b"IDAT"):
+            raise NotPlain("a chunk a second time")
+        if not lenient and kind in (b"PLTE", b"tRNS") and b"IDAT" in seen:
+            raise NotPlain("late")
+        if not lenient and kind == b"PLTE" and b"tRNS" in seen:
+            raise NotPlain("late")
+        if (kind == b"IHDR") != (not seen):
+            raise NotPlain("the header is not first")
+        seen.append(kind)
+        if kind == b"IHDR":
+            header = content
+        elif kind == b"PLTE":
+            palette = content
+        elif kind == b"tRNS":
+            transparent = content
+        elif kind == b"IDAT":
+            data += content
+        elif content and not lenient:
+            raise NotPlain("content of the end")
+    if len(header) < 13 or (len(header) > 13 and not lenient):
+        raise NotPlain("header")
+    width, height, depth, colour, compression, filtering, interlaced = struct.unpack(
+        ">IIBBBBB", header[:13]
+    )
+    if colour not in _CHANNELS or depth not in _DEPTHS[colour] or filtering:
+        raise NotPlain("form")
+    if (compression or interlaced > 1) and not lenient:
+        raise NotPlain("form")
+    if not 0 < width * height <= LIMITS.max_picture_pixels:
+        raise NotPlain("size")
+    if not lenient and (len(palette) % 3 or len(palette) > 768 or (colour == 3) > bool(palette)):
+        raise NotPlain("palette")
+    if not lenient and (colour in (0, 4) and palette):
+        raise NotPlain("palette")
+    if not lenient and transparent is not None:
+        sizes = {0: (2,), 2: (6,), 3: range(1, len(palette) // 3 + 1)}.get(colour, ())
+        if len(transparent) not in sizes:
+            raise NotPlain("transparency")
+        if colour != 3 and max(struct.unpack(f">{len(transparent) // 2}H", transparent)) >> depth:
+            raise NotPlain("transparency")
+    samples_ = _samples(data, width, height, depth, colour, interlaced, lenient)
+    if lenient:
+        return np.zeros((height, width), np.uint8)  # that it can be read is all that counts
+    return _luminance(samples_, depth, colour, palette, transparent)
+
+
+def _samples(
+    data: bytes, width: int, height: int, depth: int, colour: int, interlaced: int, lenient: bool
+) -> np.ndarray[Any, Any]:
+    """The numbers in the pixels, (height, width, channels), unfiltered."""
+    channels = _CHANNELS[colour]
+    bits, step = channels * depth, max(1, channels * depth // 8)
+    passes = _PASSES if interlaced else ((0, 0, 1, 1),)
+    sizes = [(-(-(height - y) // dy), -(-(width - x) // dx)) for x, y, dx, dy in passes]
+    needed = sum(rows * (1 + (columns * bits + 7) // 8) for rows, columns in sizes if columns > 0)
+    unpacker = zlib.decompressobj()
+    try:
+        raw = unpacker.decompress(data, needed + 1)
+    except zlib.error as exc:
+        if not lenient:
+            raise NotPlain(f"zlib: {exc}") from exc
+        raw = _until_error(data, needed)
+    if len(raw) < needed:
+        if lenient and unpacker.eof:
+            return np.zeros((0, 0, 0), np.int64)
+        raise NotPlain("too few rows")
+    if not lenient and (len(raw) > needed or not unpacker.eof or unpacker.unused_data):
+        raise NotPlain("too many rows")
+    found = np.zeros((height, width, channels), np.int64)
+    at = 0
+    for (x, y, dx, dy), (rows, columns) in zip(passes, sizes, strict=True):
+        if rows <= 0 or columns <= 0:
+            continue
+        line_bytes = (columns * bits + 7) // 8
+        before = bytearray(line_bytes)
+        for row in range(rows):
+            kind, line = raw[at], bytearray(raw[at + 1 : at + 1 + line_bytes])
+            at += 1 + line_bytes
+            _unfilter(kind, line, before, step)
+            before = line
+            if lenient:
+                continue
+            if depth == 16:
+                numbers = np.frombuffer(bytes(line), ">u2").astype(np.int64)
+            elif depth == 8:
+                numbers = np.frombuffer(bytes(line), np.uint8).astype(np.int64)
+            else:
+                spread = np.unpackbits(np.frombuffer(bytes(line), np.uint8)).reshape(-1, depth)
+                numbers = spread @ (1 << np.arange(depth)[::-1])
+            numbers = numbers[: columns * channels].reshape(columns, channels)
+            found[y + row * dy, x::dx] = numbers
+    return found
+
+
+def _until_error(data: bytes, needed: int) -> bytes:
+    """What zlib gives before it finds an error."""
+    unpacker, raw = zlib.decompressobj(), b""
+    try:
+        for at in range(len(data)):
+            raw += unpacker.decompress(data[at : at + 1])
+            if len(raw) >= needed:
+                break
+    except zlib.error:
+        pass
+    return raw
+
+
+def _unfilter(kind: int, line: bytearray, before: bytearray, step: int) -> None:
+    """Undo the filter of a row, by section 9 of the specification."""
+    if kind > 4:
+        raise NotPlain("filter")
+    for i in range(len(line) if kind else 0):
+        a, b = line[i - step] if i >= step else 0, before[i]
+        c = before[i - step] if i >= step else 0
+        if kind == 1:
+            guess = a
+        elif kind == 2:
+            guess = b
+        elif kind == 3:
+            guess = (a + b) // 2
+        else:
+            p = a + b - c
+            guess = min((abs(p - a), 0, a), (abs(p - b), 1, b), (abs(p - c), 2, c))[2]
+        line[i] = (line[i] + guess) & 255
+
+
+def _luminance(
+    numbers: np.ndarray[Any, Any],
+    depth: int,
+    colour: int,
+    palette: bytes,
+    transparent: bytes | None,
+) -> Grey:
+    alpha = np.full(numbers.shape[:2], 255, np.int64)
+    if colour == 3:
+        colours = np.zeros((256, 4), np.int64)
+        colours[:, 3] = 255
+        entries = np.frombuffer(palette, np.uint8).reshape(-1, 3)
+        colours[: len(entries), :3] = entries
+        if transparent is not None:
+            colours[: len(transparent), 3] = list(transparent)
+        found = colours[numbers[..., 0]]
+        rgb, alpha = found[..., :3], found[..., 3]
+    else:
+        if transparent is not None:
+            key = np.frombuffer(transparent, ">u2").astype(np.int64)
+            alpha = np.where((numbers == key).all(axis=2), 0, 255)
+        levels = numbers >> 8 if depth == 16 else numbers * 255 // ((1 << depth) - 1)
+        if colour in (4, 6):
+            alpha = levels[..., -1]
+            levels = levels[..., :-1]
+        rgb = np.broadcast_to(levels, (*levels.shape[:2], 3))
+    luma = (rgb @ np.array([19_595, 38_470, 7_471]) + 0x8000) >> 16
+    over_white = np.rint((luma * alpha + 255 * (255 - alpha)) / 255)
+    return over_white.astype(np.uint8)
+
+
+_PLAIN_EXIF = tuple(samples.exif(orientation, order) for orientation in range(10) for order in "<>")
+"""Metadata that hold an orientation and nothing else."""
+
+
+class JpegTarget(_PictureTarget):
+    """`image/jpeg`: what is accepted is what Pillow makes of the whole file."""
+
+    kind = "image/jpeg"
+
+    def run(self, data: bytes) -> None:
+        found = self.decode(data)
+        if isinstance(found, ServiceError):
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with Image.open(io.BytesIO(data), formats=("JPEG", "MPO")) as picture:
+                    picture.draft("L", picture.size)  # not by way of RGB, which clips colours
+                    upright = ImageOps.exif_transpose(picture)
+                    size, grey = picture.size, np.asarray(upright.convert("L"))
+        except Exception:  # noqa: BLE001 - broken metadata, which we leave away
+            return
+        if size[0] * size[1] > LIMITS.max_picture_pixels:
+            raise Finding(f"accepted {size}")
+        if max(size) > 1024:  # decoded smaller
+            return
+        again = decoded(samples.png(grey), "image/png")
+        if isinstance(again, ServiceError):
+            raise Finding(f"accepted, and as PNG refused: {again.message}")
+        # Of repeated or broken metadata Pillow reads the orientation in another way.
+        metadata = len(re.findall(rb"(?i)exif|tiff|photoshop|MPF\0", data))
+        plain = metadata == data[2:].startswith(_PLAIN_EXIF)
+        # Metadata within a scan is damage, which libjpeg conceals by the bytes around it.
+        plain &= not re.search(rb"\xff[\xe1-\xef\xfe]", data[data.find(b"\xff\xda") :])
+        if plain and not np.array_equal(found, again):
+            raise Finding("other pixels than Pillow's of the whole file")
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.jpeg_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.2:
+            return mutate(data)
+        segments: list[bytes] = []
+        at = 2
+        while (marker := re.compile(rb"\xff[^\x00\xff\xd0-\xd7]").search(data, at)) is not None:
+            if marker.start() > at:
+                segments.append(data[at : marker.start()])
+            at = marker.end() + int.from_bytes(data[marker.end() : marker.end() + 2], "big")
+            if marker.group() == b"\xff\xd9":
+                segments.append(marker.group())
+                break
+            segments.append(data[marker.start() : at])
+        else:
+            segments.append(data[at:])
+
+        def change(segment: bytes) -> bytes:
+            if not segment.startswith(b"\xff") or len(segment) < 4:
+                return mutate(segment)
+            content = mutate(segment[4:])
+            length = min(len(content) + 2, 65_535)
+            marker = segment[1]
+            if rng.random() < 0.1:
+                marker = rng.choice((0xC0, 0xC1, 0xC2, 0xC4, 0xDA, 0xDB, 0xDD, 0xE0, 0xE1, 0xEE))
+            return bytes((0xFF, marker)) + length.to_bytes(2, "big") + content
+
+        return b"\xff\xd8" + b"".join(mutate_list(segments, rng, change))

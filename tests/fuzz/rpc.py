@@ -1,0 +1,519 @@
+"""ModelInferRequest messages, and tensors of the Open Inference Protocol.
+
+Both are compared with the rules in plain Python.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from google.protobuf.message import DecodeError
+
+from lenet.pixels import Images
+from service.errors import InvalidInput, ServiceError, TooLarge
+from service.open_inference import INPUT, OUTPUTS, InputTensor, read_images, requested_outputs
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
+from service.rpc.message import Wanted, decode_message
+from service.rpc.servicer import _read_one_image
+from tests.fuzz import samples
+from tests.fuzz.bodies import check_error
+from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
+
+MAX_IMAGES = 8
+_SIZES = {"UINT8": 1, "FP32": 4}
+
+
+# Tensors
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """What a request holds of one input, as plain values."""
+
+    name: Any
+    datatype: Any
+    shape: Sequence[Any]
+    data: bytes | Sequence[Any]
+
+
+def plain_images(tensors: Sequence[Tensor]) -> Images | None:
+    """The images of a request by the rules of the documentation; None where it is to be refused."""
+    if len(tensors) != 1:
+        return None
+    (tensor,) = tensors
+    if tensor.name != INPUT or tensor.datatype not in _SIZES:
+        return None
+    shape = list(tensor.shape)
+    if any(type(size) is not int or not 0 <= size < 2**63 for size in shape):
+        return None
+    one = shape in ([28, 28], [784])
+    if not one and (not shape or shape[1:] not in ([28, 28], [1, 28, 28], [784])):
+        return None
+    rows = 1 if one else shape[0]
+    if not 1 <= rows <= MAX_IMAGES:
+        return None
+    data = tensor.data
+    if isinstance(data, bytes):
+        size = _SIZES[tensor.datatype]
+        if len(data) != rows * 784 * size:
+            return None
+        code = "B" if size == 1 else "f"
+        data = struct.unpack(f"<{rows * 784}{code}", data)
+    if len(data) != rows * 784:
+        return None
+    for value in data:
+        if not math.isfinite(value) or value != int(value) or not 0 <= value <= 255:
+            return None
+    return np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
+
+
+class TensorsTarget(Target):
+    """A request described by JSON: what another transport could bring.
+
+    `"data"` is a list of numbers; `"raw"` is a list of runs of bytes, each `[byte in hex, count]`.
+    """
+
+    max_bytes = 16 * 1024
+
+    def run(self, data: bytes) -> None:
+        try:
+            document = json.loads(data)
+            tensors = [self._tensor(entry) for entry in document["inputs"]]
+            outputs = [name for name in document["outputs"] if isinstance(name, str)]
+        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
+            return
+        inputs = (
+            InputTensor(one.name, one.datatype, one.shape, cast("Any", one.data), "source")
+            for one in tensors
+        )
+        expected = plain_images(tensors)
+        try:
+            images = read_images(inputs, MAX_IMAGES)
+        except (InvalidInput, TooLarge) as exc:
+            check_error(exc)
+            if expected is not None:
+                raise Finding(f"refused {expected.shape}: {exc.message}") from exc
+        else:
+            if expected is None or not np.array_equal(images, expected):
+                raise Finding(f"got {images.shape}, expected {expected is not None}")
+            if images.dtype != np.uint8 or not images.flags.c_contiguous:
+                raise Finding(f"got {images.dtype}, {images.flags}")
+        valid = all(name in OUTPUTS for name in outputs) and len(set(outputs)) == len(outputs)
+        try:
+            wanted = requested_outputs(outputs)
+        except InvalidInput as exc:
+            check_error(exc)
+            if valid:
+                raise Finding(f"refused the outputs {outputs}") from exc
+        else:
+            if not valid or list(wanted) != (outputs or list(OUTPUTS)):
+                raise Finding(f"got {wanted} for {outputs}")
+
+    def _tensor(self, entry: Any) -> Tensor:
+        if "raw" in entry:
+            runs = [(bytes.fromhex(byte), count) for byte, count in entry["raw"]]
+            if sum(len(byte) * count for byte, count in runs) > 1 << 16:
+                raise ValueError("too long for a case")
+            data: bytes | Sequence[Any] = b"".join(byte * count for byte, count in runs)
+        else:
+            data = [number for number in entry["data"] if type(number) in (int, float)]
+            data = [
+                number for number in data if -(2**31) <= number < 2**32 or type(number) is float
+            ]
+        name, datatype = str(entry["name"]), str(entry["datatype"])
+        return Tensor(name, datatype, tuple(entry["shape"]), data)
+
+    def seeds(self) -> dict[str, bytes]:
+        return {name: json.dumps(value).encode() for name, value in _tensor_documents().items()}
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        try:
+            document = json.loads(data)
+        except (ValueError, RecursionError):
+            return mutate(data)
+        return json.dumps(_changed(document, rng)).encode()
+
+
+def _changed(value: Any, rng: random.Random) -> Any:
+    """`value` with one change somewhere in it."""
+    if isinstance(value, dict) and value:
+        key = rng.choice(list(value))
+        if rng.random() < 0.05:
+            return {name: content for name, content in value.items() if name != key}
+        return {**value, key: _changed(value[key], rng)}
+    if isinstance(value, list) and value and rng.random() < 0.9:
+        at = rng.randrange(len(value))
+        if rng.random() < 0.2:
+            return value[:at] + value[at + 1 :]
+        if rng.random() < 0.2:
+            return value[:at] + [value[at]] * 2 + value[at + 1 :]
+        return [*value[:at], _changed(value[at], rng), *value[at + 1 :]]
+    return rng.choice(
+        (
+            *(
+                0,
+                1,
+                2,
+                8,
+                9,
+                28,
+                784,
+                785,
+                255,
+                256,
+                -1,
+                2**31,
+                2**63 - 1,
+                2**63,
+                10**400,
+                0.5,
+                28.0,
+            ),
+            *(True, None, "", "image", "label", "probabilities", "UINT8", "FP32", "INT64", "00"),
+            *(
+                "0000c07f",
+                "ff",
+                "0000803f",
+                math.nan,
+                math.inf,
+                -0.0,
+                [],
+                [28, 28],
+                [1, 784],
+                [value],
+            ),
+        )
+    )
+
+
+def _tensor_documents() -> dict[str, Any]:
+    def document(*inputs: Any, outputs: Sequence[str] = ()) -> Any:
+        return {"inputs": list(inputs), "outputs": list(outputs)}
+
+    def tensor(**fields: Any) -> dict[str, Any]:
+        found = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], **fields}
+        return found if "data" in found else {"raw": [["07", 784]], **found}
+
+    zeros = [0] * 784
+    return {
+        "raw": document(tensor()),
+        "typed": document(tensor(data=zeros)),
+        "raw-float": document(tensor(datatype="FP32", raw=[["0000803f", 784]])),
+        "raw-float-nan": document(tensor(datatype="FP32", raw=[["0000c07f", 784]])),
+        "raw-float-fraction": document(tensor(datatype="FP32", raw=[["0000003f", 784]])),
+        "typed-256": document(tensor(data=[*zeros[1:], 256])),
+        "typed-fraction": document(tensor(datatype="FP32", data=[0.25, *zeros[1:]])),
+        "typed-too-few": document(tensor(data=zeros[1:])),
+        "one-image": document(tensor(shape=[28, 28])),
+        "flat-image": document(tensor(shape=[784])),
+        "channel-axis": document(tensor(shape=[1, 1, 28, 28])),
+        "two-images": document(tensor(shape=[2, 784], raw=[["01", 784], ["ff", 784]])),
+        "no-images": document(tensor(shape=[0, 28, 28], raw=[])),
+        "too-many-images": document(tensor(shape=[9, 784], raw=[["00", 9 * 784]])),
+        "no-shape": document(tensor(shape=[])),
+        "a-shape-of-seven": document(tensor(shape=[1] * 7)),
+        "a-negative-size": document(tensor(shape=[-1, 28, 28])),
+        "a-huge-size": document(tensor(shape=[2**62, 28, 28])),
+        "beyond-int64": document(tensor(shape=[10**30, 28, 28])),
+        "a-size-of-28.0": document(tensor(shape=[1, 28.0, 28])),
+        "a-size-of-true": document(tensor(shape=[True, 28, 28])),
+        "another-name": document(tensor(name="x")),
+        "another-datatype": document(tensor(datatype="INT64")),
+        "two-inputs": document(tensor(), tensor()),
+        "no-input": document(),
+        "each-output": document(tensor(), outputs=OUTPUTS),
+        "an-output-twice": document(tensor(), outputs=("label", "label")),
+        "an-unknown-output": document(tensor(), outputs=("logits",)),
+    }
+
+
+# Messages
+
+
+def decode(message: bytes) -> tuple[Images, Wanted]:
+    """As the servicer does: the short way for one raw image, or guard, protobuf and decoding."""
+    return _read_one_image(message) or decode_message(message, MAX_IMAGES)
+
+
+class GrpcTarget(Target):
+    """A serialized ModelInferRequest, beside protobuf and the plain rules."""
+
+    max_bytes = 16 * 1024
+    traced_bytes = 2 << 20
+
+    def run(self, data: bytes) -> None:
+        request = self._check_guard(data)
+        expected = None if request is None else _expected(request)
+        try:
+            images, wanted = decode(data)
+        except (InvalidInput, TooLarge) as exc:
+            check_error(exc)
+            if expected is not None:
+                raise Finding(f"refused {expected.shape}: {exc.message}") from exc
+            return
+        if expected is None or request is None:
+            raise Finding("accepted what is to be refused")
+        if images.dtype != np.uint8 or not np.array_equal(images, expected):
+            raise Finding(f"other pixels than the message has, {images.dtype} {images.shape}")
+        names = tuple(output.name for output in request.outputs) or OUTPUTS
+        raw = bool(request.raw_input_contents)
+        asked = Wanted(request.model_name, request.model_version, request.id, names, raw)
+        if wanted != asked:
+            raise Finding(f"read {wanted}, expected {asked}")
+
+    def _check_guard(self, data: bytes) -> pb.ModelInferRequest | None:
+        """The request, if it may be parsed; what is let through is cheap."""
+        found = read_infer_request(data)
+        try:
+            plain = pb.ModelInferRequest.FromString(data)
+        except DecodeError:
+            plain = None
+        if isinstance(found, ServiceError):
+            check_error(found)
+            if plain is not None and len(data) < 1024 and "more than" not in found.message:
+                # Groups and unknown wire types, which protobuf skips, are refused.
+                if _has_groups(data):
+                    return None
+                raise Finding(f"refused what protobuf reads: {found.message}")
+            return None
+        if plain is None or found != plain:
+            raise Finding("accepted another message than protobuf reads")
+        counts = [len(plain.outputs), len(plain.inputs), len(plain.raw_input_contents)]
+        counts += [len(plain.parameters)]
+        others = 0
+        for tensor in plain.inputs:
+            contents = tensor.contents
+            others += len(tensor.shape)
+            others += sum(
+                len(values)
+                for field, values in contents.ListFields()
+                if field.name not in ("uint_contents", "fp32_contents")
+            )
+        if sum(counts) > MAX_FIELDS or others > MAX_OTHER_BYTES:
+            raise Finding(f"let {counts} fields and {others} other numbers through")
+        if data:
+            parts = split(data)
+            if parts is None:
+                raise Finding("accepted what cannot be split")
+            without = pb.ModelInferRequest.FromString(b"".join(parts[0]))
+            without.raw_input_contents.extend(map(bytes, parts[1]))
+            if without != plain:
+                raise Finding("split into another message")
+        return plain
+
+    def seeds(self) -> dict[str, bytes]:
+        return _messages()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.15:
+            return mutate(data)
+        return _changed_message(data, rng, mutate, _MESSAGES)
+
+
+def _expected(request: pb.ModelInferRequest) -> Images | None:
+    raw = list(request.raw_input_contents)
+    if raw and len(raw) != len(request.inputs):
+        return None
+    tensors = []
+    for at, tensor in enumerate(request.inputs):
+        if set(tensor.parameters) & {"classification", "shared_memory_region"}:
+            return None
+        given = [field.name for field, _ in tensor.contents.ListFields()]
+        if raw:
+            if given:
+                return None
+            data: bytes | Sequence[Any] = raw[at]
+        else:
+            field = {"UINT8": "uint_contents", "FP32": "fp32_contents"}.get(tensor.datatype)
+            if given != [field]:
+                return None
+            data = list(getattr(tensor.contents, field))
+        tensors.append(Tensor(tensor.name, tensor.datatype, list(tensor.shape), data))
+    names = [output.name for output in request.outputs]
+    if any(name not in OUTPUTS for name in names) or len(set(names)) < len(names):
+        return None
+    for output in request.outputs:
+        if set(output.parameters) & {"classification", "shared_memory_region"}:
+            return None
+    return plain_images(tensors)
+
+
+# The wire format: https://protobuf.dev/programming-guides/encoding
+
+
+def _varint(number: int) -> bytes:
+    found = bytearray()
+    while number > 127:
+        found.append(number & 127 | 128)
+        number >>= 7
+    return bytes((*found, number))
+
+
+def _fields(data: bytes) -> list[tuple[int, int, bytes]] | None:
+    """Number, wire type and content of each field; None if `data` is no message."""
+    found: list[tuple[int, int, bytes]] = []
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        value = shift = 0
+        while True:
+            if at >= len(data) or shift > 63:
+                raise ValueError("a number without end")
+            byte = data[at]
+            at += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+
+    try:
+        while at < len(data):
+            tag = varint()
+            start = at
+            match tag & 7:
+                case 0:
+                    varint()
+                case 1 | 5 as kind:
+                    at += 8 if kind == 1 else 4
+                case 2:
+                    size = varint()
+                    start, at = at, at + size
+                case 3 | 4:
+                    pass
+                case _:
+                    return None
+            if at > len(data):
+                return None
+            found.append((tag >> 3, tag & 7, data[start:at]))
+    except ValueError:
+        return None
+    return found
+
+
+def _serialized(number: int, kind: int, content: bytes) -> bytes:
+    tag = _varint(number << 3 | kind)
+    return tag + (_varint(len(content)) if kind == 2 else b"") + content
+
+
+def _has_groups(data: bytes, messages: Mapping[int, Any] | None = None) -> bool:
+    messages = _MESSAGES if messages is None else messages
+    return any(
+        kind in (3, 4)
+        or (kind == 2 and number in messages and _has_groups(content, messages[number]))
+        for number, kind, content in _fields(data) or ()
+    )
+
+
+_CONTENTS: Mapping[int, Any] = {}
+_INPUT: Mapping[int, Any] = {4: {}, 5: _CONTENTS}
+_MESSAGES: Mapping[int, Any] = {4: {}, 5: _INPUT, 6: {}}
+"""The fields of a ModelInferRequest that are messages, by number."""
+
+
+def _changed_message(
+    data: bytes, rng: random.Random, mutate: MutateBytes, messages: Mapping[int, Any]
+) -> bytes:
+    fields = _fields(data)
+    if fields is None:
+        return mutate(data)
+
+    def change(field: bytes) -> bytes:
+        inner = _fields(field)
+        if not inner:
+            number, kind, content = rng.randint(1, 9), 2, b""
+        else:
+            number, kind, content = inner[0]
+        if kind == 2 and number in messages and rng.random() < 0.8:
+            return _serialized(number, 2, _changed_message(content, rng, mutate, messages[number]))
+        match rng.randrange(6):
+            case 0:
+                number = rng.choice((1, 2, 3, 4, 5, 6, 7, 8, 15, 16, 100, 1 << 28))
+            case 1:
+                kind = rng.randrange(8)
+            case 2:
+                content = _varint(rng.choice((0, 1, 28, 784, 255, 256, (1 << 64) - 1)))
+            case 3:
+                content = rng.choice((b"image", b"UINT8", b"FP32", b"label", bytes(784), b"\xff"))
+            case _:
+                content = mutate(content)
+        return _serialized(number, kind, content)
+
+    items = [_serialized(*field) for field in fields]
+    return b"".join(mutate_list(items, rng, change))
+
+
+def _messages() -> dict[str, bytes]:
+    pixels = samples.image_bytes()
+
+    def message(raw: bytes | None = pixels, outputs: Any = (), **fields: Any) -> bytes:
+        tensor = {"name": "image", "datatype": "UINT8", "shape": (1, 28, 28), **fields}
+        request = pb.ModelInferRequest(
+            model_name="lenet",
+            id="1",
+            inputs=[pb.ModelInferRequest.InferInputTensor(**tensor)],
+            outputs=[{"name": name} for name in outputs],
+        )
+        if raw is not None:
+            request.raw_input_contents.append(raw)
+        return request.SerializeToString()
+
+    def contents(**numbers: Any) -> pb.InferTensorContents:
+        return pb.InferTensorContents(**numbers)
+
+    whole = message()
+    yes = {"classification": pb.InferParameter(int64_param=3)}
+    return {
+        "empty": b"",
+        "raw": whole,
+        "raw-and-more-behind": whole + _serialized(3, 2, b"id"),
+        "raw-float": message(
+            np.frombuffer(pixels, np.uint8).astype("<f4").tobytes(), datatype="FP32"
+        ),
+        "raw-image-with-label": message(outputs=("label",)),
+        "raw-of-two": message(pixels * 2, shape=(2, 784)),
+        "raw-of-81": message(pixels, shape=(81, 784)),
+        "raw-and-typed": message(contents=contents(uint_contents=[1])),
+        "two-raw": message() + _serialized(7, 2, pixels),
+        "no-data": message(None),
+        "typed": message(None, contents=contents(uint_contents=list(pixels))),
+        "typed-float": message(
+            None, datatype="FP32", contents=contents(fp32_contents=list(pixels))
+        ),
+        "typed-not-packed": _serialized(1, 2, b"lenet")
+        + _serialized(
+            5,
+            2,
+            _serialized(1, 2, b"image")
+            + _serialized(2, 2, b"UINT8")
+            + _serialized(3, 2, b"\x10\x1c\x1c")
+            + _serialized(5, 2, b"".join(b"\x20\x01" for _ in range(784))),
+        ),
+        "typed-in-another-field": message(None, contents=contents(int_contents=[1])),
+        "typed-bytes": message(None, contents=contents(bytes_contents=[b"a"])),
+        "each-output": message(outputs=("probabilities", "label")),
+        "an-unknown-output": message(outputs=("logits",)),
+        "an-output-twice": message(outputs=("label", "label")),
+        "an-unknown-datatype": message(datatype="BOOL"),
+        "the-classification-extension": message(parameters=yes),
+        "an-unknown-parameter": message(parameters={"x": pb.InferParameter(string_param="y")}),
+        "two-inputs": whole + _serialized(5, 2, b"\n\5image"),
+        "empty-inputs": b"\x2a\0" * 1100,
+        "empty-raw": b"\x3a\0" * 1100,
+        "a-group": whole + b"\x4b\x4c",
+        "an-unknown-field": whole + _serialized(100, 2, b"x"),
+        "a-name-that-is-no-utf-8": _serialized(1, 2, b"\xff") + whole,
+        "cut": whole[:-1],
+        "a-size-beyond": whole + b"\x0a\xff\xff\xff\xff\x0f",
+        "a-number-of-eleven-bytes": whole + b"\xff" * 11,
+        "field-0": whole + b"\2\0",
+        "the-image-within-another-field": _serialized(1, 2, b"x\x3a\x90\x06" + pixels),
+    }

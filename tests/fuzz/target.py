@@ -1,0 +1,197 @@
+"""What a fuzzing target is: one parser, what is expected of it, and how its inputs are changed."""
+
+from __future__ import annotations
+
+import logging
+import random
+import resource
+import struct
+import sys
+import time
+import tracemalloc
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
+from importlib import import_module
+from pathlib import Path
+from types import MappingProxyType
+
+CORPUS = Path(__file__).parent / "corpus"
+LARGEST_INPUT_BYTES = 10_000
+"""Of the corpus."""
+
+MutateBytes = Callable[[bytes], bytes]
+"""Changes bytes without knowing what they mean: libFuzzer's mutations, or `mutated`."""
+
+CASE_CPU_S = 1.0
+"""CPU time of one case. The slowest seed takes about 0.03 s; the margin is for instrumented code
+and a busy machine, and still finds what is quadratic in an input of 64 KiB."""
+
+CASE_RSS_BYTES = 64 << 20
+"""How much one case may raise the process's largest memory. Inputs have 64 KiB at most, pictures
+2^16 pixels: what is linear in them stays below a quarter of this."""
+
+CASE_TRACED_MULTIPLE = 64
+"""Memory that Python allocates for one case, by the bytes of its input, beyond the target's
+constant. An empty list of JSON, 3 bytes, takes 64."""
+
+
+class Finding(AssertionError):
+    """The parser did something else than it promises."""
+
+
+class Target:
+    """One parser.
+
+    `seeds` are inputs by a name that says what they are. `run` raises `Finding`, or whatever error
+    the parser raised that it does not document.
+    """
+
+    max_bytes = 1 << 16
+    traced_bytes = 1 << 20
+    """What Python allocates for any case, such as imports and caches when they are first used."""
+
+    def __init__(self) -> None:
+        self.undo = ExitStack()
+        """What `close` does: nothing of a target is left for the tests that follow."""
+
+    def run(self, data: bytes) -> None:
+        """Parse `data`, and compare with what is expected."""
+        raise NotImplementedError
+
+    def seeds(self) -> dict[str, bytes]:
+        """Inputs to start from."""
+        raise NotImplementedError
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        """A variant of `data` that gets past the checks of the format, where there are any."""
+        return mutate(data)
+
+    def close(self) -> None:
+        """Undo what the target has changed outside of itself."""
+        self.undo.close()
+
+
+MODULES = MappingProxyType(
+    {
+        "json": ("bodies", "JsonTarget", ("service.images.json",)),
+        "octets": ("bodies", "OctetsTarget", ("service.images",)),
+        "npy": ("bodies", "NpyTarget", ("service.images",)),
+        "multipart": ("bodies", "MultipartTarget", ("service.images", "python_multipart")),
+        "png": ("pictures", "PngTarget", ("service.images.picture", "PIL.PngImagePlugin")),
+        "jpeg": ("pictures", "JpegTarget", ("service.images.picture", "PIL.JpegImagePlugin")),
+        "connection": ("connection", "ConnectionTarget", ("service.http",)),
+        "head": ("head", "HeadTarget", ("service.http.head", "service.http.predict")),
+        "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
+        "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
+        "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
+        "idx": ("files", "IdxTarget", ("trainer.mnist",)),
+        "engine_cache": ("files", "EngineCacheTarget", ("lenet.cuda.engine_cache",)),
+        "checkpoint": ("files", "CheckpointTarget", ("trainer.checkpoint",)),
+    }
+)
+"""By name: the module below `tests.fuzz`, the class, and the modules whose coverage guides."""
+
+
+def load(name: str) -> Target:
+    """The target called `name`, imported now: coverage has to be measured before."""
+    module, kind, _ = MODULES[name]
+    target: Target = getattr(import_module(f"tests.fuzz.{module}"), kind)()
+    return target
+
+
+def run_bounded(target: Target, data: bytes) -> None:
+    """Run one case within `CASE_CPU_S` and `CASE_RSS_BYTES`."""
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    began_s = time.process_time()
+    target.run(data)
+    took_s = time.process_time() - began_s
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    grown_bytes = grown * (1 if sys.platform == "darwin" else 1024)
+    if took_s > CASE_CPU_S:
+        raise Finding(f"{len(data)} bytes took {took_s:.2f} s, expected at most {CASE_CPU_S}")
+    if grown_bytes > CASE_RSS_BYTES:
+        raise Finding(f"{len(data)} bytes took {grown_bytes >> 20} MiB of memory")
+
+
+def run_traced(target: Target, data: bytes) -> None:
+    """Run one case within `CASE_CPU_S` and a limit of traced memory; twice as slow."""
+    tracemalloc.start()
+    try:
+        before, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        run_bounded(target, data)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    if peak - before > target.traced_bytes + CASE_TRACED_MULTIPLE * len(data):
+        raise Finding(f"{len(data)} bytes took {peak - before} bytes of Python's memory")
+
+
+def quiet(logger: str, undo: ExitStack) -> None:
+    """Turn off the warnings of a logger, which a fuzzer would fill a disk with."""
+    found = logging.getLogger(logger)
+    undo.callback(found.setLevel, found.level)
+    found.setLevel("ERROR")
+
+
+_NUMBERS = (0, 1, 2, 7, 8, 27, 28, 29, 64, 127, 128, 255, 256, 783, 784, 785, 1023, 1024, 65_535)
+
+
+def mutated(data: bytes, rng: random.Random, max_bytes: int, tokens: Sequence[bytes] = ()) -> bytes:
+    """`data` with one to four changes: of bytes, ranges, numbers in binary, or by `tokens`."""
+    changed = bytearray(data)
+    for _ in range(rng.randint(1, 4)):
+        start = rng.randint(0, len(changed))
+        end = min(len(changed), start + rng.choice((1, 1, 2, 4, 8, 64, 1024)))
+        match rng.randrange(8):
+            case 0 if changed:
+                at = rng.randrange(len(changed))
+                changed[at] ^= 1 << rng.randrange(8)
+            case 1 if changed:
+                changed[rng.randrange(len(changed))] = rng.choice(_NUMBERS) & 255
+            case 2:
+                changed[start:end] = b""
+            case 3:
+                changed[start:start] = rng.randbytes(rng.choice((1, 2, 4, 16)))
+            case 4:
+                changed[start:start] = changed[start:end] * rng.choice((1, 2, 10, 1000))
+            case 5:
+                at = rng.randint(0, len(changed))
+                changed[at:at] = changed[start:end]
+            case 6 if tokens:
+                changed[start : rng.choice((start, end))] = rng.choice(tokens)
+            case _:
+                form = rng.choice(("B", "<H", ">H", "<I", ">I", "<Q", ">Q"))
+                size = struct.calcsize(form)
+                number = rng.choice((*_NUMBERS, -1, -2, 1 << 31, 1 << 63, len(data)))
+                packed = (number % (1 << 8 * size)).to_bytes(
+                    size, "little" if form[0] == "<" else "big"
+                )
+                changed[start : rng.choice((start, start + size))] = packed
+        del changed[max_bytes:]
+    return bytes(changed)
+
+
+def mutate_list(items: list[bytes], rng: random.Random, change: MutateBytes) -> list[bytes]:
+    """`items` with one changed, dropped, repeated, moved or copied to another place."""
+    items = list(items)
+    if not items:
+        return [change(b"")]
+    at, to = rng.randrange(len(items)), rng.randrange(len(items))
+    match rng.randrange(7):
+        case 0:
+            del items[at]
+        case 1:
+            items[at:at] = [items[at]] * rng.choice((1, 1, 1, 1, 2, 2, 3, 30, 300))
+        case 2:
+            items[at], items[to] = items[to], items[at]
+        case 3:
+            items.insert(to, items[at])
+        case _:
+            items[at] = change(items[at])
+    return items
+
+
+def pick(rng: random.Random, choices: Iterable[bytes]) -> bytes:
+    """One of `choices`."""
+    return rng.choice(tuple(choices))
