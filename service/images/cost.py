@@ -32,7 +32,9 @@ def message_cost_s(message_bytes: int) -> float:
     return _MESSAGE_BYTE_S * message_bytes
 
 
-def body_cost_s(content_type: str, body: bytes | bytearray, max_picture_pixels: int) -> float:
+def body_cost_s(
+    content_type: str, body: bytes | bytearray | memoryview, max_picture_pixels: int
+) -> float:
     """Seconds for a body of HTTP.
 
     Raises:
@@ -40,8 +42,9 @@ def body_cost_s(content_type: str, body: bytes | bytearray, max_picture_pixels: 
     """
     seconds = _BODY_BYTE_S * len(body)
     kind = content_type.lower()
+    size, body = len(body), bytes(body[:_COUNTED_BYTES])
     if kind.startswith("multipart/"):
-        return seconds + _multipart_s(content_type, body, max_picture_pixels)
+        return seconds + _multipart_s(content_type, body, size, max_picture_pixels)
     if not kind.startswith("image/"):
         return seconds
     stated = stated_size(body)
@@ -52,16 +55,16 @@ def body_cost_s(content_type: str, body: bytes | bytearray, max_picture_pixels: 
     check_size(*stated, "body", max_picture_pixels)
     pixels = stated[0] * stated[1]
     if _PIXEL_S * pixels < CHEAP_S and not body.startswith(PNG_MAGIC):
-        pixels *= max(1, body.count(_SCAN, 0, _COUNTED_BYTES))
+        pixels *= max(1, body.count(_SCAN))
     return seconds + _PICTURE_S + _PIXEL_S * pixels
 
 
-def _multipart_s(content_type: str, body: bytes | bytearray, max_picture_pixels: int) -> float:
-    """What the pictures in a multipart body add."""
-    if len(body) > _SMALL_MULTIPART_BYTES:
+def _multipart_s(content_type: str, body: bytes, size: int, max_picture_pixels: int) -> float:
+    """What the pictures add in a multipart body of `size` bytes that begins with `body`."""
+    if size > _SMALL_MULTIPART_BYTES:
         boundary = _BOUNDARY.search(content_type)
         line = b"--" + boundary[1].encode("latin-1", "replace") if boundary else b"--"
-        parts = body.count(line, 0, _COUNTED_BYTES) * max(1, len(body) / _COUNTED_BYTES)
+        parts = body.count(line) * max(1, size / _COUNTED_BYTES)
         return CHEAP_S + _PICTURE_S * parts
     pictures = pixels = 0
     for found in _PICTURE.finditer(body):

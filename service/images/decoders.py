@@ -71,6 +71,10 @@ _ARGUMENTS = ("-P", "-m", "service.decoding_process")
 _ERRORS = {error.code: error for error in (InvalidInput, TooLarge, UnsupportedMediaType)}
 
 
+Body: TypeAlias = bytes | bytearray | memoryview
+"""Of bytes."""
+
+
 @dataclass(frozen=True, slots=True)
 class BodySource:
     """A body of HTTP; see `service.images.decoder`."""
@@ -89,7 +93,7 @@ class BodySource:
             "max_picture_pixels": self.limits.max_picture_pixels,
         }
 
-    def cost_s(self, body: bytes | bytearray) -> float:
+    def cost_s(self, body: Body) -> float:
         """Estimated seconds to decode it. Raises: TooLarge."""
         return body_cost_s(self.content_type, body, self.limits.max_picture_pixels)
 
@@ -104,7 +108,7 @@ class InferSource:
         """What a decoder is told."""
         return {"kind": "infer", "max_images": self.max_images}
 
-    def cost_s(self, body: bytes | bytearray) -> float:
+    def cost_s(self, body: Body) -> float:
         """Estimated seconds to decode it."""
         return message_cost_s(len(body))
 
@@ -129,14 +133,14 @@ class Job:
     __slots__ = ("cost_s", "costly", "decoder", "ended", "frame", "max_images", "on_done")
 
     def __init__(
-        self, source: Source, body: bytes | bytearray, on_done: OnDone, ended: Callable[[], None]
+        self, source: Source, body: Body, on_done: OnDone, ended: Callable[[], None]
     ) -> None:
         self.cost_s = source.cost_s(body)
         self.costly = self.cost_s > CHEAP_S
         self.max_images = (
             source.max_images if isinstance(source, InferSource) else source.limits.max_images
         )
-        self.frame: list[bytes | bytearray] = [frame(source.header(), len(body))]
+        self.frame: list[Body] = [frame(source.header(), len(body))]
         if body:
             self.frame.append(body)
         self.on_done: OnDone | None = on_done
@@ -213,7 +217,7 @@ class Decoders:
     def start(
         self,
         source: Source,
-        body: bytes | bytearray,
+        body: Body,
         on_done: OnDone,
         ended: Callable[[], None] = lambda: None,
     ) -> Job:
@@ -262,7 +266,7 @@ class Decoders:
         elif job.decoder is not None:
             job.decoder.cancel()
 
-    async def run(self, source: Source, body: bytes | bytearray, timeout_s: float) -> Decoded:
+    async def run(self, source: Source, body: Body, timeout_s: float) -> Decoded:
         """As `start`, for a task.
 
         Raises:

@@ -32,7 +32,8 @@ async def test_a_lone_call_does_not_wait():
         call.end()
 
 
-async def test_calls_go_on_together_when_another_is_open():
+async def test_calls_go_on_together_when_another_is_open(monkeypatch):
+    monkeypatch.setattr(gathering, "_MOST_S", 60.0)  # however busy the machine is
     calls = Gathering()
     await calls.join(Call())
     early = join(calls, 2)
