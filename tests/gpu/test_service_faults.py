@@ -1,4 +1,7 @@
-"""A real service on a real GPU whose kernels fail, hang, or whose memory others take."""
+"""A real service on a real GPU whose kernels fail, hang, or whose memory others take.
+
+No other test may use the GPU at the same time.
+"""
 
 from __future__ import annotations
 
