@@ -251,7 +251,7 @@ class Metrics:
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
         self._queue_rows = self._gauge(
-            "lenet_queue_rows", "Rows left waiting by the last cut.", "model"
+            "lenet_queue_rows", "Rows waiting, when some last left the queue.", "model"
         )
         self._contexts = self._gauge("lenet_contexts", "Execution contexts.", "model")
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", "model")
@@ -328,8 +328,9 @@ class Metrics:
         """Count a decoding process that ended while serving."""
         self._decoder_ends[reason,].inc()
 
-    def rows_dropped(self, rows: int, reason: DropReason) -> None:
-        """Waiting rows left the queue without a batch."""
+    def rows_dropped(self, model: str, rows: int, reason: DropReason, waiting_rows: int) -> None:
+        """Waiting rows left the queue without a batch; `waiting_rows` stay."""
+        self._queue_rows[model,].set(waiting_rows)
         self._dropped[reason,].inc(rows)
 
     def started(self, phase: str, seconds: float) -> None:

@@ -16,7 +16,7 @@ from service.engine.deadlines import Deadlines
 from service.engine.queue import BatchAnswer, BatchQueue, Cut, OnAnswer, Prediction, Request
 from service.engine.versions import ModelVersion
 from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
-from service.metrics import Metrics
+from service.metrics import DropReason, Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class Batcher:
         if not request.done:
             self._end(request)
             if dropped := self._queue.discard(request):
-                self._metrics.rows_dropped(dropped, "cancelled")
+                self._count_dropped(dropped, "cancelled")
             self._note_idle()
 
     async def submit(self, images: Images, timeout_s: float) -> Prediction:
@@ -203,7 +203,7 @@ class Batcher:
         cut = self._queue.cut(self._clock(), draining=self._closing)
         for request in cut.late:
             self._fail_late(request)
-            self._metrics.rows_dropped(request.rows - request.cut_rows, "late")
+            self._count_dropped(request.rows - request.cut_rows, "late")
         if not cut.segments:
             self._pool.release(worker)
             self._note_idle()
@@ -249,9 +249,12 @@ class Batcher:
 
     def _expire(self, request: Request) -> None:
         if dropped := self._queue.discard(request):
-            self._metrics.rows_dropped(dropped, "late")
+            self._count_dropped(dropped, "late")
         self._fail_late(request)
         self._note_idle()
+
+    def _count_dropped(self, rows: int, reason: DropReason) -> None:
+        self._metrics.rows_dropped(self._version.name, rows, reason, self._queue.rows)
 
     def _fail_late(self, request: Request) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)

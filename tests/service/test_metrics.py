@@ -125,7 +125,7 @@ def everything(metrics):
             metrics.batch_cut(model, 3, reason, 4, 1)
         metrics.batch_done(model, 3, result(), 0.1, 0)
         for reason in get_args(DropReason):
-            metrics.rows_dropped(1, reason)
+            metrics.rows_dropped("lenet", 1, reason, 0)
     return metrics
 
 
@@ -175,7 +175,7 @@ def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, 
     metrics.batch_cut("lenet", 48, "full", 7, 2)
     assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
     metrics.batch_done("lenet", 48, result(64, True, 0.0005), 0.0015, 1)
-    metrics.rows_dropped(5, "late")
+    metrics.rows_dropped("lenet", 5, "late", 7)
     assert value("lenet_batches_total", {"model": "lenet", "reason": "full"}) == 1
     assert value("lenet_batch_rows_count") == 1
     assert value("lenet_batch_rows_sum") == 48

@@ -210,7 +210,7 @@ class Watcher:
         assert (result.computed_rows, result.captured, result.device_s) == (8, True, 0.25)
         self.done.append((rows, compute_s, busy))
 
-    def rows_dropped(self, rows: int, reason: str) -> None:
+    def rows_dropped(self, model: str, rows: int, reason: str, waiting_rows: int) -> None:
         assert rows > 0
         self.dropped[reason] += rows
 
