@@ -13,6 +13,10 @@ IPv4 and IPv6; 2026-11-22)."""
 LEAST_PER_WORKER = 4
 """Of a supervisor: the pipes of a worker, while another is being started."""
 
+_RESERVED = 48
+"""At least so many are no client's: 38 of an idle process (Linux, CPU), files that are read,
+decoding processes, and connections that are accepted only to be closed."""
+
 _WANTED = 65_536
 _MODES = ((0, "stdin", "r"), (1, "stdout", "w"), (2, "stderr", "w"))
 
@@ -50,6 +54,19 @@ def raise_limit() -> int:
             return soft
         return wanted
     return soft
+
+
+def connections() -> tuple[int, int]:
+    """The most connections of HTTP and of gRPC, so that clients never take the last descriptor.
+
+    Without any, libuv tries to accept again and again, with a whole core, once another library has
+    taken the spare descriptor that it frees for a moment (uvloop 0.23).
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit = _WANTED
+    clients = max(4, limit - max(_RESERVED, limit // 8))
+    return clients - clients // 4, clients // 4
 
 
 def too_few(limit: int, workers: int = 0) -> str:

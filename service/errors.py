@@ -145,6 +145,11 @@ def exit_code(error: Exception) -> ExitCode:
     return ExitCode.ADDRESS
 
 
+def stopping() -> Unavailable:
+    """The error of a request that the stopping service cannot answer."""
+    return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
+
+
 _SHOWN_CHARACTERS = 40
 
 

@@ -33,6 +33,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
+from service import descriptors
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
@@ -147,6 +148,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 shared=shared,
                 max_body_bytes=settings.max_body_bytes,
                 max_images=settings.max_images,
+                max_connections=descriptors.connections()[1],
                 timeout_s=timeout_s,
                 stop_timeout_s=settings.drain_timeout_s,
             )
@@ -333,7 +335,9 @@ async def _answer(
 ) -> None:
     """Serve HTTP until `stop`, then stop HTTP, gRPC and the queues within the drain timeout."""
     _settle()
-    door = FrontDoor(service.fast_routes, service.budget)
+    door = FrontDoor(
+        service.fast_routes, service.budget, max_connections=descriptors.connections()[0]
+    )
     server = _http_server(service.app, door, settings.drain_timeout_s)
     host, port = listeners[0].getsockname()[:2]
     for listener in listeners:

@@ -15,7 +15,13 @@ from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.deadlines import Deadlines
 from service.engine.queue import BatchAnswer, BatchQueue, Cut, OnAnswer, Prediction, Request
 from service.engine.versions import ModelVersion
-from service.errors import DeadlineExceeded, InferenceFailed, ServiceError, Unavailable
+from service.errors import (
+    DeadlineExceeded,
+    InferenceFailed,
+    ServiceError,
+    Unavailable,
+    stopping,
+)
 from service.metrics import DropReason, Metrics
 
 _log = logging.getLogger(__name__)
@@ -80,7 +86,7 @@ class Batcher:
             Unavailable: the service is stopping, or has lost its device.
         """
         if self._closing:
-            raise _device_lost() if self._lost else _stopping()
+            raise _device_lost() if self._lost else stopping()
         request = Request(images, deadline_s, self._clock(), self._version, on_answer)
         self._queue.push(request)
         request.waiting = nvtx.begin("queue")
@@ -151,7 +157,7 @@ class Batcher:
             await asyncio.wait_for(self._idle.wait(), timeout_s)
         except TimeoutError:
             for request in self._unanswered():
-                self._fail(request, _stopping())
+                self._fail(request, stopping())
 
     def fail_all(self) -> None:
         """The device is lost: refuse new requests and fail all others, in flight or not."""
@@ -311,10 +317,6 @@ def _resolve(
         answer.set_exception(error)
     else:
         answer.set_result(request.prediction)
-
-
-def _stopping() -> ServiceError:
-    return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
 
 
 def _device_lost() -> ServiceError:

@@ -85,6 +85,7 @@ class FrontDoor:
         routes: FastRoutes,
         budget: Budget,
         *,
+        max_connections: int = 1 << 16,
         max_header_bytes: int = 64 * 1024,
         header_timeout_s: float = 10.0,
         keep_alive_s: float = 75.0,
@@ -92,6 +93,7 @@ class FrontDoor:
     ) -> None:
         self.routes = routes
         self.budget = budget
+        self.max_connections = max_connections
         self.max_header_bytes = max_header_bytes
         self.header_timeout_s = header_timeout_s
         self.keep_alive_s = keep_alive_s
@@ -225,6 +227,10 @@ class Connection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self.transport = cast("asyncio.Transport", transport)
+        if len(self.door.connections) >= self.door.max_connections:
+            self._closing = True
+            self.transport.abort()
+            return
         self.client, self.server = (
             _address(self.transport, name) for name in ("peername", "sockname")
         )

@@ -41,6 +41,7 @@ from service.errors import (
     TooLarge,
     Unavailable,
     UnsupportedMediaType,
+    stopping,
 )
 from service.images import Invert, Limits
 from service.images.cost import CHEAP_S, body_cost_s, message_cost_s
@@ -84,7 +85,7 @@ class BodySource:
     limits: Limits
 
     def header(self) -> dict[str, Any]:
-        """What a decoder is told."""
+        """The header of the frame that is sent to a decoder."""
         return {
             "kind": "body",
             "content_type": self.content_type,
@@ -105,7 +106,7 @@ class InferSource:
     max_images: int
 
     def header(self) -> dict[str, Any]:
-        """What a decoder is told."""
+        """The header of the frame that is sent to a decoder."""
         return {"kind": "infer", "max_images": self.max_images}
 
     def cost_s(self, body: Body) -> float:
@@ -182,7 +183,7 @@ class Decoders:
 
     def __exit__(self, *_: object) -> None:
         self._closed = True
-        error = Unavailable("the service stops; send this to another instance", retry_after_s=1)
+        error = stopping()
         for waiting in self._waiting.values():
             while waiting:
                 self._finish(waiting.popitem()[0], error)
@@ -232,7 +233,7 @@ class Decoders:
             Unavailable: closed, or no process can be started.
         """
         if self._closed:
-            raise Unavailable("the service stops; send this to another instance", retry_after_s=1)
+            raise stopping()
         job = Job(source, body, on_done, ended)
         waiting = self._waiting[job.costly]
         slots = self._count - job.costly

@@ -41,6 +41,7 @@ from service.errors import (
     Unavailable,
     UnknownModel,
     UnsupportedMediaType,
+    stopping,
 )
 
 _log = logging.getLogger(__name__)
@@ -199,7 +200,7 @@ class Calls:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._admitted = 0
         self._goaway: asyncio.Event | None = None
-        """While the server stops: set when clients were told to open no more calls."""
+        """None until the stop begins; set once GOAWAY has been sent to every client."""
 
     def open(
         self, context: Context, began_s: float, timeout_s: float, *, spare: int = 0
@@ -237,7 +238,7 @@ class Calls:
         """
         if self._goaway is not None:
             await self._goaway.wait()
-            raise _stopping()
+            raise stopping()
         try:
             if self._beginning < _AT_ONCE:
                 self._beginning += 1
@@ -312,7 +313,7 @@ class Calls:
             admitted = self._admitted
 
     def go_on(self) -> None:
-        """Clients were told to open no more calls: answer those that are open.
+        """Answer the calls that are open: GOAWAY has been sent, and clients open no more.
 
         Slow messages are awaited no longer, and calls that came since `settle` are unavailable.
         """
@@ -323,7 +324,7 @@ class Calls:
     def end_all(self) -> None:
         """End the calls that are still open as unavailable."""
         for call in tuple(self._open):
-            self._end(call, _stopping())
+            self._end(call, stopping())
 
     def _end(self, call: OpenCall, error: ServiceError) -> None:
         """End a call from outside of its task."""
@@ -403,7 +404,7 @@ class Calls:
         if self._goaway is not None and self._goaway.is_set():
             waiting = [call for line in self._lines.values() for call in line]
             for call in (*self._slow(), *waiting):
-                self._end(call, _stopping())
+                self._end(call, stopping())
             return
         resident = resident_bytes()
         grown = resident - self._resident_bytes - _CALL_BYTES * len(self._open)
@@ -462,10 +463,6 @@ def _malloc_trim() -> Callable[[int], int] | None:
     except AttributeError:
         return None
     return trim
-
-
-def _stopping() -> Unavailable:
-    return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
 
 
 def _slow_overloaded() -> Overloaded:

@@ -87,6 +87,7 @@ async def serve(
     shared: bool,
     max_body_bytes: int,
     max_images: int,
+    max_connections: int,
     timeout_s: float,
     stop_timeout_s: float,
 ) -> AsyncIterator[GrpcServer]:
@@ -113,6 +114,7 @@ async def serve(
             ("grpc.http2.bdp_probe", 0),
             ("grpc.server.max_pending_requests", _MAX_PENDING),
             ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+            ("grpc.max_allowed_incoming_connections", max_connections),
             # Connections of clients that are gone without a word end after 80 s.
             ("grpc.keepalive_time_ms", 60_000),
             ("grpc.keepalive_timeout_ms", 20_000),

@@ -5,7 +5,7 @@ import resource
 import pytest
 
 from service import descriptors
-from service.descriptors import LEAST, LEAST_PER_WORKER, raise_limit, too_few
+from service.descriptors import LEAST, LEAST_PER_WORKER, connections, raise_limit, too_few
 
 INFINITE = resource.RLIM_INFINITY
 
@@ -59,3 +59,16 @@ def test_a_supervisor_needs_some_for_each_worker():
     assert too_few(LEAST) == ""
     assert f"got a limit of {LEAST}, expected at least" in too_few(LEAST, 1)
     assert too_few(LEAST + 8 * LEAST_PER_WORKER, 8) == ""
+
+
+@pytest.mark.parametrize(
+    ("limit", "http", "grpc"), [(LEAST, 12, 4), (1024, 672, 224), (65_536, 43_008, 14_336)]
+)
+def test_connections_leave_descriptors_to_the_service(limits, limit, http, grpc):
+    limits(limit, limit)
+    assert connections() == (http, grpc)
+
+
+def test_connections_are_bounded_where_descriptors_are_not(limits):
+    limits(INFINITE, INFINITE)
+    assert connections() == (43_008, 14_336)

@@ -713,6 +713,26 @@ async def test_a_slow_reader_gets_everything_in_order(server):
     assert (await client.answer())[2] == b"after"
 
 
+# Their number
+
+
+async def test_connections_beyond_the_limit_are_closed_and_room_is_used_again():
+    async with running(max_connections=2) as server:
+        kept = [await server.open() for _ in range(2)]
+        for client in kept:
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+        beyond = await server.open()
+        with contextlib.suppress(ConnectionResetError):
+            assert await beyond.rest() == b""
+        assert len(server.door.connections) == len(server.state.connections) == 2
+        kept[0].send(GET)
+        assert (await kept[0].answer())[0] == 200
+        kept[1].writer.close()
+        await until(lambda: len(server.door.connections) == 1)
+        assert (await server.ask(GET))[0] == 200
+
+
 # Clients that leave
 
 

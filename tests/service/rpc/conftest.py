@@ -107,6 +107,7 @@ class House:
             "shared": False,
             "max_body_bytes": 1 << 20,
             "max_images": MAX_IMAGES,
+            "max_connections": 1000,
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
         }

@@ -39,8 +39,16 @@ async def test_a_new_call_takes_the_place_of_a_silent_one_when_all_are_open(
     house, raw_request, monkeypatch
 ):
     monkeypatch.setattr(calls, "MAX_CALLS", 2)
+    admitted = []
+    open_ = calls.Calls.open
+    monkeypatch.setattr(
+        calls.Calls,
+        "open",
+        lambda *args, **named: admitted.append(open_(*args, **named)) or admitted[-1],
+    )
     async with house.connect() as stub:
         streams = [asyncio.ensure_future(failure(silent(stub))) for _ in range(2)]
+        await until(lambda: len(admitted) == 2)
         answered = False
         async with asyncio.timeout(5):  # they end by themselves after 10 s
             while not any(stream.done() for stream in streams):
