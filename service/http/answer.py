@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import orjson
@@ -38,6 +39,13 @@ class Answer:
     media_type: bytes
     body: bytes
     headers: bytes = b""
+    rest: Sequence[bytes] = ()
+    """The pieces of a large body that follow `body`; each is written in a turn of its own."""
+
+    @property
+    def content(self) -> bytes:
+        """All of the body."""
+        return b"".join((self.body, *self.rest))
 
 
 def error_answer(error: ServiceError) -> Answer:

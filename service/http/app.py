@@ -140,7 +140,7 @@ async def _predict(route: PredictRoute, request: Request) -> Response:
 def _response(answer: Answer) -> Response:
     headers = [line.split(": ", 1) for line in answer.headers.decode().splitlines()]
     return Response(
-        answer.body,
+        answer.content,
         answer.status,
         dict(headers),
         media_type=answer.media_type.decode(),

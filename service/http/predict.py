@@ -13,7 +13,7 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast, get_args
@@ -63,8 +63,8 @@ to 3 ms (one Xeon core, 2026-11-22)."""
 _INLINE_NPY_BYTES = 1024 * 1024
 """Likewise: transposing a Fortran-ordered array takes 2 ms."""
 
-_ENCODED_ROWS = 1024
-"""Rows of a JSON answer that are written in one turn of the event loop, which takes 1 ms."""
+_ENCODED_ROWS = 256
+"""Rows of a JSON answer that are written in one turn of the event loop, which takes 0.3 ms."""
 
 Reply = Callable[[Answer], None]
 """Called once with the answer, unless the call is cancelled."""
@@ -297,10 +297,11 @@ class PredictCall:
             self._watch()
             self._encode()
             return
+        rest: Sequence[bytes] = ()
         try:
             if encoding is not None:
                 began_s = encoding.began_s
-                kind, body = JSON, encoding.body
+                (body, *rest), kind = encoding.pieces, JSON
                 self._encoding = None
             else:
                 began_s = time.monotonic()
@@ -316,7 +317,7 @@ class PredictCall:
                 now_s - began_s,
                 now_s - self._started_s,
             )
-            answer = Answer(200, kind, body, _timing(request.version.version, *times_s))
+            answer = Answer(200, kind, body, _timing(request.version.version, *times_s), rest)
             self._route.metrics.predicted("http", self._model, times_s)
             if self._range is not None:
                 nvtx.end(self._range)
@@ -513,7 +514,8 @@ class _Encoding:
         self.request = request
         self.began_s = time.monotonic()
         self._rows = 0
-        self._pieces = [_json_head(request.version.name, request.version.version)]
+        self.pieces = [_json_head(request.version.name, request.version.version)]
+        """Of the body: all, once no rows are left."""
 
     @span("encode")
     def step(self) -> bool:
@@ -525,13 +527,9 @@ class _Encoding:
         pieces = _json_pieces(batch.probabilities[start:stop])
         if not first:
             pieces[0] = pieces[0][len(b"]},") :]
-        self._pieces.append(b"".join(pieces))
-        return self._rows < request.rows
-
-    @property
-    def body(self) -> bytes:
-        """All of it, once no rows are left."""
-        return b"".join([*self._pieces, b"]}]}"])
+        left = self._rows < request.rows
+        self.pieces.append(b"".join(pieces if left else [*pieces, b"]}]}"]))
+        return left
 
 
 _A_ROW = 4

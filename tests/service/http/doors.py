@@ -87,7 +87,7 @@ class EchoCall:
 
     def answer(self):
         if not self.route.cancelled.count(self):
-            self.reply(Answer(200, b"text/plain", self.body))
+            self.reply(Answer(200, b"text/plain", self.body, rest=self.route.rest))
 
     def fail(self, error):
         self.reply(error_answer(error))
@@ -101,7 +101,7 @@ class Echo:
     """`POST /fast` answers with the body; with `hold`, when `release` is called."""
 
     def __init__(self):
-        self.hold, self.refused = False, 0
+        self.hold, self.refused, self.rest = False, 0, ()
         self.calls, self.held, self.cancelled, self.reads = [], [], [], 0
         self.arrived, self.left, self.waited = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

@@ -214,7 +214,7 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         assert reply.status == 200
         rows = table[start : start + count]
         if accept == RAW:
-            assert reply.body == rows.astype("<f4").tobytes()
+            assert reply.content == rows.astype("<f4").tobytes()
             continue
         predictions = [
             {
@@ -225,8 +225,8 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
             for row in rows
         ]
         document = {"model": "tiny", "version": "3", "predictions": predictions}
-        assert json.loads(reply.body) == document
-        assert reply.body.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
+        assert json.loads(reply.content) == document
+        assert reply.content.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
 
 
 # What is refused

@@ -9,9 +9,12 @@ import socket
 
 import orjson
 import pytest
+import uvloop
 
 from service.errors import Overloaded, TooLarge
+from service.http import connection
 from service.http.openapi import ErrorResponse
+from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, running, until
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -711,6 +714,59 @@ async def test_a_slow_reader_gets_everything_in_order(server):
     status, _, body = await client.answer()
     assert (status, len(body)) == (200, len(HUGE))
     assert (await client.answer())[2] == b"after"
+
+
+def test_large_bodies_and_answers_are_moved_in_turns_with_others(monkeypatch):
+    turn, reads, writes = 0, [], []
+
+    def count():
+        nonlocal turn
+        turn += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    class Noting(connection.Connection):
+        def data_received(self, data):
+            reads.append(turn)
+            super().data_received(data)
+
+        def write(self, piece):
+            writes.append(turn)
+            super().write(piece)
+
+    async def main():
+        async with running() as server:
+            server.route.rest = [b"%d" % n for n in range(10)]
+            client = await server.open()
+            count()
+            client.send(post(bytes(8_000_000)))
+            assert (await client.answer())[2] == bytes(8_000_000) + b"0123456789"
+
+    monkeypatch.setattr(doors, "MAX_BODY_BYTES", 1 << 24)
+    monkeypatch.setattr(connection, "Connection", Noting)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # which reads greedily
+        runner.run(main())
+    for turns in (reads, writes):
+        assert len(turns) >= 10
+        assert len(set(turns)) == len(turns)
+
+
+async def test_an_answer_in_pieces_keeps_the_order_of_answers(server):
+    server.route.hold, server.route.rest = True, [b"2", b"3"]
+    client = await server.open()
+    client.send(post(b"a1") + post(b"b1") + post(b"c", b"/x"))
+    await until(lambda: len(server.route.held) == 2)
+    server.route.release(reverse=True)
+    assert [(await client.answer())[2] for _ in range(3)] == [b"a123", b"b123", b"c"]
+
+
+async def test_a_client_that_leaves_between_two_pieces_of_its_answer_changes_nothing(server):
+    server.route.rest = [b"2"] * 1000
+    client = await server.open()
+    client.send(post(b"1"))
+    await client.reader.readuntil(b"1222")
+    client.writer.transport.abort()
+    await until(lambda: not server.door.connections)
+    assert (await server.ask(post(b"1")))[2] == b"1" + b"2" * 1000
 
 
 # Their number
