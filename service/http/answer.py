@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 
 import orjson
 
@@ -66,3 +67,13 @@ def refusal(status: int, code: str, message: str, field: str = "", headers: byte
 
 INTERNAL_ERROR = refusal(500, "internal", "internal error; see the server log")
 """The answer to an exception that is not a `ServiceError`."""
+
+_STATUS_LINES = {
+    status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())
+    for status in HTTPStatus
+}
+
+
+def status_line(status: int) -> bytes:
+    """The first line of an answer."""
+    return _STATUS_LINES.get(status) or b"HTTP/1.1 %d \r\n" % status
