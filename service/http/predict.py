@@ -43,7 +43,7 @@ from service.errors import (
 )
 from service.http.answer import INTERNAL_ERROR, JSON, Answer, error_answer
 from service.http.openapi import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
-from service.images import Invert, Limits, decoder
+from service.images import Invert, Limits, decoder, media_type
 from service.images.decoders import BodySource, Decoded, Decoders, Job
 from service.metrics import NO_MODEL, Metrics
 
@@ -56,12 +56,10 @@ _BINARY = BINARY.encode()
 _IN_PLACE = sys.maxsize
 """Of pixels: there is nothing to decode."""
 
-_INLINE_JSON_BYTES = 192 * 1024
-"""Larger ones are decoded by a decoder. This much, 64 images and more, blocks the event loop for 2
-to 3 ms (one Xeon core, 2026-11-22)."""
-
-_INLINE_NPY_BYTES = 1024 * 1024
-"""Likewise: transposing a Fortran-ordered array takes 2 ms."""
+_INLINE = {BINARY: _IN_PLACE, "application/json": 192 * 1024, "application/x-npy": 1024 * 1024}
+"""The largest bodies that are decoded on the event loop. Larger ones block it for more than the 2
+to 3 ms that JSON of 192 KiB, 64 images and more, takes, and the transposition of an npy array in
+Fortran's order (one Xeon core, 2026-11-22)."""
 
 _ENCODED_ROWS = 256
 """Rows of a JSON answer that are written in one turn of the event loop, which takes 0.3 ms."""
@@ -132,7 +130,7 @@ class PredictRoute:
             min(_requested_timeout_s(headers) or self.timeout_s, self.timeout_s),
             decoder(content_type, invert=source.invert, limits=self.limits),
             source,
-            _inline_bytes(content_type),
+            _INLINE.get(media_type(content_type), 0),
             accepts_binary(headers.get("accept", "")),
             length,
         )
@@ -434,14 +432,6 @@ class PredictCall:
         except Exception:  # noqa: BLE001 - the transport's edge: the client is answered all the same
             _log.exception("an answer was not counted")
         nvtx.end(self._range)
-
-
-def _inline_bytes(content_type: str) -> int:
-    if content_type.startswith(BINARY):
-        return _IN_PLACE
-    if content_type.startswith("application/json"):
-        return _INLINE_JSON_BYTES
-    return _INLINE_NPY_BYTES if content_type.startswith("application/x-npy") else 0
 
 
 def accepts_binary(accept: str) -> bool:

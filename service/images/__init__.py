@@ -70,6 +70,12 @@ def decode(body: bytes, content_type: str, *, invert: Invert = "auto", limits: L
     return decoder(content_type, invert=invert, limits=limits)(body)
 
 
+def media_type(content_type: str) -> str:
+    """A Content-Type in lower case, without its parameters."""
+    kind = content_type.partition(";")[0].strip().lower()
+    return "image/jpeg" if kind == "image/jpg" else kind  # not registered, and often sent
+
+
 def decoder(
     content_type: str,
     *,
@@ -92,8 +98,7 @@ def decoder(
         perhaps read-only. It raises InvalidInput, TooLarge and, for a part, UnsupportedMediaType.
     Raises: UnsupportedMediaType.
     """
-    kind = content_type.partition(";")[0].strip().lower()
-    kind = "image/jpeg" if kind == "image/jpg" else kind  # not registered, and often sent
+    kind = media_type(content_type)
     if kind not in ACCEPTED:
         raise _unsupported("content-type", kind, ACCEPTED)
     inverted = invert == "true"
@@ -231,7 +236,7 @@ def _parts(
 
     def header_end() -> None:
         if name.lower() == b"content-type":
-            kinds[-1] = value.decode("latin-1").partition(";")[0].strip().lower()
+            kinds[-1] = media_type(value.decode("latin-1"))
         name.clear()
         value.clear()
 

@@ -229,6 +229,19 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         assert reply.content.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
 
 
+async def test_small_bodies_start_no_decoding_process_however_their_type_is_written(
+    open_app, monkeypatch
+):
+    def start(*_):
+        raise AssertionError("a decoding process is started")
+
+    monkeypatch.setattr("service.images.decoders._start", start)
+    async with open_app() as served:
+        for kind in (RAW, RAW.upper(), f"{RAW}; a=b", JSON.title(), f"{JSON};charset=UTF-8"):
+            body = as_json([[0] * 784]) if "json" in kind.lower() else bytes(784)
+            assert (await served.post(body, kind)).status_code == 200
+
+
 # What is refused
 
 ONE = [[0] * 28 for _ in range(28)]
