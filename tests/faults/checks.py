@@ -31,6 +31,17 @@ def serving(service):
     return workers or [service.process.pid]
 
 
+def decoding(service):
+    """Process ids of the decoding processes."""
+    children = (Path(f"/proc/{pid}/task/{pid}/children") for pid in serving(service))
+    found = (pid for file in children for pid in file.read_text().split())
+    return [int(pid) for pid in found if b"decoding_process" in _command(pid)]
+
+
+def _command(pid):
+    return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
 def descriptors(service):
     return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in serving(service))
 

@@ -33,7 +33,16 @@ import numpy as np
 from PIL import Image
 
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from tests.faults.checks import NO_TRACE, descriptors, outcomes, samples, serving, threads, total
+from tests.faults.checks import (
+    NO_TRACE,
+    decoding,
+    descriptors,
+    outcomes,
+    samples,
+    serving,
+    threads,
+    total,
+)
 from tests.faults.clients import RAW, ROUNDING, TIMEOUT_S, AsyncConnection, infer_request, request
 from tests.faults.digits import WEIGHTS, Digits, weight_file
 from tests.faults.overload import overload
@@ -49,15 +58,26 @@ EXCUSED_S = 5.0
 
 RELOAD_EVERY_S = 3.0
 SAMPLE_EVERY_S = 2.0
-GROWTH = {"rss_mib": 16.0, "descriptors": 8.0, "threads": 2.0, "device_mib": 16.0}
+GROWTH = {
+    "rss_mib": 16.0,
+    "descriptors": 8.0,
+    "threads": 2.0,
+    "decoders": 1.0,
+    "decoders_mib": 32.0,
+    "device_mib": 16.0,
+}
 """How much each may grow from the end of the warm-up to the end, above the margin of the slope.
 RSS: what an allocator may keep of a rare burst. Descriptors and threads: connections that are open
-at the moment of a sample."""
+at the moment of a sample. Decoders: what they decode at that moment."""
 
 EXPECTED_LOG = (
     r"INFO service\.engine\.models: model lenet: version \d .* replaced version \d",
     r"INFO service\.engine\.models: reload: 1 replaced, 0 unchanged, 0 refused",
-    r"INFO service\.(server|supervisor|engine\.|listener|metrics)",
+    r"INFO service\.engine\.devices: computing on ",
+    r"INFO service\.server: (read .*: warming up|start phases, in seconds: |ready: HTTP on )",
+    r"INFO service\.server: stopping: not ready, 0 s of grace",
+    r"INFO service\.supervisor: worker \d+ started",
+    r"INFO service\.(server|supervisor): stopped",
     r"(ERROR|WARNING) service\.supervisor: worker \d+ .*-9",
 )
 
@@ -496,8 +516,11 @@ class Soak:
     async def watch(self, began_s):
         while not self.over.is_set():
             with contextlib.suppress(OSError, KeyError):  # a worker that was just killed
+                decoders = decoding(self.service)
                 reading = {
                     "rss_mib": sum(map(_resident_mib, serving(self.service))),
+                    "decoders": float(len(decoders)),
+                    "decoders_mib": sum(map(_resident_mib, decoders)),
                     "descriptors": float(descriptors(self.service)),
                     "threads": float(threads(self.service)),
                 }
