@@ -20,6 +20,7 @@ COMMANDS = {
     "load_test": [],
     "http": None,
     "workers": None,
+    "costly_bodies": None,
     "reload": None,
     "engine": ["--only", "buckets"],
     "training": [],
