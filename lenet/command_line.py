@@ -99,7 +99,7 @@ def unknown_variables(
 
 
 def _flag(name: str) -> str:
-    return f"--{name.replace('_', '-')}"
+    return f"--{name.rstrip('_').replace('_', '-')}"  # a field cannot be called `from`
 
 
 def _variable(kind: type[BaseSettings], name: str) -> str:

@@ -19,7 +19,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import MISSING, asdict, dataclass, fields, replace
 from types import MappingProxyType
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -196,6 +196,10 @@ class Model:
         (units,) = self.shapes()[-1].output
         return units
 
+    def with_classes(self, classes: int) -> Model:
+        """The same network with so many logits."""
+        return replace(self, blocks=(*self.blocks[:-1], DenseBlock(classes, activation=IDENTITY)))
+
     @property
     def folded(self) -> Model:
         """The same network without batch norm, as it is served."""
@@ -255,39 +259,99 @@ class Model:
 
     @classmethod
     def from_json(cls, text: str) -> Model:
-        """The model that `to_json` described.
+        """The model that `to_json` described, or a person, who may leave out what has a default.
+
+        An activation may be its name alone, as may a pool; that of the last block is the identity
+        unless another is given. `input` is (1, 28, 28) by default.
 
         Raises:
-            InvalidModel: not JSON, an unknown or missing key, or an impossible network.
+            InvalidModel: not JSON, an unknown or missing key, or an impossible network; the message
+                names the block.
         """
         try:
             description = json.loads(text)
-            blocks = tuple(_block(entry) for entry in description.pop("blocks"))
-            shape = tuple(description.pop("input"))
-            if len(shape) != 3 or any(type(size) is not int or size < 1 for size in shape):
-                raise InvalidModel(f"model: input is {shape!r}, expected three integers >= 1")
-            return cls(blocks=blocks, input=shape, **description)
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as exc:
-            raise InvalidModel(f"model: the description cannot be read ({exc!r})") from exc
+        except (ValueError, RecursionError) as exc:
+            raise InvalidModel(f"model: the description is not JSON ({exc})") from exc
+        if not isinstance(description, dict):
+            raise InvalidModel(f"model: got {_shown(description)}, expected an object")
+        _check_keys("model", description, {"name", "blocks"}, {"input"})
+        name, entries = description["name"], description["blocks"]
+        if not isinstance(entries, list):
+            raise InvalidModel(f"model: blocks is {_shown(entries)}, expected a list")
+        shape = description.get("input", [1, HEIGHT, WIDTH])
+        if (
+            not isinstance(shape, list)
+            or len(shape) != 3
+            or any(type(size) is not int or not 1 <= size <= MAX_FIELD for size in shape)
+        ):
+            raise InvalidModel(
+                f"model: input is {_shown(shape)}, expected three integers from 1 to {MAX_FIELD}"
+            )
+        blocks = tuple(
+            read_block(entry, f"block {number}", last=number == len(entries))
+            for number, entry in enumerate(entries, 1)
+        )
+        return cls(name, blocks, tuple(shape))
 
     def fingerprint(self) -> str:
         """SHA-256 in hex of the served network; equal in files that can replace each other."""
         return hashlib.sha256(replace(self.folded, name="").to_json().encode()).hexdigest()
 
 
-def _block(entry: dict[str, Any]) -> Block:
-    fields = {**entry, "activation": Activation(**entry["activation"])}
-    kind = fields.pop("type")
-    if type(fields.get("batch_norm")) is not bool:
-        raise InvalidModel(
-            f"{kind}: batch_norm is {fields.get('batch_norm')!r}, expected a boolean"
+def read_block(entry: object, owner: str, *, last: bool) -> Block:
+    """A block of a description; `owner` is its name in messages.
+
+    Raises:
+        InvalidModel: it describes none.
+    """
+    if not isinstance(entry, dict):
+        raise InvalidModel(f"{owner}: got {_shown(entry)}, expected an object")
+    kind = entry.get("type")
+    if kind not in ("conv", "dense"):
+        raise InvalidModel(f"{owner}: type is {_shown(kind)}, expected conv or dense")
+    block = ConvBlock if kind == "conv" else DenseBlock
+    required = {field.name for field in fields(block) if field.default is MISSING}
+    optional = {field.name for field in fields(block)} - required
+    _check_keys(owner, entry, required | {"type"}, optional)
+    found = {name: value for name, value in entry.items() if name != "type"}
+    norm = found.get("batch_norm", False)
+    if type(norm) is not bool:
+        raise InvalidModel(f"{owner}: batch_norm is {_shown(norm)}, expected true or false")
+    try:
+        found["activation"] = _part(
+            Activation, found.get("activation", "identity" if last else "relu"), "activation"
         )
-    if kind == "dense":
-        return DenseBlock(**fields)
-    if kind == "conv":
-        pool = fields.pop("pool")
-        return ConvBlock(**fields, pool=None if pool is None else Pool(**pool))
-    raise InvalidModel(f"model: a block has type {kind!r}, expected conv or dense")
+        if found.get("pool") is not None:
+            found["pool"] = _part(Pool, found["pool"], "pool")
+        return block(**found)
+    except InvalidModel as exc:
+        raise InvalidModel(f"{owner}, {exc}") from exc
+
+
+def _part(kind: type[Any], value: object, owner: str) -> Any:
+    """An activation or a pool, from its name or its fields."""
+    if isinstance(value, str):
+        return kind(value)
+    if not isinstance(value, dict):
+        raise InvalidModel(f"{owner}: got {_shown(value)}, expected a name or an object")
+    _check_keys(owner, value, {"kind"}, {field.name for field in fields(kind)} - {"kind"})
+    return kind(**value)
+
+
+def _check_keys(owner: str, found: dict[str, Any], required: set[str], optional: set[str]) -> None:
+    if missing := sorted(required - found.keys()):
+        raise InvalidModel(f"{owner}: {missing[0]} is missing")
+    if unknown := sorted(found.keys() - required - optional):
+        known = ", ".join(sorted(required | optional))
+        raise InvalidModel(f"{owner}: {_shown(unknown[0])} is unknown, expected some of {known}")
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
+
+
+_SHOWN_CHARACTERS = 60
 
 
 def window_count(size: int, window: int, stride: int, padding: int, dilation: int = 1) -> int:
@@ -303,9 +367,15 @@ def _conv_shapes(owner: str, block: ConvBlock, shape: Shape) -> tuple[Shape, Sha
     )
     size = tuple(window_count(*axis) for axis in geometry)
     if min(size) < 1:
+        axis = 0 if size[0] < 1 else 1
+        h, r, stride, p, d = (
+            pair[axis]
+            for pair in (shape[1:], block.kernel, block.stride, block.padding, block.dilation)
+        )
         raise InvalidModel(
             f"{owner}: a kernel of {block.kernel} with dilation {block.dilation} does not fit an "
-            f"image of {shape[1:]} with padding {block.padding}"
+            f"image of {shape[1:]} with padding {block.padding}: it has floor(({h} + 2*{p} - {d}*"
+            f"({r} - 1) - 1) / {stride}) + 1 = {size[axis]} positions, expected at least 1"
         )
     linear = (block.channels, *size)
     pool = block.pool
@@ -316,9 +386,12 @@ def _conv_shapes(owner: str, block: ConvBlock, shape: Shape) -> tuple[Shape, Sha
     windows = zip(size, pool.size, pool.stride, pool.padding, strict=True)
     pooled = tuple(window_count(*axis) for axis in windows)
     if min(pooled) < 1:
+        axis = 0 if pooled[0] < 1 else 1
+        h, r, stride, p = (pair[axis] for pair in (size, pool.size, pool.stride, pool.padding))
         raise InvalidModel(
             f"{owner}: a pooling window of {pool.size} with padding {pool.padding} does not fit "
-            f"an image of {size}"
+            f"an image of {size}: it has floor(({h} + 2*{p} - {r}) / {stride}) + 1 = "
+            f"{pooled[axis]} positions, expected at least 1"
         )
     return linear, (block.channels, *pooled)
 

@@ -47,6 +47,7 @@ FORMAT_VERSION = 1
 MAX_FILE_BYTES = 256 * 1024 * 1024
 MAX_HEADER_BYTES = 1024 * 1024
 GOLDEN_IMAGES = 10
+MAX_LABEL_CHARACTERS = 100
 
 _DTYPES: dict[str, np.dtype[Any]] = {"F32": np.dtype("<f4"), "U8": np.dtype(np.uint8)}
 _SHA256 = re.compile("[0-9a-f]{64}")
@@ -54,34 +55,49 @@ _SHA256 = re.compile("[0-9a-f]{64}")
 Float32 = NDArray[np.float32]
 
 
+def is_label(name: object) -> bool:
+    """Whether `name` can be that of a class: printable text, which no JSON or log can spoil."""
+    return isinstance(name, str) and 0 < len(name) <= MAX_LABEL_CHARACTERS and name.isprintable()
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """The origin of the weights.
 
-    `accuracy` of the exported weights on the test set, 0 to 1; `dataset_sha256` of the uncompressed
-    dataset files; `labels`: the names of the classes in order.
+    `accuracy` of the exported weights on the test set, 0 to 1, None if it was not measured;
+    `dataset_sha256` of the uncompressed dataset files, "" if they are not known; `labels`: the
+    names of the classes in order.
     """
 
     dataset_sha256: str
     seed: int
     command: str
     epochs: int
-    accuracy: float
+    accuracy: float | None
     labels: tuple[str, ...]
 
     def __post_init__(self) -> None:
         digest, accuracy = self.dataset_sha256, self.accuracy
         for name, good, expected in (
-            ("dataset_sha256", type(digest) is str and _SHA256.fullmatch(digest), "64 hex digits"),
+            (
+                "dataset_sha256",
+                type(digest) is str and (not digest or _SHA256.fullmatch(digest)),
+                "64 hex digits or nothing",
+            ),
             ("seed", type(self.seed) is int and self.seed >= 0, "an integer >= 0"),
             ("command", isinstance(self.command, str), "a string"),
             ("epochs", type(self.epochs) is int and self.epochs >= 0, "an integer >= 0"),
             (
                 "accuracy",
-                type(accuracy) is float and 0 <= accuracy <= 1,
-                "a number from 0.0 to 1.0",
+                accuracy is None or (type(accuracy) is float and 0 <= accuracy <= 1),
+                "a number from 0.0 to 1.0, or null",
             ),
-            ("labels", all(isinstance(label, str) for label in self.labels), "strings"),
+            (
+                "labels",
+                all(is_label(label) for label in self.labels)
+                and len(set(self.labels)) == len(self.labels),
+                f"different names of 1 to {MAX_LABEL_CHARACTERS} printable characters",
+            ),
         ):
             if not good:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected {expected}")

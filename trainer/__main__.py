@@ -2,6 +2,8 @@
 
     python -m trainer                                      the same as fit
     python -m trainer fit --model mlp --data FOLDER ...    train, verify, write a weight file
+    python -m trainer fit --data FOLDER --labels FILE      another dataset, with names of classes
+    python -m trainer fit --from FILE --freeze conv1       from the layers of a weight file
     python -m trainer export --weights FILE --out FILE     write a weight file as ONNX
     python -m trainer inspect --precision tf32 --batch 512 each call of a training step: shapes,
                                                            time, share of the GPU's limit; without

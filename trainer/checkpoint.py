@@ -77,14 +77,16 @@ class Snapshot:
 class Checkpoint:
     """The file of one run's snapshot; its name identifies the run: a recipe on a dataset.
 
+    `origin` identifies what else it depends on: the content of files that the recipe only names.
+
     It does not hold the loss scale of mixed precision: a resumed mixed run starts with the initial
     scale and may differ in the last bits from an uninterrupted one.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str) -> None:
-        self._run = f"{recipe.command()} on {dataset_sha256}"
+    def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str, origin: str = "") -> None:
+        self._run = f"{recipe.command()} on {dataset_sha256} {origin}".rstrip()
         name = hashlib.sha256(self._run.encode()).hexdigest()[:12]
-        self.path = folder / f"{recipe.model}-{name}.safetensors"
+        self.path = folder / f"{Path(recipe.model).stem}-{name}.safetensors"
 
     def save(self, snapshot: Snapshot) -> None:
         """Replace the file, atomically.

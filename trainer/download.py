@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.errors import DatasetUnavailable, InvalidDataset
 from trainer.mnist import (
+    DIGITS,
     FILES,
     MAX_FILE_BYTES,
     Dataset,
@@ -35,17 +36,30 @@ MIRRORS = (
 _TIMEOUT_S = 20.0
 
 
-def obtain(folder: Path, report: Callable[[str], None]) -> Dataset:
-    """Download into `folder` what is missing there, then `load` it.
+def obtain(
+    folder: Path,
+    report: Callable[[str], None],
+    classes: int = len(DIGITS),
+    *,
+    transposed: bool = False,
+) -> Dataset:
+    """Download what is missing of MNIST in `folder`, then `load` it.
 
-    `report` is called with a line for each download.
+    `report` is called with a line for each download. Nothing is downloaded into a folder that holds
+    files of another dataset.
 
     Raises:
         DatasetUnavailable: no mirror has the files; the message says what to put where.
         InvalidDataset: as `load`.
     """
-    missing = [file for file in FILES if file.find(folder) is None]
+    paths = {file: file.find(folder) for file in FILES}
+    missing = [file for file, path in paths.items() if path is None]
     if missing:
+        for file, path in paths.items():
+            if path is not None and hashlib.sha256(uncompressed(path)).hexdigest() != file.sha256:
+                reason = f"and not downloaded, since {path.name} there is not MNIST's"
+                names = [one.name for one in missing]
+                raise DatasetUnavailable(missing_files_message(folder, names, reason))
         try:
             import httpx
         except ImportError as exc:
@@ -54,7 +68,7 @@ def obtain(folder: Path, report: Callable[[str], None]) -> Dataset:
             raise DatasetUnavailable(missing_files_message(folder, names, reason)) from exc
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
             download(folder, missing, client, report)
-    return load(folder)
+    return load(folder, classes, transposed=transposed)
 
 
 def download(

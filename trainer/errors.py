@@ -7,6 +7,7 @@
     ├── UnwritableFolder        the folder for the result cannot be created
     ├── TrainingDiverged        the loss is NaN or infinite: which step and layer, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
+    ├── InvalidImport           weights of another library do not fit: which tensor, which shape
     └── ExportRefused           the exported network does not compute what was trained
 
 A message says what happened, what was found, what was expected and what to do next.
@@ -39,6 +40,10 @@ class TrainingDiverged(TrainerError):
 
 class InvalidCheckpoint(TrainerError):
     """The checkpoint cannot be resumed from; the message starts with its path."""
+
+
+class InvalidImport(TrainerError):
+    """Weights made elsewhere cannot be read or do not fit; the message names the tensor."""
 
 
 class ExportRefused(TrainerError):

@@ -35,10 +35,10 @@ from lenet.cpu import CpuBackend
 from lenet.files import write_atomically
 from lenet.model import Model
 from lenet.onnx_graph import onnx_model
-from lenet.pixels import Images
-from lenet.weightfile import Golden, Training, WeightFile
+from lenet.pixels import HEIGHT, WIDTH, Images
+from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from trainer.errors import ExportRefused, InvalidDataset
-from trainer.mnist import CLASSES, Digits
+from trainer.mnist import Digits
 from trainer.network import EVALUATION_BATCH, Network
 from trainer.ops import Norm, Tensor
 from trainer.ops_cpu.batch_norm import scale_and_shift
@@ -67,7 +67,7 @@ def fold(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file, its content, and how many test images the serving backend gets wrong."""
+    """The file, its content, and how many test images the serving backend gets wrong, if any."""
 
     path: Path
     errors: int
@@ -76,7 +76,7 @@ class Exported:
 
 def export_weights(
     network: Network,
-    test: Digits,
+    test: Digits | None,
     training: Training,
     folder: Path,
     backend: Backend,
@@ -84,28 +84,32 @@ def export_weights(
     """Fold, write, verify through `backend`, and publish as the next free version.
 
     `training.accuracy` is replaced by the share of `test` that `backend` classifies correctly.
+    Without `test` the golden images are noise, and their labels those that `network` gives them.
 
     Raises:
         ExportRefused: the file computes other logits than `network`; no file is left.
-        InvalidDataset: `test` lacks a digit, so there are no golden images.
+        InvalidDataset: `test` has fewer images than a weight file holds.
         OSError: `folder` cannot be written.
     """
     model = network.model.folded
     tensors = fold(network.model, network.tensors)
     folded = Network(model, tensors, network.ops)
-    golden = _golden(folded, test)
+    golden = _golden(folded, _noise(folded) if test is None else test)
     draft = WeightFile(model, tensors, golden, training)
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unverified-") as temporary:
         path = Path(temporary) / "weights.safetensors"
-        _, plan = _write_and_read_back(draft, path, backend)
-        served = _served(plan, test.images)
-        _compare("test", network.logits(test.images), served)
-        right = int(np.count_nonzero(served.argmax(axis=1) == test.labels))
-        verified = replace(draft, training=replace(training, accuracy=right / len(test)))
-        weights, _ = _write_and_read_back(verified, path, backend)
+        weights, plan = _write_and_read_back(draft, path, backend)
+        errors = 0
+        if test is not None:
+            served = _served(plan, test.images)
+            _compare("test", network.logits(test.images), served)
+            errors = int(np.count_nonzero(served.argmax(axis=1) != test.labels))
+            accuracy = (len(test) - errors) / len(test)
+            verified = replace(draft, training=replace(training, accuracy=accuracy))
+            weights, _ = _write_and_read_back(verified, path, backend)
         final = _publish(path, folder)
-    return Exported(final, len(test) - right, weights)
+    return Exported(final, errors, weights)
 
 
 def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:
@@ -133,16 +137,25 @@ def _write_and_read_back(
     return read, plan
 
 
+def _noise(network: Network) -> Digits:
+    images = np.random.default_rng(0).integers(0, 256, (GOLDEN_IMAGES, HEIGHT, WIDTH), np.uint8)
+    return Digits(images, network.logits(images).argmax(axis=1).astype(np.uint8))
+
+
 def _golden(network: Network, test: Digits) -> Golden:
-    """The first test image of each digit with the logits of the folded network."""
-    firsts: list[int] = []
-    for digit in range(CLASSES):
-        places = np.flatnonzero(test.labels == digit)
-        if not len(places):
-            raise InvalidDataset(f"the test set has no {digit}, expected each of 0 to 9")
-        firsts.append(int(places[0]))
-    images = test.images[firsts]
-    return Golden(images, test.labels[firsts], network.logits(images).astype(np.float32))
+    """Test images with the logits of the folded network: the first of each class, then seconds."""
+    if len(test) < GOLDEN_IMAGES:
+        raise InvalidDataset(
+            f"the test set has {len(test)} images, expected at least {GOLDEN_IMAGES}"
+        )
+    # The place of each image among those of its class.
+    places = np.empty(len(test), np.int64)
+    for label in np.unique(test.labels):
+        own = np.flatnonzero(test.labels == label)
+        places[own] = np.arange(len(own))
+    chosen = np.lexsort((test.labels, places))[:GOLDEN_IMAGES]
+    images = test.images[chosen]
+    return Golden(images, test.labels[chosen], network.logits(images).astype(np.float32))
 
 
 def _served(plan: Plan, images: Images) -> Tensor:

@@ -1,9 +1,9 @@
-"""What each call of one training step computes and moves, and how near it is to the GPU's limits.
+"""What is in a weight file; and what each call of one training step computes and moves.
 
 A real step runs on operations that record their calls. On a GPU each recorded call is then captured
-and timed alone, and compared with a large copy and a large matrix product. Without a GPU the step
-runs on the CPU and the table has no engines and no times; its shapes are those of the GPU: channels
-last, padded as `lenet.cuda.packing` says.
+and timed alone, and compared with a large copy and a large matrix product: how near it is to the
+GPU's limits. Without a GPU the step runs on the CPU and the table has no engines and no times; its
+shapes are those of the GPU: channels last, padded as `lenet.cuda.packing` says.
 
 Source: Williams, Waterman & Patterson 2009, "Roofline".
 """
@@ -20,11 +20,12 @@ import numpy as np
 
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.packing import layout, padded
-from lenet.model import IDENTITY, ConvBlock, Model, Shape
+from lenet.model import IDENTITY, Block, ConvBlock, Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
+from lenet.weightfile import WeightFile
 from trainer.augment import WarpLimits
 from trainer.devices import on_gpu
-from trainer.mnist import CLASSES, Digits
+from trainer.mnist import DIGITS, Digits
 from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import Array, Epilogue, Run, RunState, Saved, Tensor, TrainingOps, Update
 from trainer.ops_cpu import CpuOps
@@ -38,7 +39,9 @@ _FLOAT32 = 4
 _MAX_BYTE_TAPS = 256  # larger windows need two bytes for the position of a maximum
 _HEADINGS = ("layer", "part", "shape in -> out", "call", "MFLOP", "MB")
 _MEASURED = ("workspace B", "us", "roofline %", "engine")
-_NUMBERS = frozenset({"MFLOP", "MB", "workspace B", "us", "roofline %"})
+_NUMBERS = frozenset(
+    {"MFLOP", "MB", "workspace B", "us", "roofline %", "parameters", "mean", "sd", "largest"}
+)
 _CUBLAS, _EPILOGUE = "cuBLAS product", "our epilogue kernels"
 _GRADIENTS = {
     "convolution_weight_gradient": "weight gradient",
@@ -230,6 +233,57 @@ def record_step(
     return recorder.calls
 
 
+def content(weights: WeightFile) -> str:
+    """What is in a weight file: where it comes from, and a row for each layer."""
+    model, training = weights.model, weights.training
+    rows = [("layer", "what", "shape in -> out", "weight", "parameters", "mean", "sd", "largest")]
+    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+        weight, bias = (weights.tensors[f"{shape.name}.{part}"] for part in ("weight", "bias"))
+        size = weight.size + bias.size
+        rows.append(
+            (
+                shape.name,
+                _described(block),
+                f"{_format_shape(shape.input)} -> {_format_shape(shape.output)}",
+                _format_shape(weight.shape),
+                str(size),
+                f"{weight.mean():.4f}",
+                f"{weight.std():.4f}",
+                f"{np.abs(weight).max():.3f}",
+            )
+        )
+    total = sum(tensor.size for tensor in weights.tensors.values())
+    accuracy = "not measured" if training.accuracy is None else f"{training.accuracy:.2%}"
+    return "\n".join(
+        (
+            f"model {model.name}, {total} parameters, float32, batch norm folded in",
+            f"test accuracy {accuracy}, {training.epochs} epochs, seed {training.seed}",
+            f"classes: {', '.join(training.labels)}",
+            f"made by: {training.command}",
+            f"dataset: {training.dataset_sha256 or 'not known'}",
+            f"sha256: {weights.digest()}",
+            _table(rows),
+            "mean, sd and largest size of the weights, without the biases",
+        )
+    )
+
+
+def _described(block: Block) -> str:
+    if isinstance(block, ConvBlock):
+        parts = [f"conv {_format_shape(block.kernel)}"]
+        for name, plain in (("stride", (1, 1)), ("padding", (0, 0)), ("dilation", (1, 1))):
+            if (value := getattr(block, name)) != plain:
+                parts.append(f"{name} {_format_shape(value)}")
+    else:
+        parts = ["dense"]
+    if block.activation != IDENTITY:
+        parts.append(block.activation.kind)
+    if isinstance(block, ConvBlock) and (pool := block.pool) is not None:
+        window = "" if pool.kind == "global_average" else f" {_format_shape(pool.size)}"
+        parts.append(f"{pool.kind}{window}")
+    return ", ".join(parts)
+
+
 def outline(model: Model, batch: int, precision: Precision) -> str:
     """The table without engines, workspaces and times."""
     # Two images are enough: a step of any size makes the same calls.
@@ -271,7 +325,7 @@ def _run(batch: int, size: int) -> Run:
     """Steps on `size` random digits, augmented as by default; the rate is too small to matter."""
     random = np.random.default_rng(0)
     images = random.integers(0, 256, (size, HEIGHT, WIDTH), np.uint8)
-    labels = random.integers(0, CLASSES, size).astype(np.uint8)
+    labels = random.integers(0, len(DIGITS), size).astype(np.uint8)
     usual = Recipe.model_construct()  # the defaults, not the environment's values
     limits = WarpLimits(usual.rotation, usual.scale, usual.shear, usual.shift, usual.elastic)
     return Run(Digits(images, labels), batch, limits, 1, np.full(_STEPS, 1e-9, np.float32))

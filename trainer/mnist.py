@@ -1,7 +1,7 @@
-"""Reads and checks the MNIST digits on disk.
+"""Reads and checks a dataset on disk: MNIST, or another of the same form, and its label names.
 
-Four files in IDX format, gzip or not: a magic number, the sizes, then bytes. Another dataset of the
-same form is accepted, too: the digest of the files goes into the weight file.
+Four files in IDX format, gzip or not: a magic number, the sizes, then bytes. Other datasets are
+Fashion-MNIST, KMNIST, EMNIST digits and letters; the digest of the files goes into the weight file.
 
 Source of the format: Y. LeCun, C. Cortes, C. Burges, "The MNIST database".
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import gzip
 import hashlib
 import math
+import re
 import struct
 import zlib
 from collections.abc import Iterator, Sequence
@@ -21,20 +22,29 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, WIDTH, Images
+from lenet.weightfile import MAX_LABEL_CHARACTERS, is_label
 from trainer.errors import DatasetUnavailable, InvalidDataset
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
-CLASSES = 10
+MAX_CLASSES = 256
+"""A label is a byte."""
+
+DIGITS = tuple("0123456789")
+"""The label names of MNIST."""
 
 _UNSIGNED_BYTE = 0x08
 
 
 @dataclass(frozen=True, slots=True)
 class IdxFile:
-    """One of the four: its name without `.gz` and the SHA-256 of its uncompressed bytes."""
+    """One of the four: MNIST's name without `.gz`, and the SHA-256 of its uncompressed bytes.
+
+    `pattern` matches the name that it has in any dataset, as emnist-digits-test-images-idx3-ubyte.
+    """
 
     name: str
     sha256: str
+    pattern: str
 
     def candidates(self) -> Iterator[str]:
         """The names that it may have in a folder."""
@@ -43,27 +53,47 @@ class IdxFile:
             yield from (name, f"{name}.gz")
 
     def find(self, folder: Path) -> Path | None:
-        """Its path in `folder`, or None."""
-        paths = (folder / name for name in self.candidates())
-        return next((path for path in paths if path.is_file()), None)
+        """Its path in `folder`, or None. MNIST's own names come first.
+
+        Raises:
+            InvalidDataset: several files could be it.
+        """
+        for name in self.candidates():
+            if (folder / name).is_file():
+                return folder / name
+        if not folder.is_dir():
+            return None
+        names = sorted(
+            path.name for path in folder.iterdir() if re.fullmatch(self.pattern, path.name)
+        )
+        if len(names) > 1:
+            raise InvalidDataset(
+                f"{folder}: {' and '.join(names)} could both be {self.name}, expected one of them; "
+                "keep each dataset in a folder of its own"
+            )
+        return folder / names[0] if names else None
 
 
 FILES = (
     IdxFile(
         "train-images-idx3-ubyte",
         "ba891046e6505d7aadcbbe25680a0738ad16aec93bde7f9b65e87a2fc25776db",
+        r"(?:.*[-_.])?train[-_.]images[-_.]idx3[-_.]ubyte(?:\.gz)?",
     ),
     IdxFile(
         "train-labels-idx1-ubyte",
         "65a50cbbf4e906d70832878ad85ccda5333a97f0f4c3dd2ef09a8a9eef7101c5",
+        r"(?:.*[-_.])?train[-_.]labels[-_.]idx1[-_.]ubyte(?:\.gz)?",
     ),
     IdxFile(
         "t10k-images-idx3-ubyte",
         "0fa7898d509279e482958e8ce81c8e77db3f2f8254e26661ceb7762c4d494ce7",
+        r"(?:.*[-_.])?(?:t10k|test)[-_.]images[-_.]idx3[-_.]ubyte(?:\.gz)?",
     ),
     IdxFile(
         "t10k-labels-idx1-ubyte",
         "ff7bcfd416de33731a308c3f266cc351222c34898ecbeaf847f06e48f7ec33f2",
+        r"(?:.*[-_.])?(?:t10k|test)[-_.]labels[-_.]idx1[-_.]ubyte(?:\.gz)?",
     ),
 )
 """In the order in which `Dataset.sha256` hashes their uncompressed bytes."""
@@ -71,7 +101,7 @@ FILES = (
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Digits:
-    """`images` uint8 (n, 28, 28), ink high; `labels` uint8 (n,), 0 to 9."""
+    """`images` uint8 (n, 28, 28), ink high; `labels` uint8 (n,), the numbers of classes."""
 
     images: Images
     labels: NDArray[np.uint8]
@@ -116,22 +146,24 @@ def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:
     zeros, kind, dimensions = struct.unpack(">HBB", content[:4].ljust(4, b"\xff"))
     if zeros != 0 or kind != _UNSIGNED_BYTE:
         raise InvalidDataset(
-            f"{path}: starts with {content[:4].hex(' ') or 'nothing'}, expected 00 00 08 and the "
-            "number of dimensions: it is not an IDX file of unsigned bytes"
+            f"{path}: starts at byte 0 with {content[:4].hex(' ') or 'nothing'}, expected 00 00 08 "
+            "and the number of dimensions: it is not an IDX file of unsigned bytes"
         )
     if dimensions not in (1, 3):
-        raise InvalidDataset(f"{path}: has {dimensions} dimensions, expected 1 or 3")
+        raise InvalidDataset(f"{path}: byte 3 says {dimensions} dimensions, expected 1 or 3")
     start = 4 + 4 * dimensions
     if len(content) < start:
-        raise InvalidDataset(f"{path}: ends within its header, expected {dimensions} sizes")
+        raise InvalidDataset(
+            f"{path}: ends at byte {len(content)}, within its header, expected {dimensions} sizes"
+        )
     shape = struct.unpack(f">{dimensions}I", content[4:start])
     if 0 in shape:
-        raise InvalidDataset(f"{path}: its header says {shape}, expected sizes above 0")
+        raise InvalidDataset(f"{path}: bytes 4 to {start - 1} say {shape}, expected sizes above 0")
     expected = start + math.prod(shape)
     if len(content) != expected:
         raise InvalidDataset(
-            f"{path}: has {len(content)} bytes uncompressed, expected {expected} as its header "
-            f"says {shape}; delete it to have it downloaded again"
+            f"{path}: has {len(content)} bytes uncompressed, expected {expected} as bytes 4 to "
+            f"{start - 1} say {shape}; delete it to have MNIST's downloaded again"
         )
     return np.frombuffer(content, np.uint8, offset=start).reshape(shape), content
 
@@ -160,49 +192,108 @@ def uncompressed(path: Path) -> bytes:
     return content
 
 
-def load(folder: Path, files: Sequence[IdxFile] = FILES) -> Dataset:
-    """Read the four files of `folder`.
+def load(folder: Path, classes: int = len(DIGITS), *, transposed: bool = False) -> Dataset:
+    """Read the four files of `folder`, whose labels are 0 to `classes` - 1.
+
+    `transposed`: the images are stored column by column, as EMNIST's.
 
     Raises:
         DatasetUnavailable: some are missing; the message names them.
-        InvalidDataset: a file is broken, or images and labels do not match.
+        InvalidDataset: a file is broken, images and labels do not match, or a class has no image.
     """
-    missing = [file.name for file in files if file.find(folder) is None]
+    paths = [file.find(folder) for file in FILES]
+    missing = [file.name for file, path in zip(FILES, paths, strict=True) if path is None]
     if missing:
         raise DatasetUnavailable(missing_files_message(folder, missing))
     digest = hashlib.sha256()
-    arrays: list[NDArray[np.uint8]] = []
-    for file in files:
-        path = file.find(folder)
-        assert path is not None, f"bug: {file.name} was found a moment ago"
+    found: list[tuple[Path, NDArray[np.uint8]]] = []
+    for path in paths:
+        assert path is not None, "bug: a missing file was not noticed"
         array, content = read_idx(path)
         digest.update(content)
-        arrays.append(array)
-    train = _pair(folder, "train", arrays[0], arrays[1])
-    test = _pair(folder, "t10k", arrays[2], arrays[3])
+        found.append((path, array))
+    train = _pair(*found[0], *found[1], classes)
+    test = _pair(*found[2], *found[3], classes)
+    if transposed:
+        train, test = (
+            Digits(np.ascontiguousarray(part.images.transpose(0, 2, 1)), part.labels)
+            for part in (train, test)
+        )
     return Dataset(train, test, digest.hexdigest())
 
 
-def _pair(folder: Path, part: str, images: NDArray[np.uint8], labels: NDArray[np.uint8]) -> Digits:
+def _pair(
+    images_path: Path,
+    images: NDArray[np.uint8],
+    labels_path: Path,
+    labels: NDArray[np.uint8],
+    classes: int,
+) -> Digits:
     if images.shape[1:] != (HEIGHT, WIDTH):
         raise InvalidDataset(
-            f"{folder}: the {part} images are {images.shape}, expected (n, {HEIGHT}, {WIDTH})"
+            f"{images_path}: bytes 4 to 15 say that the images are {images.shape}, expected (n, "
+            f"{HEIGHT}, {WIDTH})"
         )
     if labels.shape != images.shape[:1]:
         raise InvalidDataset(
-            f"{folder}: the {part} labels are {labels.shape}, expected one for each of the "
-            f"{len(images)} images"
+            f"{labels_path}: bytes 4 to 7 say that the labels are {labels.shape}, expected one for "
+            f"each of the {len(images)} images of {images_path.name}"
         )
-    if labels.max() >= CLASSES:
+    if labels.max() >= classes:
+        wrong = int((labels >= classes).argmax())
         raise InvalidDataset(
-            f"{folder}: a {part} label is {labels.max()}, expected 0 to {CLASSES - 1}"
+            f"{labels_path}: byte {_LABELS_START + wrong} is the label {labels[wrong]}, expected 0 "
+            f"to {classes - 1}; --labels FILE names more classes"
+        )
+    if absent := sorted(set(range(classes)) - set(np.unique(labels).tolist())):
+        raise InvalidDataset(
+            f"{labels_path}: from byte {_LABELS_START} on no label is {absent[0]}, expected each "
+            f"of 0 to {classes - 1}; --labels FILE names fewer classes"
         )
     return Digits(images, labels)
 
 
+_LABELS_START = 8
+
+
+def label_names(path: Path | None) -> tuple[str, ...]:
+    """The names of the classes in `path`: text in UTF-8, a line for each, in their order.
+
+    Without a file, the digits.
+
+    Raises:
+        InvalidDataset: it cannot be read, or a line is no name, or stands there twice.
+    """
+    if path is None:
+        return DIGITS
+    try:
+        with path.open("rb") as file:
+            text = file.read(MAX_CLASSES * (4 * MAX_LABEL_CHARACTERS + 2) + 1).decode("utf-8")
+    except OSError as exc:
+        raise InvalidDataset(f"{path}: cannot be read ({exc.strerror})") from exc
+    except UnicodeDecodeError as exc:
+        raise InvalidDataset(f"{path}: byte {exc.start} is not UTF-8, expected text") from exc
+    names = tuple(text.splitlines())
+    if not 2 <= len(names) <= MAX_CLASSES:
+        raise InvalidDataset(
+            f"{path}: has {len(names)} lines, expected 2 to {MAX_CLASSES}, a label name in each"
+        )
+    for number, name in enumerate(names, 1):
+        if not is_label(name):
+            raise InvalidDataset(
+                f"{path}: line {number} is {name[:40]!r}, expected a name of 1 to "
+                f"{MAX_LABEL_CHARACTERS} printable characters"
+            )
+        if (first := names.index(name) + 1) < number:
+            raise InvalidDataset(
+                f"{path}: line {number} is {name!r}, as is line {first}; expected different names"
+            )
+    return names
+
+
 def missing_files_message(folder: Path, names: Sequence[str], reason: str = "") -> str:
     """What to do about missing files; `reason` says why they were not downloaded."""
-    missing = f"MNIST: {', '.join(names)} not in {folder} {reason}".rstrip()
+    missing = f"{', '.join(names)} not in {folder} {reason}".rstrip()
     return (
         f"{missing}; put the files there, with or without .gz, or name the folder that holds them "
         "with --data FOLDER"

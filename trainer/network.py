@@ -59,9 +59,9 @@ def initial_tensors(
 class Network:
     """The layers of `model` on `ops`, with copies of `tensors` that are trained in place.
 
-    `dropout` is the share of units zeroed after each hidden dense block, 0 for none. `arrays`
-    holds all tensors on the device, `parameters` those that are trained: all but the running
-    means and variances.
+    `dropout` is the share of units zeroed after each hidden dense block, 0 for none. The first
+    `frozen` blocks compute as outside training and stay as they are. `arrays` holds all tensors on
+    the device, `parameters` those that are trained: all others but running means and variances.
     """
 
     def __init__(
@@ -70,13 +70,19 @@ class Network:
         tensors: Mapping[str, Tensor],
         ops: TrainingOps,
         dropout: float = 0.0,
+        *,
+        frozen: int = 0,
     ) -> None:
         self.model = model
         self.ops = ops
         self.arrays = ops.upload(model, tensors)
-        self.layers = tuple(_layers(model, self.arrays, ops, dropout))
+        self._frozen = tuple(_layers(model, self.arrays, ops, 0.0, range(frozen)))
+        self._trained = tuple(
+            _layers(model, self.arrays, ops, dropout, range(frozen, len(model.blocks)))
+        )
+        self.layers = (*self._frozen, *self._trained)
         self.parameters: dict[str, Array] = {
-            name: value for layer in self.layers for name, value in layer.parameters.items()
+            name: value for layer in self._trained for name, value in layer.parameters.items()
         }
         self._loss = SoftmaxCrossEntropy(ops)
 
@@ -88,11 +94,14 @@ class Network:
     @property
     def gradients(self) -> dict[str, Array]:
         """The gradient of each parameter after `backward`."""
-        return {name: value for layer in self.layers for name, value in layer.gradients.items()}
+        return {name: value for layer in self._trained for name, value in layer.gradients.items()}
 
     def forward(self, x: Array, labels: Array, state: RunState, hook: TensorHook = no_hook) -> None:
         """The forward pass of the current step; loss and correct answers go into `state`."""
-        for layer in self.layers:
+        for layer in self._frozen:
+            with span(layer.name):
+                x = layer.forward(x, None)
+        for layer in self._trained:
             with span(layer.name):
                 x = layer.forward(x, state)
             hook(f"{layer.name}'s output", x)
@@ -101,7 +110,7 @@ class Network:
     def backward(self, hook: TensorHook = no_hook) -> None:
         """Compute the gradients of the latest `forward` into `gradients`."""
         dy: Array | None = self._loss.backward()
-        for layer in reversed(self.layers):
+        for layer in reversed(self._trained):
             assert dy is not None, f"bug: no gradient reaches {layer.name}"
             with span(layer.name):
                 dy = layer.backward(dy)
@@ -127,10 +136,13 @@ class Network:
 
 
 def _layers(
-    model: Model, arrays: Mapping[str, Array], ops: TrainingOps, dropout: float
+    model: Model, arrays: Mapping[str, Array], ops: TrainingOps, dropout: float, blocks: range
 ) -> Iterator[Layer]:
-    for index, (block, shape) in enumerate(zip(model.blocks, model.shapes(), strict=True)):
-        name, first, last = shape.name, index == 0, index == len(model.blocks) - 1
+    """The layers of `blocks`, of which the first one's input needs no gradient."""
+    shapes = model.shapes()
+    for index in blocks:
+        block, name = model.blocks[index], shapes[index].name
+        first, last = index == blocks.start, index == len(model.blocks) - 1
         weight, norm, pool = arrays[f"{name}.weight"], None, None
         if isinstance(block, ConvBlock):
             yield Convolution(name, ops, weight, first, block)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field, ValidationInfo, field_validator
-from pydantic_settings import BaseSettings, SettingsConfigDict
+from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -42,7 +42,8 @@ class Recipe(_Command):
     """How a network is trained. The defaults were chosen on the validation images."""
 
     model: str = "lenet"
-    """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp."""
+    """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp, or FILE.json that
+    describes another."""
 
     seed: int = Field(1, ge=0, lt=2**63)
     """The seed of initial weights, order of images, augmentation and dropout."""
@@ -88,6 +89,12 @@ class Recipe(_Command):
     """Augmentation: each of 7 by 7 control points of a spline is displaced by at most so many
     pixels along each axis."""
 
+    transposed: bool = False
+    """The images are stored column by column, as EMNIST's."""
+
+    freeze: Annotated[tuple[str, ...], NoDecode] = ()
+    """The first layers, separated by commas, as conv1,conv2: they are not trained."""
+
     validation_images: int = Field(5_000, ge=1)
     """How many of the training images, the last ones, are held out for validation."""
 
@@ -98,6 +105,11 @@ class Recipe(_Command):
     precision: Literal["auto", "fp32", "tf32", "mixed"] = "auto"
     """Arithmetic of a GPU: float32, products rounded to TF32, or float16 values with float32
     weights; auto is mixed. The CPU supports only fp32."""
+
+    @field_validator("freeze", mode="before")
+    @classmethod
+    def _split(cls, names: object) -> object:
+        return tuple(filter(None, names.split(","))) if isinstance(names, str) else names
 
     @field_validator("batch")
     @classmethod
@@ -118,15 +130,29 @@ class Recipe(_Command):
         """The canonical command line: every field of the recipe in order, no paths."""
         words = ["python", "-m", "trainer", "fit"]
         for name in Recipe.model_fields:
-            words += [f"--{name.replace('_', '-')}", str(getattr(self, name)).lower()]
+            value = getattr(self, name)
+            if name == "model":  # a file without its folder
+                value = Path(value).name
+            elif name == "freeze":
+                value = ",".join(value)
+            words += [f"--{name.replace('_', '-')}", str(value).lower()]
         return shlex.join(words)
 
 
 class Fit(Recipe):
-    """Train a network on MNIST and write its weight file."""
+    """Train a network on MNIST, or on another dataset of that form, and write its weight file."""
 
     data: Path = Path("data/mnist")
-    """The folder of the four MNIST files; missing ones are downloaded."""
+    """The folder of the four files: of MNIST, where missing ones are downloaded, or of another
+    dataset of 28 x 28 images."""
+
+    labels: Path | None = None
+    """A text file with the names of the classes, a line for each in their order; without it the
+    classes are the digits 0 to 9."""
+
+    from_: Path | None = None
+    """A weight file to start from: of each layer that fits by name and shape the weights are
+    taken."""
 
     out: Path = Path("weights")
     """The weight file is OUT/MODEL/VERSION.safetensors, with the next free version."""
@@ -183,13 +209,70 @@ class Export(_Command):
     """The ONNX file to write."""
 
 
+class Import(_Command):
+    """Make a weight file of weights from elsewhere: a state dict, or Keras' arrays."""
+
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_IMPORT_")
+
+    file: Path
+    """The file to read: safetensors, or npz without pickled objects."""
+
+    model: str = "lenet"
+    """The network that it holds: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp, or FILE.json
+    that describes another, where padding may also be same or valid."""
+
+    mapping: Path | None = None
+    """A JSON file with an object of names, as {"conv1.weight": "features.0.weight"}; without it
+    layers are found by their shapes and order."""
+
+    layout: Literal["auto", "torch", "keras"] = "auto"
+    """How arrays are stored: channels first as in PyTorch, or last as in Keras; auto takes Keras
+    where an array is called kernel."""
+
+    epsilon: float = Field(0.0, ge=0, le=1)
+    """What the maker's batch norm added to variances; 0 means 1e-5 for torch, 1e-3 for keras."""
+
+    input_mean: float = Field(0.0, ge=0, le=1)
+    """The mean that the maker subtracted from pixels between 0 and 1."""
+
+    input_deviation: float = Field(1.0, gt=0, le=1)
+    """The deviation by which it divided them."""
+
+    data: Path | None = None
+    """The folder of a dataset, whose test images give the accuracy."""
+
+    labels: Path | None = None
+    """A text file with the names of the classes, a line for each; without it the digits 0 to 9."""
+
+    transposed: bool = False
+    """The images of the dataset are stored column by column, as EMNIST's."""
+
+    out: Path = Path("weights")
+    """The weight file is OUT/MODEL/VERSION.safetensors, with the next free version."""
+
+    def command(self, layout: str) -> str:
+        """The command line that gave the weights, with the names of files alone."""
+        words = ["python", "-m", "trainer", "import", "--file", self.file.name]
+        words += ["--model", Path(self.model).name, "--layout", layout]
+        if self.mapping is not None:
+            words += ["--mapping", self.mapping.name]
+        for name in ("epsilon", "input_mean", "input_deviation"):
+            if getattr(self, name) != Import.model_fields[name].default:
+                words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]
+        return shlex.join(words)
+
+
 class Inspect(_Command):
-    """Print a table of the calls of one training step: their work, memory traffic and time."""
+    """Print what is in a weight file, or the calls of a training step: work, traffic, time."""
 
     model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_INSPECT_")
 
+    weights: Path | None = None
+    """The weight file to print."""
+
     model: str = "lenet"
-    """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp."""
+    """The architecture: lenet, lenet-classic, lenet-6-16, cnn-32-64 or mlp, or FILE.json that
+    describes another."""
 
     precision: Precision = "mixed"
     """Arithmetic of the GPU: float32, products rounded to TF32, or float16 values."""

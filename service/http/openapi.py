@@ -24,10 +24,16 @@ APPLICATION: dict[str, Any] = {
 class ImagePrediction(BaseModel):
     """The prediction for one image."""
 
-    label: int = Field(description="The digit with the highest probability.", examples=[7])
+    label: int = Field(description="The class with the highest probability.", examples=[7])
+    name: str = Field(
+        "",
+        description="The name of the class; only of a model whose classes have other names than "
+        "their numbers. `/info` has all names.",
+    )
     confidence: float = Field(ge=0, le=1, description="Its probability.", examples=[0.9998])
     probabilities: list[float] = Field(
-        min_length=10, max_length=10, description="Of the digits 0 to 9; they sum to 1."
+        min_length=2,
+        description="Of the classes, of digits 0 to 9; they sum to 1.",
     )
 
 
@@ -67,10 +73,10 @@ class LoadedModel(BaseModel):
     )
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="Number of learned parameters.")
-    accuracy: float = Field(description="On the MNIST test set.")
+    accuracy: float | None = Field(description="On the test set; null if it was not measured.")
     epochs: int
     seed: int
-    dataset_sha256: str
+    dataset_sha256: str = Field(description="Empty if the dataset is not known.")
     labels: list[str]
 
 
@@ -135,7 +141,7 @@ def predict_responses() -> dict[int | str, dict[str, Any]]:
             "description": "The predictions",
             "content": {
                 "application/json": {"example": example},
-                # float32, little-endian, ten an image
+                # float32, little-endian, one for each class
                 BINARY: {"schema": {"type": "string", "format": "binary"}},
             },
             "headers": {

@@ -489,7 +489,8 @@ def _as_json(request: Request) -> bytes:
     batch, start = cast("BatchAnswer", request.batch), request.row
     pieces: list[bytes] | None = batch.encoded.get("json")
     if pieces is None:
-        pieces = batch.encoded["json"] = _json_pieces(batch.probabilities)
+        names = request.version.weights.training.labels
+        pieces = batch.encoded["json"] = _json_pieces(batch.probabilities, names)
     own = pieces[_A_ROW * start : _A_ROW * (start + request.rows)]
     # No row comes before: its end makes way for the head.
     own[0] = _json_head(request.version.name, request.version.version) + own[0][len(b"]},") :]
@@ -514,7 +515,8 @@ class _Encoding:
         batch = cast("BatchAnswer", request.batch)
         self._rows = min(first + _ENCODED_ROWS, request.rows)
         start, stop = request.row + first, request.row + self._rows
-        pieces = _json_pieces(batch.probabilities[start:stop])
+        names = request.version.weights.training.labels
+        pieces = _json_pieces(batch.probabilities[start:stop], names)
         if not first:
             pieces[0] = pieces[0][len(b"]},") :]
         left = self._rows < request.rows
@@ -526,21 +528,31 @@ _A_ROW = 4
 """Pieces of one row."""
 
 
-def _json_pieces(probabilities: Probabilities) -> list[bytes]:
+def _json_pieces(probabilities: Probabilities, names: tuple[str, ...]) -> list[bytes]:
     """`_A_ROW` pieces of JSON for each row, by a few calls for all of them.
 
     The first piece of a row begins with the end of the row before.
     """
-    count, classes = probabilities.shape
+    count = len(probabilities)
     numpy = orjson.OPT_SERIALIZE_NUMPY
     labels = probabilities.argmax(axis=1)
     largest = probabilities[np.arange(count), labels]
-    beginnings = [b']},{"label":%d,"confidence":' % label for label in range(classes)]
+    beginnings = _json_beginnings(names)
     pieces = [b',"probabilities":['] * (_A_ROW * count)
     pieces[0::_A_ROW] = [beginnings[label] for label in labels.tolist()]
     pieces[1::_A_ROW] = orjson.dumps(largest, option=numpy)[1:-1].split(b",")
     pieces[3::_A_ROW] = orjson.dumps(probabilities, option=numpy)[2:-2].split(b"],[")
     return pieces
+
+
+@lru_cache(maxsize=64)
+def _json_beginnings(names: tuple[str, ...]) -> list[bytes]:
+    """The first piece of a row, by its label."""
+    return [
+        b']},{"label":%d,%s"confidence":'
+        % (label, b"" if name == str(label) else b'"name":%s,' % orjson.dumps(name))
+        for label, name in enumerate(names)
+    ]
 
 
 @lru_cache(maxsize=64)
@@ -550,7 +562,7 @@ def _json_head(model: str, version: str) -> bytes:
 
 @span("encode")
 def _as_bytes(request: Request) -> bytes:
-    """float32, little-endian, ten an image."""
+    """float32, little-endian, one for each class."""
     batch, start = cast("BatchAnswer", request.batch), request.row
     content: bytes | None = batch.encoded.get("bytes")
     if content is None:

@@ -1,4 +1,4 @@
-"""Files: weights, IDX datasets, the engine cache and checkpoints, each in a temporary folder."""
+"""Files: weights, IDX datasets, weights of other makers, the engine cache and checkpoints."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import re
 import shutil
 import struct
 import tempfile
+import zipfile
 import zlib
 from hashlib import sha256
 from pathlib import Path
@@ -26,9 +27,14 @@ from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool
 from lenet.pixels import PIXELS
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, quiet
-from trainer import mnist
+from trainer import importing, mnist
 from trainer.checkpoint import Checkpoint, Epoch
-from trainer.errors import DatasetUnavailable, InvalidCheckpoint, InvalidDataset
+from trainer.errors import (
+    DatasetUnavailable,
+    InvalidCheckpoint,
+    InvalidDataset,
+    InvalidImport,
+)
 from trainer.settings import Recipe
 
 
@@ -347,8 +353,10 @@ class IdxTarget(_FileTarget):
         for name, part in zip(self._names, parts, strict=True):
             (self.folder / name).write_bytes(part)
         arrays = [plain_idx(part) for part in parts]
+        largest = max((int(array.max()) for array in arrays[1::2] if array is not None), default=0)
+        classes = min(largest + 1, 10)
         try:
-            dataset = mnist.load(self.folder)
+            dataset = mnist.load(self.folder, classes)
         except (InvalidDataset, DatasetUnavailable) as exc:
             _check_message(exc, self.folder, b"".join(parts))
             valid = all(
@@ -357,7 +365,7 @@ class IdxTarget(_FileTarget):
                 and images.ndim == 3
                 and images.shape[1:] == (28, 28)
                 and labels.shape == images.shape[:1]
-                and labels.max() < 10
+                and set(labels.tolist()) == set(range(classes))
                 for images, labels in (arrays[:2], arrays[2:])
             )
             if valid:
@@ -421,7 +429,7 @@ def _idx(*sizes: int, value: int = 0, kind: int = 8) -> bytes:
 
 
 def _idx_files() -> dict[str, bytes]:
-    images, labels = _idx(2, 28, 28), _idx(2, value=9)
+    images, labels = _idx(2, 28, 28), _idx(2)[:-1] + b"\x01"
     packed = gzip.compress(images, mtime=0)
 
     def dataset(*parts: bytes) -> bytes:
@@ -454,7 +462,135 @@ def _idx_files() -> dict[str, bytes]:
         "dataset-with-a-label-missing": dataset(images, _idx(1)),
         "dataset-with-a-label-of-10": dataset(images, _idx(2, value=10)),
         "dataset-with-images-for-labels": dataset(images, images),
+        "dataset-without-a-class": dataset(images, _idx(2, value=1)),
     }
+
+
+# Weights of other makers
+
+
+class ImportTarget(_FileTarget):
+    """safetensors or npz: finite float64 arrays, which are imported or refused in a sentence."""
+
+    traced_bytes = 6 << 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.undo.callback(setattr, importing, "MAX_FILE_BYTES", importing.MAX_FILE_BYTES)
+        importing.MAX_FILE_BYTES = 1 << 20
+        blocks = (ConvBlock(2, (3, 3), batch_norm=True), DenseBlock(3, activation=IDENTITY))
+        self._source = importing.Source(Model("mine", blocks, (1, 4, 4)), {})
+
+    def run(self, data: bytes) -> None:
+        path = self.folder / "file"
+        path.write_bytes(data)
+        try:
+            tensors = importing.read_tensors(path)
+        except InvalidImport as exc:
+            _check_message(exc, path, data)
+            return
+        for name, value in tensors.items():
+            if value.dtype != np.float64 or not np.isfinite(value).all():
+                raise Finding(f"{name} is {value.dtype}, or not finite")
+        try:
+            layout = importing.layout_of(tensors)
+            found = importing.matched(tensors, self._source, layout)
+            importing.table(tensors, found, layout)
+            with np.errstate(all="ignore"):
+                folded = importing.converted(tensors, found, self._source, layout, 1e-5)
+        except InvalidImport as exc:
+            if len(str(exc)) > 1000 + 20 * len(data):
+                raise Finding(f"a message of {len(str(exc))} characters") from exc
+            return
+        expected = self._source.model.folded.parameters()
+        if {name: value.shape for name, value in folded.items()} != expected:
+            raise Finding(f"made {[(name, value.shape) for name, value in folded.items()]}")
+        if not all(np.isfinite(value).all() for value in folded.values()):
+            raise Finding("weights that are not finite")
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.1:
+            return mutate(data)
+        if (parts := _safetensors(data)) is not None:
+            return _joined(changed_json(parts[0], rng), parts[1])
+        try:
+            with zipfile.ZipFile(io.BytesIO(data)) as archive:
+                members = {name: archive.read(name) for name in archive.namelist()}
+        except (zipfile.BadZipFile, NotImplementedError, OSError, zlib.error, RuntimeError):
+            return mutate(data)
+        if members:
+            name = rng.choice(list(members))
+            members[name] = mutate(members[name])
+        return _zipped(members)
+
+    def seeds(self) -> dict[str, bytes]:
+        return _import_files()
+
+
+def _zipped(members: dict[str, bytes]) -> bytes:
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as archive:
+        for name, content in members.items():
+            archive.writestr(zipfile.ZipInfo(name), content)
+    return file.getvalue()
+
+
+def _import_files() -> dict[str, bytes]:
+    torch = {
+        "features.0.weight": np.ones((2, 1, 3, 3), np.float32),
+        "features.1.weight": np.ones(2, np.float32),
+        "features.1.bias": np.ones(2, np.float32),
+        "features.1.running_mean": np.ones(2, np.float32),
+        "features.1.running_var": np.ones(2, np.float32),
+        "features.1.num_batches_tracked": np.array(3),
+        "classifier.weight": np.ones((3, 8), np.float32),
+        "classifier.bias": np.ones(3, np.float32),
+    }
+    keras = {
+        "conv/kernel:0": np.ones((3, 3, 1, 2), np.float32),
+        "conv/bias:0": np.ones(2),
+        "norm/gamma:0": np.ones(2),
+        "norm/moving_mean:0": np.ones(2),
+        "norm/moving_variance:0": np.ones(2, np.float16),
+        "dense/kernel:0": np.asfortranarray(np.ones((8, 3))),
+    }
+
+    def npz(arrays: dict[str, Any], **changes: Any) -> bytes:
+        members = {}
+        for name, array in {**arrays, **changes}.items():
+            file = io.BytesIO()
+            np.lib.format.write_array(file, np.asanyarray(array), allow_pickle=False)
+            members[f"{name}.npy"] = file.getvalue()
+        return _zipped(members)
+
+    packed = io.BytesIO()
+    np.savez_compressed(packed, a=np.zeros(1 << 18))
+    return {
+        "torch": save(torch),
+        "torch-npz": npz(torch),
+        "keras": npz(keras),
+        "empty": b"",
+        "an-empty-npz": _zipped({}),
+        "a-pickle": b"\x80\x04K\x01.",
+        "a-bomb": packed.getvalue(),
+        "a-cut-npz": npz(keras)[:-9],
+        "no-array": _zipped({"a.npy": b"hello"}),
+        "objects": _zipped({"a.npy": _npy("|O", "(1,)")}),
+        "a-huge-shape": _zipped({"a.npy": _npy("<f4", f"({1 << 40},)")}),
+        "a-negative-shape": _zipped({"a.npy": _npy("<f4", "(-1,)")}),
+        "nan": npz(keras, **{"conv/bias:0": np.array([np.nan, 1])}),
+        "a-negative-variance": npz(keras, **{"norm/moving_variance:0": np.array([-1.0, -1.0])}),
+        "beyond-float32": npz(keras, **{"conv/kernel:0": np.full((3, 3, 1, 2), 1e300)}),
+        "too-few-layers": npz({"conv/kernel:0": np.ones((3, 3, 1, 2))}),
+        "another-shape": npz(keras, **{"dense/kernel:0": np.ones((3, 8))}),
+        "an-unknown-part": npz(keras, **{"dense/alpha": np.ones(1)}),
+    }
+
+
+def _npy(kind: str, shape: str) -> bytes:
+    text = f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}".encode()
+    text = text.ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + bytes(8)
 
 
 # The engine cache

@@ -175,6 +175,60 @@ def test_an_unknown_name_is_rejected_with_those_there_are_when_asked_for():
         named("alexnet")
 
 
+def test_a_person_may_leave_out_what_has_a_default():
+    text = """{"name": "mine", "blocks": [
+        {"type": "conv", "channels": 8, "kernel": [3, 3], "pool": "max"},
+        {"type": "dense", "units": 30, "batch_norm": true, "activation": "tanh"},
+        {"type": "dense", "units": 10}]}"""
+    assert Model.from_json(text) == Model(
+        "mine",
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max")),
+            DenseBlock(30, True, Activation("tanh")),
+            LOGITS,
+        ),
+    )
+
+
+@pytest.mark.parametrize(
+    ("description", "sentence"),
+    [
+        ([], "model: got [], expected an object"),
+        ({"blocks": []}, "model: name is missing"),
+        ({"name": "m", "blocks": [7]}, "block 1: got 7, expected an object"),
+        (
+            {"name": "m", "blocks": [{"type": "conv", "channels": 8}]},
+            "block 1: kernel is missing",
+        ),
+        (
+            {"name": "m", "blocks": [{"type": "dense", "units": 8, "bias": 0}]},
+            'block 1: "bias" is unknown, expected some of activation, batch_norm, type, units',
+        ),
+        (
+            {"name": "m", "blocks": [{"type": "conv", "channels": 8, "kernel": [0, 5]}]},
+            "block 1, conv: kernel is [0, 5], expected two integers from 1 to 65536",
+        ),
+        (
+            {
+                "name": "m",
+                "blocks": [
+                    {"type": "conv", "channels": 8, "kernel": [27, 27], "stride": [2, 2]},
+                    {"type": "conv", "channels": 8, "kernel": [5, 1]},
+                    {"type": "dense", "units": 10},
+                ],
+            },
+            "model 'm', conv2: a kernel of (5, 1) with dilation (1, 1) does not fit an image of "
+            "(1, 1) with padding (0, 0): it has floor((1 + 2*0 - 1*(5 - 1) - 1) / 1) + 1 = -3 "
+            "positions, expected at least 1",
+        ),
+    ],
+)
+def test_a_wrong_description_is_rejected_with_its_block_and_the_arithmetic(description, sentence):
+    with pytest.raises(InvalidModel) as caught:
+        Model.from_json(json.dumps(description))
+    assert str(caught.value) == sentence
+
+
 def test_a_fingerprint_tells_networks_apart_and_nothing_else_when_served():
     lenet = named("lenet")
     assert lenet.fingerprint() == lenet.folded.fingerprint()
@@ -223,20 +277,17 @@ def without(description, *path):
         described(blocks={"type": "dense"}),
         described(extra=1),
         without(described(), "name"),
-        without(described(), "input"),
         without(described(), "blocks"),
         without(described(), "blocks", 0, "type"),
         without(described(), "blocks", 0, "channels"),
-        without(described(), "blocks", 0, "pool"),
-        without(described(), "blocks", 0, "activation"),
-        without(described(), "blocks", 0, "batch_norm"),
         with_block(0, type="lstm"),
         with_block(0, type=["conv"]),
         with_block(0, batch_norm=0),
         with_block(0, batch_norm="false"),
         with_block(0, channels="6"),
         with_block(0, extra=1),
-        with_block(0, activation="relu"),
+        with_block(0, activation="rely"),
+        with_block(0, pool="maximum"),
         with_block(0, activation={"kind": "relu", "parameter": None}),
         with_block(0, activation={"kind": "relu", "parameter": 10**400}),
         with_block(0, activation={"kind": "relu", "slope": 1.0}),

@@ -1,15 +1,18 @@
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from lenet.model import ARCHITECTURES, named
+from lenet.model import ARCHITECTURES, Model, named
 from lenet.weightfile import WeightFile
 from trainer import __main__ as program
 from trainer import commands, export, loop
+from trainer.checkpoint import Checkpoint
 from trainer.commands import run
 from trainer.errors import (
     DatasetUnavailable,
@@ -17,7 +20,11 @@ from trainer.errors import (
     ExportRefused,
     TrainingDiverged,
 )
+from trainer.mnist import Dataset, Digits
+from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
+from trainer.settings import Recipe
+from trainer.start import origin, taken
 
 ROOT = Path(__file__).parents[2]
 
@@ -154,6 +161,147 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
         )
     first, second = ((tmp_path / f"out/lenet/{version}.safetensors") for version in (1, 2))
     assert first.read_bytes() == second.read_bytes()
+
+
+def few_classes(digits, count):
+    """Those of the first `count` classes."""
+    kept = digits.labels < count
+    return Digits(digits.images[kept], digits.labels[kept])
+
+
+@pytest.mark.parametrize("names", [("circle", "cross", "square"), tuple("abcdefghijkl")])
+def test_a_network_is_trained_for_the_classes_that_a_file_names(
+    arguments, digits, write_idx, tmp_path, names
+):
+    count = len(names)
+    train, test = digits(600, 0), digits(90, 1)
+    if count > 10:  # of twelve classes the last two look like the first
+        for part in (train, test):
+            part.labels[::20], part.labels[1::20] = 10, 11
+    else:
+        train, test = few_classes(train, count), few_classes(test, count)
+    write_idx(Dataset(train, test, ""))
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join(names) + "\n")
+    extra = ["--labels", str(labels), "--validation-images", "20"]
+    assert main([*arguments, *extra]) == 0
+    weights = WeightFile.read(tmp_path / "out/mlp/1.safetensors")
+    assert weights.training.labels == names
+    assert weights.model.classes == count
+    assert set(weights.golden.labels) == set(range(min(count, 10)))
+    assert count > 10 or weights.training.accuracy > 0.9
+    assert str(tmp_path) not in weights.training.command
+
+
+def described(tmp_path, **changes):
+    block = {"type": "conv", "channels": 4, "kernel": [5, 5], "stride": [2, 2], "pool": "max"}
+    norm = {"type": "dense", "units": 30, "batch_norm": True}
+    model = {"name": "mine", "blocks": [block, norm, {"type": "dense", "units": 10}]}
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({**model, **changes}))
+    return path
+
+
+def test_a_network_of_ones_own_is_trained_from_its_description(arguments, tmp_path):
+    path = described(tmp_path)
+    assert main([*arguments, "--model", str(path)]) == 0
+    weights = WeightFile.read(tmp_path / "out/mine/1.safetensors")
+    assert weights.model == Model.from_json(path.read_text()).folded
+    assert weights.training.command.startswith("python -m trainer fit --model mine.json --seed")
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"name": "../up"}, "name is '../up', expected 1 to 64 of a-z"),
+        ({"name": "lenet"}, "name is 'lenet', as a named architecture is called"),
+        ({"input": [1, 29, 29]}, "input is (1, 29, 29), expected (1, 28, 28)"),
+        ({"blocks": [{"type": "dense", "units": 9}]}, "block 1: has 9 units, expected 10, one for"),
+        ({"blocks": [{"type": "dense"}]}, "block 1: units is missing"),
+    ],
+)
+def test_a_description_that_cannot_be_trained_is_one_sentence(
+    arguments, tmp_path, capsys, changes, sentence
+):
+    path = described(tmp_path, **changes)
+    assert main([*arguments, "--model", str(path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"{path}: ")
+    assert sentence in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_starts_from_the_layers_of_a_file_that_fit(arguments, tmp_path, capsys):
+    lenet = [*arguments, "--model", "lenet", "--epochs", "1"]
+    assert main(lenet) == 0
+    start = tmp_path / "out/lenet/1.safetensors"
+    own = described(
+        tmp_path,
+        blocks=[
+            {"type": "conv", "channels": 20, "kernel": [5, 5], "batch_norm": True, "pool": "max"},
+            {"type": "conv", "channels": 20, "kernel": [5, 5], "pool": "max"},
+            {"type": "dense", "units": 10},
+        ],
+    )
+    capsys.readouterr()
+    extra = ["--model", str(own), "--from", str(start), "--freeze", "conv1"]
+    assert main([*arguments, *extra]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1:5] == [
+        "conv1    taken: (20, 1, 5, 5)",
+        "conv2    new: (50, 20, 5, 5) in the file, expected (20, 20, 5, 5)",
+        "dense1   new: (500, 800) in the file, expected (10, 320)",
+        "dense2   not taken: the network has no dense2",
+    ]
+    before, after = WeightFile.read(start), WeightFile.read(tmp_path / "out/mine/1.safetensors")
+    initial = initial_tensors(after.model, np.random.default_rng(1))
+    for part in ("weight", "bias"):
+        # Exact but for the rounding of sqrt(1 + epsilon), twice.
+        np.testing.assert_allclose(
+            after.tensors[f"conv1.{part}"], before.tensors[f"conv1.{part}"], rtol=1e-6
+        )
+    assert not np.array_equal(after.tensors["dense1.weight"], initial["dense1.weight"])
+
+
+def test_a_run_from_a_file_without_training_computes_what_the_file_does(arguments, tmp_path, tiny):
+    assert main([*arguments, "--model", "lenet", "--epochs", "1"]) == 0
+    weights = WeightFile.read(tmp_path / "out/lenet/1.safetensors")
+    model = named("lenet")
+    found, _ = taken(weights, model)
+    logits = Network(model, found, CpuOps()).logits(weights.golden.images)
+    np.testing.assert_allclose(logits, weights.golden.logits, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    "freeze", ["conv2", "conv1,dense1", "conv1,conv2,dense1,dense2", "conv1,conv1", "epilogue"]
+)
+def test_only_the_first_layers_can_be_frozen(arguments, capsys, freeze):
+    assert main([*arguments, "--model", "lenet", "--freeze", freeze]) == 2
+    assert capsys.readouterr().err.startswith(
+        f"--freeze is {freeze}, expected the first of conv1,conv2,dense1,dense2, not all of them: "
+    )
+
+
+def test_a_file_of_which_no_layer_fits_is_refused(arguments, tmp_path, capsys):
+    assert main(arguments) == 0
+    own = described(tmp_path, blocks=[{"type": "dense", "units": 10}])
+    start = tmp_path / "out/mlp/1.safetensors"
+    assert main([*arguments, "--model", str(own), "--from", str(start)]) == 2
+    assert "no layer of the file fits model 'mine'" in capsys.readouterr().err
+
+
+def test_an_interrupted_run_is_not_resumed_from_another_start(tmp_path):
+    model = named("mlp")
+    one = {"dense1.bias": np.zeros(3)}
+    origins = {
+        origin(model, {}),
+        origin(model, one),
+        origin(model, {"dense1.bias": np.ones(3)}),
+        origin(model.with_classes(3), {}),
+    }
+    assert len(origins) == 4
+    recipe = Recipe(model="mlp")
+    assert len({Checkpoint(tmp_path, recipe, "", start).path for start in origins}) == 4
 
 
 def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):

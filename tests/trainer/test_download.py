@@ -1,6 +1,7 @@
 import gzip
 import hashlib
 import sys
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -12,7 +13,7 @@ from trainer.mnist import FILES, IdxFile
 
 CONTENT = bytes(range(256)) * 40
 PACKED = gzip.compress(CONTENT, mtime=0)
-FILE = IdxFile("digits-idx1-ubyte", hashlib.sha256(CONTENT).hexdigest())
+FILE = IdxFile("digits-idx1-ubyte", hashlib.sha256(CONTENT).hexdigest(), "")
 MIRROR = ("http://one/",)
 
 
@@ -183,15 +184,31 @@ def test_obtain_says_what_to_install_when_httpx_is_missing(tmp_path, monkeypatch
 
 def test_obtain_downloads_only_what_is_missing(tiny, write_idx, monkeypatch):
     folder = write_idx(tiny)
-    kept = (folder / FILES[2].name).read_bytes()
+    contents = [(folder / file.name).read_bytes() for file in FILES]
+    own = [
+        replace(file, sha256=hashlib.sha256(content).hexdigest())
+        for file, content in zip(FILES, contents, strict=True)
+    ]
     (folder / FILES[2].name).unlink()
 
     def fake(folder, files, client, report):
         for file in files:
             report(file.name)
-            (folder / f"{file.name}.gz").write_bytes(gzip.compress(kept))
+            (folder / f"{file.name}.gz").write_bytes(gzip.compress(contents[2]))
 
     monkeypatch.setattr(module, "download", fake)
+    monkeypatch.setattr(module, "FILES", own)
     lines = []
     assert len(obtain(folder, lines.append).test) == 60
     assert lines == [FILES[2].name]
+
+
+def test_obtain_completes_no_other_dataset_with_files_of_mnist(tiny, write_idx):
+    folder = write_idx(tiny)
+    (folder / FILES[3].name).unlink()
+    with pytest.raises(DatasetUnavailable) as caught:
+        obtain(folder, quiet)
+    assert str(caught.value).startswith(
+        f"t10k-labels-idx1-ubyte not in {folder} and not downloaded, since "
+        "train-images-idx3-ubyte there is not MNIST's; "
+    )

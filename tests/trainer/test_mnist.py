@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer import mnist
 from trainer.errors import DatasetUnavailable, InvalidDataset
-from trainer.mnist import FILES, Dataset, Digits, load, read_idx
+from trainer.mnist import FILES, Dataset, Digits, load, read_idx, read_label_names
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -74,18 +74,18 @@ def test_holding_out_everything_is_refused(tiny):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "starts with nothing"),
-        (b"\x00\x00\x0d\x01" + bytes(8), "starts with 00 00 0d 01"),
+        (b"", "starts at byte 0 with nothing"),
+        (b"\x00\x00\x0d\x01" + bytes(8), "starts at byte 0 with 00 00 0d 01"),
         (b"\x01\x00\x08\x01" + bytes(8), "not an IDX file"),
-        (b"\x00\x00\x08\x03\x00\x00", "ends within its header"),
+        (b"\x00\x00\x08\x03\x00\x00", "ends at byte 6, within its header"),
         (struct.pack(">HBBI", 0, 8, 1, 3) + b"ab", "has 10 bytes uncompressed, expected 11"),
         (struct.pack(">HBBI", 0, 8, 1, 3) + b"abcd", "has 12 bytes uncompressed, expected 11"),
         (
             struct.pack(">HBBIII", 0, 8, 3, *[2**32 - 1] * 3),
             "expected 79228162458924105385300197391",
         ),
-        (struct.pack(">HBBI", 0, 8, 1, 0), "header says (0,), expected sizes above 0"),
-        (struct.pack(">HBB255I", 0, 8, 255, *[1] * 255) + b"a", "has 255 dimensions"),
+        (struct.pack(">HBBI", 0, 8, 1, 0), "bytes 4 to 7 say (0,), expected sizes above 0"),
+        (struct.pack(">HBB255I", 0, 8, 255, *[1] * 255) + b"a", "byte 3 says 255 dimensions"),
         (gzip.compress(bytes(100), mtime=0)[:-9], "cannot be read"),
         (b"\x1f\x8b" + bytes(20), "cannot be read"),
     ],
@@ -121,10 +121,23 @@ def test_any_bytes_are_either_an_array_or_refused(content, tmp_path_factory):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda images, labels: (images[:, :27], labels), r"images are \(400, 27, 28\)"),
-        (lambda images, labels: (images[:0], labels[:0]), r"header says \(0, 28, 28\)"),
-        (lambda images, labels: (images, labels[:-1]), r"labels are \(399,\)"),
-        (lambda images, labels: (images, labels + 5), "label is 14"),
+        (
+            lambda images, labels: (images[:, :27], labels),
+            r"bytes 4 to 15 say that the images are \(400, 27, 28\), expected \(n, 28, 28\)",
+        ),
+        (lambda images, labels: (images[:0], labels[:0]), r"bytes 4 to 15 say \(0, 28, 28\)"),
+        (
+            lambda images, labels: (images, labels[:-1]),
+            r"bytes 4 to 7 say that the labels are \(399,\), expected one for each of the 400 im",
+        ),
+        (
+            lambda images, labels: (images, np.where(np.arange(400) == 7, 14, labels)),
+            "byte 15 is the label 14, expected 0 to 9; --labels FILE names more classes",
+        ),
+        (
+            lambda images, labels: (images, np.where(labels == 6, 5, labels)),
+            "no label is 6, expected each of 0 to 9; --labels FILE names fewer classes",
+        ),
     ],
 )
 def test_files_that_do_not_fit_together_are_refused(tiny, write_idx, change, message):
@@ -132,3 +145,54 @@ def test_files_that_do_not_fit_together_are_refused(tiny, write_idx, change, mes
     folder = write_idx(Dataset(train, tiny.test, tiny.sha256))
     with pytest.raises(InvalidDataset, match=message):
         load(folder)
+
+
+@pytest.mark.parametrize("prefix", ["emnist-digits-", "a.b_"])
+def test_a_dataset_with_other_names_is_found(tiny, write_idx, prefix):
+    folder = write_idx(tiny)
+    for file in FILES:
+        other = prefix + file.name.replace("t10k", "test")
+        (folder / file.name).rename(folder / other)
+    assert len(load(folder).test) == 60
+
+
+def test_two_datasets_in_one_folder_are_refused(tiny, write_idx):
+    folder = write_idx(tiny)
+    for prefix in ("a-", "b-"):
+        (folder / f"{prefix}{FILES[0].name}").write_bytes((folder / FILES[0].name).read_bytes())
+    (folder / FILES[0].name).unlink()
+    with pytest.raises(InvalidDataset, match="a-train-images-idx3-ubyte and b-train-images-idx3"):
+        load(folder)
+
+
+def test_images_stored_by_columns_are_transposed(tiny, write_idx):
+    folder = write_idx(tiny)
+    expected = load(folder).test.images.transpose(0, 2, 1)
+    np.testing.assert_array_equal(load(folder, transposed=True).test.images, expected)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"one", "has 1 lines, expected 2 to 256"),
+        (b"\n".join(b"%d" % n for n in range(257)), "has 257 lines"),
+        (b"one\n\ntwo\n", "line 2 is ''"),
+        (b"one\ntwo\none\n", "line 3 is 'one', as is line 1"),
+        (b"one\nt\x07wo\n", "line 2 is 't"),
+        (b"one\n" + b"a" * 101, "expected a name of 1 to 100 printable characters"),
+        (b"one\n\xff\n", "byte 4 is not UTF-8"),
+    ],
+)
+def test_label_names_are_refused_with_their_line(tmp_path, content, message):
+    path = tmp_path / "labels.txt"
+    path.write_bytes(content)
+    with pytest.raises(InvalidDataset) as caught:
+        read_label_names(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)
+
+
+def test_label_names_are_read_in_their_order(tmp_path):
+    path = tmp_path / "labels.txt"
+    path.write_text("T-shirt/top\nTrouser\nお\n", encoding="utf-8")
+    assert read_label_names(path) == ("T-shirt/top", "Trouser", "お")

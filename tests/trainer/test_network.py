@@ -238,3 +238,23 @@ def test_the_gradients_of_each_layer_are_summed_over_the_ranks(digits, run_of):
     assert found[0].keys() == network.parameters.keys()
     for name, alone in found[0].items():
         np.testing.assert_array_equal(found[1][name], 2 * alone)
+
+
+@pytest.mark.parametrize("name", ["lenet", "lenet-6-16", "mlp"])
+def test_frozen_blocks_stay_and_the_others_learn_as_without_them(name, digits, practise):
+    model, part = named(name), digits(64, 3)
+    frozen = len(model.blocks) - 1
+    tensors = initial_tensors(model, np.random.default_rng(5))
+    random = np.random.default_rng(6)
+    for key in tensors:
+        if key.endswith((".mean", ".beta", ".bias")):
+            tensors[key] = random.normal(0, 0.3, tensors[key].shape).astype(np.float32)
+        elif key.endswith(".variance"):
+            tensors[key] = random.uniform(0.5, 2, tensors[key].shape).astype(np.float32)
+    network = Network(model, tensors, CpuOps(), 0.5, frozen=frozen)
+    losses = practise(network, part, 16, 20, 0.05)
+    assert losses[-4:].mean() < losses[:4].mean()
+    last = model.shapes()[-1].name
+    assert list(network.parameters) == [f"{last}.weight", f"{last}.bias"]
+    for key, value in network.tensors.items():
+        assert np.array_equal(value, tensors[key]) is not key.startswith(last), key

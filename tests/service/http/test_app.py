@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import random
@@ -27,6 +28,7 @@ from service.errors import Overloaded, ServiceError, Unavailable
 from service.http.answer import STATUS
 from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.images import ACCEPTED
+from tests.conftest import draw_weights
 from tests.service.http.doors import until
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
@@ -95,6 +97,26 @@ async def test_images_get_their_predictions_in_order_in_every_form(
     for prediction, row in zip(answer.predictions, expected, strict=False):
         assert prediction.label == row.argmax()
         assert prediction.confidence == max(prediction.probabilities)
+
+
+@pytest.mark.parametrize("rows", [1, 300])  # answered at once, and in pieces
+async def test_classes_with_names_are_named(open_app, tmp_path, tiny, rows):
+    names = ("circle", "0", "2", 'a "line"', "お")
+    weights = draw_weights(tiny.with_classes(5))
+    training = dataclasses.replace(weights.training, labels=names)
+    (tmp_path / "named/tiny").mkdir(parents=True)
+    dataclasses.replace(weights, training=training).write(tmp_path / "named/tiny/1.safetensors")
+    images = np.random.default_rng(1).integers(0, 256, (rows, 28, 28), np.uint8)
+    async with open_app(weights=tmp_path / "named", max_batch_rows=512) as served:
+        answer = PredictResponse.model_validate_json(
+            (await served.post(images.tobytes())).content, strict=True
+        )
+        info = InfoResponse.model_validate_json((await served.client.get("/info")).content)
+    assert {len(prediction.probabilities) for prediction in answer.predictions} == {5}
+    for prediction in answer.predictions:
+        # A name that is the number of its class is left out: "2" is that of class 2.
+        assert prediction.name == ("" if prediction.label == 2 else names[prediction.label])
+    assert info.models[0].labels == list(names)
 
 
 async def test_pixels_are_inverted_when_invert_says_so(served, images, one):
