@@ -131,9 +131,11 @@ async def serve(
             port = server.add_insecure_port(at(address, port))
         except RuntimeError as exc:  # in use since the probe
             raise cannot_listen(address, port, OSError(errno.EADDRINUSE, str(exc))) from exc
-    await server.start()
     grpc_server = GrpcServer(server, calls, port)
+    starting = asyncio.create_task(server.start())
     try:
+        await asyncio.shield(starting)  # grpc's own tasks fail when their start is cancelled
         yield grpc_server
     finally:
+        await starting
         await grpc_server.stop(stop_timeout_s)

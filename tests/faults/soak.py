@@ -73,6 +73,7 @@ at the moment of a sample. Decoders: what they decode at that moment."""
 EXPECTED_LOG = (
     r"INFO service\.engine\.models: model lenet: version \d .* replaced version \d",
     r"INFO service\.engine\.models: reload: 1 replaced, 0 unchanged, 0 refused",
+    r"INFO service\.engine\.models: model lenet version \d .* loaded: ",
     r"INFO service\.engine\.devices: computing on ",
     r"INFO service\.server: (read .*: warming up|start phases, in seconds: |ready: HTTP on )",
     r"INFO service\.server: stopping: not ready, 0 s of grace",

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import socket
 from contextlib import AsyncExitStack
 
@@ -76,6 +77,24 @@ async def test_two_servers_answer_on_one_port_when_they_share_it(house, raw_requ
     ):
         assert stub.port == first.port
         await stub.ModelInfer(raw_request())
+
+
+async def test_a_start_that_is_cancelled_at_any_moment_logs_nothing(house, caplog):
+    async def serve():
+        async with house.serve(stop_timeout_s=0.1):
+            await asyncio.Event().wait()
+
+    for turns in range(1, 6):
+        task = asyncio.create_task(serve())
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        del task
+        gc.collect()
+        await asyncio.sleep(0.02)
+    assert not caplog.records
 
 
 async def test_a_running_call_is_answered_when_the_server_stops(house, raw_request):
