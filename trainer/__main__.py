@@ -4,7 +4,10 @@
     python -m trainer fit --model mlp --data FOLDER ...    train, verify, write a weight file
     python -m trainer fit --data FOLDER --labels FILE      another dataset, with names of classes
     python -m trainer fit --from FILE --freeze conv1       from the layers of a weight file
-    python -m trainer export --weights FILE --out FILE     write a weight file as ONNX
+    python -m trainer import FILE --model NAME             weights from elsewhere: a state dict, or
+                                                           Keras' arrays, as a weight file
+    python -m trainer export FILE --out FILE               write a weight file as ONNX
+    python -m trainer inspect FILE                         what is in a weight file
     python -m trainer inspect --precision tf32 --batch 512 each call of a training step: shapes,
                                                            time, share of the GPU's limit; without
                                                            a GPU all but the times

@@ -127,15 +127,21 @@ class Recipe(_Command):
         return self.model_copy(update=values)
 
     def command(self) -> str:
-        """The canonical command line: every field of the recipe in order, no paths."""
+        """The canonical command line: every field of the recipe in order, no paths.
+
+        Left out are --transposed and --freeze where they are not set.
+        """
         words = ["python", "-m", "trainer", "fit"]
         for name in Recipe.model_fields:
-            value = getattr(self, name)
+            value, flag = getattr(self, name), f"--{name.replace('_', '-')}"
             if name == "model":  # a file without its folder
-                value = Path(value).name
+                words += [flag, Path(value).name]
             elif name == "freeze":
-                value = ",".join(value)
-            words += [f"--{name.replace('_', '-')}", str(value).lower()]
+                words += [flag, ",".join(value)] if value else []
+            elif name == "transposed":
+                words += [flag] if value else []
+            else:
+                words += [flag, str(value).lower()]
         return shlex.join(words)
 
 

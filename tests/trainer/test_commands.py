@@ -304,6 +304,17 @@ def test_an_interrupted_run_is_not_resumed_from_another_start(tmp_path):
     assert len({Checkpoint(tmp_path, recipe, "", start).path for start in origins}) == 4
 
 
+def test_inspect_prints_what_is_in_a_weight_file(capsys):
+    path = ROOT / "weights/lenet/2.safetensors"
+    assert main(["inspect", str(path)]) == 0
+    found = capsys.readouterr().out
+    assert found.startswith("model lenet, 431080 parameters, float32, batch norm folded in\n")
+    assert "\ntest accuracy 99.69%, 120 epochs, seed 1\nclasses: 0, 1, 2" in found
+    row = r"conv2 +conv 5x5, relu, max 2x2 +20x12x12 -> 50x4x4 +50x20x5x5 +25050 +-?0\.\d{4} +0\.\d{4} "
+    assert re.search(row, found)
+    assert main(["inspect", "nowhere.safetensors"]) == 6
+
+
 def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
     main(arguments)
     weights, out = tmp_path / "out/mlp/1.safetensors", tmp_path / "model.onnx"
@@ -326,7 +337,7 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
         (["--profile", "true"], 2, "true is unknown"),
         (["inspect", "--precision", "bf16"], 2, "--precision is 'bf16', expected one of fp32, tf"),
         (["--epoch", "3"], 2, "--epoch is unknown; did you mean --epochs?"),
-        (["retrain"], 2, "the command is retrain, expected fit, export or inspect"),
+        (["retrain"], 2, "the command is retrain, expected fit, import, export or inspect"),
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--device", "cuda"], 2, "--device is cuda: there is no NVIDIA GPU here"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from trainer import mnist
 from trainer.errors import DatasetUnavailable, InvalidDataset
-from trainer.mnist import FILES, Dataset, Digits, load, read_idx, read_label_names
+from trainer.mnist import FILES, Dataset, Digits, label_names, load, read_idx
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -187,7 +187,7 @@ def test_label_names_are_refused_with_their_line(tmp_path, content, message):
     path = tmp_path / "labels.txt"
     path.write_bytes(content)
     with pytest.raises(InvalidDataset) as caught:
-        read_label_names(path)
+        label_names(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert message in str(caught.value)
 
@@ -195,4 +195,5 @@ def test_label_names_are_refused_with_their_line(tmp_path, content, message):
 def test_label_names_are_read_in_their_order(tmp_path):
     path = tmp_path / "labels.txt"
     path.write_text("T-shirt/top\nTrouser\nお\n", encoding="utf-8")
-    assert read_label_names(path) == ("T-shirt/top", "Trouser", "お")
+    assert label_names(path) == ("T-shirt/top", "Trouser", "お")
+    assert label_names(None) == tuple("0123456789")
