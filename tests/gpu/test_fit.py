@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import re
 
+import numpy as np
 import pytest
 
 from lenet.weightfile import WeightFile
@@ -42,6 +44,29 @@ def test_one_epoch_is_as_good_as_it_should_be_and_served_so(fit, tmp_path):
     path.write_bytes(content)
     assert code == 0
     assert WeightFile.read(path).training.accuracy > 0.985
+
+
+def test_a_network_of_ones_own_is_trained_from_a_file_and_keeps_what_is_frozen(fit, tmp_path):
+    block = {"type": "conv", "channels": 16, "kernel": [3, 3], "stride": [2, 2], "batch_norm": True}
+    blocks = [block, {"type": "dense", "units": 60}, {"type": "dense", "units": 10}]
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"name": "mine", "blocks": blocks}))
+    code, content = fit("--epochs", "1", "--model", str(path))
+    assert code == 0
+    start = tmp_path / "one.safetensors"
+    start.write_bytes(content)
+    first = WeightFile.read(start)
+    assert first.training.accuracy > 0.95
+    more = ("--from", str(start), "--freeze", "conv1")
+    code, content = fit("--epochs", "1", "--model", str(path), *more)
+    assert code == 0
+    (tmp_path / "two.safetensors").write_bytes(content)
+    second = WeightFile.read(tmp_path / "two.safetensors")
+    # Folding rounds gamma = sqrt(1 + epsilon) of the batch norm that changes nothing.
+    np.testing.assert_allclose(
+        second.tensors["conv1.weight"], first.tensors["conv1.weight"], rtol=1e-6
+    )
+    assert second.training.accuracy > 0.95
 
 
 def test_an_interrupted_float32_run_ends_with_the_same_bytes(fit, monkeypatch):

@@ -282,10 +282,10 @@ SMALL = Model(
 NETWORKS = [*map(named, ("lenet", "lenet-classic", "lenet-6-16", "cnn-32-64", "mlp")), SMALL]
 
 
-def trained(ops, model, run, steps, capture, dropout=0.0):
+def trained(ops, model, run, steps, capture, dropout=0.0, frozen=0):
     """(the network, its canonical tensors, losses) after some steps."""
     tensors = initial_tensors(model, np.random.default_rng(1))
-    network = Network(model, tensors, ops, dropout)
+    network = Network(model, tensors, ops, dropout, frozen=frozen)
     optimizer = Sgd(model, network.parameters, ops, 0.9, 5e-4, True)
     state = ops.start(run)
 
@@ -318,6 +318,24 @@ def test_ten_float32_steps_of_every_network_agree_with_float64(make_bench, model
     for name, want in theirs.items():
         # A maximum or a ReLU that rounding decides the other way moves single weights.
         assert relative(ours[name] - before[name], want - before[name]) <= 1e-2, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "mixed"])
+@pytest.mark.parametrize("frozen", [1, 2, 3])
+@pytest.mark.parametrize("model", [named("lenet"), SMALL], ids=lambda m: m.name)
+def test_frozen_blocks_stay_and_the_others_agree_with_float64(make_bench, model, frozen, precision):
+    bench, run = make_bench(precision), gently(model)
+    _, ours, losses = trained(bench.gpu, model, run, 10, capture=True, frozen=frozen)
+    _, theirs, wanted = trained(bench.cpu, model, run, 10, capture=False, frozen=frozen)
+    before = initial_tensors(model, np.random.default_rng(1))
+    names = [shape.name for shape in model.shapes()[:frozen]]
+    assert losses == pytest.approx(wanted, rel=1e-4 if precision == "fp32" else 5e-3)
+    for name, want in theirs.items():
+        if name.partition(".")[0] in names:
+            assert ours[name].tobytes() == before[name].tobytes(), name
+        else:
+            most = 1e-2 if precision == "fp32" else 0.2
+            assert relative(ours[name] - before[name], want - before[name]) <= most, name
 
 
 @pytest.mark.parametrize("precision", ["tf32", "mixed"])
