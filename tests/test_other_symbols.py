@@ -51,7 +51,7 @@ def test_other_symbols_are_trained_and_served_with_their_names(tmp_path):
     command = [sys.executable, "-m", "trainer", "fit", "--model", "lenet-6-16", "--epochs", "3"]
     command += ["--batch", "20", "--rate", "0.05", "--validation-images", "100", "--device", "cpu"]
     command += ["--data", data, "--labels", tmp_path / "names.txt", "--out", weights]
-    command += ["--checkpoints", tmp_path / "checkpoints"]
+    command += ["--checkpoints", tmp_path / "checkpoints", "--runs", tmp_path / "runs"]
     subprocess.run(command, cwd=PROJECT, check=True, capture_output=True)
     service = Service(["--port", "0", "--grpc-port", "0", "--weights", str(weights)], tmp_path)
     try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 
@@ -21,6 +23,7 @@ from trainer.errors import (
     InvalidCheckpoint,
     InvalidDataset,
     InvalidImport,
+    InvalidRun,
     TrainerError,
     TrainingDiverged,
     UnwritableFolder,
@@ -42,7 +45,9 @@ from trainer.mnist import DIGITS, Digits, label_names, load
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
 from trainer.ops_cpu import CpuOps
-from trainer.settings import Export, Fit, Import, Inspect
+from trainer.report import compared, comparison, report
+from trainer.runs import REPORT, Phases, RunFolder, evaluate, read_run
+from trainer.settings import Compare, Export, Fit, Import, Inspect, Recipe
 from trainer.start import check_frozen, origin, read_described, read_model, taken
 
 _EXIT_CODES: dict[type[Exception], int] = {
@@ -56,6 +61,7 @@ _EXIT_CODES: dict[type[Exception], int] = {
     ExportRefused: 5,
     InvalidCheckpoint: 6,
     InvalidImport: 6,
+    InvalidRun: 6,
     UnwritableFolder: 6,
     DeviceError: 7,
     LeNetError: 6,
@@ -63,8 +69,13 @@ _EXIT_CODES: dict[type[Exception], int] = {
 }
 
 
-_FILE_FLAGS = {"import": "--file", "export": "--weights", "inspect": "--weights"}
-"""The flag that a command's first word stands for."""
+_WORDS = {
+    "compare": ("--run", "--other"),
+    "import": ("--file",),
+    "export": ("--weights",),
+    "inspect": ("--weights",),
+}
+"""The flags that the first words behind a command stand for."""
 
 
 def fit(settings: Fit) -> None:
@@ -78,8 +89,8 @@ def fit(settings: Fit) -> None:
     check_frozen(settings.freeze, model)
     found: dict[str, Tensor] = {}
     if settings.from_ is not None:
-        found, table = taken(WeightFile.read(settings.from_), model)
-        print(f"{settings.from_}:\n{table}")
+        found, lines = taken(WeightFile.read(settings.from_), model)
+        print(f"{settings.from_}:\n{lines}")
     # The weight file records the resolved settings, not `auto`.
     settings = settings.resolved(choose(settings.device, print))
     check(settings, settings.gpus)
@@ -91,10 +102,25 @@ def fit(settings: Fit) -> None:
             f"--out is {settings.out}: {folder} cannot be created ({exc.strerror}); name a folder "
             "that you can write"
         ) from exc
-    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
+    phases = Phases()
+    with phases("reading"):
+        dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     training, validation = dataset.hold_out(settings.validation_images)
     checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
+    run = RunFolder(settings.runs, model.name)
+    run.write_settings(
+        {
+            "command": settings.command(),
+            "recipe": settings.model_dump(mode="json", include=set(Recipe.model_fields)),
+            "model": json.loads(model.to_json()),
+            "data": str(settings.data),
+            "dataset_sha256": dataset.sha256,
+            "training_images": len(training),
+            "validation_images": len(validation),
+            "device": settings.device if settings.gpus == 1 else f"{settings.gpus} x cuda",
+        }
+    )
 
     def work(ops: TrainingOps, rank: int) -> tuple[dict[str, Tensor], list[Epoch], float]:
         tensors = initial_tensors(model, np.random.default_rng(settings.seed)) | found
@@ -108,6 +134,8 @@ def fit(settings: Fit) -> None:
             target=settings.target,
             capture=not settings.profile,
             leader=rank == 0,
+            phases=phases if rank == 0 else None,
+            record=run.add_epoch if rank == 0 else lambda _: None,
         )
         if ops.memory_bytes:
             print(f"GPU {rank}: {ops.memory_bytes / 1e6:.0f} MB of memory")
@@ -131,15 +159,52 @@ def fit(settings: Fit) -> None:
     )
     # The export is verified in float32 on the CPU, wherever the network was trained.
     network = Network(model, tensors, CpuOps())
-    exported = export_weights(network, dataset.test, provenance, folder, CpuBackend())
+    with phases("test and export"):
+        exported = export_weights(network, dataset.test, provenance, folder, CpuBackend())
     checkpoint.discard()
+    assert exported.logits is not None, "bug: exported without a test"
     parameters = sum(tensor.size for tensor in exported.weights.tensors.values())
+    run.write_summary(
+        evaluate(exported.logits, dataset.test.labels),
+        labels=names,
+        parameters=parameters,
+        weights=str(exported.path),
+        sha256=exported.weights.digest(),
+        phases={name: round(taken_s, 3) for name, taken_s in phases.seconds.items()},
+    )
+    _write_page(
+        run.path / REPORT,
+        lambda: report(read_run(run.path), exported.weights, dataset.test.images),
+    )
     print(
         f"{exported.path}: {parameters} parameters, "
         f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
         f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s, "
         f"sha256 {exported.weights.digest()}"
     )
+
+
+def _write_page(path: Path, page: Callable[[], str]) -> None:
+    """Write a page with pictures, or say why not."""
+    try:
+        text = page()
+    except ImportError as exc:
+        print(f"{path} is not written: {exc}; python -m pip install matplotlib", file=sys.stderr)
+        return
+    path.write_text(text, encoding="utf-8")
+    print(f"{path}: written")
+
+
+def compare(settings: Compare) -> None:
+    """Print the table, and write the page."""
+    runs = read_run(settings.run), read_run(settings.other)
+    rows = [("", *(run.path.name for run in runs)), *compared(*runs)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for first, *rest in rows:
+        cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
+        print("  ".join((first.ljust(widths[0]), *cells)))
+    if settings.out is not None:
+        _write_page(settings.out, lambda: comparison(*runs))
 
 
 def export(settings: Export) -> None:
@@ -208,15 +273,18 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command, rest = "fit", list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)
-    if rest and not rest[0].startswith("-") and command in _FILE_FLAGS:
-        rest.insert(0, _FILE_FLAGS[command])
-    for sentence in unknown_variables((Fit, Export, Import, Inspect), environment):
+    for number, flag in enumerate(_WORDS.get(command, ())):
+        if len(rest) > 2 * number and not rest[2 * number].startswith("-"):
+            rest.insert(2 * number, flag)
+    for sentence in unknown_variables((Fit, Compare, Export, Import, Inspect), environment):
         print(sentence, file=sys.stderr)
     program = f"python -m trainer {command}"
     try:
         match command:
             case "fit":
                 fit(parse(Fit, rest, program))
+            case "compare":
+                compare(parse(Compare, rest, program))
             case "export":
                 export(parse(Export, rest, program))
             case "import":
@@ -225,7 +293,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 inspect(parse(Inspect, rest, program))
             case _:
                 raise InvalidSettings(
-                    f"the command is {command}, expected fit, import, export or inspect"
+                    f"the command is {command}, expected fit, compare, import, export or inspect"
                 )
     except KeyboardInterrupt as exc:
         print(str(exc) or "interrupted", file=sys.stderr)

@@ -8,6 +8,7 @@
     ├── TrainingDiverged        the loss is NaN or infinite: which step and layer, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
     ├── InvalidImport           weights of another library do not fit: which tensor, which shape
+    ├── InvalidRun              a folder that holds no run that ended with a result
     └── ExportRefused           the exported network does not compute what was trained
 
 A message says what happened, what was found, what was expected and what to do next.
@@ -44,6 +45,10 @@ class InvalidCheckpoint(TrainerError):
 
 class InvalidImport(TrainerError):
     """Weights made elsewhere cannot be read or do not fit; the message names the tensor."""
+
+
+class InvalidRun(TrainerError):
+    """A folder is not that of a run with a result; the message starts with its path."""
 
 
 class ExportRefused(TrainerError):

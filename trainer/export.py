@@ -72,6 +72,8 @@ class Exported:
     path: Path
     errors: int
     weights: WeightFile
+    logits: Tensor | None = None
+    """Of the test images, as they are served."""
 
 
 def export_weights(
@@ -100,7 +102,7 @@ def export_weights(
     with tempfile.TemporaryDirectory(dir=folder, prefix=".unverified-") as temporary:
         path = Path(temporary) / "weights.safetensors"
         weights, plan = _write_and_read_back(draft, path, backend)
-        errors = 0
+        errors, served = 0, None
         if test is not None:
             served = _served(plan, test.images)
             _compare("test", network.logits(test.images), served)
@@ -109,7 +111,7 @@ def export_weights(
             verified = replace(draft, training=replace(training, accuracy=accuracy))
             weights, _ = _write_and_read_back(verified, path, backend)
         final = _publish(path, folder)
-    return Exported(final, errors, weights)
+    return Exported(final, errors, weights, served)
 
 
 def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:

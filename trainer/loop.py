@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from functools import partial
 from typing import NoReturn
 
@@ -23,6 +24,7 @@ from trainer.mnist import Digits
 from trainer.network import Network, take_step
 from trainer.ops import Array, Run, RunState, TrainingOps
 from trainer.optimizer import Sgd, rates
+from trainer.runs import Phases
 from trainer.settings import Recipe
 
 CHECKPOINT_S = 10.0
@@ -63,12 +65,15 @@ def train(
     capture: bool = True,
     leader: bool = True,
     clock: Callable[[], float] = time.monotonic,
+    phases: Phases | None = None,
+    record: Callable[[dict[str, float]], None] = lambda _: None,
 ) -> tuple[list[Epoch], float]:
     """Train `network` in place, from its checkpoint if there is one; print a line per epoch.
 
     `target`: the validation accuracy, in percent, after which training stops. `capture`: whether
     the step may be captured and replayed, which hides its layers from a profiler. `leader`: of
-    several ranks only one prints and writes checkpoints.
+    several ranks only one prints and writes checkpoints. `phases` takes the times. `record` is
+    called with the metrics of each epoch, those before the checkpoint first.
 
     Returns: the results of all epochs, those before the checkpoint included, and the seconds that
     the steps of this call took.
@@ -79,27 +84,33 @@ def train(
         InvalidDataset: fewer training images than one batch has.
         OSError: the checkpoint cannot be written.
     """
+    phases = phases or Phases()
     run = run_of(recipe, training)
     ops = network.ops
-    optimizer = Sgd(
-        network.model,
-        network.parameters,
-        ops,
-        recipe.momentum,
-        recipe.weight_decay,
-        recipe.nesterov,
-    )
-    snapshot = Snapshot(network, optimizer)
-    checkpoint.resume(snapshot)
-    epochs = list(snapshot.epochs)
-    state = ops.start(run, len(epochs) * run.steps_per_epoch)
-    step: Callable[[], None] = partial(take_step, network, optimizer, state)
-    # Capturing runs a step, which needs a learning rate: there is none after the last epoch.
-    if capture and len(epochs) < recipe.epochs:
-        step = ops.capture(step)
-    accuracy(network, validation)  # warms up the evaluation, so that the epochs' times are alike
-    # Without it a rank that still allocates memory and one that waits in its all-reduce deadlock.
-    ops.barrier()
+    with phases("set-up"):
+        optimizer = Sgd(
+            network.model,
+            network.parameters,
+            ops,
+            recipe.momentum,
+            recipe.weight_decay,
+            recipe.nesterov,
+        )
+        snapshot = Snapshot(network, optimizer)
+        checkpoint.resume(snapshot)
+        epochs = list(snapshot.epochs)
+        state = ops.start(run, len(epochs) * run.steps_per_epoch)
+        step: Callable[[], None] = partial(take_step, network, optimizer, state)
+        # Capturing runs a step, which needs a learning rate: there is none after the last epoch.
+        if capture and len(epochs) < recipe.epochs:
+            step = ops.capture(step)
+        # Warms up the evaluation, so that the epochs' times are alike.
+        accuracy(network, validation)
+        # Without it a rank that still allocates memory and one that waits in its all-reduce would
+        # deadlock.
+        ops.barrier()
+    for number, one in enumerate(epochs, 1):
+        record({"epoch": number, **asdict(one)})
     images = run.steps_per_epoch * run.batch
     with tqdm(
         total=recipe.epochs * images,
@@ -115,22 +126,25 @@ def train(
         try:
             while len(epochs) < recipe.epochs and not _reached(target, epochs):
                 first = len(epochs) * run.steps_per_epoch
-                losses, correct = _epoch(ops, step, state, run, first, bar)
+                with phases("steps"):
+                    losses, correct = _epoch(ops, step, state, run, first, bar)
                 now = clock()
                 seconds = now - start
                 if not np.isfinite(losses).all():
                     snapshot.restore()
                     raise _diverged(network, optimizer, run, recipe, first, losses)
-                epoch = Epoch(
-                    float(losses.mean()),
-                    int(correct.sum()) / images,
-                    accuracy(network, validation),
-                )
+                with phases("validation"):
+                    validated = accuracy(network, validation)
+                epoch = Epoch(float(losses.mean()), int(correct.sum()) / images, validated)
                 epochs.append(epoch)
-                snapshot.take(epochs)
-                if leader and now - saved >= CHECKPOINT_S:
-                    checkpoint.save(snapshot)
-                    written, saved = len(epochs), now
+                with phases("checkpoints"):
+                    snapshot.take(epochs)
+                    if leader and now - saved >= CHECKPOINT_S:
+                        checkpoint.save(snapshot)
+                        written, saved = len(epochs), now
+                rate = float(run.rates[first + run.steps_per_epoch - 1])
+                metrics = {"epoch": len(epochs), **asdict(epoch), "rate": rate}
+                record({**metrics, "seconds": round(clock() - start, 3)})
                 if leader:
                     bar.write(
                         f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "

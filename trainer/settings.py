@@ -166,6 +166,9 @@ class Fit(Recipe):
     checkpoints: Path = Path("data/checkpoints")
     """The folder for interrupted runs; the same command resumes one."""
 
+    runs: Path = Path("runs")
+    """What a run did is written to RUNS/TIME-MODEL: settings, metrics by epoch, report.html."""
+
     target: float | None = Field(None, gt=0, le=100)
     """Stop after the first epoch with this validation accuracy, in percent."""
 
@@ -213,6 +216,21 @@ class Export(_Command):
 
     out: Path = Path("model.onnx")
     """The ONNX file to write."""
+
+
+class Compare(_Command):
+    """Lay two runs side by side: settings that differ, results, times."""
+
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_COMPARE_")
+
+    run: Path
+    """The folder of a run."""
+
+    other: Path
+    """The folder of another."""
+
+    out: Path | None = None
+    """A page to write, with the table and the curves of both."""
 
 
 class Import(_Command):

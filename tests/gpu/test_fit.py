@@ -22,6 +22,7 @@ def fit(mnist_folder, tmp_path):
         out = tmp_path / f"out{len(runs)}"
         runs.append(out)
         given = ("--data", mnist_folder, "--out", out, "--checkpoints", tmp_path / checkpoints)
+        given += ("--runs", tmp_path / "runs")
         code = main(["fit", "--device", "cuda", *arguments, *map(str, given)])
         files = list(out.rglob("*.safetensors"))
         return code, files[0].read_bytes() if files else None

@@ -41,6 +41,7 @@ def arguments(tiny, write_idx, tmp_path):
         *("--model", "mlp", "--epochs", "2", "--batch", "20", "--rate", "0.02"),
         *("--validation-images", "100", "--data", str(write_idx(tiny))),
         *("--out", str(tmp_path / "out"), "--checkpoints", str(tmp_path / "checkpoints")),
+        *("--runs", str(tmp_path / "runs")),
     ]
 
 
@@ -338,7 +339,11 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
         (["--profile", "true"], 2, "true is unknown"),
         (["inspect", "--precision", "bf16"], 2, "--precision is 'bf16', expected one of fp32, tf"),
         (["--epoch", "3"], 2, "--epoch is unknown; did you mean --epochs?"),
-        (["retrain"], 2, "the command is retrain, expected fit, import, export or inspect"),
+        (
+            ["retrain"],
+            2,
+            "the command is retrain, expected fit, compare, import, export or inspect",
+        ),
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--device", "cuda"], 2, "--device is cuda: there is no NVIDIA GPU here"),

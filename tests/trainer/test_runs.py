@@ -1,0 +1,120 @@
+"""The folder of a run, its report, and two runs side by side."""
+
+import json
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from trainer.commands import run
+from trainer.errors import InvalidRun, UnwritableFolder
+from trainer.runs import Phases, RunFolder, evaluate, read_run
+
+
+def test_an_evaluation_counts_what_a_hand_does():
+    # Softmax of log p is p.
+    probabilities = np.array(
+        [[0.75, 0.15, 0.1], [0.05, 0.85, 0.1], [0.65, 0.25, 0.1], [0.25, 0.3, 0.45]]
+    )
+    labels = np.array([0, 1, 1, 2], np.uint8)
+    found = evaluate(np.log(probabilities) + 5, labels)
+    assert found.accuracy == 0.75
+    assert found.loss == pytest.approx(-np.log([0.75, 0.85, 0.25, 0.45]).mean())
+    assert found.confusion == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+    assert found.precision == [0.5, 1.0, 1.0]
+    assert found.recall == [1.0, 0.5, 1.0]
+    assert [images for _, _, images in found.calibration] == [1, 1, 1, 1]
+    assert found.calibration_error == pytest.approx((0.25 + 0.15 + 0.65 + 0.55) / 4)
+    assert found.worst == [(2, 1, 0, pytest.approx(0.65))]
+
+
+def test_a_class_without_images_or_answers_divides_by_nothing():
+    found = evaluate(np.array([[1.0, 0.0, 0.0]]), np.array([1], np.uint8))
+    assert found.precision == [0.0, 0.0, 0.0]
+    assert found.recall == [0.0, 0.0, 0.0]
+
+
+def test_phases_add_up_in_their_order():
+    phases = Phases()
+    for name in ("b", "a", "b"):
+        with phases(name):
+            pass
+    assert list(phases.seconds) == ["b", "a"]
+
+
+def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
+    paths = {RunFolder(tmp_path / "runs", "mlp").path for _ in range(3)}
+    assert len(paths) == 3
+    (tmp_path / "file").touch()
+    with pytest.raises(UnwritableFolder, match="--runs is"):
+        RunFolder(tmp_path / "file", "mlp")
+
+
+@pytest.fixture
+def fit(tiny, write_idx, tmp_path):
+    """Train something small; returns the folder of the run."""
+
+    def fit(*more):
+        before = set((tmp_path / "runs").glob("*"))
+        line = ["--device", "cpu", "--model", "mlp", "--epochs", "2", "--batch", "20"]
+        line += ["--rate", "0.02", "--validation-images", "100", "--data", str(write_idx(tiny))]
+        for name in ("out", "checkpoints", "runs"):
+            line += [f"--{name}", str(tmp_path / name)]
+        assert run(["fit", *line, *map(str, more)], {}) == 0
+        (folder,) = set((tmp_path / "runs").glob("*")) - before
+        return folder
+
+    return fit
+
+
+def test_a_run_leaves_its_settings_metrics_and_a_page_of_its_own(fit, tmp_path, capsys):
+    labels = tmp_path / "labels.txt"
+    labels.write_text("\n".join(f"<{name}>" for name in "abcdefghij"))
+    folder = fit("--labels", labels)
+    found = read_run(folder)
+    assert found.settings["recipe"]["model"] == "mlp"
+    assert found.settings["command"].startswith("python -m trainer fit --model mlp")
+    assert [epoch["epoch"] for epoch in found.epochs] == [1, 2]
+    assert all(epoch.keys() >= {"loss", "accuracy", "rate", "seconds"} for epoch in found.epochs)
+    assert found.summary["labels"][0] == "<a>"
+    assert set(found.summary["phases"]) >= {"reading", "set-up", "steps", "test and export"}
+    printed = capsys.readouterr().out
+    assert f"test accuracy {found.summary['accuracy']:.2%}" in printed
+    page = (folder / "report.html").read_text()
+    assert page.count("<svg") == 5
+    assert "&lt;a&gt;" in page
+    assert "<a>" not in page
+    # Nothing is loaded from anywhere: links are within the page, or names of XML.
+    assert not re.findall(r"(?:src|href)=.(?!#|data:)", page)
+    assert "<script" not in page
+    assert "url(" not in re.sub(r"url\(#\w+\)", "", page)
+
+
+def test_two_runs_are_laid_side_by_side(fit, tmp_path, capsys):
+    one, other = fit(), fit("--seed", "2", "--epochs", "3")
+    capsys.readouterr()
+    page = tmp_path / "compare.html"
+    assert run(["compare", str(one), str(other), "--out", str(page)], {}) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert lines[0] == [one.name, other.name]
+    assert ["--seed", "1", "2"] in lines
+    assert ["epochs", "2", "3"] in lines
+    assert not [line for line in lines if line[0] == "--rate"]
+    assert page.read_text().count("<svg") == 1
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert run(["compare", str(tmp_path), str(tmp_path)], {}) == 6
+    assert capsys.readouterr().err.startswith(f"{tmp_path}: has no settings.json that can be read")
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(InvalidRun, match="is not JSON"):
+        read_run(tmp_path)
+
+
+def test_a_missing_plotting_library_costs_the_report_alone(fit, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = fit()
+    assert json.loads((folder / "summary.json").read_text())["accuracy"] > 0.5
+    assert not (folder / "report.html").exists()
+    assert "pip install matplotlib" in capsys.readouterr().err

@@ -1,0 +1,334 @@
+"""`report.html` of a run, and two runs side by side: one file, without anything from elsewhere.
+
+The pictures are matplotlib's, as SVG in the page; digits are small PNGs.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lenet.pixels import HEIGHT, WIDTH, Images
+from trainer.runs import FinishedRun
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+    from lenet.weightfile import WeightFile
+
+_STYLE = """
+:root { color-scheme: light; }
+body { font: 16px/1.5 system-ui, sans-serif; max-width: 60rem; margin: 2rem auto; padding: 0 1rem;
+  color: #1c2733; background: #fff; }
+h1 { font-size: 1.6rem; margin-bottom: 0; } h2 { font-size: 1.2rem; margin-top: 2.5rem; }
+p.note { color: #556; } svg { max-width: 100%; height: auto; }
+table { border-collapse: collapse; font-variant-numeric: tabular-nums; }
+th, td { padding: .15rem .8rem; text-align: right; border-bottom: 1px solid #dde3ea; }
+th:first-child, td:first-child { text-align: left; }
+.mistakes { display: grid; gap: 1rem;
+  grid-template-columns: repeat(auto-fill, minmax(8.5rem, 1fr)); }
+.mistakes figure { margin: 0; } .mistakes img { width: 100%; image-rendering: pixelated;
+  border: 1px solid #dde3ea; } figcaption { font-size: .8rem; line-height: 1.3; }
+code { overflow-wrap: anywhere; font-size: .85rem; }
+"""
+_BLUE, _ORANGE, _GREY = "#1f5fa8", "#d9691c", "#8a94a0"
+_FILTERS = 64
+"""At most so many of the first layer are drawn."""
+
+
+def report(run: FinishedRun, weights: WeightFile, images: Images) -> str:
+    """The page of a run whose result is `weights`; `images` are the test images."""
+    names, summary = weights.training.labels, run.summary
+    title = f"{weights.model.name}, {summary['accuracy']:.2%} on the test images"
+    sections = (
+        _facts(run, weights),
+        _section("Loss and accuracy", _figure(_curves([run]), 9, 3.4), _resumed(run)),
+        _section(
+            "Which class is taken for which",
+            _figure(lambda figure: _confusion(figure, summary["confusion"], names), 7, 5.6),
+            "Test images; the right answers, on the diagonal, are written without colour.",
+        ),
+        _section("Precision and recall", _classes(summary, names)),
+        _section(
+            "Calibration",
+            _figure(lambda figure: _calibration(figure, summary), 9, 3.6),
+            "On the line, an answer with confidence 0.9 is right nine times of ten. Expected "
+            f"calibration error {summary['calibration_error']:.4f}.",
+        ),
+        _section("Weights of the first layer", _filters(weights)),
+        _section(
+            f"The {len(summary['worst'])} most confident mistakes",
+            _mistakes(summary["worst"], images, names),
+        ),
+        _section(
+            "Time by phase",
+            _figure(lambda figure: _phases(figure, summary["phases"]), 8, 2.4),
+        ),
+    )
+    return _page(title, run.settings["started"], sections)
+
+
+def comparison(one: FinishedRun, other: FinishedRun) -> str:
+    """A page with two runs side by side."""
+    rows = [("", one.path.name, other.path.name), *compared(one, other)]
+    table = _table(rows)
+    curves = _figure(_curves([one, other]), 9, 3.4)
+    return _page(
+        "Two runs",
+        "",
+        (_section("What differs", table), _section("Loss and accuracy", curves)),
+    )
+
+
+def compared(one: FinishedRun, other: FinishedRun) -> list[tuple[str, ...]]:
+    """Rows of a table: the settings that differ, the results, the times."""
+    recipes = one.settings["recipe"], other.settings["recipe"]
+    rows: list[tuple[str, ...]] = [
+        (f"--{name.replace('_', '-')}", *(str(recipe.get(name, "")) for recipe in recipes))
+        for name in dict.fromkeys((*recipes[0], *recipes[1]))
+        if recipes[0].get(name) != recipes[1].get(name)
+    ]
+    for name in ("dataset_sha256", "device"):
+        values = one.settings[name], other.settings[name]
+        if values[0] != values[1]:
+            rows.append((name.replace("_", " "), *(str(value)[:16] for value in values)))
+    summaries = one.summary, other.summary
+    rows.append(("epochs", *(str(len(run.epochs)) for run in (one, other))))
+    for name, form in (
+        ("accuracy", "{:.2%}"),
+        ("loss", "{:.4f}"),
+        ("calibration_error", "{:.4f}"),
+        ("parameters", "{}"),
+    ):
+        label = f"test {name}" if name in ("accuracy", "loss") else name.replace("_", " ")
+        rows.append((label, *(form.format(summary[name]) for summary in summaries)))
+    phases = dict.fromkeys((*summaries[0]["phases"], *summaries[1]["phases"]))
+    for phase in phases:
+        times = (summary["phases"].get(phase, 0.0) for summary in summaries)
+        rows.append((f"seconds of {phase}", *(f"{seconds:.2f}" for seconds in times)))
+    if summaries[0]["labels"] == summaries[1]["labels"]:
+        for number, name in enumerate(summaries[0]["labels"]):
+            recalls = (summary["recall"][number] for summary in summaries)
+            rows.append((f"recall of {name}", *(f"{recall:.2%}" for recall in recalls)))
+    return rows
+
+
+# Parts of a page
+
+
+def _page(title: str, subtitle: str, sections: Sequence[str]) -> str:
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n"
+        f"<h1>{escape(title)}</h1><p class='note'>{escape(subtitle)}</p>\n"
+        + "\n".join(sections)
+        + "\n</body></html>\n"
+    )
+
+
+def _section(title: str, content: str, note: str = "") -> str:
+    text = f"<p class='note'>{escape(note)}</p>" if note else ""
+    return f"<section><h2>{escape(title)}</h2>{text}{content}</section>"
+
+
+def _facts(run: FinishedRun, weights: WeightFile) -> str:
+    summary, settings = run.summary, run.settings
+    facts = {
+        "test accuracy": f"{summary['accuracy']:.2%}",
+        "test loss": f"{summary['loss']:.4f} nats",
+        "validation accuracy": f"{run.epochs[-1]['validation_accuracy']:.2%}",
+        "epochs": str(len(run.epochs)),
+        "parameters": f"{summary['parameters']:,}",
+        "device": settings["device"],
+        "weight file": summary["weights"],
+        "sha256": weights.digest()[:16],
+    }
+    rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(value)}</td></tr>" for name, value in facts.items()
+    )
+    return f"<table>{rows}</table><p><code>{escape(settings['command'])}</code></p>"
+
+
+def _resumed(run: FinishedRun) -> str:
+    resumed = sum("seconds" not in epoch for epoch in run.epochs)
+    return f"The run was resumed after epoch {resumed}." if resumed else ""
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    head, *body = rows
+    cells = "".join(f"<th>{escape(cell)}</th>" for cell in head)
+    lines = ("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in body)
+    return f"<table><tr>{cells}</tr>{''.join(lines)}</table>"
+
+
+def _classes(summary: Mapping[str, Any], names: Sequence[str]) -> str:
+    images = [sum(row) for row in summary["confusion"]]
+    rows = zip(names, images, summary["precision"], summary["recall"], strict=True)
+    return _table(
+        [
+            ("class", "test images", "precision", "recall"),
+            *((name, str(count), f"{p:.2%}", f"{r:.2%}") for name, count, p, r in rows),
+        ]
+    )
+
+
+def _mistakes(
+    worst: Sequence[tuple[int, int, int, float]], images: Images, names: Sequence[str]
+) -> str:
+    if not worst:
+        return "<p>None.</p>"
+    figures = (
+        f"<figure><img alt='' src='{_png(255 - images[image])}'><figcaption>"
+        f"{escape(names[true])}, taken for {escape(names[predicted])} with {confidence:.1%}"
+        f"<br>test image {image}</figcaption></figure>"
+        for image, true, predicted, confidence in worst
+    )
+    return f"<div class='mistakes'>{''.join(figures)}</div>"
+
+
+def _png(pixels: np.ndarray[Any, np.dtype[np.uint8]]) -> str:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    return f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+# Pictures
+
+
+def _figure(draw: Callable[[Figure], None], width: float, height: float) -> str:
+    """SVG of `width` x `height` inches."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(
+        {
+            "svg.hashsalt": "lenet",
+            "font.size": 9,
+            "axes.spines.right": False,
+            "axes.spines.top": False,
+        }
+    ):
+        figure = Figure((width, height), layout="constrained")
+        draw(figure)
+        file = io.StringIO()
+        figure.savefig(file, format="svg", metadata={"Date": None}, transparent=True)
+    return file.getvalue().partition("<svg")[1] + file.getvalue().partition("<svg")[2]
+
+
+def _curves(runs: Sequence[FinishedRun]) -> Callable[[Figure], None]:
+    def draw(figure: Figure) -> None:
+        loss, accuracy = figure.subplots(1, 2)
+        for run, colour in zip(runs, (_BLUE, _ORANGE), strict=False):
+            epochs = np.arange(1, len(run.epochs) + 1)
+            name = f" {run.path.name}" if len(runs) > 1 else ""
+            mark = {"marker": "."} if len(epochs) < 30 else {}
+            loss.plot(
+                epochs,
+                [one["loss"] for one in run.epochs],
+                colour,
+                label=name.strip() or None,
+                **mark,
+            )
+            for key, label, style in (
+                ("accuracy", "training", "--"),
+                ("validation_accuracy", "validation", "-"),
+            ):
+                values = [100 * one[key] for one in run.epochs]
+                accuracy.plot(epochs, values, colour, linestyle=style, label=label + name, **mark)
+        loss.set(xlabel="epoch", ylabel="training loss, nats", yscale="log")
+        accuracy.set(xlabel="epoch", ylabel="accuracy, %")
+        if len(runs) > 1:
+            loss.legend(frameon=False)
+        accuracy.legend(frameon=False)
+        for axes in (loss, accuracy):
+            axes.grid(alpha=0.3)
+            axes.xaxis.get_major_locator().set_params(integer=True)
+
+    return draw
+
+
+def _confusion(figure: Figure, confusion: Sequence[Sequence[int]], names: Sequence[str]) -> None:
+    counts = np.array(confusion)
+    axes: Axes = figure.subplots()
+    mistakes = np.where(np.eye(len(counts), dtype=bool), 0, counts)
+    image = axes.imshow(mistakes, cmap="Oranges", vmin=0, vmax=max(1, int(mistakes.max())))
+    ticks = range(len(names))
+    long = max(map(len, names)) > 3
+    axes.set_xticks(ticks, names, rotation=60 if long else 0, ha="right" if long else "center")
+    axes.set_yticks(ticks, names)
+    axes.set(xlabel="predicted class", ylabel="true class")
+    if len(names) <= 20:
+        for (row, column), count in np.ndenumerate(counts):
+            if count:
+                dark = row != column and count > 0.6 * mistakes.max()
+                axes.text(
+                    column,
+                    row,
+                    str(count),
+                    ha="center",
+                    va="center",
+                    color="white" if dark else _GREY if row == column else "black",
+                    fontsize=7 if len(names) > 12 else 8,
+                )
+    figure.colorbar(image, label="mistakes, images")
+
+
+def _calibration(figure: Figure, summary: Mapping[str, Any]) -> None:
+    diagram, counts = figure.subplots(1, 2)
+    confidence, accuracy, images = (
+        np.array(column) for column in zip(*summary["calibration"], strict=True)
+    )
+    diagram.plot([0, 1], [0, 1], color=_GREY, linestyle="--", linewidth=1)
+    diagram.plot(confidence, accuracy, color=_BLUE, marker="o")
+    diagram.set(
+        xlabel="mean confidence", ylabel="share of right answers", xlim=(0, 1.02), ylim=(0, 1.02)
+    )
+    counts.bar(confidence, images, width=0.06, color=_BLUE)
+    counts.set(xlabel="mean confidence", ylabel="test images", yscale="log", xlim=(0, 1.05))
+    for axes in (diagram, counts):
+        axes.grid(alpha=0.3)
+
+
+def _phases(figure: Figure, phases: Mapping[str, float]) -> None:
+    axes: Axes = figure.subplots()
+    names = list(phases)
+    bars = axes.barh(names, list(phases.values()), color=_BLUE)
+    axes.bar_label(bars, [f"{seconds:.2f} s" for seconds in phases.values()], padding=3)
+    axes.invert_yaxis()
+    axes.set(xlabel="time, s", xlim=(0, 1.15 * max(*phases.values(), 1e-3)))
+
+
+def _filters(weights: WeightFile) -> str:
+    name = weights.model.shapes()[0].name
+    weight = weights.tensors[f"{name}.weight"]
+    drawn = weight[:_FILTERS]
+    drawn = drawn[:, 0] if drawn.ndim == 4 else drawn.reshape(-1, HEIGHT, WIDTH)
+    columns = min(len(drawn), 10)
+    rows = -(-len(drawn) // columns)
+    largest = float(np.abs(drawn).max())
+
+    def draw(figure: Figure) -> None:
+        grid = figure.subplots(rows, columns, squeeze=False)
+        for axes in grid.flat:
+            axes.set_axis_off()
+        for axes, one in zip(grid.flat, drawn, strict=False):
+            image = axes.imshow(one, cmap="RdBu_r", vmin=-largest, vmax=largest)
+        figure.colorbar(image, ax=grid, label="weight", shrink=0.9)
+
+    shown = (
+        f"the first {len(drawn)} of {len(weight)}"
+        if len(drawn) < len(weight)
+        else f"all {len(weight)}"
+    )
+    kernel = f"{drawn.shape[1]} x {drawn.shape[2]}"
+    note = f"<p class='note'>{name}: {shown}, {kernel} pixels; red is positive, blue negative.</p>"
+    return note + _figure(draw, 9, 0.9 * rows + 0.3)
