@@ -144,7 +144,7 @@ def train(
                         written, saved = len(epochs), now
                 rate = float(run.rates[first + run.steps_per_epoch - 1])
                 metrics = {"epoch": len(epochs), **asdict(epoch), "rate": rate}
-                record({**metrics, "seconds": round(clock() - start, 3)})
+                record({**metrics, "seconds": round(seconds, 3)})
                 if leader:
                     bar.write(
                         f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "
