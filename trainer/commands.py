@@ -36,7 +36,6 @@ from trainer.importing import (
     mapped,
     matched,
     read_mapping,
-    read_tensors,
     table,
 )
 from trainer.inspect import content, measure, outline
@@ -49,6 +48,7 @@ from trainer.report import compared, comparison, report
 from trainer.runs import REPORT, Phases, RunFolder, evaluate, read_run
 from trainer.settings import Compare, Export, Fit, Import, Inspect, Recipe
 from trainer.start import check_frozen, origin, read_described, read_model, taken
+from trainer.tensor_files import read_tensors
 
 _EXIT_CODES: dict[type[Exception], int] = {
     InvalidSettings: 2,

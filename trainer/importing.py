@@ -12,28 +12,21 @@ above, which shifts its window, and the padding is the larger of the two on both
 
 from __future__ import annotations
 
-import io
 import json
 import math
 import re
-import zipfile
-import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from tokenize import TokenError
-from typing import Any, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
-from safetensors import SafetensorError, deserialize
 
 from lenet.model import ConvBlock, DenseBlock, Model, Pair, read_block
 from trainer.errors import InvalidImport
 from trainer.ops import Tensor
 
-MAX_FILE_BYTES = 256 * 1024 * 1024
-MAX_TENSORS = 10_000
 MAX_MAPPING_BYTES = 1 << 20
 
 Layout: TypeAlias = Literal["torch", "keras"]
@@ -41,7 +34,6 @@ Layout: TypeAlias = Literal["torch", "keras"]
 EPSILONS: dict[Layout, float] = {"torch": 1e-5, "keras": 1e-3}
 """The defaults of batch norm in either library."""
 
-_DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 _PARTS: dict[str, str] = {
     **{name: name for name in ("weight", "bias", "gamma", "beta", "mean", "variance")},
     "kernel": "weight",
@@ -50,130 +42,7 @@ _PARTS: dict[str, str] = {
     "moving_mean": "mean",
     "moving_variance": "variance",
 }
-_IGNORED = ("num_batches_tracked",)
 _NORM = ("gamma", "beta", "mean", "variance")
-
-
-# Reading
-
-
-def read_tensors(path: Path) -> dict[str, NDArray[np.float64]]:
-    """The arrays of a safetensors or npz file, in its order.
-
-    Raises:
-        InvalidImport: it is neither, too large, or holds something else than numbers.
-    """
-    try:
-        with path.open("rb") as file:
-            content = file.read(MAX_FILE_BYTES + 1)
-    except OSError as exc:
-        raise InvalidImport(f"{path}: cannot be read ({exc.strerror})") from exc
-    if len(content) > MAX_FILE_BYTES:
-        raise InvalidImport(f"{path}: has more than the {MAX_FILE_BYTES} bytes that are read")
-    read = _read_npz if content[:2] == b"PK" else _read_safetensors
-    try:
-        found = {
-            name: value for name, value in read(content) if name.rpartition(".")[2] not in _IGNORED
-        }
-    except InvalidImport as exc:
-        raise InvalidImport(f"{path}: {exc}") from exc
-    for name, value in found.items():
-        if not np.isfinite(value).all():
-            raise InvalidImport(
-                f"{path}: {name} holds {value[~np.isfinite(value)][0]}, expected finite numbers"
-            )
-    if not found:
-        raise InvalidImport(f"{path}: holds no arrays")
-    return found
-
-
-def _read_safetensors(content: bytes) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    try:
-        entries: list[tuple[str, dict[str, Any]]] = deserialize(content)  # type: ignore[no-untyped-call]
-    except (SafetensorError, ValueError, RecursionError) as exc:
-        raise InvalidImport(
-            f"is neither npz nor valid safetensors ({exc}); from PyTorch, save a state dict with "
-            "safetensors.torch.save_file"
-        ) from exc
-    for name, entry in entries:
-        if name.rpartition(".")[2] in _IGNORED:
-            continue
-        dtype = _DTYPES.get(entry["dtype"])
-        if dtype is None:
-            raise InvalidImport(
-                f"{name} has dtype {entry['dtype']}, expected one of {', '.join(_DTYPES)}"
-            )
-        try:
-            yield (
-                name,
-                np.frombuffer(bytes(entry["data"]), dtype)
-                .reshape(entry["shape"])
-                .astype(np.float64),
-            )
-        except ValueError as exc:
-            raise InvalidImport(f"{name} has an impossible shape ({exc})") from exc
-
-
-def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[np.float64]]]:
-    left = MAX_FILE_BYTES
-    try:
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:
-            members = archive.infolist()
-            if len(members) > MAX_TENSORS:
-                raise InvalidImport(f"holds {len(members)} files, expected at most {MAX_TENSORS}")
-            for member in members:
-                with archive.open(member) as file:
-                    data = file.read(left + 1)  # not what the directory says, which may lie
-                left -= len(data)
-                if left < 0:
-                    raise InvalidImport(f"unpacks to more than {MAX_FILE_BYTES} bytes")
-                name = member.filename.removesuffix(".npy")
-                yield name, _read_npy(name, data)
-    except (
-        zipfile.BadZipFile,
-        zipfile.LargeZipFile,
-        NotImplementedError,
-        RuntimeError,
-        OSError,
-        EOFError,
-        zlib.error,
-    ) as exc:
-        raise InvalidImport(f"is not a valid npz file ({exc})") from exc
-
-
-def _read_npy(name: str, data: bytes) -> NDArray[np.float64]:
-    file = io.BytesIO(data)
-    try:
-        version = np.lib.format.read_magic(file)
-        read = {
-            (1, 0): np.lib.format.read_array_header_1_0,
-            (2, 0): np.lib.format.read_array_header_2_0,
-        }[version]
-        shape, fortran, dtype = read(file)
-    except (
-        ValueError,
-        KeyError,
-        SyntaxError,
-        TypeError,
-        RecursionError,
-        MemoryError,
-        TokenError,
-    ) as exc:
-        raise InvalidImport(f"{name} is not an array in npy format ({exc!r})") from exc
-    if dtype.kind not in "fiu" or dtype.itemsize > 8:
-        raise InvalidImport(f"{name} has dtype {dtype}, expected numbers of at most 8 bytes")
-    rest = data[file.tell() :]
-    if any(type(size) is not int or size < 0 for size in shape) or len(
-        rest
-    ) != dtype.itemsize * math.prod(shape):
-        raise InvalidImport(
-            f"{name} has {len(rest)} bytes, expected {dtype.itemsize} x {shape} as its header says"
-        )
-    try:
-        array = np.frombuffer(rest, dtype).reshape(shape, order="F" if fortran else "C")
-    except ValueError as exc:  # more dimensions than NumPy has
-        raise InvalidImport(f"{name} has an impossible shape ({exc})") from exc
-    return array.astype(np.float64)
 
 
 # Naming
@@ -481,7 +350,7 @@ def converted(
     for number, (block, shape) in enumerate(zip(model.blocks, model.shapes(), strict=True)):
         name = shape.name
         part = {
-            one: tensors[found[f"{name}.{one}"]]
+            one: tensors[found[f"{name}.{one}"]].astype(np.float64)
             for one in ("weight", "bias", *_NORM)
             if f"{name}.{one}" in found
         }

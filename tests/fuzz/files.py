@@ -27,7 +27,7 @@ from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool
 from lenet.pixels import PIXELS
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, quiet
-from trainer import importing, mnist
+from trainer import importing, mnist, tensor_files
 from trainer.checkpoint import Checkpoint, Epoch
 from trainer.errors import (
     DatasetUnavailable,
@@ -476,8 +476,8 @@ class ImportTarget(_FileTarget):
 
     def __init__(self) -> None:
         super().__init__()
-        self.undo.callback(setattr, importing, "MAX_FILE_BYTES", importing.MAX_FILE_BYTES)
-        importing.MAX_FILE_BYTES = 1 << 20
+        self.undo.callback(setattr, tensor_files, "MAX_FILE_BYTES", tensor_files.MAX_FILE_BYTES)
+        tensor_files.MAX_FILE_BYTES = 1 << 20
         blocks = (ConvBlock(2, (3, 3), batch_norm=True), DenseBlock(3, activation=IDENTITY))
         self._source = importing.Source(Model("mine", blocks, (1, 4, 4)), {})
 
@@ -485,12 +485,12 @@ class ImportTarget(_FileTarget):
         path = self.folder / "file"
         path.write_bytes(data)
         try:
-            tensors = importing.read_tensors(path)
+            tensors = tensor_files.read_tensors(path)
         except InvalidImport as exc:
             _check_message(exc, path, data)
             return
         for name, value in tensors.items():
-            if value.dtype != np.float64 or not np.isfinite(value).all():
+            if value.dtype.kind not in "fiu" or not np.isfinite(value).all():
                 raise Finding(f"{name} is {value.dtype}, or not finite")
         try:
             layout = importing.layout_of(tensors)

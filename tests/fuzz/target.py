@@ -85,7 +85,7 @@ MODULES = MappingProxyType(
         "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
-        "import": ("files", "ImportTarget", ("trainer.importing",)),
+        "import": ("files", "ImportTarget", ("trainer.importing", "trainer.tensor_files")),
         "engine_cache": ("files", "EngineCacheTarget", ("lenet.cuda.engine_cache",)),
         "checkpoint": ("files", "CheckpointTarget", ("trainer.checkpoint",)),
     }

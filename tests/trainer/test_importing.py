@@ -12,10 +12,10 @@ from safetensors.numpy import load_file, save_file
 
 from lenet.cpu import CpuBackend
 from lenet.weightfile import WeightFile
-from trainer import importing
+from trainer import importing, tensor_files
 from trainer.commands import run
 from trainer.errors import InvalidImport
-from trainer.importing import read_tensors
+from trainer.tensor_files import read_tensors
 
 GOLDEN = Path(__file__).parent / "golden"
 TORCH = {
@@ -388,7 +388,7 @@ def test_a_broken_file_is_one_sentence(tmp_path, content, sentence):
 
 
 def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(importing, "MAX_FILE_BYTES", 10_000)
+    monkeypatch.setattr(tensor_files, "MAX_FILE_BYTES", 10_000)
     path = tmp_path / "bomb.npz"
     path.write_bytes(npz(a=bytes(6_000), b=bytes(6_000)))
     with pytest.raises(InvalidImport, match=r"a is not an array|unpacks to more than 10000 bytes"):
