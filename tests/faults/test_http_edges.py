@@ -154,15 +154,21 @@ def test_the_429_of_large_bodies_is_seen_by_clients_that_send_all_of_them(served
     assert 429 in found
 
 
+def send_until_answered(connection, piece, most_bytes):
+    """Send `piece` again and again; returns how many bytes were sent."""
+    sent = 0
+    while sent < most_bytes and not connection.readable():
+        connection.send(piece)
+        sent += len(piece)
+    return sent
+
+
 def test_trailers_are_bounded_in_memory_and_time(served, digits, intact):
     flood = b"X: 1\r\n" * 20_000
     before = resident_bytes(served)
     with intact(rss_bytes=8 * MIB), Connection(served.port) as connection:
         connection.send(chunked(b"0\r\n"))
-        sent = 0
-        while sent < 100 * MIB and not connection.readable():
-            connection.send(flood)
-            sent += len(flood)
+        sent = send_until_answered(connection, flood, 100 * MIB)
         assert connection.answer().status == 400
         # The limit is 64 KiB; the rest was on its way, in buffers of the sockets, by then.
         assert sent < 20 * MIB
@@ -173,10 +179,7 @@ def test_chunk_extensions_are_bounded(served, intact):
     flood = b"1;" + b"a" * 100_000
     with intact(rss_bytes=8 * MIB), Connection(served.port) as connection:
         connection.send(chunked(b""))
-        sent = 0
-        while sent < 100 * MIB and not connection.readable():
-            connection.send(flood)
-            sent += len(flood)
+        sent = send_until_answered(connection, flood, 100 * MIB)
         assert connection.answer().status == 400
         assert sent < 20 * MIB
 
@@ -220,10 +223,7 @@ def test_a_body_over_the_limit_is_refused_early_and_takes_no_memory(served, inta
         else:
             connection.send(chunked(b""))
             piece, most = b"100000\r\n" + bytes(MIB) + b"\r\n", 48 * MIB
-        sent = 0
-        while sent < most + MIB and not connection.readable():
-            connection.send(piece)
-            sent += len(piece)
+        sent = send_until_answered(connection, piece, most + MIB)
         assert connection.answer().status == (415 if kind == "gzip" else 413)
         assert sent <= most
 
