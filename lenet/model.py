@@ -347,7 +347,10 @@ def _check_keys(owner: str, found: dict[str, Any], required: set[str], optional:
 
 
 def _shown(value: object) -> str:
-    text = json.dumps(value)
+    try:
+        text = json.dumps(value)
+    except RecursionError:
+        return "something nested too deep"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
 
 

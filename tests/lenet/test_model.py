@@ -264,6 +264,8 @@ def without(description, *path):
         "null",
         "{",
         "[" * 100_000,
+        *('{"name": ' + "[" * depth + "]" * depth + ', "blocks": []}' for depth in (900, 960, 980)),
+        *('{"blocks": ' + "[" * depth + "]" * depth + ', "name": ""}' for depth in (900, 960, 980)),
         described(name=5),
         described(name=None),
         described(input=[1, 28]),
