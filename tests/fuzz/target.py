@@ -83,6 +83,7 @@ MODULES = MappingProxyType(
         "head": ("head", "HeadTarget", ("service.http.head", "service.http.predict")),
         "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
         "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
+        "frames": ("frames", "FrameTarget", ("service.images.decoders",)),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
         "import": ("files", "ImportTarget", ("trainer.importing", "trainer.tensor_files")),
