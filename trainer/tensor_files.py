@@ -99,6 +99,7 @@ def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
         zipfile.LargeZipFile,
         NotImplementedError,
         RuntimeError,
+        ValueError,  # zipfile's, of offsets before the file's beginning
         OSError,
         EOFError,
         zlib.error,
