@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import math
+import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -87,6 +89,11 @@ def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
             if len(members) > MAX_TENSORS:
                 raise InvalidImport(f"holds {len(members)} files, expected at most {MAX_TENSORS}")
             for member in members:
+                if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    raise InvalidImport(
+                        f"{member.filename} is compressed as NumPy does not: method "
+                        f"{member.compress_type}, expected 0 or 8"
+                    )
                 with archive.open(member) as file:
                     data = file.read(left + 1)  # not what the directory says, which may lie
                 left -= len(data)
@@ -100,6 +107,7 @@ def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
         NotImplementedError,
         RuntimeError,
         ValueError,  # zipfile's, of offsets before the file's beginning
+        struct.error,
         OSError,
         EOFError,
         zlib.error,
@@ -115,7 +123,8 @@ def _read_npy(name: str, data: bytes) -> NDArray[Any]:
             (1, 0): np.lib.format.read_array_header_1_0,
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
-        shape, fortran, dtype = read(file)
+        with warnings.catch_warnings(action="ignore"):  # of files that Python 2 wrote
+            shape, fortran, dtype = read(file)
     except (
         ValueError,
         KeyError,

@@ -344,9 +344,9 @@ def npy(header, data=b""):
     return b"\x93NUMPY\x01\x00" + struct.pack("<H", len(text)) + text + data
 
 
-def npz(**members):
+def npz(method=zipfile.ZIP_DEFLATED, **members):
     file = io.BytesIO()
-    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(file, "w", method) as archive:
         for name, content in members.items():
             archive.writestr(f"{name}.npy", content)
     return file.getvalue()
@@ -359,6 +359,7 @@ def npz(**members):
         (b"\x80\x04K\x01.", "from PyTorch, save a state dict with safetensors.torch.save_file"),
         (b"PK\x03\x04", "is not a valid npz file"),
         (npz(), "holds no arrays"),
+        (npz(zipfile.ZIP_LZMA, a=b""), "a.npy is compressed as NumPy does not: method 14"),
         (npz(a=b"hello"), "a is not an array in npy format"),
         (
             npz(a=npy("{'descr': '|O', 'fortran_order': False, 'shape': (1,), }", bytes(8))),
