@@ -35,6 +35,9 @@ Shape: TypeAlias = tuple[int, ...]
 MAX_FIELD = 1 << 16
 """The largest size, count or step of a block."""
 
+_SHOWN_CHARACTERS = 60
+"""The longest part of a description that a message repeats."""
+
 MAX_PARAMETER = 1e30
 """The largest activation parameter; float32 holds it."""
 
@@ -352,9 +355,6 @@ def _shown(value: object) -> str:
     except RecursionError:
         return "something nested too deep"
     return text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}..."
-
-
-_SHOWN_CHARACTERS = 60
 
 
 def window_count(size: int, window: int, stride: int, padding: int, dilation: int = 1) -> int:

@@ -68,14 +68,13 @@ _EXIT_CODES: dict[type[Exception], int] = {
     OSError: 6,
 }
 
-
 _WORDS = {
     "compare": ("--run", "--other"),
     "import": ("--file",),
     "export": ("--weights",),
     "inspect": ("--weights",),
 }
-"""The flags that the first words behind a command stand for."""
+"""The flags for which a command also takes its first words without a flag."""
 
 
 def fit(settings: Fit) -> None:

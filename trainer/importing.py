@@ -17,6 +17,7 @@ import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from pathlib import Path
 from typing import Literal, TypeAlias
 
@@ -71,10 +72,11 @@ class Source:
 
 
 def read_source(text: str) -> Source:
-    """The network that a description says, where padding may also be "same" or "valid".
+    """The network of a description whose padding may also be "same" or "valid".
 
     Raises:
-        InvalidModel: as `Model.from_json`; InvalidImport: a padding cannot be computed.
+        InvalidModel: as `Model.from_json`.
+        InvalidImport: a padding cannot be computed.
     """
     try:
         description = json.loads(text)
@@ -162,20 +164,21 @@ def mapped(
 def matched(tensors: Mapping[str, Tensor], source: Source, layout: Layout) -> dict[str, str]:
     """Which tensor of the file is which of the network's: {"conv1.weight": its name there, ...}.
 
-    Convolutions, dense layers and batch norms are told by their shapes and taken in their order:
-    that of the file, that of their names (numbers by value), or that with convolutions first,
-    whichever fits.
+    The shape of a tensor shows whether it belongs to a convolution, a dense layer or a batch norm.
+    Layers of one kind are matched in order. Three orders are tried: that of the file, that of the
+    names (numbers by value), and that of the names with convolutions first.
 
     Raises:
-        InvalidImport: none fits; the message names the first tensor that does not.
+        InvalidImport: no order fits; the message names the first tensor that does not fit in the
+            order of the file.
     """
     layers: dict[str, dict[str, str]] = {}
     for name in tensors:
         owner, part = _part_of(name)
         if part not in _PARTS:
             raise InvalidImport(
-                f"{name} is no part of a layer that is known: {', '.join(_PARTS)}; a mapping file "
-                "says which tensors are meant"
+                f"{name} is no part of a layer that is known: {', '.join(_PARTS)}; name the tensors "
+                "to import in a mapping file"
             )
         layers.setdefault(owner, {})[_PARTS[part]] = name
     convolutions = {
@@ -261,17 +264,17 @@ def _check_shapes(
 def _advice(shape: tuple[int, ...], expected: tuple[int, ...], layout: Layout) -> str:
     """What would make it fit."""
     other: Layout = "torch" if layout == "keras" else "keras"
-    if len(shape) != len(expected) or sorted(shape) != sorted(expected):
-        return ""
-    for axes in _TURNS.get(len(shape), ()):
-        if tuple(shape[axis] for axis in axes) == expected:
-            return (
-                f"; transposed by {axes} it would fit: is the layout {other} instead of {layout}?"
-            )
+    for axes in permutations(range(len(expected))):
+        if len(shape) == len(expected) and tuple(shape[axis] for axis in axes) == expected:
+            advice = f"; transposed by {axes} it would fit"
+            if axes in _OTHER_LAYOUT:
+                advice += f": is the layout {other} instead of {layout}?"
+            return advice
     return ""
 
 
-_TURNS = {2: ((1, 0),), 4: ((3, 2, 0, 1), (2, 3, 1, 0), (0, 1, 3, 2), (1, 0, 2, 3))}
+_OTHER_LAYOUT = ((1, 0), (3, 2, 0, 1), (2, 3, 1, 0))
+"""The transpositions between the layouts."""
 
 
 def _stored(weight: tuple[int, ...], layout: Layout) -> tuple[int, ...]:

@@ -50,15 +50,13 @@ def docker(*arguments, check=True):
 def container():
     """The service in a container that is hardened as in docker-compose.yml, and has no network."""
     if shutil.which("docker") is None:
-        pytest.skip("the image is tested where the docker command is installed: it is not")
+        pytest.skip("the docker command is not installed")
     if subprocess.run(["docker", "info"], capture_output=True, check=False).returncode:
-        pytest.skip(
-            "the image needs a Docker engine, and none answers: start one, or set DOCKER_HOST"
-        )
+        pytest.skip("no Docker engine answers: start one, or set DOCKER_HOST")
     if subprocess.run(
         ["docker", "image", "inspect", IMAGE], capture_output=True, check=False
     ).returncode:
-        pytest.skip(f"this tests the image {IMAGE}, which is not built: make docker-up builds it")
+        pytest.skip(f"the image {IMAGE} is not built: make docker-up builds it")
     hardened = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network", "none")
     limits = ("--security-opt", "no-new-privileges:true", "--memory", "2g", "--pids-limit", "1024")
     name = docker("run", "--detach", *hardened, *limits, IMAGE, "--workers", "2").strip()
