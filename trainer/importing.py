@@ -177,8 +177,8 @@ def matched(tensors: Mapping[str, Tensor], source: Source, layout: Layout) -> di
         owner, part = _part_of(name)
         if part not in _PARTS:
             raise InvalidImport(
-                f"{name} is no part of a layer that is known: {', '.join(_PARTS)}; name the tensors "
-                "to import in a mapping file"
+                f"{name} is no part of a layer that is known: {', '.join(_PARTS)}; a mapping file "
+                "can name the tensors to import"
             )
         layers.setdefault(owner, {})[_PARTS[part]] = name
     convolutions = {
