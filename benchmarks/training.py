@@ -46,6 +46,8 @@ FAST = {
     "scale": 0.0,
     "shear": 0.0,
     "shift": 0.0,
+    "elastic": 0.0,
+    "smoothing": 0.0,
 }
 """The run to 99 % differs from the default recipe in these; chosen on the validation images."""
 

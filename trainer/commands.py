@@ -13,6 +13,7 @@ from lenet.command_line import parse, unknown_variables
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
 from lenet.weightfile import Training, WeightFile
+from trainer.calibration import cooled, temperature
 from trainer.checkpoint import Checkpoint, Epoch
 from trainer.devices import check, choose, on_devices, unavailable
 from trainer.download import obtain
@@ -157,7 +158,11 @@ def fit(settings: Fit) -> None:
         labels=names,
     )
     # The export is verified in float32 on the CPU, wherever the network was trained.
-    network = Network(model, tensors, CpuOps())
+    network, divisor = Network(model, tensors, CpuOps()), 1.0
+    if settings.smoothing:
+        with phases("calibration"):
+            divisor = temperature(network.logits(validation.images), validation.labels)
+            network = Network(model, cooled(model, tensors, divisor), CpuOps())
     with phases("test and export"):
         exported = export_weights(network, dataset.test, provenance, folder, CpuBackend())
     checkpoint.discard()
@@ -167,6 +172,7 @@ def fit(settings: Fit) -> None:
         evaluate(exported.logits, dataset.test.labels),
         labels=names,
         parameters=parameters,
+        temperature=divisor,
         weights=str(exported.path),
         sha256=exported.weights.digest(),
         phases={name: round(taken_s, 3) for name, taken_s in phases.seconds.items()},

@@ -51,7 +51,7 @@ def run_of(recipe: Recipe, digits: Digits) -> Run:
     steps = recipe.epochs * (len(digits) // recipe.batch)
     limits = WarpLimits(recipe.rotation, recipe.scale, recipe.shear, recipe.shift, recipe.elastic)
     learning = rates(recipe.schedule, steps, recipe.rate)
-    return Run(digits, recipe.batch, limits, recipe.seed, learning)
+    return Run(digits, recipe.batch, limits, recipe.seed, learning, recipe.smoothing)
 
 
 def train(

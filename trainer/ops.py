@@ -81,6 +81,8 @@ class Run:
     limits: WarpLimits
     seed: int
     rates: NDArray[np.floating[Any]]
+    smoothing: float = 0.0
+    """The share of each target that is spread over all classes: label smoothing."""
 
     @property
     def steps(self) -> int:
@@ -204,15 +206,18 @@ class TrainingOps(Protocol):
         ...
 
     def softmax_cross_entropy(self, logits: Array, labels: Array, state: RunState) -> Saved:
-        """Store in `state` the step's loss, the mean of -log softmax(logits)[label], and `correct`.
+        """Store in `state` the step's loss and `correct`.
 
-        `correct` counts the rows whose first maximum is their label. The loss is finite for
-        finite logits whose differences are finite.
+        The loss is the mean of -sum t log softmax(logits), with the target t of 1 - s + s / k for
+        the label and s / k for each other of k classes; s is the run's `smoothing` (Szegedy et al.
+        2016, "Rethinking the Inception Architecture", section 7). `correct` counts the rows whose
+        first maximum is their label. The loss is finite for finite logits whose differences are
+        finite.
         """
         ...
 
     def softmax_cross_entropy_backward(self, saved: Saved) -> Array:
-        """The gradient of the logits: (softmax - onehot) / n."""
+        """The gradient of the logits: (softmax - target) / n."""
         ...
 
     def all_reduce(self, gradients: Mapping[str, Array]) -> None:

@@ -73,6 +73,10 @@ class Recipe(_Command):
     dropout: Share = 0.0
     """The share of units of each hidden dense layer that is zeroed in a step."""
 
+    smoothing: Share = 0.1
+    """Label smoothing: the share of each target that is spread over all classes. A network trained
+    with it is calibrated on the validation images before it is written."""
+
     rotation: float = Field(12.0, ge=0, le=45)
     """Augmentation: at most so many degrees in either direction."""
 
@@ -85,7 +89,7 @@ class Recipe(_Command):
     shift: float = Field(2.0, ge=0, le=14)
     """Augmentation: at most so many pixels along each axis."""
 
-    elastic: float = Field(0.0, ge=0, le=14)
+    elastic: float = Field(1.0, ge=0, le=14)
     """Augmentation: each of 7 by 7 control points of a spline is displaced by at most so many
     pixels along each axis."""
 

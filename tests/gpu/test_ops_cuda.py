@@ -234,10 +234,11 @@ def test_the_gpu_draws_and_warps_the_batches_of_numpy(bench, elastic):
 
 
 @pytest.mark.parametrize("rows", [1, 33, 256, 3000])
-def test_the_loss_its_gradient_and_the_hits_agree(bench, rows):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_the_loss_its_gradient_and_the_hits_agree(bench, rows, smoothing):
     random = np.random.default_rng(rows)
     bench.gpu.upload(named("mlp"), {})  # ten classes
-    run = a_run(random, size=rows, batch=rows)
+    run = replace(a_run(random, size=rows, batch=rows), smoothing=smoothing)
     ours, theirs = bench.gpu.start(run), bench.cpu.start(run)
     logits = bench.rounded(random.standard_normal((rows, 10)) * 8)
     labels = run.digits.labels

@@ -214,22 +214,29 @@ class CpuOps:
 
     def softmax_cross_entropy(
         self, logits: Array, labels: NDArray[np.uint8], state: CpuRunState
-    ) -> tuple[Array, NDArray[np.uint8]]:
+    ) -> tuple[Array, NDArray[np.uint8], float]:
         """Logits (classes, n); shifted by the maximum, so exp cannot overflow."""
         shifted = logits - logits.max(axis=0)
         e = np.exp(shifted)
         total = e.sum(axis=0)
-        losses = np.log(total) - shifted[labels, np.arange(len(labels))]
+        smoothing = state.run.smoothing
+        of_target = (1 - smoothing) * shifted[labels, np.arange(len(labels))]
+        if smoothing:
+            of_target += smoothing * shifted.mean(axis=0)
+        losses = np.log(total) - of_target
         state.losses[state.step] = losses.mean()
         state.correct[state.step] = np.count_nonzero(logits.argmax(axis=0) == labels)
-        return e / total, labels
+        return e / total, labels, smoothing
 
-    def softmax_cross_entropy_backward(self, saved: tuple[Array, NDArray[np.uint8]]) -> Array:
-        """(probabilities - onehot) / n."""
-        probabilities, labels = saved
+    def softmax_cross_entropy_backward(
+        self, saved: tuple[Array, NDArray[np.uint8], float]
+    ) -> Array:
+        """(probabilities - target) / n."""
+        probabilities, labels, smoothing = saved
         n = len(labels)
-        dlogits = probabilities / n
-        dlogits[labels, np.arange(n)] -= dlogits.dtype.type(1) / n
+        kind = probabilities.dtype.type
+        dlogits: Array = (probabilities - kind(smoothing / len(probabilities))) / n
+        dlogits[labels, np.arange(n)] -= kind(1 - smoothing) / n
         return dlogits
 
     def all_reduce(self, gradients: Mapping[str, Array]) -> None:

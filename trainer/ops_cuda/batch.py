@@ -104,6 +104,7 @@ class BatchKernels:
                 state.scale,
                 np.int32(state.rows),
                 np.int32(state.run.batch),
+                np.float32(state.run.smoothing),
             ),
         )
         return dlogits

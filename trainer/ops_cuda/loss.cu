@@ -1,5 +1,6 @@
 // The softmax cross-entropy of a batch and its gradient in one kernel: together the gradient is
-// softmax - onehot, and neither can overflow.
+// softmax - target, and neither can overflow. The target is 1 - smoothing for the label, and
+// smoothing / CLASSES more for every class.
 //
 // logits, dlogits: SCALAR (rows, PADDED), CLASSES of them real, the rest of dlogits written as 0.
 // losses (float), correct (int): one entry a step, for this GPU's rows: the sum of -log p[label]
@@ -19,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(1024)
     softmax_cross_entropy(const SCALAR* __restrict__ logits, const uint8* __restrict__ labels,
                           SCALAR* __restrict__ dlogits, float* losses, int* correct,
                           const int* __restrict__ step, const float* __restrict__ scale, int rows,
-                          int total_rows) {
+                          int total_rows, float smoothing) {
     __shared__ float warp_loss[WARP];
     __shared__ int warp_correct[WARP];
     float loss = 0;
@@ -38,14 +39,22 @@ extern "C" __global__ void __launch_bounds__(1024)
             if (p[k] > largest) largest = p[k], first = k;
             if (k == label) of_label = p[k];
         }
-        float total = 0;
+        float total = 0, sum = 0;
 #pragma unroll
-        for (int k = 0; k < CLASSES; ++k) total += p[k] = expf(p[k] - largest);
-        loss += logf(total) - (of_label - largest);
+        for (int k = 0; k < CLASSES; ++k) {
+            sum += p[k] - largest;
+            total += p[k] = expf(p[k] - largest);
+        }
+        // Not where nothing is smoothed: a logit of -inf is the probability 0.
+        const float spread = smoothing > 0 ? smoothing / CLASSES * sum : 0;
+        loss += logf(total) - (1 - smoothing) * (of_label - largest) - spread;
         right += first == label;
 #pragma unroll
         for (int k = 0; k < PADDED; ++k)
-            p[k] = k < CLASSES ? (p[k] / total - (k == label)) * factor : 0;
+            p[k] =
+                k < CLASSES
+                    ? (p[k] / total - (1 - smoothing) * (k == label) - smoothing / CLASSES) * factor
+                    : 0;
 #pragma unroll
         for (int k = 0; k < PADDED; k += LANES)
             store(dlogits + row * PADDED + k, *reinterpret_cast<float (*)[LANES]>(p + k));

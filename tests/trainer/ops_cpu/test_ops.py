@@ -1,5 +1,7 @@
 """Every backward against float64 finite differences of its forward."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -170,17 +172,19 @@ def test_a_batch_is_the_next_part_of_the_order_augmented_by_its_step():
         OPS.end_step(state)
 
 
-def test_softmax_cross_entropy_agrees_with_differences(assert_slope):
+@pytest.mark.parametrize("smoothing", [0.0, 0.1, 0.9])
+def test_softmax_cross_entropy_agrees_with_differences(assert_slope, smoothing):
     random = np.random.default_rng(8)
     logits, labels = random.standard_normal((7, 5)), np.array([0, 6, 3, 3, 1], np.uint8)
-    state = OPS.start(one_batch(), 1)
+    state = OPS.start(replace(one_batch(), smoothing=smoothing), 1)
 
     def loss():
         OPS.softmax_cross_entropy(logits, labels, state)
         return OPS.losses(state, 1, 2)[0].item()
 
     probabilities = reference.softmax(logits.T)
-    assert loss() == pytest.approx(-np.log(probabilities[np.arange(5), labels]).mean())
+    targets = (1 - smoothing) * np.eye(7)[labels] + smoothing / 7
+    assert loss() == pytest.approx(-(targets * np.log(probabilities)).sum(axis=1).mean())
     dlogits = OPS.softmax_cross_entropy_backward(OPS.softmax_cross_entropy(logits, labels, state))
     assert_slope(dlogits, loss, logits)
 

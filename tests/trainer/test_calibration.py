@@ -1,0 +1,41 @@
+"""The temperature that makes confidence equal to accuracy."""
+
+import numpy as np
+import pytest
+
+from lenet.model import named
+from trainer.calibration import cooled, temperature
+from trainer.network import Network, initial_tensors
+from trainer.ops_cpu import CpuOps
+from trainer.runs import evaluate
+
+
+@pytest.mark.parametrize("expected", [0.5, 1.0, 3.0])
+def test_the_temperature_that_made_the_logits_is_found(expected):
+    random = np.random.default_rng(3)
+    honest = random.standard_normal((200_000, 5)) * 2
+    cumulated = np.exp(honest).cumsum(axis=1)
+    drawn = random.random((len(honest), 1)) * cumulated[:, -1:]
+    labels = (drawn > cumulated).sum(axis=1).astype(np.uint8)
+    logits = honest * expected
+    found = temperature(logits, labels)
+    assert found == pytest.approx(expected, rel=0.02)
+    assert evaluate(logits / found, labels).calibration_error < 0.005
+
+
+@pytest.mark.parametrize(("labels", "limit"), [([0, 0], 0.25), ([1, 2], 4.0)])
+def test_images_that_are_all_right_or_all_wrong_do_not_lead_beyond_the_limits(labels, limit):
+    logits = np.array([[3.0, 0.0, 0.0], [2.0, 0.0, 0.0]], np.float32)
+    assert temperature(logits, np.array(labels, np.uint8)) == pytest.approx(limit)
+
+
+def test_the_last_layer_takes_the_temperature():
+    model = named("lenet")
+    tensors = initial_tensors(model, np.random.default_rng(1))
+    tensors["dense2.bias"] += np.arange(10, dtype=np.float32)
+    images = np.random.default_rng(2).integers(0, 256, (20, 28, 28), np.uint8)
+    logits, halved = (
+        Network(model, one, CpuOps()).logits(images)
+        for one in (tensors, cooled(model, tensors, 2.0))
+    )
+    np.testing.assert_allclose(halved, logits / 2, rtol=1e-6)
