@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -47,7 +48,8 @@ from trainer.ops import Tensor, TrainingOps
 from trainer.ops_cpu import CpuOps
 from trainer.report import compared, comparison, report
 from trainer.runs import REPORT, Phases, RunFolder, evaluate, read_run
-from trainer.settings import Compare, Export, Fit, Import, Inspect, Recipe
+from trainer.search import search as search_recipes
+from trainer.settings import Compare, Export, Fit, Import, Inspect, Recipe, Search
 from trainer.start import check_frozen, origin, read_described, read_model, taken
 from trainer.tensor_files import read_tensors
 
@@ -212,6 +214,25 @@ def compare(settings: Compare) -> None:
         _write_page(settings.out, lambda: comparison(*runs))
 
 
+def search(settings: Search) -> None:
+    """Try recipes.
+
+    Raises:
+        KeyboardInterrupt: its message says how to go on.
+    """
+    names = label_names(settings.labels)
+    model = read_model(settings.model, len(names))
+    settings = settings.resolved(choose(settings.device, print))
+    check(settings, 1)
+    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
+    try:
+        search_recipes(settings, model, dataset, partial(print, flush=True))
+    except ImportError as exc:
+        raise InvalidSettings(f"{exc}: search needs it; python -m pip install optuna") from exc
+    except KeyboardInterrupt as exc:
+        raise KeyboardInterrupt("interrupted; the same command goes on with the search") from exc
+
+
 def export(settings: Export) -> None:
     """Write the ONNX model."""
     export_onnx(WeightFile.read(settings.weights), settings.out, CpuBackend())
@@ -281,7 +302,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     for number, flag in enumerate(_WORDS.get(command, ())):
         if len(rest) > 2 * number and not rest[2 * number].startswith("-"):
             rest.insert(2 * number, flag)
-    for sentence in unknown_variables((Fit, Compare, Export, Import, Inspect), environment):
+    for sentence in unknown_variables((Fit, Search, Compare, Export, Import, Inspect), environment):
         print(sentence, file=sys.stderr)
     program = f"python -m trainer {command}"
     try:
@@ -296,9 +317,12 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
                 import_(parse(Import, rest, program))
             case "inspect":
                 inspect(parse(Inspect, rest, program))
+            case "search":
+                search(parse(Search, rest, program))
             case _:
                 raise InvalidSettings(
-                    f"the command is {command}, expected fit, compare, import, export or inspect"
+                    f"the command is {command}, expected fit, search, compare, import, export "
+                    "or inspect"
                 )
     except KeyboardInterrupt as exc:
         print(str(exc) or "interrupted", file=sys.stderr)

@@ -2,7 +2,7 @@
 
 `Recipe` holds what the result depends on: two runs of one recipe on one dataset give the same
 bytes, on a GPU as long as cuDNN's engines are the same. Its `command` goes into the weight file.
-`Fit` adds folders and devices; `Export` and `Inspect` are the other commands. A variable
+`Fit` adds folders and devices, `Search` what to vary; the rest are the other commands. A variable
 LENET_TRAINER_EPOCHS does what --epochs does; the command line wins.
 """
 
@@ -208,6 +208,52 @@ class Fit(Recipe):
         if self.gpus > 1:
             command += f" --gpus {self.gpus}"
         return command
+
+
+class Search(Recipe):
+    """Vary a recipe, and compare by the mistakes on the images held out for validation."""
+
+    model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_SEARCH_")
+
+    data: Path = Path("data/mnist")
+    """The folder of the dataset, as of fit."""
+
+    labels: Path | None = None
+    """A text file with the names of the classes, as of fit."""
+
+    over: Annotated[tuple[str, ...], NoDecode] = (
+        "rate",
+        "weight_decay",
+        "dropout",
+        "smoothing",
+        "rotation",
+        "scale",
+        "shear",
+        "shift",
+        "elastic",
+    )
+    """The settings to vary, separated by commas; also momentum, schedule and batch."""
+
+    trials: int = Field(50, ge=1, le=10_000)
+    """How many recipes to try, those of earlier calls of the same search included."""
+
+    seeds: int = Field(3, ge=1, le=100)
+    """How many times a recipe is trained, with --seed and the numbers after it."""
+
+    journal: Path = Path("runs/search.log")
+    """The file that keeps the trials; the same command goes on, and several share it."""
+
+    @field_validator("over", mode="before")
+    @classmethod
+    def _split_over(cls, names: object) -> object:
+        if isinstance(names, str):
+            return tuple(name.replace("-", "_") for name in names.split(",") if name)
+        return names
+
+    def command(self) -> str:
+        """The recipe's, with --over and --seeds."""
+        command = super().command().replace("fit", "search", 1)
+        return f"{command} --over {','.join(self.over)} --seeds {self.seeds}"
 
 
 class Export(_Command):

@@ -342,7 +342,7 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
         (
             ["retrain"],
             2,
-            "the command is retrain, expected fit, compare, import, export or inspect",
+            "the command is retrain, expected fit, search, compare, import, export or inspect",
         ),
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),

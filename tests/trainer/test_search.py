@@ -1,0 +1,84 @@
+"""`python -m trainer search`: trials, a journal that is gone on with, and no look at the test."""
+
+import re
+
+import pytest
+
+from lenet.errors import InvalidSettings
+from lenet.model import named
+from trainer.commands import run
+from trainer.mnist import Dataset
+from trainer.search import search
+from trainer.settings import Search
+
+
+@pytest.fixture
+def without_test_images(digits):
+    return Dataset(digits(200, 0), None, "0" * 64)
+
+
+def settings(tmp_path, **fields):
+    given = {"trials": 3, "seeds": 2, "over": ("rate", "smoothing", "schedule"), "epochs": 1}
+    return Search(
+        **{"model": "mlp", "batch": 64, "validation_images": 50} | given | fields,
+        journal=tmp_path / "new" / "journal",
+    ).resolved("cpu")
+
+
+def trials(lines):
+    return [line for line in lines if line.startswith("trial ")]
+
+
+def test_the_first_trial_is_the_recipe_and_the_same_command_goes_on(tmp_path, without_test_images):
+    lines = []
+    search(settings(tmp_path), named("mlp"), without_test_images, lines.append)
+    assert len(trials(lines)) == 3
+    assert re.fullmatch(
+        r"trial 1 of 3: +[\d.]+ \(sd [\d.]+\), n 2: --rate 0.2 --smoothing 0.1 --schedule [a-z-]+",
+        trials(lines)[0],
+    )
+    best = [float(line.split()[0]) for line in lines[lines.index("the best:") + 1 :]]
+    assert len(best) == 3
+    assert best == sorted(best)
+
+    lines.clear()
+    search(settings(tmp_path, trials=4), named("mlp"), without_test_images, lines.append)
+    assert [line.split(":")[0] for line in trials(lines)] == ["trial 4 of 4"]
+
+    lines.clear()
+    search(settings(tmp_path, seeds=1), named("mlp"), without_test_images, lines.append)
+    assert len(trials(lines)) == 3, "another search took the trials of the first"
+
+
+def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_test_images):
+    lines = []
+    chosen = settings(
+        tmp_path, trials=1, rate=100.0, weight_decay=0.99, over=("smoothing",), epochs=30
+    )
+    search(chosen, named("mlp"), without_test_images, lines.append)
+    assert trials(lines) == ["trial 1 of 1: diverged                  --smoothing 0.1"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"over": ("epochs",)}, "--over names epochs, expected some of rate,"),
+        ({"rate": 5.0}, "--rate is 5.0, expected 0.01 to 2, the range of the search"),
+        ({"over": ("batch",), "batch": 99}, "--batch is 99, expected one of 64, 128, 256, "),
+    ],
+)
+def test_a_setting_that_cannot_be_varied_is_refused(tmp_path, without_test_images, fields, message):
+    with pytest.raises(InvalidSettings, match=message):
+        search(settings(tmp_path, **fields), named("mlp"), without_test_images, [].append)
+
+
+def test_the_command_says_what_it_did(tmp_path, tiny, write_idx, capsys):
+    folder = write_idx(tiny)
+    line = ["search", "--data", str(folder), "--model", "mlp", "--epochs", "1", "--trials", "1"]
+    line += ["--seeds", "1", "--validation-images", "50", "--device", "cpu", "--batch", "64"]
+    assert run([*line, "--journal", str(tmp_path / "journal")], {}) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("python -m trainer search --model mlp --seed 1 --epochs 1 ")
+    assert "trial 1 of 1" in out
+    assert run([*line, "--journal", "/dev/null/journal"], {}) == 6
+    assert "--journal is /dev/null/journal: it cannot be written" in capsys.readouterr().err

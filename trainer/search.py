@@ -1,0 +1,182 @@
+"""Searches for a better recipe, by the mistakes on the held-out training images alone.
+
+Optuna's tree-structured Parzen estimator suggests a value for each of the settings to vary; a trial
+is that recipe with several seeds, and ends early if it is worse than half of the trials before it.
+The first trial is the recipe as it was given. Test images are never looked at.
+
+Trials are kept in a journal. The same command goes on where an earlier one ended, and several of
+them at a time share one search: on a GPU under MPS they fill the gaps that one run leaves.
+Source: Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lenet.errors import InvalidSettings
+from lenet.model import Model
+from trainer.checkpoint import Checkpoint
+from trainer.devices import on_devices
+from trainer.errors import TrainingDiverged, UnwritableFolder
+from trainer.loop import train
+from trainer.mnist import Dataset
+from trainer.network import Network, initial_tensors
+from trainer.ops import TrainingOps
+from trainer.settings import Search
+
+if TYPE_CHECKING:
+    from optuna import Trial
+    from optuna.trial import FrozenTrial
+
+_RANGES: dict[str, tuple[float, float]] = {
+    "rate": (0.01, 2.0),
+    "momentum": (0.8, 0.97),
+    "weight_decay": (1e-5, 2e-3),
+    "dropout": (0.0, 0.6),
+    "smoothing": (0.0, 0.2),
+    "rotation": (0.0, 25.0),
+    "scale": (0.0, 0.25),
+    "shear": (0.0, 20.0),
+    "shift": (0.0, 4.0),
+    "elastic": (0.0, 4.0),
+}
+_LOGARITHMIC = ("rate", "weight_decay")
+_CHOICES: dict[str, tuple[str | int, ...]] = {
+    "schedule": ("one-cycle", "step"),
+    "batch": (64, 128, 256, 512, 1024),
+}
+_SHOWN = 10
+
+
+def search(settings: Search, model: Model, dataset: Dataset, report: Callable[[str], None]) -> None:
+    """Run trials until the search has `settings.trials`; report each, and the best.
+
+    Raises:
+        ImportError: optuna is not installed.
+        InvalidSettings: a setting cannot be varied, or not from the recipe's value on.
+        UnwritableFolder: the journal cannot be written.
+        DeviceError, DeviceUnavailable: as `on_devices`.
+    """
+    import optuna
+    from optuna.storages.journal import JournalFileBackend
+    from optuna.trial import TrialState
+
+    _check(settings)
+    try:
+        settings.journal.parent.mkdir(parents=True, exist_ok=True)
+        storage = optuna.storages.JournalStorage(JournalFileBackend(str(settings.journal)))
+    except OSError as exc:
+        raise UnwritableFolder(
+            f"--journal is {settings.journal}: it cannot be written ({exc.strerror})"
+        ) from exc
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    described = f"{settings.command()} on {dataset.sha256} as {model.to_json()}"
+    study = optuna.create_study(
+        storage=storage,
+        study_name=hashlib.sha256(described.encode()).hexdigest()[:16],
+        sampler=optuna.samplers.TPESampler(),
+        pruner=optuna.pruners.MedianPruner(),
+        load_if_exists=True,
+    )
+    ended = TrialState.COMPLETE, TrialState.PRUNED
+    if not study.get_trials(states=(*ended, TrialState.RUNNING, TrialState.WAITING)):
+        study.enqueue_trial({name: getattr(settings, name) for name in settings.over})
+
+    def announce(_study: object, trial: FrozenTrial) -> None:
+        number = len(study.get_trials(deepcopy=False, states=ended))
+        report(f"trial {number} of {settings.trials}: {_line(trial)}")
+
+    held_out = f"{settings.validation_images} held-out images"
+    report(f"{settings.command()}\nmistakes on {held_out}, mean and seeds:")
+    if len(study.get_trials(states=ended)) < settings.trials:
+        study.optimize(
+            lambda trial: _mistakes(trial, settings, model, dataset),
+            callbacks=[announce, optuna.study.MaxTrialsCallback(settings.trials, ended)],
+        )
+    done = study.get_trials(states=(TrialState.COMPLETE,))
+    report("the best:")
+    for trial in sorted(done, key=lambda trial: trial.value or 0.0)[:_SHOWN]:
+        report(_line(trial))
+
+
+def _check(settings: Search) -> None:
+    for name in settings.over:
+        value: Any = getattr(settings, name, None)
+        flag = f"--{name.replace('_', '-')}"
+        if name in _RANGES:
+            low, high = _RANGES[name]
+            if not low <= value <= high:
+                raise InvalidSettings(
+                    f"{flag} is {value}, expected {low:g} to {high:g}, the range of the search, "
+                    "or --over without it"
+                )
+        elif name in _CHOICES:
+            if value not in _CHOICES[name]:
+                raise InvalidSettings(
+                    f"{flag} is {value}, expected one of {', '.join(map(str, _CHOICES[name]))}, "
+                    "the choices of the search, or --over without it"
+                )
+        else:
+            raise InvalidSettings(
+                f"--over names {name}, expected some of {','.join((*_RANGES, *_CHOICES))}"
+            )
+
+
+def _line(trial: FrozenTrial) -> str:
+    if not (mistakes := trial.user_attrs.get("mistakes")):
+        return f"diverged                  {_shown(trial)}"
+    spread = f" (sd {statistics.stdev(mistakes):.1f})" if len(mistakes) > 1 else ""
+    cut = ", given up" if trial.state.name == "PRUNED" else ""
+    return f"{statistics.fmean(mistakes):6.1f}{spread}, n {len(mistakes)}{cut}: {_shown(trial)}"
+
+
+def _shown(trial: FrozenTrial) -> str:
+    values = trial.params.items()
+    return " ".join(f"--{name.replace('_', '-')} {_rounded(value)}" for name, value in values)
+
+
+def _rounded(value: object) -> object:
+    return float(f"{value:.3g}") if isinstance(value, float) else value
+
+
+def _mistakes(trial: Trial, settings: Search, model: Model, dataset: Dataset) -> float:
+    """The mean number of mistakes over the seeds."""
+    import optuna
+
+    chosen: dict[str, object] = {}
+    for name in settings.over:
+        if name in _CHOICES:
+            chosen[name] = trial.suggest_categorical(name, _CHOICES[name])
+        else:
+            low, high = _RANGES[name]
+            chosen[name] = trial.suggest_float(name, low, high, log=name in _LOGARITHMIC)
+    training, validation = dataset.hold_out(settings.validation_images)
+    mistakes: list[int] = []
+    for number in range(settings.seeds):
+        recipe = settings.model_copy(update={**chosen, "seed": settings.seed + number})
+
+        def work(ops: TrainingOps, _rank: int, recipe: Search = recipe) -> float:
+            tensors = initial_tensors(model, np.random.default_rng(recipe.seed))
+            network = Network(model, tensors, ops, recipe.dropout)
+            with tempfile.TemporaryDirectory() as folder:
+                checkpoint = Checkpoint(Path(folder), recipe, dataset.sha256)
+                epochs, _ = train(network, recipe, training, validation, checkpoint, leader=False)
+            return epochs[-1].validation_accuracy
+
+        try:
+            accuracy = on_devices(recipe, 1, work)
+        except TrainingDiverged as exc:
+            raise optuna.TrialPruned from exc
+        mistakes.append(round((1 - accuracy) * len(validation)))
+        trial.set_user_attr("mistakes", mistakes)
+        trial.report(statistics.fmean(mistakes), number)
+        if number + 1 < settings.seeds and trial.should_prune():
+            raise optuna.TrialPruned
+    return statistics.fmean(mistakes)
