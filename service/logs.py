@@ -24,3 +24,12 @@ def configure(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, least in _LIBRARIES.items():
         logging.getLogger(name).setLevel(least)
+    logging.getLogger("grpc._cython.cygrpc").addFilter(_is_a_fault)
+
+
+def _is_a_fault(record: logging.LogRecord) -> bool:
+    """Drop grpcio's trace for a call that its client ended while the answer was being sent.
+
+    It came twice in an hour with 1.6 million exchanges, a tenth of them ended by their clients.
+    """
+    return not record.getMessage().startswith("ExecuteBatchError raised in core")
