@@ -118,6 +118,11 @@ def _decode(
 
         images, also = decode_message(content, header["max_images"])
         wanted = asdict(also)
+    elif header["kind"] == "tensors":
+        from service.http.infer_body import read_infer_body
+
+        images, asked = read_infer_body(content, header["json_bytes"], header["max_images"])
+        wanted = asdict(asked)
     else:
         from service.images import Limits, decoder
 

@@ -8,6 +8,7 @@ Source: https://github.com/kserve/open-inference-protocol
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,13 +17,19 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
-from service.engine.queue import Prediction
 from service.engine.versions import ModelVersion
 from service.errors import TooLarge, invalid, shown
 
 PLATFORM = "lenet_safetensors"
 INPUT = "image"
 OUTPUTS = ("probabilities", "label")
+EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "parameters")
+"""Over HTTP, by the names that Triton gave them."""
+
+GRPC_EXTENSIONS = ("classification",)
+
+CLASSIFIED = "probabilities"
+"""The output of which a request may ask for the best classes."""
 
 _DTYPES: dict[str, np.dtype[Any]] = {"UINT8": np.dtype(np.uint8), "FP32": np.dtype("<f4")}
 _LABEL = np.dtype("<i8")
@@ -32,13 +39,10 @@ _MANY_IMAGES = ((HEIGHT, WIDTH), (PIXELS,), (1, HEIGHT, WIDTH))
 _LONGEST_SHAPE = 1 + max(map(len, _MANY_IMAGES))
 _SHAPES = "[n, 28, 28], [n, 1, 28, 28], [n, 784] or one image as [28, 28] or [784]"
 _INT64 = 2**63
-_UNSUPPORTED = {
-    "classification": "the classification extension",
-    "shared_memory_region": "shared memory",
-}
+_BYTES_LENGTH = struct.Struct("<I")
 
 Values: TypeAlias = NDArray[Any]
-"""Numbers of one real dtype, flat, row-major."""
+"""Numbers of one real dtype, row-major."""
 
 Numbers: TypeAlias = Sequence[float]
 """Numbers of a message, flat, row-major; each that is read makes an object."""
@@ -80,13 +84,38 @@ class InputTensor:
 
 
 @dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """An output that a request asks for.
+
+    `classes`: instead of its values the best so many as text, "VALUE:INDEX:NAME"; 0 for its values.
+    `binary`: as bytes, where a request chooses for each output.
+    """
+
+    name: str
+    binary: bool = False
+    classes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class OutputTensor:
-    """A tensor of the answer; `values` is little-endian and contiguous, of shape `shape`."""
+    """A tensor of the answer.
+
+    `values`: little-endian and contiguous, of shape `shape`; of BYTES its elements in order.
+    """
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    values: Values
+    values: Values | list[bytes]
+
+    def to_bytes(self) -> bytes:
+        """As it is sent: each element of BYTES after its length, 4 bytes."""
+        if isinstance(self.values, list):
+            return b"".join([_BYTES_LENGTH.pack(len(one)) + one for one in self.values])
+        return self.values.tobytes()
+
+
+ALL_OUTPUTS = tuple(map(RequestedOutput, OUTPUTS))
 
 
 def model_metadata(version: ModelVersion) -> ModelMetadata:
@@ -96,8 +125,31 @@ def model_metadata(version: ModelVersion) -> ModelMetadata:
         (version.version,),
         PLATFORM,
         (TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH)),),
-        output_metadata(OUTPUTS, -1, version.weights.model.classes),
+        output_metadata(ALL_OUTPUTS, -1, version.weights.model.classes),
     )
+
+
+def model_config(version: ModelVersion, max_images: int) -> dict[str, Any]:
+    """The model's configuration in the form of Triton's, for its clients.
+
+    A shape there has no dimension for the images of a request, of which there are `max_images` at
+    most, and an empty one is spelled as a single 1 that is taken away again.
+    """
+
+    def tensor(one: TensorMetadata) -> dict[str, Any]:
+        entry = {"name": one.name, "data_type": f"TYPE_{one.datatype}", "dims": [*one.shape[1:]]}
+        return entry if entry["dims"] else {**entry, "dims": [1], "reshape": {"shape": []}}
+
+    metadata = model_metadata(version)
+    return {
+        "name": metadata.name,
+        "platform": metadata.platform,
+        "backend": "",
+        "max_batch_size": max_images,
+        "input": [tensor(one) for one in metadata.inputs],
+        "output": [tensor(one) for one in metadata.outputs],
+        "dynamic_batching": {},
+    }
 
 
 def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:
@@ -122,43 +174,53 @@ def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:
     return images
 
 
-def requested_outputs(names: Iterable[str]) -> tuple[str, ...]:
-    """The outputs that a request names, in its order; all of them if it names none.
+def requested_outputs(outputs: Iterable[RequestedOutput]) -> tuple[RequestedOutput, ...]:
+    """The outputs that a request names, checked.
 
     Raises:
-        InvalidInput: an unknown output, or one twice.
+        InvalidInput: an unknown output, one twice, or a classification of labels.
     """
-    wanted: list[str] = []
-    for position, name in enumerate(names):
-        field = f"outputs[{position}].name"
+    wanted: dict[str, RequestedOutput] = {}
+    for position, output in enumerate(outputs):
+        field, name = f"outputs[{position}]", output.name
         if name not in OUTPUTS:
-            raise invalid(field, shown(name), f"one of {', '.join(OUTPUTS)}")
+            raise invalid(f"{field}.name", shown(name), f"one of {', '.join(OUTPUTS)}")
         if name in wanted:
-            raise invalid(field, f"{name!r} a second time", "each output once")
-        wanted.append(name)
-    return tuple(wanted) or OUTPUTS
+            raise invalid(f"{field}.name", f"{name!r} a second time", "each output once")
+        if output.classes and name != CLASSIFIED:
+            got = f"the output {name!r}"
+            raise invalid(f"{field}.parameters.classification", got, f"it on {CLASSIFIED!r} alone")
+        wanted[name] = output
+    return tuple(wanted.values())
 
 
 def check_parameters(names: Container[str], field: str) -> None:
-    """Reject parameters of a tensor that would change where or how its data is transferred.
+    """Reject parameters of a tensor that would change where its data is.
 
-    Others are ignored, as the protocol allows: the answer is right without them.
+    Unknown ones are ignored, as the protocol allows: the answer is right without them.
 
     Raises:
-        InvalidInput: the request uses an extension that this server does not list.
+        InvalidInput: the request uses shared memory.
     """
-    for name, extension in _UNSUPPORTED.items():
-        if name in names:
-            raise invalid(f"{field}.parameters.{name}", extension, "none, it is not supported")
+    if "shared_memory_region" in names:
+        name = f"{field}.parameters.shared_memory_region"
+        raise invalid(name, "shared memory", "none, it is not supported")
 
 
-def output_metadata(names: Iterable[str], rows: int, classes: int) -> tuple[TensorMetadata, ...]:
-    """The outputs `names`, in that order, for `rows` images; one image is a batch of one."""
+def output_metadata(
+    outputs: Iterable[RequestedOutput], rows: int, classes: int
+) -> tuple[TensorMetadata, ...]:
+    """`outputs`, in that order, for `rows` images; one image is a batch of one."""
     known = {
         "probabilities": TensorMetadata("probabilities", "FP32", (rows, classes)),
         "label": TensorMetadata("label", "INT64", (rows,)),
     }
-    return tuple(known[name] for name in names)
+    return tuple(
+        TensorMetadata(one.name, "BYTES", (rows, min(one.classes, classes)))
+        if one.classes
+        else known[one.name]
+        for one in outputs
+    )
 
 
 def output_values(name: str, probabilities: Probabilities) -> Values:
@@ -169,13 +231,33 @@ def output_values(name: str, probabilities: Probabilities) -> Values:
     return np.ascontiguousarray(probabilities, _DTYPES["FP32"])
 
 
-def answer(prediction: Prediction, wanted: Iterable[str]) -> tuple[OutputTensor, ...]:
-    """The outputs `wanted`, in that order."""
-    probabilities = prediction.probabilities
+def answer(
+    probabilities: Probabilities, outputs: Sequence[RequestedOutput], names: Sequence[str]
+) -> tuple[OutputTensor, ...]:
+    """The tensors of `outputs`, in that order; `names` are those of the classes."""
     return tuple(
-        OutputTensor(one.name, one.datatype, one.shape, output_values(one.name, probabilities))
-        for one in output_metadata(wanted, *probabilities.shape)
+        OutputTensor(
+            tensor.name,
+            tensor.datatype,
+            tensor.shape,
+            _classified(probabilities, tensor.shape[1], names)
+            if output.classes
+            else output_values(tensor.name, probabilities),
+        )
+        for output, tensor in zip(
+            outputs, output_metadata(outputs, *probabilities.shape), strict=True
+        )
     )
+
+
+def _classified(probabilities: Probabilities, count: int, names: Sequence[str]) -> list[bytes]:
+    """The `count` most probable classes of each row, the best first, in Triton's format."""
+    best = np.argsort(-probabilities, axis=1, kind="stable")[:, :count]
+    values = np.take_along_axis(probabilities, best, axis=1)
+    return [
+        b"%f:%d:%s" % (value, index, names[index].encode())
+        for value, index in zip(values.ravel().tolist(), best.ravel().tolist(), strict=True)
+    ]
 
 
 def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
@@ -244,12 +326,14 @@ def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
         hint = ""
         if 0 < value < 1:
             hint = "; values from 0 to 1 are a common mistake: multiply by 255 and round"
-        image, pixel = divmod(index, PIXELS)
-        where = f"image {image}, row {pixel // WIDTH}, column {pixel % WIDTH}"
-        raise invalid(
-            source, f"{value} at index {index} ({where})", f"whole numbers 0 to 255{hint}"
-        )
+        raise invalid(source, f"{value} at {where(index)}", f"whole numbers 0 to 255{hint}")
     return pixels
+
+
+def where(index: int) -> str:
+    """Which pixel of which image number `index` of a tensor is."""
+    image, pixel = divmod(index, PIXELS)
+    return f"index {index} (image {image}, row {pixel // WIDTH}, column {pixel % WIDTH})"
 
 
 def _format_shape(shape: Sequence[object]) -> str:

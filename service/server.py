@@ -45,8 +45,10 @@ from service.heartbeat import Heartbeat
 from service.http.app import create_app
 from service.http.connection import FrontDoor
 from service.http.head import FastRoutes
+from service.http.infer import InferRoute
 from service.http.openapi import InfoResponse, LoadedModel
 from service.http.predict import PredictRoute
+from service.http.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.images import Limits
 from service.images.decoders import Decoders
 from service.listener import at, cannot_listen, listen, probe
@@ -152,7 +154,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 stop_timeout_s=settings.drain_timeout_s,
             )
         )
-        predict = PredictRoute(
+        parts = (
             models,
             metrics,
             Limits(settings.max_images),
@@ -162,11 +164,18 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             deadlines,
             timeout_s,
         )
+        predict, infer = PredictRoute(*parts), InferRoute(*parts)
         version = distribution_version()  # read from a file
         app = create_app(
-            models, metrics, predict, partial(_info, settings, placement, models, version)
+            models, metrics, predict, infer, partial(_info, settings, placement, models, version)
         )
-        fast_routes = {(b"POST", b"/predict"): predict}
+        fast_routes: FastRoutes = {
+            (b"POST", b"/predict"): predict,
+            **{
+                (b"POST", f"{PREFIX}{owner}/infer".encode()): infer
+                for owner in (MODEL, MODEL_VERSION)
+            },
+        }
         models.ready = True
         try:
             yield Service(models, metrics, app, fast_routes, budget, grpc, faults)

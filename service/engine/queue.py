@@ -48,8 +48,7 @@ class Prediction:
     `batch` holds them from row `row` on.
     """
 
-    model: str
-    version: str
+    version: ModelVersion
     rows: int
     queue_s: float
     compute_s: float
@@ -127,7 +126,7 @@ class Request:
         assert self.batch is not None, "bug: not answered"
         version, cut_s = self.version, self.first_cut_s
         times = cut_s - self.arrived_s, self.answered_s - cut_s
-        return Prediction(version.name, version.version, self.rows, *times, self.batch, self.row)
+        return Prediction(version, self.rows, *times, self.batch, self.row)
 
 
 @dataclass(slots=True)

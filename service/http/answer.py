@@ -51,10 +51,14 @@ class Answer:
 
 def error_answer(error: ServiceError) -> Answer:
     """`error` in the JSON that every error has."""
-    headers = b""
-    if error.retry_after_s is not None:
-        headers = b"retry-after: %d\r\n" % error.retry_after_s
-    return refusal(STATUS[error.code], error.code, error.message, error.field, headers)
+    return refusal(STATUS[error.code], error.code, error.message, error.field, retry_after(error))
+
+
+def retry_after(error: ServiceError) -> bytes:
+    """The header line that says when a retry may succeed, if one may."""
+    if error.retry_after_s is None:
+        return b""
+    return b"retry-after: %d\r\n" % error.retry_after_s
 
 
 def refusal(status: int, code: str, message: str, field: str = "", headers: bytes = b"") -> Answer:

@@ -1,14 +1,15 @@
 """The FastAPI application: it declares and documents all routes, and answers all but the fast ones.
 
-`POST /predict` is answered by `PredictRoute`, over a connection without ASGI; its route here leads
-to the same object, for whoever calls the application itself.
+Those are answered by an `ImageRoute` over a connection without ASGI; their routes here lead to the
+same objects, for whoever calls the application itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request, Response
 from starlette.exceptions import HTTPException
@@ -16,23 +17,31 @@ from starlette.requests import ClientDisconnect
 
 from lenet import distribution_version
 from service.engine.models import Models
-from service.errors import Cancelled, ServiceError, shown
+from service.errors import Cancelled, ServiceError, UnknownModel, shown
 from service.http.answer import INTERNAL_ERROR, Answer, refusal
+from service.http.infer import InferRoute, protocol_error
 from service.http.openapi import (
     APPLICATION,
     Health,
     InfoResponse,
+    infer_openapi,
+    infer_responses,
     predict_openapi,
     predict_responses,
 )
 from service.http.predict import PredictRoute
+from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, on_unknown_model, protocol_routes
 from service.metrics import CONTENT_TYPE, Metrics
 
 _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(
-    models: Models, metrics: Metrics, predict: PredictRoute, info: Callable[[], InfoResponse]
+    models: Models,
+    metrics: Metrics,
+    predict: PredictRoute,
+    infer: InferRoute,
+    info: Callable[[], InfoResponse],
 ) -> FastAPI:
     """The application that answers with `models`.
 
@@ -40,6 +49,7 @@ def create_app(
         models: are loaded, or will be before the first request.
         metrics: what GET /metrics exposes.
         predict: answers POST /predict.
+        infer: answers inference by the Open Inference Protocol.
         info: what GET /info answers, asked for each time.
     """
     app = FastAPI(
@@ -50,7 +60,7 @@ def create_app(
     )
 
     async def predict_digits(request: Request) -> Response:
-        return await _predict(predict, request)
+        return await _answer(predict, request)
 
     app.add_api_route(
         "/predict",
@@ -64,6 +74,24 @@ def create_app(
         operation_id="predict",
         openapi_extra=predict_openapi(),
     )
+
+    async def infer_digits(request: Request) -> Response:
+        return await _answer(infer, request)
+
+    for owner, operation_id in ((MODEL, "infer"), (MODEL_VERSION, "infer_by_version")):
+        app.add_api_route(
+            f"{PREFIX}{owner}/infer",
+            infer_digits,
+            methods=["POST"],
+            tags=["open inference protocol"],
+            summary="Inference",
+            description="JSON, or JSON followed by binary tensors, or the bytes of images.",
+            response_model=None,
+            responses=infer_responses(),
+            operation_id=operation_id,
+            openapi_extra=infer_openapi(versioned=owner == MODEL_VERSION),
+        )
+    app.include_router(protocol_routes(models, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
 
     @operation("/healthz", summary="Liveness")
@@ -89,23 +117,25 @@ def create_app(
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "bug: registered for HTTPException"
-        return _routing_error_response(request, error, tuple(app.openapi()["paths"]))
+        paths = [path for path in app.openapi()["paths"] if "{" not in path]
+        return _routing_error_response(request, error, paths)
 
     async def on_internal_error(_: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
         return _response(INTERNAL_ERROR)
 
+    app.add_exception_handler(UnknownModel, on_unknown_model)
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
     return app
 
 
-async def _predict(route: PredictRoute, request: Request) -> Response:
+async def _answer(route: PredictRoute | InferRoute, request: Request) -> Response:
     """The answer of `route` over ASGI."""
     answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     headers = dict(reversed(request.headers.items()))
     try:
-        wanted = route.read(request.scope["query_string"], headers)
+        wanted: Any = route.read(request.scope["query_string"], headers, request.path_params)
     except ServiceError as exc:
         return _response(route.refuse(exc))
 
@@ -148,7 +178,7 @@ def _response(answer: Answer) -> Response:
 
 
 def _routing_error_response(
-    request: Request, error: HTTPException, paths: tuple[str, ...]
+    request: Request, error: HTTPException, paths: Sequence[str]
 ) -> Response:
     headers = dict(error.headers or {})
     path = request.scope["path"]
@@ -169,6 +199,9 @@ def _routing_error_response(
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
     code = _ROUTING_CODES.get(error.status_code, "invalid_input")
-    response = _response(refusal(error.status_code, code, message))
+    if path.startswith(f"{PREFIX}/"):
+        response = _response(protocol_error(error.status_code, message))
+    else:
+        response = _response(refusal(error.status_code, code, message))
     response.headers.update(headers)
     return response

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias
 from urllib.parse import unquote_to_bytes
 
@@ -45,8 +46,11 @@ class FastCall(Protocol):
 class FastRoute(Protocol):
     """A route of plain calls. Equal headers are read once; see `Head`."""
 
-    def read(self, query: bytes, headers: Mapping[str, str]) -> Any:
-        """What the headers ask for. Raises ServiceError if it cannot be had."""
+    def read(self, query: bytes, headers: Mapping[str, str], path: Mapping[str, str] = ...) -> Any:
+        """What the headers ask for; `path` has the values of the path's placeholders.
+
+        Raises ServiceError if it cannot be had.
+        """
         ...
 
     def refuse(self, error: ServiceError) -> Answer:
@@ -59,7 +63,27 @@ class FastRoute(Protocol):
 
 
 FastRoutes: TypeAlias = Mapping[tuple[bytes, bytes], FastRoute]
-"""By method and path."""
+"""By method and path, which may have placeholders, as in /v2/models/{model}/infer."""
+
+
+def _find(
+    routes: FastRoutes, method: bytes, path: bytes
+) -> tuple[FastRoute | None, Mapping[str, str]]:
+    """The route for a path, and the values of its placeholders."""
+    if (route := routes.get((method, path))) is not None:
+        return route, {}
+    for (wanted, template), route in routes.items():
+        if wanted == method and b"{" in template and (found := _pattern(template).fullmatch(path)):
+            values = {
+                name: value.decode("utf-8", "replace") for name, value in found.groupdict().items()
+            }
+            return route, values
+    return None, {}
+
+
+@lru_cache
+def _pattern(template: bytes) -> re.Pattern[bytes]:
+    return re.compile(re.sub(rb"\\\{(\w+)\\\}", rb"(?P<\1>[^/]+)", re.escape(template)))
 
 
 class Refused(Exception):
@@ -147,7 +171,7 @@ class Head:
                 )
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
-        self.route = routes.get((method, unquote_to_bytes(self.path)))
+        self.route, values = _find(routes, method, unquote_to_bytes(self.path))
         self.error: ServiceError | None = None
         self.wanted: Any = None
         self.known_length = 0
@@ -156,7 +180,7 @@ class Head:
             for name, value in self.headers:
                 named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
             try:
-                self.wanted = self.route.read(self.query, named)
+                self.wanted = self.route.read(self.query, named, values)
             except ServiceError as exc:
                 # Without its frames, which hold the connection.
                 self.error = exc.with_traceback(None)

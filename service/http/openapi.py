@@ -10,6 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
+from service.http.infer_body import LENGTH_HEADER
+
 BINARY = "application/octet-stream"
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 3_600_000
@@ -60,6 +62,12 @@ class ErrorResponse(BaseModel):
     """Every answer that is not a prediction."""
 
     error: ErrorDetail
+
+
+class ProtocolError(BaseModel):
+    """Every answer of the Open Inference Protocol that is not a success."""
+
+    error: str = Field(description="What was received, what was expected.")
 
 
 class LoadedModel(BaseModel):
@@ -246,6 +254,100 @@ def predict_openapi() -> dict[str, Any]:
                     "schema": parts,
                     "encoding": {"image": {"contentType": part_types}},
                 },
+            },
+        },
+    }
+
+
+def infer_responses() -> dict[int | str, dict[str, Any]]:
+    """The answers of inference by status."""
+    tensors: list[dict[str, Any]] = [
+        {
+            "name": "probabilities",
+            "datatype": "FP32",
+            "shape": [1, 10],
+            "data": _SEVEN_PROBABILITIES,
+        },
+        {"name": "label", "datatype": "INT64", "shape": [1], "data": [7]},
+    ]
+    example = {"model_name": "lenet", "model_version": "1", "outputs": tensors}
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {
+            "description": "The outputs",
+            "content": {
+                "application/json": {"schema": {"type": "object"}, "example": example},
+                BINARY: {"schema": {"type": "string", "format": "binary"}},
+            },
+            "headers": {
+                LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensors.", "integer")
+            },
+        }
+    }
+    for status, (_, _, message) in _ERRORS.items():
+        responses[status] = {
+            "model": ProtocolError,
+            "content": {"application/json": {"example": {"error": message}}},
+            "headers": _RETRY_AFTER if status in (429, 503) else {},
+        }
+    return responses
+
+
+def model_parameters(*, versioned: bool) -> list[dict[str, Any]]:
+    """The parameters of a path below /v2/models."""
+    text = {"type": "string", "minLength": 1}
+    parameters = [_parameter("path", "model", text, "The model.")]
+    if versioned:
+        description = "Expected version of the model; 404 if another is loaded."
+        parameters.append(_parameter("path", "version", text, description))
+    return [{**parameter, "required": True} for parameter in parameters]
+
+
+def infer_openapi(*, versioned: bool) -> dict[str, Any]:
+    """Parameters and body of inference."""
+    parameters = model_parameters(versioned=versioned)
+    description = (
+        "Bytes of JSON before the binary tensors; 0: the body is the bytes of images, UINT8."
+    )
+    integer = {"type": "integer", "minimum": 0}
+    parameters.append(_parameter("header", LENGTH_HEADER, integer, description))
+    tensor = {
+        "type": "object",
+        "required": ["name", "datatype", "shape"],
+        "properties": {
+            "name": {"type": "string", "const": "image"},
+            "datatype": {"type": "string", "enum": ["UINT8", "FP32"]},
+            "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
+            "data": {"type": "array", "description": "Whole numbers 0 to 255, flat or nested."},
+            "parameters": {"type": "object"},
+        },
+    }
+    output = {
+        "type": "object",
+        "required": ["name"],
+        "properties": {
+            "name": {"type": "string", "enum": ["probabilities", "label"]},
+            "parameters": {"type": "object"},
+        },
+    }
+    body = {
+        "type": "object",
+        "required": ["inputs"],
+        "properties": {
+            "id": {"type": "string"},
+            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": tensor},
+            "outputs": {"type": "array", "items": output},
+            "parameters": {"type": "object"},
+        },
+    }
+    seven = [pixel for row in example_seven() for pixel in row]
+    image = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": seven}
+    return {
+        "parameters": parameters,
+        "requestBody": {
+            "required": True,
+            "content": {
+                "application/json": {"schema": body, "example": {"inputs": [image]}},
+                BINARY: {"schema": {"type": "string", "format": "binary"}},
             },
         },
     }

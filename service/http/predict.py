@@ -1,5 +1,8 @@
 r"""`POST /predict` as plain calls: body in, batch, answer out, without a task or future.
 
+`ImageRoute` and `ImageCall` are what all routes share that take images. What differs is how a
+request is read, and what its answer and its errors look like; see also `http.infer`.
+
 A call goes through these states; in each of them the deadline or `cancel` may end it.
 
     reading --end()--> decoding --> waiting for its batch --> answered
@@ -13,8 +16,8 @@ import logging
 import re
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import cast, get_args
 from urllib.parse import parse_qsl
@@ -41,10 +44,10 @@ from service.errors import (
     invalid,
     shown,
 )
-from service.http.answer import INTERNAL_ERROR, JSON, Answer, error_answer
+from service.http.answer import JSON, Answer, error_answer
 from service.http.openapi import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from service.images import Invert, Limits, decoder, media_type
-from service.images.decoders import BodySource, Decoded, Decoders, Job
+from service.images.decoders import Body, BodySource, Decoded, Decoders, Job, Source
 from service.metrics import NO_MODEL, Metrics
 
 _log = logging.getLogger(__name__)
@@ -53,15 +56,15 @@ _INVERT = get_args(Invert)
 _PARAMETERS = ("model", "version", "invert")
 _BINARY = BINARY.encode()
 
-_IN_PLACE = sys.maxsize
+IN_PLACE = sys.maxsize
 """Of pixels: there is nothing to decode."""
 
-_INLINE = {BINARY: _IN_PLACE, "application/json": 192 * 1024, "application/x-npy": 1024 * 1024}
+_INLINE = {BINARY: IN_PLACE, "application/json": 192 * 1024, "application/x-npy": 1024 * 1024}
 """The largest bodies that are decoded on the event loop. Larger ones block it for more than the 2
 to 3 ms that JSON of 192 KiB, 64 images and more, takes, and the transposition of an npy array in
 Fortran's order (one Xeon core, 2026-11-22)."""
 
-_ENCODED_ROWS = 256
+ENCODED_ROWS = 256
 """Rows of a JSON answer that are written in one turn of the event loop, which takes 0.3 ms."""
 
 Reply = Callable[[Answer], None]
@@ -70,23 +73,30 @@ Reply = Callable[[Answer], None]
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the query and the headers of a request ask for. Equal requests share one."""
+    """What the first line and the headers of a request ask for. Equal requests share one."""
 
     model: str
     version: str
     timeout_s: float
-    decode: Callable[[bytes], Images]
-    source: BodySource
+    length: int | None
+    source: Source
     """For a decoder."""
     inline_bytes: int
-    """Bodies of up to so many bytes are decoded on the event loop."""
-    binary: bool
-    length: int | None
+    """Bodies of up to so many bytes may be decoded on the event loop."""
 
 
 @dataclass(frozen=True, slots=True)
-class PredictRoute:
-    """`POST /predict`."""
+class PredictWanted(Wanted):
+    """Of `POST /predict`."""
+
+    decode: Callable[[bytes], Images]
+    binary: bool
+    """Whether the answer is raw bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRoute:
+    """What routes share that take images."""
 
     models: Models
     metrics: Metrics
@@ -97,7 +107,55 @@ class PredictRoute:
     deadlines: Deadlines
     timeout_s: float
 
-    def read(self, query: bytes, headers: Mapping[str, str]) -> Wanted:
+    def length_of(self, headers: Mapping[str, str]) -> int | None:
+        """The announced length of the body, None if none is.
+
+        Raises:
+            UnsupportedMediaType: the body is compressed.
+            TooLarge: it is announced to be.
+        """
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedMediaType(
+                f"content-encoding: got {shown(encoding)}, expected none; "
+                "send the body uncompressed",
+                field="content-encoding",
+            )
+        length = int(headers["content-length"]) if "content-length" in headers else None
+        if length is not None and length > self.max_body_bytes:
+            raise self.too_large(f"{length} bytes")
+        return length
+
+    def timeout_s_of(self, headers: Mapping[str, str]) -> float:
+        """How long a request may take. Raises: InvalidInput."""
+        return min(_requested_timeout_s(headers) or self.timeout_s, self.timeout_s)
+
+    def too_large(self, found: str) -> TooLarge:
+        """The error for a body of more than `max_body_bytes`."""
+        return TooLarge(
+            f"the body has {found}, expected at most {self.max_body_bytes} bytes; "
+            "send fewer images at a time",
+            field="body",
+        )
+
+    def refuse(self, error: ServiceError) -> Answer:
+        """The answer to a request that `read` rejected."""
+        self.metrics.request_done(NO_MODEL, "http", error.code)
+        return self.error(error)
+
+    def error(self, error: ServiceError) -> Answer:
+        """The answer that reports `error`."""
+        return error_answer(error)
+
+
+class PredictRoute(ImageRoute):
+    """`POST /predict`."""
+
+    __slots__ = ()
+
+    def read(
+        self, query: bytes, headers: Mapping[str, str], path: Mapping[str, str] | None = None
+    ) -> PredictWanted:
         """Read the query and the headers, whose names are in lower case.
 
         Raises:
@@ -112,48 +170,26 @@ class PredictRoute:
                 f"query parameter invert is {invert[:40]!r}, expected one of {', '.join(_INVERT)}",
                 field="invert",
             )
-        encoding = headers.get("content-encoding", "identity")
-        if encoding.lower() != "identity":
-            raise UnsupportedMediaType(
-                f"content-encoding: got {shown(encoding)}, expected none; "
-                "send the body uncompressed",
-                field="content-encoding",
-            )
-        length = int(headers["content-length"]) if "content-length" in headers else None
-        if length is not None and length > self.max_body_bytes:
-            raise self.too_large(f"{length} bytes")
+        length = self.length_of(headers)
         content_type = headers.get("content-type", "")
         source = BodySource(content_type, cast("Invert", invert), self.limits)
-        return Wanted(
+        return PredictWanted(
             parameters.get("model", ""),
             parameters.get("version", ""),
-            min(_requested_timeout_s(headers) or self.timeout_s, self.timeout_s),
-            decoder(content_type, invert=source.invert, limits=self.limits),
+            self.timeout_s_of(headers),
+            length,
             source,
             _INLINE.get(media_type(content_type), 0),
+            decoder(content_type, invert=source.invert, limits=self.limits),
             accepts_binary(headers.get("accept", "")),
-            length,
         )
 
-    def too_large(self, found: str) -> TooLarge:
-        """The error for a body of more than `max_body_bytes`."""
-        return TooLarge(
-            f"the body has {found}, expected at most {self.max_body_bytes} bytes; "
-            "send fewer images at a time",
-            field="body",
-        )
-
-    def refuse(self, error: ServiceError) -> Answer:
-        """The answer to a request that `read` rejected."""
-        self.metrics.request_done(NO_MODEL, "http", error.code)
-        return error_answer(error)
-
-    def open(self, wanted: Wanted, reply: Reply) -> PredictCall:
+    def open(self, wanted: PredictWanted, reply: Reply) -> PredictCall:
         """Begin a request whose body is still to come."""
         return PredictCall(self, wanted, reply)
 
 
-class PredictCall:
+class ImageCall:
     """One request, from its headers to its answer."""
 
     # Initial values, all immutable; setting each of them in every instance would take time.
@@ -170,7 +206,7 @@ class PredictCall:
     _request: Request | None = None
     _encoding: _Encoding | None = None
 
-    def __init__(self, route: PredictRoute, wanted: Wanted, reply: Reply) -> None:
+    def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
         self._route, self._wanted, self._reply = route, wanted, reply
         self._started_s = time.monotonic()
         self.deadline_s = self._started_s + wanted.timeout_s
@@ -228,9 +264,7 @@ class PredictCall:
         try:
             if body is None:
                 received, self._body = self._body, b""
-                if type(received) is memoryview and _IN_PLACE > wanted.inline_bytes >= len(
-                    received
-                ):
+                if type(received) is memoryview and IN_PLACE > wanted.inline_bytes >= len(received):
                     received = bytes(received)
                 # Another buffer is as good where nothing but its content matters.
                 body = cast("bytes", received)
@@ -238,10 +272,10 @@ class PredictCall:
                     self._end_transfer()
             else:
                 self.moved_bytes = len(body)
-            if self.moved_bytes <= wanted.inline_bytes:
+            if self.moved_bytes <= wanted.inline_bytes and self.is_quick(body):
                 if self._held_bytes:
                     self._release()
-                self._decoded(wanted.decode(body))
+                self.decode(body)
             else:
                 self._hold()
                 self._watch()
@@ -256,21 +290,44 @@ class PredictCall:
         """Answer with `error`, if nothing is answered yet."""
         if not self.done:
             self._end(error.code)
-            self._reply(error_answer(error))
+            self._reply(self._route.error(error))
 
     def cancel(self) -> None:
         """The client is gone."""
         if not self.done:
             self._end(Cancelled.code)
 
+    # What differs between routes.
+
+    def is_quick(self, body: Body) -> bool:
+        """Whether a body of up to `inline_bytes` may be decoded on the event loop."""
+        return True
+
+    def decode(self, body: Body) -> None:
+        """Decode `body` on the event loop, and call `decoded`. Raises: ServiceError."""
+        raise NotImplementedError
+
+    def take(self, outcome: Decoded) -> None:
+        """Call `decoded` with what a decoding process sent."""
+        self.decoded(outcome.images)
+
+    def content(self, request: Request) -> tuple[bytes, bytes, bytes]:
+        """Media type, body and header lines of an answer."""
+        raise NotImplementedError
+
+    def steps(self, request: Request) -> Iterator[bytes] | None:
+        """The pieces of a large answer in JSON; None if it is made at once."""
+        raise NotImplementedError
+
     def _came(self, outcome: Decoded | ServiceError) -> None:
         self._job = None
         if isinstance(outcome, ServiceError):
             self.fail(outcome)
         else:
-            self._decoded(outcome.images)
+            self.take(outcome)
 
-    def _decoded(self, images: Images) -> None:
+    def decoded(self, images: Images) -> None:
+        """Queue the images of the request."""
         try:
             wanted = self._wanted
             if self._watched:
@@ -290,23 +347,20 @@ class PredictCall:
             self.fail(self._late() if isinstance(error, DeadlineExceeded) else error)
             return
         encoding = self._encoding
-        if request.rows > _ENCODED_ROWS and encoding is None and not self._wanted.binary:
-            self._encoding = _Encoding(request)
-            self._watch()
-            self._encode()
-            return
         rest: Sequence[bytes] = ()
         try:
             if encoding is not None:
                 began_s = encoding.began_s
-                (body, *rest), kind = encoding.pieces, JSON
+                (body, *rest), kind, lines = encoding.pieces, JSON, b""
                 self._encoding = None
             else:
                 began_s = time.monotonic()
-                if self._wanted.binary:
-                    kind, body = _BINARY, _as_bytes(request)
-                else:
-                    kind, body = JSON, _as_json(request)
+                if request.rows > ENCODED_ROWS and (steps := self.steps(request)) is not None:
+                    self._encoding = _Encoding(request, began_s, steps)
+                    self._watch()
+                    self._encode()
+                    return
+                kind, body, lines = self.content(request)
             now_s, cut_s = time.monotonic(), request.first_cut_s
             times_s = (
                 self._decode_s,
@@ -315,7 +369,8 @@ class PredictCall:
                 now_s - began_s,
                 now_s - self._started_s,
             )
-            answer = Answer(200, kind, body, _timing(request.version.version, *times_s), rest)
+            lines += _timing(request.version.version, *times_s)
+            answer = Answer(200, kind, body, lines, rest)
             self._route.metrics.predicted("http", self._model, times_s)
             if self._range is not None:
                 nvtx.end(self._range)
@@ -331,11 +386,13 @@ class PredictCall:
         if encoding is None:  # ended meanwhile
             return
         try:
-            left = encoding.step()
+            with span("encode"):
+                piece = next(encoding.steps, None)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash()
             return
-        if left:
+        if piece is not None:
+            encoding.pieces.append(piece)
             asyncio.get_running_loop().call_soon(self._encode)
         else:
             self._unwatch()
@@ -344,7 +401,7 @@ class PredictCall:
     def _watch(self) -> None:
         if not self._watched:
             self._watched = True
-            self._route.deadlines.add(self, PredictCall._expire)
+            self._route.deadlines.add(self, ImageCall._expire)
 
     def _unwatch(self) -> None:
         if self._watched:
@@ -365,14 +422,15 @@ class PredictCall:
         )
 
     def _late(self) -> DeadlineExceeded:
-        return DeadlineExceeded(f"no answer within {self._wanted.timeout_s * 1e3:.0f} ms")
+        limit_s = self.deadline_s - self._started_s
+        return DeadlineExceeded(f"no answer within {limit_s * 1e3:.0f} ms")
 
     def _crash(self) -> None:
-        _log.exception("POST /predict failed")
+        _log.exception("a request failed")
         if self.done:
             return
-        self._end("internal")
-        self._reply(INTERNAL_ERROR)
+        self._end(ServiceError.code)
+        self._reply(self._route.error(ServiceError("internal error; see the server log")))
 
     def evict(self) -> None:
         """The body arrives slowly, and others need the memory."""
@@ -432,6 +490,36 @@ class PredictCall:
         except Exception:  # noqa: BLE001 - the transport's edge: the client is answered all the same
             _log.exception("an answer was not counted")
         nvtx.end(self._range)
+
+
+class PredictCall(ImageCall):
+    """A request of `POST /predict`."""
+
+    _wanted: PredictWanted
+
+    def decode(self, body: Body) -> None:
+        """As the content type says."""
+        self.decoded(self._wanted.decode(cast("bytes", body)))
+
+    def content(self, request: Request) -> tuple[bytes, bytes, bytes]:
+        """JSON or bytes, as the client prefers."""
+        if self._wanted.binary:
+            return _BINARY, _as_bytes(request), b""
+        return JSON, _as_json(request), b""
+
+    def steps(self, request: Request) -> Iterator[bytes] | None:
+        """Of JSON."""
+        return None if self._wanted.binary else _json_steps(request)
+
+
+@dataclass(slots=True)
+class _Encoding:
+    """A large answer in JSON that is being made, a step in each turn of the event loop."""
+
+    request: Request
+    began_s: float
+    steps: Iterator[bytes]
+    pieces: list[bytes] = field(default_factory=list)
 
 
 def accepts_binary(accept: str) -> bool:
@@ -498,30 +586,19 @@ def _as_json(request: Request) -> bytes:
     return b"".join(own)
 
 
-class _Encoding:
-    """The JSON of a large answer, made in steps of `_ENCODED_ROWS` rows."""
-
-    def __init__(self, request: Request) -> None:
-        self.request = request
-        self.began_s = time.monotonic()
-        self._rows = 0
-        self.pieces = [_json_head(request.version.name, request.version.version)]
-        """Of the body: all, once no rows are left."""
-
-    @span("encode")
-    def step(self) -> bool:
-        """Encode some more. Returns: whether rows are left."""
-        request, first = self.request, self._rows
-        batch = cast("BatchAnswer", request.batch)
-        self._rows = min(first + _ENCODED_ROWS, request.rows)
-        start, stop = request.row + first, request.row + self._rows
-        names = request.version.weights.training.labels
-        pieces = _json_pieces(batch.probabilities[start:stop], names)
+def _json_steps(request: Request) -> Iterator[bytes]:
+    """The same in pieces, each with `ENCODED_ROWS` rows."""
+    batch, version = cast("BatchAnswer", request.batch), request.version
+    names = version.weights.training.labels
+    for first in range(0, request.rows, ENCODED_ROWS):
+        last = min(first + ENCODED_ROWS, request.rows)
+        rows = batch.probabilities[request.row + first : request.row + last]
+        pieces = _json_pieces(rows, names)
         if not first:
-            pieces[0] = pieces[0][len(b"]},") :]
-        left = self._rows < request.rows
-        self.pieces.append(b"".join(pieces if left else [*pieces, b"]}]}"]))
-        return left
+            pieces[0] = _json_head(version.name, version.version) + pieces[0][len(b"]},") :]
+        if last == request.rows:
+            pieces.append(b"]}]}")
+        yield b"".join(pieces)
 
 
 _A_ROW = 4

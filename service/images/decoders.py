@@ -114,7 +114,23 @@ class InferSource:
         return message_cost_s(len(body))
 
 
-Source: TypeAlias = BodySource | InferSource
+@dataclass(frozen=True, slots=True)
+class TensorsSource:
+    """The body of an infer request over HTTP; see `service.http.infer_body`."""
+
+    json_bytes: int | None
+    max_images: int
+
+    def header(self) -> dict[str, Any]:
+        """The header of the frame that is sent to a decoder."""
+        return {"kind": "tensors", "json_bytes": self.json_bytes, "max_images": self.max_images}
+
+    def cost_s(self, body: Body) -> float:
+        """Estimated seconds to decode it."""
+        return message_cost_s(len(body))
+
+
+Source: TypeAlias = BodySource | InferSource | TensorsSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +155,7 @@ class Job:
         self.cost_s = source.cost_s(body)
         self.costly = self.cost_s > CHEAP_S
         self.max_images = (
-            source.max_images if isinstance(source, InferSource) else source.limits.max_images
+            source.limits.max_images if isinstance(source, BodySource) else source.max_images
         )
         self.frame: list[Body] = [frame(source.header(), len(body))]
         if body:

@@ -39,7 +39,7 @@ def json_images(body: bytes, max_images: int) -> Images:
     if len(body) > _UNCHECKED_BYTES:
         _check_containers(body, max_images)
     try:
-        document = _loads(body)
+        document = loads(body)
     except orjson.JSONDecodeError as exc:
         raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
     if type(document) is not dict:
@@ -116,7 +116,7 @@ def _slice_end(body: bytes, start: int, end: int) -> int:
 def _slice(body: bytes, start: int, stop: int, end: int) -> list[object] | None:
     """The images from `start` to `stop`; None if they may not end there, but only at `end`."""
     try:
-        images = _loads(b"[%b]" % body[start:stop])
+        images = loads(b"[%b]" % body[start:stop])
     except orjson.JSONDecodeError as exc:
         if stop < end:
             return None
@@ -130,7 +130,7 @@ def _slice(body: bytes, start: int, stop: int, end: int) -> list[object] | None:
     return cast("list[object]", images)
 
 
-def _loads(text: bytes) -> Any:
+def loads(text: bytes) -> Any:
     """The document in `text`.
 
     Raises: orjson.JSONDecodeError, MemoryError.

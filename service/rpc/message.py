@@ -13,8 +13,10 @@ from lenet.nvtx import span
 from lenet.pixels import Images
 from service.errors import InvalidInput, invalid
 from service.open_inference import (
+    ALL_OUTPUTS,
     InputTensor,
     Numbers,
+    RequestedOutput,
     check_parameters,
     read_images,
     requested_outputs,
@@ -38,14 +40,15 @@ class Wanted:
     model: str
     version: str
     id: str
-    outputs: tuple[str, ...]
+    outputs: tuple[RequestedOutput, ...]
     raw: bool
     """Whether the images came as raw bytes, as then do the outputs."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Wanted:
         """From the fields of another, as JSON brings them."""
-        return cls(**{**values, "outputs": tuple(values["outputs"])})
+        outputs = tuple(RequestedOutput(**one) for one in values["outputs"])
+        return cls(**{**values, "outputs": outputs})
 
 
 def decode_inline(message: bytes, max_images: int) -> tuple[Images, Wanted] | None:
@@ -84,7 +87,7 @@ def decode_request(
 ) -> tuple[Images, Wanted]:
     """What `decode_message` does, of a request that is parsed, and its raw_input_contents."""
     images = read_images(_inputs(request, raw), max_images)
-    outputs = requested_outputs(_outputs(request))
+    outputs = requested_outputs(_outputs(request)) or ALL_OUTPUTS
     model, version = request.model_name, request.model_version
     return images, Wanted(model, version, request.id, outputs, raw=bool(raw))
 
@@ -92,10 +95,18 @@ def decode_request(
 # Both are generators, so that the first wrong tensor ends the request before the others are read.
 
 
-def _outputs(request: pb.ModelInferRequest) -> Iterator[str]:
+def _outputs(request: pb.ModelInferRequest) -> Iterator[RequestedOutput]:
     for position, output in enumerate(request.outputs):
-        check_parameters(output.parameters, f"outputs[{position}]")
-        yield output.name
+        field = f"outputs[{position}]"
+        check_parameters(output.parameters, field)
+        classes = 0
+        if "classification" in output.parameters:
+            given = output.parameters["classification"]
+            classes = given.int64_param
+            if given.WhichOneof("parameter_choice") != "int64_param" or classes < 1:
+                name = f"{field}.parameters.classification"
+                raise invalid(name, str(given).strip() or "nothing", "int64_param of at least 1")
+        yield RequestedOutput(output.name, classes=classes)
 
 
 def _inputs(

@@ -38,11 +38,12 @@ from service.errors import (
 from service.images.decoders import Decoders, InferSource
 from service.metrics import NO_MODEL, Metrics
 from service.open_inference import (
+    GRPC_EXTENSIONS,
+    RequestedOutput,
     TensorMetadata,
     answer,
     model_metadata,
     output_metadata,
-    output_values,
 )
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import MESSAGE_S, SPARE_CALLS, Calls, Context, Status, status_of
@@ -52,7 +53,7 @@ from service.rpc.message import Wanted, decode_inline, decode_request
 
 SERVICE = "inference.GRPCInferenceService"
 
-_OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents"}
+_OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
 
 _GATHERED_IMAGES = 256
 """More images are a batch of their own, nearly, and 12 MB of them should not wait for others."""
@@ -108,9 +109,9 @@ class InferenceServicer:
         return pb.ModelReadyResponse(ready=self._models.ready)
 
     def ServerMetadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Name and version; no extension of the protocol is supported."""
+        """Name, version and the extensions of the protocol that are supported."""
         return pb.ServerMetadataResponse(
-            name=DISTRIBUTION, version=distribution_version(), extensions=()
+            name=DISTRIBUTION, version=distribution_version(), extensions=GRPC_EXTENSIONS
         )
 
     def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
@@ -312,32 +313,35 @@ def _wanted_of_one_image(head: bytes) -> Wanted | None:
 
 @span("encode")
 def _encode(wanted: Wanted, prediction: Prediction, queue_s: float) -> bytes:
-    probabilities, names = prediction.probabilities, wanted.outputs
+    probabilities, outputs, version = prediction.probabilities, wanted.outputs, prediction.version
+    tensors = answer(probabilities, outputs, version.weights.training.labels)
     response = pb.ModelInferResponse(id=wanted.id)
     parameters = response.parameters
     parameters["queue_us"].int64_param = round(1e6 * queue_s)
     parameters["compute_us"].int64_param = round(1e6 * prediction.compute_s)
     if wanted.raw:
-        contents = [output_values(name, probabilities).tobytes() for name in names]
-        response.raw_output_contents.extend(contents)
-        head = _raw_head(prediction.model, prediction.version, names, probabilities.shape)
+        response.raw_output_contents.extend([tensor.to_bytes() for tensor in tensors])
+        head = _raw_head(version.name, version.version, outputs, probabilities.shape)
         # Serialized messages that follow each other are one message with the fields of both.
         return head + response.SerializeToString()
-    response.model_name, response.model_version = prediction.model, prediction.version
-    for output in answer(prediction, names):
+    response.model_name, response.model_version = version.name, version.version
+    for output in tensors:
         tensor = response.outputs.add(
             name=output.name, datatype=output.datatype, shape=output.shape
         )
+        values = output.values
         contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
-        contents.extend(output.values.ravel().tolist())
+        contents.extend(values if isinstance(values, list) else values.ravel().tolist())
     return response.SerializeToString()
 
 
 @lru_cache(maxsize=64)
-def _raw_head(model: str, version: str, names: tuple[str, ...], shape: tuple[int, int]) -> bytes:
+def _raw_head(
+    model: str, version: str, outputs: tuple[RequestedOutput, ...], shape: tuple[int, int]
+) -> bytes:
     """What all raw answers with probabilities of this shape have in common."""
     response = pb.ModelInferResponse(model_name=model, model_version=version)
-    for output in output_metadata(names, *shape):
+    for output in output_metadata(outputs, *shape):
         response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
     return response.SerializeToString()
 

@@ -143,7 +143,7 @@ class Route:
     def __init__(self, loop: Turns) -> None:
         self.loop, self.ended = loop, 0
 
-    def read(self, query: bytes, headers: Any) -> None:
+    def read(self, query: bytes, headers: Any, path: Any = None) -> None:
         if query:
             raise InvalidInput("no query expected", field="query")
         if int(headers.get("content-length", "0")) > MAX_BODY_BYTES:

@@ -12,7 +12,7 @@ import httptools
 
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
 from service.http.head import Head, Refused
-from service.http.predict import PredictRoute, Wanted, accepts_binary
+from service.http.predict import PredictRoute, PredictWanted, accepts_binary
 from service.images import ACCEPTED, Limits
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
@@ -110,7 +110,7 @@ class HeadTarget(Target):
         else:
             self._check_wanted(head.wanted, named, head)
 
-    def _check_wanted(self, wanted: Wanted, named: dict[str, str], head: Head) -> None:
+    def _check_wanted(self, wanted: PredictWanted, named: dict[str, str], head: Head) -> None:
         kind = named.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (*ACCEPTED, "image/jpg"):
             raise Finding(f"accepted content type {kind!r}")

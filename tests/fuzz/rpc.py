@@ -18,7 +18,16 @@ from google.protobuf.message import DecodeError
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge
-from service.open_inference import INPUT, OUTPUTS, InputTensor, read_images, requested_outputs
+from service.open_inference import (
+    ALL_OUTPUTS,
+    CLASSIFIED,
+    INPUT,
+    OUTPUTS,
+    InputTensor,
+    RequestedOutput,
+    read_images,
+    requested_outputs,
+)
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
 from service.rpc.message import Wanted, decode_message
@@ -108,13 +117,13 @@ class TensorsTarget(Target):
                 raise Finding(f"got {images.dtype}, {images.flags}")
         valid = all(name in OUTPUTS for name in outputs) and len(set(outputs)) == len(outputs)
         try:
-            wanted = requested_outputs(outputs)
+            wanted = [one.name for one in requested_outputs(map(RequestedOutput, outputs))]
         except InvalidInput as exc:
             check_error(exc)
             if valid:
                 raise Finding(f"refused the outputs {outputs}") from exc
         else:
-            if not valid or list(wanted) != (outputs or list(OUTPUTS)):
+            if not valid or wanted != outputs:
                 raise Finding(f"got {wanted} for {outputs}")
 
     def _tensor(self, entry: Any) -> Tensor:
@@ -263,7 +272,12 @@ class GrpcTarget(Target):
             raise Finding("accepted what is to be refused")
         if images.dtype != np.uint8 or not np.array_equal(images, expected):
             raise Finding(f"other pixels than the message has, {images.dtype} {images.shape}")
-        names = tuple(output.name for output in request.outputs) or OUTPUTS
+        names = ALL_OUTPUTS
+        if request.outputs:
+            names = tuple(
+                RequestedOutput(one.name, classes=one.parameters["classification"].int64_param)
+                for one in map(_copied, request.outputs)
+            )
         raw = bool(request.raw_input_contents)
         asked = Wanted(request.model_name, request.model_version, request.id, names, raw)
         if wanted != asked:
@@ -318,13 +332,20 @@ class GrpcTarget(Target):
         return _changed_message(data, rng, mutate, _MESSAGES)
 
 
+def _copied(output: Any) -> Any:
+    """Reading a missing parameter would add it."""
+    copy = type(output)()
+    copy.CopyFrom(output)
+    return copy
+
+
 def _expected(request: pb.ModelInferRequest) -> Images | None:
     raw = list(request.raw_input_contents)
     if raw and len(raw) != len(request.inputs):
         return None
     tensors = []
     for at, tensor in enumerate(request.inputs):
-        if set(tensor.parameters) & {"classification", "shared_memory_region"}:
+        if "shared_memory_region" in tensor.parameters:
             return None
         given = [field.name for field, _ in tensor.contents.ListFields()]
         if raw:
@@ -341,7 +362,11 @@ def _expected(request: pb.ModelInferRequest) -> Images | None:
     if any(name not in OUTPUTS for name in names) or len(set(names)) < len(names):
         return None
     for output in request.outputs:
-        if set(output.parameters) & {"classification", "shared_memory_region"}:
+        if "shared_memory_region" in output.parameters:
+            return None
+        if "classification" in output.parameters and (
+            output.name != CLASSIFIED or output.parameters["classification"].int64_param < 1
+        ):
             return None
     return plain_images(tensors)
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from service.engine.queue import BatchAnswer, Prediction
 from service.errors import InvalidInput, ServiceError, TooLarge
 from service.open_inference import (
     InputTensor,
+    RequestedOutput,
     answer,
     check_parameters,
     read_images,
@@ -183,13 +183,14 @@ def test_inputs_are_refused_when_they_are_not_exactly_the_image(inputs, field):
 @pytest.mark.parametrize(
     ("names", "outputs"),
     [
-        ([], ("probabilities", "label")),
+        ([], ()),
         (["label", "probabilities"], ("label", "probabilities")),
         (["label"], ("label",)),
     ],
 )
-def test_outputs_come_in_the_order_of_the_request_all_if_it_names_none(names, outputs):
-    assert requested_outputs(names) == outputs
+def test_outputs_come_in_the_order_of_the_request(names, outputs):
+    found = requested_outputs(map(RequestedOutput, names))
+    assert tuple(one.name for one in found) == outputs
 
 
 @pytest.mark.parametrize(
@@ -198,15 +199,20 @@ def test_outputs_come_in_the_order_of_the_request_all_if_it_names_none(names, ou
 )
 def test_outputs_are_refused_when_unknown_or_named_twice(names, field):
     with pytest.raises(InvalidInput) as caught:
-        requested_outputs(names)
+        requested_outputs(map(RequestedOutput, names))
     assert caught.value.field == field
 
 
-@pytest.mark.parametrize("name", ["classification", "shared_memory_region"])
-def test_a_parameter_is_refused_when_it_would_move_or_change_the_data(name):
+def test_only_probabilities_can_be_classified():
     with pytest.raises(InvalidInput) as caught:
-        check_parameters({name: 1}, "outputs[0]")
-    assert caught.value.field == f"outputs[0].parameters.{name}"
+        requested_outputs([RequestedOutput("label", classes=3)])
+    assert caught.value.field == "outputs[0].parameters.classification"
+
+
+def test_shared_memory_is_refused():
+    with pytest.raises(InvalidInput) as caught:
+        check_parameters({"shared_memory_region": 1}, "outputs[0]")
+    assert caught.value.field == "outputs[0].parameters.shared_memory_region"
 
 
 def test_a_parameter_is_ignored_when_the_answer_is_right_without_it():
@@ -216,14 +222,30 @@ def test_a_parameter_is_ignored_when_the_answer_is_right_without_it():
 def test_the_answer_holds_what_was_asked_for_when_made():
     probabilities = np.random.default_rng(0).random((3, 10)).astype(np.float32)
     label, share = answer(
-        Prediction("lenet", "1", 3, 0.0, 0.0, BatchAnswer(probabilities[:, ::-1])),
-        ("label", "probabilities"),
+        probabilities[:, ::-1],
+        (RequestedOutput("label"), RequestedOutput("probabilities")),
+        "0123456789",
     )
     assert (label.name, label.datatype, label.shape) == ("label", "INT64", (3,))
     assert label.values.dtype == "<i8"
     assert label.values.tolist() == (9 - probabilities.argmax(axis=1)).tolist()
     assert (share.name, share.datatype, share.shape) == ("probabilities", "FP32", (3, 10))
-    assert share.values.tobytes() == probabilities[:, ::-1].tobytes()
+    assert share.to_bytes() == probabilities[:, ::-1].tobytes()
+
+
+@pytest.mark.parametrize(("count", "columns"), [(1, 1), (2, 2), (9, 3)])
+def test_a_classification_has_the_best_classes_as_text(count, columns):
+    probabilities = np.array([[0.25, 0.5, 0.25], [1.0, 0.0, 0.0]], np.float32)
+    outputs = (RequestedOutput("probabilities", classes=count),)
+    (tensor,) = answer(probabilities, outputs, ("nought", "one", "zw\u00f6lf"))
+    assert (tensor.datatype, tensor.shape) == ("BYTES", (2, columns))
+    rows = [
+        [b"0.500000:1:one", b"0.250000:0:nought", "0.250000:2:zw\u00f6lf".encode()],
+        [b"1.000000:0:nought", b"0.000000:1:one", "0.000000:2:zw\u00f6lf".encode()],
+    ]
+    expected = [one for row in rows for one in row[:columns]]
+    assert tensor.values == expected
+    assert tensor.to_bytes() == b"".join(len(one).to_bytes(4, "little") + one for one in expected)
 
 
 sizes = st.sampled_from([-1, 0, 1, 2, 3, 28, 784, 2**31, 2**62, 2**63 - 1]) | st.integers()

@@ -105,7 +105,7 @@ class Echo:
         self.calls, self.held, self.cancelled, self.reads = [], [], [], 0
         self.arrived, self.left, self.waited = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
-    def read(self, query, headers):
+    def read(self, query, headers, path=None):
         self.reads += 1
         if query:
             raise InvalidInput("no query expected", field="query")

@@ -223,7 +223,7 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         *((JSON, 1000), (RAW, 1000), (JSON, 2), (RAW, 9), (JSON, 9), (JSON, 1)),
     ]
     async with open_app(max_batch_rows=8, max_queue_rows=4000, max_images=1000) as served:
-        (route,) = served.service.fast_routes.values()
+        route = served.service.fast_routes[b"POST", b"/predict"]
         replies, start = {}, 0
         for accept, count in asked:
             wanted = route.read(b"", {"content-type": RAW, "accept": accept})
@@ -509,7 +509,7 @@ async def test_a_call_has_one_answer_one_outcome_and_one_range_however_it_ends(
     open_app, monkeypatch, ranges, one, end, query, model, outcome
 ):
     async with open_app(request_timeout_ms=200) as served:
-        (route,) = served.service.fast_routes.values()
+        route = served.service.fast_routes[b"POST", b"/predict"]
         replies = []
         call = route.open(route.read(query, {"content-type": RAW}), replies.append)
         pool = served.models.get().pool
@@ -806,11 +806,11 @@ async def test_a_path_that_is_escaped_is_the_same_path(listen, one):
 
 
 async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
-    for path in ("/", "/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v2"):
+    for path in ("/", "/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v3"):
         message = refusal(await served.client.get(path), 404, "not_found").message
-        assert "expected one of /predict, /healthz, " in message
+        assert "expected one of /predict, /v2, " in message
         assert "see /docs" in message
-    assert "path: got '/v2', expected" in message
+    assert "path: got '/v3', expected" in message
 
 
 async def test_the_page_of_the_api_is_there(served):

@@ -310,16 +310,15 @@ async def test_a_large_answer_is_encoded_in_slices_as_in_one(listen, one, images
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, images, leaves):
     rows = np.concatenate([images] * 500)
-    step = predict._Encoding.step
+    steps = predict._json_steps
     begun = asyncio.Event()
 
-    def never_ending(encoding):
-        begun.set()
-        step(encoding)
-        encoding._rows = 0
-        return True
+    def never_ending(request):
+        while True:
+            begun.set()
+            yield next(steps(request))
 
-    monkeypatch.setattr(predict._Encoding, "step", never_ending)
+    monkeypatch.setattr(predict, "_json_steps", never_ending)
     async with listen(max_batch_rows=64, max_images=2500) as served:
         if leaves:
             async with connect(served) as (_, writer):

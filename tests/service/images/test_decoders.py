@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import signal
@@ -8,6 +9,7 @@ import socket
 import sys
 import time
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -26,9 +28,10 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.images import Limits, decode, decoders
-from service.images.decoders import BodySource, Decoders, InferSource
+from service.images.decoders import BodySource, Decoders, InferSource, TensorsSource
 from service.images.frames import HEAD
 from service.metrics import Metrics
+from service.open_inference import ALL_OUTPUTS
 from service.rpc import open_inference_pb2 as pb
 from tests.pictures import FORM, PNG, encoded, form, long_form, seven
 
@@ -156,9 +159,29 @@ async def test_a_message_is_decoded_with_what_else_it_asks_for(pool):
         "model": "lenet",
         "version": "",
         "id": "7",
-        "outputs": ["probabilities", "label"],
+        "outputs": [asdict(one) for one in ALL_OUTPUTS],
         "raw": False,
     }
+
+
+@pytest.mark.parametrize("json_bytes", [None, 0, 150])
+async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(pool, json_bytes):
+    entry = {"name": "image", "datatype": "UINT8", "shape": [300, 28, 28]}
+    asked = {"id": None, "outputs": [asdict(one) for one in ALL_OUTPUTS], "timeout_us": 0}
+    if json_bytes is None:
+        entry["data"] = RAW.ravel().tolist()
+        content = json.dumps({"inputs": [entry]}).encode()
+    elif json_bytes:
+        entry["parameters"] = {"binary_data_size": RAW.size}
+        content = json.dumps({"inputs": [entry], "id": "7"}).encode().ljust(json_bytes)
+        content += RAW.tobytes()
+        asked["id"] = "7"
+    else:
+        content = RAW.tobytes()
+        asked["outputs"] = [{**one, "binary": True} for one in asked["outputs"]]
+    decoded = await pool.run(TensorsSource(json_bytes, 300), content, LONG_S)
+    np.testing.assert_array_equal(decoded.images, RAW)
+    assert decoded.wanted == asked
 
 
 @pytest.mark.parametrize(

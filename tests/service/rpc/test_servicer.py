@@ -185,9 +185,19 @@ MALFORMED = {
         lambda make: typed_request(contents(bytes_contents=[b""]), "BYTES"),
         "inputs[0].datatype",
     ),
-    "classification": (
+    "a classification of labels": (
         lambda make: make(
             outputs=[Output(name="label", parameters={"classification": Parameter(int64_param=3)})]
+        ),
+        "outputs[0].parameters.classification",
+    ),
+    "a classification of no class": (
+        lambda make: make(
+            outputs=[
+                Output(
+                    name="probabilities", parameters={"classification": Parameter(int64_param=0)}
+                )
+            ]
         ),
         "outputs[0].parameters.classification",
     ),
@@ -524,7 +534,7 @@ async def test_the_server_names_itself_when_asked_for_metadata(stub, monkeypatch
     monkeypatch.setattr(servicer, "distribution_version", lambda: "1.2.3")
     metadata = await stub.ServerMetadata(pb.ServerMetadataRequest())
     assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3")
-    assert not metadata.extensions
+    assert metadata.extensions == ["classification"]
 
 
 async def test_a_model_is_described_when_asked_for_metadata(stub):

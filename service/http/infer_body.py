@@ -1,0 +1,254 @@
+"""The body of an infer request of the Open Inference Protocol: JSON, and the tensors behind it.
+
+    no header length     all of it is JSON
+    n                    n bytes of JSON, then the binary tensors, in the order of the inputs
+    0                    no JSON: the bytes of images, as UINT8; the answer is binary, too
+
+Needs no server and no model, so that a decoding process does it for large bodies.
+Source: the binary tensor data extension of https://github.com/kserve/open-inference-protocol
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, TypeAlias
+
+import numpy as np
+import orjson
+from numpy.typing import NDArray
+
+from lenet.nvtx import span
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from service.errors import InvalidInput, TooLarge, invalid, shown
+from service.images.json import loads
+from service.open_inference import (
+    INPUT,
+    OUTPUTS,
+    InputTensor,
+    RequestedOutput,
+    check_parameters,
+    read_images,
+    requested_outputs,
+    where,
+)
+
+LENGTH_HEADER = "Inference-Header-Content-Length"
+
+_UNCHECKED_BYTES = 64 * 1024
+_MAX_OBJECTS = 64
+"""In JSON that is large enough to be checked: inputs, outputs and their parameters."""
+
+_MOST_US = 2**53
+
+Body: TypeAlias = bytes | bytearray | memoryview
+"""Of bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a request asks for besides its pixels; `timeout_us` is 0 without a limit of its own."""
+
+    id: str | None
+    outputs: tuple[RequestedOutput, ...]
+    timeout_us: int = 0
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> Asked:
+        """From the fields of another, as JSON brings them."""
+        outputs = tuple(RequestedOutput(**one) for one in values["outputs"])
+        return cls(values["id"], outputs, values["timeout_us"])
+
+
+_RAW = Asked(None, tuple(RequestedOutput(name, binary=True) for name in OUTPUTS))
+
+
+@span("decode")
+def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tuple[Images, Asked]:
+    """The images, uint8 (n, 28, 28), and what else the request asks for.
+
+    `json_bytes`: the header `Inference-Header-Content-Length`, None without. Raw UINT8 is not
+    copied.
+
+    Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is).
+    """
+    if json_bytes == 0:
+        shape = [len(body) // PIXELS, HEIGHT, WIDTH]
+        if not body or len(body) % PIXELS:
+            raise invalid("body", f"{len(body)} bytes", f"{PIXELS} for each image")
+        return read_images([InputTensor(INPUT, "UINT8", shape, body, "body")], max_images), _RAW
+    if json_bytes is not None and json_bytes > len(body):
+        expected = f"at most the {len(body)} bytes of the body"
+        raise invalid(LENGTH_HEADER, str(json_bytes), expected)
+    text = bytes(body) if json_bytes is None else bytes(body[:json_bytes])
+    tensors = _Tensors(memoryview(body)[len(text) :])
+    document = _document(text, max_images)
+    parameters = _parameters(document, "")
+    images = read_images(
+        _inputs(document, tensors, b"true" in text or b"false" in text), max_images
+    )
+    if tensors.left:
+        got = f"{len(tensors.left)} bytes behind the last tensor"
+        raise invalid("body", got, "the binary_data_size of all inputs together")
+    binary = _boolean(parameters, "binary_data_output", "parameters")
+    outputs = requested_outputs(_outputs(document, binary)) or tuple(
+        RequestedOutput(name, binary) for name in OUTPUTS
+    )
+    name = document.get("id")
+    if name is not None and type(name) is not str:
+        raise invalid("id", shown(name), "a string")
+    _integer(parameters, "priority", "parameters")
+    return images, Asked(name, outputs, _integer(parameters, "timeout", "parameters"))
+
+
+class _Tensors:
+    """What follows the JSON."""
+
+    def __init__(self, left: memoryview) -> None:
+        self.left = left
+
+    def take(self, size: int, field: str) -> memoryview:
+        """The next `size` bytes."""
+        if size > len(self.left):
+            raise invalid(field, str(size), f"at most {len(self.left)}, which follow the JSON")
+        taken, self.left = self.left[:size], self.left[size:]
+        return taken
+
+
+def _document(text: bytes, max_images: int) -> dict[str, Any]:
+    if len(text) > _UNCHECKED_BYTES:
+        # orjson holds the interpreter lock while it builds them all.
+        if text.count(b"{") > _MAX_OBJECTS:
+            raise invalid("body", f"more than {_MAX_OBJECTS} objects", "one input and its outputs")
+        if text.count(b"[") > _MAX_OBJECTS + (2 + HEIGHT) * max_images:
+            message = f"body: got more lists than {max_images} images have, the most in a request"
+            raise TooLarge(message, field="body")
+    try:
+        document = loads(text)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
+    if type(document) is not dict:
+        raise invalid("body", shown(document), 'an object, {"inputs": [...]}')
+    return document
+
+
+def _inputs(
+    document: Mapping[str, Any], tensors: _Tensors, booleans: bool
+) -> Iterator[InputTensor]:
+    for field, tensor in _entries(document, "inputs", required=True):
+        parameters = _parameters(tensor, f"{field}.")
+        check_parameters(parameters, field)
+        name, datatype = (_string(tensor, key, field) for key in ("name", "datatype"))
+        shape = tensor.get("shape")
+        if type(shape) is not list:
+            raise invalid(f"{field}.shape", _found(shape), "a list of integers")
+        size_field = f"{field}.parameters.binary_data_size"
+        source = f"{field}.data"
+        data: Any
+        if "binary_data_size" in parameters:
+            if "data" in tensor:
+                raise invalid(source, "numbers beside binary_data_size", "one of the two")
+            source = f"{field}'s binary data"
+            size = _integer(parameters, "binary_data_size", f"{field}.parameters")
+            data = tensors.take(size, size_field)
+        elif "data" in tensor:
+            data = _numbers(tensor["data"], datatype, shape, source, booleans)
+        else:
+            raise invalid(source, "nothing", "numbers, or the parameter binary_data_size")
+        yield InputTensor(name, datatype, shape, data, source)
+
+
+def _outputs(document: Mapping[str, Any], binary: bool) -> Iterator[RequestedOutput]:
+    for field, output in _entries(document, "outputs", required=False):
+        parameters = _parameters(output, f"{field}.")
+        check_parameters(parameters, field)
+        name = _string(output, "name", field)
+        one = _boolean(parameters, "binary_data", f"{field}.parameters", binary)
+        classes = _integer(parameters, "classification", f"{field}.parameters")
+        yield RequestedOutput(name, one, classes)
+
+
+def _entries(
+    document: Mapping[str, Any], key: str, *, required: bool
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    entries = document.get(key)
+    if entries is None and not required:
+        return
+    if type(entries) is not list:
+        raise invalid(key, _found(entries), "a list of objects")
+    for position, entry in enumerate(entries):
+        field = f"{key}[{position}]"
+        if type(entry) is not dict:
+            raise invalid(field, shown(entry), "an object")
+        yield field, entry
+
+
+def _parameters(owner: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found = owner.get("parameters")
+    if found is None:
+        return {}
+    if type(found) is not dict:
+        raise invalid(f"{prefix}parameters", shown(found), "an object")
+    return found
+
+
+def _string(owner: Mapping[str, Any], key: str, field: str) -> str:
+    value = owner.get(key)
+    if type(value) is not str:
+        raise invalid(f"{field}.{key}", _found(value), "a string")
+    return value
+
+
+def _boolean(parameters: Mapping[str, Any], name: str, owner: str, default: bool = False) -> bool:
+    value = parameters.get(name, default)
+    if type(value) is not bool:
+        raise invalid(f"{owner}.{name}", shown(value), "true or false")
+    return value
+
+
+def _integer(parameters: Mapping[str, Any], name: str, owner: str) -> int:
+    value = parameters.get(name, 0)
+    if type(value) is not int or not 0 <= value <= _MOST_US:
+        raise invalid(f"{owner}.{name}", shown(value), "a whole number of at least 0")
+    return value
+
+
+def _found(value: object) -> str:
+    return "nothing" if value is None else shown(value)
+
+
+def _numbers(
+    data: object, datatype: str, shape: list[object], source: str, booleans: bool
+) -> NDArray[Any]:
+    """The numbers, flat."""
+    values = _flat(data, shape, source)
+    if datatype == "UINT8" and not booleans:  # bytes([True]) is b"\x01"
+        try:
+            return np.frombuffer(bytes(values), np.uint8)
+        except (TypeError, ValueError):
+            pass  # one of them is wrong
+    integers = datatype == "UINT8"
+    for index, value in enumerate(values):
+        if type(value) is not int and (integers or type(value) is not float):
+            expected = "integers 0 to 255" if integers else "numbers 0 to 255"
+            raise invalid(source, f"{shown(value)} at {where(index)}", expected)
+        if not 0 <= value <= 255:
+            raise invalid(source, f"{shown(value)} at {where(index)}", "0 to 255")
+    return np.array(values, np.float64)
+
+
+def _flat(data: object, shape: list[object], source: str) -> list[Any]:
+    """The numbers of `data`, which is a flat list, or nested as `shape` says."""
+    if type(data) is not list:
+        raise invalid(source, shown(data), "a list of numbers")
+    values, sizes = data, [len(data)]
+    while values and type(values[0]) is list and len(sizes) <= len(shape):
+        inner = len(values[0])
+        if set(map(type, values)) != {list} or set(map(len, values)) != {inner}:
+            raise invalid(source, "lists of different lengths", "lists nested as the shape says")
+        sizes.append(inner)
+        values = list(chain.from_iterable(values))
+    if len(sizes) > 1 and sizes != shape:
+        raise invalid(source, f"lists nested as {sizes}", "one flat list, or nested as the shape")
+    return values

@@ -1,0 +1,186 @@
+"""tritonclient's four clients against the running service: HTTP and gRPC, plain and asyncio."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from tests.service_process import PROJECT, Service
+
+pytestmark = pytest.mark.skipif(
+    not (importlib.util.find_spec("tritonclient") and importlib.util.find_spec("gevent")),
+    reason="tritonclient[grpc,http] is not installed",
+)
+
+# In a process of its own: tritonclient brings its own `inference.ModelInferRequest`, and protobuf
+# allows one of each name in a process.
+# Arguments: the HTTP port, the gRPC port and a file with images, uint8 (n, 28, 28).
+PROGRAM = r"""
+import asyncio, hashlib, json, sys
+import numpy as np
+import tritonclient.grpc as rpc, tritonclient.grpc.aio as rpc_aio
+import tritonclient.http as http, tritonclient.http.aio as http_aio
+from tritonclient.utils import InferenceServerException
+
+http_address, rpc_address = (f"127.0.0.1:{port}" for port in sys.argv[1:3])
+images = np.load(sys.argv[3])
+STEP = 1000
+
+def request(kind, images, datatype="UINT8", binary=True, outputs=("probabilities", "label")):
+    tensor = kind.InferInput("image", list(images.shape), datatype)
+    if kind is http:
+        tensor.set_data_from_numpy(images, binary_data=binary)
+        wanted = [http.InferRequestedOutput(name, binary_data=binary) for name in outputs]
+    else:
+        tensor.set_data_from_numpy(images)
+        wanted = [rpc.InferRequestedOutput(name) for name in outputs]
+    return {"model_name": "lenet", "inputs": [tensor], "outputs": wanted}
+
+def read(results):
+    shares, labels = (np.concatenate([one.as_numpy(name) for one in results])
+                      for name in ("probabilities", "label"))
+    assert shares.dtype == np.float32 and labels.dtype == np.int64
+    assert shares.shape == (len(images), 10) and labels.shape == (len(images),)
+    return {"digest": hashlib.sha256(shares.tobytes()).hexdigest(), "labels": labels.tolist(),
+            "first": shares[:2].astype(float).tolist()}
+
+def parts():
+    return [images[start : start + STEP] for start in range(0, len(images), STEP)]
+
+def failure(call):
+    try:
+        call()
+    except InferenceServerException as error:
+        return [error.status(), error.message()]
+
+seen = {"all": {}}
+for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_address)):
+    with kind.InferenceServerClient(address) as client:
+        as_json = {} if kind is http else {"as_json": True}
+        one = seen[name] = {
+            "ready": [client.is_server_live(), client.is_server_ready(),
+                      client.is_model_ready("lenet"), client.is_model_ready("vgg")],
+            "server": client.get_server_metadata(**as_json),
+            "model": client.get_model_metadata("lenet", **as_json),
+        }
+        seen["all"][name] = read([client.infer(**request(kind, part)) for part in parts()])
+        floats = images[:100].astype(np.float32)
+        one["fp32"] = client.infer(**request(kind, floats, "FP32")).as_numpy("label").tolist()
+        one["id"] = client.infer(**request(kind, images[:1]), request_id="7").get_response()
+        one["id"] = one["id"]["id"] if kind is http else one["id"].id
+        best = kind.InferRequestedOutput("probabilities", class_count=2)
+        asked = {**request(kind, images[:1]), "outputs": [best]}
+        one["best"] = [text.decode() if isinstance(text, bytes) else text
+                       for text in client.infer(**asked).as_numpy("probabilities")[0]]
+        only = client.infer(**request(kind, images[:1], outputs=("label",)))
+        one["only"] = [only.as_numpy("label").tolist(), only.as_numpy("probabilities")]
+        other = {**request(kind, images[:1]), "model_name": "vgg"}
+        one["unknown"] = failure(lambda: client.infer(**other))
+        one["wrong"] = failure(lambda: client.infer(**request(kind, images[:1, :27])))
+        if kind is rpc:
+            # The client has no method for typed contents; its message has the field.
+            typed = rpc.InferInput("image", [2, 28, 28], "UINT8")
+            typed._get_tensor().contents.uint_contents.extend(images[:2].ravel().tolist())
+            share, label = (client.infer("lenet", [typed]).get_output(name).contents
+                            for name in ("probabilities", "label"))
+            one["typed"] = [np.reshape(share.fp32_contents, (2, 10)).tolist(),
+                            list(label.int64_contents)]
+        else:
+            one["config"] = client.get_model_config("lenet")
+            seen["all"]["http json"] = read(
+                [client.infer(**request(kind, part, binary=False)) for part in parts()])
+
+async def aio():
+    async with http_aio.InferenceServerClient(http_address) as client:
+        results = [await client.infer(**request(http, part)) for part in parts()]
+        seen["all"]["http aio"] = read(results)
+        results = [await client.infer(**request(http, part, binary=False)) for part in parts()]
+        seen["all"]["http aio json"] = read(results)
+    async with rpc_aio.InferenceServerClient(rpc_address) as client:
+        results = [await client.infer(**request(rpc, part)) for part in parts()]
+        seen["all"]["grpc aio"] = read(results)
+
+asyncio.run(aio())
+json.dump(seen, sys.stdout)
+"""
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    """The service on the committed weights."""
+    folder = tmp_path_factory.mktemp("service")
+    line = ["--port", "0", "--grpc-port", "0", "--device", "cpu"]
+    service = Service([*line, "--weights", str(PROJECT / "weights")], folder)
+    try:
+        yield service.ready()
+    finally:
+        service.end()
+
+
+def talk(serving, images, tmp_path):
+    path = tmp_path / "images.npy"
+    np.save(path, images)
+    ports = str(serving.port), str(serving.grpc_port)
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, *ports, str(path)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+WAYS = {"http", "http json", "http aio", "http aio json", "grpc", "grpc aio"}
+
+
+def test_each_client_reads_what_the_service_says(serving, tmp_path):
+    images = np.random.default_rng(3).integers(0, 256, (1200, 28, 28), np.uint8)
+    seen = talk(serving, images, tmp_path)
+    for kind in ("http", "grpc"):
+        one = seen[kind]
+        assert one["ready"] == [True, True, True, False]
+        assert one["server"]["name"] == "lenet-serve"
+        assert "classification" in one["server"]["extensions"]
+        assert [tensor["name"] for tensor in one["model"]["outputs"]] == ["probabilities", "label"]
+        labels = seen["all"][kind]["labels"]
+        assert one["fp32"] == labels[:100]
+        assert one["id"] == "7"
+        assert one["best"][0].split(":")[1:] == [str(labels[0])] * 2
+        assert len(one["best"]) == 2
+        assert one["only"] == [labels[:1], None]
+        status, message = one["unknown"]
+        assert "model 'vgg' is not loaded" in message
+        assert status == ("404" if kind == "http" else "StatusCode.NOT_FOUND")
+        status, message = one["wrong"]
+        assert "inputs[0].shape: got [1, 27, 28], expected [n, 28, 28]" in message
+        assert status == ("400" if kind == "http" else "StatusCode.INVALID_ARGUMENT")
+    first, labels = seen["grpc"]["typed"]
+    # In a batch of two instead of 64 numbers are summed in another order.
+    np.testing.assert_allclose(first, seen["all"]["grpc"]["first"], atol=1e-5)
+    assert labels == seen["all"]["grpc"]["labels"][:2]
+    assert seen["http"]["config"]["max_batch_size"] == 16384
+    check_alike(seen["all"])
+
+
+def test_the_test_images_give_the_accuracy_of_the_card_by_every_way(serving, tmp_path, mnist):
+    images, labels = mnist
+    seen = talk(serving, images, tmp_path)
+    check_alike(seen["all"])
+    right = np.count_nonzero(np.equal(seen["all"]["grpc"]["labels"], labels))
+    _, info = serving.get("/info")
+    assert right == round(json.loads(info)["models"][0]["accuracy"] * len(labels))
+
+
+def check_alike(results):
+    """Requests of equal size are cut into equal batches, which give equal bits."""
+    assert set(results) == WAYS
+    first = results["grpc"]
+    for way, found in results.items():
+        assert found["labels"] == first["labels"], way
+        assert found["digest"] == first["digest"], way
