@@ -169,7 +169,7 @@ def _json_reference(body: bytes) -> Images | None:
         return None
     if type(document) is not dict or set(document) != {"images"}:
         return None
-    if _has_surrogate(document):  # json reads them, though no UTF-8 has them
+    if has_surrogate(document):  # json reads them, though no UTF-8 has them
         return None
     images = document["images"]
     one = _json_image(images)
@@ -181,7 +181,8 @@ def _json_reference(body: bytes) -> Images | None:
     return None if any(image is None for image in found) else np.stack(found)  # type: ignore[arg-type]
 
 
-def _has_surrogate(value: Any) -> bool:
+def has_surrogate(value: Any) -> bool:
+    """Whether a text in it cannot be encoded."""
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError:

@@ -79,7 +79,7 @@ def plain_images(tensors: Sequence[Tensor]) -> Images | None:
     if len(data) != rows * 784:
         return None
     for value in data:
-        if not math.isfinite(value) or value != int(value) or not 0 <= value <= 255:
+        if not 0 <= value <= 255 or value != int(value):
             return None
     return np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
 
@@ -148,23 +148,23 @@ class TensorsTarget(Target):
             document = json.loads(data)
         except (ValueError, RecursionError):
             return mutate(data)
-        return json.dumps(_changed(document, rng)).encode()
+        return json.dumps(changed(document, rng)).encode()
 
 
-def _changed(value: Any, rng: random.Random) -> Any:
+def changed(value: Any, rng: random.Random) -> Any:
     """`value` with one change somewhere in it."""
     if isinstance(value, dict) and value:
         key = rng.choice(list(value))
         if rng.random() < 0.05:
             return {name: content for name, content in value.items() if name != key}
-        return {**value, key: _changed(value[key], rng)}
+        return {**value, key: changed(value[key], rng)}
     if isinstance(value, list) and value and rng.random() < 0.9:
         at = rng.randrange(len(value))
         if rng.random() < 0.2:
             return value[:at] + value[at + 1 :]
         if rng.random() < 0.2:
             return value[:at] + [value[at]] * 2 + value[at + 1 :]
-        return [*value[:at], _changed(value[at], rng), *value[at + 1 :]]
+        return [*value[:at], changed(value[at], rng), *value[at + 1 :]]
     return rng.choice(
         (
             *(

@@ -84,6 +84,11 @@ MODULES = MappingProxyType(
         "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
         "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
         "frames": ("frames", "FrameTarget", ("service.images.decoders",)),
+        "infer": (
+            "infer",
+            "InferBodyTarget",
+            ("service.http.infer_body", "service.open_inference"),
+        ),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
         "import": ("files", "ImportTarget", ("trainer.importing", "trainer.tensor_files")),

@@ -1,0 +1,243 @@
+"""The body of an infer request over HTTP: JSON, and the binary tensors behind it."""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+from typing import Any
+
+import numpy as np
+
+from lenet.pixels import Images
+from service.errors import InvalidInput, TooLarge
+from service.http.infer_body import Asked, read_infer_body
+from service.open_inference import CLASSIFIED, OUTPUTS
+from tests.fuzz.bodies import check_error, check_images, has_surrogate
+from tests.fuzz.rpc import MAX_IMAGES, Tensor, changed, plain_images
+from tests.fuzz.target import Finding, MutateBytes, Target
+
+_LARGEST_INTEGER = 2**53
+_UNCHECKED_BYTES = 64 * 1024
+
+
+class InferBodyTarget(Target):
+    """The first line of an input is the header's number, or nothing; the rest is the body."""
+
+    max_bytes = 96 * 1024  # beyond the size from which objects are counted before they are parsed
+
+    def run(self, data: bytes) -> None:
+        line, _, body = data.partition(b"\n")
+        json_bytes = int(line) if re.fullmatch(rb"\d{1,6}", line) else None
+        expected = _reference(body, json_bytes)
+        try:
+            images, asked = read_infer_body(body, json_bytes, MAX_IMAGES)
+        except (InvalidInput, TooLarge) as exc:
+            check_error(exc)
+            counted = len(body) > _UNCHECKED_BYTES and "more" in exc.message
+            if expected is not None and not counted:
+                raise Finding(f"refused {expected[0].shape}: {exc.message}") from exc
+            return
+        check_images(images)
+        if expected is None:
+            raise Finding(f"accepted {images.shape}, {asked}")
+        if not np.array_equal(images, expected[0]):
+            raise Finding("other pixels than expected")
+        found = (asked.id, [(one.name, one.binary, one.classes) for one in asked.outputs])
+        if (*found, asked.timeout_us) != expected[1:]:
+            raise Finding(f"read {asked}, expected {expected[1:]}")
+        if Asked.from_json(json.loads(json.dumps(_plain(asked)))) != asked:
+            raise Finding(f"{asked} is another after a decoding process")
+
+    def seeds(self) -> dict[str, bytes]:
+        documents = {name: _joined(*parts) for name, parts in _documents().items()}
+        return {**documents, "raw": b"0\n" + bytes(784), "raw-of-785": b"0\n" + bytes(785)}
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        line, _, body = data.partition(b"\n")
+        size = int(line) if re.fullmatch(rb"\d{1,6}", line) else None
+        text, rest = (body, b"") if size is None else (body[:size], body[size:])
+        if rng.random() < 0.2:
+            return mutate(data)
+        if rest and rng.random() < 0.2:
+            return b"%s\n%s%s" % (line, text, mutate(rest))
+        try:
+            document = changed(json.loads(text), rng)
+        except (ValueError, RecursionError):
+            return mutate(data)
+        text = json.dumps(document).encode()
+        kept = size is None or rng.random() < 0.05
+        return b"%s\n%s%s" % (line if kept else b"%d" % len(text), text, rest)
+
+
+def _plain(asked: Asked) -> dict[str, Any]:
+    outputs = [
+        {"name": one.name, "binary": one.binary, "classes": one.classes} for one in asked.outputs
+    ]
+    return {"id": asked.id, "outputs": outputs, "timeout_us": asked.timeout_us}
+
+
+class _Refused(Exception):
+    """By the rules of the documentation."""
+
+
+def _reference(
+    body: bytes, json_bytes: int | None
+) -> tuple[Images, str | None, list[tuple[str, bool, int]], int] | None:
+    """Images, id, outputs and timeout; None where the request is to be refused."""
+    try:
+        if json_bytes == 0:
+            images = plain_images([Tensor("image", "UINT8", [len(body) // 784, 784], body)])
+            if images is None:
+                return None
+            return images, None, [(name, True, 0) for name in OUTPUTS], 0
+        if json_bytes is not None and json_bytes > len(body):
+            return None
+        text = body if json_bytes is None else body[:json_bytes]
+        return _read(_loaded(text), body[len(text) :])
+    except _Refused:
+        return None
+
+
+def _loaded(text: bytes) -> Any:
+    def reject(constant: str) -> None:
+        raise ValueError(constant)
+
+    try:
+        document = json.loads(text.decode(), parse_constant=reject)
+    except (ValueError, RecursionError) as exc:
+        raise _Refused from exc
+    if has_surrogate(document):  # json reads them, though no UTF-8 has them
+        raise _Refused
+    return document
+
+
+def _read(document: Any, rest: bytes) -> Any:
+    _must(type(document) is dict)
+    parameters = _parameters(document)
+    tensors = []
+    _must(type(document.get("inputs")) is list)
+    for entry in document["inputs"]:
+        _must(type(entry) is dict)
+        own = _parameters(entry)
+        _must(type(entry.get("shape")) is list)
+        _must(type(entry.get("name")) is type(entry.get("datatype")) is str)
+        _must("shared_memory_region" not in own)
+        data: Any
+        if "binary_data_size" in own:
+            size = _integer(own, "binary_data_size")
+            _must("data" not in entry and size <= len(rest))
+            data, rest = rest[:size], rest[size:]
+        else:
+            _must("data" in entry)
+            data = _flat(entry["data"], entry["shape"])
+            for value in data:
+                _must(type(value) is int or (type(value) is float and entry["datatype"] == "FP32"))
+        tensors.append(Tensor(entry.get("name"), entry.get("datatype"), entry["shape"], data))
+    images = plain_images(tensors)
+    _must(images is not None and not rest)
+    binary = parameters.get("binary_data_output", False)
+    _must(type(binary) is bool)
+    outputs = []
+    wanted = document.get("outputs")
+    _must(wanted is None or type(wanted) is list)
+    for entry in wanted or ():
+        _must(type(entry) is dict)
+        own = _parameters(entry)
+        name, flag = entry.get("name"), own.get("binary_data", binary)
+        classes = _integer(own, "classification")
+        _must(type(name) is str and name in OUTPUTS and type(flag) is bool)
+        _must("shared_memory_region" not in own)
+        _must(not classes or name == CLASSIFIED)
+        outputs.append((name, flag, classes))
+    _must(len({name for name, _, _ in outputs}) == len(outputs))
+    identity = document.get("id")
+    _must(identity is None or type(identity) is str)
+    _integer(parameters, "priority")
+    timeout_us = _integer(parameters, "timeout")
+    return images, identity, outputs or [(name, binary, 0) for name in OUTPUTS], timeout_us
+
+
+def _must(holds: bool) -> None:
+    if not holds:
+        raise _Refused
+
+
+def _parameters(owner: Any) -> Any:
+    found = owner.get("parameters")
+    _must(found is None or type(found) is dict)
+    return found or {}
+
+
+def _integer(owner: Any, name: str) -> int:
+    found = owner.get(name, 0)
+    _must(type(found) is int and 0 <= found <= _LARGEST_INTEGER)
+    return int(found)
+
+
+def _flat(data: Any, shape: list[Any]) -> list[Any]:
+    _must(type(data) is list)
+    if not any(type(one) is list for one in data):
+        return list(data)
+    found = [data]
+    for size in shape:
+        _must(type(size) is int and all(type(one) is list and len(one) == size for one in found))
+        found = [inner for one in found for inner in one]
+    _must(not any(type(one) is list for one in found))
+    return found
+
+
+def _joined(document: Any, rest: bytes | None = None) -> bytes:
+    text = json.dumps(document).encode()
+    return (b"" if rest is None else b"%d" % len(text)) + b"\n" + text + (rest or b"")
+
+
+def _documents() -> dict[str, tuple[Any, ...]]:
+    def tensor(**fields: Any) -> dict[str, Any]:
+        return {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], **fields}
+
+    def request(*inputs: Any, **fields: Any) -> dict[str, Any]:
+        return {"inputs": list(inputs), **fields}
+
+    zeros = [0] * 784
+    rows = [[0] * 28] * 28
+    sized = tensor(parameters={"binary_data_size": 784})
+    return {
+        "flat": (request(tensor(data=zeros)),),
+        "nested": (request(tensor(data=[rows])),),
+        "nested-channel": (request(tensor(shape=[1, 1, 28, 28], data=[[rows]])),),
+        "one-image": (request(tensor(shape=[28, 28], data=rows)),),
+        "flat-rows": (request(tensor(shape=[2, 784], data=[zeros, zeros])),),
+        "ragged": (request(tensor(data=[rows[1:]])),),
+        "floats": (request(tensor(datatype="FP32", data=[1.0, *zeros[1:]])),),
+        "a-fraction": (request(tensor(datatype="FP32", data=[0.5, *zeros[1:]])),),
+        "a-float-as-uint8": (request(tensor(data=[1.0, *zeros[1:]])),),
+        "true": (request(tensor(data=[True, *zeros[1:]])),),
+        "beyond-int64": (request(tensor(datatype="FP32", data=[2**64, *zeros[1:]])),),
+        "binary": (request(sized), bytes(784)),
+        "binary-float": (
+            request(tensor(datatype="FP32", parameters={"binary_data_size": 3136})),
+            bytes(3136),
+        ),
+        "binary-too-short": (request(sized), bytes(783)),
+        "binary-too-long": (request(sized), bytes(785)),
+        "binary-and-data": (request({**sized, "data": zeros}), bytes(784)),
+        "two-inputs": (request(sized, sized), bytes(2 * 784)),
+        "outputs": (
+            request(
+                sized,
+                outputs=[
+                    {"name": "label", "parameters": {"binary_data": True}},
+                    {"name": "probabilities", "parameters": {"classification": 3}},
+                ],
+                parameters={"binary_data_output": False, "timeout": 5000, "priority": 1},
+                id="7",
+            ),
+            bytes(784),
+        ),
+        "an-output-twice": (request(sized, outputs=[{"name": "label"}] * 2), bytes(784)),
+        "shared-memory": (request(tensor(parameters={"shared_memory_region": "x"}, data=zeros)),),
+        "nothing": ({},),
+        "null": (None,),
+        "no-inputs": (request(),),
+    }
