@@ -11,10 +11,12 @@ import asyncio
 import logging
 import os
 import struct
+import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
@@ -51,6 +53,9 @@ ReloadOutcome: TypeAlias = Literal["ok", "refused"]
 LossReason: TypeAlias = Literal["sticky", "hang"]
 DecoderEnd: TypeAlias = Literal["idle", "cancelled", "died"]
 
+_TOTAL = "total"
+"""Beside the stages: from the arrival of a request to its answer."""
+
 NO_MODEL = "none"
 """The `model` label of a request that failed before its model was found."""
 
@@ -63,6 +68,8 @@ _REQUEST_BOUNDS_S = tuple(
     if 5e-5 <= mantissa * 10.0**exponent <= 5
 )
 _STAGE_BOUNDS_S = (1e-5, 2e-5, 3e-5, *_REQUEST_BOUNDS_S)
+_SIZED = ("model", "rows")
+_POWERS = tuple(str(1 << exponent) for exponent in range(32))
 _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
 
 
@@ -227,6 +234,23 @@ class Metrics:
         self._padding_rows = self._counter(
             "lenet_padding_rows", "Rows computed only to fill a batch up.", "model"
         )
+        self._stage_seconds = self._counter(
+            "lenet_stage_seconds",
+            "Time of all predicted requests in each stage, and in all.",
+            *("model", "stage"),
+        )
+        self._sized = self._counter(
+            "lenet_sized_batches", "Batches by the next power of two of their rows.", *_SIZED
+        )
+        self._sized_seconds = self._counter(
+            "lenet_sized_batch_seconds", "From the cut of these batches to their results.", *_SIZED
+        )
+        self._last_prediction = self._gauge(
+            "lenet_last_prediction_timestamp_seconds",
+            "When a request was last predicted, to a second; 0 before the first.",
+            "model",
+            mode="max",
+        )
         self._replays = self._counter(
             "lenet_graph_replays",
             "Batches; hit if a captured graph computed it. The CPU captures none.",
@@ -322,6 +346,9 @@ class Metrics:
         self._images[model,].inc(rows)
         self._padding_rows[model,].inc(result.computed_rows - rows)
         self._replays[model, "hit" if result.captured else "miss"].inc()
+        sized = model, _POWERS[(rows - 1).bit_length()]
+        self._sized[sized].inc()
+        self._sized_seconds[sized].inc(compute_s)
         self._busy[model,].set(busy)
 
     def decoder_ended(self, reason: DecoderEnd) -> None:
@@ -355,6 +382,8 @@ class Metrics:
         _show(self._batches, (model,), get_args(CutReason))
         _show(self._replays, (model,), ("hit", "miss"))
         _show(self._images, (model,))
+        _show(self._stage_seconds, (model,), (*get_args(Stage), _TOTAL))
+        _show(self._last_prediction, (model,))
         _show(self._padding_rows, (model,))
         self._contexts[model,].set(contexts)
         self._busy[model,].set(0)
@@ -401,11 +430,14 @@ class Metrics:
     def _count_timed(self, protocol: Transport, model: str, timed: list[tuple[float, ...]]) -> None:
         if timed:
             self._requests[model, protocol, "ok"].inc(len(timed))
+            self._last_prediction[model,].set(time.time())
             *stages, total = np.array(timed).T
             timed.clear()
             for stage, seconds in zip(get_args(Stage), stages, strict=True):
                 self._stage_duration[stage,].observe_all(seconds)
+                self._stage_seconds[model, stage].inc(float(seconds.sum()))
             self._request_duration[protocol,].observe_all(total)
+            self._stage_seconds[model, _TOTAL].inc(float(total.sum()))
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:
@@ -429,18 +461,33 @@ class Metrics:
             flushing.cancel()
             self.flush()
 
+    async def totals(self) -> dict[str, Totals]:
+        """What each model did since the start, in all workers."""
+        self.flush()
+        return await asyncio.to_thread(self._totals)
+
+    def _totals(self) -> dict[str, Totals]:
+        found: dict[str, Totals] = defaultdict(Totals)
+        for metric in self._families():
+            for sample in metric.samples:
+                if (model := sample.labels.get("model")) is not None:
+                    found[model].add(sample.name, sample.labels, sample.value)
+        return found
+
     async def exposition(self) -> bytes:
         """All metrics in the Prometheus text format, of all workers where there are several."""
         self.flush()
         return await asyncio.to_thread(self._generate)
 
     def _generate(self) -> bytes:
+        return generate_latest(_Collected(self._families()))
+
+    def _families(self) -> list[Metric]:
+        """The metrics of all workers; of this one alone if the others' cannot be read."""
         if self._shared:
             try:
                 if metrics_files.are_there():
-                    registry = CollectorRegistry()
-                    registry.register(_AllWorkers())
-                    return generate_latest(registry)
+                    return list(_all_workers())
                 reason = "this worker's files are gone"
             # The folder, a file of it, or what is in one is not what this program left there.
             except (OSError, ValueError, RuntimeError, struct.error) as exc:
@@ -452,7 +499,7 @@ class Metrics:
                     "answers, until the service is started again",
                     *(os.environ.get(metrics_files.VARIABLE), reason),
                 )
-        return generate_latest(self._registry)
+        return list(self._registry.collect())
 
     def _counter(self, name: str, help_text: str, *labels: str) -> Family[BufferedCounter]:
         counter = Counter(name, help_text, labels, registry=self._registry)
@@ -485,15 +532,62 @@ def _show(family: Family[B], *values: tuple[str, ...]) -> None:
         family[labels]
 
 
-class _AllWorkers:
-    """The merged series of all workers, without models that all of them have replaced."""
+@dataclass(slots=True)
+class Totals:
+    """What one model did: requests, images, batches, and seconds.
 
-    def collect(self) -> Iterator[Metric]:
-        merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
-        for metric in merged.collect():  # type: ignore[no-untyped-call]
-            if metric.name == "lenet_model_info":
-                metric.samples = [sample for sample in metric.samples if sample.value]
-            yield metric
+    `stages_s`: by stage, and "total". `sized`: number and seconds of batches by the next power of
+    two of their rows.
+    """
+
+    predicted: int = 0
+    failed: int = 0
+    images: int = 0
+    batches: int = 0
+    last_s: float = 0.0
+    """When it last answered, as `time.time()`; 0 if it never did."""
+    stages_s: dict[str, float] = field(default_factory=dict)
+    sized: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        """Take one sample of the model."""
+        match name:
+            case "lenet_requests_total" if labels["outcome"] == "ok":
+                self.predicted += int(value)
+            case "lenet_requests_total":
+                self.failed += int(value)
+            case "lenet_images_total":
+                self.images += int(value)
+            case "lenet_batches_total":
+                self.batches += int(value)
+            case "lenet_last_prediction_timestamp_seconds":
+                self.last_s = value
+            case "lenet_stage_seconds_total":
+                self.stages_s[labels["stage"]] = value
+            case "lenet_sized_batches_total":
+                self.sized.setdefault(int(labels["rows"]), [0.0, 0.0])[0] = value
+            case "lenet_sized_batch_seconds_total":
+                self.sized.setdefault(int(labels["rows"]), [0.0, 0.0])[1] = value
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """What was collected, for the library to write."""
+
+    metrics: list[Metric]
+
+    def collect(self, _: object = None) -> list[Metric]:
+        """As a registry's."""
+        return self.metrics
+
+
+def _all_workers() -> Iterator[Metric]:
+    """The merged series of all workers, without models that all of them have replaced."""
+    merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
+    for metric in merged.collect():  # type: ignore[no-untyped-call]
+        if metric.name == "lenet_model_info":
+            metric.samples = [sample for sample in metric.samples if sample.value]
+        yield metric
 
 
 class _WorkerProcess:

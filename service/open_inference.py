@@ -19,14 +19,21 @@ from numpy.typing import NDArray
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
 from service.engine.versions import ModelVersion
 from service.errors import TooLarge, invalid, shown
+from service.metrics import Totals
 
 PLATFORM = "lenet_safetensors"
 INPUT = "image"
 OUTPUTS = ("probabilities", "label")
-EXTENSIONS = ("binary_tensor_data", "classification", "model_configuration", "parameters")
+EXTENSIONS = (
+    "binary_tensor_data",
+    "classification",
+    "model_configuration",
+    "parameters",
+    "statistics",
+)
 """Over HTTP, by the names that Triton gave them."""
 
-GRPC_EXTENSIONS = ("classification",)
+GRPC_EXTENSIONS = ("classification", "model_configuration", "statistics")
 
 CLASSIFIED = "probabilities"
 """The output of which a request may ask for the best classes."""
@@ -149,6 +156,47 @@ def model_config(version: ModelVersion, max_images: int) -> dict[str, Any]:
         "input": [tensor(one) for one in metadata.inputs],
         "output": [tensor(one) for one in metadata.outputs],
         "dynamic_batching": {},
+    }
+
+
+def model_statistics(version: ModelVersion, totals: Totals) -> dict[str, Any]:
+    """The statistics extension: counts, and durations in nanoseconds, since the start.
+
+    `inference_count` are images, `execution_count` batches. Requests are not timed when they fail,
+    and of a batch only the computing is. `batch_size` is the next power of two.
+    """
+
+    def duration(count: float, seconds: float) -> dict[str, int]:
+        return {"count": int(count), "ns": round(1e9 * seconds)}
+
+    requests, stages_s = totals.predicted, totals.stages_s
+    stages = {"queue": "queue", "compute_input": "decode", "compute_infer": "compute"}
+    durations = {
+        name: duration(requests, stages_s.get(stage, 0.0))
+        for name, stage in {**stages, "compute_output": "encode"}.items()
+    }
+    return {
+        "name": version.name,
+        "version": version.version,
+        "last_inference": round(1e3 * totals.last_s),
+        "inference_count": totals.images,
+        "execution_count": totals.batches,
+        "inference_stats": {
+            "success": duration(requests, stages_s.get("total", 0.0)),
+            "fail": duration(totals.failed, 0.0),
+            **durations,
+            "cache_hit": duration(0, 0.0),
+            "cache_miss": duration(0, 0.0),
+        },
+        "batch_stats": [
+            {
+                "batch_size": rows,
+                "compute_input": duration(count, 0.0),
+                "compute_infer": duration(count, seconds),
+                "compute_output": duration(count, 0.0),
+            }
+            for rows, (count, seconds) in sorted(totals.sized.items())
+        ],
     }
 
 

@@ -52,6 +52,11 @@ def read(results):
 def parts():
     return [images[start : start + STEP] for start in range(0, len(images), STEP)]
 
+def statistics(client, as_json):
+    (found,) = client.get_inference_statistics("lenet", **as_json)["model_stats"]
+    return [int(found["inference_count"]), int(found["inference_stats"]["success"]["count"]),
+            sum(int(one["compute_infer"]["count"]) for one in found["batch_stats"])]
+
 def failure(call):
     try:
         call()
@@ -68,7 +73,10 @@ for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_addr
             "server": client.get_server_metadata(**as_json),
             "model": client.get_model_metadata("lenet", **as_json),
         }
+        counts = [statistics(client, as_json)]
         seen["all"][name] = read([client.infer(**request(kind, part)) for part in parts()])
+        one["statistics"] = [*counts, statistics(client, as_json)]
+        one["config"] = client.get_model_config("lenet", **as_json)
         floats = images[:100].astype(np.float32)
         one["fp32"] = client.infer(**request(kind, floats, "FP32")).as_numpy("label").tolist()
         one["id"] = client.infer(**request(kind, images[:1]), request_id="7").get_response()
@@ -91,7 +99,6 @@ for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_addr
             one["typed"] = [np.reshape(share.fp32_contents, (2, 10)).tolist(),
                             list(label.int64_contents)]
         else:
-            one["config"] = client.get_model_config("lenet")
             seen["all"]["http json"] = read(
                 [client.infer(**request(kind, part, binary=False)) for part in parts()])
 
@@ -148,6 +155,9 @@ def test_each_client_reads_what_the_service_says(serving, tmp_path):
         assert one["server"]["name"] == "lenet-serve"
         assert "classification" in one["server"]["extensions"]
         assert [tensor["name"] for tensor in one["model"]["outputs"]] == ["probabilities", "label"]
+        # perf_analyzer reads them before and after, and takes the difference.
+        before, after = one["statistics"]
+        assert np.subtract(after, before).tolist() == [1200, 2, 20]
         labels = seen["all"][kind]["labels"]
         assert one["fp32"] == labels[:100]
         assert one["id"] == "7"
@@ -164,6 +174,7 @@ def test_each_client_reads_what_the_service_says(serving, tmp_path):
     # In a batch of two instead of 64 numbers are summed in another order.
     np.testing.assert_allclose(first, seen["all"]["grpc"]["first"], atol=1e-5)
     assert labels == seen["all"]["grpc"]["labels"][:2]
+    assert seen["http"]["config"] == _plain(seen["grpc"]["config"]["config"])
     assert seen["http"]["config"]["max_batch_size"] == 16384
     check_alike(seen["all"])
 
@@ -175,6 +186,16 @@ def test_the_test_images_give_the_accuracy_of_the_card_by_every_way(serving, tmp
     right = np.count_nonzero(np.equal(seen["all"]["grpc"]["labels"], labels))
     _, info = serving.get("/info")
     assert right == round(json.loads(info)["models"][0]["accuracy"] * len(labels))
+
+
+def _plain(config):
+    """A message as JSON: integers of 64 bits are texts there, and what is empty is left out."""
+    tensors = {
+        kind: [{**one, "dims": [int(size) for size in one["dims"]]} for one in config[kind]]
+        for kind in ("input", "output")
+    }
+    tensors["output"][1]["reshape"] = {"shape": []}
+    return {**config, "backend": "", **tensors}
 
 
 def check_alike(results):

@@ -48,12 +48,22 @@ class Prediction:
     `batch` holds them from row `row` on.
     """
 
-    version: ModelVersion
+    served: ModelVersion
     rows: int
     queue_s: float
     compute_s: float
     batch: BatchAnswer
     row: int = 0
+
+    @property
+    def model(self) -> str:
+        """The model's name."""
+        return self.served.name
+
+    @property
+    def version(self) -> str:
+        """Its version."""
+        return self.served.version
 
     @property
     def probabilities(self) -> Probabilities:

@@ -91,7 +91,7 @@ def create_app(
             operation_id=operation_id,
             openapi_extra=infer_openapi(versioned=owner == MODEL_VERSION),
         )
-    app.include_router(protocol_routes(models, infer.limits.max_images))
+    app.include_router(protocol_routes(models, metrics, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
 
     @operation("/healthz", summary="Liveness")

@@ -5,8 +5,9 @@ Inference is `http.infer`'s, on the connection itself. Errors are objects with o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
+from inspect import isawaitable
 from typing import Any
 
 from fastapi import APIRouter, Request, Response
@@ -18,7 +19,13 @@ from service.errors import UnknownModel
 from service.http.answer import STATUS
 from service.http.infer import protocol_error
 from service.http.openapi import Health, ProtocolError, model_parameters
-from service.open_inference import EXTENSIONS, model_config, model_metadata
+from service.metrics import Metrics
+from service.open_inference import (
+    EXTENSIONS,
+    model_config,
+    model_metadata,
+    model_statistics,
+)
 
 PREFIX = "/v2"
 MODEL = "/models/{model}"
@@ -58,7 +65,7 @@ class ModelReadiness(BaseModel):
     ready: bool
 
 
-def protocol_routes(models: Models, max_images: int) -> APIRouter:
+def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRouter:
     """The routes that answer with `models`, of which a request may have `max_images` images."""
     router = APIRouter(
         prefix=PREFIX,
@@ -104,12 +111,13 @@ def protocol_routes(models: Models, max_images: int) -> APIRouter:
     def add(
         path: str, answer: Callable[[ServedModel, Response], Any], kind: Any, summary: str
     ) -> None:
-        """The same route with and without a version."""
+        """The same route with and without a version; `answer` may be a coroutine function."""
 
         async def endpoint(request: Request, response: Response) -> Any:
             # Not as arguments, for which FastAPI would document its own errors.
             named = request.path_params
-            return answer(models.get(named["model"], named.get("version", "")), response)
+            found = answer(models.get(named["model"], named.get("version", "")), response)
+            return await found if isawaitable(found) else found
 
         for owner in (MODEL, MODEL_VERSION):
             parameters = model_parameters(versioned=owner == MODEL_VERSION)
@@ -122,10 +130,26 @@ def protocol_routes(models: Models, max_images: int) -> APIRouter:
                 openapi_extra={"parameters": parameters},
             )
 
+    async def statistics(served: ServedModel, _: Response) -> dict[str, Any]:
+        """Counts and durations since the start, of all workers, as Triton's clients read them."""
+        return await _statistics(metrics, (served,))
+
+    @router.get("/models/stats", summary="Statistics of all models")
+    async def all_statistics() -> dict[str, Any]:
+        """The same of every model."""
+        return await _statistics(metrics, models.served)
+
+    add("/stats", statistics, dict[str, Any], "Model statistics")
     add("", metadata, ModelDescription, "Model metadata")
     add("/ready", readiness, ModelReadiness, "Model readiness")
     add("/config", configuration, dict[str, Any], "Model configuration")
     return router
+
+
+async def _statistics(metrics: Metrics, served: Iterable[ServedModel]) -> dict[str, Any]:
+    totals = await metrics.totals()
+    versions = [one.version for one in served]
+    return {"model_stats": [model_statistics(one, totals[one.name]) for one in versions]}
 
 
 def on_unknown_model(_: Request, error: Exception) -> Response:

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from functools import lru_cache
+from inspect import isawaitable
 from typing import Any
 
 import grpc
 import numpy as np
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
 
@@ -42,7 +44,9 @@ from service.open_inference import (
     RequestedOutput,
     TensorMetadata,
     answer,
+    model_config,
     model_metadata,
+    model_statistics,
     output_metadata,
 )
 from service.rpc import open_inference_pb2 as pb
@@ -52,6 +56,12 @@ from service.rpc.guard import read_infer_request
 from service.rpc.message import Wanted, decode_inline, decode_request
 
 SERVICE = "inference.GRPCInferenceService"
+
+_QUESTIONS = (
+    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
+    *("ModelConfig", "ModelStatistics"),
+)
+"""The calls besides ModelInfer."""
 
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
 
@@ -68,7 +78,7 @@ _MAX_QUESTION_BYTES = 4096
 
 
 class InferenceServicer:
-    """The six calls of the protocol, answered by the loaded models.
+    """The calls of the protocol, answered by the loaded models.
 
     A model that is not loaded is not ready, without an error, as in Triton, whose clients poll
     `ModelReady` until a model is loaded; every other call answers NOT_FOUND.
@@ -124,6 +134,23 @@ class InferenceServicer:
             inputs=map(_tensor_metadata, metadata.inputs),
             outputs=map(_tensor_metadata, metadata.outputs),
         )
+
+    def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
+        """The model's configuration, as Triton's clients read it."""
+        version = self._models.get(request.name, request.version).version
+        config = model_config(version, self._max_images)
+        return ParseDict({"config": config}, pb.ModelConfigResponse())
+
+    async def ModelStatistics(
+        self, request: pb.ModelStatisticsRequest
+    ) -> pb.ModelStatisticsResponse:
+        """Counts and durations since the start; of all models if the request names none."""
+        served = self._models.served
+        if request.name:
+            served = (self._models.get(request.name, request.version),)
+        totals = await self._metrics.totals()
+        found = [model_statistics(one.version, totals[one.version.name]) for one in served]
+        return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
 
     async def ModelInfer(self, messages: object, context: Context) -> bytes:
         """Classify the images of a ModelInferRequest; request and response are serialized."""
@@ -230,7 +257,7 @@ def add_servicers(
     handler = grpc.stream_unary_rpc_method_handler
     questions = {
         name: handler(_handler(getattr(inference, name), getattr(pb, f"{name}Request"), calls))
-        for name in ("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata")
+        for name in _QUESTIONS
     }
     infer = handler(inference.ModelInfer)
     check = handler(_handler(health.check, health_pb2.HealthCheckRequest, calls))
@@ -247,7 +274,7 @@ def add_servicers(
 
 
 def _handler(
-    answer: Callable[[Any], Message], request: type[Message], calls: Calls
+    answer: Callable[[Any], Message | Awaitable[Message]], request: type[Message], calls: Calls
 ) -> Callable[[object, Context], Any]:
     """The handler of a method whose `answer` to a `request` is at hand."""
 
@@ -259,7 +286,9 @@ def _handler(
             if len(message) > _MAX_QUESTION_BYTES:
                 got = f"{len(message)} bytes"
                 raise invalid("message", got, f"at most {_MAX_QUESTION_BYTES} of a {name}")
-            return answer(request.FromString(message)).SerializeToString()
+            found = answer(request.FromString(message))
+            response: Message = await found if isawaitable(found) else found
+            return response.SerializeToString()
         except asyncio.CancelledError:
             if call is None or call.ended is None:
                 raise
@@ -313,7 +342,7 @@ def _wanted_of_one_image(head: bytes) -> Wanted | None:
 
 @span("encode")
 def _encode(wanted: Wanted, prediction: Prediction, queue_s: float) -> bytes:
-    probabilities, outputs, version = prediction.probabilities, wanted.outputs, prediction.version
+    probabilities, outputs, version = prediction.probabilities, wanted.outputs, prediction.served
     tensors = answer(probabilities, outputs, version.weights.training.labels)
     response = pb.ModelInferResponse(id=wanted.id)
     parameters = response.parameters

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import get_args
 
@@ -34,6 +35,7 @@ from service.metrics import (
     Metrics,
     ReloadOutcome,
     Stage,
+    Totals,
     Transport,
 )
 
@@ -141,7 +143,7 @@ def test_the_series_stay_below_600_and_their_labels_are_from_closed_sets(everyth
     assert not [sample.name for sample in seen if sample.name.endswith("_created")]
     assert {label for one in seen if one.name.startswith("lenet_") for label in one.labels} == {
         *("protocol", "outcome", "stage", "le", "model", "reason"),
-        *("phase", "version", "sha256", "result"),
+        *("phase", "version", "sha256", "result", "rows"),
     }
 
 
@@ -283,7 +285,39 @@ def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
             ("lenet_graph_replays_total", "hit"): 1,
             ("lenet_queue_rows",): 4,
             ("lenet_contexts_busy",): 1,
+            ("lenet_stage_seconds_total", "decode"): 0.125,
+            ("lenet_stage_seconds_total", "queue"): 0.25,
+            ("lenet_stage_seconds_total", "compute"): 0.5,
+            ("lenet_stage_seconds_total", "encode"): 0.0625,
+            ("lenet_stage_seconds_total", "total"): 1.0,
+            ("lenet_sized_batches_total", "4"): 1,
+            ("lenet_sized_batch_seconds_total", "4"): 0.5,
+            ("lenet_last_prediction_timestamp_seconds",): pytest.approx(time.time(), abs=60),
         }
+
+
+async def test_the_totals_are_those_of_each_model(metrics):
+    assert (await metrics.totals())["lenet"] == Totals()
+    for rows in (1, 2, 3, 4, 5, 1024):
+        metrics.batch_cut("lenet", rows, "full", 0, 1)
+        metrics.batch_done("lenet", rows, result(rows, True, None), 0.5, 1)
+    metrics.predicted("grpc", "lenet", TIMES_S)
+    metrics.predicted("http", "lenet", TIMES_S)
+    metrics.request_done("lenet", "http", "overloaded")
+    metrics.predicted("http", "mlp", TIMES_S)
+    totals = await metrics.totals()
+    lenet, mlp = totals["lenet"], totals["mlp"]
+    assert (lenet.predicted, lenet.failed, lenet.images, lenet.batches) == (2, 1, 1039, 6)
+    assert lenet.stages_s == {
+        "decode": 0.25,
+        "queue": 0.5,
+        "compute": 1.0,
+        "encode": 0.125,
+        "total": 2.0,
+    }
+    assert lenet.sized == {1: [1, 0.5], 2: [1, 0.5], 4: [2, 1.0], 8: [1, 0.5], 1024: [1, 0.5]}
+    assert lenet.last_s == pytest.approx(time.time(), abs=60)
+    assert (mlp.predicted, mlp.failed, mlp.images, mlp.batches) == (1, 0, 0, 0)
 
 
 async def test_the_event_loop_runs_on_while_an_exposition_is_made(metrics, monkeypatch):

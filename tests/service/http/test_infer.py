@@ -482,7 +482,40 @@ async def test_metadata_is_that_of_grpc(served):
         assert "binary_tensor_data" in server["extensions"]
 
 
-@pytest.mark.parametrize("path", ["", "/ready", "/config"])
+async def test_the_statistics_count_what_was_done(served, images):
+    async def stats(url):
+        answer = await served.client.get(url)
+        assert answer.status_code == 200
+        (found,) = answer.json()["model_stats"]
+        return found
+
+    before = await stats("/v2/models/tiny/stats")
+    assert before["last_inference"] == 0
+    for count in (1, 1, 3, 5):
+        outputs(await infer(served, {"inputs": [tensor(images[:count])]}))
+    await served.post(images[0].tobytes(), query="?model=tiny")
+    await infer(served, {"inputs": [tensor(images)]})
+    for url in ("/v2/models/stats", "/v2/models/tiny/versions/3/stats"):
+        after = await stats(url)
+        assert (after["name"], after["version"]) == ("tiny", "3")
+        assert after["inference_count"] == 16
+        # At most four images are in a batch here.
+        assert after["execution_count"] == 8
+        assert {
+            one["batch_size"]: one["compute_infer"]["count"] for one in after["batch_stats"]
+        } == {
+            1: 5,
+            4: 3,
+        }
+        parts = after["inference_stats"]
+        assert parts["success"]["count"] == parts["queue"]["count"] == 6
+        assert all(parts[name]["ns"] > 0 for name in ("success", "compute_infer", "compute_output"))
+        stages = ("queue", "compute_input", "compute_infer", "compute_output")
+        assert parts["success"]["ns"] >= sum(parts[name]["ns"] for name in stages)
+        assert after["last_inference"] > 1e12
+
+
+@pytest.mark.parametrize("path", ["", "/ready", "/config", "/stats"])
 async def test_an_unknown_model_has_no_description(served, path):
     for url in (f"/v2/models/vgg{path}", f"/v2/models/tiny/versions/9{path}"):
         answer = await served.client.get(url)

@@ -113,12 +113,15 @@ async def test_422_is_documented_nowhere(api):
     assert "ValidationError" not in text
 
 
+MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
+
+
 async def test_every_route_is_documented(api):
     plain = {"/predict", "/healthz", "/readyz", "/metrics", "/info"}
     server = {"/v2", "/v2/health/live", "/v2/health/ready"}
     owners = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
-    models = {f"{owner}{path}" for owner in owners for path in ("", "/ready", "/config", "/infer")}
-    assert set(api["paths"]) == plain | server | models
+    models = {f"{owner}{path}" for owner in owners for path in MODEL_PATHS}
+    assert set(api["paths"]) == plain | server | models | {"/v2/models/stats"}
 
 
 async def test_every_answer_of_predict_is_documented_in_the_one_shape(api):

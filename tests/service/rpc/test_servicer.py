@@ -534,7 +534,7 @@ async def test_the_server_names_itself_when_asked_for_metadata(stub, monkeypatch
     monkeypatch.setattr(servicer, "distribution_version", lambda: "1.2.3")
     metadata = await stub.ServerMetadata(pb.ServerMetadataRequest())
     assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3")
-    assert metadata.extensions == ["classification"]
+    assert metadata.extensions == ["classification", "model_configuration", "statistics"]
 
 
 async def test_a_model_is_described_when_asked_for_metadata(stub):
@@ -558,6 +558,6 @@ async def test_metadata_are_not_found_when_the_model_is_not_loaded(stub):
 
 
 async def test_triton_s_additions_are_unimplemented_when_called(stub):
-    call = stub.channel.unary_unary("/inference.GRPCInferenceService/ModelConfig")
+    call = stub.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
     code, _, _ = await failure(call(b""))
     assert code is grpc.StatusCode.UNIMPLEMENTED
