@@ -35,6 +35,10 @@ EXTENSIONS = (
 
 GRPC_EXTENSIONS = ("classification", "model_configuration", "statistics")
 
+_MOST_CLASSES = 256  # of any model that can be trained
+_MOST_NAMED = 4096
+"""Classes of a classification in one answer: their texts are made on the event loop, in 3 ms."""
+
 CLASSIFIED = "probabilities"
 """The output of which a request may ask for the best classes."""
 
@@ -222,11 +226,12 @@ def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:
     return images
 
 
-def requested_outputs(outputs: Iterable[RequestedOutput]) -> tuple[RequestedOutput, ...]:
-    """The outputs that a request names, checked.
+def requested_outputs(outputs: Iterable[RequestedOutput], rows: int) -> tuple[RequestedOutput, ...]:
+    """The outputs that a request with `rows` images names, checked.
 
     Raises:
         InvalidInput: an unknown output, one twice, or a classification of labels.
+        TooLarge: a classification of too many images.
     """
     wanted: dict[str, RequestedOutput] = {}
     for position, output in enumerate(outputs):
@@ -238,6 +243,13 @@ def requested_outputs(outputs: Iterable[RequestedOutput]) -> tuple[RequestedOutp
         if output.classes and name != CLASSIFIED:
             got = f"the output {name!r}"
             raise invalid(f"{field}.parameters.classification", got, f"it on {CLASSIFIED!r} alone")
+        if rows * min(output.classes, _MOST_CLASSES) > _MOST_NAMED:
+            name = f"{field}.parameters.classification"
+            raise TooLarge(
+                f"{name}: got {output.classes} classes of {rows} images, expected at most "
+                f"{_MOST_NAMED} in a request; send fewer images at a time",
+                field=name,
+            )
         wanted[name] = output
     return tuple(wanted.values())
 

@@ -94,9 +94,10 @@ class InferCall(ImageCall):
         size = self._wanted.json_bytes
         if not size:  # raw, or JSON, which `inline_bytes` limits
             return True
-        return size <= _INLINE_HEAD_BYTES and (
-            len(body) <= _INLINE_FLOAT_BYTES or b"FP32" not in bytes(body[:size])
-        )
+        if size > _INLINE_HEAD_BYTES:
+            return False
+        head = bytes(body[:size])  # where an escape might hide the datatype
+        return len(body) <= _INLINE_FLOAT_BYTES or not (b"FP32" in head or b"\\" in head)
 
     def decode(self, body: Body) -> None:
         """Tensors and what else is asked for."""
@@ -117,7 +118,7 @@ class InferCall(ImageCall):
             return self._content(request)
 
     def steps(self, request: Request) -> Iterator[bytes] | None:
-        """Where all outputs are numbers in JSON."""
+        """Where all outputs are numbers in JSON; of classifications there are few."""
         outputs = self._asked.outputs
         if any(one.binary or one.classes for one in outputs):
             return None

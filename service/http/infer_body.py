@@ -41,6 +41,9 @@ _MAX_OBJECTS = 64
 """In JSON that is large enough to be checked: inputs, outputs and their parameters."""
 
 _MOST_US = 2**53
+_MOST_ID_CHARACTERS = 1024
+_DEEPEST = 4
+"""Lists in lists, of [n, 1, 28, 28]."""
 
 Body: TypeAlias = bytes | bytearray | memoryview
 """Of bytes."""
@@ -92,12 +95,12 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
         got = f"{len(tensors.left)} bytes behind the last tensor"
         raise invalid("body", got, "the binary_data_size of all inputs together")
     binary = _boolean(parameters, "binary_data_output", "parameters")
-    outputs = requested_outputs(_outputs(document, binary)) or tuple(
+    outputs = requested_outputs(_outputs(document, binary), len(images)) or tuple(
         RequestedOutput(name, binary) for name in OUTPUTS
     )
     name = document.get("id")
-    if name is not None and type(name) is not str:
-        raise invalid("id", shown(name), "a string")
+    if name is not None and (type(name) is not str or len(name) > _MOST_ID_CHARACTERS):
+        raise invalid("id", shown(name), f"a string of at most {_MOST_ID_CHARACTERS} characters")
     _integer(parameters, "priority", "parameters")
     return images, Asked(name, outputs, _integer(parameters, "timeout", "parameters"))
 
@@ -243,7 +246,7 @@ def _flat(data: object, shape: list[object], source: str) -> list[Any]:
     if type(data) is not list:
         raise invalid(source, shown(data), "a list of numbers")
     values, sizes = data, [len(data)]
-    while values and type(values[0]) is list and len(sizes) <= len(shape):
+    while values and type(values[0]) is list and len(sizes) < _DEEPEST:
         inner = len(values[0])
         if set(map(type, values)) != {list} or set(map(len, values)) != {inner}:
             raise invalid(source, "lists of different lengths", "lists nested as the shape says")

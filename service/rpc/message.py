@@ -87,7 +87,7 @@ def decode_request(
 ) -> tuple[Images, Wanted]:
     """What `decode_message` does, of a request that is parsed, and its raw_input_contents."""
     images = read_images(_inputs(request, raw), max_images)
-    outputs = requested_outputs(_outputs(request)) or ALL_OUTPUTS
+    outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
     model, version = request.model_name, request.model_version
     return images, Wanted(model, version, request.id, outputs, raw=bool(raw))
 

@@ -152,7 +152,7 @@ def _read(document: Any, rest: bytes) -> Any:
         outputs.append((name, flag, classes))
     _must(len({name for name, _, _ in outputs}) == len(outputs))
     identity = document.get("id")
-    _must(identity is None or type(identity) is str)
+    _must(identity is None or (type(identity) is str and len(identity) <= 1024))
     _integer(parameters, "priority")
     timeout_us = _integer(parameters, "timeout")
     return images, identity, outputs or [(name, binary, 0) for name in OUTPUTS], timeout_us

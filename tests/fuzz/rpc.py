@@ -117,7 +117,7 @@ class TensorsTarget(Target):
                 raise Finding(f"got {images.dtype}, {images.flags}")
         valid = all(name in OUTPUTS for name in outputs) and len(set(outputs)) == len(outputs)
         try:
-            wanted = [one.name for one in requested_outputs(map(RequestedOutput, outputs))]
+            wanted = [one.name for one in requested_outputs(map(RequestedOutput, outputs), 1)]
         except InvalidInput as exc:
             check_error(exc)
             if valid:

@@ -189,7 +189,7 @@ def test_inputs_are_refused_when_they_are_not_exactly_the_image(inputs, field):
     ],
 )
 def test_outputs_come_in_the_order_of_the_request(names, outputs):
-    found = requested_outputs(map(RequestedOutput, names))
+    found = requested_outputs(map(RequestedOutput, names), 1)
     assert tuple(one.name for one in found) == outputs
 
 
@@ -199,14 +199,22 @@ def test_outputs_come_in_the_order_of_the_request(names, outputs):
 )
 def test_outputs_are_refused_when_unknown_or_named_twice(names, field):
     with pytest.raises(InvalidInput) as caught:
-        requested_outputs(map(RequestedOutput, names))
+        requested_outputs(map(RequestedOutput, names), 1)
     assert caught.value.field == field
 
 
 def test_only_probabilities_can_be_classified():
     with pytest.raises(InvalidInput) as caught:
-        requested_outputs([RequestedOutput("label", classes=3)])
+        requested_outputs([RequestedOutput("label", classes=3)], 1)
     assert caught.value.field == "outputs[0].parameters.classification"
+
+
+@pytest.mark.parametrize(("rows", "classes"), [(410, 10), (4097, 1), (17, 10**9)])
+def test_a_classification_of_many_images_is_refused(rows, classes):
+    wanted = RequestedOutput("probabilities", classes=classes)
+    assert requested_outputs([wanted], 409 if classes == 10 else 16) == (wanted,)
+    with pytest.raises(TooLarge, match=f"got {classes} classes of {rows} images"):
+        requested_outputs([wanted], rows)
 
 
 def test_shared_memory_is_refused():

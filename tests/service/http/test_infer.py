@@ -297,6 +297,24 @@ BAD = {
         400,
         "inputs[0].parameters.shared_memory_region: got shared memory",
     ),
+    "a long id": (
+        {"inputs": [tensor(ONE)], "id": "x" * 1025},
+        400,
+        "id: got 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'..., expected a string of at most 1024",
+    ),
+    "numbers nested too deep": (
+        {"inputs": [tensor(ONE, shape=[1] * 9, data=[[[[[[0]]]]]])]},
+        400,
+        "inputs[0].data: got lists nested as [1, 1, 1, 1], expected one flat list",
+    ),
+    "a classification of many images": (
+        {
+            "inputs": [tensor(np.zeros((500, 28, 28), np.uint8))],
+            "outputs": [{"name": "probabilities", "parameters": {"classification": 9}}],
+        },
+        413,
+        "outputs[0].parameters.classification: got 9 classes of 500 images, expected at most",
+    ),
     "an id that is a number": ({"inputs": [tensor(ONE)], "id": 1}, 400, "id: got 1, expected a st"),
     "an unknown output": (
         {"inputs": [tensor(ONE)], "outputs": [{"name": "digit"}]},
