@@ -11,7 +11,7 @@ from typing import Any
 
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service.errors import InvalidInput, invalid
+from service.errors import InvalidInput, invalid, shown
 from service.open_inference import (
     ALL_OUTPUTS,
     InputTensor,
@@ -32,6 +32,8 @@ to 25 us each take 2 ms. So is a larger one whose images are raw: they need not 
 _INLINE_FLOAT_BYTES = 1024 * 1024
 """Likewise of raw FP32, which takes 2 ns a number to convert."""
 
+_MOST_US = 2**53
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -43,6 +45,8 @@ class Wanted:
     outputs: tuple[RequestedOutput, ...]
     raw: bool
     """Whether the images came as raw bytes, as then do the outputs."""
+    timeout_us: int = 0
+    """How long the request may take, 0 without a limit of its own."""
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Wanted:
@@ -89,7 +93,21 @@ def decode_request(
     images = read_images(_inputs(request, raw), max_images)
     outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
     model, version = request.model_name, request.model_version
-    return images, Wanted(model, version, request.id, outputs, raw=bool(raw))
+    return images, Wanted(
+        model, version, request.id, outputs, raw=bool(raw), timeout_us=_timeout_us(request)
+    )
+
+
+def _timeout_us(request: pb.ModelInferRequest) -> int:
+    if "timeout" not in request.parameters:
+        return 0
+    given = request.parameters["timeout"]
+    kind = given.WhichOneof("parameter_choice")
+    value: int = getattr(given, kind) if kind in ("int64_param", "uint64_param") else -1
+    if not 0 <= value <= _MOST_US:
+        expected = "int64_param, microseconds, at least 0"
+        raise invalid("parameters.timeout", shown(str(given).strip()), expected)
+    return value
 
 
 # Both are generators, so that the first wrong tensor ends the request before the others are read.

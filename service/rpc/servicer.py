@@ -174,6 +174,8 @@ class InferenceServicer:
                 message, began_s + timeout_s - time.monotonic()
             )
             del message
+            if wanted.timeout_us:
+                timeout_s = min(timeout_s, wanted.timeout_us / 1e6)
             if call.held_bytes:
                 self._calls.release(call)
             decoded_s = time.monotonic()

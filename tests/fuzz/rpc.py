@@ -279,7 +279,12 @@ class GrpcTarget(Target):
                 for one in map(_copied, request.outputs)
             )
         raw = bool(request.raw_input_contents)
-        asked = Wanted(request.model_name, request.model_version, request.id, names, raw)
+        timeout_us = 0
+        if "timeout" in request.parameters:
+            given = request.parameters["timeout"]
+            timeout_us = given.int64_param or given.uint64_param
+        who = request.model_name, request.model_version, request.id
+        asked = Wanted(*who, names, raw, timeout_us)
         if wanted != asked:
             raise Finding(f"read {wanted}, expected {asked}")
 
@@ -361,6 +366,12 @@ def _expected(request: pb.ModelInferRequest) -> Images | None:
     names = [output.name for output in request.outputs]
     if any(name not in OUTPUTS for name in names) or len(set(names)) < len(names):
         return None
+    if "timeout" in request.parameters:
+        given = request.parameters["timeout"]
+        if given.WhichOneof("parameter_choice") not in ("int64_param", "uint64_param"):
+            return None
+        if not 0 <= (given.int64_param or given.uint64_param) <= 2**53:
+            return None
     for output in request.outputs:
         if "shared_memory_region" in output.parameters:
             return None

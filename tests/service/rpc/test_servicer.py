@@ -191,6 +191,14 @@ MALFORMED = {
         ),
         "outputs[0].parameters.classification",
     ),
+    "a timeout of a text": (
+        lambda make: make(parameters={"timeout": Parameter(string_param="5")}),
+        "parameters.timeout",
+    ),
+    "a negative timeout": (
+        lambda make: make(parameters={"timeout": Parameter(int64_param=-1)}),
+        "parameters.timeout",
+    ),
     "a classification of no class": (
         lambda make: make(
             outputs=[
@@ -387,6 +395,16 @@ async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_re
     # Whichever comes first, our timer or gRPC's: one outcome, no row left behind.
     assert busy.requests("deadline_exceeded") + busy.requests("cancelled") == 1
     assert dropped_rows(busy) == 5
+
+
+@pytest.mark.parametrize("kind", ["int64_param", "uint64_param"])
+async def test_a_timeout_of_the_request_counts_as_its_deadline(stub, busy, raw_request, kind):
+    request = raw_request(parameters={"timeout": Parameter(**{kind: 100_000})})
+    code, _, details = await failure(stub.ModelInfer(request))
+    assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 100 ms")
+    (timeout_s,) = busy.models.timeouts_s
+    assert 0 < timeout_s <= 0.1
+    assert busy.requests("deadline_exceeded") == 1
 
 
 async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_request, caplog):
