@@ -35,6 +35,8 @@ EXTENSIONS = (
 
 GRPC_EXTENSIONS = ("classification", "model_configuration", "statistics")
 
+MAX_ID_CHARACTERS = 1024
+
 _MOST_CLASSES = 256  # of any model that can be trained
 _MOST_NAMED = 4096
 """Classes of a classification in one answer: their texts are made on the event loop, in 3 ms."""
@@ -320,17 +322,28 @@ def _classified(probabilities: Probabilities, count: int, names: Sequence[str]) 
     ]
 
 
-def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
-    dtype = _DTYPES.get(tensor.datatype)
-    if dtype is None:
-        raise invalid(f"{field}.datatype", shown(tensor.datatype), f"one of {', '.join(_DTYPES)}")
-    rows = _rows(tensor.shape, f"{field}.shape")
+def check_form(datatype: str, shape: Sequence[int], field: str, max_images: int) -> int:
+    """How many images a tensor of this form has.
+
+    Raises:
+        InvalidInput: its datatype or shape is none of those that are read.
+        TooLarge: more than `max_images`.
+    """
+    if datatype not in _DTYPES:
+        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(_DTYPES)}")
+    rows = _rows(shape, f"{field}.shape")
     if rows > max_images:
         raise TooLarge(
             f"{field}.shape: got {rows} images, expected at most {max_images} in one request; "
             "send fewer at a time",
             field=f"{field}.shape",
         )
+    return rows
+
+
+def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
+    rows = check_form(tensor.datatype, tensor.shape, field, max_images)
+    dtype = _DTYPES[tensor.datatype]
     data, numbers = tensor.data, rows * PIXELS
     expected = f"for shape {_format_shape(tensor.shape)} of {tensor.datatype}"
     if isinstance(data, (bytes, memoryview)):

@@ -29,6 +29,10 @@ IGNORED = ("num_batches_tracked",)
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
+_MAX_HEADER_BYTES = 1024
+"""Of an array in an npz file, which needs about 120: NumPy's time is quadratic in it."""
+
+
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of a safetensors or npz file, in its order.
 
@@ -124,7 +128,7 @@ def _read_npy(name: str, data: bytes) -> NDArray[Any]:
             (2, 0): np.lib.format.read_array_header_2_0,
         }[version]
         with warnings.catch_warnings(action="ignore"):  # of files that Python 2 wrote
-            shape, fortran, dtype = read(file)
+            shape, fortran, dtype = read(file, max_header_size=_MAX_HEADER_BYTES)
     except (
         ValueError,
         KeyError,

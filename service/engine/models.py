@@ -25,7 +25,7 @@ from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
 from service.engine.queue import BatchQueue
 from service.engine.versions import ModelVersion, WeightsFolder
-from service.errors import UnknownModel
+from service.errors import UnknownModel, shown
 from service.metrics import LossReason, Metrics, ReloadOutcome
 
 _log = logging.getLogger(__name__)
@@ -100,6 +100,10 @@ class Models:
         """What is loaded, the default model first."""
         return tuple(self._served.values())
 
+    def __contains__(self, name: str) -> bool:
+        """Whether a model of this name is loaded."""
+        return name in self._served
+
     def get(self, name: str = "", version: str = "") -> ServedModel:
         """The model called `name`, the default one for ""; `version` "" is whatever is served.
 
@@ -109,12 +113,12 @@ class Models:
         model = self._served.get(name or self._default)
         if model is None:
             raise UnknownModel(
-                f"model {name!r} is not loaded, expected one of {', '.join(self._served)}",
+                f"model {shown(name)} is not loaded, expected one of {', '.join(self._served)}",
                 field="model",
             )
         if version and version != (served := model.version).version:
             raise UnknownModel(
-                f"version {version!r} of model {served.name!r} is not loaded, "
+                f"version {shown(version)} of model {served.name!r} is not loaded, "
                 f"expected {served.version!r}",
                 field="version",
             )

@@ -120,8 +120,10 @@ def create_app(
         paths = [path for path in app.openapi()["paths"] if "{" not in path]
         return _routing_error_response(request, error, paths)
 
-    async def on_internal_error(_: Request, error: Exception) -> Response:
+    async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
+        if _speaks_protocol(request.scope["path"]):
+            return _response(protocol_error(500, "internal error; see the server log"))
         return _response(INTERNAL_ERROR)
 
     app.add_exception_handler(UnknownModel, on_unknown_model)
@@ -177,6 +179,10 @@ def _response(answer: Answer) -> Response:
     )
 
 
+def _speaks_protocol(path: str) -> bool:
+    return path == PREFIX or path.startswith(f"{PREFIX}/")
+
+
 def _routing_error_response(
     request: Request, error: HTTPException, paths: Sequence[str]
 ) -> Response:
@@ -199,7 +205,7 @@ def _routing_error_response(
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
     code = _ROUTING_CODES.get(error.status_code, "invalid_input")
-    if path.startswith(f"{PREFIX}/"):
+    if _speaks_protocol(path):
         response = _response(protocol_error(error.status_code, message))
     else:
         response = _response(refusal(error.status_code, code, message))

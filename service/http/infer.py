@@ -24,7 +24,7 @@ from service.open_inference import OutputTensor, answer
 
 _BINARY = BINARY.encode()
 
-_INLINE_JSON_BYTES = 192 * 1024
+_INLINE_JSON_BYTES = 128 * 1024
 _INLINE_HEAD_BYTES = 64 * 1024
 _INLINE_FLOAT_BYTES = 1024 * 1024
 """What is decoded on the event loop: 2 to 3 ms of JSON, 0.5 ms of float32, and bytes, which need
@@ -88,6 +88,11 @@ class InferCall(ImageCall):
 
     _wanted: InferWanted
     _asked: Asked
+
+    def __init__(self, route: ImageRoute, wanted: InferWanted, reply: Reply) -> None:
+        super().__init__(route, wanted, reply)
+        if wanted.model in route.models:
+            self._model = wanted.model  # whose failures are counted from here on
 
     def is_quick(self, body: Body) -> bool:
         """Raw bytes are, however many; numbers to convert are limited."""

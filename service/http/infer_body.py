@@ -22,12 +22,14 @@ from numpy.typing import NDArray
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.images.json import loads
+from service.images.json import check_count, loads
 from service.open_inference import (
     INPUT,
+    MAX_ID_CHARACTERS,
     OUTPUTS,
     InputTensor,
     RequestedOutput,
+    check_form,
     check_parameters,
     read_images,
     requested_outputs,
@@ -41,9 +43,8 @@ _MAX_OBJECTS = 64
 """In JSON that is large enough to be checked: inputs, outputs and their parameters."""
 
 _MOST_US = 2**53
-_MOST_ID_CHARACTERS = 1024
-_DEEPEST = 4
-"""Lists in lists, of [n, 1, 28, 28]."""
+_MOST_JSON_BYTES = 8 * 1024 * 1024
+"""Parsing takes 12 bytes of memory and more for each byte."""
 
 Body: TypeAlias = bytes | bytearray | memoryview
 """Of bytes."""
@@ -80,6 +81,7 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
         shape = [len(body) // PIXELS, HEIGHT, WIDTH]
         if not body or len(body) % PIXELS:
             raise invalid("body", f"{len(body)} bytes", f"{PIXELS} for each image")
+        check_count(shape[0], "body", max_images)
         return read_images([InputTensor(INPUT, "UINT8", shape, body, "body")], max_images), _RAW
     if json_bytes is not None and json_bytes > len(body):
         expected = f"at most the {len(body)} bytes of the body"
@@ -88,9 +90,8 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
     tensors = _Tensors(memoryview(body)[len(text) :])
     document = _document(text, max_images)
     parameters = _parameters(document, "")
-    images = read_images(
-        _inputs(document, tensors, b"true" in text or b"false" in text), max_images
-    )
+    booleans = b"true" in text or b"false" in text
+    images = read_images(_inputs(document, tensors, booleans, max_images), max_images)
     if tensors.left:
         got = f"{len(tensors.left)} bytes behind the last tensor"
         raise invalid("body", got, "the binary_data_size of all inputs together")
@@ -99,9 +100,8 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
         RequestedOutput(name, binary) for name in OUTPUTS
     )
     name = document.get("id")
-    if name is not None and (type(name) is not str or len(name) > _MOST_ID_CHARACTERS):
-        raise invalid("id", shown(name), f"a string of at most {_MOST_ID_CHARACTERS} characters")
-    _integer(parameters, "priority", "parameters")
+    if name is not None and (type(name) is not str or len(name) > MAX_ID_CHARACTERS):
+        raise invalid("id", shown(name), f"a string of at most {MAX_ID_CHARACTERS} characters")
     return images, Asked(name, outputs, _integer(parameters, "timeout", "parameters"))
 
 
@@ -120,6 +120,12 @@ class _Tensors:
 
 
 def _document(text: bytes, max_images: int) -> dict[str, Any]:
+    if len(text) > _MOST_JSON_BYTES:
+        raise TooLarge(
+            f"body: got {len(text)} bytes of JSON, expected at most {_MOST_JSON_BYTES}; send the "
+            "images as binary tensors",
+            field="body",
+        )
     if len(text) > _UNCHECKED_BYTES:
         # orjson holds the interpreter lock while it builds them all.
         if text.count(b"{") > _MAX_OBJECTS:
@@ -137,7 +143,7 @@ def _document(text: bytes, max_images: int) -> dict[str, Any]:
 
 
 def _inputs(
-    document: Mapping[str, Any], tensors: _Tensors, booleans: bool
+    document: Mapping[str, Any], tensors: _Tensors, booleans: bool, max_images: int
 ) -> Iterator[InputTensor]:
     for field, tensor in _entries(document, "inputs", required=True):
         parameters = _parameters(tensor, f"{field}.")
@@ -156,6 +162,9 @@ def _inputs(
             size = _integer(parameters, "binary_data_size", f"{field}.parameters")
             data = tensors.take(size, size_field)
         elif "data" in tensor:
+            # Before the numbers are read: those of another form are not worth the time.
+            if name == INPUT:
+                check_form(datatype, shape, field, max_images)
             data = _numbers(tensor["data"], datatype, shape, source, booleans)
         else:
             raise invalid(source, "nothing", "numbers, or the parameter binary_data_size")
@@ -169,6 +178,8 @@ def _outputs(document: Mapping[str, Any], binary: bool) -> Iterator[RequestedOut
         name = _string(output, "name", field)
         one = _boolean(parameters, "binary_data", f"{field}.parameters", binary)
         classes = _integer(parameters, "classification", f"{field}.parameters")
+        if not classes and "classification" in parameters:
+            raise invalid(f"{field}.parameters.classification", "0", "at least 1")
         yield RequestedOutput(name, one, classes)
 
 
@@ -213,7 +224,7 @@ def _boolean(parameters: Mapping[str, Any], name: str, owner: str, default: bool
 def _integer(parameters: Mapping[str, Any], name: str, owner: str) -> int:
     value = parameters.get(name, 0)
     if type(value) is not int or not 0 <= value <= _MOST_US:
-        raise invalid(f"{owner}.{name}", shown(value), "a whole number of at least 0")
+        raise invalid(f"{owner}.{name}", shown(value), f"a whole number from 0 to {_MOST_US}")
     return value
 
 
@@ -226,12 +237,15 @@ def _numbers(
 ) -> NDArray[Any]:
     """The numbers, flat."""
     values = _flat(data, shape, source)
-    if datatype == "UINT8" and not booleans:  # bytes([True]) is b"\x01"
-        try:
-            return np.frombuffer(bytes(values), np.uint8)
-        except (TypeError, ValueError):
-            pass  # one of them is wrong
     integers = datatype == "UINT8"
+    try:
+        if not integers:
+            if set(map(type, values)) <= {int, float}:
+                return np.array(values, np.float64)
+        elif not booleans or set(map(type, values)) == {int}:  # bytes([True]) is b"\x01"
+            return np.frombuffer(bytes(values), np.uint8)
+    except (TypeError, ValueError, OverflowError):
+        pass  # one of them is wrong
     for index, value in enumerate(values):
         if type(value) is not int and (integers or type(value) is not float):
             expected = "integers 0 to 255" if integers else "numbers 0 to 255"
@@ -246,12 +260,13 @@ def _flat(data: object, shape: list[object], source: str) -> list[Any]:
     if type(data) is not list:
         raise invalid(source, shown(data), "a list of numbers")
     values, sizes = data, [len(data)]
-    while values and type(values[0]) is list and len(sizes) < _DEEPEST:
+    while values and type(values[0]) is list and sizes == shape[: len(sizes)] != shape:
         inner = len(values[0])
         if set(map(type, values)) != {list} or set(map(len, values)) != {inner}:
             raise invalid(source, "lists of different lengths", "lists nested as the shape says")
         sizes.append(inner)
         values = list(chain.from_iterable(values))
-    if len(sizes) > 1 and sizes != shape:
+    nested = len(sizes) > 1 or (values and type(values[0]) is list)
+    if nested and sizes != shape:
         raise invalid(source, f"lists nested as {sizes}", "one flat list, or nested as the shape")
     return values

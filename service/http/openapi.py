@@ -121,6 +121,10 @@ def _header(description: str, kind: str = "string") -> dict[str, Any]:
 
 
 _RETRY_AFTER = {"Retry-After": _header("Seconds after which a retry may succeed.", "integer")}
+_TIMES = {
+    "X-Model-Version": _header("The version that computed the whole answer."),
+    "Server-Timing": _header("Milliseconds in each stage of the request."),
+}
 _SEVEN_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
 _ERRORS = {
     400: ("invalid_input", "images[0]", "images[0]: got 783 values, expected 28 rows of 28, ..."),
@@ -152,10 +156,7 @@ def predict_responses() -> dict[int | str, dict[str, Any]]:
                 # float32, little-endian, one for each class
                 BINARY: {"schema": {"type": "string", "format": "binary"}},
             },
-            "headers": {
-                "X-Model-Version": _header("The version that computed the whole answer."),
-                "Server-Timing": _header("Milliseconds in each stage of the request."),
-            },
+            "headers": _TIMES,
         }
     }
     for status, (code, field, message) in _ERRORS.items():
@@ -228,13 +229,7 @@ def predict_openapi() -> dict[str, Any]:
                 "Whether ink is dark on light paper. auto detects it in pictures and leaves raw "
                 "pixels as they are.",
             ),
-            _parameter(
-                "header",
-                TIMEOUT_HEADER,
-                {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
-                "Deadline in milliseconds from the request's arrival, the upload of its body "
-                "included; at most the service's request_timeout_ms, see /info.",
-            ),
+            _TIMEOUT,
         ],
         "requestBody": {
             "required": True,
@@ -279,7 +274,10 @@ def infer_responses() -> dict[int | str, dict[str, Any]]:
                 BINARY: {"schema": {"type": "string", "format": "binary"}},
             },
             "headers": {
-                LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensors.", "integer")
+                LENGTH_HEADER: _header(
+                    "Bytes of JSON in an answer with binary tensors.", "integer"
+                ),
+                **_TIMES,
             },
         }
     }
@@ -305,11 +303,7 @@ def model_parameters(*, versioned: bool) -> list[dict[str, Any]]:
 def infer_openapi(*, versioned: bool) -> dict[str, Any]:
     """Parameters and body of inference."""
     parameters = model_parameters(versioned=versioned)
-    description = (
-        "Bytes of JSON before the binary tensors; 0: the body is the bytes of images, UINT8."
-    )
-    integer = {"type": "integer", "minimum": 0}
-    parameters.append(_parameter("header", LENGTH_HEADER, integer, description))
+    parameters.append(_TIMEOUT)
     tensor = {
         "type": "object",
         "required": ["name", "datatype", "shape"],
@@ -333,7 +327,7 @@ def infer_openapi(*, versioned: bool) -> dict[str, Any]:
         "type": "object",
         "required": ["inputs"],
         "properties": {
-            "id": {"type": "string"},
+            "id": {"type": "string", "maxLength": 1024},
             "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": tensor},
             "outputs": {"type": "array", "items": output},
             "parameters": {"type": "object"},
@@ -347,7 +341,14 @@ def infer_openapi(*, versioned: bool) -> dict[str, Any]:
             "required": True,
             "content": {
                 "application/json": {"schema": body, "example": {"inputs": [image]}},
-                BINARY: {"schema": {"type": "string", "format": "binary"}},
+                BINARY: {
+                    "schema": {
+                        "type": "string",
+                        "format": "binary",
+                        "description": f"With the header {LENGTH_HEADER}: so many bytes of JSON, "
+                        "then the binary tensors; with 0 the bytes of images, UINT8.",
+                    }
+                },
             },
         },
     }
@@ -355,3 +356,12 @@ def infer_openapi(*, versioned: bool) -> dict[str, Any]:
 
 def _parameter(place: str, name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
     return {"in": place, "name": name, "schema": schema, "description": description}
+
+
+_TIMEOUT = _parameter(
+    "header",
+    TIMEOUT_HEADER,
+    {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
+    "Deadline in milliseconds from the request's arrival, the upload of its body included; at most "
+    "the service's request_timeout_ms, see /info.",
+)

@@ -423,7 +423,7 @@ class ImageCall:
 
     def _late(self) -> DeadlineExceeded:
         limit_s = self.deadline_s - self._started_s
-        return DeadlineExceeded(f"no answer within {limit_s * 1e3:.0f} ms")
+        return DeadlineExceeded(f"no answer within {round(limit_s * 1e3, 3):g} ms")
 
     def _crash(self) -> None:
         _log.exception("a request failed")

@@ -67,11 +67,7 @@ class ModelReadiness(BaseModel):
 
 def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRouter:
     """The routes that answer with `models`, of which a request may have `max_images` images."""
-    router = APIRouter(
-        prefix=PREFIX,
-        tags=["open inference protocol"],
-        responses={404: {"model": ProtocolError, "description": "No such model or version"}},
-    )
+    router = APIRouter(prefix=PREFIX, tags=["open inference protocol"])
 
     async def server_metadata() -> ServerMetadata:
         """Name, version and the extensions of the protocol that are supported."""
@@ -108,6 +104,10 @@ def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRou
         """As Triton's clients read it. `max_batch_size`: images in one request."""
         return model_config(served.version, max_images)
 
+    unknown: dict[int | str, dict[str, Any]] = {
+        404: {"model": ProtocolError, "description": "No such model or version"}
+    }
+
     def add(
         path: str, answer: Callable[[ServedModel, Response], Any], kind: Any, summary: str
     ) -> None:
@@ -128,6 +128,7 @@ def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRou
                 summary=summary,
                 description=answer.__doc__,
                 openapi_extra={"parameters": parameters},
+                responses={**unknown, 503: {"model": kind}} if answer is readiness else unknown,
             )
 
     async def statistics(served: ServedModel, _: Response) -> dict[str, Any]:

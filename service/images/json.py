@@ -137,6 +137,8 @@ def loads(text: bytes) -> Any:
     """
     try:
         return orjson.loads(text)
+    except SystemError as exc:  # where an allocation failed within it
+        raise MemoryError from exc
     except orjson.JSONDecodeError as exc:
         if exc.msg.startswith(_NO_MEMORY):
             raise MemoryError from exc

@@ -14,6 +14,7 @@ from lenet.pixels import Images
 from service.errors import InvalidInput, invalid, shown
 from service.open_inference import (
     ALL_OUTPUTS,
+    MAX_ID_CHARACTERS,
     InputTensor,
     Numbers,
     RequestedOutput,
@@ -92,6 +93,8 @@ def decode_request(
     """What `decode_message` does, of a request that is parsed, and its raw_input_contents."""
     images = read_images(_inputs(request, raw), max_images)
     outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
+    if len(request.id) > MAX_ID_CHARACTERS:
+        raise invalid("id", shown(request.id), f"at most {MAX_ID_CHARACTERS} characters")
     model, version = request.model_name, request.model_version
     return images, Wanted(
         model, version, request.id, outputs, raw=bool(raw), timeout_us=_timeout_us(request)

@@ -146,7 +146,7 @@ class InferenceServicer:
     ) -> pb.ModelStatisticsResponse:
         """Counts and durations since the start; of all models if the request names none."""
         served = self._models.served
-        if request.name:
+        if request.name or request.version:
             served = (self._models.get(request.name, request.version),)
         totals = await self._metrics.totals()
         found = [model_statistics(one.version, totals[one.version.name]) for one in served]
@@ -209,7 +209,9 @@ class InferenceServicer:
             status = status_of(exc)
             if isinstance(exc, DeadlineExceeded) and not isinstance(exc, BodyTimeout):
                 # It gives only the time that was left.
-                status = replace(status, details=f"no answer within {timeout_s * 1e3:.0f} ms")
+                status = replace(
+                    status, details=f"no answer within {round(timeout_s * 1e3, 3):g} ms"
+                )
             return status
         finally:
             if call is not None:

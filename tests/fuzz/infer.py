@@ -146,6 +146,7 @@ def _read(document: Any, rest: bytes) -> Any:
         own = _parameters(entry)
         name, flag = entry.get("name"), own.get("binary_data", binary)
         classes = _integer(own, "classification")
+        _must(classes > 0 or "classification" not in own)
         _must(type(name) is str and name in OUTPUTS and type(flag) is bool)
         _must("shared_memory_region" not in own)
         _must(not classes or name == CLASSIFIED)
@@ -153,7 +154,6 @@ def _read(document: Any, rest: bytes) -> Any:
     _must(len({name for name, _, _ in outputs}) == len(outputs))
     identity = document.get("id")
     _must(identity is None or (type(identity) is str and len(identity) <= 1024))
-    _integer(parameters, "priority")
     timeout_us = _integer(parameters, "timeout")
     return images, identity, outputs or [(name, binary, 0) for name in OUTPUTS], timeout_us
 

@@ -372,6 +372,8 @@ def _expected(request: pb.ModelInferRequest) -> Images | None:
             return None
         if not 0 <= (given.int64_param or given.uint64_param) <= 2**53:
             return None
+    if len(request.id) > 1024:
+        return None
     for output in request.outputs:
         if "shared_memory_region" in output.parameters:
             return None

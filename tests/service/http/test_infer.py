@@ -259,14 +259,19 @@ BAD = {
         "inputs[0].data: got lists nested as [1, 784], expected one flat list",
     ),
     "lists of different lengths": (
-        {"inputs": [tensor(ONE, data=[[0], [0, 1]])]},
+        {"inputs": [tensor(ONE, shape=[2, 784], data=[[0], [0, 1]])]},
         400,
         "inputs[0].data: got lists of different lengths",
     ),
     "a number among lists": (
-        {"inputs": [tensor(ONE, data=[[0], 1])]},
+        {"inputs": [tensor(ONE, shape=[2, 784], data=[[0], 1])]},
         400,
         "inputs[0].data: got lists of different lengths",
+    ),
+    "more lists than the shape has": (
+        {"inputs": [tensor(ONE, data=[[0], [0]])]},
+        400,
+        "inputs[0].data: got lists nested as [2], expected one flat list, or nested as the shape",
     ),
     "a fraction": (
         {"inputs": [tensor(ONE, data=[0] * 30 + [0.5] + [0] * 753)]},
@@ -303,9 +308,22 @@ BAD = {
         "id: got 'xxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxxx'..., expected a string of at most 1024",
     ),
     "numbers nested too deep": (
-        {"inputs": [tensor(ONE, shape=[1] * 9, data=[[[[[[0]]]]]])]},
+        {"inputs": [tensor(ONE, shape=[1, 784], data=[[[0]] * 784])]},
         400,
-        "inputs[0].data: got lists nested as [1, 1, 1, 1], expected one flat list",
+        "inputs[0].data: got a list of 1 at index 0",
+    ),
+    "no class of a classification": (
+        {
+            "inputs": [tensor(ONE)],
+            "outputs": [{"name": "probabilities", "parameters": {"classification": 0}}],
+        },
+        400,
+        "outputs[0].parameters.classification: got 0, expected at least 1",
+    ),
+    "much JSON": (
+        {"inputs": [tensor(np.full((6000, 28, 28), 5, np.uint8))]},
+        413,
+        "body: got 14112",
     ),
     "a classification of many images": (
         {
@@ -350,7 +368,7 @@ BAD = {
             "outputs": [{"name": "probabilities", "parameters": {"classification": -1}}],
         },
         400,
-        "outputs[0].parameters.classification: got -1, expected a whole number",
+        "outputs[0].parameters.classification: got -1, expected a whole number from 0 to",
     ),
     "a timeout of a text": (
         {"inputs": [tensor(ONE)], "parameters": {"timeout": "5"}},
@@ -467,6 +485,15 @@ async def test_over_a_connection_it_is_answered_without_the_application(listen, 
         answer = await served.client.get(URL)
         assert answer.status_code == 405
         assert set(answer.json()) == {"error"}
+
+
+async def test_failures_are_counted_for_the_model_of_the_path(served, images):
+    for document in ({}, {"inputs": [tensor(images, shape=[6, 28, 28])]}):
+        assert (await infer(served, document)).status_code == 400
+    await infer(served, {}, "/v2/models/vgg/infer")
+    stats = (await served.client.get("/v2/models/tiny/stats")).json()["model_stats"][0]
+    assert stats["inference_stats"]["fail"]["count"] == 2
+    assert await served.requests("invalid_input") == 3
 
 
 async def test_overload_is_429_with_the_time_after_which_to_retry(open_app, images, hold):

@@ -161,6 +161,7 @@ async def test_a_message_is_decoded_with_what_else_it_asks_for(pool):
         "id": "7",
         "outputs": [asdict(one) for one in ALL_OUTPUTS],
         "raw": False,
+        "timeout_us": 0,
     }
 
 

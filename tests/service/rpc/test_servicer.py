@@ -191,6 +191,7 @@ MALFORMED = {
         ),
         "outputs[0].parameters.classification",
     ),
+    "a long id": (lambda make: make(id="x" * 1025), "id"),
     "a timeout of a text": (
         lambda make: make(parameters={"timeout": Parameter(string_param="5")}),
         "parameters.timeout",
