@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import re
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -104,12 +105,26 @@ def _loaded(text: bytes) -> Any:
         raise ValueError(constant)
 
     try:
-        document = json.loads(text.decode(), parse_constant=reject)
+        document = json.loads(
+            text.decode(), parse_constant=reject, parse_int=_finite(int), parse_float=_finite(float)
+        )
     except (ValueError, RecursionError) as exc:
         raise _Refused from exc
     if has_surrogate(document):  # json reads them, though no UTF-8 has them
         raise _Refused
     return document
+
+
+def _finite(kind: Callable[[str], float]) -> Callable[[str], float]:
+    """Numbers are doubles to many readers of JSON: one beyond them is refused."""
+
+    def read(text: str) -> float:
+        value = kind(text)
+        if not abs(value) < 2**1024:
+            raise ValueError(text)
+        return value
+
+    return read
 
 
 def _read(document: Any, rest: bytes) -> Any:
