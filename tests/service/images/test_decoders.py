@@ -271,9 +271,10 @@ async def test_work_ends_soon_after_its_deadline(pool):
 
 async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
     photograph = encoded(np.random.default_rng(5).integers(0, 256, (4000, 4000), np.uint8))
+    await pool.run(body(PNG), seven(), LONG_S)  # the process has started
     with outcomes(pool) as start:
         job, called = start(body(PNG), photograph)
-        await asyncio.sleep(0.2)  # within its 0.4 s of decoding, or in the start before it
+        await asyncio.sleep(0.05)  # of the 0.15 to 0.4 s that decoding takes
         began_s = time.monotonic()
         pool.cancel(job)
         await until(lambda: called)
