@@ -173,12 +173,15 @@ async def test_other_calls_are_answered_when_a_thousand_streams_send_nothing(sta
         streams = [channels[n % 8].stream_unary(METHOD)() for n in range(1080)]
         ends = [asyncio.create_task(status(stream)) for stream in streams]
         began_s = time.monotonic()
-        refused = True
+        refused, refused_again = True, 0
         while not all(end.done() for end in ends):
             found = await statuses([other], 1, ONE_IMAGE, timeout_s=5)
-            # None gives way before it is slow, which takes 60 ms of a quiet event loop.
+            # None gives way before it is slow, which takes 60 ms of a quiet event loop. When the
+            # process has grown, all that are slow may have to go, and it takes as long once more.
             refused = refused and found == {EXHAUSTED: 1} and time.monotonic() - began_s < 1
-            assert found == {EXHAUSTED if refused else OK: 1}
+            refused_again += not refused and found == {EXHAUSTED: 1}
+            assert set(found) <= {OK, EXHAUSTED}
+            assert refused_again <= 2
             await asyncio.sleep(0.05)
             assert time.monotonic() - began_s < 20, "10 s, and what a busy machine adds"
         found = collections.Counter(end.result() for end in ends)
