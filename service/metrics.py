@@ -576,7 +576,7 @@ class _Collected:
 
     metrics: list[Metric]
 
-    def collect(self, _: object = None) -> list[Metric]:
+    def collect(self) -> list[Metric]:
         """As a registry's."""
         return self.metrics
 

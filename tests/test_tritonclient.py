@@ -12,10 +12,8 @@ import pytest
 
 from tests.service_process import PROJECT, Service
 
-pytestmark = pytest.mark.skipif(
-    not (importlib.util.find_spec("tritonclient") and importlib.util.find_spec("gevent")),
-    reason="tritonclient[grpc,http] is not installed",
-)
+MISSING = not (importlib.util.find_spec("tritonclient") and importlib.util.find_spec("gevent"))
+pytestmark = pytest.mark.skipif(MISSING, reason="tritonclient[grpc,http] is not installed")
 
 # In a process of its own: tritonclient brings its own `inference.ModelInferRequest`, and protobuf
 # allows one of each name in a process.

@@ -7,7 +7,6 @@ JSON or, where the request asks for it, as bytes behind the JSON.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any, cast
 
 import orjson
@@ -31,13 +30,6 @@ _INLINE_FLOAT_BYTES = 1024 * 1024
 not be read."""
 
 
-@dataclass(frozen=True, slots=True)
-class InferWanted(Wanted):
-    """`json_bytes`: of the body, the rest is tensors; None where all of it is JSON."""
-
-    json_bytes: int | None
-
-
 class InferRoute(ImageRoute):
     """Inference on the model that the path names."""
 
@@ -45,7 +37,7 @@ class InferRoute(ImageRoute):
 
     def read(
         self, query: bytes, headers: Mapping[str, str], path: Mapping[str, str] | None = None
-    ) -> InferWanted:
+    ) -> Wanted:
         """Read the path and the headers, whose names are in lower case.
 
         Raises: InvalidInput, UnsupportedMediaType, TooLarge.
@@ -56,18 +48,17 @@ class InferRoute(ImageRoute):
             if not (text.isascii() and text.isdecimal() and len(text) <= len(str(2**63))):
                 raise invalid(LENGTH_HEADER, shown(text), "the length of the JSON in bytes")
             json_bytes = int(text)
-        values = path or {}
-        return InferWanted(
-            values.get("model", ""),
-            values.get("version", ""),
+        named = path or {}
+        return Wanted(
+            named.get("model", ""),
+            named.get("version", ""),
             self.timeout_s_of(headers),
             length,
             TensorsSource(json_bytes, self.limits.max_images),
             _INLINE_JSON_BYTES if json_bytes is None else IN_PLACE,
-            json_bytes,
         )
 
-    def open(self, wanted: InferWanted, reply: Reply) -> InferCall:
+    def open(self, wanted: Wanted, reply: Reply) -> InferCall:
         """Begin a request whose body is still to come."""
         return InferCall(self, wanted, reply)
 
@@ -86,17 +77,17 @@ def protocol_error(status: int, message: str, headers: bytes = b"") -> Answer:
 class InferCall(ImageCall):
     """One request for inference."""
 
-    _wanted: InferWanted
     _asked: Asked
 
-    def __init__(self, route: ImageRoute, wanted: InferWanted, reply: Reply) -> None:
+    def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
         super().__init__(route, wanted, reply)
+        self._source = cast("TensorsSource", wanted.source)
         if wanted.model in route.models:
             self._model = wanted.model  # whose failures are counted from here on
 
     def is_quick(self, body: Body) -> bool:
         """Raw bytes are, however many; numbers to convert are limited."""
-        size = self._wanted.json_bytes
+        size = self._source.json_bytes
         if not size:  # raw, or JSON, which `inline_bytes` limits
             return True
         if size > _INLINE_HEAD_BYTES:
@@ -106,8 +97,8 @@ class InferCall(ImageCall):
 
     def decode(self, body: Body) -> None:
         """Tensors and what else is asked for."""
-        most = self._route.limits.max_images
-        images, self._asked = read_infer_body(body, self._wanted.json_bytes, most)
+        source = self._source
+        images, self._asked = read_infer_body(body, source.json_bytes, source.max_images)
         self._limit_time()
         self.decoded(images)
 
@@ -116,11 +107,6 @@ class InferCall(ImageCall):
         self._asked = Asked.from_json(outcome.wanted)
         self._limit_time()
         self.decoded(outcome.images)
-
-    def content(self, request: Request) -> tuple[bytes, bytes, bytes]:
-        """JSON, and the outputs that are wanted as bytes behind it."""
-        with span("encode"):
-            return self._content(request)
 
     def steps(self, request: Request) -> Iterator[bytes] | None:
         """Where all outputs are numbers in JSON; of classifications there are few."""
@@ -145,17 +131,18 @@ class InferCall(ImageCall):
         }
         return head
 
-    def _tensors(self, request: Request, first: int, rows: int) -> tuple[OutputTensor, ...]:
-        batch, start = cast("BatchAnswer", request.batch), request.row + first
+    def _tensors(self, request: Request) -> tuple[OutputTensor, ...]:
+        batch, first = cast("BatchAnswer", request.batch), request.row
         names = request.version.weights.training.labels
-        return answer(batch.probabilities[start : start + rows], self._asked.outputs, names)
+        rows = batch.probabilities[first : first + request.rows]
+        return answer(rows, self._asked.outputs, names)
 
-    def _content(self, request: Request) -> tuple[bytes, bytes, bytes]:
+    @span("encode")
+    def content(self, request: Request) -> tuple[bytes, bytes, bytes]:
+        """JSON, and the outputs that are wanted as bytes behind it."""
         tensors: list[dict[str, Any]] = []
         contents: list[bytes] = []
-        for output, tensor in zip(
-            self._asked.outputs, self._tensors(request, 0, request.rows), strict=True
-        ):
+        for output, tensor in zip(self._asked.outputs, self._tensors(request), strict=True):
             entry: dict[str, Any] = {
                 "name": tensor.name,
                 "datatype": tensor.datatype,
@@ -181,7 +168,7 @@ class InferCall(ImageCall):
     def _json_steps(self, request: Request) -> Iterator[bytes]:
         """The JSON of many images."""
         begin = orjson.dumps({**self._head(request), "outputs": []})[:-2]
-        for number, tensor in enumerate(self._tensors(request, 0, request.rows)):
+        for number, tensor in enumerate(self._tensors(request)):
             entry = {"name": tensor.name, "datatype": tensor.datatype, "shape": tensor.shape}
             begin += (b"," if number else b"") + orjson.dumps({**entry, "data": []})[:-2]
             assert not isinstance(tensor.values, list), "bug: a classification in steps"

@@ -16,13 +16,12 @@ from itertools import chain
 from typing import Any, TypeAlias
 
 import numpy as np
-import orjson
 from numpy.typing import NDArray
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.images.json import check_count, loads
+from service.errors import TooLarge, invalid, shown
+from service.images.json import check_count, json_object
 from service.open_inference import (
     INPUT,
     MAX_ID_CHARACTERS,
@@ -133,13 +132,7 @@ def _document(text: bytes, max_images: int) -> dict[str, Any]:
         if text.count(b"[") > _MAX_OBJECTS + (2 + HEIGHT) * max_images:
             message = f"body: got more lists than {max_images} images have, the most in a request"
             raise TooLarge(message, field="body")
-    try:
-        document = loads(text)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
-    if type(document) is not dict:
-        raise invalid("body", shown(document), 'an object, {"inputs": [...]}')
-    return document
+    return json_object(text, '{"inputs": [...]}')
 
 
 def _inputs(

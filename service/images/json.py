@@ -38,12 +38,7 @@ def json_images(body: bytes, max_images: int) -> Images:
     """
     if len(body) > _UNCHECKED_BYTES:
         _check_containers(body, max_images)
-    try:
-        document = loads(body)
-    except orjson.JSONDecodeError as exc:
-        raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
-    if type(document) is not dict:
-        raise invalid("body", shown(document), 'an object, {"images": [...]}')
+    document = json_object(body, '{"images": [...]}')
     if len(document) != 1 or "images" not in document:
         for key in document:
             if key != "images":
@@ -116,7 +111,7 @@ def _slice_end(body: bytes, start: int, end: int) -> int:
 def _slice(body: bytes, start: int, stop: int, end: int) -> list[object] | None:
     """The images from `start` to `stop`; None if they may not end there, but only at `end`."""
     try:
-        images = loads(b"[%b]" % body[start:stop])
+        images = _loads(b"[%b]" % body[start:stop])
     except orjson.JSONDecodeError as exc:
         if stop < end:
             return None
@@ -130,7 +125,21 @@ def _slice(body: bytes, start: int, stop: int, end: int) -> list[object] | None:
     return cast("list[object]", images)
 
 
-def loads(text: bytes) -> Any:
+def json_object(body: bytes, form: str) -> dict[str, Any]:
+    """The object in `body`; `form` shows one to a client who sent something else.
+
+    Raises: InvalidInput, MemoryError.
+    """
+    try:
+        document = _loads(body)
+    except orjson.JSONDecodeError as exc:
+        raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
+    if type(document) is not dict:
+        raise invalid("body", shown(document), f"an object, {form}")
+    return document
+
+
+def _loads(text: bytes) -> Any:
     """The document in `text`.
 
     Raises: orjson.JSONDecodeError, MemoryError.

@@ -56,7 +56,7 @@ def container():
     if subprocess.run(
         ["docker", "image", "inspect", IMAGE], capture_output=True, check=False
     ).returncode:
-        pytest.skip(f"the image {IMAGE} is not built: make docker-up builds it")
+        pytest.skip("the image is not built: make docker-up builds it")
     hardened = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network", "none")
     limits = ("--security-opt", "no-new-privileges:true", "--memory", "2g", "--pids-limit", "1024")
     name = docker("run", "--detach", *hardened, *limits, IMAGE, "--workers", "2").strip()
