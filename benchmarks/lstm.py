@@ -4,9 +4,11 @@ The network of the book chapter that the trainer follows: 512 steps, 4 layers, 5
 inputs, batches of 32 to 256. Three versions, in inference and in a training step without an update:
 
     cudnn      `cudnnRNNForward` and its two backward passes, with the fastest of its algorithms
-    emulated   two cuBLAS products per time step and layer, captured as one CUDA graph, so that no
-               launch from Python is timed
+    emulated   two cuBLAS products per time step and layer
     torch      `torch.nn.LSTM`, where PyTorch is installed
+
+The first two are timed as CUDA graphs, which no launch from the host slows down, and as they are
+called from Python (`*_called_us`).
 
 Before anything is timed, cuDNN's and the emulated network's outputs and final states of a shorter
 sequence are compared with NumPy's in float64. Exit code: 0, 1 when they differ by more than their
@@ -19,6 +21,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +42,7 @@ GRADIENT_TOLERANCE = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 3e-2}
 
 PRECISIONS = tuple(TOLERANCE)
 _MODES = ("inference", "training")
+ALGORITHMS = ("standard", "persistent", "persistent-dynamic")
 _ROUNDS = 7
 _DISTRIBUTIONS = ("lenet-serve", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "torch")
 
@@ -61,16 +65,21 @@ def inputs(steps: int, batch: int, dtype: Any, layers: int = LAYERS, hidden: int
     return [cupy.asarray(one.astype(dtype)) for one in drawn]
 
 
-def differences(handle: Any, precision: Any) -> dict[str, dict[str, float]]:
+def differences(
+    handle: Any, precision: Any, algorithm: str = "standard"
+) -> dict[str, dict[str, float]]:
     """The relative norm of each result's difference from NumPy's, by version."""
     from benchmarks.recurrent.cudnn import CudnnLstm
     from benchmarks.recurrent.emulated import EmulatedLstm
 
     layers = reference.random_layers(LAYERS, HIDDEN, HIDDEN)
     found: dict[str, dict[str, float]] = {}
-    for name, kind in (("cudnn", CudnnLstm), ("emulated", EmulatedLstm)):
-        lstm = kind(handle, layers, _CHECKED_STEPS, _CHECKED_BATCH, precision, training=True)
-        x, h, c, dy = inputs(_CHECKED_STEPS, _CHECKED_BATCH, lstm.dtype)
+    sizes = _CHECKED_STEPS, _CHECKED_BATCH
+    for name, lstm in (
+        ("cudnn", CudnnLstm(handle, layers, *sizes, precision, algorithm, training=True)),
+        ("emulated", EmulatedLstm(handle, layers, *sizes, precision, training=True)),
+    ):
+        x, h, c, dy = inputs(*sizes, lstm.dtype)
         rounded = [
             reference.Layer(
                 *(part.astype(lstm.dtype).astype(np.float64) for part in (one.w, one.r, one.b))
@@ -102,14 +111,16 @@ def allowed(what: str, precision: str) -> float:
     return (GRADIENT_TOLERANCE if what.startswith("d") else TOLERANCE)[precision]
 
 
-def _cudnn_us(layers: Any, batch: int, precision: Any, training: bool) -> dict[str, float]:
-    """The time of each algorithm that there is for these sizes; called, and as a CUDA graph."""
-    from benchmarks.recurrent.cudnn import ALGORITHMS, CudnnLstm, NotSupported
+def _cudnn_us(
+    layers: Any, batch: int, precision: Any, training: bool, algorithms: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """The times of each algorithm that there is for these sizes: as a CUDA graph, and called."""
+    from benchmarks.recurrent.cudnn import CudnnLstm, NotSupported
     from lenet.cuda.capture import captured
     from lenet.cuda.device import Handle
 
-    found: dict[str, float] = {}
-    for algorithm in ALGORITHMS:
+    found: dict[str, tuple[float, float]] = {}
+    for algorithm in algorithms:
         handle = Handle()
         try:
             lstm = CudnnLstm(handle, layers, STEPS, batch, precision, algorithm, training=training)
@@ -120,8 +131,8 @@ def _cudnn_us(layers: Any, batch: int, precision: Any, training: bool) -> dict[s
                 if training:
                     lstm.backward(x, h, c, dy)
 
-            found[algorithm] = _timed_us(run)
-            found[f"{algorithm}, captured"] = _timed_us(captured(run, handle.stream))
+            called_us = _timed_us(run)
+            found[algorithm] = _timed_us(captured(run, handle.stream)), called_us
         except NotSupported:
             pass
         finally:
@@ -129,7 +140,9 @@ def _cudnn_us(layers: Any, batch: int, precision: Any, training: bool) -> dict[s
     return found
 
 
-def _emulated_us(handle: Any, layers: Any, batch: int, precision: Any, training: bool) -> float:
+def _emulated_us(
+    handle: Any, layers: Any, batch: int, precision: Any, training: bool
+) -> tuple[float, float]:
     from benchmarks.recurrent.emulated import EmulatedLstm
     from lenet.cuda.capture import captured
 
@@ -141,9 +154,8 @@ def _emulated_us(handle: Any, layers: Any, batch: int, precision: Any, training:
         if training:
             lstm.backward(x, dy)
 
-    run()
-    handle.synchronize()
-    return _timed_us(captured(run, handle.stream))
+    called_us = _timed_us(run)
+    return _timed_us(captured(run, handle.stream)), called_us
 
 
 def _torch_us(batch: int, precision: str, training: bool) -> float | None:
@@ -199,35 +211,33 @@ def _rates(precision: Any) -> dict[str, float]:
     )
 
 
-def measure(precision: Any, mode: str, batches: Sequence[int]) -> dict[str, Any]:
-    """Times of the three versions by batch, in microseconds, and cuDNN's TFLOP/s."""
+def measure(precision: Any, mode: str, batch: int, algorithms: Sequence[str]) -> dict[str, Any]:
+    """Times of the three versions in microseconds, and TFLOP/s of two."""
     from lenet.cuda.device import Handle
 
     training = mode == "training"
     layers = reference.random_layers(LAYERS, HIDDEN, HIDDEN)
-    found: dict[str, Any] = {}
-    for batch in batches:
-        handle = Handle()
-        try:
-            work = reference.flop(STEPS, LAYERS, HIDDEN, HIDDEN, batch) * (3 if training else 1)
-            emulated_us = _emulated_us(handle, layers, batch, precision, training)
-        finally:
-            handle.close()
-        algorithms = _cudnn_us(layers, batch, precision, training)
-        algorithm = min(algorithms, key=lambda name: algorithms[name])
-        cudnn_us = algorithms[algorithm]
-        torch_us = _torch_us(batch, precision, training)
-        found[str(batch)] = {
-            "cudnn_us": round(cudnn_us, 1),
-            "emulated_us": round(emulated_us, 1),
-            "torch_us": None if torch_us is None else round(torch_us, 1),
-            "cudnn_tflops": round(work / cudnn_us / 1e6, 3),
-            "emulated_tflops": round(work / emulated_us / 1e6, 3),
-            "cudnn_algorithm": algorithm,
-            "cudnn_algorithms_us": {name: round(us, 1) for name, us in algorithms.items()},
-        }
-        print(f"{precision} {mode} {batch:4}: {json.dumps(found[str(batch)])}", flush=True)
-    return found
+    handle = Handle()
+    try:
+        work = reference.flop(STEPS, LAYERS, HIDDEN, HIDDEN, batch) * (3 if training else 1)
+        emulated_us, emulated_called_us = _emulated_us(handle, layers, batch, precision, training)
+    finally:
+        handle.close()
+    by_algorithm = _cudnn_us(layers, batch, precision, training, algorithms)
+    algorithm = min(by_algorithm, key=lambda name: by_algorithm[name])
+    cudnn_us, cudnn_called_us = by_algorithm[algorithm]
+    torch_us = _torch_us(batch, precision, training)
+    return {
+        "cudnn_us": round(cudnn_us, 1),
+        "emulated_us": round(emulated_us, 1),
+        "torch_us": None if torch_us is None else round(torch_us, 1),
+        "cudnn_tflops": round(work / cudnn_us / 1e6, 3),
+        "emulated_tflops": round(work / emulated_us / 1e6, 3),
+        "cudnn_called_us": round(cudnn_called_us, 1),
+        "emulated_called_us": round(emulated_called_us, 1),
+        "cudnn_algorithm": algorithm,
+        "cudnn_algorithms_us": {name: round(us, 1) for name, (us, _) in by_algorithm.items()},
+    }
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
@@ -300,20 +310,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"lstm: differs from float64: {', '.join(wrong)}", file=sys.stderr)
             return 1
         result["rates"] = {precision: _rates(precision) for precision in options.precisions}
-        result["precisions"] = {
-            precision: {mode: measure(precision, mode, options.batches) for mode in options.modes}
-            for precision in options.precisions
+        times = result["precisions"] = {
+            precision: {mode: {} for mode in options.modes} for precision in options.precisions
         }
+        if "fp32" in times and "inference" in options.modes:
+            result["batches"] = times["fp32"]["inference"]
+        for mode, precision, batch in product(options.modes, options.precisions, options.batches):
+            one = measure(precision, mode, batch, options.algorithms)
+            times[precision][mode][str(batch)] = one
+            print(f"{precision} {mode} {batch:4}: {json.dumps(one)}", flush=True)
+            if options.json is not None:  # at once: the rest may take minutes
+                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     except ImportError as exc:
         print(missing_library(exc), file=sys.stderr)
         return 2
     except LeNetError as exc:
         print(exc, file=sys.stderr)
         return 2
-    if "fp32" in result["precisions"] and "inference" in options.modes:
-        result["batches"] = result["precisions"]["fp32"]["inference"]
-    if options.json is not None:
-        options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.figure is not None:
         draw(result, options.figure)
     return 0
@@ -329,6 +342,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--precisions", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     add("--modes", nargs="+", choices=_MODES, default=_MODES)
     add("--batches", nargs="+", type=positive_int, default=BATCHES)
+    add("--algorithms", nargs="+", choices=ALGORITHMS, default=("standard",), help="cuDNN's")
     add("--commit", help="commit to record where there is no repository")
     add("--figure", type=Path, help="PNG to draw")
     add("--json", type=Path, help="file to write the results to")

@@ -12,7 +12,6 @@ import argparse
 import json
 import statistics
 import sys
-import tempfile
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,16 +22,16 @@ import numpy as np
 from benchmarks.baselines.torch_step import MODES
 from benchmarks.baselines.torch_training import BaselineUnavailable, measure
 from benchmarks.command import commit, missing_library, positive_int
+from benchmarks.recipes import spread, trained
 from benchmarks.timing import cupy_timer
 from lenet.cuda.engine_cache import EngineCache, default_cache
 from lenet.errors import LeNetError
 from lenet.model import named
-from trainer.checkpoint import Checkpoint
 from trainer.errors import TrainerError
-from trainer.mnist import Dataset, Digits, load
+from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors, take_step
 from trainer.optimizer import Sgd
-from trainer.settings import Fit, Precision
+from trainer.settings import Precision, Recipe
 
 PARTS = ("step", "time", "accuracy")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "tf32", "mixed")
@@ -52,9 +51,9 @@ FAST = {
 """The run to 99 % differs from the default recipe in these; chosen on the validation images."""
 
 
-def recipe(precision: Precision, seed: int, **fields: Any) -> Fit:
+def recipe(precision: Precision, seed: int, **fields: Any) -> Recipe:
     """The default recipe on a GPU with `fields` replaced."""
-    return Fit(precision=precision, seed=seed, **fields).resolved("cuda")
+    return Recipe(precision=precision, seed=seed, **fields).resolved("cuda")
 
 
 def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[list[float], int]:
@@ -90,38 +89,6 @@ def step_us(precision: Precision, batch: int, rounds: int = ROUNDS) -> tuple[lis
     return times, memory
 
 
-def trained(dataset: Dataset, fit: Fit) -> tuple[float, float]:
-    """(seconds from the first step to the last, accuracy on the test images in percent)."""
-    from trainer.loop import train
-    from trainer.ops_cuda.ops import CudaOps
-
-    training, validation = dataset.hold_out(fit.validation_images)
-    model = named(fit.model)
-    assert fit.precision != "auto", "bug: the recipe is not resolved"
-    cache = EngineCache(default_cache())
-    with tempfile.TemporaryDirectory() as folder, CudaOps(fit.precision, cache=cache) as ops:
-        tensors = initial_tensors(model, np.random.default_rng(fit.seed))
-        network = Network(model, tensors, ops, fit.dropout)
-        checkpoint = Checkpoint(Path(folder), fit, dataset.sha256)
-        _, seconds = train(network, fit, training, validation, checkpoint, leader=False)
-        tensors = network.tensors
-    # Evaluated in float32, as the weight file stores them.
-    with CudaOps("fp32", cache=cache) as ops:
-        logits = Network(model, tensors, ops).logits(dataset.test.images)
-    correct = np.count_nonzero(logits.argmax(axis=1) == dataset.test.labels)
-    return seconds, 100 * float(correct) / len(dataset.test)
-
-
-def spread(values: Sequence[float]) -> dict[str, Any]:
-    """Mean, standard deviation, number and the values themselves."""
-    return {
-        "mean": statistics.fmean(values),
-        "sd": statistics.stdev(values) if len(values) > 1 else 0.0,
-        "n": len(values),
-        "values": list(values),
-    }
-
-
 def run_step(batch: int, modes: Sequence[str], result: dict[str, Any]) -> int:
     """Time steps of both, ours before and after PyTorch's; 1 if PyTorch was not measured."""
     rounds: dict[Precision, list[float]] = {precision: [] for precision in PRECISIONS}
@@ -155,10 +122,11 @@ def run_step(batch: int, modes: Sequence[str], result: dict[str, Any]) -> int:
     return code
 
 
-def run_time(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
+def run_time(data: Path, seeds: int, result: dict[str, Any]) -> None:
     """Time the short recipe in mixed precision."""
-    runs = [trained(dataset, recipe("mixed", seed, **FAST)) for seed in range(1, seeds + 1)]
-    seconds, accuracies = spread([run[0] for run in runs]), spread([run[1] for run in runs])
+    runs = [trained(recipe("mixed", seed, **FAST), data) for seed in range(1, seeds + 1)]
+    seconds = spread([run.seconds for run in runs])
+    accuracies = spread([run.test_accuracy for run in runs])
     result["time_to_99"] = {
         "mean_s": seconds["mean"],
         "sd_s": seconds["sd"],
@@ -176,13 +144,13 @@ def run_time(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
     )
 
 
-def run_accuracy(dataset: Dataset, seeds: int, result: dict[str, Any]) -> None:
+def run_accuracy(data: Path, seeds: int, result: dict[str, Any]) -> None:
     """Evaluate the default recipe in float32 and in mixed precision."""
     for precision, key in (("fp32", "accuracy"), ("mixed", "accuracy_mixed")):
         chosen: Precision = "fp32" if precision == "fp32" else "mixed"
-        runs = [trained(dataset, recipe(chosen, seed)) for seed in range(1, seeds + 1)]
-        result[key] = spread([run[1] for run in runs])
-        result[key]["seconds"] = [run[0] for run in runs]
+        runs = [trained(recipe(chosen, seed), data) for seed in range(1, seeds + 1)]
+        result[key] = spread([run.test_accuracy for run in runs])
+        result[key]["seconds"] = [run.seconds for run in runs]
         result[key]["command"] = recipe(chosen, 1).command()
         print(
             f"default recipe, {precision}: {result[key]['mean']:.3f} % (sd "
@@ -210,14 +178,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.json and options.json.exists():
             result = json.loads(options.json.read_text()) | result
         code = 0
-        dataset = load(options.data) if {"time", "accuracy"} & set(options.only) else None
         for part in options.only:
             if part == "step":
                 code = run_step(options.batch, options.modes, result)
             elif part == "time":
-                run_time(dataset, options.time_seeds, result)
+                run_time(options.data, options.time_seeds, result)
             else:
-                run_accuracy(dataset, options.seeds, result)
+                run_accuracy(options.data, options.seeds, result)
             if options.json:  # after each part: the next one may take minutes
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 options.json.write_text(json.dumps(result, indent=1) + "\n")

@@ -28,8 +28,11 @@ Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
 _FLOAT, _HALF = 0, 2  # cudnnDataType_t
 _DEFAULT_MATH, _TENSOR_OP_MATH, _FMA_MATH = 0, 1, 3  # cudnnMathType_t; FMA never rounds to TF32
 _MATH: dict[Precision, int] = {"fp32": _FMA_MATH, "tf32": _DEFAULT_MATH, "fp16": _TENSOR_OP_MATH}
-ALGORITHMS = {"standard": 0, "persistent": 1, "persistent, small h": 3}  # cudnnRNNAlgo_t
-_LSTM, _ONE_BIAS, _ONE_DIRECTION, _LINEAR_INPUT = 2, 1, 0, 0
+ALGORITHMS = {"standard": (0, 1), "persistent": (1, 2), "persistent-dynamic": (2, 2)}
+"""cudnnRNNAlgo_t, and cudnnRNNBiasMode_t: the persistent ones exist only with two biases, of which
+the second stays 0."""
+
+_LSTM, _ONE_DIRECTION, _LINEAR_INPUT = 2, 0, 0
 _UNPACKED_TIME_FIRST = 0
 _INFERENCE, _TRAINING = 0, 1
 _ADD = 0  # cudnnWgradMode_t: the only one; gradients are added to what is there
@@ -77,12 +80,13 @@ class CudnnLstm:
             ctypes.c_ulonglong(0),
         )
         self._rnn = self._new("cudnnCreateRNNDescriptor")
+        number, biases = ALGORITHMS[algorithm]
         self._call(
             "cudnnSetRNNDescriptor_v8",
             self._rnn,
-            ALGORITHMS[algorithm],
+            number,
             _LSTM,
-            _ONE_BIAS,
+            biases,
             _ONE_DIRECTION,
             _LINEAR_INPUT,
             kind,
@@ -95,6 +99,8 @@ class CudnnLstm:
             dropout,
             0,
         )
+        if algorithm == "persistent-dynamic":  # compiles kernels for this batch
+            self._call("cudnnBuildRNNDynamic", self._handle, self._rnn, batch)
         self._x, self._y = (self._sequence(kind, steps, batch, size) for size in (inputs, hidden))
         self._state = self._new("cudnnCreateTensorDescriptor")
         dims = (ctypes.c_int * 3)(*shape)

@@ -2,15 +2,16 @@
 
 import pytest
 
-from benchmarks.lstm import PRECISIONS, allowed, differences
+from benchmarks.lstm import ALGORITHMS, PRECISIONS, allowed, differences
 from lenet.cuda.device import Handle
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_outputs_states_and_gradients_agree_with_float64(precision):
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_outputs_states_and_gradients_agree_with_float64(precision, algorithm):
     handle = Handle()
     try:
-        found = differences(handle, precision)
+        found = differences(handle, precision, algorithm)
     finally:
         handle.close()
     for version, by_result in found.items():
