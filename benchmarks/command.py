@@ -73,6 +73,12 @@ def latest_weights(folder: Path = Path("weights/lenet")) -> Path:
     return max(found, key=lambda path: int(path.stem))
 
 
+def measured(document: dict[str, Any], part: str, at: str) -> None:
+    """Note in `document`, which several runs may fill, the day and the commit `at` of a part."""
+    date = datetime.now(UTC).date().isoformat()
+    document.setdefault("measured", {})[part] = {"date": date, "commit": at}
+
+
 def provenance(distributions: Iterable[str]) -> dict[str, Any]:
     """Date (ISO 8601, UTC), processor, cores, and the versions of `distributions`.
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.command import commit, missing_library, positive_int, provenance
+from benchmarks.command import commit, measured, missing_library, positive_int
 from lenet.errors import LeNetError
 from lenet.model import ARCHITECTURES, named
 from service.mps import shared_gpu
@@ -53,7 +53,11 @@ ALTERNATIVES: Mapping[str, Sequence[dict[str, Any]]] = {
         *({"rate": value} for value in (0.1, 0.4)),
         *({"weight_decay": value} for value in (5e-5, 5e-4)),
         {"dropout": 0.3},
-        *({"rotation": value} for value in (8.0, 16.0)),
+        *({"rotation": value} for value in (5.0, 8.0, 16.0)),
+        *(
+            {"rotation": 8.0, **other}
+            for other in ({"smoothing": 0.05}, {"elastic": 2.0}, {"shear": 4.0})
+        ),
         {"schedule": "step"},
         *({"epochs": value} for value in (60, 240)),
     ),
@@ -69,7 +73,6 @@ ALTERNATIVES: Mapping[str, Sequence[dict[str, Any]]] = {
         if model != "lenet"
     },
 }
-_DISTRIBUTIONS = ("lenet-serve", "numpy", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")
 
 
 class Result(NamedTuple):
@@ -146,10 +149,11 @@ def spread(values: Sequence[float]) -> dict[str, Any]:
 class _Table:
     """Results by name, in the order in which the names were given, written as they come."""
 
-    def __init__(self, document: dict[str, Any], key: str, path: Path | None) -> None:
-        self._document, self._path = document, path
+    def __init__(self, document: dict[str, Any], key: str, options: argparse.Namespace) -> None:
+        self._document, self._path = document, options.json
         self._rows: dict[str, dict[str, Any]] = {}
         document[key] = self._rows
+        measured(document, key, options.commit or commit())
         self._found: dict[str, list[tuple[int, Result]]] = {}
 
     def expect(self, name: str, recipe: Recipe, **more: Any) -> None:
@@ -176,7 +180,7 @@ class _Table:
 
 def run_alternatives(options: argparse.Namespace, document: dict[str, Any]) -> None:
     """The default recipe of each architecture, and what one changed setting makes of it."""
-    table = _Table(document, "alternatives", options.json)
+    table = _Table(document, "alternatives", options)
     names: dict[Recipe, str] = {}
     for seed in range(1, options.seeds + 1):
         for model in options.models:
@@ -196,7 +200,7 @@ def run_architectures(
     options: argparse.Namespace, device: Device, document: dict[str, Any]
 ) -> None:
     """Each architecture on `device`."""
-    table = _Table(document, f"architectures_{device}", options.json)
+    table = _Table(document, f"architectures_{device}", options)
     cpu = _recipe().resolved("cpu")
     short: dict[str, Any] = {"epochs": cpu.epochs, "batch": cpu.batch, "precision": "fp32"}
     fields = ("test_accuracy", "seconds")
@@ -225,13 +229,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         device = choose(options.device, print)
-        document: dict[str, Any] = {
-            **provenance(_DISTRIBUTIONS),
-            "commit": options.commit or commit(),
-            "processes": options.processes,
-        }
+        document: dict[str, Any] = {}
         if options.json is not None and options.json.exists():
-            document = json.loads(options.json.read_text(encoding="utf-8")) | document
+            document = json.loads(options.json.read_text(encoding="utf-8"))
         with ExitStack() as stack:
             if device == "cuda" and options.processes > 1:
                 stack.enter_context(shared_gpu())

@@ -13,7 +13,6 @@ import json
 import statistics
 import sys
 from collections.abc import Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ import numpy as np
 
 from benchmarks.baselines.torch_step import MODES
 from benchmarks.baselines.torch_training import BaselineUnavailable, measure
-from benchmarks.command import commit, missing_library, positive_int
+from benchmarks.command import commit, measured, missing_library, positive_int
 from benchmarks.recipes import spread, trained
 from benchmarks.timing import cupy_timer
 from lenet.cuda.engine_cache import EngineCache, default_cache
@@ -171,8 +170,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
         result: dict[str, Any] = {
             "device": name,
-            "date": datetime.now(UTC).date().isoformat(),
-            "commit": options.commit or commit(),
             "batch": options.batch,
         }
         if options.json and options.json.exists():
@@ -185,6 +182,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 run_time(options.data, options.time_seeds, result)
             else:
                 run_accuracy(options.data, options.seeds, result)
+            measured(result, part, options.commit or commit())
             if options.json:  # after each part: the next one may take minutes
                 options.json.parent.mkdir(parents=True, exist_ok=True)
                 options.json.write_text(json.dumps(result, indent=1) + "\n")
