@@ -7,12 +7,15 @@ ServiceError
 ├── TooLarge                the body or the number of images exceeds its limit
 ├── UnsupportedMediaType    the body's content type or encoding cannot be read
 ├── UnknownModel            the requested model or version is not loaded
+├── Unauthorized            no right key came with the request
 ├── Overloaded              a queue is full; retry after `retry_after_s`
 ├── DeadlineExceeded        the deadline passed before the answer was ready
 │   └── BodyTimeout         the deadline passed before the body had arrived
 ├── Cancelled               the client disconnected or cancelled
 ├── Unavailable             starting, stopping, or the device is lost; retry
 └── InferenceFailed         the batch failed on the server's side
+
+InvalidCertificate          the files of a certificate cannot be used
 
 OSError
 └── CannotListen            an address is in use or not on this machine
@@ -75,6 +78,12 @@ class UnknownModel(ServiceError):
     code = "unknown_model"
 
 
+class Unauthorized(ServiceError):
+    """The request came without a right key."""
+
+    code = "unauthorized"
+
+
 class Overloaded(ServiceError):
     """A queue has no room for this request."""
 
@@ -111,6 +120,10 @@ class InferenceFailed(ServiceError):
     code = "inference_failed"
 
 
+class InvalidCertificate(Exception):
+    """The certificate or its key cannot be used; the message names the flag and the file."""
+
+
 class CannotListen(OSError):
     """An address cannot be listened on; the message names it."""
 
@@ -129,7 +142,7 @@ class ExitCode(IntEnum):
 
 
 _WEIGHTS = (InvalidWeightFile, InvalidModel, GoldenMismatch)
-STARTUP_ERRORS = (*_WEIGHTS, BackendUnavailable, DeviceError, CannotListen)
+STARTUP_ERRORS = (*_WEIGHTS, BackendUnavailable, DeviceError, CannotListen, InvalidCertificate)
 """Start-up failures with an exit code; any other exception ends in a traceback and exit code 1."""
 
 
@@ -141,6 +154,8 @@ def exit_code(error: Exception) -> ExitCode:
         return ExitCode.DEVICE
     if isinstance(error, BackendUnavailable | DeviceError):
         return ExitCode.BACKEND
+    if isinstance(error, InvalidCertificate):
+        return ExitCode.SETTINGS
     assert isinstance(error, CannotListen), f"bug: {error!r} has no exit code"
     return ExitCode.ADDRESS
 

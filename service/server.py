@@ -25,6 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from ssl import SSLContext
 from typing import NoReturn
 
 import uvicorn
@@ -40,10 +41,11 @@ from service.engine.devices import Placement, place
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.versions import WeightsFolder
-from service.errors import STARTUP_ERRORS, ExitCode, Unavailable, exit_code
+from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavailable, exit_code
 from service.heartbeat import Heartbeat
 from service.http.app import create_app
 from service.http.connection import FrontDoor
+from service.http.gate import Gate
 from service.http.head import FastRoutes
 from service.http.infer import InferRoute
 from service.http.openapi import InfoResponse, LoadedModel
@@ -51,12 +53,14 @@ from service.http.predict import PredictRoute
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.images import Limits
 from service.images.decoders import Decoders
+from service.keys import Keys
 from service.listener import at, cannot_listen, listen, probe
-from service.metrics import Metrics
+from service.metrics import NO_MODEL, Metrics
 from service.rpc.server import GrpcServer, serve
 from service.settings import Settings
 from service.signals import Signals
 from service.stopping import Stop
+from service.tls import CertificateFiles
 
 _log = logging.getLogger(__name__)
 
@@ -86,6 +90,7 @@ class Service:
     fast_routes: FastRoutes
     budget: Budget
     grpc: GrpcServer
+    gate: Gate
     faults: Faults | None
     """With `--fault-injection`."""
 
@@ -138,6 +143,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         budget = Budget(settings.max_in_flight_bytes)
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
+        keys = Keys(key.get_secret_value() for key in settings.api_keys)
         grpc = await stack.enter_async_context(
             serve(
                 models,
@@ -147,6 +153,8 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 host=settings.host,
                 port=settings.grpc_port,
                 shared=shared,
+                keys=keys,
+                certificate=settings.certificate,
                 max_body_bytes=settings.max_body_bytes,
                 max_images=settings.max_images,
                 max_connections=descriptors.connections()[1],
@@ -176,9 +184,10 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 for owner in (MODEL, MODEL_VERSION)
             },
         }
+        gate = Gate(keys, lambda error: metrics.request_done(NO_MODEL, "http", error.code))
         models.ready = True
         try:
-            yield Service(models, metrics, app, fast_routes, budget, grpc, faults)
+            yield Service(models, metrics, app, fast_routes, budget, grpc, gate, faults)
         finally:
             models.ready = False
 
@@ -299,6 +308,8 @@ async def _serve(
     stop = asyncio.Event()
     service: Service | None = None
     reload_requested = False
+    files = settings.certificate
+    tls = None if files is None else files.context()
 
     def begin_stop() -> None:
         if service is None and not stop.is_set():
@@ -309,6 +320,8 @@ async def _serve(
         nonlocal reload_requested
         if service is not None:
             service.models.request_reload()
+            if files is not None and tls is not None:
+                _renew(files, tls, service.grpc)
         else:  # the warm-up may have read older files
             reload_requested = True
 
@@ -332,7 +345,7 @@ async def _serve(
                 pid = os.getppid() if shared else os.getpid()
                 if heartbeat is not None:
                     Heartbeat(heartbeat).start()
-                await _answer(service, listeners, stop, settings, pid)
+                await _answer(service, listeners, stop, settings, tls, pid)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
@@ -340,17 +353,32 @@ async def _serve(
             raise
 
 
+def _renew(files: CertificateFiles, tls: SSLContext, grpc: GrpcServer) -> None:
+    try:
+        files.load(tls)
+        grpc.renew_certificate()
+    except InvalidCertificate as exc:
+        _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
+    else:
+        _log.info("certificate: read again, %s", files.certificate)
+
+
 async def _answer(
     service: Service,
     listeners: Sequence[socket.socket],
     stop: asyncio.Event,
     settings: Settings,
+    tls: SSLContext | None,
     pid: int,
 ) -> None:
     """Serve HTTP until `stop`, then stop HTTP, gRPC and the queues within the drain timeout."""
     _settle()
     door = FrontDoor(
-        service.fast_routes, service.budget, max_connections=descriptors.connections()[0]
+        service.fast_routes,
+        service.budget,
+        gate=service.gate,
+        tls=tls,
+        max_connections=descriptors.connections()[0],
     )
     server = _http_server(service.app, door, settings.drain_timeout_s)
     host, port = listeners[0].getsockname()[:2]
@@ -363,7 +391,8 @@ async def _answer(
     at_once = min(ACCEPTED_AT_ONCE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64)
     dups = [listener.dup() for listener in listeners for _ in range(at_once - 1)]
     grpc_at = at(host, service.grpc.port)
-    _log.info("ready: HTTP on http://%s, gRPC on %s, pid %d", at(host, port), grpc_at, pid)
+    scheme = "http" if tls is None else "https"
+    _log.info("ready: HTTP on %s://%s, gRPC on %s, pid %d", scheme, at(host, port), grpc_at, pid)
     serving = asyncio.create_task(server.serve([*listeners, *dups]))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)

@@ -8,10 +8,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, model_validator
+from pydantic import Field, NonNegativeInt, PositiveInt, SecretStr, model_validator
 from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
 from service.budget import Budget
+from service.keys import MIN_CHARACTERS
+from service.tls import CertificateFiles
 
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -105,6 +107,20 @@ class Settings(BaseSettings):
     grace_s: Annotated[float, Field(ge=0, le=3600)] = 0.0
     """At stop: how long to keep serving after /readyz says no, for load balancers to notice."""
 
+    api_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Keys, separated by commas, each of at least 16 characters. With any, every request but those
+    for health needs `Authorization: Bearer KEY`. Better as a variable than as a flag, which `ps`
+    shows."""
+
+    tls_certificate: Path | None = None
+    """PEM file of a certificate and its chain: HTTPS, and gRPC over TLS. SIGHUP reads it again."""
+
+    tls_key: Path | None = None
+    """PEM file of its key, without a password."""
+
+    tls_client_ca: Path | None = None
+    """PEM file of an authority: every client has to present a certificate of it (mutual TLS)."""
+
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
 
@@ -122,10 +138,19 @@ class Settings(BaseSettings):
         changed = [name for name in names if getattr(self, name) != defaults[name].default]
         return ", ".join(f"--{name}" for name in changed)
 
+    @property
+    def certificate(self) -> CertificateFiles | None:
+        """The files for TLS, None without it."""
+        if self.tls_certificate is None or self.tls_key is None:
+            return None
+        return CertificateFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
+
     @model_validator(mode="before")
     @classmethod
     def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
         devices, models = values.get("devices"), values.get("models")
+        if isinstance(keys := values.get("api_keys"), str):
+            values = {**values, "api_keys": tuple(filter(None, map(str.strip, keys.split(","))))}
         if isinstance(devices, str):
             numbers = () if devices == "all" else tuple(devices.split(","))
             values = {**values, "devices": numbers}
@@ -136,6 +161,18 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
+        for number, key in enumerate(self.api_keys, 1):  # never shown
+            text = key.get_secret_value()
+            if len(text) < MIN_CHARACTERS or not (text.isascii() and text.isprintable()):
+                raise ValueError(
+                    f"--api-keys: key {number} of {len(self.api_keys)} has {len(text)} characters, "
+                    f"expected at least {MIN_CHARACTERS}, ASCII alone"
+                )
+        files = self.tls_certificate, self.tls_key
+        if any(files) != all(files) or (self.tls_client_ca and not any(files)):
+            raise ValueError(
+                "--tls-certificate and --tls-key belong together, and --tls-client-ca with them"
+            )
         if self.port == self.grpc_port != 0:
             raise ValueError(
                 f"--grpc-port is {self.grpc_port}, expected another port than --port: "

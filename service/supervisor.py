@@ -68,8 +68,10 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
     try:
         with contextlib.ExitStack() as stack:
             received = stack.enter_context(_received(signals))
-            # Broken weights or a taken port are reported once, before any worker is started.
+            # What a worker could not be started with is reported once, before any is started.
             WeightsFolder(settings.weights).read_all(settings.models, settings.default_model)
+            if settings.certificate is not None:
+                settings.certificate.context()
             ports = {
                 name: stack.enter_context(reserve(settings.host, port))
                 for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))

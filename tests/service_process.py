@@ -71,7 +71,7 @@ class Service:
 
     def ready(self, workers=1):
         """Wait until all workers are; afterwards `port` and `grpc_port` are known."""
-        match = self.wait_for(r"ready: HTTP on http://[^ ]+:(\d+), gRPC on [^ ]+:(\d+)", workers)
+        match = self.wait_for(r"ready: HTTP on https?://[^ ]+:(\d+), gRPC on [^ ]+:(\d+)", workers)
         self.port, self.grpc_port = int(match[1]), int(match[2])
         return self
 

@@ -8,12 +8,13 @@ from http import HTTPStatus
 
 import orjson
 
-from service.errors import ServiceError
+from service.errors import ServiceError, Unauthorized
 
 JSON = b"application/json"
 
 STATUS = {
     "invalid_input": 400,
+    "unauthorized": 401,
     "unknown_model": 404,
     "body_timeout": 408,
     "too_large": 413,
@@ -51,11 +52,13 @@ class Answer:
 
 def error_answer(error: ServiceError) -> Answer:
     """`error` in the JSON that every error has."""
-    return refusal(STATUS[error.code], error.code, error.message, error.field, retry_after(error))
+    return refusal(STATUS[error.code], error.code, error.message, error.field, headers_of(error))
 
 
-def retry_after(error: ServiceError) -> bytes:
-    """The header line that says when a retry may succeed, if one may."""
+def headers_of(error: ServiceError) -> bytes:
+    """The header lines of its answer: when a retry may succeed, or what a client has to send."""
+    if isinstance(error, Unauthorized):
+        return b"www-authenticate: Bearer\r\n"
     if error.retry_after_s is None:
         return b""
     return b"retry-after: %d\r\n" % error.retry_after_s
@@ -67,6 +70,12 @@ def refusal(status: int, code: str, message: str, field: str = "", headers: byte
     text = message.encode("utf-8", "replace").decode()
     body = orjson.dumps({"error": {"code": code, "field": field, "message": text}})
     return Answer(status, JSON, body, headers)
+
+
+def protocol_error(status: int, message: str, headers: bytes = b"") -> Answer:
+    """An error as the Open Inference Protocol has it."""
+    text = message.encode("utf-8", "replace").decode()
+    return Answer(status, JSON, orjson.dumps({"error": text}), headers)
 
 
 INTERNAL_ERROR = refusal(500, "internal", "internal error; see the server log")

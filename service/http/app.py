@@ -18,8 +18,8 @@ from starlette.requests import ClientDisconnect
 from lenet import distribution_version
 from service.engine.models import Models
 from service.errors import Cancelled, ServiceError, UnknownModel, shown
-from service.http.answer import INTERNAL_ERROR, Answer, refusal
-from service.http.infer import InferRoute, protocol_error
+from service.http.answer import INTERNAL_ERROR, Answer, protocol_error, refusal
+from service.http.infer import InferRoute
 from service.http.openapi import (
     APPLICATION,
     Health,

@@ -32,6 +32,7 @@ import logging
 import math
 from collections import deque
 from socket import SO_ERROR, SOL_SOCKET
+from ssl import SSLContext
 from typing import Any, cast
 
 import httptools
@@ -42,6 +43,8 @@ from service.budget import Budget
 from service.errors import ServiceError, shown
 from service.http.answer import INTERNAL_ERROR, Answer, refusal, status_line
 from service.http.exchange import BUFFERED_BYTES, AsgiExchange, Exchange
+from service.http.gate import Gate
+from service.http.handshake import Handshake
 from service.http.head import FastCall, FastRoutes, Head, Refused
 
 _log = logging.getLogger(__name__)
@@ -70,8 +73,6 @@ _KNOWN_HEADS = 512
 _KNOWN_HEAD_BYTES = 2048
 _KNOWN_STARTS = 512
 
-_MALFORMED = "malformed HTTP request; expected HTTP/1.1, in the clear"
-
 
 class FrontDoor:
     """What the connections of one server share; calling it makes one, as uvicorn does.
@@ -84,6 +85,8 @@ class FrontDoor:
         routes: FastRoutes,
         budget: Budget,
         *,
+        gate: Gate | None = None,
+        tls: SSLContext | None = None,
         max_connections: int = 1 << 16,
         max_header_bytes: int = 64 * 1024,
         header_timeout_s: float = 10.0,
@@ -92,6 +95,9 @@ class FrontDoor:
     ) -> None:
         self.routes = routes
         self.budget = budget
+        self.gate = gate or Gate()
+        self.tls = tls
+        self.scheme = b"http" if tls is None else b"https"
         self.max_connections = max_connections
         self.max_header_bytes = max_header_bytes
         self.header_timeout_s = header_timeout_s
@@ -100,6 +106,7 @@ class FrontDoor:
         self.known: dict[bytes, Head] = {}
         """By header section, as it came: clients send the same one again and again."""
         self.connections: set[Connection] = set()
+        self.handshakes: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._sweeping = False
         self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
@@ -237,6 +244,11 @@ class Connection(asyncio.Protocol):
         self.door.add(self)
         self._stopping = self.door.stopping
         self.state.connections.add(self)  # type: ignore[arg-type]
+        if self.door.tls is not None:
+            shaking = Handshake(self).run(self.door.tls, self.door.header_timeout_s)
+            task = self.loop.create_task(shaking)
+            self.door.handshakes.add(task)
+            task.add_done_callback(self.door.handshakes.discard)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.door.connections.discard(self)
@@ -406,7 +418,8 @@ class Connection(asyncio.Protocol):
                 _log.exception("a request failed")
                 self._end_with(INTERNAL_ERROR)
             except httptools.HttpParserError:
-                self._refuse(400, _MALFORMED)
+                in_clear = ", in the clear" if self.door.tls is None else ""
+                self._refuse(400, f"malformed HTTP request; expected HTTP/1.1{in_clear}")
 
     def _without_upgrade(self, rest: bytes) -> bytes:
         """The request that asked for an upgrade as if it did not, and `rest`, for a new parser."""
@@ -550,7 +563,12 @@ class Connection(asyncio.Protocol):
             return
         keep_alive = parser.should_keep_alive()
         try:
-            head = Head(method, self._url, version, self._pairs, keep_alive, door.routes)
+            head = Head(
+                *(method, self._url, version, self._pairs, keep_alive),
+                door.routes,
+                door.gate,
+                door.scheme,
+            )
         except Refused as exc:
             self._end_with(exc.answer)
             return

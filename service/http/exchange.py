@@ -130,7 +130,7 @@ class AsgiExchange(Exchange):
             "http_version": head.version,
             # The answer to HEAD is that to GET without its body, which `_send` leaves out.
             "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
-            "scheme": "http",
+            "scheme": connection.door.scheme.decode(),
             "path": unquote(head.path.decode("latin-1")),
             "raw_path": head.path,
             "query_string": head.query,

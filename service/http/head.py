@@ -12,6 +12,7 @@ import httptools
 
 from service.errors import ServiceError, shown
 from service.http.answer import Answer, refusal
+from service.http.gate import Gate
 
 _LENGTH_DIGITS = 20
 """Of 2^64, which the parser does not exceed; but it takes any number of leading zeros."""
@@ -128,6 +129,8 @@ class Head:
         pairs: Sequence[tuple[bytes, bytes]],
         keep_alive: bool,
         routes: FastRoutes,
+        gate: Gate,
+        scheme: bytes = b"http",
     ) -> None:
         self.method, self.version = method, version
         self.headers = tuple((name.lower(), value) for name, value in pairs)
@@ -165,17 +168,20 @@ class Head:
             raise Refused(400, f"target: got {shown(url.decode('latin-1'))}, expected a path")
         if not url.startswith(b"/") and url != b"*":
             parts = httptools.parse_url(url)  # the absolute form, RFC 9112, 3.2.2
-            if parts.schema.lower() != b"http":  # RFC 9110, 7.4: not over a connection in the clear
-                raise Refused(
-                    421, f"target: got scheme {shown(parts.schema.decode())}, expected http"
-                )
+            if parts.schema.lower() != scheme:  # RFC 9110, 7.4
+                found = shown(parts.schema.decode())
+                raise Refused(421, f"target: got scheme {found}, expected {scheme.decode()}")
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
+        self.route: FastRoute | None
         self.route, values = _find(routes, method, unquote_to_bytes(self.path))
         self.error: ServiceError | None = None
         self.wanted: Any = None
         self.known_length = 0
-        if self.route is not None:
+        given = next((value for name, value in self.headers if name == b"authorization"), None)
+        if (denied := gate.check(self.path, given)) is not None:
+            self.route, self.error = denied
+        elif self.route is not None:
             named: dict[str, str] = {}
             for name, value in self.headers:
                 named.setdefault(name.decode("latin-1"), value.decode("latin-1"))

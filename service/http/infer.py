@@ -14,7 +14,7 @@ import orjson
 from lenet.nvtx import span
 from service.engine.queue import BatchAnswer, Request
 from service.errors import ServiceError, invalid, shown
-from service.http.answer import JSON, STATUS, Answer, retry_after
+from service.http.answer import JSON, STATUS, Answer, headers_of, protocol_error
 from service.http.infer_body import LENGTH_HEADER, Asked, read_infer_body
 from service.http.openapi import BINARY
 from service.http.predict import ENCODED_ROWS, IN_PLACE, ImageCall, ImageRoute, Reply, Wanted
@@ -64,14 +64,7 @@ class InferRoute(ImageRoute):
 
     def error(self, error: ServiceError) -> Answer:
         """The protocol's form."""
-        return protocol_error(STATUS[error.code], error.message, retry_after(error))
-
-
-def protocol_error(status: int, message: str, headers: bytes = b"") -> Answer:
-    """An error as the protocol has it."""
-    # The message may quote a lone surrogate that the client sent; JSON cannot contain it.
-    text = message.encode("utf-8", "replace").decode()
-    return Answer(status, JSON, orjson.dumps({"error": text}), headers)
+        return protocol_error(STATUS[error.code], error.message, headers_of(error))
 
 
 class InferCall(ImageCall):

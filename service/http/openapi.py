@@ -121,6 +121,8 @@ def _header(description: str, kind: str = "string") -> dict[str, Any]:
 
 
 _RETRY_AFTER = {"Retry-After": _header("Seconds after which a retry may succeed.", "integer")}
+_CHALLENGE = {"WWW-Authenticate": _header("Bearer.")}
+_ERROR_HEADERS = {401: _CHALLENGE, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
 _TIMES = {
     "X-Model-Version": _header("The version that computed the whole answer."),
     "Server-Timing": _header("Milliseconds in each stage of the request."),
@@ -128,6 +130,11 @@ _TIMES = {
 _SEVEN_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
 _ERRORS = {
     400: ("invalid_input", "images[0]", "images[0]: got 783 values, expected 28 rows of 28, ..."),
+    401: (
+        "unauthorized",
+        "authorization",
+        "authorization: got none, expected Bearer and one of the service's keys",
+    ),
     404: ("unknown_model", "model", "model 'vgg' is not loaded, expected one of lenet, mlp"),
     408: ("body_timeout", "body", "body: got 100 bytes in 30 s, expected the whole body"),
     413: ("too_large", "images", "images: got 20000 images, expected at most 16384 in a request"),
@@ -164,7 +171,7 @@ def predict_responses() -> dict[int | str, dict[str, Any]]:
         responses[status] = {
             "model": ErrorResponse,
             "content": {"application/json": {"example": error}},
-            "headers": _RETRY_AFTER if status in (429, 503) else {},
+            "headers": _ERROR_HEADERS.get(status, {}),
         }
     return responses
 
@@ -285,7 +292,7 @@ def infer_responses() -> dict[int | str, dict[str, Any]]:
         responses[status] = {
             "model": ProtocolError,
             "content": {"application/json": {"example": {"error": message}}},
-            "headers": _RETRY_AFTER if status in (429, 503) else {},
+            "headers": _ERROR_HEADERS.get(status, {}),
         }
     return responses
 

@@ -16,8 +16,7 @@ from pydantic import BaseModel
 from lenet import DISTRIBUTION, distribution_version
 from service.engine.models import Models, ServedModel
 from service.errors import UnknownModel
-from service.http.answer import STATUS
-from service.http.infer import protocol_error
+from service.http.answer import STATUS, protocol_error
 from service.http.openapi import Health, ProtocolError, model_parameters
 from service.metrics import Metrics
 from service.open_inference import (

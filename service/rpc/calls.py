@@ -38,11 +38,13 @@ from service.errors import (
     Overloaded,
     ServiceError,
     TooLarge,
+    Unauthorized,
     Unavailable,
     UnknownModel,
     UnsupportedMediaType,
     stopping,
 )
+from service.keys import Keys
 
 _log = logging.getLogger(__name__)
 
@@ -88,6 +90,7 @@ _STATM = Path("/proc/self/statm")
 _CODES: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
     TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
+    Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
     UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -180,8 +183,9 @@ class OpenCall:
 class Calls:
     """The open calls of one server. Belongs to the running event loop."""
 
-    def __init__(self, budget: Budget, max_message_bytes: int) -> None:
+    def __init__(self, budget: Budget, max_message_bytes: int, keys: Keys | None = None) -> None:
         self._budget = budget
+        self._keys = keys or Keys()
         self._max_message_bytes = max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._open: set[OpenCall] = set()
@@ -203,15 +207,29 @@ class Calls:
         """None until the stop begins; set once GOAWAY has been sent to every client."""
 
     def open(
-        self, context: Context, began_s: float, timeout_s: float, *, spare: int = 0
+        self,
+        context: Context,
+        began_s: float,
+        timeout_s: float,
+        *,
+        spare: int = 0,
+        public: bool = False,
     ) -> OpenCall:
         """Admit the call of `context`, to be closed by `close`.
 
-        It began at `began_s` of `time.monotonic()` and has `timeout_s` from then on.
+        It began at `began_s` of `time.monotonic()` and has `timeout_s` from then on. One that is
+        `public` needs no key.
 
         Raises:
+            Unauthorized: no right key came with it.
             Overloaded: `MAX_CALLS` and `spare` are open.
         """
+        if self._keys and not public:
+            metadata = context.invocation_metadata() or ()
+            given = next((value for name, value in metadata if name == "authorization"), None)
+            text = given if given is None or isinstance(given, str) else ""  # bytes: not this one
+            if (error := self._keys.check(text)) is not None:
+                raise error
         self._admitted += 1
         if len(self._open) >= MAX_CALLS + spare and not self._end_oldest_slow():
             raise Overloaded(f"{len(self._open)} calls are open; try again later", retry_after_s=1)

@@ -2,7 +2,7 @@
 
 Compressed messages are rejected, because a small one may decompress to a large one: grpcio 1.83
 decompresses a message whole before it checks the limit, 1.85 up to the limit, 32 MB for 32 KB in
-each of as many calls as a client opens. TLS and authentication belong to a proxy in front.
+each of as many calls as a client opens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import grpc
 from service.budget import Budget
 from service.engine.models import Models
 from service.images.decoders import Decoders
+from service.keys import Keys
 from service.listener import at, cannot_listen, probe
 from service.metrics import Metrics
 from service.rpc.calls import MAX_CALLS, Calls
 from service.rpc.servicer import HealthServicer, InferenceServicer, add_servicers
+from service.tls import CertificateFiles
 
 _IDENTITY_ONLY = 1
 """Bit set of grpc_compression_algorithm: "identity" alone."""
@@ -45,10 +47,22 @@ _log = logging.getLogger(__name__)
 class GrpcServer:
     """A server that listens on `port`."""
 
-    def __init__(self, server: grpc.aio.Server, calls: Calls, port: int) -> None:
+    def __init__(
+        self, server: grpc.aio.Server, calls: Calls, port: int, credentials: _Credentials | None
+    ) -> None:
         self._server, self._calls = server, calls
+        self._credentials = credentials
         self._stopping = False
         self.port = port
+
+    def renew_certificate(self) -> None:
+        """Present what the certificate's files hold now to clients that connect from now on.
+
+        Raises:
+            InvalidCertificate: they cannot be read; the earlier ones stay.
+        """
+        if self._credentials is not None:
+            self._credentials.renew()
 
     async def stop(self, timeout_s: float) -> None:
         """Reject new calls at once, let running ones finish for `timeout_s`, end the rest.
@@ -75,6 +89,24 @@ class GrpcServer:
             stopping.cancel()
 
 
+class _Credentials:
+    """A server's certificate, which may be renewed; gRPC asks for it in every handshake."""
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self._latest = self._read()
+        self.server = grpc.dynamic_ssl_server_credentials(
+            self._latest, lambda: self._latest, files.client_ca is not None
+        )
+
+    def renew(self) -> None:
+        self._latest = self._read()
+
+    def _read(self) -> grpc.ServerCertificateConfiguration:
+        key, certificate, authority = self._files.contents()
+        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+
+
 @asynccontextmanager
 async def serve(
     models: Models,
@@ -90,16 +122,20 @@ async def serve(
     max_connections: int,
     timeout_s: float,
     stop_timeout_s: float,
+    keys: Keys | None = None,
+    certificate: CertificateFiles | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve on the running loop, on a free port if `port` is 0; stops on leaving.
 
     With `shared`, other processes of this user may open the same port (SO_REUSEPORT) and the
     kernel distributes connections; the caller makes sure that the port was free before the first.
+    Calls need one of `keys`, if there are any, and clients TLS, if there is a `certificate`.
     `timeout_s` is the longest that a call may take, `stop_timeout_s` what running calls get on
     leaving.
 
     Raises:
         CannotListen: the address cannot be listened on; the message names it.
+        InvalidCertificate: its files cannot be read.
     """
     # grpcio 1.85 prints why it cannot bind an address, and does not return the reason.
     addresses = probe(host, port, shared=shared)
@@ -121,17 +157,21 @@ async def serve(
             ("grpc.keepalive_permit_without_calls", 1),
         ),
     )
-    calls = Calls(budget, max_body_bytes)
+    calls = Calls(budget, max_body_bytes, keys)
+    credentials = None if certificate is None else _Credentials(certificate)
     inference = InferenceServicer(
         models, metrics, decoders, calls, max_images=max_images, timeout_s=timeout_s
     )
     add_servicers(server, inference, HealthServicer(models), calls)
     for address in addresses:
         try:
-            port = server.add_insecure_port(at(address, port))
+            if credentials is None:
+                port = server.add_insecure_port(at(address, port))
+            else:
+                port = server.add_secure_port(at(address, port), credentials.server)
         except RuntimeError as exc:  # in use since the probe
             raise cannot_listen(address, port, OSError(errno.EADDRINUSE, str(exc))) from exc
-    grpc_server = GrpcServer(server, calls, port)
+    grpc_server = GrpcServer(server, calls, port, credentials)
     starting = asyncio.create_task(server.start())
     try:
         await asyncio.shield(starting)  # grpc's own tasks fail when their start is cancelled

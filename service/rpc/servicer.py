@@ -63,6 +63,9 @@ _QUESTIONS = (
 )
 """The calls besides ModelInfer."""
 
+_HEALTH = ("ServerLive", "ServerReady")
+"""Open to all: probes have no keys."""
+
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
 
 _GATHERED_IMAGES = 256
@@ -260,11 +263,18 @@ def add_servicers(
     """
     handler = grpc.stream_unary_rpc_method_handler
     questions = {
-        name: handler(_handler(getattr(inference, name), getattr(pb, f"{name}Request"), calls))
+        name: handler(
+            _handler(
+                getattr(inference, name),
+                getattr(pb, f"{name}Request"),
+                calls,
+                public=name in _HEALTH,
+            )
+        )
         for name in _QUESTIONS
     }
     infer = handler(inference.ModelInfer)
-    check = handler(_handler(health.check, health_pb2.HealthCheckRequest, calls))
+    check = handler(_handler(health.check, health_pb2.HealthCheckRequest, calls, public=True))
     services = {
         SERVICE: {**questions, "ModelInfer": infer},
         "grpc.health.v1.Health": {"Check": check},
@@ -278,14 +288,19 @@ def add_servicers(
 
 
 def _handler(
-    answer: Callable[[Any], Message | Awaitable[Message]], request: type[Message], calls: Calls
+    answer: Callable[[Any], Message | Awaitable[Message]],
+    request: type[Message],
+    calls: Calls,
+    *,
+    public: bool = False,
 ) -> Callable[[object, Context], Any]:
-    """The handler of a method whose `answer` to a `request` is at hand."""
+    """The handler of a method whose `answer` to a `request` is at hand, `public` without a key."""
 
     async def outcome(context: Context) -> bytes | Status:
         call = None
         try:
-            call = calls.open(context, time.monotonic(), MESSAGE_S, spare=SPARE_CALLS)
+            now_s = time.monotonic()
+            call = calls.open(context, now_s, MESSAGE_S, spare=SPARE_CALLS, public=public)
             message = await calls.receive(call)
             if len(message) > _MAX_QUESTION_BYTES:
                 got = f"{len(message)} bytes"

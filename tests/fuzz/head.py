@@ -11,6 +11,7 @@ from urllib.parse import unquote_plus
 import httptools
 
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
+from service.http.gate import Gate
 from service.http.head import Head, Refused
 from service.http.predict import PredictRoute, PredictWanted, accepts_binary
 from service.images import ACCEPTED, Limits
@@ -50,6 +51,7 @@ class _Reader:
                 self.pairs,
                 parser.should_keep_alive(),
                 {(b"POST", b"/predict"): self._route},
+                Gate(),
             )
         except Refused as exc:
             self.head = exc

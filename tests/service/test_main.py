@@ -66,6 +66,7 @@ TEXTS = {
     "default_model": "mlp",
     "max_queue_rows": "40000",
     "max_in_flight_bytes": "67108864",
+    "api_keys": "a key of 16 characters or more",
 }
 
 
@@ -73,6 +74,10 @@ TEXTS = {
 def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name, monkeypatch):
     text = TEXTS.get(name, "785")
     flag = f"--{name.replace('_', '-')}"
+    if name.startswith("tls_"):  # belongs to others
+        others = {"tls_certificate", "tls_key"} - {name}
+        for other in others:
+            monkeypatch.setenv(f"LENET_{other.upper()}", "file")
     main([flag] if text == "True" else [flag, text])
     monkeypatch.setenv(f"LENET_{name.upper()}", text)
     main([])
@@ -89,6 +94,11 @@ def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name
         (["--port", "70000"], "--port is '70000', expected a whole number >= 0 and <= 65535"),
         (["--devices", "0,x"], "--devices is 'x', expected a whole number >= 0"),
         (["--devices", "1,1"], "--devices is 1,1, expected each GPU once"),
+        (
+            ["--api-keys", "long enough by far, secret"],
+            "--api-keys: key 2 of 2 has 6 characters, expected at least 16, ASCII alone",
+        ),
+        (["--tls-key", "key.pem"], "--tls-certificate and --tls-key belong together"),
         (
             ["--prot", "9000"],
             "--prot is unknown; did you mean --port? (--help lists every setting)",

@@ -477,6 +477,7 @@ CODES = {
     errors.TooLarge: "INVALID_ARGUMENT",
     errors.UnsupportedMediaType: "INVALID_ARGUMENT",
     errors.UnknownModel: "NOT_FOUND",
+    errors.Unauthorized: "UNAUTHENTICATED",
     errors.Overloaded: "RESOURCE_EXHAUSTED",
     errors.Cancelled: "CANCELLED",
     errors.Unavailable: "UNAVAILABLE",

@@ -1,0 +1,80 @@
+"""The TLS handshake of a connection that is accepted already.
+
+A server that is made with a TLS context tells the connection of its client only after the
+handshake: whoever connects and then keeps silent would count nowhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from service.http.connection import Connection
+
+
+class Handshake(asyncio.Protocol):
+    """Stands in for `connection` until its transport is encrypted.
+
+    `connection` then has the new transport, or is lost.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._early: list[bytes] = []
+        self._ended = False
+        # uvloop begins to read when `connection_made` returns, even if it paused the transport.
+        connection.transport.set_protocol(self)
+
+    async def run(self, tls: SSLContext, timeout_s: float) -> None:
+        """Do it, within `timeout_s`."""
+        connection = self._connection
+        loop, plain = connection.loop, connection.transport
+        securing = loop.create_task(
+            loop.start_tls(plain, self, tls, server_side=True, ssl_handshake_timeout=timeout_s)
+        )
+        loop.call_soon(self._hand_on)  # in the same turn, so that nothing comes in between
+        secured: asyncio.Transport | None = None
+        with suppress(OSError):  # another protocol, no right certificate, too late, gone
+            secured = await securing
+        if secured is None or secured.is_closing():
+            plain.abort()
+            connection.connection_lost(None)
+            return
+        connection.transport = secured
+        secured.set_protocol(connection)
+        for data in self._early:
+            connection.data_received(data)
+        if self._ended and not connection.eof_received():
+            secured.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Before TLS has taken over, its first bytes; later what came with the last of them."""
+        self._early.append(data)
+
+    def eof_received(self) -> bool:
+        """The client has said all."""
+        self._ended = True
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._connection.connection_lost(exc)
+
+    def _hand_on(self) -> None:
+        """Give what came too early to the protocol that `start_tls` has put in this one's place."""
+        found = self._connection.transport.get_protocol()
+        if found is self:
+            return  # it failed
+        protocol = cast("asyncio.BufferedProtocol", found)
+        rest = memoryview(b"".join(self._early))
+        self._early.clear()
+        while rest:
+            buffer = memoryview(protocol.get_buffer(len(rest)))
+            size = min(len(buffer), len(rest))
+            buffer[:size] = rest[:size]
+            protocol.buffer_updated(size)
+            rest = rest[size:]
