@@ -35,6 +35,7 @@ from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
 from service import descriptors
+from service.access_log import AccessLog, access_log
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
@@ -91,6 +92,7 @@ class Service:
     budget: Budget
     grpc: GrpcServer
     gate: Gate
+    access: AccessLog | None
     faults: Faults | None
     """With `--fault-injection`."""
 
@@ -143,6 +145,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
         budget = Budget(settings.max_in_flight_bytes)
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
+        access = stack.enter_context(access_log(settings.access_log))
         keys = Keys(key.get_secret_value() for key in settings.api_keys)
         grpc = await stack.enter_async_context(
             serve(
@@ -154,6 +157,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 port=settings.grpc_port,
                 shared=shared,
                 keys=keys,
+                access=access,
                 certificate=settings.certificate,
                 max_body_bytes=settings.max_body_bytes,
                 max_images=settings.max_images,
@@ -184,10 +188,14 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 for owner in (MODEL, MODEL_VERSION)
             },
         }
-        gate = Gate(keys, lambda error: metrics.request_done(NO_MODEL, "http", error.code))
+        gate = Gate(
+            keys,
+            settings.cors_origins,
+            lambda error: metrics.request_done(NO_MODEL, "http", error.code),
+        )
         models.ready = True
         try:
-            yield Service(models, metrics, app, fast_routes, budget, grpc, gate, faults)
+            yield Service(models, metrics, app, fast_routes, budget, grpc, gate, access, faults)
         finally:
             models.ready = False
 
@@ -377,6 +385,7 @@ async def _answer(
         service.fast_routes,
         service.budget,
         gate=service.gate,
+        access=service.access,
         tls=tls,
         max_connections=descriptors.connections()[0],
     )

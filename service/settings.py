@@ -5,6 +5,7 @@ A flag wins over a variable. Below `server` only small values are passed on, nev
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
@@ -15,6 +16,7 @@ from service.budget import Budget
 from service.keys import MIN_CHARACTERS
 from service.tls import CertificateFiles
 
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:\[\]-]+")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -112,6 +114,13 @@ class Settings(BaseSettings):
     for health needs `Authorization: Bearer KEY`. Better as a variable than as a flag, which `ps`
     shows."""
 
+    cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
+    """Origins, separated by commas, whose pages may read answers: https://example.org, or * for
+    all."""
+
+    access_log: Literal["off", "text", "json"] = "off"
+    """A line on standard output for each answer over HTTP and gRPC."""
+
     tls_certificate: Path | None = None
     """PEM file of a certificate and its chain: HTTPS, and gRPC over TLS. SIGHUP reads it again."""
 
@@ -149,8 +158,9 @@ class Settings(BaseSettings):
     @classmethod
     def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
         devices, models = values.get("devices"), values.get("models")
-        if isinstance(keys := values.get("api_keys"), str):
-            values = {**values, "api_keys": tuple(filter(None, map(str.strip, keys.split(","))))}
+        for name in ("api_keys", "cors_origins"):
+            if isinstance(text := values.get(name), str):
+                values = {**values, name: tuple(filter(None, map(str.strip, text.split(","))))}
         if isinstance(devices, str):
             numbers = () if devices == "all" else tuple(devices.split(","))
             values = {**values, "devices": numbers}
@@ -167,6 +177,12 @@ class Settings(BaseSettings):
                 raise ValueError(
                     f"--api-keys: key {number} of {len(self.api_keys)} has {len(text)} characters, "
                     f"expected at least {MIN_CHARACTERS}, ASCII alone"
+                )
+        for origin in self.cors_origins:
+            if origin != "*" and not _ORIGIN.fullmatch(origin):
+                raise ValueError(
+                    f"--cors-origins: got {origin!r}, expected a scheme and a host without a path, "
+                    "as https://example.org:8443, or *"
                 )
         files = self.tls_certificate, self.tls_key
         if any(files) != all(files) or (self.tls_client_ca and not any(files)):

@@ -24,7 +24,7 @@ PATIENCE_S = 30.0
 class Service:
     """A running `python -m service`; its log lines as they come."""
 
-    def __init__(self, arguments, folder, program=("-m", "service")):
+    def __init__(self, arguments, folder, program=("-m", "service"), output=subprocess.DEVNULL):
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         plain = {key: text for key, text in os.environ.items() if not key.startswith("LENET_")}
@@ -33,7 +33,7 @@ class Service:
             [sys.executable, *program, *arguments],
             cwd=folder,
             env={**plain, "PYTHONPATH": path, "TMPDIR": str(self.temporary)},
-            stdout=subprocess.DEVNULL,
+            stdout=output,
             stderr=subprocess.PIPE,
             text=True,
             start_new_session=True,

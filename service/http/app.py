@@ -12,10 +12,11 @@ from functools import partial
 from typing import Any
 
 from fastapi import FastAPI, Request, Response
+from fastapi_offline import FastAPIOffline
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
-from lenet import distribution_version
+from lenet import DISTRIBUTION, distribution_version
 from service.engine.models import Models
 from service.errors import Cancelled, ServiceError, UnknownModel, shown
 from service.http.answer import INTERNAL_ERROR, Answer, protocol_error, refusal
@@ -52,10 +53,11 @@ def create_app(
         infer: answers inference by the Open Inference Protocol.
         info: what GET /info answers, asked for each time.
     """
-    app = FastAPI(
+    app = FastAPIOffline(
         **APPLICATION,
         version=distribution_version(),
         redoc_url=None,
+        static_url="/docs/static",
         redirect_slashes=False,  # the redirect would contain the request's Host header
     )
 
@@ -93,6 +95,13 @@ def create_app(
         )
     app.include_router(protocol_routes(models, metrics, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
+
+    @operation("/", summary="Where everything is")
+    async def index() -> dict[str, str]:
+        """The paths of this document, health, models and metrics."""
+        paths = {"docs": "/docs", "openapi": "/openapi.json", "models": "/info"}
+        health = {"live": "/healthz", "ready": "/readyz", "metrics": "/metrics"}
+        return {"name": DISTRIBUTION, "version": distribution_version(), **paths, **health}
 
     @operation("/healthz", summary="Liveness")
     async def healthz() -> Health:

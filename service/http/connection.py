@@ -39,6 +39,7 @@ import httptools
 from uvicorn import Config
 from uvicorn.server import ServerState
 
+from service.access_log import AccessLog
 from service.budget import Budget
 from service.errors import ServiceError, shown
 from service.http.answer import INTERNAL_ERROR, Answer, refusal, status_line
@@ -86,6 +87,7 @@ class FrontDoor:
         budget: Budget,
         *,
         gate: Gate | None = None,
+        access: AccessLog | None = None,
         tls: SSLContext | None = None,
         max_connections: int = 1 << 16,
         max_header_bytes: int = 64 * 1024,
@@ -96,6 +98,7 @@ class FrontDoor:
         self.routes = routes
         self.budget = budget
         self.gate = gate or Gate()
+        self.access = access
         self.tls = tls
         self.scheme = b"http" if tls is None else b"https"
         self.max_connections = max_connections
@@ -697,9 +700,12 @@ class Connection(asyncio.Protocol):
             connection = b"connection: close\r\n"
         elif head is not None and head.version == "1.0":
             connection = b"connection: keep-alive\r\n"
-        if head is not None and head.method == b"HEAD":
-            body = b""
-        return b"%s%s%s\r\n%s" % (start, answer.headers, connection, body)
+        extra = b""
+        if head is not None:
+            extra = head.extra
+            if head.method == b"HEAD":
+                body = b""
+        return b"%s%s%s%s\r\n%s" % (start, answer.headers, extra, connection, body)
 
     def _finish(self) -> None:
         """Shut our side, and linger."""
@@ -789,6 +795,7 @@ class RefusedExchange(Exchange):
         super().__init__(connection, None)
         self.close = True
         self.answer = connection.encode(None, answer, close=True)
+        self.log(answer.status, len(answer.body))
 
 
 class FastExchange(Exchange):
@@ -800,6 +807,7 @@ class FastExchange(Exchange):
 
     def open(self) -> None:
         head = self.head
+        self.note_beginning()
         assert head.route is not None, "bug: not a fast route"
         if head.error is not None:
             answer = head.route.refuse(head.error)
@@ -817,6 +825,7 @@ class FastExchange(Exchange):
         """The whole body has arrived with the headers, which are without error."""
         route = self.head.route
         assert route is not None, "bug: not a fast route"
+        self.note_beginning()
         self.whole = True
         self._call = call = route.open(self.head.wanted, self._reply)
         call.end(body)
@@ -862,6 +871,10 @@ class FastExchange(Exchange):
         connection, head = self.connection, self.head
         self.close = connection.will_close(self)
         first = connection.encode(head, answer, self.close)
+        if answer.status >= 500 and head.ids:
+            _log.error("%s was answered with %d: %s", self.request, answer.status, head.ids)
+        if connection.door.access is not None:
+            self.log(answer.status, sum(map(len, answer.rest), len(answer.body)))
         if not connection.is_first(self):
             self.answer = b"".join((first, *answer.rest))
             connection.keep(self.answer)

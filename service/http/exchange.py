@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from urllib.parse import unquote
 from service.errors import ServiceError
 from service.http.answer import INTERNAL_ERROR, Answer, status_line
 from service.http.head import Head
+from service.ids import Ids
 
 if TYPE_CHECKING:
     from service.http.connection import Connection, FrontDoor
@@ -38,9 +40,40 @@ class Exchange:
     """Whether the body has arrived."""
     buffered_bytes = 0
     _asked = False
+    _began_s = 0.0
 
     def __init__(self, connection: Connection, head: Head | None) -> None:
         self.connection, self.head = connection, head
+
+    def note_beginning(self) -> None:
+        """Note the time, for the access log."""
+        if self.connection.door.access is not None:
+            self._began_s = time.perf_counter()
+
+    @property
+    def request(self) -> str:
+        """Method and target, for logs."""
+        if self.head is None:
+            return "-"
+        head = self.head
+        target = head.path + b"?" * bool(head.query) + head.query
+        return f"{head.method.decode('ascii')} {target.decode('latin-1')}"
+
+    def log(self, status: int, size: int) -> None:
+        """Add the answer to the access log, if there is one; `size` is its body's."""
+        connection = self.connection
+        if connection.door.access is not None:
+            now_s = time.perf_counter()  # the loop's clock stands still during a turn
+            client = "{}:{}".format(*connection.client) if connection.client else "-"
+            connection.door.access.add(
+                connection.door.scheme.decode(),
+                client,
+                self.request,
+                status,
+                size,
+                now_s - (self._began_s or now_s),
+                self.head.ids if self.head else Ids(),
+            )
 
     def open(self) -> None:
         """The headers have arrived."""
@@ -94,10 +127,12 @@ class AsgiExchange(Exchange):
         self._body: deque[bytes] = deque()
         self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
         self._chunked = self._gone = self._handed_over = False
+        self._sent_bytes = 0
         self._response: Mapping[str, Any] | None = None
         self._task: asyncio.Task[None] | None = None
 
     def open(self) -> None:
+        self.note_beginning()
         if self.connection.is_first(self):
             self.start()
 
@@ -146,7 +181,7 @@ class AsgiExchange(Exchange):
             connection.transport.abort()
             raise
         except Exception:  # noqa: BLE001 - the application's edge: the client gets an answer
-            _log.exception("%s %s failed", scope["method"], scope["path"])
+            _log.exception("%s failed%s", self.request, f": {head.ids}" if head.ids else "")
         if self._gone or self.answer is not None:
             return
         if self.begun:  # the answer is incomplete, and nothing else can say so
@@ -154,6 +189,7 @@ class AsgiExchange(Exchange):
             return
         self.close = connection.will_close(self)
         self.answer = connection.encode(head, INTERNAL_ERROR, self.close)
+        self.log(INTERNAL_ERROR.status, len(INTERNAL_ERROR.body))
         connection.flush()
 
     async def _receive(self) -> dict[str, Any]:
@@ -189,10 +225,13 @@ class AsgiExchange(Exchange):
             else:
                 pieces.append(body)
         data = b"".join(pieces)
+        self._sent_bytes += len(body)
         if more:
             self.connection.transport.write(data)
         else:
             self.answer = data
+            assert self._response is not None, "bug: an end before its start"
+            self.log(self._response["status"], self._sent_bytes)
             self._arrived.set()
             self.connection.flush()
         await self.connection.drained()
@@ -217,4 +256,5 @@ class AsgiExchange(Exchange):
             headers.append((b"connection", b"keep-alive"))
         lines = [b"%s: %s\r\n" % header for header in headers]
         common = connection.door.common_headers(connection.state)
-        return b"".join((status_line(response["status"]), common, *lines, b"\r\n"))
+        extra = self.head.extra
+        return b"".join((status_line(response["status"]), common, *lines, extra, b"\r\n"))

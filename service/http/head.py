@@ -13,6 +13,7 @@ import httptools
 from service.errors import ServiceError, shown
 from service.http.answer import Answer, refusal
 from service.http.gate import Gate
+from service.ids import Ids
 
 _LENGTH_DIGITS = 20
 """Of 2^64, which the parser does not exceed; but it takes any number of leading zeros."""
@@ -98,8 +99,9 @@ class Refused(Exception):
 class Head:
     """The checked headers of a request.
 
-    `known_length` is the length of the body where an equal header section may be taken for this
-    one without parsing it: on a fast route, without error, on a connection that is kept. Else 0.
+    `extra` are header lines of the answer. `known_length` is the length of the body where an equal
+    header section may be taken for this one without parsing it: on a fast route, without error, on
+    a connection that is kept. Else 0.
 
     Raises:
         Refused: they break HTTP's rules.
@@ -109,7 +111,9 @@ class Head:
         "chunked",
         "error",
         "expects_continue",
+        "extra",
         "headers",
+        "ids",
         "keep_alive",
         "known_length",
         "length",
@@ -178,13 +182,14 @@ class Head:
         self.error: ServiceError | None = None
         self.wanted: Any = None
         self.known_length = 0
-        given = next((value for name, value in self.headers if name == b"authorization"), None)
-        if (denied := gate.check(self.path, given)) is not None:
-            self.route, self.error = denied
+        named: dict[str, str] = {}
+        for name, value in self.headers:
+            named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        self.ids = Ids.read(named)
+        self.extra = self.ids.line + gate.cors_lines(named)
+        if (stopped := gate.check(method, self.path, named)) is not None:
+            self.route, self.error = stopped
         elif self.route is not None:
-            named: dict[str, str] = {}
-            for name, value in self.headers:
-                named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
             try:
                 self.wanted = self.route.read(self.query, named, values)
             except ServiceError as exc:
@@ -192,5 +197,7 @@ class Head:
                 self.error = exc.with_traceback(None)
                 exc.__context__ = exc.__cause__ = None
             else:
-                if self.keep_alive and not (self.expects_continue or self.chunked):
+                # An id is not sent again.
+                once = self.expects_continue or self.chunked or self.ids
+                if self.keep_alive and not once:
                     self.known_length = self.length or 0

@@ -28,6 +28,7 @@ from typing import Any, TypeAlias
 
 import grpc
 
+from service.access_log import AccessLog
 from service.budget import Budget
 from service.errors import (
     BodyTimeout,
@@ -44,6 +45,7 @@ from service.errors import (
     UnsupportedMediaType,
     stopping,
 )
+from service.ids import Ids
 from service.keys import Keys
 
 _log = logging.getLogger(__name__)
@@ -183,7 +185,14 @@ class OpenCall:
 class Calls:
     """The open calls of one server. Belongs to the running event loop."""
 
-    def __init__(self, budget: Budget, max_message_bytes: int, keys: Keys | None = None) -> None:
+    def __init__(
+        self,
+        budget: Budget,
+        max_message_bytes: int,
+        keys: Keys | None = None,
+        access: AccessLog | None = None,
+    ) -> None:
+        self.access = access
         self._budget = budget
         self._keys = keys or Keys()
         self._max_message_bytes = max_message_bytes
@@ -315,6 +324,20 @@ class Calls:
             assert task is not None, "bug: outside a task"
             task.add_done_callback(lambda _: self._budget.release(size))  # it is sent
         return answer
+
+    def log(self, context: Context, method: str, answer: bytes | Status, began_s: float) -> None:
+        """Add an answer to the access log, if there is one; and a failure of ours with its ids."""
+        failed = isinstance(answer, Status) and answer.code is grpc.StatusCode.INTERNAL
+        if self.access is None and not failed:
+            return
+        metadata = context.invocation_metadata() or ()
+        ids = Ids.read({name: text for name, text in metadata if isinstance(text, str)})
+        status, size = ("OK", len(answer)) if isinstance(answer, bytes) else (answer.code.name, 0)
+        if failed and ids:
+            _log.error("%s was answered with %s: %s", method, status, ids)
+        if self.access is not None:
+            seconds = time.monotonic() - began_s
+            self.access.add("grpc", context.peer(), method, status, size, seconds, ids)
 
     async def settle(self, timeout_s: float) -> None:
         """Answer no call from now on, and wait until no more arrive, at most `timeout_s`.

@@ -15,6 +15,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
+from service.access_log import AccessLog
 from service.budget import Budget
 from service.engine.models import Models
 from service.images.decoders import Decoders
@@ -123,6 +124,7 @@ async def serve(
     timeout_s: float,
     stop_timeout_s: float,
     keys: Keys | None = None,
+    access: AccessLog | None = None,
     certificate: CertificateFiles | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve on the running loop, on a free port if `port` is 0; stops on leaving.
@@ -157,7 +159,7 @@ async def serve(
             ("grpc.keepalive_permit_without_calls", 1),
         ),
     )
-    calls = Calls(budget, max_body_bytes, keys)
+    calls = Calls(budget, max_body_bytes, keys, access)
     credentials = None if certificate is None else _Credentials(certificate)
     inference = InferenceServicer(
         models, metrics, decoders, calls, max_images=max_images, timeout_s=timeout_s

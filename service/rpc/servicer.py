@@ -158,13 +158,15 @@ class InferenceServicer:
     async def ModelInfer(self, messages: object, context: Context) -> bytes:
         """Classify the images of a ModelInferRequest; request and response are serialized."""
         # In a coroutine of its own: its frame, and so the message, is gone when a call is aborted.
-        answer = await self._infer(context)
+        began_s = time.monotonic()
+        answer = await self._infer(context, began_s)
+        if type(answer) is not bytes or self._calls.access is not None:
+            self._calls.log(context, "ModelInfer", answer, began_s)
         if type(answer) is bytes and self._calls.may_return(answer):
             return answer
         return await self._calls.answered(context, answer)
 
-    async def _infer(self, context: Context) -> bytes | Status:
-        began_s = time.monotonic()
+    async def _infer(self, context: Context, began_s: float) -> bytes | Status:
         opened = nvtx.begin("request")
         model = NO_MODEL
         call = None
@@ -321,7 +323,10 @@ def _handler(
                 calls.close(call)
 
     async def handle(messages: object, context: Context) -> bytes:
-        return await calls.answered(context, await outcome(context))
+        began_s = time.monotonic()
+        found = await outcome(context)
+        calls.log(context, name.removesuffix("Request"), found, began_s)
+        return await calls.answered(context, found)
 
     name = request.DESCRIPTOR.name
     return handle

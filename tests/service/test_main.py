@@ -66,6 +66,8 @@ TEXTS = {
     "default_model": "mlp",
     "max_queue_rows": "40000",
     "max_in_flight_bytes": "67108864",
+    "access_log": "json",
+    "cors_origins": "https://a.example,http://localhost:3000",
     "api_keys": "a key of 16 characters or more",
 }
 

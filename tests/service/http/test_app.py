@@ -806,7 +806,7 @@ async def test_a_path_that_is_escaped_is_the_same_path(listen, one):
 
 
 async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
-    for path in ("/", "/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v3"):
+    for path in ("/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v3"):
         message = refusal(await served.client.get(path), 404, "not_found").message
         assert "expected one of /predict, /v2, " in message
         assert "see /docs" in message
@@ -816,4 +816,9 @@ async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
 async def test_the_page_of_the_api_is_there(served):
     response = await served.client.get("/docs")
     assert response.status_code == 200
+    needed = re.findall(r'(?:src|href)="([^"]+)"', response.text)
+    assert len(needed) >= 3
+    for path in needed:
+        assert path.startswith("/docs/static/"), "not from elsewhere"
+        assert (await served.client.get(path)).status_code == 200
     assert "/openapi.json" in response.text

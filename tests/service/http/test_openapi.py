@@ -117,7 +117,7 @@ MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
 
 
 async def test_every_route_is_documented(api):
-    plain = {"/predict", "/healthz", "/readyz", "/metrics", "/info"}
+    plain = {"/", "/predict", "/healthz", "/readyz", "/metrics", "/info"}
     server = {"/v2", "/v2/health/live", "/v2/health/ready"}
     owners = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     models = {f"{owner}{path}" for owner in owners for path in MODEL_PATHS}

@@ -1,10 +1,13 @@
-"""Keys and TLS of a running service: one body over every route of HTTP and every call of gRPC."""
+"""What holds on every route and every call: keys, TLS, CORS, ids, the access log."""
 
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import http.client
 import json
+import os
+import re
 import signal
 import socket
 import ssl
@@ -23,8 +26,9 @@ SEVEN = bytes(784)
 BYTES = {"Content-Type": "application/octet-stream"}
 RAW = {"Inference-Header-Content-Length": "0"}
 HEALTH = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
+INDEX = ("/", "/info", "/metrics", "/openapi.json", "/docs", "/docs/static/swagger-ui.css", "/v2")
 ROUTES = [
-    *(("GET", path, None, {}) for path in ("/info", "/metrics", "/openapi.json", "/docs", "/v2")),
+    *(("GET", path, None, {}) for path in INDEX),
     *(("GET", f"/v2/models/lenet{rest}", None, {}) for rest in ("", "/ready", "/config", "/stats")),
     ("GET", "/v2/models/stats", None, {}),
     ("POST", "/predict", SEVEN, BYTES),
@@ -262,3 +266,115 @@ def test_wrong_files_are_one_line_and_exit_code_2(
     assert service.wait() == ExitCode.SETTINGS
     (line,) = [line for line in service.lines if "ERROR" in line]
     assert message in line
+
+
+ORIGIN = "https://digits.example"
+IDS = {
+    "X-Request-Id": "one/of-many",
+    "traceparent": "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01",
+}
+EVERY = [*ROUTES, *(("GET", path, None, {}) for path in HEALTH), ("GET", "/nothing", None, {})]
+
+
+@pytest.mark.parametrize("form", ["json", "text"])
+def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, form):
+    with (tmp_path / "access").open("w") as output:
+        service = start("--access-log", form, output=output).ready()
+    expected = []
+    for method, path, body, headers in EVERY:
+        status, found, answer = ask(service, method, path, body, {**headers, **IDS})
+        assert found["X-Request-Id"] == IDS["X-Request-Id"]
+        expected.append((f"{method} {path}", status, len(answer)))
+    assert "X-Request-Id" not in ask(service, "POST", "/predict", b"7", BYTES)[1]
+    for name, request in CALLS.items():
+        metadata = [(name.lower(), text) for name, text in IDS.items()]
+        with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
+            infer = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")
+            answer = infer(request.SerializeToString(), timeout=10, metadata=metadata)
+        expected.append((name, "OK", len(answer)))
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    lines = (tmp_path / "access").read_text().splitlines()
+    if form == "json":
+        rows = [json.loads(line) for line in lines]
+        found = [(row["request"], row["status"], row["bytes"]) for row in rows]
+        assert all(row["client"].split(":")[-1].isdecimal() for row in rows)
+        assert all(0 < row["ms"] < 10_000 for row in rows)
+        ids = [(row.get("request_id"), row.get("traceparent")) for row in rows]
+    else:
+        shape = r'\S+Z (?:http|grpc) \S+:\d+ "([^"]+)" (\w+) (\d+) [0-9.]+ms(?: (.+))?'
+        rows = [re.fullmatch(shape, line).groups() for line in lines]
+        found = [
+            (row[0], int(row[1]) if row[1].isdecimal() else row[1], int(row[2])) for row in rows
+        ]
+        ids = [tuple(re.findall("(?:request|traceparent) ([^, ]+)", row[3] or "")) for row in rows]
+    without = found.pop(len(EVERY))
+    assert without[:2] == ("POST /predict", 400)
+    assert found == expected
+    assert ids.pop(len(EVERY)) in ((None, None), ())
+    assert set(ids) == {tuple(IDS.values())}
+
+
+def test_what_is_no_id_is_not_returned_and_no_client_writes_a_line_of_its_own(start, tmp_path):
+    with (tmp_path / "access").open("w") as output:
+        service = start("--access-log", "text", output=output).ready()
+    for wrong in ("a b", "x" * 129, "\xe9"):
+        _, found, _ = ask(service, "GET", "/healthz", headers={"X-Request-Id": wrong})
+        assert "X-Request-Id" not in found
+    ask(service, "GET", "/healthz?%0d%0a%22forged", headers={"traceparent": "00-1-2-3"})
+    with socket.create_connection(("127.0.0.1", service.port), 20) as connection:
+        connection.sendall(b"nonsense\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    lines = (tmp_path / "access").read_text().splitlines()
+    assert len(lines) == 5
+    assert all(line.count('"') == 2 and line.endswith("ms") for line in lines)
+    assert '"-" 400' in lines[-1]
+
+
+def test_an_access_log_that_nobody_reads_delays_nothing(start):
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    service = start("--access-log", "json", output=writer).ready()
+    os.close(writer)
+    began_s = time.monotonic()
+    for _ in range(200):
+        assert service.get("/healthz")[0] == 200
+    assert time.monotonic() - began_s < 10
+    os.close(reader)
+    assert service.get("/healthz")[0] == 200
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_ids_are_in_the_log_of_a_failure(start):
+    service = start("--fault-injection").ready()
+    service.signal(signal.SIGUSR2)
+    time.sleep(0.2)
+    assert ask(service, "POST", "/predict", SEVEN, {**BYTES, **IDS})[0] >= 500
+    line = service.wait_for("POST /predict was answered with 5").string
+    assert all(text in line for text in IDS.values())
+
+
+def test_pages_of_the_allowed_origins_read_every_answer(start):
+    service = start("--cors-origins", f"{ORIGIN},http://localhost:3000", "--api-keys", KEY).ready()
+    for method, path, body, headers in EVERY:
+        for key, wanted in (({}, {200, 401}), (bearer(KEY), {200, 404})):
+            request = {**headers, **key, "Origin": ORIGIN}
+            status, found, _ = ask(service, method, path, body, request)
+            assert status in wanted
+            assert found["Access-Control-Allow-Origin"] == ORIGIN, path
+            assert "x-model-version" in found["Access-Control-Expose-Headers"]
+            other = ask(service, method, path, body, {**request, "Origin": "https://other.example"})
+            assert "Access-Control-Allow-Origin" not in other[1]
+            assert other[1]["Vary"] == "origin"
+        asked = {"Origin": ORIGIN, "Access-Control-Request-Method": method}
+        status, found, _ = ask(service, "OPTIONS", path, headers=asked)
+        assert (status, found["Access-Control-Allow-Origin"]) == (200, ORIGIN)
+        assert method in found["Access-Control-Allow-Methods"]
+        assert "authorization" in found["Access-Control-Allow-Headers"]
+    service = start("--cors-origins", "*").ready()
+    assert ask(service, "GET", "/info")[1]["Access-Control-Allow-Origin"] == "*"
+    service = start().ready()
+    assert "Access-Control-Allow-Origin" not in ask(service, "GET", "/info")[1]

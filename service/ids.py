@@ -1,0 +1,46 @@
+"""What names a request in the logs of several services: `X-Request-Id`, and W3C's `traceparent`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+REQUEST_ID, TRACEPARENT = "x-request-id", "traceparent"
+
+_REQUEST_ID = re.compile(r"[!-~]{1,128}")
+_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{1,64})?")
+"""W3C Trace Context, 3.2; later versions may have more behind it."""
+
+
+class Ids(NamedTuple):
+    """Those of one request, "" where there is none. Others than the documented form are ignored."""
+
+    request: str = ""
+    trace: str = ""
+
+    @classmethod
+    def read(cls, headers: Mapping[str, str]) -> Ids:
+        """From headers or metadata, whose names are in lower case."""
+        request, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
+        if not (request or trace):
+            return _NONE
+        return cls(
+            request if _REQUEST_ID.fullmatch(request) else "",
+            trace if _TRACEPARENT.fullmatch(trace) else "",
+        )
+
+    def __bool__(self) -> bool:
+        return self != _NONE
+
+    @property
+    def line(self) -> bytes:
+        """The header line that returns the request's."""
+        return b"x-request-id: %s\r\n" % self.request.encode() if self.request else b""
+
+    def __str__(self) -> str:
+        named = {"request": self.request, "traceparent": self.trace}
+        return ", ".join(f"{name} {value}" for name, value in named.items() if value)
+
+
+_NONE = Ids()
