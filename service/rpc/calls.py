@@ -17,6 +17,7 @@ import asyncio
 import ctypes
 import itertools
 import logging
+import math
 import os
 import resource
 import time
@@ -57,6 +58,9 @@ MAX_CALLS = 1024
 
 SPARE_CALLS = 64
 """Open calls besides, for methods other than ModelInfer: probes are answered under overload."""
+
+MAX_STREAMS = 64
+"""Calls that last: watched health, and reflection. They are among the others."""
 
 MESSAGE_S = 10.0
 """A message that takes longer ends its call, however much time the call has."""
@@ -167,6 +171,8 @@ class OpenCall:
     held_bytes = 0
     beginning = False
     """Whether it is one of `_AT_ONCE`."""
+    stream = False
+    """Whether it lasts until someone ends it, at the latest a stop."""
     ended: ServiceError | None = None
     """Why the server ended it early, if it did."""
 
@@ -175,6 +181,10 @@ class OpenCall:
     ) -> None:
         self.context, self.task = context, task
         self._began_s, self._timeout_s = began_s, timeout_s
+
+    def begin_again(self) -> None:
+        """The time for its next message, of a stream, begins."""
+        self._began_s = time.monotonic()
 
     @property
     def due_s(self) -> float:
@@ -248,11 +258,30 @@ class Calls:
         self._open.add(call)
         return call
 
+    def open_stream(self, context: Context, *, public: bool = False) -> OpenCall:
+        """As `open`, for a call that lasts; each of its messages has `MESSAGE_S`.
+
+        Raises:
+            Overloaded: `MAX_STREAMS` are open.
+        """
+        streams = sum(call.stream for call in self._open)
+        if streams >= MAX_STREAMS:
+            raise Overloaded(f"{streams} streams are open; try again later", retry_after_s=1)
+        now_s = time.monotonic()
+        call = self.open(context, now_s, math.inf, spare=SPARE_CALLS, public=public)
+        call.stream = True
+        return call
+
     def close(self, call: OpenCall) -> None:
         """The call has its answer, or has failed."""
         self._open.discard(call)
         if call.held_bytes:
             self.release(call)
+
+    async def receive_next(self, call: OpenCall) -> bytes | None:
+        """The next message of a stream, as `receive`; None if the client sends no more."""
+        call.begin_again()
+        return await self._receive(call)
 
     async def receive(self, call: OpenCall) -> bytes:
         """The message of `call`. `release` it once it is decoded.
@@ -263,6 +292,15 @@ class Calls:
             Unavailable: the server stops.
             InvalidInput: the client sent none.
         """
+        message = await self._receive(call)
+        if message is None:
+            # A call that was cancelled, or whose message is too large, ends here, too: grpc cancels
+            # this task in one of the next turns.
+            await asyncio.sleep(_TICK_S)
+            raise InvalidInput("message: got none, expected a ModelInferRequest", field="message")
+        return message
+
+    async def _receive(self, call: OpenCall) -> bytes | None:
         if self._goaway is not None:
             await self._goaway.wait()
             raise stopping()
@@ -289,10 +327,7 @@ class Calls:
         if call.ended is not None:
             raise call.ended
         if not isinstance(message, bytes):
-            # A call that was cancelled, or whose message is too large, ends here, too: grpc cancels
-            # this task in one of the next turns.
-            await asyncio.sleep(_TICK_S)
-            raise InvalidInput("message: got none, expected a ModelInferRequest", field="message")
+            return None
         size = len(message)
         if size > COUNTED_BYTES:
             self._large_bytes += size
@@ -444,7 +479,8 @@ class Calls:
     def _tick_now(self) -> None:
         if self._goaway is not None and self._goaway.is_set():
             waiting = [call for line in self._lines.values() for call in line]
-            for call in (*self._slow(), *waiting):
+            streams = [call for call in self._open if call.stream]
+            for call in (*self._slow(), *waiting, *streams):
                 self._end(call, stopping())
             return
         resident = resident_bytes()

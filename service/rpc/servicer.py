@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import lru_cache
 from inspect import isawaitable
@@ -22,6 +22,7 @@ import numpy as np
 from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 from grpc_health.v1 import health_pb2
+from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from lenet import DISTRIBUTION, distribution_version, nvtx
 from lenet.nvtx import span
@@ -50,12 +51,28 @@ from service.open_inference import (
     output_metadata,
 )
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.calls import MESSAGE_S, SPARE_CALLS, Calls, Context, Status, status_of
+from service.rpc.calls import (
+    MESSAGE_S,
+    SPARE_CALLS,
+    Calls,
+    Context,
+    OpenCall,
+    Status,
+    abort,
+    status_of,
+)
 from service.rpc.gathering import Gathering
 from service.rpc.guard import read_infer_request
 from service.rpc.message import Wanted, decode_inline, decode_request
 
 SERVICE = "inference.GRPCInferenceService"
+
+_HEALTH_SERVICE = "grpc.health.v1.Health"
+_REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
+"""The messages of both are the same on the wire."""
+
+_WATCH_S = 0.2
+"""How often a watched status is looked at."""
 
 _QUESTIONS = (
     *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
@@ -232,11 +249,10 @@ class InferenceServicer:
 
 
 class HealthServicer:
-    """`Check` of the health protocol, for grpc-health-probe and Kubernetes.
+    """The health protocol, for grpc-health-probe, Kubernetes and clients that watch.
 
-    It knows "", the inference service and each model by its name. `Watch` is UNIMPLEMENTED, as the
-    protocol allows: grpc_health's servicer would have to be notified of each change of readiness,
-    and its open streams would prolong every stop to its timeout.
+    It knows "", the inference service and each model by its name. Not grpc_health's servicer: when
+    one of several watchers of a name leaves, the others hear of no change any more (1.81).
     """
 
     def __init__(self, models: Models) -> None:
@@ -244,14 +260,35 @@ class HealthServicer:
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """SERVING while the server is ready."""
-        known = {"", SERVICE, *(model.version.name for model in self._models.served)}
-        if request.service not in known:
-            names = ", ".join(sorted(known - {""}))
+        found = self._status(request.service)
+        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            names = ", ".join(sorted(self._known() - {""}))
             message = f"service: got an unknown name, expected one of {names}"
             raise UnknownModel(message, field="service")
-        serving = health_pb2.HealthCheckResponse.SERVING
-        not_serving = health_pb2.HealthCheckResponse.NOT_SERVING
-        return health_pb2.HealthCheckResponse(status=serving if self._models.ready else not_serving)
+        return health_pb2.HealthCheckResponse(status=found)
+
+    async def watch(
+        self, requests: AsyncIterator[health_pb2.HealthCheckRequest]
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The same now, and at each change; SERVICE_UNKNOWN while the name is not known."""
+        request = await anext(requests, health_pb2.HealthCheckRequest())
+        last = None
+        while True:
+            found = self._status(request.service)
+            if found != last:
+                yield health_pb2.HealthCheckResponse(status=found)
+            last = found
+            await asyncio.sleep(_WATCH_S)
+
+    def _known(self) -> set[str]:
+        return {"", SERVICE, *(model.version.name for model in self._models.served)}
+
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        if name not in self._known():
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        if self._models.ready:
+            return health_pb2.HealthCheckResponse.SERVING
+        return health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def add_servicers(
@@ -277,9 +314,22 @@ def add_servicers(
     }
     infer = handler(inference.ModelInfer)
     check = handler(_handler(health.check, health_pb2.HealthCheckRequest, calls, public=True))
+    stream = grpc.stream_stream_rpc_method_handler
+    request = health_pb2.HealthCheckRequest
+    watch = stream(_stream_handler(health.watch, request, calls, public=True))
+    names = SERVICE, _HEALTH_SERVICE, *_REFLECTION
+    reflected: Any = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
+
+    def reflect(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
+        found: AsyncIterator[Message] = reflected.ServerReflectionInfo(requests, None)
+        return found
+
+    question = reflection_pb2.ServerReflectionRequest
+    info = stream(_stream_handler(reflect, question, calls))
     services = {
         SERVICE: {**questions, "ModelInfer": infer},
-        "grpc.health.v1.Health": {"Check": check},
+        _HEALTH_SERVICE: {"Check": check, "Watch": watch},
+        **{name: {"ServerReflectionInfo": info} for name in _REFLECTION},
     }
     server.add_generic_rpc_handlers(
         tuple(
@@ -327,6 +377,52 @@ def _handler(
         found = await outcome(context)
         calls.log(context, name.removesuffix("Request"), found, began_s)
         return await calls.answered(context, found)
+
+    name = request.DESCRIPTOR.name
+    return handle
+
+
+def _stream_handler(
+    answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]],
+    request: type[Message],
+    calls: Calls,
+    *,
+    public: bool = False,
+) -> Callable[[object, Context], Any]:
+    """The handler of a method that makes a stream of `answers` of a stream of `request`."""
+
+    async def requests(call: OpenCall) -> AsyncIterator[Message]:
+        while (message := await calls.receive_next(call)) is not None:
+            if len(message) > _MAX_QUESTION_BYTES:
+                got = f"{len(message)} bytes"
+                raise invalid("message", got, f"at most {_MAX_QUESTION_BYTES} of a {name}")
+            yield request.FromString(message)
+
+    async def outcome(context: Context) -> bytes | Status:
+        call = None
+        try:
+            call = calls.open_stream(context, public=public)
+            async for answer in answers(requests(call)):
+                await context.write(answer.SerializeToString())
+        except asyncio.CancelledError:
+            if call is None or call.ended is None:
+                raise
+            return status_of(call.ended)
+        except DecodeError:
+            return status_of(InvalidInput(f"message: not a {name}", field="message"))
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            return status_of(exc)
+        finally:
+            if call is not None:
+                calls.close(call)
+        return b""
+
+    async def handle(messages: object, context: Context) -> None:
+        began_s = time.monotonic()
+        found = await outcome(context)
+        calls.log(context, name.removesuffix("Request"), found, began_s)
+        if isinstance(found, Status):
+            await abort(context, found)
 
     name = request.DESCRIPTOR.name
     return handle

@@ -17,6 +17,7 @@ import time
 import grpc
 import pytest
 import trustme
+from grpc_reflection.v1alpha import reflection_pb2
 
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
@@ -36,6 +37,7 @@ ROUTES = [
     ("POST", "/v2/models/lenet/versions/1/infer", SEVEN, RAW),
 ]
 TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 784))
+LIST = reflection_pb2.ServerReflectionRequest(list_services="")
 CALLS = {
     "ServerMetadata": pb.ServerMetadataRequest(),
     "ModelMetadata": pb.ModelMetadataRequest(name="lenet"),
@@ -143,6 +145,9 @@ def test_every_request_needs_a_key_but_those_for_health(start, certificates, enc
         for key in (None, "wrong"):
             assert call(service, name, request, key, credentials) == "UNAUTHENTICATED", name
         assert call(service, name, request, KEY, credentials) == "OK", name
+    reflection = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
+    assert call(service, reflection, LIST, None, credentials) == "UNAUTHENTICATED"
+    assert call(service, reflection, LIST, KEY, credentials) == "OK"
     for name in ("ServerLive", "ServerReady", "/grpc.health.v1.Health/Check"):
         assert call(service, name, pb.ServerLiveRequest(), credentials=credentials) == "OK"
     service.signal()
