@@ -61,10 +61,12 @@ async def status(call):
     return OK
 
 
-async def statuses(channels, count, content, timeout_s=120):
+async def statuses(channels, count, content, timeout_s=120, compression=None):
     """Make `count` calls at once; how many ended with which status."""
     calls = [
-        channels[number % len(channels)].unary_unary(METHOD)(content, timeout=timeout_s)
+        channels[number % len(channels)].unary_unary(METHOD)(
+            content, timeout=timeout_s, compression=compression
+        )
         for number in range(count)
     ]
     return collections.Counter(await asyncio.gather(*map(status, calls)))
@@ -146,6 +148,24 @@ async def test_memory_is_bounded_when_many_large_messages_come_at_once(start):
             assert watch.slowest_s < 2
             assert watch.grown_after(60 * MB) < 60 * MB
     assert "Traceback" not in service.log
+
+
+async def test_memory_is_bounded_when_many_small_messages_are_large_ones_compressed(start):
+    service = start().ready()
+    gzip = grpc.Compression.Gzip
+    large = message(16384)  # 12.8 MB of zeros, 12 KB compressed
+    async with connections(service, 8) as channels:
+        assert await statuses(channels, 1, large, compression=gzip) == {OK: 1}
+        with Watch(service) as watch:
+            found = await statuses(channels, 32, large, compression=gzip)
+        assert set(found) <= {OK, EXHAUSTED}
+        assert found[OK] >= 2
+        assert watch.peak - watch.before < BUDGET_BYTES + 200 * MB  # 48 to 57 MB measured
+        assert watch.grown_after(60 * MB) < 60 * MB
+        with Watch(service) as watch:
+            found = await statuses(channels, 8, message(9, 33_600_000), compression=gzip)
+        assert found == {EXHAUSTED: 8}  # larger than a message may be: gRPC's own status
+        assert watch.grown_after(60 * MB) < 60 * MB
 
 
 async def test_refused_messages_leave_nothing_behind(start):

@@ -53,11 +53,18 @@ async def test_a_message_is_refused_unread_when_it_is_over_the_limit(house, raw_
         assert house.requests("ok") == 1
 
 
-async def test_a_message_is_refused_packed_when_it_is_compressed(stub, house, raw_request):
-    bomb = raw_request(raw_input_contents=[bytes(1 << 22)])
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_a_compressed_message_is_answered_as_any_other(stub, raw_request, compression):
+    expected = await stub.ModelInfer(raw_request())
+    found = await stub.ModelInfer(raw_request(), compression=compression)
+    assert found.raw_output_contents == expected.raw_output_contents
+
+
+async def test_a_compressed_message_is_limited_by_its_size_decompressed(stub, raw_request):
+    bomb = raw_request(raw_input_contents=[bytes(1 << 26)])  # 64 KB compressed
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await stub.ModelInfer(bomb, compression=grpc.Compression.Gzip)
-    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     await stub.ModelInfer(raw_request())
 
 
