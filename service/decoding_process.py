@@ -123,6 +123,11 @@ def _decode(
 
         images, asked = read_infer_body(content, header["json_bytes"], header["max_images"])
         wanted = asdict(asked)
+    elif header["kind"] == "tensorflow":
+        from service.http.tensorflow_body import read_tensorflow_body
+
+        images, columnar = read_tensorflow_body(content, header["max_images"])
+        wanted = {"columnar": columnar}
     else:
         from service.images import Limits, decoder
 

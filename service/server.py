@@ -51,6 +51,8 @@ from service.http.head import FastRoutes
 from service.http.infer import InferRoute
 from service.http.openapi import InfoResponse, LoadedModel
 from service.http.predict import PredictRoute
+from service.http.tensorflow import PREFIX as TENSORFLOW
+from service.http.tensorflow import TensorflowRoute
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.images import Limits
 from service.images.decoders import Decoders
@@ -176,15 +178,24 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
             deadlines,
             timeout_s,
         )
-        predict, infer = PredictRoute(*parts), InferRoute(*parts)
+        predict, infer, tensorflow = (
+            PredictRoute(*parts),
+            InferRoute(*parts),
+            TensorflowRoute(*parts),
+        )
         version = distribution_version()  # read from a file
         app = create_app(
-            models, metrics, predict, infer, partial(_info, settings, placement, models, version)
+            *(models, metrics, predict, infer, tensorflow),
+            partial(_info, settings, placement, models, version),
         )
         fast_routes: FastRoutes = {
             (b"POST", b"/predict"): predict,
             **{
                 (b"POST", f"{PREFIX}{owner}/infer".encode()): infer
+                for owner in (MODEL, MODEL_VERSION)
+            },
+            **{
+                (b"POST", f"{TENSORFLOW}{owner}:predict".encode()): tensorflow
                 for owner in (MODEL, MODEL_VERSION)
             },
         }

@@ -72,8 +72,13 @@ def refusal(status: int, code: str, message: str, field: str = "", headers: byte
     return Answer(status, JSON, body, headers)
 
 
+def speaks_protocol(path: str) -> bool:
+    """Whether errors below `path` have the form of `protocol_error`."""
+    return path == "/v2" or path.startswith(("/v2/", "/v1/"))
+
+
 def protocol_error(status: int, message: str, headers: bytes = b"") -> Answer:
-    """An error as the Open Inference Protocol has it."""
+    """An error as the Open Inference Protocol has it, and TensorFlow Serving."""
     text = message.encode("utf-8", "replace").decode()
     return Answer(status, JSON, orjson.dumps({"error": text}), headers)
 

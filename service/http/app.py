@@ -19,7 +19,14 @@ from starlette.requests import ClientDisconnect
 from lenet import DISTRIBUTION, distribution_version
 from service.engine.models import Models
 from service.errors import Cancelled, ServiceError, UnknownModel, shown
-from service.http.answer import INTERNAL_ERROR, Answer, protocol_error, refusal
+from service.http.answer import (
+    INTERNAL_ERROR,
+    Answer,
+    protocol_error,
+    refusal,
+    speaks_protocol,
+)
+from service.http.head import FastRoute
 from service.http.infer import InferRoute
 from service.http.openapi import (
     APPLICATION,
@@ -29,8 +36,12 @@ from service.http.openapi import (
     infer_responses,
     predict_openapi,
     predict_responses,
+    tensorflow_openapi,
+    tensorflow_responses,
 )
 from service.http.predict import PredictRoute
+from service.http.tensorflow import PREFIX as TENSORFLOW
+from service.http.tensorflow import TensorflowRoute, status_routes
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, on_unknown_model, protocol_routes
 from service.metrics import CONTENT_TYPE, Metrics
 
@@ -42,6 +53,7 @@ def create_app(
     metrics: Metrics,
     predict: PredictRoute,
     infer: InferRoute,
+    tensorflow: TensorflowRoute,
     info: Callable[[], InfoResponse],
 ) -> FastAPI:
     """The application that answers with `models`.
@@ -51,6 +63,7 @@ def create_app(
         metrics: what GET /metrics exposes.
         predict: answers POST /predict.
         infer: answers inference by the Open Inference Protocol.
+        tensorflow: answers predictions by TensorFlow Serving's API.
         info: what GET /info answers, asked for each time.
     """
     app = FastAPIOffline(
@@ -93,6 +106,25 @@ def create_app(
             operation_id=operation_id,
             openapi_extra=infer_openapi(versioned=owner == MODEL_VERSION),
         )
+
+    async def predict_instances(request: Request) -> Response:
+        return await _answer(tensorflow, request)
+
+    owners = ((MODEL, "predict_instances"), (MODEL_VERSION, "predict_instances_by_version"))
+    for owner, operation_id in owners:
+        app.add_api_route(
+            f"{TENSORFLOW}{owner}:predict",
+            predict_instances,
+            methods=["POST"],
+            tags=["TensorFlow Serving"],
+            summary="Prediction",
+            description="Images as `instances`, answered by row, or as `inputs`, by column.",
+            response_model=None,
+            responses=tensorflow_responses(),
+            operation_id=operation_id,
+            openapi_extra=tensorflow_openapi(versioned=owner == MODEL_VERSION),
+        )
+    app.include_router(status_routes(models))
     app.include_router(protocol_routes(models, metrics, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
 
@@ -131,7 +163,7 @@ def create_app(
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
-        if _speaks_protocol(request.scope["path"]):
+        if speaks_protocol(request.scope["path"]):
             return _response(protocol_error(500, "internal error; see the server log"))
         return _response(INTERNAL_ERROR)
 
@@ -141,7 +173,7 @@ def create_app(
     return app
 
 
-async def _answer(route: PredictRoute | InferRoute, request: Request) -> Response:
+async def _answer(route: FastRoute, request: Request) -> Response:
     """The answer of `route` over ASGI."""
     answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
     headers = dict(reversed(request.headers.items()))
@@ -188,10 +220,6 @@ def _response(answer: Answer) -> Response:
     )
 
 
-def _speaks_protocol(path: str) -> bool:
-    return path == PREFIX or path.startswith(f"{PREFIX}/")
-
-
 def _routing_error_response(
     request: Request, error: HTTPException, paths: Sequence[str]
 ) -> Response:
@@ -214,7 +242,7 @@ def _routing_error_response(
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
     code = _ROUTING_CODES.get(error.status_code, "invalid_input")
-    if _speaks_protocol(path):
+    if speaks_protocol(path):
         response = _response(protocol_error(error.status_code, message))
     else:
         response = _response(refusal(error.status_code, code, message))

@@ -6,14 +6,18 @@ from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from service.errors import ServiceError
-from service.http.answer import STATUS, Answer, error_answer, headers_of, protocol_error
+from service.http.answer import (
+    STATUS,
+    Answer,
+    error_answer,
+    headers_of,
+    protocol_error,
+    speaks_protocol,
+)
 from service.keys import Keys
 
 if TYPE_CHECKING:
     from service.http.head import FastRoute
-
-PROTOCOL = b"/v2"
-"""The root of the Open Inference Protocol, which has its own form of errors."""
 
 _EXPOSED = (
     b"access-control-expose-headers: x-model-version, server-timing, x-request-id, retry-after, "
@@ -79,7 +83,7 @@ class Denial:
     """A fast route that answers each request with the error that `Gate.check` found."""
 
     def __init__(self, path: bytes, refused: Callable[[ServiceError], None]) -> None:
-        self._speaks_protocol = path == PROTOCOL or path.startswith(PROTOCOL + b"/")
+        self._speaks_protocol = speaks_protocol(path.decode("latin-1"))
         self._refused = refused
 
     def refuse(self, error: ServiceError) -> Answer:

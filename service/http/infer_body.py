@@ -10,7 +10,7 @@ Source: the binary tensor data extension of https://github.com/kserve/open-infer
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, TypeAlias
@@ -87,7 +87,7 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
         raise invalid(LENGTH_HEADER, str(json_bytes), expected)
     text = bytes(body) if json_bytes is None else bytes(body[:json_bytes])
     tensors = _Tensors(memoryview(body)[len(text) :])
-    document = _document(text, max_images)
+    document = json_document(text, '{"inputs": [...]}', max_images)
     parameters = _parameters(document, "")
     booleans = b"true" in text or b"false" in text
     images = read_images(_inputs(document, tensors, booleans, max_images), max_images)
@@ -118,7 +118,13 @@ class _Tensors:
         return taken
 
 
-def _document(text: bytes, max_images: int) -> dict[str, Any]:
+def json_document(
+    text: bytes, form: str, max_images: int, objects: int = _MAX_OBJECTS
+) -> dict[str, Any]:
+    """The object in `text`, with at most so many objects; messages say that `form` is expected.
+
+    Raises: InvalidInput, TooLarge, MemoryError.
+    """
     if len(text) > _MOST_JSON_BYTES:
         raise TooLarge(
             f"body: got {len(text)} bytes of JSON, expected at most {_MOST_JSON_BYTES}; send the "
@@ -127,12 +133,12 @@ def _document(text: bytes, max_images: int) -> dict[str, Any]:
         )
     if len(text) > _UNCHECKED_BYTES:
         # orjson holds the interpreter lock while it builds them all.
-        if text.count(b"{") > _MAX_OBJECTS:
-            raise invalid("body", f"more than {_MAX_OBJECTS} objects", "one input and its outputs")
+        if text.count(b"{") > objects:
+            raise invalid("body", f"more than {objects} objects", f"{form} with images in bounds")
         if text.count(b"[") > _MAX_OBJECTS + (2 + HEIGHT) * max_images:
             message = f"body: got more lists than {max_images} images have, the most in a request"
             raise TooLarge(message, field="body")
-    return json_object(text, '{"inputs": [...]}')
+    return json_object(text, form)
 
 
 def _inputs(
@@ -158,7 +164,7 @@ def _inputs(
             # Before the numbers are read: those of another form are not worth the time.
             if name == INPUT:
                 check_form(datatype, shape, field, max_images)
-            data = _numbers(tensor["data"], datatype, shape, source, booleans)
+            data = numbers(tensor["data"], datatype, shape, source, booleans)
         else:
             raise invalid(source, "nothing", "numbers, or the parameter binary_data_size")
         yield InputTensor(name, datatype, shape, data, source)
@@ -225,10 +231,15 @@ def _found(value: object) -> str:
     return "nothing" if value is None else shown(value)
 
 
-def _numbers(
-    data: object, datatype: str, shape: list[object], source: str, booleans: bool
+def numbers(
+    data: object, datatype: str, shape: Sequence[object], source: str, booleans: bool
 ) -> NDArray[Any]:
-    """The numbers, flat."""
+    """The numbers of `data`, flat: a list that is flat, or nested as `shape` says.
+
+    Of integers (UINT8) or any numbers (FP32); `booleans`: whether some may be true or false.
+
+    Raises: InvalidInput, which names `source`.
+    """
     values = _flat(data, shape, source)
     integers = datatype == "UINT8"
     try:
@@ -248,8 +259,8 @@ def _numbers(
     return np.array(values, np.float64)
 
 
-def _flat(data: object, shape: list[object], source: str) -> list[Any]:
-    """The numbers of `data`, which is a flat list, or nested as `shape` says."""
+def _flat(data: object, shape: Sequence[object], source: str) -> list[Any]:
+    shape = list(shape)
     if type(data) is not list:
         raise invalid(source, shown(data), "a list of numbers")
     values, sizes = data, [len(data)]

@@ -297,6 +297,48 @@ def infer_responses() -> dict[int | str, dict[str, Any]]:
     return responses
 
 
+def tensorflow_responses() -> dict[int | str, dict[str, Any]]:
+    """The answers of a prediction by TensorFlow Serving's API, by status."""
+    row = {"probabilities": _SEVEN_PROBABILITIES, "label": 7}
+    columns = {"probabilities": [_SEVEN_PROBABILITIES], "label": [7]}
+    examples = {
+        "by row": {"value": {"predictions": [row]}},
+        "by column": {"value": {"outputs": columns}},
+    }
+    found = infer_responses()
+    found[200] = {
+        "description": "The predictions",
+        "content": {"application/json": {"schema": {"type": "object"}, "examples": examples}},
+        "headers": _TIMES,
+    }
+    return found
+
+
+def tensorflow_openapi(*, versioned: bool) -> dict[str, Any]:
+    """Parameters and body of such a prediction."""
+    seven = example_seven()
+    images = {"type": "array", "minItems": 1, "description": "Of 28 x 28 numbers 0 to 255."}
+    schema = {
+        "type": "object",
+        "properties": {"signature_name": {"enum": ["serving_default"]}},
+        "oneOf": [
+            {"required": ["instances"], "properties": {"instances": images}},
+            {"required": ["inputs"], "properties": {"inputs": images}},
+        ],
+    }
+    encoded = base64.b64encode(bytes(pixel for row in seven for pixel in row)).decode()
+    examples = {
+        "instances": {"value": {"instances": [seven]}},
+        "inputs": {"value": {"inputs": [seven]}},
+        "base64": {"value": {"instances": [{"b64": encoded}]}},
+    }
+    content = {"application/json": {"schema": schema, "examples": examples}}
+    return {
+        "parameters": [*model_parameters(versioned=versioned), _TIMEOUT],
+        "requestBody": {"required": True, "content": content},
+    }
+
+
 def model_parameters(*, versioned: bool) -> list[dict[str, Any]]:
     """The parameters of a path below /v2/models."""
     text = {"type": "string", "minLength": 1}

@@ -130,7 +130,22 @@ class TensorsSource:
         return message_cost_s(len(body))
 
 
-Source: TypeAlias = BodySource | InferSource | TensorsSource
+@dataclass(frozen=True, slots=True)
+class TensorflowSource:
+    """The body of a request by TensorFlow Serving's API; see `service.http.tensorflow_body`."""
+
+    max_images: int
+
+    def header(self) -> dict[str, Any]:
+        """The header of the frame that is sent to a decoder."""
+        return {"kind": "tensorflow", "max_images": self.max_images}
+
+    def cost_s(self, body: Body) -> float:
+        """Estimated seconds to decode it."""
+        return message_cost_s(len(body))
+
+
+Source: TypeAlias = BodySource | InferSource | TensorsSource | TensorflowSource
 
 
 @dataclass(frozen=True, slots=True)

@@ -78,7 +78,7 @@ def _plain(asked: Asked) -> dict[str, Any]:
     return {"id": asked.id, "outputs": outputs, "timeout_us": asked.timeout_us}
 
 
-class _Refused(Exception):
+class Refused(Exception):
     """By the rules of the documentation."""
 
 
@@ -95,12 +95,14 @@ def _reference(
         if json_bytes is not None and json_bytes > len(body):
             return None
         text = body if json_bytes is None else body[:json_bytes]
-        return _read(_loaded(text), body[len(text) :])
-    except _Refused:
+        return _read(loaded(text), body[len(text) :])
+    except Refused:
         return None
 
 
-def _loaded(text: bytes) -> Any:
+def loaded(text: bytes) -> Any:
+    """The JSON in `text`, read strictly. Raises: Refused."""
+
     def reject(constant: str) -> None:
         raise ValueError(constant)
 
@@ -109,9 +111,9 @@ def _loaded(text: bytes) -> Any:
             text.decode(), parse_constant=reject, parse_int=_finite(int), parse_float=_finite(float)
         )
     except (ValueError, RecursionError) as exc:
-        raise _Refused from exc
+        raise Refused from exc
     if has_surrogate(document):  # json reads them, though no UTF-8 has them
-        raise _Refused
+        raise Refused
     return document
 
 
@@ -175,7 +177,7 @@ def _read(document: Any, rest: bytes) -> Any:
 
 def _must(holds: bool) -> None:
     if not holds:
-        raise _Refused
+        raise Refused
 
 
 def _parameters(owner: Any) -> Any:

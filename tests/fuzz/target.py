@@ -84,6 +84,7 @@ MODULES = MappingProxyType(
         "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
         "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
         "frames": ("frames", "FrameTarget", ("service.images.decoders",)),
+        "tensorflow": ("tensorflow", "TensorflowBodyTarget", ("service.http.tensorflow_body",)),
         "infer": (
             "infer",
             "InferBodyTarget",

@@ -26,12 +26,15 @@ KEY, OTHER = "a-key-that-nobody-knows", "another/key+that=nobody"
 SEVEN = bytes(784)
 BYTES = {"Content-Type": "application/octet-stream"}
 RAW = {"Inference-Header-Content-Length": "0"}
+TENSORFLOW = json.dumps({"instances": [[0] * 784]})
 HEALTH = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 INDEX = ("/", "/info", "/metrics", "/openapi.json", "/docs", "/docs/static/swagger-ui.css", "/v2")
 ROUTES = [
     *(("GET", path, None, {}) for path in INDEX),
     *(("GET", f"/v2/models/lenet{rest}", None, {}) for rest in ("", "/ready", "/config", "/stats")),
     ("GET", "/v2/models/stats", None, {}),
+    ("GET", "/v1/models/lenet", None, {}),
+    ("POST", "/v1/models/lenet:predict", TENSORFLOW, {}),
     ("POST", "/predict", SEVEN, BYTES),
     ("POST", "/v2/models/lenet/infer", SEVEN, RAW),
     ("POST", "/v2/models/lenet/versions/1/infer", SEVEN, RAW),
@@ -134,7 +137,7 @@ def test_every_request_needs_a_key_but_those_for_health(start, certificates, enc
             status, found, answer = ask(service, method, path, body, {**headers, **wrong}, context)
             assert (status, found["WWW-Authenticate"]) == (401, "Bearer"), path
             error = json.loads(answer)["error"]
-            message = error if path.startswith("/v2") else error["message"]
+            message = error if path.startswith(("/v1", "/v2")) else error["message"]
             assert message.startswith("authorization: got ")
         for key in (KEY, OTHER):
             right = {**headers, **bearer(key)}

@@ -121,6 +121,8 @@ async def test_every_route_is_documented(api):
     server = {"/v2", "/v2/health/live", "/v2/health/ready"}
     owners = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     models = {f"{owner}{path}" for owner in owners for path in MODEL_PATHS}
+    tensorflow = ("/v1/models/{model}", "/v1/models/{model}/versions/{version}")
+    models |= {f"{owner}{path}" for owner in tensorflow for path in ("", ":predict")}
     assert set(api["paths"]) == plain | server | models | {"/v2/models/stats"}
 
 

@@ -1,0 +1,146 @@
+"""The body of a request by TensorFlow Serving's API."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import random
+from typing import Any
+
+import numpy as np
+
+from lenet.pixels import Images
+from service.errors import InvalidInput, TooLarge
+from service.http.tensorflow_body import read_tensorflow_body
+from tests.fuzz.bodies import check_error, check_images
+from tests.fuzz.infer import Refused, loaded
+from tests.fuzz.rpc import MAX_IMAGES, changed
+from tests.fuzz.target import Finding, MutateBytes, Target
+
+_UNCHECKED_BYTES = 64 * 1024
+
+
+class TensorflowBodyTarget(Target):
+    """Compared with a plain reading."""
+
+    max_bytes = 96 * 1024  # beyond the size from which objects are counted before they are parsed
+
+    def run(self, data: bytes) -> None:
+        expected = _reference(data)
+        try:
+            images, columnar = read_tensorflow_body(data, MAX_IMAGES)
+        except (InvalidInput, TooLarge) as exc:
+            check_error(exc)
+            counted = len(data) > _UNCHECKED_BYTES and "more" in exc.message
+            if expected is not None and not counted:
+                raise Finding(f"refused {expected[0].shape}: {exc.message}") from exc
+            return
+        check_images(images)
+        if expected is None:
+            raise Finding(f"accepted {images.shape}")
+        if columnar != expected[1] or not np.array_equal(images, expected[0]):
+            raise Finding("other pixels, or another form, than expected")
+
+    def seeds(self) -> dict[str, bytes]:
+        image = (np.arange(784) % 256).astype(np.uint8).reshape(28, 28)
+        text = {"b64": base64.b64encode(image.tobytes()).decode()}
+        forms: dict[str, Any] = {
+            "nested": [image.tolist()] * 2,
+            "flat": [image.ravel().tolist()],
+            "one-channel": [image[..., np.newaxis].tolist()],
+            "floats": [image.astype(float).tolist()],
+            "base64": [text] * 2,
+            "named": [{"image": image.tolist()}],
+            "named-base64": [{"image": text}],
+            "one-image": image.tolist(),
+        }
+        documents = {f"row-{name}": {"instances": form} for name, form in forms.items()}
+        documents |= {f"column-{name}": {"inputs": form} for name, form in forms.items()}
+        documents["column-object"] = {"inputs": {"image": forms["flat"]}}
+        documents["signature"] = {"signature_name": "serving_default", "instances": [text]}
+        documents["other-signature"] = {"signature_name": "x", "instances": [text]}
+        return {name: json.dumps(document).encode() for name, document in documents.items()}
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.3:
+            return mutate(data)
+        try:
+            return json.dumps(changed(json.loads(data), rng)).encode()
+        except (ValueError, RecursionError):
+            return mutate(data)
+
+
+def _reference(body: bytes) -> tuple[Images, bool] | None:
+    """The images and whether they came by column; None where the request is to be refused."""
+    try:
+        document = loaded(body)
+        if type(document) is not dict:
+            return None
+        document = dict(document)
+        if document.pop("signature_name", "") not in ("", "serving_default"):
+            return None
+        ((field, values),) = document.items()
+        if field not in ("instances", "inputs"):
+            return None
+        if field == "inputs" and type(values) is dict:
+            values = _only(values, "image")
+        if type(values) is not list or not 0 < len(values) <= MAX_IMAGES:
+            return None
+        if type(values[0]) is dict and "image" in values[0]:
+            values = [_only(value, "image") for value in values]
+        if type(values[0]) is dict:
+            rows = [_bytes(_only(value, "b64")) for value in values]
+        else:
+            rows = [_row(value, values[0], floats=b"." in body) for value in values]
+    except (Refused, ValueError):
+        return None
+    return np.array(rows, np.uint8).reshape(-1, 28, 28), field == "inputs"
+
+
+def _only(value: Any, key: str) -> Any:
+    if type(value) is not dict or list(value) != [key]:
+        raise Refused
+    return value[key]
+
+
+def _bytes(text: Any) -> list[int]:
+    if type(text) is not str:
+        raise Refused
+    try:
+        content = binascii.a2b_base64(text.encode(), strict_mode=True)
+    except (ValueError, binascii.Error) as exc:
+        raise Refused from exc
+    if len(content) != 784:
+        raise Refused
+    return list(content)
+
+
+def _row(image: Any, first: Any, *, floats: bool) -> list[int]:
+    if type(image) is not list or _nested(image) != _nested(first):
+        raise Refused
+    if _nested(image) not in ((784,), (28, 28), (28, 28, 1), (1, 28, 28)):
+        raise Refused
+    return [_pixel(value, floats=floats) for value in _leaves(image)]
+
+
+def _nested(value: Any) -> tuple[int, ...]:
+    """The lengths of lists, which have to be the same side by side."""
+    if type(value) is not list:
+        return ()
+    inner = {_nested(one) for one in value}
+    if len(inner) > 1:
+        raise Refused
+    return (len(value), *(inner.pop() if inner else ()))
+
+
+def _leaves(value: Any) -> list[Any]:
+    return [leaf for one in value for leaf in _leaves(one)] if type(value) is list else [value]
+
+
+def _pixel(value: Any, *, floats: bool) -> int:
+    if type(value) is not int and not (floats and type(value) is float):
+        raise Refused
+    if not 0 <= value <= 255 or value != int(value):
+        raise Refused
+    return int(value)
