@@ -30,7 +30,7 @@ class InferBodyTarget(Target):
     def run(self, data: bytes) -> None:
         line, _, body = data.partition(b"\n")
         json_bytes = int(line) if re.fullmatch(rb"\d{1,6}", line) else None
-        expected = _reference(body, json_bytes)
+        expected = reference(body, json_bytes)
         try:
             images, asked = read_infer_body(body, json_bytes, MAX_IMAGES)
         except (InvalidInput, TooLarge) as exc:
@@ -82,7 +82,7 @@ class Refused(Exception):
     """By the rules of the documentation."""
 
 
-def _reference(
+def reference(
     body: bytes, json_bytes: int | None
 ) -> tuple[Images, str | None, list[tuple[str, bool, int]], int] | None:
     """Images, id, outputs and timeout; None where the request is to be refused."""
