@@ -36,7 +36,6 @@ from service.mps import shared_gpu
 from trainer.checkpoint import Checkpoint
 from trainer.devices import choose, on_devices
 from trainer.errors import TrainerError
-from trainer.loop import accuracy, train
 from trainer.mnist import Dataset, load
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
@@ -94,6 +93,8 @@ def trained(recipe: Recipe, data: Path) -> Result:
     Raises:
         TrainerError, LeNetError: the data or the device cannot be used.
     """
+    from trainer.loop import accuracy, train
+
     model, dataset = named(recipe.model), _dataset(data)
     training, validation = dataset.hold_out(recipe.validation_images)
 

@@ -17,11 +17,13 @@ EXAMPLES = {
     "predict.py": ((sys.executable,), "http://127.0.0.1:{http}", r"^7 \d"),
     "triton_http.py": ((sys.executable,), "127.0.0.1:{http}", r"^7 [\d.]+:7:7 "),
     "triton_grpc.py": ((sys.executable,), "127.0.0.1:{grpc}", r"^7 1 different of 32"),
+    "kserve_client.py": ((sys.executable,), "http://127.0.0.1:{http}", r"^7 [\d.]+\n7 [\d.]+$"),
     "predict.mjs": (("node",), "http://127.0.0.1:{http}", r"^7 [\d.]+$"),
 }
 NEEDS = {"predict.sh": "curl", "predict.mjs": "node"}
 PACKAGES = {
     "predict.py": "httpx",
+    "kserve_client.py": "kserve",
     "triton_http.py": "tritonclient",
     "triton_grpc.py": "tritonclient",
 }
