@@ -106,6 +106,7 @@ class Exchange:
         self.cancel()
         self.close = True
         self.answer = self.connection.encode(self.head, answer, close=True)
+        self.log(answer.status, len(answer.body))
 
     def ask_for_body(self) -> None:
         """Tell a client that waits for it to send the body."""
