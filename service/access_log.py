@@ -1,17 +1,16 @@
 """The access log, off by default: a line for each answer, over HTTP and gRPC, on standard output.
 
-The lines are written by a thread. Where nobody reads them, they are dropped, and requests go on.
+A thread writes the lines. Where nobody reads them, they are dropped, and requests go on.
 """
 
 from __future__ import annotations
 
-import logging
+import os
 import queue
-import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from logging.handlers import QueueHandler, QueueListener
 from typing import Literal, TypeAlias
 
 import orjson
@@ -21,15 +20,17 @@ from service.ids import Ids
 Form: TypeAlias = Literal["off", "text", "json"]
 
 _WAITING_LINES = 10_000
+_LAST_LINES_S = 0.2
 _TARGET_CHARACTERS = 200
+_STANDARD_OUTPUT = 1
 
 
 class AccessLog:
-    """Adds a line for each answer, in `form`."""
+    """Puts a line for each answer, in `form`, into `lines`; drops it if they are full."""
 
-    def __init__(self, form: Form, logger: logging.Logger) -> None:
+    def __init__(self, form: Form, lines: queue.Queue[str | None]) -> None:
         self._json = form == "json"
-        self._logger = logger
+        self._lines = lines
 
     def add(
         self,
@@ -58,18 +59,14 @@ class AccessLog:
             }
             if ids:
                 fields |= {"request_id": ids.request, "traceparent": ids.trace}
-            self._logger.info("%s", orjson.dumps(fields).decode())
+            line = orjson.dumps(fields).decode()
         else:
             # Quoted, so that no client can begin a line of its own.
             shown = request.encode("unicode_escape").decode().replace('"', "%22")
             line = f'{at} {protocol} {client} "{shown}" {status} {size} {milliseconds}ms'
-            self._logger.info("%s", f"{line} {ids}" if ids else line)
-
-
-class _Dropping(QueueHandler):
-    def enqueue(self, record: logging.LogRecord) -> None:
+            line = f"{line} {ids}" if ids else line
         with suppress(queue.Full):
-            self.queue.put_nowait(record)
+            self._lines.put_nowait(line)
 
 
 @contextmanager
@@ -78,16 +75,25 @@ def access_log(form: Form) -> Iterator[AccessLog | None]:
     if form == "off":
         yield None
         return
-    logger = logging.getLogger("lenet-serve.access")
-    logger.setLevel(logging.INFO)
-    logger.propagate = False
-    lines: queue.Queue[logging.LogRecord] = queue.Queue(_WAITING_LINES)
-    handler = _Dropping(lines)
-    listener = QueueListener(lines, logging.StreamHandler(sys.stdout))
-    logger.addHandler(handler)
-    listener.start()
+    lines: queue.Queue[str | None] = queue.Queue(_WAITING_LINES)
+    writer = threading.Thread(target=_write, args=(lines,), name="access-log", daemon=True)
+    writer.start()
     try:
-        yield AccessLog(form, logger)
+        yield AccessLog(form, lines)
     finally:
-        logger.removeHandler(handler)
-        listener.stop()
+        with suppress(queue.Full):
+            lines.put_nowait(None)
+            writer.join(_LAST_LINES_S)
+
+
+def _write(lines: queue.Queue[str | None]) -> None:
+    """Write lines until None, by system calls.
+
+    At its end the interpreter would wait for a thread that holds the lock of `sys.stdout`, and
+    abort.
+    """
+    while (line := lines.get()) is not None:
+        data = memoryview(f"{line}\n".encode(errors="replace"))
+        with suppress(OSError):  # closed: nobody wants them
+            while data:
+                data = data[os.write(_STANDARD_OUTPUT, data) :]

@@ -25,7 +25,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
-from ssl import SSLContext
 from typing import NoReturn
 
 import uvicorn
@@ -63,7 +62,7 @@ from service.rpc.server import GrpcServer, serve
 from service.settings import Settings
 from service.signals import Signals
 from service.stopping import Stop
-from service.tls import CertificateFiles
+from service.tls import ServedCertificate
 
 _log = logging.getLogger(__name__)
 
@@ -100,10 +99,13 @@ class Service:
 
 
 @asynccontextmanager
-async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIterator[Service]:
+async def open_service(
+    settings: Settings, *, certificate: ServedCertificate | None = None, shared: bool = False
+) -> AsyncIterator[Service]:
     """Open everything but the HTTP listener, and close it on leaving.
 
-    With `shared` other processes may open the same gRPC port.
+    gRPC uses TLS if there is a `certificate`. With `shared` other processes may open the same gRPC
+    port.
 
     Raises:
         InvalidWeightFile, GoldenMismatch: the weights must not be served.
@@ -160,7 +162,7 @@ async def open_service(settings: Settings, *, shared: bool = False) -> AsyncIter
                 shared=shared,
                 keys=keys,
                 access=access,
-                certificate=settings.certificate,
+                certificate=certificate,
                 max_body_bytes=settings.max_body_bytes,
                 max_images=settings.max_images,
                 max_connections=descriptors.connections()[1],
@@ -328,7 +330,7 @@ async def _serve(
     service: Service | None = None
     reload_requested = False
     files = settings.certificate
-    tls = None if files is None else files.context()
+    certificate = None if files is None else ServedCertificate(files)
 
     def begin_stop() -> None:
         if service is None and not stop.is_set():
@@ -339,8 +341,8 @@ async def _serve(
         nonlocal reload_requested
         if service is not None:
             service.models.request_reload()
-            if files is not None and tls is not None:
-                _renew(files, tls, service.grpc)
+            if certificate is not None:
+                _renew(certificate)
         else:  # the warm-up may have read older files
             reload_requested = True
 
@@ -353,7 +355,7 @@ async def _serve(
             listeners = listen(settings.host, settings.port, shared=shared)
             for listener in listeners:
                 stack.enter_context(listener)
-            async with open_service(settings, shared=shared) as service:
+            async with open_service(settings, certificate=certificate, shared=shared) as service:
                 if reload_requested:
                     service.models.request_reload()
                 ending = asyncio.create_task(_end_when_lost(service.models))
@@ -364,7 +366,7 @@ async def _serve(
                 pid = os.getppid() if shared else os.getpid()
                 if heartbeat is not None:
                     Heartbeat(heartbeat).start()
-                await _answer(service, listeners, stop, settings, tls, pid)
+                await _answer(service, listeners, stop, settings, certificate, pid)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
@@ -372,14 +374,13 @@ async def _serve(
             raise
 
 
-def _renew(files: CertificateFiles, tls: SSLContext, grpc: GrpcServer) -> None:
+def _renew(certificate: ServedCertificate) -> None:
     try:
-        files.load(tls)
-        grpc.renew_certificate()
+        certificate.renew()
     except InvalidCertificate as exc:
         _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
     else:
-        _log.info("certificate: read again, %s", files.certificate)
+        _log.info("certificate: read again")
 
 
 async def _answer(
@@ -387,7 +388,7 @@ async def _answer(
     listeners: Sequence[socket.socket],
     stop: asyncio.Event,
     settings: Settings,
-    tls: SSLContext | None,
+    certificate: ServedCertificate | None,
     pid: int,
 ) -> None:
     """Serve HTTP until `stop`, then stop HTTP, gRPC and the queues within the drain timeout."""
@@ -397,7 +398,7 @@ async def _answer(
         service.budget,
         gate=service.gate,
         access=service.access,
-        tls=tls,
+        certificate=certificate,
         max_connections=descriptors.connections()[0],
     )
     server = _http_server(service.app, door, settings.drain_timeout_s)
@@ -411,7 +412,7 @@ async def _answer(
     at_once = min(ACCEPTED_AT_ONCE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64)
     dups = [listener.dup() for listener in listeners for _ in range(at_once - 1)]
     grpc_at = at(host, service.grpc.port)
-    scheme = "http" if tls is None else "https"
+    scheme = "http" if certificate is None else "https"
     _log.info("ready: HTTP on %s://%s, gRPC on %s, pid %d", scheme, at(host, port), grpc_at, pid)
     serving = asyncio.create_task(server.serve([*listeners, *dups]))
     stopping = asyncio.create_task(stop.wait())

@@ -160,7 +160,13 @@ class Settings(BaseSettings):
         devices, models = values.get("devices"), values.get("models")
         for name in ("api_keys", "cors_origins"):
             if isinstance(text := values.get(name), str):
-                values = {**values, name: tuple(filter(None, map(str.strip, text.split(","))))}
+                found = tuple(filter(None, map(str.strip, text.split(","))))
+                if name == "api_keys" and not found:
+                    raise ValueError(
+                        "--api-keys: got an empty list, which would leave the service open to all; "
+                        "expected a key, or that neither it nor LENET_API_KEYS is there"
+                    )
+                values = {**values, name: found}
         if isinstance(devices, str):
             numbers = () if devices == "all" else tuple(devices.split(","))
             values = {**values, "devices": numbers}

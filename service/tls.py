@@ -26,10 +26,18 @@ class CertificateFiles:
         Raises:
             InvalidCertificate: a file cannot be read, or they do not belong together.
         """
+        self.contents()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
-        self.load(context)
+        try:
+            # Without a password, OpenSSL would ask for one on the terminal.
+            context.load_cert_chain(self.certificate, self.key, password="")
+        except (OSError, ValueError) as exc:
+            raise InvalidCertificate(
+                f"--tls-certificate is {self.certificate}, --tls-key {self.key}: they are not a "
+                f"certificate and its key without a password, in PEM ({_reason(exc)})"
+            ) from exc
         if self.client_ca is not None:
             try:
                 context.load_verify_locations(self.client_ca)
@@ -38,39 +46,47 @@ class CertificateFiles:
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
-    def load(self, context: ssl.SSLContext) -> None:
-        """Let `context` present what the files hold now to clients that connect from now on.
-
-        Raises:
-            InvalidCertificate: as `context`; the earlier certificate stays.
-        """
-        for flag, path in (("--tls-certificate", self.certificate), ("--tls-key", self.key)):
-            try:
-                path.read_bytes()
-            except OSError as exc:
-                raise InvalidCertificate(f"{flag}: {_fault(exc, path)}") from exc
-        trial = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        for one in (trial, context):
-            try:
-                # Without a password, OpenSSL would ask for one on the terminal.
-                one.load_cert_chain(self.certificate, self.key, password="")
-            except (OSError, ValueError) as exc:
-                raise InvalidCertificate(
-                    f"--tls-certificate is {self.certificate}, --tls-key {self.key}: they are not "
-                    f"a certificate and its key without a password, in PEM ({_reason(exc)})"
-                ) from exc
-
     def contents(self) -> tuple[bytes, bytes, bytes | None]:
         """For gRPC: key, certificate, and the clients' authority.
 
         Raises:
             InvalidCertificate: a file cannot be read.
         """
-        try:
-            authority = None if self.client_ca is None else self.client_ca.read_bytes()
-            return self.key.read_bytes(), self.certificate.read_bytes(), authority
-        except OSError as exc:
-            raise InvalidCertificate(_fault(exc, Path(exc.filename or ""))) from exc
+        return (
+            _read("--tls-key", self.key),
+            _read("--tls-certificate", self.certificate),
+            None if self.client_ca is None else _read("--tls-client-ca", self.client_ca),
+        )
+
+
+class ServedCertificate:
+    """What `files` held when they were last read: `context` for HTTP, `contents` for gRPC.
+
+    Raises:
+        InvalidCertificate: they must not be served.
+    """
+
+    def __init__(self, files: CertificateFiles) -> None:
+        self._files = files
+        self.renew()
+
+    def renew(self) -> None:
+        """Read the files again, for clients that connect from now on.
+
+        Raises:
+            InvalidCertificate: they must not be served; the earlier ones stay.
+        """
+        contents, context = self._files.contents(), self._files.context()
+        if self._files.contents() != contents:
+            raise InvalidCertificate("the files of the certificate changed while they were read")
+        self.contents, self.context = contents, context
+
+
+def _read(flag: str, path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as exc:
+        raise InvalidCertificate(f"{flag}: {_fault(exc, path)}") from exc
 
 
 def _fault(error: OSError, path: Path) -> str:

@@ -21,6 +21,24 @@ PROGRAM = Path(os.environ.get("LENET_TEST_ROOT", PROJECT))
 PATIENCE_S = 30.0
 
 
+def grpc_call(port, path=b"/x", **headers):
+    """A connection on which the headers of one call were sent, as HTTP/2 frames of our own."""
+
+    def frame(kind, flags, stream, content=b""):
+        head = len(content).to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big")
+        return head + content
+
+    lines = {":method": b"POST", ":scheme": b"http", ":path": path, ":authority": b"a"}
+    lines |= {"content-type": b"application/grpc", "te": b"trailers", **headers}
+    block = b"".join(
+        b"\0%c%b%c%b" % (len(name), name.encode(), len(text), text) for name, text in lines.items()
+    )
+    connection = socket.create_connection(("127.0.0.1", port), PATIENCE_S)
+    settings, opening = frame(4, 0, 0), frame(1, 4, 1, block)
+    connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + opening)
+    return connection
+
+
 class Service:
     """A running `python -m service`; its log lines as they come."""
 

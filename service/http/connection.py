@@ -32,7 +32,6 @@ import logging
 import math
 from collections import deque
 from socket import SO_ERROR, SOL_SOCKET
-from ssl import SSLContext
 from typing import Any, cast
 
 import httptools
@@ -47,6 +46,7 @@ from service.http.exchange import BUFFERED_BYTES, AsgiExchange, Exchange
 from service.http.gate import Gate
 from service.http.handshake import Handshake
 from service.http.head import FastCall, FastRoutes, Head, Refused
+from service.tls import ServedCertificate
 
 _log = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class FrontDoor:
         *,
         gate: Gate | None = None,
         access: AccessLog | None = None,
-        tls: SSLContext | None = None,
+        certificate: ServedCertificate | None = None,
         max_connections: int = 1 << 16,
         max_header_bytes: int = 64 * 1024,
         header_timeout_s: float = 10.0,
@@ -99,8 +99,8 @@ class FrontDoor:
         self.budget = budget
         self.gate = gate or Gate()
         self.access = access
-        self.tls = tls
-        self.scheme = b"http" if tls is None else b"https"
+        self.certificate = certificate
+        self.scheme = b"http" if certificate is None else b"https"
         self.max_connections = max_connections
         self.max_header_bytes = max_header_bytes
         self.header_timeout_s = header_timeout_s
@@ -247,8 +247,9 @@ class Connection(asyncio.Protocol):
         self.door.add(self)
         self._stopping = self.door.stopping
         self.state.connections.add(self)  # type: ignore[arg-type]
-        if self.door.tls is not None:
-            shaking = Handshake(self).run(self.door.tls, self.door.header_timeout_s)
+        if self.door.certificate is not None:
+            context = self.door.certificate.context
+            shaking = Handshake(self).run(context, self.door.header_timeout_s)
             task = self.loop.create_task(shaking)
             self.door.handshakes.add(task)
             task.add_done_callback(self.door.handshakes.discard)
@@ -421,7 +422,7 @@ class Connection(asyncio.Protocol):
                 _log.exception("a request failed")
                 self._end_with(INTERNAL_ERROR)
             except httptools.HttpParserError:
-                in_clear = ", in the clear" if self.door.tls is None else ""
+                in_clear = ", in the clear" if self.door.certificate is None else ""
                 self._refuse(400, f"malformed HTTP request; expected HTTP/1.1{in_clear}")
 
     def _without_upgrade(self, rest: bytes) -> bytes:
@@ -436,6 +437,11 @@ class Connection(asyncio.Protocol):
         return b"\r\n".join([*lines, b"\r\n"]) + rest
 
     def eof_received(self) -> bool:
+        # Over TLS the transport closes in any case: asyncio has no half-closed one.
+        return self._answers_after_end() and self.door.certificate is None
+
+    def _answers_after_end(self) -> bool:
+        """The client sends no more; whether something is left to be answered."""
         self._ended = True
         if self._unparsed:
             return True

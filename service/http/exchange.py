@@ -232,7 +232,8 @@ class AsgiExchange(Exchange):
         else:
             self.answer = data
             assert self._response is not None, "bug: an end before its start"
-            self.log(self._response["status"], self._sent_bytes)
+            sent = 0 if self.head.method == b"HEAD" else self._sent_bytes
+            self.log(self._response["status"], sent)
             self._arrived.set()
             self.connection.flush()
         await self.connection.drained()

@@ -37,8 +37,10 @@ _HEALTH = frozenset((b"/healthz", b"/readyz", b"/v2/health/live", b"/v2/health/r
 class Gate:
     """Asks for a key, and lets pages of other origins read answers (CORS).
 
-    `origins` are as browsers send them, or "*" for any. `refused` is told of each request that may
-    not pass.
+    Args:
+        keys: one of them has to come with each request but those for health; without any, none.
+        origins: of the pages that may read answers, as browsers send them in `Origin`; "*" is any.
+        refused: called with the error of each request that may not pass, to be counted.
     """
 
     def __init__(
@@ -129,7 +131,8 @@ class _PreflightCall:
         """Dropped: a preflight has none."""
 
     def wait_for_body(self) -> None:
-        """Nothing to check."""
+        """Answer without waiting: a preflight has none, and this one may never end."""
+        self.end()
 
     def end(self, body: bytes | None = None) -> None:
         """Answer; not with 204, which has no Content-Length."""

@@ -33,6 +33,8 @@ class Handshake(asyncio.Protocol):
         """Do it, within `timeout_s`."""
         connection = self._connection
         loop, plain = connection.loop, connection.transport
+        if plain.is_closing():
+            return
         securing = loop.create_task(
             loop.start_tls(plain, self, tls, server_side=True, ssl_handshake_timeout=timeout_s)
         )

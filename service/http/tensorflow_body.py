@@ -14,17 +14,20 @@ Source: https://www.tensorflow.org/tfx/serving/api_rest
 from __future__ import annotations
 
 import binascii
+import re
+from itertools import islice
 from typing import Any
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.errors import invalid, shown
+from service.errors import InvalidInput, invalid, shown
 from service.http.infer_body import Body, json_document, numbers
 from service.images.json import check_count
 from service.open_inference import INPUT, InputTensor, check_form, read_images
 
 _SIGNATURES = ("", "serving_default")
 _MOST_SIZES = 5
+_EXPONENT = re.compile(rb"[0-9][eE]")
 
 
 @span("decode")
@@ -38,8 +41,8 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
     signature = document.pop("signature_name", "")
     if signature not in _SIGNATURES:
         raise invalid("signature_name", shown(signature), f"none, or {_SIGNATURES[1]!r}")
-    names = " and ".join(sorted(map(shown, document))) or "nothing"
     if len(document) != 1 or not document.keys() <= {"instances", "inputs"}:
+        names = " and ".join(sorted(map(shown, islice(document, 3)))) or "nothing"
         raise invalid("body", names[:100], '"instances" or "inputs"')
     ((field, values),) = document.items()
     columnar = field == "inputs"
@@ -62,7 +65,14 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
     datatype = "FP32" if b"." in text else "UINT8"  # whether any number may be a float
     check_form(datatype, shape, field, max_images)
     booleans = b"true" in text or b"false" in text
-    flat: Any = numbers(values, datatype, sizes, field, booleans)
+    flat: Any
+    try:
+        flat = numbers(values, datatype, sizes, field, booleans)
+    except InvalidInput:
+        if datatype == "FP32" or not _EXPONENT.search(text):
+            raise
+        datatype = "FP32"  # 1e2
+        flat = numbers(values, datatype, sizes, field, booleans)
     return read_images([InputTensor(INPUT, datatype, shape, flat, field)], max_images), columnar
 
 

@@ -606,6 +606,9 @@ def _start(theirs: socket.socket, memory_bytes: int) -> subprocess.Popen[bytes]:
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     numbers = (theirs.fileno(), os.getpid(), memory_bytes)
+    environment = {  # without the keys: it reads what anyone has sent
+        name: text for name, text in os.environ.items() if not name.startswith("LENET_")
+    }
     return subprocess.Popen(  # noqa: S603 - this program, with numbers as arguments
         [sys.executable, *_ARGUMENTS, *map(str, numbers)],
         pass_fds=(theirs.fileno(),),
@@ -615,5 +618,5 @@ def _start(theirs: socket.socket, memory_bytes: int) -> subprocess.Popen[bytes]:
         # Not a session of its own, in which Linux' autogroups would ignore its priority.
         process_group=0,
         # Of OpenBLAS each thread would reserve memory, and matrices here are small.
-        env={**os.environ, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
+        env={**environment, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
     )

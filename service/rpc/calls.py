@@ -60,7 +60,8 @@ SPARE_CALLS = 64
 """Open calls besides, for methods other than ModelInfer: probes are answered under overload."""
 
 MAX_STREAMS = 64
-"""Calls that last: watched health, and reflection. They are among the others."""
+"""Calls that last and need a key, where there are keys, and as many that need none: reflection, and
+watched health. They are among the others."""
 
 MESSAGE_S = 10.0
 """A message that takes longer ends its call, however much time the call has."""
@@ -173,6 +174,8 @@ class OpenCall:
     """Whether it is one of `_AT_ONCE`."""
     stream = False
     """Whether it lasts until someone ends it, at the latest a stop."""
+    public = False
+    """Whether a stream needs no key."""
     ended: ServiceError | None = None
     """Why the server ended it early, if it did."""
 
@@ -262,14 +265,14 @@ class Calls:
         """As `open`, for a call that lasts; each of its messages has `MESSAGE_S`.
 
         Raises:
-            Overloaded: `MAX_STREAMS` are open.
+            Overloaded: `MAX_STREAMS` of its kind are open.
         """
-        streams = sum(call.stream for call in self._open)
+        streams = sum(call.stream and call.public == public for call in self._open)
         if streams >= MAX_STREAMS:
             raise Overloaded(f"{streams} streams are open; try again later", retry_after_s=1)
         now_s = time.monotonic()
         call = self.open(context, now_s, math.inf, spare=SPARE_CALLS, public=public)
-        call.stream = True
+        call.stream, call.public = True, public
         return call
 
     def close(self, call: OpenCall) -> None:

@@ -1,5 +1,9 @@
 """The gRPC server: opened when the models are ready, closed before they are.
 
+A request whose path is not UTF-8 ends the loop in which grpcio 1.85 accepts calls: the port stays
+open, and nothing is answered any more. Another server then takes the port, within 0.1 s, and calls
+that had begun are finished.
+
 Compressed messages are accepted. One of 32 KB may be 32 MB: grpcio 1.85 decompresses it when it is
 read, up to the limit of a message. As calls are read a few at a time (`rpc.calls`), 600 such calls
 at once took 57 MB.
@@ -10,21 +14,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 
 import grpc
 
 from service.access_log import AccessLog
 from service.budget import Budget
 from service.engine.models import Models
+from service.errors import CannotListen
 from service.images.decoders import Decoders
 from service.keys import Keys
 from service.listener import at, cannot_listen, probe
 from service.metrics import Metrics
 from service.rpc.calls import MAX_CALLS, Calls
-from service.rpc.servicer import HealthServicer, InferenceServicer, add_servicers
-from service.tls import CertificateFiles
+from service.rpc.methods import HealthServicer, add_methods
+from service.rpc.servicer import InferenceServicer
+from service.tls import ServedCertificate
 
 _MAX_PENDING = 16 * MAX_CALLS
 """Calls that wait for their handler to begin. Beyond, gRPC cancels calls, which nobody counts; its
@@ -39,28 +45,60 @@ _GOAWAY_S = 0.02
 _LAST_STATUSES_S = 0.5
 """From the end of the drain timeout until connections are closed: for the statuses of the rest."""
 
+_RESTART_S = 0.02
+"""Between attempts to take the port of a server that has ended."""
+
+_ACCEPTING = "_server_main_loop"
+"""In the name of the task in which a grpcio server accepts calls."""
+
 _log = logging.getLogger(__name__)
 
 
 class GrpcServer:
-    """A server that listens on `port`."""
+    """A server that listens on `port` of `addresses`, a free one if it is 0, until `stop`.
+
+    `make` makes one that does not listen yet, whose calls are `calls` and take at most `timeout_s`.
+    """
 
     def __init__(
-        self, server: grpc.aio.Server, calls: Calls, port: int, credentials: _Credentials | None
+        self,
+        make: Callable[[], grpc.aio.Server],
+        addresses: Sequence[str],
+        port: int,
+        calls: Calls,
+        certificate: ServedCertificate | None,
+        timeout_s: float,
     ) -> None:
-        self._server, self._calls = server, calls
-        self._credentials = credentials
+        self._make, self._calls, self._timeout_s = make, calls, timeout_s
+        self._addresses, self.port = addresses, port
+        self._credentials = None if certificate is None else _credentials(certificate)
         self._stopping = False
-        self.port = port
+        self._restarting: asyncio.Task[None] | None = None
+        self._closing: set[asyncio.Task[None]] = set()
 
-    def renew_certificate(self) -> None:
-        """Present what the certificate's files hold now to clients that connect from now on.
+    async def start(self) -> None:
+        """Accept calls.
 
         Raises:
-            InvalidCertificate: they cannot be read; the earlier ones stay.
+            CannotListen: an address cannot be listened on; the message names it.
         """
-        if self._credentials is not None:
-            self._credentials.renew()
+        server = self._make()
+        for address in self._addresses:
+            try:
+                if self._credentials is None:
+                    self.port = server.add_insecure_port(at(address, self.port))
+                else:
+                    self.port = server.add_secure_port(at(address, self.port), self._credentials)
+            except RuntimeError as exc:  # in use since the probe
+                raise cannot_listen(
+                    address, self.port, OSError(errno.EADDRINUSE, str(exc))
+                ) from exc
+        others = asyncio.all_tasks()
+        await server.start()
+        self._server = server
+        for task in asyncio.all_tasks() - others:
+            if _ACCEPTING in repr(task):
+                task.add_done_callback(self._restart)
 
     async def stop(self, timeout_s: float) -> None:
         """Reject new calls at once, let running ones finish for `timeout_s`, end the rest.
@@ -74,6 +112,8 @@ class GrpcServer:
         self._stopping = True
         loop = asyncio.get_running_loop()
         end_s = loop.time() + timeout_s
+        if self._restarting is not None:
+            await asyncio.wait((self._restarting,))
         await self._calls.settle(min(_SETTLE_S, timeout_s / 4))
         rest_s = max(0.0, end_s - loop.time())
         stopping = asyncio.create_task(self._server.stop(rest_s + _LAST_STATUSES_S))
@@ -86,23 +126,35 @@ class GrpcServer:
             _log.warning("gRPC did not stop within %.1f s", loop.time() - end_s + timeout_s)
             stopping.cancel()
 
+    def _restart(self, accepting: asyncio.Task[None]) -> None:
+        """Have another server take the port, because one ended that was not told to."""
+        if self._stopping or accepting.cancelled():
+            return
+        _log.error("gRPC stopped accepting calls, starting it anew: %r", accepting.exception())
+        self._restarting = asyncio.create_task(self._take_over(self._server))
 
-class _Credentials:
-    """A server's certificate, which may be renewed; gRPC asks for it in every handshake."""
+    async def _take_over(self, ended: grpc.aio.Server) -> None:
+        # Its calls end by their own deadlines.
+        closing = asyncio.create_task(ended.stop(self._timeout_s))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+        while not self._stopping:
+            await asyncio.sleep(_RESTART_S)
+            with suppress(CannotListen):  # not closed yet
+                await self.start()
+                return
 
-    def __init__(self, files: CertificateFiles) -> None:
-        self._files = files
-        self._latest = self._read()
-        self.server = grpc.dynamic_ssl_server_credentials(
-            self._latest, lambda: self._latest, files.client_ca is not None
-        )
 
-    def renew(self) -> None:
-        self._latest = self._read()
+def _credentials(certificate: ServedCertificate) -> grpc.ServerCredentials:
+    """GRPC asks for the certificate in every handshake."""
 
-    def _read(self) -> grpc.ServerCertificateConfiguration:
-        key, certificate, authority = self._files.contents()
-        return grpc.ssl_server_certificate_configuration([(key, certificate)], authority)
+    def latest() -> grpc.ServerCertificateConfiguration:
+        key, chain, authority = certificate.contents
+        return grpc.ssl_server_certificate_configuration([(key, chain)], authority)
+
+    return grpc.dynamic_ssl_server_credentials(
+        latest(), latest, certificate.contents[2] is not None
+    )
 
 
 @asynccontextmanager
@@ -122,7 +174,7 @@ async def serve(
     stop_timeout_s: float,
     keys: Keys | None = None,
     access: AccessLog | None = None,
-    certificate: CertificateFiles | None = None,
+    certificate: ServedCertificate | None = None,
 ) -> AsyncIterator[GrpcServer]:
     """Serve on the running loop, on a free port if `port` is 0; stops on leaving.
 
@@ -134,43 +186,36 @@ async def serve(
 
     Raises:
         CannotListen: the address cannot be listened on; the message names it.
-        InvalidCertificate: its files cannot be read.
     """
     # grpcio 1.85 prints why it cannot bind an address, and does not return the reason.
     addresses = probe(host, port, shared=shared)
-    server = grpc.aio.server(
-        # Of calls whose status is not sent yet, too, because their clients do not read.
-        maximum_concurrent_rpcs=_MAX_PENDING,
-        options=(
-            ("grpc.so_reuseport", int(shared)),
-            ("grpc.max_receive_message_length", max_body_bytes),
-            # Otherwise each stream may send 4 MiB before its handler reads, instead of 64 KiB.
-            ("grpc.http2.bdp_probe", 0),
-            ("grpc.server.max_pending_requests", _MAX_PENDING),
-            ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
-            ("grpc.max_allowed_incoming_connections", max_connections),
-            # Connections of clients that are gone without a word end after 80 s.
-            ("grpc.keepalive_time_ms", 60_000),
-            ("grpc.keepalive_timeout_ms", 20_000),
-            ("grpc.keepalive_permit_without_calls", 1),
-        ),
+    options = (
+        ("grpc.so_reuseport", int(shared)),
+        ("grpc.max_receive_message_length", max_body_bytes),
+        # Otherwise each stream may send 4 MiB before its handler reads, instead of 64 KiB.
+        ("grpc.http2.bdp_probe", 0),
+        ("grpc.server.max_pending_requests", _MAX_PENDING),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * _MAX_PENDING),
+        ("grpc.max_allowed_incoming_connections", max_connections),
+        # Connections of clients that are gone without a word end after 80 s.
+        ("grpc.keepalive_time_ms", 60_000),
+        ("grpc.keepalive_timeout_ms", 20_000),
+        ("grpc.keepalive_permit_without_calls", 1),
     )
     calls = Calls(budget, max_body_bytes, keys, access)
-    credentials = None if certificate is None else _Credentials(certificate)
     inference = InferenceServicer(
         models, metrics, decoders, calls, max_images=max_images, timeout_s=timeout_s
     )
-    add_servicers(server, inference, HealthServicer(models), calls)
-    for address in addresses:
-        try:
-            if credentials is None:
-                port = server.add_insecure_port(at(address, port))
-            else:
-                port = server.add_secure_port(at(address, port), credentials.server)
-        except RuntimeError as exc:  # in use since the probe
-            raise cannot_listen(address, port, OSError(errno.EADDRINUSE, str(exc))) from exc
-    grpc_server = GrpcServer(server, calls, port, credentials)
-    starting = asyncio.create_task(server.start())
+    health = HealthServicer(models, tells_names=not keys)
+
+    def make() -> grpc.aio.Server:
+        # The limit is of calls whose status is not sent yet, too: their clients do not read.
+        server = grpc.aio.server(options=options, maximum_concurrent_rpcs=_MAX_PENDING)
+        add_methods(server, inference, health, calls)
+        return server
+
+    grpc_server = GrpcServer(make, addresses, port, calls, certificate, timeout_s)
+    starting = asyncio.create_task(grpc_server.start())
     try:
         await asyncio.shield(starting)  # grpc's own tasks fail when their start is cancelled
         yield grpc_server

@@ -1,4 +1,4 @@
-"""The calls of the Open Inference Protocol and of the health protocol; errors as gRPC statuses.
+"""The calls of the Open Inference Protocol; errors as gRPC statuses.
 
 Statuses are Triton's where its clients act on them, with one difference: a full queue is
 RESOURCE_EXHAUSTED, so that a client can tell "send less" from UNAVAILABLE, "send elsewhere". Too
@@ -11,18 +11,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import lru_cache
-from inspect import isawaitable
-from typing import Any
 
-import grpc
 import numpy as np
 from google.protobuf.json_format import ParseDict
-from google.protobuf.message import DecodeError, Message
-from grpc_health.v1 import health_pb2
-from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from lenet import DISTRIBUTION, distribution_version, nvtx
 from lenet.nvtx import span
@@ -36,7 +29,6 @@ from service.errors import (
     InvalidInput,
     ServiceError,
     UnknownModel,
-    invalid,
 )
 from service.images.decoders import Decoders, InferSource
 from service.metrics import NO_MODEL, Metrics
@@ -52,36 +44,14 @@ from service.open_inference import (
 )
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import (
-    MESSAGE_S,
-    SPARE_CALLS,
     Calls,
     Context,
-    OpenCall,
     Status,
-    abort,
     status_of,
 )
 from service.rpc.gathering import Gathering
 from service.rpc.guard import read_infer_request
 from service.rpc.message import Wanted, decode_inline, decode_request
-
-SERVICE = "inference.GRPCInferenceService"
-
-_HEALTH_SERVICE = "grpc.health.v1.Health"
-_REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.ServerReflection")
-"""The messages of both are the same on the wire."""
-
-_WATCH_S = 0.2
-"""How often a watched status is looked at."""
-
-_QUESTIONS = (
-    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
-    *("ModelConfig", "ModelStatistics"),
-)
-"""The calls besides ModelInfer."""
-
-_HEALTH = ("ServerLive", "ServerReady")
-"""Open to all: probes have no keys."""
 
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
 
@@ -92,9 +62,6 @@ _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
 _LONGEST_HEAD_BYTES = 256
-
-_MAX_QUESTION_BYTES = 4096
-"""Of the message of any other method than ModelInfer: it holds two names at most."""
 
 
 class InferenceServicer:
@@ -246,186 +213,6 @@ class InferenceServicer:
         source = InferSource(self._max_images)
         outcome = await self._decoders.run(source, message, timeout_s)
         return outcome.images, Wanted.from_json(outcome.wanted)
-
-
-class HealthServicer:
-    """The health protocol, for grpc-health-probe, Kubernetes and clients that watch.
-
-    It knows "", the inference service and each model by its name. Not grpc_health's servicer: when
-    one of several watchers of a name leaves, the others hear of no change any more (1.81).
-    """
-
-    def __init__(self, models: Models) -> None:
-        self._models = models
-
-    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
-        """SERVING while the server is ready."""
-        found = self._status(request.service)
-        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            names = ", ".join(sorted(self._known() - {""}))
-            message = f"service: got an unknown name, expected one of {names}"
-            raise UnknownModel(message, field="service")
-        return health_pb2.HealthCheckResponse(status=found)
-
-    async def watch(
-        self, requests: AsyncIterator[health_pb2.HealthCheckRequest]
-    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The same now, and at each change; SERVICE_UNKNOWN while the name is not known."""
-        request = await anext(requests, health_pb2.HealthCheckRequest())
-        last = None
-        while True:
-            found = self._status(request.service)
-            if found != last:
-                yield health_pb2.HealthCheckResponse(status=found)
-            last = found
-            await asyncio.sleep(_WATCH_S)
-
-    def _known(self) -> set[str]:
-        return {"", SERVICE, *(model.version.name for model in self._models.served)}
-
-    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
-        if name not in self._known():
-            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
-        if self._models.ready:
-            return health_pb2.HealthCheckResponse.SERVING
-        return health_pb2.HealthCheckResponse.NOT_SERVING
-
-
-def add_servicers(
-    server: grpc.aio.Server, inference: InferenceServicer, health: HealthServicer, calls: Calls
-) -> None:
-    """Serve both on `server`.
-
-    Not by the generated function, which registers each method: with every call, grpcio 1.85 then
-    waits anew for the next call of each of them. And as methods with a stream of requests, because
-    the handlers read their only message themselves; see `rpc.calls`.
-    """
-    handler = grpc.stream_unary_rpc_method_handler
-    questions = {
-        name: handler(
-            _handler(
-                getattr(inference, name),
-                getattr(pb, f"{name}Request"),
-                calls,
-                public=name in _HEALTH,
-            )
-        )
-        for name in _QUESTIONS
-    }
-    infer = handler(inference.ModelInfer)
-    check = handler(_handler(health.check, health_pb2.HealthCheckRequest, calls, public=True))
-    stream = grpc.stream_stream_rpc_method_handler
-    request = health_pb2.HealthCheckRequest
-    watch = stream(_stream_handler(health.watch, request, calls, public=True))
-    names = SERVICE, _HEALTH_SERVICE, *_REFLECTION
-    reflected: Any = reflection.aio.ReflectionServicer(names)  # type: ignore[attr-defined]
-
-    def reflect(requests: AsyncIterator[Message]) -> AsyncIterator[Message]:
-        found: AsyncIterator[Message] = reflected.ServerReflectionInfo(requests, None)
-        return found
-
-    question = reflection_pb2.ServerReflectionRequest
-    info = stream(_stream_handler(reflect, question, calls))
-    services = {
-        SERVICE: {**questions, "ModelInfer": infer},
-        _HEALTH_SERVICE: {"Check": check, "Watch": watch},
-        **{name: {"ServerReflectionInfo": info} for name in _REFLECTION},
-    }
-    server.add_generic_rpc_handlers(
-        tuple(
-            grpc.method_handlers_generic_handler(name, methods)
-            for name, methods in services.items()
-        )
-    )
-
-
-def _handler(
-    answer: Callable[[Any], Message | Awaitable[Message]],
-    request: type[Message],
-    calls: Calls,
-    *,
-    public: bool = False,
-) -> Callable[[object, Context], Any]:
-    """The handler of a method whose `answer` to a `request` is at hand, `public` without a key."""
-
-    async def outcome(context: Context) -> bytes | Status:
-        call = None
-        try:
-            now_s = time.monotonic()
-            call = calls.open(context, now_s, MESSAGE_S, spare=SPARE_CALLS, public=public)
-            message = await calls.receive(call)
-            if len(message) > _MAX_QUESTION_BYTES:
-                got = f"{len(message)} bytes"
-                raise invalid("message", got, f"at most {_MAX_QUESTION_BYTES} of a {name}")
-            found = answer(request.FromString(message))
-            response: Message = await found if isawaitable(found) else found
-            return response.SerializeToString()
-        except asyncio.CancelledError:
-            if call is None or call.ended is None:
-                raise
-            return status_of(call.ended)
-        except DecodeError:
-            return status_of(InvalidInput(f"message: not a {name}", field="message"))
-        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            return status_of(exc)
-        finally:
-            if call is not None:
-                calls.close(call)
-
-    async def handle(messages: object, context: Context) -> bytes:
-        began_s = time.monotonic()
-        found = await outcome(context)
-        calls.log(context, name.removesuffix("Request"), found, began_s)
-        return await calls.answered(context, found)
-
-    name = request.DESCRIPTOR.name
-    return handle
-
-
-def _stream_handler(
-    answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]],
-    request: type[Message],
-    calls: Calls,
-    *,
-    public: bool = False,
-) -> Callable[[object, Context], Any]:
-    """The handler of a method that makes a stream of `answers` of a stream of `request`."""
-
-    async def requests(call: OpenCall) -> AsyncIterator[Message]:
-        while (message := await calls.receive_next(call)) is not None:
-            if len(message) > _MAX_QUESTION_BYTES:
-                got = f"{len(message)} bytes"
-                raise invalid("message", got, f"at most {_MAX_QUESTION_BYTES} of a {name}")
-            yield request.FromString(message)
-
-    async def outcome(context: Context) -> bytes | Status:
-        call = None
-        try:
-            call = calls.open_stream(context, public=public)
-            async for answer in answers(requests(call)):
-                await context.write(answer.SerializeToString())
-        except asyncio.CancelledError:
-            if call is None or call.ended is None:
-                raise
-            return status_of(call.ended)
-        except DecodeError:
-            return status_of(InvalidInput(f"message: not a {name}", field="message"))
-        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            return status_of(exc)
-        finally:
-            if call is not None:
-                calls.close(call)
-        return b""
-
-    async def handle(messages: object, context: Context) -> None:
-        began_s = time.monotonic()
-        found = await outcome(context)
-        calls.log(context, name.removesuffix("Request"), found, began_s)
-        if isinstance(found, Status):
-            await abort(context, found)
-
-    name = request.DESCRIPTOR.name
-    return handle
 
 
 def _read_one_image(message: bytes) -> tuple[Images, Wanted] | None:

@@ -17,10 +17,12 @@ import time
 import grpc
 import pytest
 import trustme
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
+from tests.service_process import grpc_call
 
 KEY, OTHER = "a-key-that-nobody-knows", "another/key+that=nobody"
 SEVEN = bytes(784)
@@ -66,8 +68,8 @@ class Certificates:
         )
         self.renew()
 
-    def renew(self):
-        server = self.authority.issue_cert("127.0.0.1", "localhost")
+    def renew(self, kind=trustme.KeyType.ECDSA):
+        server = self.authority.issue_cert("127.0.0.1", "localhost", key_type=kind)
         server.private_key_pem.write_to_path(self.folder / "server.key")
         (self.folder / "server.pem").write_bytes(
             b"".join(blob.bytes() for blob in server.cert_chain_pems)
@@ -159,6 +161,35 @@ def test_every_request_needs_a_key_but_those_for_health(start, certificates, enc
     assert OTHER not in service.log
 
 
+def test_a_path_that_is_not_text_is_one_line_in_the_log(start):
+    service = start().ready()
+    before = len(service.lines)
+    grpc_call(service.grpc_port, b"/x\xff").close()
+    service.wait_for("gRPC stopped accepting calls, starting it anew")
+    time.sleep(0.5)
+    assert call(service, "ServerLive", pb.ServerLiveRequest()) == "OK"
+    assert len(service.lines) == before + 1
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert "Traceback" not in service.log
+
+
+def test_a_key_that_is_not_text_is_refused_and_not_logged(start):
+    service = start("--log-level", "debug", "--api-keys", KEY).ready()
+    for authorization in (b"Bearer " + KEY.encode() + b"\xff", b"\xff"):
+        with grpc_call(service.grpc_port, authorization=authorization) as connection:
+            assert connection.recv(1000)
+    assert call(service, "ServerMetadata", pb.ServerMetadataRequest(), KEY) == "OK"
+    names = health_pb2.HealthCheckRequest(service="none")
+    with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
+        with pytest.raises(grpc.RpcError, match="expected one of inference") as caught:
+            health_pb2_grpc.HealthStub(channel).Check(names, timeout=10)
+        assert "lenet" not in caught.value.details()
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    assert KEY not in service.log
+
+
 def test_a_body_that_comes_without_a_key_does_not_end_the_connection(start):
     service = start("--api-keys", KEY).ready()
     connection = http.client.HTTPConnection("127.0.0.1", service.port, timeout=20)
@@ -216,10 +247,38 @@ def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
     service.wait_for("certificate: not read again, still presenting the earlier one")
     assert list(serial_numbers()) == before
     key.write_bytes(good)
-    certificates.renew()
-    service.signal(signal.SIGHUP)
-    service.wait_for("certificate: read again")
-    assert not set(serial_numbers()) & set(before)
+    # Another type of key has a place of its own in OpenSSL's context, beside the former one.
+    for count, kind in enumerate((trustme.KeyType.RSA, trustme.KeyType.ECDSA), 1):
+        certificates.renew(kind)
+        service.signal(signal.SIGHUP)
+        service.wait_for("certificate: read again", count)
+        now = list(serial_numbers())
+        assert not set(now) & set(before)
+        before = now
+
+
+def test_the_clients_authority_is_read_again_on_a_hangup(start, certificates):
+    service = start(*certificates.flags, "--tls-client-ca", str(certificates.ca)).ready()
+
+    def may_come():
+        """Whether a client of the first authority may, over HTTP and over gRPC."""
+        live = pb.ServerLiveRequest()
+        status = call(service, "ServerLive", live, credentials=credentials)
+        with contextlib.suppress(ssl.SSLError, ConnectionError):
+            return ask(service, "GET", "/healthz", context=context)[0] == 200, status == "OK"
+        return False, status == "OK"
+
+    context = certificates.context(client=True)
+    credentials = certificates.credentials(client=True)
+    assert may_come() == (True, True)
+    for content, line, may in (
+        (b"no authority", "certificate: not read again.*--tls-client-ca", True),
+        (trustme.CA().cert_pem.bytes(), "certificate: read again", False),
+    ):
+        certificates.ca.write_bytes(content)
+        service.signal(signal.SIGHUP)
+        service.wait_for(line)
+        assert may_come() == (may, may)
 
 
 def test_handshakes_that_never_end_are_ended_and_shut_nobody_out(start, certificates):
@@ -240,11 +299,16 @@ def test_clients_that_leave_in_the_handshake_leave_nothing(start, certificates):
     service = start(*certificates.flags).ready()
     before = len(service.lines)
     reset = struct.pack("ii", 1, 0)
-    hello = bytes.fromhex("160301")
-    for number in range(90):
+    greeting = ssl.MemoryBIO()
+    client = certificates.context().wrap_bio(ssl.MemoryBIO(), greeting, server_hostname="localhost")
+    with pytest.raises(ssl.SSLWantReadError):
+        client.do_handshake()
+    hello = greeting.read()
+    openings = b"x", hello[:3], b"GET / HTTP/1.1\r\n\r\n", hello
+    for number in range(200):
         with socket.create_connection(("127.0.0.1", service.port), 20) as connection:
-            connection.sendall((b"x", hello, b"GET / HTTP/1.1\r\n\r\n")[number % 3])
-            if number % 2:
+            connection.sendall(openings[number % 4])
+            if number % 8 < 4:
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
             time.sleep(0.001 * (number % 5))
     assert ask(service, "GET", "/healthz", context=certificates.context())[0] == 200
@@ -293,6 +357,8 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
         status, found, answer = ask(service, method, path, body, {**headers, **IDS})
         assert found["X-Request-Id"] == IDS["X-Request-Id"]
         expected.append((f"{method} {path}", status, len(answer)))
+    ask(service, "HEAD", "/metrics", headers=IDS)
+    expected.append(("HEAD /metrics", 200, 0))
     assert "X-Request-Id" not in ask(service, "POST", "/predict", b"7", BYTES)[1]
     for name, request in CALLS.items():
         metadata = [(name.lower(), text) for name, text in IDS.items()]
@@ -316,10 +382,10 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
             (row[0], int(row[1]) if row[1].isdecimal() else row[1], int(row[2])) for row in rows
         ]
         ids = [tuple(re.findall("(?:request|traceparent) ([^, ]+)", row[3] or "")) for row in rows]
-    without = found.pop(len(EVERY))
+    without = found.pop(len(EVERY) + 1)
     assert without[:2] == ("POST /predict", 400)
     assert found == expected
-    assert ids.pop(len(EVERY)) in ((None, None), ())
+    assert ids.pop(len(EVERY) + 1) in ((None, None), ())
     assert set(ids) == {tuple(IDS.values())}
 
 
@@ -341,7 +407,8 @@ def test_what_is_no_id_is_not_returned_and_no_client_writes_a_line_of_its_own(st
     assert '"-" 400' in lines[-1]
 
 
-def test_an_access_log_that_nobody_reads_delays_nothing(start):
+@pytest.mark.parametrize("ends", [False, True], ids=["stalled", "closed"])
+def test_an_access_log_that_nobody_reads_delays_nothing(start, ends):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     service = start("--access-log", "json", output=writer).ready()
@@ -350,10 +417,16 @@ def test_an_access_log_that_nobody_reads_delays_nothing(start):
     for _ in range(200):
         assert service.get("/healthz")[0] == 200
     assert time.monotonic() - began_s < 10
-    os.close(reader)
-    assert service.get("/healthz")[0] == 200
+    if ends:
+        os.close(reader)
+        assert service.get("/healthz")[0] == 200
     service.signal()
+    began_s = time.monotonic()
     assert service.wait() == ExitCode.STOPPED
+    assert time.monotonic() - began_s < 5
+    assert "Traceback" not in service.log
+    if not ends:
+        os.close(reader)
 
 
 def test_ids_are_in_the_log_of_a_failure(start):
@@ -382,6 +455,12 @@ def test_pages_of_the_allowed_origins_read_every_answer(start):
         assert (status, found["Access-Control-Allow-Origin"]) == (200, ORIGIN)
         assert method in found["Access-Control-Allow-Methods"]
         assert "authorization" in found["Access-Control-Allow-Headers"]
+    with socket.create_connection(("127.0.0.1", service.port), 5) as connection:
+        connection.sendall(
+            b"OPTIONS /predict HTTP/1.1\r\nHost: a\r\nAccess-Control-Request-Method: POST\r\n"
+            b"Content-Length: 5\r\n\r\n"  # which never come
+        )
+        assert connection.makefile("rb").read().startswith(b"HTTP/1.1 200")
     service = start("--cors-origins", "*").ready()
     assert ask(service, "GET", "/info")[1]["Access-Control-Allow-Origin"] == "*"
     service = start().ready()

@@ -115,6 +115,8 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
             "--default-model is cnn, expected one of --models: mlp, lenet",
         ),
         ({"devices": "1,0,1"}, "--devices is 1,0,1, expected each GPU once"),
+        ({"api_keys": ""}, "--api-keys: got an empty list"),
+        ({"api_keys": " , "}, "--api-keys: got an empty list"),
         ({"port": 8001}, "--grpc-port is 8001, expected another port than --port"),
     ],
 )

@@ -49,6 +49,14 @@ async def test_predictions_by_row_are_those_of_predict(served, form):
         assert one == {"label": other["label"], "probabilities": other["probabilities"]}
 
 
+async def test_a_number_with_an_exponent_is_a_number(served):
+    numbers = [[100] * 784]
+    plain = json.dumps({"instances": numbers})
+    texts = plain, plain.replace("100", "1e2", 1)
+    one, other = [await served.client.post(PREDICT, content=text) for text in texts]
+    assert (one.status_code, one.json()) == (200, other.json())
+
+
 @pytest.mark.parametrize("form", ["nested", "flat", "one channel", "floats", "base64", "object"])
 async def test_outputs_by_column_are_those_of_predict(served, form):
     inputs = {"image": FORMS["nested"]} if form == "object" else FORMS[form]

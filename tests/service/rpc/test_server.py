@@ -13,6 +13,7 @@ from service.errors import CannotListen
 from service.rpc import open_inference_pb2 as pb
 from service.rpc import server
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from tests.service_process import grpc_call
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -130,6 +131,31 @@ async def test_a_running_call_is_answered_when_the_server_stops(house, raw_reque
         house.models.gate.set()
         assert (await accepted).model_name == "tiny"
         await asyncio.wait_for(stopping, 5)
+
+
+async def test_a_path_that_is_not_text_stops_nothing(house, raw_request, caplog):
+    options = (("grpc.use_local_subchannel_pool", 1),)
+    async with house.serve() as server, AsyncExitStack() as clients:
+
+        async def new_stub():
+            address = f"127.0.0.1:{server.port}"
+            channel = await clients.enter_async_context(grpc.aio.insecure_channel(address, options))
+            return GRPCInferenceServiceStub(channel)
+
+        house.models.gate.clear()
+        running = (await new_stub()).ModelInfer(raw_request())
+        await asyncio.wait_for(house.models.entered.wait(), 5)
+        for _ in range(3):
+            grpc_call(server.port, b"/x\xff").close()
+            await asyncio.sleep(0.2)
+            live = (await new_stub()).ServerLive(
+                pb.ServerLiveRequest(), wait_for_ready=True, timeout=5
+            )
+            assert (await live).live
+        house.models.gate.set()
+        assert (await asyncio.wait_for(running, 5)).model_name == "tiny"
+    ours = [record for record in caplog.records if record.name.startswith("service")]
+    assert len(ours) == 3
 
 
 async def test_new_calls_are_refused_as_soon_as_the_server_is_stopped(stub):
