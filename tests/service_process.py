@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import signal
 import socket
 import subprocess
 import sys
+import termios
 import threading
 import time
 from http.client import HTTPConnection
@@ -71,6 +73,13 @@ class Service:
         with self._grown:
             self._ended = True
             self._grown.notify_all()
+
+    def catch_up(self):
+        """Wait until every line that the process has written is in `lines`."""
+        unread = bytearray(4)
+        while fcntl.ioctl(self.process.stderr, termios.FIONREAD, unread) or any(unread):
+            time.sleep(0.01)
+        time.sleep(0.05)
 
     @property
     def log(self):

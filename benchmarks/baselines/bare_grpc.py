@@ -13,7 +13,7 @@ import grpc
 import uvloop
 
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.servicer import SERVICE
+from service.rpc.methods import SERVICE
 
 ANSWER = pb.ModelInferResponse(
     model_name="lenet",

@@ -92,6 +92,7 @@ class Watch:
     def __init__(self, service, digit):
         self.service = service
         self.message = request(digit.images[:1].tobytes(), b"Accept: " + RAW)
+        service.catch_up()
         self.lines = len(service.lines)
         self.answer = self._classify()
         label = int(np.frombuffer(self.answer, "<f4").argmax())
