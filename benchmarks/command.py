@@ -6,11 +6,16 @@ import argparse
 import os
 import platform
 import subprocess
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
+from functools import wraps
 from importlib import metadata
 from pathlib import Path
 from typing import Any
+
+from lenet.errors import LeNetError
+from trainer.errors import TrainerError
 
 _PIP = ".venv/bin/python -m pip install"
 _EXTRA = f"{_PIP} --constraint constraints.txt --editable"
@@ -29,6 +34,22 @@ def missing_library(error: ImportError) -> str:
     if not isinstance(error, ModuleNotFoundError) or name not in _INSTALL:
         return " ".join(str(error).split())
     return f"this benchmark needs {name}, which is not installed: {_INSTALL[name]}"
+
+
+def explained(main: Callable[[Sequence[str] | None], int]) -> Callable[..., int]:
+    """Wrap the main function of a command: what it lacks or refuses is a line and exit code 2."""
+
+    @wraps(main)
+    def run(arguments: Sequence[str] | None = None) -> int:
+        try:
+            return main(arguments)
+        except ImportError as exc:
+            print(missing_library(exc), file=sys.stderr)
+        except (LeNetError, TrainerError) as exc:
+            print(exc, file=sys.stderr)
+        return 2
+
+    return run
 
 
 def url(text: str) -> str:

@@ -166,7 +166,7 @@ async def _checked_message(address: str, model: str, request: PreparedRequest) -
 def _answered(server: Server) -> int:
     """The calls that our service answered so far, 0 for another server."""
     text = server.get("/metrics")[1].decode()
-    counts = re.findall(r'^lenet_requests_total\{.*"ok",protocol="grpc"\} (\S+)$', text, re.M)
+    counts = re.findall(r'^lenet_requests_total\{.*"ok",protocol="grpc".*\} (\S+)$', text, re.M)
     return int(sum(map(float, counts)))
 
 

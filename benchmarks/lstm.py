@@ -27,9 +27,8 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import commit, missing_library, positive_int, provenance
+from benchmarks.command import commit, explained, positive_int, provenance
 from benchmarks.recurrent import reference
-from lenet.errors import LeNetError
 
 STEPS, LAYERS, HIDDEN = 512, 4, 512
 BATCHES = (32, 64, 128, 256)
@@ -286,50 +285,44 @@ def draw(result: dict[str, Any], path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     """Compare, measure, write; the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        from lenet.cuda.device import Handle, devices
+    from lenet.cuda.device import Handle, devices
 
-        devices()
-        result: dict[str, Any] = {
-            **provenance(_DISTRIBUTIONS),
-            "commit": options.commit or commit(),
-        }
-        wrong = []
-        handle = Handle()
-        result |= {"device": handle.name, "cudnn": handle.cudnn_version, "differences": {}}
-        for precision in options.precisions:
-            found = differences(handle, precision)
-            result["differences"][precision] = found
-            for version, by_result in found.items():
-                worst = max(by_result, key=lambda what: by_result[what] / allowed(what, precision))
-                print(f"{precision} {version}: {worst} differs most, by {by_result[worst]:.1e}")
-                if by_result[worst] > allowed(worst, precision):
-                    wrong.append(f"{precision} {version} {worst}")
-        handle.close()
-        if wrong:
-            print(f"lstm: differs from float64: {', '.join(wrong)}", file=sys.stderr)
-            return 1
-        result["rates"] = {precision: _rates(precision) for precision in options.precisions}
-        times = result["precisions"] = {
-            precision: {mode: {} for mode in options.modes} for precision in options.precisions
-        }
-        if "fp32" in times and "inference" in options.modes:
-            result["batches"] = times["fp32"]["inference"]
-        for mode, precision, batch in product(options.modes, options.precisions, options.batches):
-            one = measure(precision, mode, batch, options.algorithms)
-            times[precision][mode][str(batch)] = one
-            print(f"{precision} {mode} {batch:4}: {json.dumps(one)}", flush=True)
-            if options.json is not None:  # at once: the rest may take minutes
-                options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    except ImportError as exc:
-        print(missing_library(exc), file=sys.stderr)
-        return 2
-    except LeNetError as exc:
-        print(exc, file=sys.stderr)
-        return 2
+    devices()
+    result: dict[str, Any] = {
+        **provenance(_DISTRIBUTIONS),
+        "commit": options.commit or commit(),
+    }
+    wrong = []
+    handle = Handle()
+    result |= {"device": handle.name, "cudnn": handle.cudnn_version, "differences": {}}
+    for precision in options.precisions:
+        found = differences(handle, precision)
+        result["differences"][precision] = found
+        for version, by_result in found.items():
+            worst = max(by_result, key=lambda what: by_result[what] / allowed(what, precision))
+            print(f"{precision} {version}: {worst} differs most, by {by_result[worst]:.1e}")
+            if by_result[worst] > allowed(worst, precision):
+                wrong.append(f"{precision} {version} {worst}")
+    handle.close()
+    if wrong:
+        print(f"lstm: differs from float64: {', '.join(wrong)}", file=sys.stderr)
+        return 1
+    result["rates"] = {precision: _rates(precision) for precision in options.precisions}
+    times = result["precisions"] = {
+        precision: {mode: {} for mode in options.modes} for precision in options.precisions
+    }
+    if "fp32" in times and "inference" in options.modes:
+        result["batches"] = times["fp32"]["inference"]
+    for mode, precision, batch in product(options.modes, options.precisions, options.batches):
+        one = measure(precision, mode, batch, options.algorithms)
+        times[precision][mode][str(batch)] = one
+        print(f"{precision} {mode} {batch:4}: {json.dumps(one)}", flush=True)
+        if options.json is not None:  # at once: the rest may take minutes
+            options.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if options.figure is not None:
         draw(result, options.figure)
     return 0

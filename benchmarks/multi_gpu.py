@@ -25,11 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import missing_library, positive_int
-from lenet.errors import LeNetError
+from benchmarks.command import explained, positive_int
 from lenet.model import named
 from trainer.devices import on_devices
-from trainer.errors import TrainerError
 from trainer.mnist import load
 from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import TrainingOps
@@ -167,41 +165,35 @@ def compared(alone: Outcome, several: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = _parser().parse_args(arguments)
     result: dict[str, Any] = {"date": datetime.now(UTC).date().isoformat(), "gpus": options.gpus}
     code = 0
-    try:
-        if options.trace:
-            import torch.profiler  # noqa: F401  # its absence should show before minutes of training
-        for precision in options.precisions:
-            recipe = Fit(
-                precision=precision, data=options.data, batch=options.batch, rate=options.rate
-            ).resolved("cuda")
-            (alone,) = steps(recipe, 1, options.steps, None)
-            with tempfile.TemporaryDirectory() as folder:
-                trace = Path(folder) / "trace.json" if options.trace else None
-                several = steps(recipe, options.gpus, options.steps, trace)
-                traced = {"trace": overlap(trace)} if trace else {}
-            found = {
-                "steps": options.steps,
-                "batch": options.batch,
-                "rate": options.rate,
-                **compared(alone, several),
-                **traced,
-            }
-            result[precision] = found
-            print(json.dumps({precision: found}, indent=1), flush=True)
-            agrees = found["relative_difference"] <= TOLERANCE
-            if precision == "fp32" and not (agrees and found["same_weights_on_every_rank"]):
-                code = 1
-    except ImportError as exc:
-        print(missing_library(exc), file=sys.stderr)
-        return 2
-    except (LeNetError, TrainerError) as exc:
-        print(exc, file=sys.stderr)
-        return 2
+    if options.trace:
+        import torch.profiler  # noqa: F401  # its absence should show before minutes of training
+    for precision in options.precisions:
+        recipe = Fit(
+            precision=precision, data=options.data, batch=options.batch, rate=options.rate
+        ).resolved("cuda")
+        (alone,) = steps(recipe, 1, options.steps, None)
+        with tempfile.TemporaryDirectory() as folder:
+            trace = Path(folder) / "trace.json" if options.trace else None
+            several = steps(recipe, options.gpus, options.steps, trace)
+            traced = {"trace": overlap(trace)} if trace else {}
+        found = {
+            "steps": options.steps,
+            "batch": options.batch,
+            "rate": options.rate,
+            **compared(alone, several),
+            **traced,
+        }
+        result[precision] = found
+        print(json.dumps({precision: found}, indent=1), flush=True)
+        agrees = found["relative_difference"] <= TOLERANCE
+        if precision == "fp32" and not (agrees and found["same_weights_on_every_rank"]):
+            code = 1
     if options.json:
         options.json.write_text(json.dumps(result, indent=1) + "\n")
     return code

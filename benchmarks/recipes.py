@@ -29,13 +29,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from benchmarks.command import commit, measured, missing_library, positive_int
-from lenet.errors import LeNetError
+from benchmarks.command import commit, explained, measured, positive_int
 from lenet.model import ARCHITECTURES, named
 from service.mps import shared_gpu
 from trainer.checkpoint import Checkpoint
 from trainer.devices import choose, on_devices
-from trainer.errors import TrainerError
 from trainer.mnist import Dataset, load
 from trainer.network import Network, initial_tensors
 from trainer.ops import Tensor, TrainingOps
@@ -225,27 +223,21 @@ def run_architectures(
         table.show(names[recipe], fields)
 
 
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train, print, write; the exit code."""
     options = _parser().parse_args(arguments)
-    try:
-        device = choose(options.device, print)
-        document: dict[str, Any] = {}
-        if options.json is not None and options.json.exists():
-            document = json.loads(options.json.read_text(encoding="utf-8"))
-        with ExitStack() as stack:
-            if device == "cuda" and options.processes > 1:
-                stack.enter_context(shared_gpu())
-            if "alternatives" in options.only:
-                run_alternatives(options, document)
-            if "architectures" in options.only:
-                run_architectures(options, device, document)
-    except ImportError as exc:
-        print(missing_library(exc), file=sys.stderr)
-        return 2
-    except (LeNetError, TrainerError) as exc:
-        print(exc, file=sys.stderr)
-        return 2
+    device = choose(options.device, print)
+    document: dict[str, Any] = {}
+    if options.json is not None and options.json.exists():
+        document = json.loads(options.json.read_text(encoding="utf-8"))
+    with ExitStack() as stack:
+        if device == "cuda" and options.processes > 1:
+            stack.enter_context(shared_gpu())
+        if "alternatives" in options.only:
+            run_alternatives(options, document)
+        if "architectures" in options.only:
+            run_architectures(options, device, document)
     return 0
 
 

@@ -20,13 +20,11 @@ import numpy as np
 
 from benchmarks.baselines.torch_step import MODES
 from benchmarks.baselines.torch_training import BaselineUnavailable, measure
-from benchmarks.command import commit, measured, missing_library, positive_int
+from benchmarks.command import commit, explained, measured, positive_int
 from benchmarks.recipes import spread, trained
 from benchmarks.timing import cupy_timer
 from lenet.cuda.engine_cache import EngineCache, default_cache
-from lenet.errors import LeNetError
 from lenet.model import named
-from trainer.errors import TrainerError
 from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors, take_step
 from trainer.optimizer import Sgd
@@ -158,40 +156,34 @@ def run_accuracy(data: Path, seeds: int, result: dict[str, Any]) -> None:
         )
 
 
+@explained
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, write."""
     options = _parser().parse_args(arguments)
-    try:
-        from lenet.cuda.device import devices
+    from lenet.cuda.device import devices
 
-        devices()
-        import cupy
+    devices()
+    import cupy
 
-        name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
-        result: dict[str, Any] = {
-            "device": name,
-            "batch": options.batch,
-        }
-        if options.json and options.json.exists():
-            result = json.loads(options.json.read_text()) | result
-        code = 0
-        for part in options.only:
-            if part == "step":
-                code = run_step(options.batch, options.modes, result)
-            elif part == "time":
-                run_time(options.data, options.time_seeds, result)
-            else:
-                run_accuracy(options.data, options.seeds, result)
-            measured(result, part, options.commit or commit())
-            if options.json:  # after each part: the next one may take minutes
-                options.json.parent.mkdir(parents=True, exist_ok=True)
-                options.json.write_text(json.dumps(result, indent=1) + "\n")
-    except ImportError as exc:
-        print(missing_library(exc), file=sys.stderr)
-        return 2
-    except (LeNetError, TrainerError) as exc:
-        print(exc, file=sys.stderr)
-        return 2
+    name = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    result: dict[str, Any] = {
+        "device": name,
+        "batch": options.batch,
+    }
+    if options.json and options.json.exists():
+        result = json.loads(options.json.read_text()) | result
+    code = 0
+    for part in options.only:
+        if part == "step":
+            code = run_step(options.batch, options.modes, result)
+        elif part == "time":
+            run_time(options.data, options.time_seeds, result)
+        else:
+            run_accuracy(options.data, options.seeds, result)
+        measured(result, part, options.commit or commit())
+        if options.json:  # after each part: the next one may take minutes
+            options.json.parent.mkdir(parents=True, exist_ok=True)
+            options.json.write_text(json.dumps(result, indent=1) + "\n")
     return code
 
 

@@ -8,6 +8,7 @@ ServiceError
 ├── UnsupportedMediaType    the body's content type or encoding cannot be read
 ├── UnknownModel            the requested model or version is not loaded
 ├── Unauthorized            no right key came with the request
+├── Forbidden               the key that came may not do this, or nobody may
 ├── Overloaded              a queue is full; retry after `retry_after_s`
 ├── DeadlineExceeded        the deadline passed before the answer was ready
 │   └── BodyTimeout         the deadline passed before the body had arrived
@@ -82,6 +83,12 @@ class Unauthorized(ServiceError):
     """The request came without a right key."""
 
     code = "unauthorized"
+
+
+class Forbidden(ServiceError):
+    """The request may not be made with this key, or not at all."""
+
+    code = "forbidden"
 
 
 class Overloaded(ServiceError):

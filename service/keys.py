@@ -9,43 +9,61 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from service.errors import Unauthorized
+from service.errors import Forbidden, ServiceError, Unauthorized
 
 MIN_CHARACTERS = 16
 """Of a key: 96 bits in base64. One that can be guessed protects nothing."""
 
 
 class Keys:
-    """The keys that a request may come with. Without any, every request may come."""
+    """The keys that a request may come with. Without `keys`, every request may come.
 
-    def __init__(self, keys: Iterable[str] = ()) -> None:
-        self._digests = tuple(map(_digest, keys))
+    Those of `admin` may do whatever `keys` may, and alone load and unload models. Without any,
+    nobody may.
+    """
+
+    def __init__(self, keys: Iterable[str] = (), admin: Iterable[str] = ()) -> None:
+        self._keys = tuple(map(_digest, keys))
+        self._admin = tuple(map(_digest, admin))
 
     def __bool__(self) -> bool:
-        return bool(self._digests)
+        return bool(self._keys)
 
-    def check(self, authorization: str | None) -> Unauthorized | None:
-        """What is wrong with a request's `Authorization`, None where it has none; else None."""
-        if not self._digests:
+    def check(self, authorization: str | None, *, admin: bool = False) -> ServiceError | None:
+        """What is wrong with a request's `Authorization`, None where it has none; else None.
+
+        `admin`: it is one to load or unload models.
+        """
+        if admin and not self._admin:
+            return Forbidden(
+                "models are not loaded and unloaded by requests here; "
+                "start the service with LENET_ADMIN_KEYS",
+                field="authorization",
+            )
+        if not admin and not self._keys:
             return None
+        expected = "of the administrator's keys" if admin else "of the service's keys"
         if authorization is None:
-            return _unauthorized("none")
+            return _unauthorized("none", expected)
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
-            return _unauthorized("another scheme")
+            return _unauthorized("another scheme", expected)
         given = _digest(key.strip())
         # All of them, so that the time does not tell which one it resembles.
-        if sum(hmac.compare_digest(given, digest) for digest in self._digests):
+        is_admin = sum(hmac.compare_digest(given, digest) for digest in self._admin)
+        is_known = sum(hmac.compare_digest(given, digest) for digest in self._keys)
+        if is_admin or (is_known and not admin):
             return None
-        return _unauthorized("an unknown key")
+        if is_known:
+            return Forbidden(f"authorization: expected one {expected}", field="authorization")
+        return _unauthorized("an unknown key", expected)
 
 
 def _digest(key: str) -> bytes:
     return hashlib.sha256(key.encode("utf-8", "surrogateescape")).digest()
 
 
-def _unauthorized(found: str) -> Unauthorized:
+def _unauthorized(found: str, expected: str) -> Unauthorized:
     return Unauthorized(
-        f"authorization: got {found}, expected Bearer and one of the service's keys",
-        field="authorization",
+        f"authorization: got {found}, expected Bearer and one {expected}", field="authorization"
     )

@@ -34,6 +34,7 @@ from prometheus_client import (
 )
 from prometheus_client.metrics_core import Metric
 from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.samples import Sample
 
 from lenet import distribution_version
 from lenet.backend import BatchResult
@@ -56,8 +57,15 @@ DecoderEnd: TypeAlias = Literal["idle", "cancelled", "died"]
 _TOTAL = "total"
 """Beside the stages: from the arrival of a request to its answer."""
 
-NO_MODEL = "none"
-"""The `model` label of a request that failed before its model was found."""
+ModelKey: TypeAlias = tuple[str, str]
+"""Name and version of a model: the labels `model` and `version`."""
+
+NO_MODEL: ModelKey = ("none", "")
+"""Of a request that failed before its model was found."""
+
+_MODEL = ("model", "version")
+_KEPT = ("lenet_last_prediction_timestamp_seconds",)
+"""Gauges of a version that stay when it is unloaded."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -68,7 +76,7 @@ _REQUEST_BOUNDS_S = tuple(
     if 5e-5 <= mantissa * 10.0**exponent <= 5
 )
 _STAGE_BOUNDS_S = (1e-5, 2e-5, 3e-5, *_REQUEST_BOUNDS_S)
-_SIZED = ("model", "rows")
+_SIZED = (*_MODEL, "rows")
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
 _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
 
@@ -204,7 +212,7 @@ class Metrics:
             "lenet_requests",
             "Requests answered, by outcome: ok or the code of the error. The model is none if the "
             "request failed before its model was found.",
-            *("model", "protocol", "outcome"),
+            *(*_MODEL, "protocol", "outcome"),
         )
         self._request_duration = self._histogram(
             "lenet_request_duration_seconds",
@@ -229,15 +237,15 @@ class Metrics:
             "Time of one batch by the device's clock, where it is read.",
             _STAGE_BOUNDS_S,
         )
-        self._batches = self._counter("lenet_batches", "Batches, by why cut.", "model", "reason")
-        self._images = self._counter("lenet_images", "Images classified.", "model")
+        self._batches = self._counter("lenet_batches", "Batches, by why cut.", *_MODEL, "reason")
+        self._images = self._counter("lenet_images", "Images classified.", *_MODEL)
         self._padding_rows = self._counter(
-            "lenet_padding_rows", "Rows computed only to fill a batch up.", "model"
+            "lenet_padding_rows", "Rows computed only to fill a batch up.", *_MODEL
         )
         self._stage_seconds = self._counter(
             "lenet_stage_seconds",
             "Time of all predicted requests in each stage, and in all.",
-            *("model", "stage"),
+            *(*_MODEL, "stage"),
         )
         self._sized = self._counter(
             "lenet_sized_batches", "Batches by the next power of two of their rows.", *_SIZED
@@ -248,13 +256,13 @@ class Metrics:
         self._last_prediction = self._gauge(
             "lenet_last_prediction_timestamp_seconds",
             "When a request was last predicted, to a second; 0 before the first.",
-            "model",
+            *_MODEL,
             mode="max",
         )
         self._replays = self._counter(
             "lenet_graph_replays",
             "Batches; hit if a captured graph computed it. The CPU captures none.",
-            *("model", "result"),
+            *(*_MODEL, "result"),
         )
         self._losses = self._counter(
             "lenet_device_losses",
@@ -275,21 +283,25 @@ class Metrics:
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
         self._queue_rows = self._gauge(
-            "lenet_queue_rows", "Rows waiting, when some last left the queue.", "model"
+            "lenet_queue_rows", "Rows waiting, when some last left the queue.", *_MODEL
         )
-        self._contexts = self._gauge("lenet_contexts", "Execution contexts.", "model")
-        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", "model")
+        self._contexts = self._gauge("lenet_contexts", "Execution contexts.", *_MODEL)
+        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", *_MODEL)
         self._device_bytes = self._gauge(
-            "lenet_device_bytes", "Device memory of all contexts.", "model"
+            "lenet_device_bytes", "Device memory of all contexts.", *_MODEL
         )
         self._workspace_bytes = self._gauge(
-            "lenet_workspace_bytes", "The part of lenet_device_bytes that is scratch.", "model"
+            "lenet_workspace_bytes", "The part of lenet_device_bytes that is scratch.", *_MODEL
         )
         self._golden_error = self._gauge(
             "lenet_golden_error",
             "Largest golden logit difference at the self-test, relative to the largest logit.",
-            "model",
+            *_MODEL,
             mode="livemax",
+        )
+        self._of_loaded = (
+            *(self._queue_rows, self._contexts, self._busy),
+            *(self._device_bytes, self._workspace_bytes, self._golden_error),
         )
         self._start_phase = self._gauge(
             "lenet_start_phase_seconds",
@@ -299,8 +311,8 @@ class Metrics:
         )
         self._model = self._gauge(
             "lenet_model_info",
-            "1 for each loaded model.",
-            *("model", "version", "sha256"),
+            "1 for each loaded version of a model.",
+            *(*_MODEL, "sha256"),
             mode="livemax",
         )
         self._reloads = self._counter(
@@ -308,19 +320,19 @@ class Metrics:
             "Reloads of a model: ok if the newest file is served afterwards.",
             *("model", "outcome"),
         )
-        self._timed: dict[tuple[Transport, str], list[tuple[float, ...]]] = defaultdict(list)
+        self._timed: dict[tuple[Transport, ModelKey], list[tuple[float, ...]]] = defaultdict(list)
         """Times of predicted requests that are not counted yet, by protocol and model."""
-        self._loaded: dict[str, _Labels] = {}  # of lenet_model_info, by model
+        self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
         _show(self._losses, get_args(LossReason))
         _show(self._decoder_ends, get_args(DecoderEnd))
 
-    def request_done(self, model: str, protocol: Transport, outcome: str) -> None:
+    def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
-        self._requests[model, protocol, outcome].inc()
+        self._requests[*model, protocol, outcome].inc()
 
-    def predicted(self, protocol: Transport, model: str, times_s: tuple[float, ...]) -> None:
+    def predicted(self, protocol: Transport, model: ModelKey, times_s: tuple[float, ...]) -> None:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
         timed = self._timed[protocol, model]
         timed.append(times_s)
@@ -328,36 +340,38 @@ class Metrics:
             self._count_timed(protocol, model, timed)
 
     def batch_cut(
-        self, model: str, rows: int, reason: CutReason, waiting_rows: int, busy: int
+        self, model: ModelKey, rows: int, reason: CutReason, waiting_rows: int, busy: int
     ) -> None:
         """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts have a batch."""
-        self._batches[model, reason].inc()
+        self._batches[*model, reason].inc()
         self._batch_rows[()].observe(rows)
-        self._queue_rows[model,].set(waiting_rows)
-        self._busy[model,].set(busy)
+        self._queue_rows[model].set(waiting_rows)
+        self._busy[model].set(busy)
 
     def batch_done(
-        self, model: str, rows: int, result: BatchResult, compute_s: float, busy: int
+        self, model: ModelKey, rows: int, result: BatchResult, compute_s: float, busy: int
     ) -> None:
         """A context finished a batch of `rows`, `compute_s` after its cut."""
         self._batch_duration[()].observe(compute_s)
         if result.device_s is not None:
             self._device_duration[()].observe(result.device_s)
-        self._images[model,].inc(rows)
-        self._padding_rows[model,].inc(result.computed_rows - rows)
-        self._replays[model, "hit" if result.captured else "miss"].inc()
-        sized = model, _POWERS[(rows - 1).bit_length()]
+        self._images[model].inc(rows)
+        self._padding_rows[model].inc(result.computed_rows - rows)
+        self._replays[*model, "hit" if result.captured else "miss"].inc()
+        sized = *model, _POWERS[(rows - 1).bit_length()]
         self._sized[sized].inc()
         self._sized_seconds[sized].inc(compute_s)
-        self._busy[model,].set(busy)
+        self._busy[model].set(busy)
 
     def decoder_ended(self, reason: DecoderEnd) -> None:
         """Count a decoding process that ended while serving."""
         self._decoder_ends[reason,].inc()
 
-    def rows_dropped(self, model: str, rows: int, reason: DropReason, waiting_rows: int) -> None:
+    def rows_dropped(
+        self, model: ModelKey, rows: int, reason: DropReason, waiting_rows: int
+    ) -> None:
         """Waiting rows left the queue without a batch; `waiting_rows` stay."""
-        self._queue_rows[model,].set(waiting_rows)
+        self._queue_rows[model].set(waiting_rows)
         self._dropped[reason,].inc(rows)
 
     def started(self, phase: str, seconds: float) -> None:
@@ -367,8 +381,7 @@ class Metrics:
 
     def model_loaded(
         self,
-        model: str,
-        version: str,
+        model: ModelKey,
         sha256: str,
         *,
         contexts: int,
@@ -376,34 +389,41 @@ class Metrics:
         device_bytes: int,
         workspace_bytes: int,
     ) -> None:
-        """A model is ready on `contexts` contexts, which take so much memory in all."""
-        _show(self._requests, (model,), get_args(Transport), ("ok",))
-        _show(self._reloads, (model,), get_args(ReloadOutcome))
-        _show(self._batches, (model,), get_args(CutReason))
-        _show(self._replays, (model,), ("hit", "miss"))
-        _show(self._images, (model,))
-        _show(self._stage_seconds, (model,), (*get_args(Stage), _TOTAL))
-        _show(self._last_prediction, (model,))
-        _show(self._padding_rows, (model,))
-        self._contexts[model,].set(contexts)
-        self._busy[model,].set(0)
-        self._queue_rows[model,].set(0)
-        self._device_bytes[model,].set(device_bytes)
-        self._workspace_bytes[model,].set(workspace_bytes)
-        self.model_replaced(model, version, sha256, golden_error)
-
-    def model_replaced(self, model: str, version: str, sha256: str, golden_error: float) -> None:
-        """Another file of a model is served from now on; the info of the former one goes."""
-        if (former := self._loaded.pop(model, None)) is not None:
-            if self._shared:  # where the library cannot remove; `_merged` leaves out zeros
-                self._model[former].set(0)
-            else:
-                del self._model[former]
-                self._model.metric.remove(*former)
-        self._loaded[model] = labels = (model, version, sha256)
+        """A version is served from now on, on `contexts` contexts, with so much memory in all."""
+        name, version = model
+        each = ((name,), (version,))
+        _show(self._requests, *each, get_args(Transport), ("ok",))
+        _show(self._reloads, (name,), get_args(ReloadOutcome))
+        _show(self._batches, *each, get_args(CutReason))
+        _show(self._replays, *each, ("hit", "miss"))
+        _show(self._images, *each)
+        _show(self._stage_seconds, *each, (*get_args(Stage), _TOTAL))
+        _show(self._last_prediction, *each)
+        _show(self._padding_rows, *each)
+        self._contexts[model].set(contexts)
+        _show(self._busy, *each)
+        _show(self._queue_rows, *each)
+        self._device_bytes[model].set(device_bytes)
+        self._workspace_bytes[model].set(workspace_bytes)
+        self._golden_error[model].set(golden_error)
+        if (former := self._loaded.pop(model, None)) is not None:  # another file of the version
+            self._remove(self._model, former)
+        self._loaded[model] = labels = (*model, sha256)
         self._model[labels].set(1)
-        self._golden_error[model,].set(golden_error)
         self.flush()
+
+    def model_unloaded(self, model: ModelKey) -> None:
+        """A version is not served any more. What it did stays counted."""
+        self._remove(self._model, self._loaded.pop(model))
+        for family in self._of_loaded:
+            self._remove(family, model)
+        self.flush()
+
+    def _remove(self, family: Family[BufferedGauge], labels: _Labels) -> None:
+        if self._shared:  # where the library cannot remove; `_all_workers` leaves it out
+            family[labels].set(0)
+        elif family.pop(labels, None) is not None:
+            family.metric.remove(*labels)
 
     def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
         """Count a reload of a model."""
@@ -427,17 +447,19 @@ class Metrics:
         for buffer in self._buffers:
             buffer.flush()
 
-    def _count_timed(self, protocol: Transport, model: str, timed: list[tuple[float, ...]]) -> None:
+    def _count_timed(
+        self, protocol: Transport, model: ModelKey, timed: list[tuple[float, ...]]
+    ) -> None:
         if timed:
-            self._requests[model, protocol, "ok"].inc(len(timed))
-            self._last_prediction[model,].set(time.time())
+            self._requests[*model, protocol, "ok"].inc(len(timed))
+            self._last_prediction[model].set(time.time())
             *stages, total = np.array(timed).T
             timed.clear()
             for stage, seconds in zip(get_args(Stage), stages, strict=True):
                 self._stage_duration[stage,].observe_all(seconds)
-                self._stage_seconds[model, stage].inc(float(seconds.sum()))
+                self._stage_seconds[*model, stage].inc(float(seconds.sum()))
             self._request_duration[protocol,].observe_all(total)
-            self._stage_seconds[model, _TOTAL].inc(float(total.sum()))
+            self._stage_seconds[*model, _TOTAL].inc(float(total.sum()))
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:
@@ -461,16 +483,17 @@ class Metrics:
             flushing.cancel()
             self.flush()
 
-    async def totals(self) -> dict[str, Totals]:
-        """What each model did since the start, in all workers."""
+    async def totals(self) -> dict[ModelKey, Totals]:
+        """What each version of a model did since the start, in all workers."""
         self.flush()
         return await asyncio.to_thread(self._totals)
 
-    def _totals(self) -> dict[str, Totals]:
-        found: dict[str, Totals] = defaultdict(Totals)
+    def _totals(self) -> dict[ModelKey, Totals]:
+        found: dict[ModelKey, Totals] = defaultdict(Totals)
         for metric in self._families():
             for sample in metric.samples:
-                if (model := sample.labels.get("model")) is not None:
+                if "version" in sample.labels and "model" in sample.labels:
+                    model = sample.labels["model"], sample.labels["version"]
                     found[model].add(sample.name, sample.labels, sample.value)
         return found
 
@@ -534,7 +557,7 @@ def _show(family: Family[B], *values: tuple[str, ...]) -> None:
 
 @dataclass(slots=True)
 class Totals:
-    """What one model did: requests, images, batches, and seconds.
+    """What one version of a model did: requests, images, batches, and seconds.
 
     `stages_s`: by stage, and "total". `sized`: number and seconds of batches by the next power of
     two of their rows.
@@ -582,12 +605,23 @@ class _Collected:
 
 
 def _all_workers() -> Iterator[Metric]:
-    """The merged series of all workers, without models that all of them have replaced."""
+    """The merged series of all workers, without versions that none of them serves any more."""
     merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
-    for metric in merged.collect():  # type: ignore[no-untyped-call]
-        if metric.name == "lenet_model_info":
-            metric.samples = [sample for sample in metric.samples if sample.value]
+    metrics = list(merged.collect())  # type: ignore[no-untyped-call]
+    (info,) = [metric for metric in metrics if metric.name == "lenet_model_info"] or [None]
+    loaded = set()
+    if info is not None:
+        info.samples = [sample for sample in info.samples if sample.value]
+        loaded = {_key_of(sample) for sample in info.samples}
+    for metric in metrics:
+        if metric.type == "gauge" and metric.name not in _KEPT:
+            metric.samples = [one for one in metric.samples if _key_of(one) in (*loaded, None)]
         yield metric
+
+
+def _key_of(sample: Sample) -> ModelKey | None:
+    labels = sample.labels
+    return (labels["model"], labels["version"]) if "model" in labels else None
 
 
 class _WorkerProcess:

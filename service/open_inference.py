@@ -9,7 +9,7 @@ Source: https://github.com/kserve/open-inference-protocol
 from __future__ import annotations
 
 import struct
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
-from service.engine.versions import ModelVersion
+from service.engine.versions import Listed, ModelVersion
 from service.errors import TooLarge, invalid, shown
 from service.metrics import Totals
 
@@ -28,12 +28,13 @@ EXTENSIONS = (
     "binary_tensor_data",
     "classification",
     "model_configuration",
+    "model_repository",
     "parameters",
     "statistics",
 )
 """Over HTTP, by the names that Triton gave them."""
 
-GRPC_EXTENSIONS = ("classification", "model_configuration", "statistics")
+GRPC_EXTENSIONS = ("classification", "model_configuration", "model_repository", "statistics")
 
 MAX_ID_CHARACTERS = 1024
 
@@ -131,11 +132,14 @@ class OutputTensor:
 ALL_OUTPUTS = tuple(map(RequestedOutput, OUTPUTS))
 
 
-def model_metadata(version: ModelVersion) -> ModelMetadata:
-    """The description of a model; FP32 images are accepted besides the stated UINT8."""
+def model_metadata(version: ModelVersion, versions: Sequence[str] = ()) -> ModelMetadata:
+    """The description of a model; FP32 images are accepted besides the stated UINT8.
+
+    `versions` are those that are loaded.
+    """
     return ModelMetadata(
         version.name,
-        (version.version,),
+        tuple(versions),
         PLATFORM,
         (TensorMetadata(INPUT, "UINT8", (-1, HEIGHT, WIDTH)),),
         output_metadata(ALL_OUTPUTS, -1, version.weights.model.classes),
@@ -204,6 +208,30 @@ def model_statistics(version: ModelVersion, totals: Totals) -> dict[str, Any]:
             for rows, (count, seconds) in sorted(totals.sized.items())
         ],
     }
+
+
+def repository_entries(listed: Iterable[Listed], ready: bool) -> list[dict[str, str]]:
+    """The entries of a repository's index, with `ready` of the loaded versions alone."""
+    return [
+        {
+            "name": one.name,
+            "version": one.version,
+            "state": "READY" if one.loaded else "UNAVAILABLE",
+            "reason": "" if one.loaded else "unloaded",
+        }
+        for one in listed
+        if one.loaded or not ready
+    ]
+
+
+def check_repository_parameters(parameters: object) -> None:
+    """Reject parameters of a load that would change what is loaded. Raises: InvalidInput."""
+    if not isinstance(parameters, Mapping):
+        raise invalid("parameters", shown(parameters), "an object")
+    for name in parameters:
+        if name == "config" or name.startswith("file:"):
+            field = f"parameters.{shown(name)}"
+            raise invalid(field, "a model's content", "none: models are read from the folder")
 
 
 def read_images(inputs: Iterable[InputTensor], max_images: int) -> Images:

@@ -25,6 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import NoReturn
 
 import uvicorn
@@ -33,13 +34,14 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
-from service import descriptors
+from service import descriptors, metrics_files
 from service.access_log import AccessLog, access_log
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
+from service.engine.repository import Repository
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavailable, exit_code
 from service.heartbeat import Heartbeat
@@ -87,6 +89,7 @@ class Service:
     """An open service: gRPC listens, `app` and `fast_routes` are to be served over HTTP."""
 
     models: Models
+    repository: Repository
     metrics: Metrics
     app: FastAPI
     fast_routes: FastRoutes
@@ -117,7 +120,7 @@ async def open_service(
         stack.enter_context(metrics.flushed_regularly())
 
         began = time.perf_counter()
-        folder = WeightsFolder(settings.weights)
+        folder = WeightsFolder(settings.weights, settings.latest_versions)
         versions = folder.read_all(settings.models, settings.default_model)
         read = time.perf_counter()
         _log.info("read %s: warming up", ", ".join(str(version.path) for version in versions))
@@ -143,6 +146,9 @@ async def open_service(
         took = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
         _log.info("start phases, in seconds: %s", took)
 
+        shared_folder = os.environ.get(metrics_files.VARIABLE)
+        repository = Repository(models, Path(shared_folder) if shared_folder else None)
+        await repository.follow()
         decoders = stack.enter_context(
             Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
         )
@@ -150,10 +156,16 @@ async def open_service(
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
         access = stack.enter_context(access_log(settings.access_log))
-        keys = Keys(key.get_secret_value() for key in settings.api_keys)
+        keys = Keys(
+            *(
+                [key.get_secret_value() for key in some]
+                for some in (settings.api_keys, settings.admin_keys)
+            )
+        )
         grpc = await stack.enter_async_context(
             serve(
                 models,
+                repository,
                 metrics,
                 decoders,
                 budget,
@@ -187,7 +199,7 @@ async def open_service(
         )
         version = distribution_version()  # read from a file
         app = create_app(
-            *(models, metrics, predict, infer, tensorflow),
+            *(models, repository, metrics, predict, infer, tensorflow, keys),
             partial(_info, settings, placement, models, version),
         )
         fast_routes: FastRoutes = {
@@ -208,7 +220,9 @@ async def open_service(
         )
         models.ready = True
         try:
-            yield Service(models, metrics, app, fast_routes, budget, grpc, gate, access, faults)
+            yield Service(
+                models, repository, metrics, app, fast_routes, budget, grpc, gate, access, faults
+            )
         finally:
             models.ready = False
 
@@ -241,7 +255,7 @@ def _info(settings: Settings, placement: Placement, models: Models, version: str
     return InfoResponse(
         name="lenet-serve",
         version=version,
-        default_model=models.get().version.name,
+        default_model=models.default,
         models=[_loaded(model, placement.name) for model in models.served],
         limits={
             "max_batch_rows": placement.max_batch_rows,
@@ -341,6 +355,7 @@ async def _serve(
         nonlocal reload_requested
         if service is not None:
             service.models.request_reload()
+            service.repository.request_follow()
             if certificate is not None:
                 _renew(certificate)
         else:  # the warm-up may have read older files
@@ -358,6 +373,7 @@ async def _serve(
             async with open_service(settings, certificate=certificate, shared=shared) as service:
                 if reload_requested:
                     service.models.request_reload()
+                    service.repository.request_follow()
                 ending = asyncio.create_task(_end_when_lost(service.models))
                 if service.faults is not None:
                     loop.add_signal_handler(signal.SIGUSR2, service.faults.inject, "poison")

@@ -16,6 +16,7 @@ from service.budget import Budget
 from service.keys import MIN_CHARACTERS
 from service.tls import CertificateFiles
 
+_VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:\[\]-]+")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -49,7 +50,12 @@ class Settings(BaseSettings):
     """Folder of weight files, MODEL/VERSION.safetensors."""
 
     models: Annotated[tuple[str, ...], NoDecode] = ()
-    """Models to load, separated by commas, each in its highest version. All by default."""
+    """Models to load, separated by commas: NAME, or NAME:VERSION for one version of it, also
+    several times. All by default."""
+
+    versions: Annotated[str, Field(pattern=r"^(latest(:[1-9][0-9]{0,3})?|all)$")] = "latest"
+    """Versions to load of a model whose version --models does not name: the latest, which is the
+    highest, the latest N as latest:N, or all."""
 
     default_model: str = ""
     """Model for requests that name none. By default lenet, or the only one loaded."""
@@ -114,6 +120,10 @@ class Settings(BaseSettings):
     for health needs `Authorization: Bearer KEY`. Better as a variable than as a flag, which `ps`
     shows."""
 
+    admin_keys: Annotated[tuple[SecretStr, ...], NoDecode] = ()
+    """Keys, as --api-keys, with which models are listed, loaded and unloaded by requests. Without
+    any, nobody may. Whatever needs an API key may be done with them, too."""
+
     cors_origins: Annotated[tuple[str, ...], NoDecode] = ()
     """Origins, separated by commas, whose pages may read answers: https://example.org, or * for
     all."""
@@ -148,6 +158,11 @@ class Settings(BaseSettings):
         return ", ".join(f"--{name}" for name in changed)
 
     @property
+    def latest_versions(self) -> int:
+        """How many versions of a model are loaded, 0 for all."""
+        return 0 if self.versions == "all" else int(self.versions.partition(":")[2] or 1)
+
+    @property
     def certificate(self) -> CertificateFiles | None:
         """The files for TLS, None without it."""
         if self.tls_certificate is None or self.tls_key is None:
@@ -158,7 +173,7 @@ class Settings(BaseSettings):
     @classmethod
     def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
         devices, models = values.get("devices"), values.get("models")
-        for name in ("api_keys", "cors_origins"):
+        for name in ("api_keys", "admin_keys", "cors_origins"):
             if isinstance(text := values.get(name), str):
                 found = tuple(filter(None, map(str.strip, text.split(","))))
                 if name == "api_keys" and not found:
@@ -177,13 +192,14 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_combinations(self) -> Self:
-        for number, key in enumerate(self.api_keys, 1):  # never shown
-            text = key.get_secret_value()
-            if len(text) < MIN_CHARACTERS or not (text.isascii() and text.isprintable()):
-                raise ValueError(
-                    f"--api-keys: key {number} of {len(self.api_keys)} has {len(text)} characters, "
-                    f"expected at least {MIN_CHARACTERS}, ASCII alone"
-                )
+        for name, keys in (("api", self.api_keys), ("admin", self.admin_keys)):
+            for number, key in enumerate(keys, 1):  # never shown
+                text = key.get_secret_value()
+                if len(text) < MIN_CHARACTERS or not (text.isascii() and text.isprintable()):
+                    raise ValueError(
+                        f"--{name}-keys: key {number} of {len(keys)} has {len(text)} characters, "
+                        f"expected at least {MIN_CHARACTERS}, ASCII alone"
+                    )
         for origin in self.cors_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
                 raise ValueError(
@@ -226,7 +242,14 @@ class Settings(BaseSettings):
                 f"--max-images is {self.max_images}, expected at most --max-queue-rows, "
                 f"{self.max_queue_rows}: the largest request could never be accepted"
             )
-        if self.models and self.default_model and self.default_model not in self.models:
+        for model in self.models:
+            name, colon, version = model.partition(":")
+            if not name or (colon and not _VERSION.fullmatch(version)):
+                raise ValueError(
+                    f"--models: got {model!r}, expected NAME or NAME:VERSION, a positive integer"
+                )
+        names = {model.partition(":")[0] for model in self.models}
+        if names and self.default_model and self.default_model not in names:
             raise ValueError(
                 f"--default-model is {self.default_model}, expected one of --models: "
                 f"{', '.join(self.models)}"

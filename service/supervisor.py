@@ -69,7 +69,8 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
         with contextlib.ExitStack() as stack:
             received = stack.enter_context(_received(signals))
             # What a worker could not be started with is reported once, before any is started.
-            WeightsFolder(settings.weights).read_all(settings.models, settings.default_model)
+            folder = WeightsFolder(settings.weights, settings.latest_versions)
+            folder.read_all(settings.models, settings.default_model)
             if settings.certificate is not None:
                 settings.certificate.context()
             ports = {

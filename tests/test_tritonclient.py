@@ -13,11 +13,12 @@ import pytest
 from tests.service_process import PROJECT, Service
 
 MISSING = not (importlib.util.find_spec("tritonclient") and importlib.util.find_spec("gevent"))
+ADMIN = "a-key-of-an-administrator"
 pytestmark = pytest.mark.skipif(MISSING, reason="tritonclient[grpc,http] is not installed")
 
 # In a process of its own: tritonclient brings its own `inference.ModelInferRequest`, and protobuf
 # allows one of each name in a process.
-# Arguments: the HTTP port, the gRPC port and a file with images, uint8 (n, 28, 28).
+# Arguments: the HTTP port, the gRPC port, a file with images, uint8 (n, 28, 28), and a key.
 PROGRAM = r"""
 import asyncio, hashlib, json, sys
 import numpy as np
@@ -83,6 +84,16 @@ for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_addr
         asked = {**request(kind, images[:1]), "outputs": [best]}
         one["best"] = [text.decode() if isinstance(text, bytes) else text
                        for text in client.infer(**asked).as_numpy("probabilities")[0]]
+        admin = {"headers": {"authorization": "Bearer " + sys.argv[4]}}
+        index = client.get_model_repository_index(**admin, **as_json)
+        index = index if kind is http else index["models"]
+        one["index"] = {row["name"]: [row["version"], row["state"]] for row in index}
+        client.unload_model("mlp", **admin)
+        one["loaded"] = [client.is_model_ready("mlp")]
+        client.load_model("mlp", **admin)
+        one["loaded"].append(client.is_model_ready("mlp"))
+        one["forbidden"] = failure(lambda: client.unload_model("mlp"))
+        one["no model"] = failure(lambda: client.load_model("vgg", **admin))
         only = client.infer(**request(kind, images[:1], outputs=("label",)))
         one["only"] = [only.as_numpy("label").tolist(), only.as_numpy("probabilities")]
         other = {**request(kind, images[:1]), "model_name": "vgg"}
@@ -94,6 +105,15 @@ for name, kind, address in (("http", http, http_address), ("grpc", rpc, rpc_addr
             typed._get_tensor().contents.uint_contents.extend(images[:2].ravel().tolist())
             share, label = (client.infer("lenet", [typed]).get_output(name).contents
                             for name in ("probabilities", "label"))
+            came = []
+            client.start_stream(lambda result, error: came.append(error or result))
+            for part in parts():
+                client.async_stream_infer(**request(kind, part))
+            client.async_stream_infer(**request(kind, images[:1, :27]))
+            client.async_stream_infer(**request(kind, images[:2]))
+            client.stop_stream()
+            seen["all"]["grpc stream"] = read(came[: len(parts())])
+            one["stream"] = [came[-2].message(), came[-1].as_numpy("label").tolist()]
             one["typed"] = [np.reshape(share.fp32_contents, (2, 10)).tolist(),
                             list(label.int64_contents)]
         else:
@@ -110,6 +130,13 @@ async def aio():
         results = [await client.infer(**request(rpc, part)) for part in parts()]
         seen["all"]["grpc aio"] = read(results)
 
+        async def requests():
+            for part in parts():
+                yield request(rpc, part)
+
+        came = [result async for result, error in client.stream_infer(requests())]
+        seen["all"]["grpc aio stream"] = read(came)
+
 asyncio.run(aio())
 json.dump(seen, sys.stdout)
 """
@@ -119,7 +146,7 @@ json.dump(seen, sys.stdout)
 def serving(tmp_path_factory):
     """The service on the committed weights."""
     folder = tmp_path_factory.mktemp("service")
-    line = ["--port", "0", "--grpc-port", "0", "--device", "cpu"]
+    line = ["--port", "0", "--grpc-port", "0", "--device", "cpu", "--admin-keys", ADMIN]
     service = Service([*line, "--weights", str(PROJECT / "weights")], folder)
     try:
         yield service.ready()
@@ -132,7 +159,7 @@ def talk(serving, images, tmp_path):
     np.save(path, images)
     ports = str(serving.port), str(serving.grpc_port)
     done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *ports, str(path)],
+        [sys.executable, "-c", PROGRAM, *ports, str(path), ADMIN],
         capture_output=True,
         text=True,
         check=False,
@@ -141,7 +168,8 @@ def talk(serving, images, tmp_path):
     return json.loads(done.stdout)
 
 
-WAYS = {"http", "http json", "http aio", "http aio json", "grpc", "grpc aio"}
+WAYS = {"http", "http json", "http aio", "http aio json"}
+WAYS |= {"grpc", "grpc aio", "grpc stream", "grpc aio stream"}
 
 
 def test_each_client_reads_what_the_service_says(serving, tmp_path):
@@ -162,12 +190,21 @@ def test_each_client_reads_what_the_service_says(serving, tmp_path):
         assert one["best"][0].split(":")[1:] == [str(labels[0])] * 2
         assert len(one["best"]) == 2
         assert one["only"] == [labels[:1], None]
+        assert one["index"]["mlp"] == ["1", "READY"]
+        assert one["loaded"] == [False, True]
+        status, message = one["forbidden"]
+        assert status == ("401" if kind == "http" else "StatusCode.UNAUTHENTICATED")
+        status, message = one["no model"]
+        assert "model 'vgg' is not there" in message
         status, message = one["unknown"]
         assert "model 'vgg' is not loaded" in message
         assert status == ("404" if kind == "http" else "StatusCode.NOT_FOUND")
         status, message = one["wrong"]
         assert "inputs[0].shape: got [1, 27, 28], expected [n, 28, 28]" in message
         assert status == ("400" if kind == "http" else "StatusCode.INVALID_ARGUMENT")
+    error, labels = seen["grpc"]["stream"]
+    assert "inputs[0].shape: got [1, 27, 28]" in error
+    assert labels == seen["all"]["grpc"]["labels"][:2]
     first, labels = seen["grpc"]["typed"]
     # In a batch of two instead of 64 numbers are summed in another order.
     np.testing.assert_allclose(first, seen["all"]["grpc"]["first"], atol=1e-5)

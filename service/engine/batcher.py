@@ -223,8 +223,8 @@ class Batcher:
         for segment in cut.segments:
             if segment.request.waiting is not None:
                 segment.request.end_wait()
-        name, waiting_rows = cut.version.name, self._queue.rows
-        self._metrics.batch_cut(name, cut.rows, cut.reason, waiting_rows, self._pool.busy)
+        key, waiting_rows = cut.version.key, self._queue.rows
+        self._metrics.batch_cut(key, cut.rows, cut.reason, waiting_rows, self._pool.busy)
 
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
@@ -239,8 +239,8 @@ class Batcher:
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             now = self._clock()
-            name, compute_s = cut.version.name, now - cut.now_s
-            self._metrics.batch_done(name, cut.rows, outcome, compute_s, self._pool.busy)
+            key, compute_s = cut.version.key, now - cut.now_s
+            self._metrics.batch_done(key, cut.rows, outcome, compute_s, self._pool.busy)
             batch, row = BatchAnswer(outcome.probabilities), 0
             for segment in cut.segments:
                 request, start = segment.request, segment.start
@@ -260,7 +260,7 @@ class Batcher:
         self._note_idle()
 
     def _count_dropped(self, rows: int, reason: DropReason) -> None:
-        self._metrics.rows_dropped(self._version.name, rows, reason, self._queue.rows)
+        self._metrics.rows_dropped(self._version.key, rows, reason, self._queue.rows)
 
     def _fail_late(self, request: Request) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)

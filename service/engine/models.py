@@ -1,4 +1,4 @@
-"""The loaded models: find, reload and close them.
+"""The loaded models, each in one version or several: find, load, reload, unload and close them.
 
 Called by HTTP and gRPC alike; knows no transport.
 """
@@ -8,14 +8,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Self
+from typing import Any, Self
 
 from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
-from lenet.errors import LeNetError, OutOfDeviceMemory
+from lenet.errors import InvalidWeightFile, LeNetError, OutOfDeviceMemory
 from lenet.model import Model
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
@@ -24,9 +24,9 @@ from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
 from service.engine.queue import BatchQueue
-from service.engine.versions import ModelVersion, WeightsFolder
-from service.errors import UnknownModel, shown
-from service.metrics import LossReason, Metrics, ReloadOutcome
+from service.engine.versions import Listed, ModelVersion, WeightsFolder
+from service.errors import InvalidInput, UnknownModel, shown, stopping
+from service.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -46,10 +46,12 @@ class EngineConfig:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """A model with its contexts and the batcher in front of them."""
+    """A version of a model, with its contexts and the batcher in front of them."""
 
     batcher: Batcher
     pool: ContextPool
+    closing: AsyncExitStack
+    """Closes the contexts."""
 
     @property
     def version(self) -> ModelVersion:
@@ -90,39 +92,65 @@ class Models:
         self._config = config
         self._metrics = metrics
         self._deadlines = deadlines
-        self._stack = AsyncExitStack()
-        self._served: dict[str, ServedModel] = {}
+        self._busy_poll = BusyPoll(config.placement.busy_poll_s)
+        self._served: dict[str, tuple[ServedModel, ...]] = {}
+        """By name, the highest version first."""
+        self._models: list[ServedModel] = []
+        """All that have contexts, those that are being unloaded among them."""
         self._reload_requested = self._closed = False
+        self._changing = asyncio.Lock()
         self._reloading: asyncio.Task[None] | None = None
+        self._changes: set[asyncio.Task[None]] = set()
+
+    @property
+    def default(self) -> str:
+        """The name of the model for requests that name none; it may be unloaded."""
+        return self._default
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
-        """What is loaded, the default model first."""
-        return tuple(self._served.values())
+        """What is loaded, the default model first, of each the highest version first."""
+        models = sorted(self._served.items(), key=lambda item: item[0] != self._default)
+        return tuple(one for _, versions in models for one in versions)
+
+    def find(self, name: str = "", version: str = "") -> ServedModel | None:
+        """As `get`, None if it is not loaded."""
+        versions = self._served.get(name or self._default, ())
+        if not version:
+            return versions[0] if versions else None
+        return next((one for one in versions if one.version.version == version), None)
 
     def __contains__(self, name: str) -> bool:
         """Whether a model of this name is loaded."""
         return name in self._served
 
     def get(self, name: str = "", version: str = "") -> ServedModel:
-        """The model called `name`, the default one for ""; `version` "" is whatever is served.
+        """The model called `name`, the default one for "", in `version`, the highest one for "".
 
         Raises:
             UnknownModel: not loaded; the message lists what is.
         """
-        model = self._served.get(name or self._default)
-        if model is None:
+        model = self.find(name, version)
+        if model is not None:
+            return model
+        versions = self._served.get(name or self._default)
+        if versions is None:
             raise UnknownModel(
-                f"model {shown(name)} is not loaded, expected one of {', '.join(self._served)}",
+                f"model {shown(name or self._default)} is not loaded, "
+                f"expected one of {', '.join(self._served) or 'none: no model is'}",
                 field="model",
             )
-        if version and version != (served := model.version).version:
-            raise UnknownModel(
-                f"version {shown(version)} of model {served.name!r} is not loaded, "
-                f"expected {served.version!r}",
-                field="version",
-            )
-        return model
+        loaded = ", ".join(repr(one.version.version) for one in versions)
+        expected = loaded if len(versions) == 1 else f"one of {loaded}"
+        raise UnknownModel(
+            f"version {shown(version)} of model {versions[0].version.name!r} is not loaded, "
+            f"expected {expected}",
+            field="version",
+        )
+
+    def versions(self, name: str) -> tuple[ServedModel, ...]:
+        """The loaded versions of a model, the highest first. Raises: UnknownModel."""
+        return self._served[self.get(name).version.name]
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the devices and warming up took, of all models."""
@@ -135,14 +163,50 @@ class Models:
         self._start_reload()
 
     async def reload(self) -> None:
-        """Replace each model by the newest of its files, if that differs and is valid."""
+        """Serve of each model what its files are now, as far as they differ and are valid."""
         counts: dict[str, int] = dict.fromkeys(("replaced", "unchanged", "refused"), 0)
-        for served in self.served:
-            outcome = await self._reload(served)
-            counts[outcome] += 1
-            reloaded: ReloadOutcome = "refused" if outcome == "refused" else "ok"
-            self._metrics.reloaded(served.version.name, reloaded)
+        async with self._changing:
+            for name in tuple(self._served):
+                outcome, _ = await self._update(name)
+                counts[outcome] += 1
         _log.info("reload: %s", ", ".join(f"{count} {name}" for name, count in counts.items()))
+
+    async def load(self, name: str) -> None:
+        """Serve the model `name` as its files are now, whether or not it is served already.
+
+        It is done to its end also if the caller is cancelled.
+
+        Raises:
+            UnknownModel: it has no files.
+            InvalidInput: a file is missing or must not be served; what was served still is.
+            Unavailable: the service stops.
+        """
+        await self._change(self._load(name))
+
+    async def unload(self, name: str) -> None:
+        """Close the model `name`: new requests find it unknown, those that came are finished.
+
+        It is done to its end also if the caller is cancelled.
+
+        Raises:
+            UnknownModel: it is not loaded.
+            Unavailable: the service stops.
+        """
+        await self._change(self._unload(name))
+
+    async def index(self) -> tuple[Listed, ...]:
+        """Every version of a model that is in the folder or loaded.
+
+        Raises:
+            InvalidInput: the folder cannot be listed.
+        """
+        try:
+            files = await asyncio.to_thread(self._folder.index)
+        except InvalidWeightFile as exc:
+            raise InvalidInput(f"models: {exc}", field="models") from exc
+        loaded = {one.version.key for one in self.served}
+        keys = (*files, *(key for key in loaded if key not in files))
+        return tuple(Listed(*key, key in loaded) for key in keys)
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, finish the waiting ones, fail what is left after `timeout_s`.
@@ -150,18 +214,19 @@ class Models:
         A reload is given up half-way, which no request notices.
         """
         self._closed = True
-        if self._reloading is not None:
-            self._reloading.cancel()
-            await asyncio.wait([self._reloading])
-        await asyncio.gather(*(model.batcher.drain(timeout_s) for model in self.served))
+        changes = {*self._changes, *({self._reloading} if self._reloading else ())}
+        for change in changes:
+            change.cancel()
+        if changes:
+            await asyncio.wait(changes)
+        await asyncio.gather(*(model.batcher.drain(timeout_s) for model in self._models))
 
     async def __aenter__(self) -> Self:
-        busy_poll = BusyPoll(self._config.placement.busy_poll_s)
         try:
             for version in self._versions:
-                self._served[version.name] = await self._load(version, busy_poll)
+                await self._add(version)
         except BaseException:
-            await self._stack.aclose()
+            await self._close()
             raise
         return self
 
@@ -170,9 +235,15 @@ class Models:
         try:
             await self.drain(self._config.drain_timeout_s)
         finally:
-            await self._stack.aclose()
+            await self._close()
 
-    async def _load(self, version: ModelVersion, busy_poll: BusyPoll) -> ServedModel:
+    async def _close(self) -> None:
+        async with AsyncExitStack() as stack:
+            for model in self._models:
+                stack.push_async_callback(model.closing.aclose)
+
+    async def _add(self, version: ModelVersion) -> None:
+        """Load a version beside those that are served. Raises: OutOfDeviceMemory, DeviceError."""
         config, placement = self._config, self._config.placement
         workers = [
             Worker(
@@ -185,8 +256,9 @@ class Models:
             for number in range(placement.contexts)
         ]
         pool = ContextPool(workers, self._on_device_lost, config.hang_timeout_s)
+        closing = AsyncExitStack()
         try:
-            await self._stack.enter_async_context(pool)
+            await closing.enter_async_context(pool)
         except OutOfDeviceMemory as exc:
             raise OutOfDeviceMemory(_does_not_fit(version.weights.model, placement, exc)) from exc
         batcher = Batcher(
@@ -194,33 +266,55 @@ class Models:
             pool,
             self._metrics,
             version,
-            busy_poll,
+            self._busy_poll,
             self._deadlines,
             time.monotonic,
             placement.joined_rows,
         )
-        served = ServedModel(batcher, pool)
-        contexts = [worker.context for worker in workers]
-        self._metrics.model_loaded(
-            version.name,
-            version.version,
-            version.sha256,
-            contexts=len(contexts),
-            golden_error=served.golden_error(),
-            device_bytes=sum(context.device_bytes for context in contexts),
-            workspace_bytes=sum(context.workspace_bytes for context in contexts),
-        )
+        served = ServedModel(batcher, pool, closing)
+        self._models.append(served)
+        self._show(served)
         _log.info(
             "model %s version %s (sha256 %s) loaded: %d contexts on %s, "
             "golden logits match within %.1e",
             version.name,
             version.version,
             version.sha256[:12],
-            len(contexts),
+            len(workers),
             placement.name,
             served.golden_error(),
         )
-        return served
+        self._order(version.name, (*self._served.get(version.name, ()), served))
+
+    def _order(self, name: str, versions: Iterable[ServedModel]) -> None:
+        """Serve these versions of a model from now on."""
+        self._served[name] = tuple(sorted(versions, key=lambda one: -int(one.version.version)))
+
+    async def _remove(self, served: ServedModel) -> None:
+        """Unload a version: no request finds it any more, and those that did are finished."""
+        version = served.version
+        rest = tuple(one for one in self._served[version.name] if one is not served)
+        if rest:
+            self._order(version.name, rest)
+        else:
+            del self._served[version.name]
+        await served.batcher.drain(self._config.drain_timeout_s)
+        await served.closing.aclose()
+        self._models.remove(served)
+        self._metrics.model_unloaded(version.key)
+        _log.info("model %s version %s unloaded", version.name, version.version)
+
+    def _show(self, served: ServedModel) -> None:
+        """In the metrics."""
+        contexts = [worker.context for worker in served.pool.workers]
+        self._metrics.model_loaded(
+            served.version.key,
+            served.version.sha256,
+            contexts=len(contexts),
+            golden_error=served.golden_error(),
+            device_bytes=sum(context.device_bytes for context in contexts),
+            workspace_bytes=sum(context.workspace_bytes for context in contexts),
+        )
 
     def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:
         rows = self._config.placement.max_batch_rows
@@ -235,7 +329,7 @@ class Models:
         _log.error("the device is lost, this process ends: %s", story)
         self._metrics.device_lost(reason)
         self.lost.set()
-        for model in self.served:
+        for model in self._models:
             model.batcher.fail_all()
 
     def _start_reload(self) -> None:
@@ -248,37 +342,110 @@ class Models:
         self._reloading = None
         self._start_reload()
 
-    async def _reload(self, served: ServedModel) -> str:
-        """Reload one model: replaced, unchanged or refused, whatever goes wrong."""
-        old, where = served.version, ""
+    async def _change(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do `work` after other changes, to its end or to the stop's beginning."""
+
+        async def change() -> None:
+            async with self._changing:
+                await work
+
+        if self._closed:
+            work.close()
+            raise stopping()
+        task = asyncio.create_task(change())
+        self._changes.add(task)
+        task.add_done_callback(self._end_change)
         try:
-            new = await asyncio.to_thread(self._folder.read, old.name)
-            if (new.version, new.sha256) == (old.version, old.sha256):
-                return "unchanged"
-            where = f"{new.path}: "
-            if (error := await served.batcher.replace(new)) is not None:
-                raise error
-        except Exception as exc:  # noqa: BLE001 - one model's reload: the others follow
+            await asyncio.shield(task)
+        except asyncio.CancelledError:
+            if not task.cancelled():
+                raise  # the caller is
+            work.close()
+            raise stopping() from None
+
+    def _end_change(self, task: asyncio.Task[None]) -> None:
+        self._changes.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller has it, or has left
+
+    async def _load(self, name: str) -> None:
+        names = {listed.name for listed in await self.index()}
+        if name not in names:
+            raise UnknownModel(
+                f"model {shown(name)} is not there, expected one of {', '.join(sorted(names))}",
+                field="model",
+            )
+        _, error = await self._update(name)
+        if isinstance(error, LeNetError | OSError):
+            raise InvalidInput(f"model: {shown(name)} was not loaded: {error}", field="model")
+        if error is not None:
+            raise error
+
+    async def _unload(self, name: str) -> None:
+        self.get(name)
+        for served in self._served[name]:
+            await self._remove(served)
+
+    async def _update(self, name: str) -> tuple[str, Exception | None]:
+        """Serve of a model what its files are now: replaced, unchanged or refused, and why.
+
+        A version that is gone is replaced in place by one that is new, if there is one. What is
+        refused changes nothing, whatever goes wrong.
+        """
+        outcome, where, before = "unchanged", "", self._served.get(name, ())
+        try:
+            wanted = await asyncio.to_thread(self._folder.read, name)
+            kept = {one.version.version: one for one in before}
+            new = [one for one in wanted if one.version not in kept]
+            stay = [(kept.pop(one.version), one) for one in wanted if one.version in kept]
+            gone = list(kept.values())
+            for served, version in (*stay, *zip(gone, new, strict=False)):
+                where = f"{version.path}: "
+                if (served.version.key, served.version.sha256) != (version.key, version.sha256):
+                    await self._replace(served, version)
+                    outcome = "replaced"
+            for version in new[len(gone) :]:
+                where = f"{version.path}: "
+                await self._add(version)
+                outcome = "replaced"
+            for served in gone[len(new) :]:
+                await self._remove(served)
+                outcome = "replaced"
+        except Exception as exc:  # noqa: BLE001 - one model's change: the others follow
+            served_now = self._served.get(name, ())
             _log.error(
-                "model %s: reload refused, still serving version %s: %s%s",
-                old.name,
-                old.version,
+                "model %s: %s refused, %s: %s%s",
+                name,
+                "reload" if before else "load",
+                f"still serving version {', '.join(one.version.version for one in served_now)}"
+                if served_now
+                else "it is not served",
                 where,
                 exc,
                 exc_info=None if isinstance(exc, LeNetError | OSError) else exc,
             )
-            return "refused"
-        golden_error = served.golden_error()
-        self._metrics.model_replaced(new.name, new.version, new.sha256, golden_error)
+            self._metrics.reloaded(name, "refused")
+            return "refused", exc
+        self._metrics.reloaded(name, "ok")
+        return outcome, None
+
+    async def _replace(self, served: ServedModel, new: ModelVersion) -> None:
+        """Compute with `new` on the contexts of `served`. Raises: what a context finds wrong."""
+        old = served.version
+        if (error := await served.batcher.replace(new)) is not None:
+            raise error
+        if old.key != new.key:
+            self._metrics.model_unloaded(old.key)
+        self._order(new.name, self._served[new.name])
+        self._show(served)
         _log.info(
             "model %s: version %s (sha256 %s) replaced version %s, golden logits match within %.1e",
             new.name,
             new.version,
             new.sha256[:12],
             old.version,
-            golden_error,
+            served.golden_error(),
         )
-        return "replaced"
 
 
 def _does_not_fit(model: Model, placement: Placement, error: OutOfDeviceMemory) -> str:

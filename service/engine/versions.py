@@ -1,7 +1,8 @@
 """The weights folder: finds and reads the weight files to serve.
 
 A model is a folder in it and a version a file there, MODEL/VERSION.safetensors with VERSION a
-positive integer. The highest version of each model is served.
+positive integer. Of each model the highest versions are served, as many as asked for, or those that
+the settings name.
 """
 
 from __future__ import annotations
@@ -11,9 +12,13 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from lenet.errors import InvalidWeightFile
 from lenet.weightfile import WeightFile
+
+if TYPE_CHECKING:
+    from service.metrics import ModelKey
 
 _log = logging.getLogger(__name__)
 
@@ -31,12 +36,30 @@ class ModelVersion:
     weights: WeightFile
     sha256: str
 
+    @property
+    def key(self) -> ModelKey:
+        """Its name and version, as metrics are labelled."""
+        return self.name, self.version
+
+
+class Listed(NamedTuple):
+    """A version of a model that is in the weights folder, or loaded."""
+
+    name: str
+    version: str
+    loaded: bool
+
 
 class WeightsFolder:
-    """Reads models from `path`; warns once of each file whose name is no version."""
+    """Reads models from `path`; warns once of each file whose name is no version.
 
-    def __init__(self, path: Path) -> None:
+    Of a model the `latest` highest versions are read, all for 0.
+    """
+
+    def __init__(self, path: Path, latest: int = 1) -> None:
         self._path = path
+        self._latest = latest
+        self._pinned: dict[str, set[int]] = {}
         self._ignored: set[Path] = set()
 
     def read_all(
@@ -44,7 +67,8 @@ class WeightsFolder:
     ) -> tuple[ModelVersion, ...]:
         """Read the models `wanted`, or every model there is; the default model comes first.
 
-        Without `default_model` that is `DEFAULT_MODEL`, or the only model.
+        Of a model that is wanted as `NAME:VERSION`, also several times, these versions are read,
+        from now on. Without `default_model` that is `DEFAULT_MODEL`, or the only model.
 
         Raises:
             InvalidWeightFile: the folder or a model is missing or must not be served.
@@ -58,7 +82,13 @@ class WeightsFolder:
                 f"{self._path}: {found}; set --weights to the folder that holds "
                 "MODEL/VERSION.safetensors"
             )
-        names = list(dict.fromkeys(wanted or self._names()))
+        names = []
+        for one in wanted or self._names():
+            name, _, version = one.partition(":")
+            names.append(name)
+            if version:
+                self._pinned.setdefault(name, set()).add(int(version))
+        names = list(dict.fromkeys(names))
         if not names:
             raise InvalidWeightFile(
                 f"{self._path}: holds no MODEL/VERSION.safetensors; set --weights to the folder "
@@ -73,16 +103,46 @@ class WeightsFolder:
                 f"{', '.join(names)}; set --default-model to one of them"
             )
         names.sort(key=lambda name: name != default)
-        return tuple(self.read(name) for name in names)
+        return tuple(version for name in names for version in self.read(name))
 
-    def read(self, name: str) -> ModelVersion:
-        """Read the highest version of the model `name`.
+    def read(self, name: str) -> tuple[ModelVersion, ...]:
+        """Read the versions of the model `name` that are to be served, the highest first.
 
         Raises:
-            InvalidWeightFile: there is none, it leaves the folder through a symlink, or it is of
+            InvalidWeightFile: there is none, one leaves the folder through a symlink, or is of
                 another model.
         """
-        folder = self._folder_of(name)
+        folder, files = self._folder_of(name), self._files(name)
+        if not files:
+            raise InvalidWeightFile(
+                f"{folder}: holds no VERSION.safetensors with VERSION a positive integer"
+            )
+        wanted = sorted(files, reverse=True)
+        if pinned := self._pinned.get(name):
+            if missing := sorted(pinned - files.keys()):
+                raise InvalidWeightFile(
+                    f"{folder}: holds no version {missing[0]}, expected one of "
+                    f"{', '.join(map(str, sorted(files)))}"
+                )
+            wanted = sorted(pinned, reverse=True)
+        elif self._latest:
+            wanted = wanted[: self._latest]
+        return tuple(self._read(name, version, files[version]) for version in wanted)
+
+    def index(self) -> tuple[ModelKey, ...]:
+        """Name and version of every file, the highest version of a model first.
+
+        Raises:
+            InvalidWeightFile: the folder cannot be listed.
+        """
+        return tuple(
+            (name, str(version))
+            for name in self._names()
+            for version in sorted(self._files(name), reverse=True)
+        )
+
+    def _files(self, name: str) -> dict[int, Path]:
+        folder = self._path / name
         versions: dict[int, Path] = {}
         for path in _listed(folder, "*.safetensors"):
             stem = path.stem
@@ -91,11 +151,9 @@ class WeightsFolder:
             elif path not in self._ignored:
                 self._ignored.add(path)
                 _log.warning("%s: ignored, its name is not a positive integer", path)
-        if not versions:
-            raise InvalidWeightFile(
-                f"{folder}: holds no VERSION.safetensors with VERSION a positive integer"
-            )
-        version, path = max(versions.items())
+        return versions
+
+    def _read(self, name: str, version: int, path: Path) -> ModelVersion:
         # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
         if not Path(os.path.realpath(path)).is_relative_to(self._path.resolve()):
             raise InvalidWeightFile(f"{path}: leads out of {self._path} through a symlink")

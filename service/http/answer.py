@@ -15,6 +15,7 @@ JSON = b"application/json"
 STATUS = {
     "invalid_input": 400,
     "unauthorized": 401,
+    "forbidden": 403,
     "unknown_model": 404,
     "body_timeout": 408,
     "too_large": 413,

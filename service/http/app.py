@@ -18,7 +18,8 @@ from starlette.requests import ClientDisconnect
 
 from lenet import DISTRIBUTION, distribution_version
 from service.engine.models import Models
-from service.errors import Cancelled, ServiceError, UnknownModel, shown
+from service.engine.repository import Repository
+from service.errors import Cancelled, ServiceError, shown
 from service.http.answer import (
     INTERNAL_ERROR,
     Answer,
@@ -42,7 +43,8 @@ from service.http.openapi import (
 from service.http.predict import PredictRoute
 from service.http.tensorflow import PREFIX as TENSORFLOW
 from service.http.tensorflow import TensorflowRoute, status_routes
-from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, on_unknown_model, protocol_routes
+from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, on_service_error, protocol_routes
+from service.keys import Keys
 from service.metrics import CONTENT_TYPE, Metrics
 
 _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
@@ -50,20 +52,24 @@ _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 def create_app(
     models: Models,
+    repository: Repository,
     metrics: Metrics,
     predict: PredictRoute,
     infer: InferRoute,
     tensorflow: TensorflowRoute,
+    keys: Keys,
     info: Callable[[], InfoResponse],
 ) -> FastAPI:
     """The application that answers with `models`.
 
     Args:
         models: are loaded, or will be before the first request.
+        repository: loads and unloads them.
         metrics: what GET /metrics exposes.
         predict: answers POST /predict.
         infer: answers inference by the Open Inference Protocol.
         tensorflow: answers predictions by TensorFlow Serving's API.
+        keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
     """
     app = FastAPIOffline(
@@ -125,7 +131,7 @@ def create_app(
             openapi_extra=tensorflow_openapi(versioned=owner == MODEL_VERSION),
         )
     app.include_router(status_routes(models))
-    app.include_router(protocol_routes(models, metrics, infer.limits.max_images))
+    app.include_router(protocol_routes(models, repository, metrics, keys, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
 
     @operation("/", summary="Where everything is")
@@ -167,7 +173,7 @@ def create_app(
             return _response(protocol_error(500, "internal error; see the server log"))
         return _response(INTERNAL_ERROR)
 
-    app.add_exception_handler(UnknownModel, on_unknown_model)
+    app.add_exception_handler(ServiceError, on_service_error)
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
     return app

@@ -49,7 +49,7 @@ class Gate:
         origins: Collection[str] = (),
         refused: Callable[[ServiceError], None] = lambda _: None,
     ) -> None:
-        self._keys = keys or Keys()
+        self._keys = Keys() if keys is None else keys
         self._origins = origins
         self._refused = refused
 

@@ -333,7 +333,7 @@ class ImageCall:
             if self._watched:
                 self._unwatch()
             batcher = self._route.models.get(wanted.model, wanted.version).batcher
-            self._batcher, self._model = batcher, batcher.version.name
+            self._batcher, self._model = batcher, batcher.version.key
             self._request = request = batcher.enqueue(images, self.deadline_s, self._answered)
             self._decode_s = request.arrived_s - self._decoding_began_s
         except ServiceError as exc:

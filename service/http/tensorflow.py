@@ -70,8 +70,8 @@ class TensorflowCall(ImageCall):
 
     def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
         super().__init__(route, wanted, reply)
-        if wanted.model in route.models:
-            self._model = wanted.model  # whose failures are counted from here on
+        if (served := route.models.find(wanted.model, wanted.version)) is not None:
+            self._model = served.version.key  # whose failures are counted from here on
 
     def is_quick(self, body: Body) -> bool:
         """Each list takes time, and with a channel axis each number is in one."""
@@ -137,12 +137,15 @@ def status_routes(models: Models) -> APIRouter:
 
     async def status(request: HttpRequest) -> dict[str, Any]:
         """Its versions; AVAILABLE once the service is ready."""
-        named = request.path_params
-        version = models.get(named["model"], named.get("version", "")).version.version
+        name, version = request.path_params["model"], request.path_params.get("version")
+        found = (models.get(name, version),) if version else models.versions(name)
         state = "AVAILABLE" if models.ready else "LOADING"
-        found = {"version": version, "state": state}
         fine = {"error_code": "OK", "error_message": ""}
-        return {"model_version_status": [{**found, "status": fine}]}
+        return {
+            "model_version_status": [
+                {"version": one.version.version, "state": state, "status": fine} for one in found
+            ]
+        }
 
     for owner in (MODEL, MODEL_VERSION):
         router.add_api_route(

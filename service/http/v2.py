@@ -10,21 +10,29 @@ from dataclasses import asdict
 from inspect import isawaitable
 from typing import Any
 
+import orjson
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from lenet import DISTRIBUTION, distribution_version
 from service.engine.models import Models, ServedModel
-from service.errors import UnknownModel
-from service.http.answer import STATUS, protocol_error
+from service.engine.repository import Repository
+from service.errors import InvalidInput, ServiceError, TooLarge, invalid, shown
+from service.http.answer import STATUS, headers_of, protocol_error
 from service.http.openapi import Health, ProtocolError, model_parameters
+from service.keys import Keys
 from service.metrics import Metrics
 from service.open_inference import (
     EXTENSIONS,
+    check_repository_parameters,
     model_config,
     model_metadata,
     model_statistics,
+    repository_entries,
 )
+
+_MAX_BODY_BYTES = 64 * 1024
+"""Of requests to the repository."""
 
 PREFIX = "/v2"
 MODEL = "/models/{model}"
@@ -64,8 +72,22 @@ class ModelReadiness(BaseModel):
     ready: bool
 
 
-def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRouter:
-    """The routes that answer with `models`, of which a request may have `max_images` images."""
+class RepositoryEntry(BaseModel):
+    """A version of a model."""
+
+    name: str
+    version: str
+    state: str = Field(description="READY, or UNAVAILABLE if it is not loaded.")
+    reason: str
+
+
+def protocol_routes(
+    models: Models, repository: Repository, metrics: Metrics, keys: Keys, max_images: int
+) -> APIRouter:
+    """The routes that answer with `models`, of which a request may have `max_images` images.
+
+    Those of the repository need one of the administrator's `keys`.
+    """
     router = APIRouter(prefix=PREFIX, tags=["open inference protocol"])
 
     async def server_metadata() -> ServerMetadata:
@@ -74,9 +96,9 @@ def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRou
             name=DISTRIBUTION, version=distribution_version(), extensions=list(EXTENSIONS)
         )
 
-    for path, shown in (("", True), ("/", False)):
+    for path, documented in (("", True), ("/", False)):
         router.add_api_route(
-            path, server_metadata, include_in_schema=shown, summary="Server metadata"
+            path, server_metadata, include_in_schema=documented, summary="Server metadata"
         )
 
     @router.get("/health/live", summary="Liveness")
@@ -92,7 +114,8 @@ def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRou
 
     def metadata(served: ServedModel, _: Response) -> ModelDescription:
         """The tensors of a model."""
-        return ModelDescription(**asdict(model_metadata(served.version)))
+        versions = [one.version.version for one in models.versions(served.version.name)]
+        return ModelDescription(**asdict(model_metadata(served.version, versions)))
 
     def readiness(served: ServedModel, response: Response) -> ModelReadiness:
         """200 if it is loaded and the server is ready."""
@@ -139,6 +162,49 @@ def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRou
         """The same of every model."""
         return await _statistics(metrics, models.served)
 
+    @router.post(
+        "/repository/index",
+        summary="Models and versions that are there",
+        openapi_extra=_repository_body(ready={"type": "boolean"}),
+        responses=_REFUSED,
+    )
+    async def repository_index(request: Request) -> list[RepositoryEntry]:
+        """Every version in the weights folder; with `ready` those that are loaded."""
+        ready = (await _administered(request, keys)).get("ready", False)
+        if type(ready) is not bool:
+            raise invalid("ready", shown(ready), "true or false")
+        return [
+            RepositoryEntry(**entry)
+            for entry in repository_entries(await repository.index(), ready)
+        ]
+
+    async def load(request: Request) -> Response:
+        """Load a model, or what its files are now if it is loaded."""
+        document = await _administered(request, keys)
+        check_repository_parameters(document.get("parameters", {}))
+        await repository.load(request.path_params["model"])
+        return Response()
+
+    async def unload(request: Request) -> Response:
+        """Unload a model; requests that came before are answered."""
+        await _administered(request, keys)
+        await repository.unload(request.path_params["model"])
+        return Response()
+
+    for name, endpoint in (("load", load), ("unload", unload)):
+        router.add_api_route(
+            f"/repository/models/{{model}}/{name}",
+            endpoint,
+            methods=["POST"],
+            summary=f"{name.capitalize()} a model",
+            response_class=Response,
+            openapi_extra={
+                **_repository_body(parameters={"type": "object"}),
+                "parameters": model_parameters(versioned=False),
+            },
+            responses={**_REFUSED, **unknown},
+        )
+
     add("/stats", statistics, dict[str, Any], "Model statistics")
     add("", metadata, ModelDescription, "Model metadata")
     add("/ready", readiness, ModelReadiness, "Model readiness")
@@ -149,11 +215,49 @@ def protocol_routes(models: Models, metrics: Metrics, max_images: int) -> APIRou
 async def _statistics(metrics: Metrics, served: Iterable[ServedModel]) -> dict[str, Any]:
     totals = await metrics.totals()
     versions = [one.version for one in served]
-    return {"model_stats": [model_statistics(one, totals[one.name]) for one in versions]}
+    return {"model_stats": [model_statistics(one, totals[one.key]) for one in versions]}
 
 
-def on_unknown_model(_: Request, error: Exception) -> Response:
-    """404, for the application to register."""
-    assert isinstance(error, UnknownModel), "bug: registered for UnknownModel"
+def on_service_error(_: Request, error: Exception) -> Response:
+    """Its status in the protocol's form, for the application to register."""
+    assert isinstance(error, ServiceError), "bug: registered for ServiceError"
     answer = protocol_error(STATUS[error.code], error.message)
-    return Response(answer.body, answer.status, media_type=answer.media_type.decode())
+    lines = [line.split(": ", 1) for line in headers_of(error).decode().splitlines()]
+    kind = answer.media_type.decode()
+    return Response(answer.body, answer.status, dict(lines), media_type=kind)
+
+
+_REFUSED: dict[int | str, dict[str, Any]] = {
+    400: {"model": ProtocolError, "description": "The body is wrong, or a file must not be served"},
+    401: {"model": ProtocolError, "description": "No key, or an unknown one"},
+    403: {"model": ProtocolError, "description": "No key of an administrator, or there are none"},
+    413: {"model": ProtocolError, "description": "The body is too large"},
+    503: {"model": ProtocolError, "description": "The service stops"},
+}
+
+
+def _repository_body(**properties: dict[str, str]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": properties}
+    return {"requestBody": {"content": {"application/json": {"schema": schema}}}}
+
+
+async def _administered(request: Request, keys: Keys) -> dict[str, Any]:
+    """The JSON body of a request that an administrator makes, {} for none.
+
+    Raises: Unauthorized, Forbidden, TooLarge, InvalidInput.
+    """
+    if (error := keys.check(request.headers.get("authorization"), admin=True)) is not None:
+        raise error
+    body = b""
+    async for piece in request.stream():
+        body += piece
+        if len(body) > _MAX_BODY_BYTES:
+            got = f"body: got more than {_MAX_BODY_BYTES} bytes, expected a small JSON object"
+            raise TooLarge(got, field="body")
+    try:
+        document = orjson.loads(body) if body.strip() else {}
+    except orjson.JSONDecodeError as exc:
+        raise InvalidInput(f"body: is not JSON ({exc})", field="body") from None
+    if type(document) is not dict:
+        raise invalid("body", shown(document), "a JSON object")
+    return document

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import grpc
 
@@ -35,6 +35,7 @@ from service.errors import (
     BodyTimeout,
     Cancelled,
     DeadlineExceeded,
+    Forbidden,
     InferenceFailed,
     InvalidInput,
     Overloaded,
@@ -53,15 +54,24 @@ _log = logging.getLogger(__name__)
 
 Context: TypeAlias = "grpc.aio.ServicerContext[Any, Any]"
 
+Access: TypeAlias = Literal["public", "user", "admin"]
+"""Who may make a call: anybody, whoever has a key where there are keys, or an administrator."""
+
 MAX_CALLS = 1024
 """Open calls; one more is refused, unless it can take the place of one with a slow message."""
 
 SPARE_CALLS = 64
 """Open calls besides, for methods other than ModelInfer: probes are answered under overload."""
 
+Stream: TypeAlias = Literal["inference", "reflection", "health"]
+
 MAX_STREAMS = 64
-"""Calls that last and need a key, where there are keys, and as many that need none: reflection, and
-watched health. They are among the others."""
+"""Calls that last, of reflection and of watched health each. They are among the others."""
+
+_INFERENCE_STREAMS = 8
+"""Streams of requests that are always possible, at most `MAX_STREAMS`. Each may bring the largest
+message at any time, which is counted when it has arrived, so that more are only possible if the
+budget has room for one of each."""
 
 MESSAGE_S = 10.0
 """A message that takes longer ends its call, however much time the call has."""
@@ -98,6 +108,7 @@ _CODES: dict[type[ServiceError], grpc.StatusCode] = {
     InvalidInput: grpc.StatusCode.INVALID_ARGUMENT,
     TooLarge: grpc.StatusCode.INVALID_ARGUMENT,
     Unauthorized: grpc.StatusCode.UNAUTHENTICATED,
+    Forbidden: grpc.StatusCode.PERMISSION_DENIED,
     UnsupportedMediaType: grpc.StatusCode.INVALID_ARGUMENT,
     UnknownModel: grpc.StatusCode.NOT_FOUND,
     Overloaded: grpc.StatusCode.RESOURCE_EXHAUSTED,
@@ -172,10 +183,8 @@ class OpenCall:
     held_bytes = 0
     beginning = False
     """Whether it is one of `_AT_ONCE`."""
-    stream = False
-    """Whether it lasts until someone ends it, at the latest a stop."""
-    public = False
-    """Whether a stream needs no key."""
+    stream: Stream | None = None
+    """If it lasts until someone ends it, at the latest a stop."""
     ended: ServiceError | None = None
     """Why the server ended it early, if it did."""
 
@@ -207,7 +216,7 @@ class Calls:
     ) -> None:
         self.access = access
         self._budget = budget
-        self._keys = keys or Keys()
+        self._keys = Keys() if keys is None else keys
         self._max_message_bytes = max_message_bytes
         self._loop = asyncio.get_running_loop()
         self._open: set[OpenCall] = set()
@@ -235,22 +244,21 @@ class Calls:
         timeout_s: float,
         *,
         spare: int = 0,
-        public: bool = False,
+        access: Access = "user",
     ) -> OpenCall:
         """Admit the call of `context`, to be closed by `close`.
 
-        It began at `began_s` of `time.monotonic()` and has `timeout_s` from then on. One that is
-        `public` needs no key.
+        It began at `began_s` of `time.monotonic()` and has `timeout_s` from then on.
 
         Raises:
-            Unauthorized: no right key came with it.
+            Unauthorized, Forbidden: no right key came with it.
             Overloaded: `MAX_CALLS` and `spare` are open.
         """
-        if self._keys and not public:
+        if (self._keys and access == "user") or access == "admin":
             metadata = context.invocation_metadata() or ()
             given = next((value for name, value in metadata if name == "authorization"), None)
             text = given if given is None or isinstance(given, str) else ""  # bytes: not this one
-            if (error := self._keys.check(text)) is not None:
+            if (error := self._keys.check(text, admin=access == "admin")) is not None:
                 raise error
         self._admitted += 1
         if len(self._open) >= MAX_CALLS + spare and not self._end_oldest_slow():
@@ -261,18 +269,25 @@ class Calls:
         self._open.add(call)
         return call
 
-    def open_stream(self, context: Context, *, public: bool = False) -> OpenCall:
-        """As `open`, for a call that lasts; each of its messages has `MESSAGE_S`.
+    def open_stream(self, context: Context, kind: Stream) -> OpenCall:
+        """As `open`, for a call that lasts.
+
+        Each of its messages has `MESSAGE_S`, but those for inference may come at any time.
 
         Raises:
-            Overloaded: `MAX_STREAMS` of its kind are open.
+            Overloaded: as many of its kind are open as may be.
         """
-        streams = sum(call.stream and call.public == public for call in self._open)
-        if streams >= MAX_STREAMS:
+        most = MAX_STREAMS
+        if kind == "inference":
+            large = self._budget.limit_bytes(self._max_message_bytes)
+            most = min(most, max(_INFERENCE_STREAMS, large // self._max_message_bytes))
+        streams = sum(call.stream == kind for call in self._open)
+        if streams >= most:
             raise Overloaded(f"{streams} streams are open; try again later", retry_after_s=1)
+        access: Access = "public" if kind == "health" else "user"
         now_s = time.monotonic()
-        call = self.open(context, now_s, math.inf, spare=SPARE_CALLS, public=public)
-        call.stream, call.public = True, public
+        call = self.open(context, now_s, math.inf, spare=SPARE_CALLS, access=access)
+        call.stream = kind
         return call
 
     def close(self, call: OpenCall) -> None:
@@ -284,7 +299,11 @@ class Calls:
     async def receive_next(self, call: OpenCall) -> bytes | None:
         """The next message of a stream, as `receive`; None if the client sends no more."""
         call.begin_again()
-        return await self._receive(call)
+        if call.stream != "inference":
+            return await self._receive(call)
+        if self._goaway is not None and self._goaway.is_set():
+            raise stopping()
+        return await self._read(call)  # until a stop cancels it
 
     async def receive(self, call: OpenCall) -> bytes:
         """The message of `call`. `release` it once it is decoded.
@@ -316,10 +335,7 @@ class Calls:
             self._receiving[call] = self._ticks
             if not self._ticking:
                 self._start_ticking()
-            message = await call.context.read()
-        except grpc.aio.AbortError as exc:
-            exc.__traceback__ = None  # its frames refer to the call, which refers to it
-            message = None
+            return await self._read(call)
         finally:
             self._receiving.pop(call, None)
             if call.beginning:
@@ -327,6 +343,14 @@ class Calls:
                 self._beginning -= 1
                 if self._lines:
                     self._begin_next()
+
+    async def _read(self, call: OpenCall) -> bytes | None:
+        """The next message, held in the budget; None if there is none."""
+        try:
+            message = await call.context.read()
+        except grpc.aio.AbortError as exc:
+            exc.__traceback__ = None  # its frames refer to the call, which refers to it
+            message = None
         if call.ended is not None:
             raise call.ended
         if not isinstance(message, bytes):
@@ -482,7 +506,7 @@ class Calls:
     def _tick_now(self) -> None:
         if self._goaway is not None and self._goaway.is_set():
             waiting = [call for line in self._lines.values() for call in line]
-            streams = [call for call in self._open if call.stream]
+            streams = [call for call in self._open if call.stream is not None]
             for call in (*self._slow(), *waiting, *streams):
                 self._end(call, stopping())
             return

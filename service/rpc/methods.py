@@ -22,10 +22,12 @@ from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import (
     MESSAGE_S,
     SPARE_CALLS,
+    Access,
     Calls,
     Context,
     OpenCall,
     Status,
+    Stream,
     abort,
     status_of,
 )
@@ -40,17 +42,16 @@ _REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.S
 _WATCH_S = 0.2
 """How often a watched status is looked at."""
 
-_QUESTIONS = (
-    *("ServerLive", "ServerReady", "ModelReady", "ServerMetadata", "ModelMetadata"),
-    *("ModelConfig", "ModelStatistics"),
-)
-"""The calls besides ModelInfer."""
-
-_HEALTH = ("ServerLive", "ServerReady")
-"""Open to all: probes have no keys."""
+_QUESTIONS: dict[str, Access] = {
+    **dict.fromkeys(("ServerLive", "ServerReady"), "public"),  # probes have no keys
+    **dict.fromkeys(("ModelReady", "ServerMetadata", "ModelMetadata"), "user"),
+    **dict.fromkeys(("ModelConfig", "ModelStatistics"), "user"),
+    **dict.fromkeys(("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"), "admin"),
+}
+"""The calls besides those for inference."""
 
 _MAX_QUESTION_BYTES = 4096
-"""Of the message of any other method than ModelInfer: it holds two names at most."""
+"""Of the message of any other method than those for inference: it holds two names at most."""
 
 
 class HealthServicer:
@@ -113,11 +114,9 @@ def add_methods(
     methods = _Methods(calls)
     questions = {
         name: handler(
-            methods.single(
-                getattr(inference, name), getattr(pb, f"{name}Request"), public=name in _HEALTH
-            )
+            methods.single(getattr(inference, name), getattr(pb, f"{name}Request"), access)
         )
-        for name in _QUESTIONS
+        for name, access in _QUESTIONS.items()
     }
     request = health_pb2.HealthCheckRequest
     names = SERVICE, _HEALTH_SERVICE, *_REFLECTION
@@ -127,12 +126,16 @@ def add_methods(
         found: AsyncIterator[Message] = reflected.ServerReflectionInfo(requests, None)
         return found
 
-    info = stream(methods.stream(reflect, reflection_pb2.ServerReflectionRequest))
+    info = stream(methods.stream(reflect, reflection_pb2.ServerReflectionRequest, "reflection"))
     services = {
-        SERVICE: {**questions, "ModelInfer": handler(inference.ModelInfer)},
+        SERVICE: {
+            **questions,
+            "ModelInfer": handler(inference.ModelInfer),
+            "ModelStreamInfer": stream(inference.ModelStreamInfer),
+        },
         _HEALTH_SERVICE: {
-            "Check": handler(methods.single(health.check, request, public=True)),
-            "Watch": stream(methods.stream(health.watch, request, public=True)),
+            "Check": handler(methods.single(health.check, request, "public")),
+            "Watch": stream(methods.stream(health.watch, request, "health")),
         },
         **{name: {"ServerReflectionInfo": info} for name in _REFLECTION},
     }
@@ -142,7 +145,7 @@ def add_methods(
 
 
 class _Methods:
-    """Makes handlers for methods whose messages are small; a `public` one needs no key."""
+    """Makes handlers for methods whose messages are small."""
 
     def __init__(self, calls: Calls) -> None:
         self._calls = calls
@@ -151,8 +154,7 @@ class _Methods:
         self,
         answer: Callable[[Any], Message | Awaitable[Message]],
         request: type[Message],
-        *,
-        public: bool = False,
+        access: Access = "user",
     ) -> Callable[[object, Context], Any]:
         """Of a method with one `answer` to one `request`."""
         calls = self._calls
@@ -166,7 +168,7 @@ class _Methods:
             began_s = time.monotonic()
 
             def admit() -> OpenCall:
-                return calls.open(context, began_s, MESSAGE_S, spare=SPARE_CALLS, public=public)
+                return calls.open(context, began_s, MESSAGE_S, spare=SPARE_CALLS, access=access)
 
             found = await self._outcome(admit, work)
             calls.log(context, _name(request), found, began_s)
@@ -178,8 +180,7 @@ class _Methods:
         self,
         answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]],
         request: type[Message],
-        *,
-        public: bool = False,
+        kind: Stream,
     ) -> Callable[[object, Context], Any]:
         """Of a method that makes a stream of `answers` of a stream of `request`."""
         calls = self._calls
@@ -195,7 +196,7 @@ class _Methods:
 
         async def handle(messages: object, context: Context) -> None:
             began_s = time.monotonic()
-            found = await self._outcome(lambda: calls.open_stream(context, public=public), work)
+            found = await self._outcome(lambda: calls.open_stream(context, kind), work)
             calls.log(context, _name(request), found, began_s)
             if isinstance(found, Status):
                 await abort(context, found)

@@ -64,6 +64,11 @@ class GRPCInferenceServiceStub:
                 request_serializer=service_dot_rpc_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
                 response_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelInferResponse.FromString,
                 _registered_method=True)
+        self.ModelStreamInfer = channel.stream_stream(
+                '/inference.GRPCInferenceService/ModelStreamInfer',
+                request_serializer=service_dot_rpc_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
+                response_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelStreamInferResponse.FromString,
+                _registered_method=True)
         self.ModelConfig = channel.unary_unary(
                 '/inference.GRPCInferenceService/ModelConfig',
                 request_serializer=service_dot_rpc_dot_open__inference__pb2.ModelConfigRequest.SerializeToString,
@@ -73,6 +78,21 @@ class GRPCInferenceServiceStub:
                 '/inference.GRPCInferenceService/ModelStatistics',
                 request_serializer=service_dot_rpc_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
                 response_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
+                _registered_method=True)
+        self.RepositoryIndex = channel.unary_unary(
+                '/inference.GRPCInferenceService/RepositoryIndex',
+                request_serializer=service_dot_rpc_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
+                response_deserializer=service_dot_rpc_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
+                _registered_method=True)
+        self.RepositoryModelLoad = channel.unary_unary(
+                '/inference.GRPCInferenceService/RepositoryModelLoad',
+                request_serializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelLoadRequest.SerializeToString,
+                response_deserializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelLoadResponse.FromString,
+                _registered_method=True)
+        self.RepositoryModelUnload = channel.unary_unary(
+                '/inference.GRPCInferenceService/RepositoryModelUnload',
+                request_serializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelUnloadRequest.SerializeToString,
+                response_deserializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelUnloadResponse.FromString,
                 _registered_method=True)
 
 
@@ -115,6 +135,12 @@ class GRPCInferenceServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ModelStreamInfer(self, request_iterator, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def ModelConfig(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -122,6 +148,24 @@ class GRPCInferenceServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def ModelStatistics(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepositoryIndex(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepositoryModelLoad(self, request, context):
+        """Missing associated documentation comment in .proto file."""
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RepositoryModelUnload(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -160,6 +204,11 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelInferRequest.FromString,
                     response_serializer=service_dot_rpc_dot_open__inference__pb2.ModelInferResponse.SerializeToString,
             ),
+            'ModelStreamInfer': grpc.stream_stream_rpc_method_handler(
+                    servicer.ModelStreamInfer,
+                    request_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelInferRequest.FromString,
+                    response_serializer=service_dot_rpc_dot_open__inference__pb2.ModelStreamInferResponse.SerializeToString,
+            ),
             'ModelConfig': grpc.unary_unary_rpc_method_handler(
                     servicer.ModelConfig,
                     request_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelConfigRequest.FromString,
@@ -169,6 +218,21 @@ def add_GRPCInferenceServiceServicer_to_server(servicer, server):
                     servicer.ModelStatistics,
                     request_deserializer=service_dot_rpc_dot_open__inference__pb2.ModelStatisticsRequest.FromString,
                     response_serializer=service_dot_rpc_dot_open__inference__pb2.ModelStatisticsResponse.SerializeToString,
+            ),
+            'RepositoryIndex': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryIndex,
+                    request_deserializer=service_dot_rpc_dot_open__inference__pb2.RepositoryIndexRequest.FromString,
+                    response_serializer=service_dot_rpc_dot_open__inference__pb2.RepositoryIndexResponse.SerializeToString,
+            ),
+            'RepositoryModelLoad': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryModelLoad,
+                    request_deserializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelLoadRequest.FromString,
+                    response_serializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelLoadResponse.SerializeToString,
+            ),
+            'RepositoryModelUnload': grpc.unary_unary_rpc_method_handler(
+                    servicer.RepositoryModelUnload,
+                    request_deserializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelUnloadRequest.FromString,
+                    response_serializer=service_dot_rpc_dot_open__inference__pb2.RepositoryModelUnloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -344,6 +408,33 @@ class GRPCInferenceService:
             _registered_method=True)
 
     @staticmethod
+    def ModelStreamInfer(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/inference.GRPCInferenceService/ModelStreamInfer',
+            service_dot_rpc_dot_open__inference__pb2.ModelInferRequest.SerializeToString,
+            service_dot_rpc_dot_open__inference__pb2.ModelStreamInferResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def ModelConfig(request,
             target,
             options=(),
@@ -387,6 +478,87 @@ class GRPCInferenceService:
             '/inference.GRPCInferenceService/ModelStatistics',
             service_dot_rpc_dot_open__inference__pb2.ModelStatisticsRequest.SerializeToString,
             service_dot_rpc_dot_open__inference__pb2.ModelStatisticsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryIndex(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/RepositoryIndex',
+            service_dot_rpc_dot_open__inference__pb2.RepositoryIndexRequest.SerializeToString,
+            service_dot_rpc_dot_open__inference__pb2.RepositoryIndexResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryModelLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/RepositoryModelLoad',
+            service_dot_rpc_dot_open__inference__pb2.RepositoryModelLoadRequest.SerializeToString,
+            service_dot_rpc_dot_open__inference__pb2.RepositoryModelLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RepositoryModelUnload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/inference.GRPCInferenceService/RepositoryModelUnload',
+            service_dot_rpc_dot_open__inference__pb2.RepositoryModelUnloadRequest.SerializeToString,
+            service_dot_rpc_dot_open__inference__pb2.RepositoryModelUnloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -22,6 +22,7 @@ import grpc
 from service.access_log import AccessLog
 from service.budget import Budget
 from service.engine.models import Models
+from service.engine.repository import Repository
 from service.errors import CannotListen
 from service.images.decoders import Decoders
 from service.keys import Keys
@@ -160,6 +161,7 @@ def _credentials(certificate: ServedCertificate) -> grpc.ServerCredentials:
 @asynccontextmanager
 async def serve(
     models: Models,
+    repository: Repository,
     metrics: Metrics,
     decoders: Decoders,
     budget: Budget,
@@ -204,7 +206,7 @@ async def serve(
     )
     calls = Calls(budget, max_body_bytes, keys, access)
     inference = InferenceServicer(
-        models, metrics, decoders, calls, max_images=max_images, timeout_s=timeout_s
+        models, repository, metrics, decoders, calls, max_images=max_images, timeout_s=timeout_s
     )
     health = HealthServicer(models, tells_names=not keys)
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import numpy as np
@@ -22,6 +22,7 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.engine.models import Models
 from service.engine.queue import Prediction
+from service.engine.repository import Repository
 from service.errors import (
     BodyTimeout,
     Cancelled,
@@ -31,22 +32,26 @@ from service.errors import (
     UnknownModel,
 )
 from service.images.decoders import Decoders, InferSource
-from service.metrics import NO_MODEL, Metrics
+from service.metrics import NO_MODEL, Metrics, ModelKey
 from service.open_inference import (
     GRPC_EXTENSIONS,
+    MAX_ID_CHARACTERS,
     RequestedOutput,
     TensorMetadata,
     answer,
+    check_repository_parameters,
     model_config,
     model_metadata,
     model_statistics,
     output_metadata,
+    repository_entries,
 )
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import (
     Calls,
     Context,
     Status,
+    abort,
     status_of,
 )
 from service.rpc.gathering import Gathering
@@ -58,10 +63,29 @@ _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES":
 _GATHERED_IMAGES = 256
 """More images are a batch of their own, nearly, and 12 MB of them should not wait for others."""
 
+_STREAM_AHEAD = 32
+"""Requests of a stream that are worked on while the first of them is not answered."""
+
 _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
 _LONGEST_HEAD_BYTES = 256
+
+
+@dataclass(slots=True)
+class _Request:
+    """A request for inference that came at `began_s` and has `timeout_s`."""
+
+    began_s: float
+    timeout_s: float
+    decoded_s: float = 0.0
+    id: str = ""
+    wanted: Wanted | None = None
+    model: ModelKey = NO_MODEL
+
+    @property
+    def end_s(self) -> float:
+        return self.began_s + self.timeout_s
 
 
 class InferenceServicer:
@@ -74,6 +98,7 @@ class InferenceServicer:
     def __init__(
         self,
         models: Models,
+        repository: Repository,
         metrics: Metrics,
         decoders: Decoders,
         calls: Calls,
@@ -81,7 +106,7 @@ class InferenceServicer:
         max_images: int,
         timeout_s: float,
     ) -> None:
-        self._models = models
+        self._models, self._repository = models, repository
         self._metrics = metrics
         self._decoders = decoders
         self._calls = calls
@@ -113,7 +138,9 @@ class InferenceServicer:
 
     def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """The model's tensors."""
-        metadata = model_metadata(self._models.get(request.name, request.version).version)
+        version = self._models.get(request.name, request.version).version
+        loaded = [one.version.version for one in self._models.versions(version.name)]
+        metadata = model_metadata(version, loaded)
         return pb.ModelMetadataResponse(
             name=metadata.name,
             versions=metadata.versions,
@@ -133,11 +160,35 @@ class InferenceServicer:
     ) -> pb.ModelStatisticsResponse:
         """Counts and durations since the start; of all models if the request names none."""
         served = self._models.served
-        if request.name or request.version:
+        if request.version:
             served = (self._models.get(request.name, request.version),)
+        elif request.name:
+            served = self._models.versions(request.name)
         totals = await self._metrics.totals()
-        found = [model_statistics(one.version, totals[one.version.name]) for one in served]
+        found = [model_statistics(one.version, totals[one.version.key]) for one in served]
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
+
+    async def RepositoryIndex(
+        self, request: pb.RepositoryIndexRequest
+    ) -> pb.RepositoryIndexResponse:
+        """Every version of a model in the weights folder, or those that are loaded."""
+        entries = repository_entries(await self._repository.index(), request.ready)
+        return ParseDict({"models": entries}, pb.RepositoryIndexResponse())
+
+    async def RepositoryModelLoad(
+        self, request: pb.RepositoryModelLoadRequest
+    ) -> pb.RepositoryModelLoadResponse:
+        """Load a model, or what its files are now if it is loaded."""
+        check_repository_parameters(request.parameters)
+        await self._repository.load(request.model_name)
+        return pb.RepositoryModelLoadResponse()
+
+    async def RepositoryModelUnload(
+        self, request: pb.RepositoryModelUnloadRequest
+    ) -> pb.RepositoryModelUnloadResponse:
+        """Unload a model; requests that came before are answered."""
+        await self._repository.unload(request.model_name)
+        return pb.RepositoryModelUnloadResponse()
 
     async def ModelInfer(self, messages: object, context: Context) -> bytes:
         """Classify the images of a ModelInferRequest; request and response are serialized."""
@@ -150,62 +201,140 @@ class InferenceServicer:
             return answer
         return await self._calls.answered(context, answer)
 
+    async def ModelStreamInfer(self, messages: object, context: Context) -> None:
+        """The same for each message of a stream, answered in their order, errors included."""
+        began_s = time.monotonic()
+        outcome = await self._stream(context)
+        self._calls.log(context, "ModelStreamInfer", outcome, began_s)
+        if isinstance(outcome, Status):
+            await abort(context, outcome)
+
     async def _infer(self, context: Context, began_s: float) -> bytes | Status:
         opened = nvtx.begin("request")
-        model = NO_MODEL
         call = None
         remaining_s = context.time_remaining()
         timeout_s = self._timeout_s if remaining_s is None else min(remaining_s, self._timeout_s)
+        request = _Request(began_s, timeout_s)
         try:
             call = self._calls.open(context, began_s, timeout_s)
             message = await self._calls.receive(call)
-            images, wanted = _read_one_image(message) or await self._read(
-                message, began_s + timeout_s - time.monotonic()
-            )
+            images = await self._decode(request, message)
             del message
-            if wanted.timeout_us:
-                timeout_s = min(timeout_s, wanted.timeout_us / 1e6)
             if call.held_bytes:
                 self._calls.release(call)
-            decoded_s = time.monotonic()
             if len(images) <= _GATHERED_IMAGES:
                 await self._gathering.join(call.task)
-            gathered_s = time.monotonic()
-            served = self._models.get(wanted.model, wanted.version)
-            model = served.version.name
-            left_s = began_s + timeout_s - gathered_s
-            prediction = await served.batcher.submit(images, left_s)
-            answered_s = time.monotonic()
-            queue_s = gathered_s - decoded_s + prediction.queue_s
-            compute_s = prediction.compute_s
-            response = _encode(wanted, prediction, queue_s)
-            now_s = time.monotonic()
-            self._metrics.predicted(
-                "grpc",
-                model,
-                (decoded_s - began_s, queue_s, compute_s, now_s - answered_s, now_s - began_s),
-            )
-            return response
+            return await self._classify(request, images)
         except asyncio.CancelledError:
             if call is None or call.ended is None:
-                self._metrics.request_done(model, "grpc", Cancelled.code)
+                self._metrics.request_done(request.model, "grpc", Cancelled.code)
                 raise
-            self._metrics.request_done(model, "grpc", call.ended.code)
-            return status_of(call.ended)
+            return self._failed(request, call.ended)
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            code = exc.code if isinstance(exc, ServiceError) else ServiceError.code
-            self._metrics.request_done(model, "grpc", code)
-            status = status_of(exc)
-            if isinstance(exc, DeadlineExceeded) and not isinstance(exc, BodyTimeout):
-                # It gives only the time that was left.
-                status = replace(
-                    status, details=f"no answer within {round(timeout_s * 1e3, 3):g} ms"
-                )
-            return status
+            return self._failed(request, exc)
         finally:
             if call is not None:
                 self._calls.close(call)
             nvtx.end(opened)
+
+    async def _stream(self, context: Context) -> bytes | Status:
+        call = None
+        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        room = asyncio.Semaphore(_STREAM_AHEAD)
+        writing = asyncio.create_task(_write_answers(context, answers, room))
+        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        try:
+            call = self._calls.open_stream(context, "inference")
+            while await room.acquire():
+                message = await self._calls.receive_next(call)
+                if message is None:
+                    break
+                request = _Request(time.monotonic(), self._timeout_s)
+                images: Images | Exception
+                try:
+                    images = await self._decode(request, message)
+                except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+                    images = exc
+                    request.id = _id_of(message)
+                del message
+                if call.held_bytes:
+                    self._calls.release(call)
+                answers.put_nowait(asyncio.create_task(self._stream_answer(request, images)))
+            answers.put_nowait(None)
+            await writing
+        except asyncio.CancelledError:
+            if call is None or call.ended is None:
+                raise
+            answers.put_nowait(None)
+            await writing  # a stop: what was received is answered
+            return status_of(call.ended)
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            return status_of(exc)
+        finally:
+            writing.cancel()
+            while not answers.empty():
+                if (rest := answers.get_nowait()) is not None:
+                    rest.cancel()
+            if call is not None:
+                self._calls.close(call)
+        return b""
+
+    async def _stream_answer(self, request: _Request, images: Images | Exception) -> bytes:
+        """One answer of a stream, serialized; an error is one, too."""
+        response = pb.ModelStreamInferResponse()
+        try:
+            if isinstance(images, Exception):
+                raise images
+            response.infer_response.MergeFromString(await self._classify(request, images))
+        except asyncio.CancelledError:
+            self._metrics.request_done(request.model, "grpc", Cancelled.code)
+            raise
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            response.error_message = self._failed(request, exc).details
+            response.infer_response.id = request.id
+        return response.SerializeToString()
+
+    async def _decode(self, request: _Request, message: bytes) -> Images:
+        images, request.wanted = _read_one_image(message) or await self._read(
+            message, request.end_s - time.monotonic()
+        )
+        request.id = request.wanted.id
+        if request.wanted.timeout_us:
+            request.timeout_s = min(request.timeout_s, request.wanted.timeout_us / 1e6)
+        request.decoded_s = time.monotonic()
+        return images
+
+    async def _classify(self, request: _Request, images: Images) -> bytes:
+        """The answer, serialized. Raises: ServiceError."""
+        wanted, gathered_s = request.wanted, time.monotonic()
+        assert wanted is not None, "bug: not decoded"
+        served = self._models.get(wanted.model, wanted.version)
+        request.model = served.version.key
+        prediction = await served.batcher.submit(images, request.end_s - gathered_s)
+        answered_s = time.monotonic()
+        queue_s = gathered_s - request.decoded_s + prediction.queue_s
+        response = _encode(wanted, prediction, queue_s)
+        now_s = time.monotonic()
+        self._metrics.predicted(
+            "grpc",
+            request.model,
+            (
+                *(request.decoded_s - request.began_s, queue_s, prediction.compute_s),
+                *(now_s - answered_s, now_s - request.began_s),
+            ),
+        )
+        return response
+
+    def _failed(self, request: _Request, error: Exception) -> Status:
+        """Count a request that failed; its status."""
+        code = error.code if isinstance(error, ServiceError) else ServiceError.code
+        self._metrics.request_done(request.model, "grpc", code)
+        status = status_of(error)
+        if isinstance(error, DeadlineExceeded) and not isinstance(error, BodyTimeout):
+            # It gives only the time that was left.
+            milliseconds = round(request.timeout_s * 1e3, 3)
+            status = replace(status, details=f"no answer within {milliseconds:g} ms")
+        return status
 
     async def _read(self, message: bytes, timeout_s: float) -> tuple[Images, Wanted]:
         if (decoded := decode_inline(message, self._max_images)) is not None:
@@ -213,6 +342,24 @@ class InferenceServicer:
         source = InferSource(self._max_images)
         outcome = await self._decoders.run(source, message, timeout_s)
         return outcome.images, Wanted.from_json(outcome.wanted)
+
+
+def _id_of(message: bytes) -> str:
+    """Of a request that is refused; "" if it has none, or cannot be read."""
+    request = read_infer_request(message)
+    return "" if isinstance(request, InvalidInput) else request.id[:MAX_ID_CHARACTERS]
+
+
+async def _write_answers(
+    context: Context, answers: asyncio.Queue[asyncio.Task[bytes] | None], room: asyncio.Semaphore
+) -> None:
+    """Write the answers of a stream in their order, until None; each makes `room` for another."""
+    while (answer := await answers.get()) is not None:
+        try:
+            await context.write(await answer)
+        finally:
+            answer.cancel()
+        room.release()
 
 
 def _read_one_image(message: bytes) -> tuple[Images, Wanted] | None:

@@ -77,7 +77,7 @@ def counted(service):
     time.sleep(1.1)  # metrics are flushed each second
     found = collections.Counter()
     for outcome, count in re.findall(
-        r'^lenet_requests_total\{.*outcome="(\w+)",protocol="grpc"\} (\S+)$',
+        r'^lenet_requests_total\{.*outcome="(\w+)",protocol="grpc".*\} (\S+)$',
         service.get("/metrics")[1],
         re.M,
     ):

@@ -73,16 +73,21 @@ def flip(rng):
     return mutate
 
 
+def random_images(rng):
+    """Random pixels, and the fields of a tensor for them."""
+    rows, datatype = rng.randint(1, MAX_IMAGES), rng.choice(("UINT8", "FP32"))
+    shape = rng.choice(([rows, 28, 28], [rows, 1, 28, 28], [rows, 784]))
+    pixels = np.frombuffer(rng.randbytes(784 * rows), np.uint8)
+    values = pixels.astype("<f4" if datatype == "FP32" else np.uint8)
+    return values, {"name": "image", "datatype": datatype, "shape": shape}
+
+
 def random_document(rng):
     """A valid request with random pixels, its first line the length of the JSON."""
-    rows, kind = rng.randint(1, MAX_IMAGES), rng.choice(("flat", "nested", "binary", "raw"))
-    images = np.frombuffer(rng.randbytes(784 * rows), np.uint8)
+    kind = rng.choice(("flat", "nested", "binary", "raw"))
+    values, tensor = random_images(rng)
     if kind == "raw":
-        return b"0\n" + images.tobytes()
-    datatype = rng.choice(("UINT8", "FP32"))
-    shape = rng.choice(([rows, 28, 28], [rows, 1, 28, 28], [rows, 784]))
-    tensor = {"name": "image", "datatype": datatype, "shape": shape}
-    values = images.astype(np.float32 if datatype == "FP32" else np.uint8)
+        return b"0\n" + values.astype(np.uint8).tobytes()
     document = {"inputs": [tensor], "id": rng.choice((None, "7", "é"))}
     if rng.random() < 0.5:
         outputs = rng.sample([{"name": "label"}, {"name": "probabilities"}], rng.randint(1, 2))
@@ -95,7 +100,7 @@ def random_document(rng):
         tensor["parameters"] = {"binary_data_size": len(content)}
         text = json.dumps(document).encode()
         return b"%d\n%s%s" % (len(text), text, content)
-    tensor["data"] = values.reshape(shape if kind == "nested" else -1).tolist()
+    tensor["data"] = values.reshape(tensor["shape"] if kind == "nested" else -1).tolist()
     return b"\n" + json.dumps(document).encode()
 
 
@@ -185,18 +190,16 @@ def test_twenty_thousand_calls_over_grpc_are_answered_or_refused_rightly(service
     found = {}
 
     def random_message(rng):
-        rows, kind = rng.randint(1, MAX_IMAGES), rng.choice(("UINT8", "FP32"))
-        images = np.frombuffer(rng.randbytes(784 * rows), np.uint8)
-        shape = rng.choice(([rows, 28, 28], [rows, 1, 28, 28], [rows, 784]))
-        tensor = pb.ModelInferRequest.InferInputTensor(name="image", datatype=kind, shape=shape)
+        values, fields = random_images(rng)
+        tensor = pb.ModelInferRequest.InferInputTensor(**fields)
         request = pb.ModelInferRequest(model_name=rng.choice(("", "lenet")), inputs=[tensor])
         if rng.random() < 0.5:
-            values = images.astype("<f4") if kind == "FP32" else images
             request.raw_input_contents.append(values.tobytes())
         else:
             contents = request.inputs[0].contents
-            field = contents.fp32_contents if kind == "FP32" else contents.uint_contents
-            field.extend(images.tolist())
+            floats = fields["datatype"] == "FP32"
+            field = contents.fp32_contents if floats else contents.uint_contents
+            field.extend(values.tolist())
         return request.SerializeToString()
 
     with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:

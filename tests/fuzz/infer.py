@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from lenet.pixels import Images
-from service.errors import InvalidInput, TooLarge
+from service.errors import InvalidInput, ServiceError, TooLarge
 from service.http.infer_body import Asked, read_infer_body
 from service.open_inference import CLASSIFIED, OUTPUTS
 from tests.fuzz.bodies import check_error, check_images, has_surrogate
@@ -34,10 +34,7 @@ class InferBodyTarget(Target):
         try:
             images, asked = read_infer_body(body, json_bytes, MAX_IMAGES)
         except (InvalidInput, TooLarge) as exc:
-            check_error(exc)
-            counted = len(body) > _UNCHECKED_BYTES and "more" in exc.message
-            if expected is not None and not counted:
-                raise Finding(f"refused {expected[0].shape}: {exc.message}") from exc
+            check_refusal(exc, len(body), None if expected is None else expected[0])
             return
         check_images(images)
         if expected is None:
@@ -69,6 +66,14 @@ class InferBodyTarget(Target):
         text = json.dumps(document).encode()
         kept = size is None or rng.random() < 0.05
         return b"%s\n%s%s" % (line if kept else b"%d" % len(text), text, rest)
+
+
+def check_refusal(error: ServiceError, size: int, expected: Images | None) -> None:
+    """Of a body of `size` bytes. Raises: Finding, if images were `expected`."""
+    check_error(error)
+    counted = size > _UNCHECKED_BYTES and "more" in error.message  # before it was parsed
+    if expected is not None and not counted:
+        raise Finding(f"refused {expected.shape}: {error.message}") from error
 
 
 def _plain(asked: Asked) -> dict[str, Any]:

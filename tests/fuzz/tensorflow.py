@@ -6,6 +6,7 @@ import base64
 import binascii
 import json
 import random
+import re
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,12 @@ import numpy as np
 from lenet.pixels import Images
 from service.errors import InvalidInput, TooLarge
 from service.http.tensorflow_body import read_tensorflow_body
-from tests.fuzz.bodies import check_error, check_images
-from tests.fuzz.infer import Refused, loaded
+from tests.fuzz.bodies import check_images
+from tests.fuzz.infer import Refused, check_refusal, loaded
 from tests.fuzz.rpc import MAX_IMAGES, changed
 from tests.fuzz.target import Finding, MutateBytes, Target
 
-_UNCHECKED_BYTES = 64 * 1024
+_FLOAT = re.compile(rb"\.|[0-9][eE]")
 
 
 class TensorflowBodyTarget(Target):
@@ -31,10 +32,7 @@ class TensorflowBodyTarget(Target):
         try:
             images, columnar = read_tensorflow_body(data, MAX_IMAGES)
         except (InvalidInput, TooLarge) as exc:
-            check_error(exc)
-            counted = len(data) > _UNCHECKED_BYTES and "more" in exc.message
-            if expected is not None and not counted:
-                raise Finding(f"refused {expected[0].shape}: {exc.message}") from exc
+            check_refusal(exc, len(data), None if expected is None else expected[0])
             return
         check_images(images)
         if expected is None:
@@ -50,6 +48,7 @@ class TensorflowBodyTarget(Target):
             "flat": [image.ravel().tolist()],
             "one-channel": [image[..., np.newaxis].tolist()],
             "floats": [image.astype(float).tolist()],
+            "exponent": [[1e22, *image.ravel().tolist()[1:]]],
             "base64": [text] * 2,
             "named": [{"image": image.tolist()}],
             "named-base64": [{"image": text}],
@@ -92,7 +91,7 @@ def _reference(body: bytes) -> tuple[Images, bool] | None:
         if type(values[0]) is dict:
             rows = [_bytes(_only(value, "b64")) for value in values]
         else:
-            rows = [_row(value, values[0], floats=b"." in body) for value in values]
+            rows = [_row(value, values[0], floats=bool(_FLOAT.search(body))) for value in values]
     except (Refused, ValueError):
         return None
     return np.array(rows, np.uint8).reshape(-1, 28, 28), field == "inputs"

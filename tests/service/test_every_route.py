@@ -25,6 +25,7 @@ from service.rpc import open_inference_pb2 as pb
 from tests.service_process import grpc_call
 
 KEY, OTHER = "a-key-that-nobody-knows", "another/key+that=nobody"
+ADMIN = "a-key-of-an-administrator"
 SEVEN = bytes(784)
 BYTES = {"Content-Type": "application/octet-stream"}
 RAW = {"Inference-Header-Content-Length": "0"}
@@ -41,6 +42,10 @@ ROUTES = [
     ("POST", "/v2/models/lenet/infer", SEVEN, RAW),
     ("POST", "/v2/models/lenet/versions/1/infer", SEVEN, RAW),
 ]
+REPOSITORY = [
+    ("POST", "/v2/repository/index", None, {}),
+    ("POST", "/v2/repository/models/lenet/load", None, {}),
+]
 TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 784))
 LIST = reflection_pb2.ServerReflectionRequest(list_services="")
 CALLS = {
@@ -50,6 +55,10 @@ CALLS = {
     "ModelConfig": pb.ModelConfigRequest(name="lenet"),
     "ModelStatistics": pb.ModelStatisticsRequest(name="lenet"),
     "ModelInfer": pb.ModelInferRequest(inputs=[TENSOR], raw_input_contents=[SEVEN]),
+}
+ADMIN_CALLS = {
+    "RepositoryIndex": pb.RepositoryIndexRequest(),
+    "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="lenet"),
 }
 
 
@@ -133,15 +142,16 @@ def test_every_request_needs_a_key_but_those_for_health(start, certificates, enc
     flags = certificates.flags if encrypted else ()
     context = certificates.context() if encrypted else None
     credentials = certificates.credentials() if encrypted else None
-    service = start("--log-level", "debug", "--api-keys", f"{KEY},{OTHER}", *flags).ready()
-    for method, path, body, headers in ROUTES:
+    keys = ("--api-keys", f"{KEY},{OTHER}", "--admin-keys", ADMIN)
+    service = start("--log-level", "debug", *keys, *flags).ready()
+    for method, path, body, headers in (*ROUTES, *REPOSITORY):
         for wrong in ({}, bearer("wrong"), bearer(KEY[:-1]), {"Authorization": f"Basic {KEY}"}):
             status, found, answer = ask(service, method, path, body, {**headers, **wrong}, context)
             assert (status, found["WWW-Authenticate"]) == (401, "Bearer"), path
             error = json.loads(answer)["error"]
             message = error if path.startswith(("/v1", "/v2")) else error["message"]
             assert message.startswith("authorization: got ")
-        for key in (KEY, OTHER):
+        for key in (ADMIN,) if "repository" in path else (KEY, OTHER, ADMIN):
             right = {**headers, **bearer(key)}
             assert ask(service, method, path, body, right, context)[0] == 200, path
     for path in HEALTH:
@@ -150,6 +160,14 @@ def test_every_request_needs_a_key_but_those_for_health(start, certificates, enc
         for key in (None, "wrong"):
             assert call(service, name, request, key, credentials) == "UNAUTHENTICATED", name
         assert call(service, name, request, KEY, credentials) == "OK", name
+    for name, request in ADMIN_CALLS.items():
+        for key in (None, "wrong"):
+            assert call(service, name, request, key, credentials) == "UNAUTHENTICATED", name
+        assert call(service, name, request, KEY, credentials) == "PERMISSION_DENIED", name
+        assert call(service, name, request, ADMIN, credentials) == "OK", name
+    stream = CALLS["ModelInfer"]
+    assert call(service, "ModelStreamInfer", stream, None, credentials) == "UNAUTHENTICATED"
+    assert call(service, "ModelStreamInfer", stream, KEY, credentials) == "OK"
     reflection = "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo"
     assert call(service, reflection, LIST, None, credentials) == "UNAUTHENTICATED"
     assert call(service, reflection, LIST, KEY, credentials) == "OK"
@@ -157,8 +175,8 @@ def test_every_request_needs_a_key_but_those_for_health(start, certificates, enc
         assert call(service, name, pb.ServerLiveRequest(), credentials=credentials) == "OK"
     service.signal()
     assert service.wait() == ExitCode.STOPPED
-    assert KEY not in service.log
-    assert OTHER not in service.log
+    for key in (KEY, OTHER, ADMIN):
+        assert key not in service.log
 
 
 def test_a_path_that_is_not_text_is_one_line_in_the_log(start):
@@ -351,9 +369,11 @@ EVERY = [*ROUTES, *(("GET", path, None, {}) for path in HEALTH), ("GET", "/nothi
 @pytest.mark.parametrize("form", ["json", "text"])
 def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, form):
     with (tmp_path / "access").open("w") as output:
-        service = start("--access-log", form, output=output).ready()
+        service = start("--access-log", form, "--admin-keys", ADMIN, output=output).ready()
     expected = []
-    for method, path, body, headers in EVERY:
+    of_admin = [(*route, bearer(ADMIN)) for *route, _ in REPOSITORY]
+    every = [*EVERY, *of_admin]
+    for method, path, body, headers in every:
         status, found, answer = ask(service, method, path, body, {**headers, **IDS})
         assert found["X-Request-Id"] == IDS["X-Request-Id"]
         expected.append((f"{method} {path}", status, len(answer)))
@@ -382,10 +402,10 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
             (row[0], int(row[1]) if row[1].isdecimal() else row[1], int(row[2])) for row in rows
         ]
         ids = [tuple(re.findall("(?:request|traceparent) ([^, ]+)", row[3] or "")) for row in rows]
-    without = found.pop(len(EVERY) + 1)
+    without = found.pop(len(every) + 1)
     assert without[:2] == ("POST /predict", 400)
     assert found == expected
-    assert ids.pop(len(EVERY) + 1) in ((None, None), ())
+    assert ids.pop(len(every) + 1) in ((None, None), ())
     assert set(ids) == {tuple(IDS.values())}
 
 

@@ -69,6 +69,8 @@ TEXTS = {
     "access_log": "json",
     "cors_origins": "https://a.example,http://localhost:3000",
     "api_keys": "a key of 16 characters or more",
+    "admin_keys": "another key of 16 characters",
+    "versions": "latest:3",
 }
 
 

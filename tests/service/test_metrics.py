@@ -94,9 +94,13 @@ def result(computed_rows=4, captured=True, device_s=0.05):
     return BatchResult(None, computed_rows, captured, device_s)
 
 
-def load(metrics, model, version="1", sha256="ab" * 32, **values):
+LENET, MLP = ("lenet", "1"), ("mlp", "7")
+OF_LENET, OF_MLP = ({"model": model, "version": version} for model, version in (LENET, MLP))
+
+
+def load(metrics, model, sha256="ab" * 32, **values):
     given = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 2, "workspace_bytes": 1}
-    metrics.model_loaded(model, version, sha256, **given | values)
+    metrics.model_loaded(model, sha256, **given | values)
 
 
 @pytest.fixture
@@ -113,12 +117,12 @@ def everything(metrics):
             metrics.request_done(NO_MODEL, protocol, outcome)
     for phase in ("weights", "device", "warm_up", "contexts"):
         metrics.started(phase, 1.0)
-    for model in ARCHITECTURES:
-        load(metrics, model)
-        for version in range(2, 40):
-            metrics.model_replaced(model, str(version), f"{version:064}", 1e-7)
+    for name in ARCHITECTURES:
+        model = name, "1"
+        for file in range(40):
+            load(metrics, model, f"{file:064}")
         for outcome in get_args(ReloadOutcome):
-            metrics.reloaded(model, outcome)
+            metrics.reloaded(name, outcome)
         for protocol in get_args(Transport):
             metrics.predicted(protocol, model, TIMES_S)
             for outcome in AFTER_ITS_MODEL_IS_FOUND:
@@ -127,7 +131,7 @@ def everything(metrics):
             metrics.batch_cut(model, 3, reason, 4, 1)
         metrics.batch_done(model, 3, result(), 0.1, 0)
         for reason in get_args(DropReason):
-            metrics.rows_dropped("lenet", 1, reason, 0)
+            metrics.rows_dropped(model, 1, reason, 0)
     return metrics
 
 
@@ -164,7 +168,7 @@ def test_every_series_of_ours_bears_the_name_of_its_unit(everything):
 
 
 def test_latency_bounds_are_the_agreed_ones_when_exposed(metrics):
-    metrics.predicted("http", "lenet", TIMES_S)
+    metrics.predicted("http", LENET, TIMES_S)
     assert bounds(metrics, "lenet_request_duration_seconds") == REQUEST_BOUNDS
     with_device = ["1e-05", "2e-05", "3e-05", *REQUEST_BOUNDS]
     assert bounds(metrics, "lenet_stage_duration_seconds") == with_device
@@ -173,34 +177,34 @@ def test_latency_bounds_are_the_agreed_ones_when_exposed(metrics):
 
 
 def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, value):
-    load(metrics, "lenet")
-    metrics.batch_cut("lenet", 48, "full", 7, 2)
-    assert value("lenet_contexts_busy", {"model": "lenet"}) == 2
-    metrics.batch_done("lenet", 48, result(64, True, 0.0005), 0.0015, 1)
-    metrics.rows_dropped("lenet", 5, "late", 7)
-    assert value("lenet_batches_total", {"model": "lenet", "reason": "full"}) == 1
+    load(metrics, LENET)
+    metrics.batch_cut(LENET, 48, "full", 7, 2)
+    assert value("lenet_contexts_busy", OF_LENET) == 2
+    metrics.batch_done(LENET, 48, result(64, True, 0.0005), 0.0015, 1)
+    metrics.rows_dropped(LENET, 5, "late", 7)
+    assert value("lenet_batches_total", {**OF_LENET, "reason": "full"}) == 1
     assert value("lenet_batch_rows_count") == 1
     assert value("lenet_batch_rows_sum") == 48
     assert value("lenet_batch_rows_bucket", {"le": "32.0"}) == 0
     assert value("lenet_batch_rows_bucket", {"le": "64.0"}) == 1
     assert value("lenet_batch_duration_seconds_sum") == 0.0015
-    assert value("lenet_images_total", {"model": "lenet"}) == 48
+    assert value("lenet_images_total", OF_LENET) == 48
     assert value("lenet_device_duration_seconds_sum") == 0.0005
-    assert value("lenet_padding_rows_total", {"model": "lenet"}) == 16
-    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 1
-    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "miss"}) == 0
-    assert value("lenet_queue_rows", {"model": "lenet"}) == 7
-    assert value("lenet_contexts_busy", {"model": "lenet"}) == 1
+    assert value("lenet_padding_rows_total", OF_LENET) == 16
+    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "hit"}) == 1
+    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "miss"}) == 0
+    assert value("lenet_queue_rows", OF_LENET) == 7
+    assert value("lenet_contexts_busy", OF_LENET) == 1
     assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
 
 
 def test_a_device_without_clock_or_graphs_counts_neither(metrics, value):
-    load(metrics, "lenet")
-    metrics.batch_done("lenet", 48, result(48, False, None), 0.0015, 1)
+    load(metrics, LENET)
+    metrics.batch_done(LENET, 48, result(48, False, None), 0.0015, 1)
     assert value("lenet_device_duration_seconds_count") == 0
-    assert value("lenet_padding_rows_total", {"model": "lenet"}) == 0
-    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "hit"}) == 0
-    assert value("lenet_graph_replays_total", {"model": "lenet", "result": "miss"}) == 1
+    assert value("lenet_padding_rows_total", OF_LENET) == 0
+    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "hit"}) == 0
+    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "miss"}) == 1
 
 
 def test_losses_are_there_before_the_first_and_counted_at_once(metrics, registry):
@@ -213,38 +217,56 @@ def test_losses_are_there_before_the_first_and_counted_at_once(metrics, registry
 
 
 def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
-    load(metrics, "mlp", "7", contexts=3, golden_error=2e-7, device_bytes=3000)
+    load(metrics, MLP, contexts=3, golden_error=2e-7, device_bytes=3000)
     metrics.started("weights", 0.5)
     info = {"model": "mlp", "version": "7", "sha256": "ab" * 32}
     assert value("lenet_model_info", info) == 1
-    assert value("lenet_contexts", {"model": "mlp"}) == 3
-    assert value("lenet_contexts_busy", {"model": "mlp"}) == 0
-    assert value("lenet_queue_rows", {"model": "mlp"}) == 0
-    assert value("lenet_golden_error", {"model": "mlp"}) == 2e-7
-    assert value("lenet_device_bytes", {"model": "mlp"}) == 3000
-    assert value("lenet_workspace_bytes", {"model": "mlp"}) == 1
+    assert value("lenet_contexts", OF_MLP) == 3
+    assert value("lenet_contexts_busy", OF_MLP) == 0
+    assert value("lenet_queue_rows", OF_MLP) == 0
+    assert value("lenet_golden_error", OF_MLP) == 2e-7
+    assert value("lenet_device_bytes", OF_MLP) == 3000
+    assert value("lenet_workspace_bytes", OF_MLP) == 1
     assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
     assert value("lenet_build_info", {"version": distribution_version()}) == 1
     for protocol in get_args(Transport):
-        answered = {"model": "mlp", "protocol": protocol, "outcome": "ok"}
+        answered = {**OF_MLP, "protocol": protocol, "outcome": "ok"}
         assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
-def test_a_replaced_model_is_exposed_no_more_and_its_queue_is_left_alone(metrics, value):
-    load(metrics, "mlp", "7", contexts=3)
+def test_another_file_of_a_version_leaves_what_the_version_does_alone(metrics, value):
+    load(metrics, MLP, contexts=3)
     for outcome in get_args(ReloadOutcome):
         reloads = {"model": "mlp", "outcome": outcome}
         assert value("lenet_reloads_total", reloads) == 0, "it is there before the first"
-    metrics.batch_cut("mlp", 48, "full", 7, 2)
-    metrics.model_replaced("mlp", "8", "cd" * 32, 3e-7)
+    metrics.batch_cut(MLP, 48, "full", 7, 2)
+    load(metrics, MLP, "cd" * 32, contexts=3, golden_error=3e-7)
     metrics.reloaded("mlp", "ok")
-    assert value("lenet_model_info", {"model": "mlp", "version": "7", "sha256": "ab" * 32}) is None
-    assert value("lenet_model_info", {"model": "mlp", "version": "8", "sha256": "cd" * 32}) == 1
-    assert value("lenet_golden_error", {"model": "mlp"}) == 3e-7
-    assert value("lenet_contexts", {"model": "mlp"}) == 3
-    assert value("lenet_contexts_busy", {"model": "mlp"}) == 2
-    assert value("lenet_queue_rows", {"model": "mlp"}) == 7
+    assert value("lenet_model_info", {**OF_MLP, "sha256": "ab" * 32}) is None
+    assert value("lenet_model_info", {**OF_MLP, "sha256": "cd" * 32}) == 1
+    assert value("lenet_golden_error", OF_MLP) == 3e-7
+    assert value("lenet_contexts", OF_MLP) == 3
+    assert value("lenet_contexts_busy", OF_MLP) == 2
+    assert value("lenet_queue_rows", OF_MLP) == 7
     assert value("lenet_reloads_total", {"model": "mlp", "outcome": "ok"}) == 1
+
+
+def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
+    load(metrics, MLP)
+    load(metrics, ("mlp", "8"))
+    metrics.batch_cut(MLP, 48, "full", 7, 2)
+    metrics.batch_done(MLP, 48, result(48), 0.5, 0)
+    metrics.predicted("http", MLP, TIMES_S)
+    metrics.model_unloaded(MLP)
+    gauges = ("queue_rows", "contexts", "contexts_busy", "device_bytes", "workspace_bytes")
+    for name in (*gauges, "golden_error"):
+        assert value(f"lenet_{name}", OF_MLP) is None
+        assert value(f"lenet_{name}", {"model": "mlp", "version": "8"}) is not None
+    assert value("lenet_model_info", {**OF_MLP, "sha256": "ab" * 32}) is None
+    assert value("lenet_images_total", OF_MLP) == 48
+    assert value("lenet_last_prediction_timestamp_seconds", OF_MLP) > 0
+    load(metrics, MLP)
+    assert value("lenet_contexts_busy", OF_MLP) == 0
 
 
 def test_the_process_is_watched_when_it_is_alone(metrics):
@@ -253,12 +275,12 @@ def test_the_process_is_watched_when_it_is_alone(metrics):
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
-    metrics.predicted("grpc", "lenet", TIMES_S)
-    metrics.batch_cut("lenet", 3, "full", 4, 2)
-    metrics.batch_done("lenet", 3, result(4, True, 0.5), 0.5, 1)
+    metrics.predicted("grpc", LENET, TIMES_S)
+    metrics.batch_cut(LENET, 3, "full", 4, 2)
+    metrics.batch_done(LENET, 3, result(4, True, 0.5), 0.5, 1)
     for _ in range(2):
         found = {
-            (sample.name, *sorted(set(sample.labels.values()) - {"lenet"})): value
+            (sample.name, *sorted(set(sample.labels.values()) - {*LENET})): value
             for sample in samples(metrics)
             if (value := sample.value)
             and sample.name.startswith("lenet_")
@@ -297,16 +319,16 @@ def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
 
 
 async def test_the_totals_are_those_of_each_model(metrics):
-    assert (await metrics.totals())["lenet"] == Totals()
+    assert (await metrics.totals())[LENET] == Totals()
     for rows in (1, 2, 3, 4, 5, 1024):
-        metrics.batch_cut("lenet", rows, "full", 0, 1)
-        metrics.batch_done("lenet", rows, result(rows, True, None), 0.5, 1)
-    metrics.predicted("grpc", "lenet", TIMES_S)
-    metrics.predicted("http", "lenet", TIMES_S)
-    metrics.request_done("lenet", "http", "overloaded")
-    metrics.predicted("http", "mlp", TIMES_S)
+        metrics.batch_cut(LENET, rows, "full", 0, 1)
+        metrics.batch_done(LENET, rows, result(rows, True, None), 0.5, 1)
+    metrics.predicted("grpc", LENET, TIMES_S)
+    metrics.predicted("http", LENET, TIMES_S)
+    metrics.request_done(LENET, "http", "overloaded")
+    metrics.predicted("http", MLP, TIMES_S)
     totals = await metrics.totals()
-    lenet, mlp = totals["lenet"], totals["mlp"]
+    lenet, mlp = totals[LENET], totals[MLP]
     assert (lenet.predicted, lenet.failed, lenet.images, lenet.batches) == (2, 1, 1039, 6)
     assert lenet.stages_s == {
         "decode": 0.25,
@@ -337,23 +359,23 @@ async def test_the_event_loop_runs_on_while_an_exposition_is_made(metrics, monke
     assert await exposing == b"made"
 
 
-def answered(registry, model="lenet"):
-    labels = {"model": model, "protocol": "http", "outcome": "ok"}
+def answered(registry):
+    labels = {**OF_LENET, "protocol": "http", "outcome": "ok"}
     return registry.get_sample_value("lenet_requests_total", labels)
 
 
 def test_buffers_are_flushed_once_a_period_and_at_the_end(run_virtually, registry, metrics):
-    load(metrics, "lenet")
+    load(metrics, LENET)
 
     async def main(loop):
         with metrics.flushed_regularly():
             await asyncio.sleep(0.5 * FLUSH_INTERVAL_S)
             for number in range(3):
-                metrics.request_done("lenet", "http", "ok")
+                metrics.request_done(LENET, "http", "ok")
                 assert answered(registry) == number
                 await asyncio.sleep(FLUSH_INTERVAL_S)
                 assert answered(registry) == number + 1
-            metrics.request_done("lenet", "http", "ok")
+            metrics.request_done(LENET, "http", "ok")
         assert answered(registry) == 4
         await asyncio.sleep(0)
         assert loop.pending_timers() == []
@@ -369,7 +391,7 @@ def test_flushing_goes_on_after_one_that_failed(
             with monkeypatch.context() as patch:
                 patch.setattr(metrics, "flush", lambda: 1 / 0)
                 await asyncio.sleep(1.5 * FLUSH_INTERVAL_S)
-            metrics.request_done("lenet", "http", "ok")
+            metrics.request_done(LENET, "http", "ok")
             await asyncio.sleep(FLUSH_INTERVAL_S)
             assert answered(registry) == 1
 
@@ -383,15 +405,15 @@ def test_flushing_goes_on_after_one_that_failed(
 
 
 def test_each_answer_is_counted_and_timed_once_however_many_there_are(metrics, value):
-    load(metrics, "lenet")
-    counts = {("http", "lenet"): 0, ("grpc", "lenet"): 0, ("grpc", "mlp"): 0}
+    load(metrics, LENET)
+    counts = {("http", LENET): 0, ("grpc", LENET): 0, ("grpc", MLP): 0}
     for more in (1, 0, 1023, 1024, 2500):
         for number, key in enumerate(counts, 1):
             for _ in range(number * more):
                 metrics.predicted(*key, (0.125, 0.25, 0.5, 0.0625, number / 2))
             counts[key] += number * more
-        for (protocol, model), count in counts.items():
-            answered = {"model": model, "protocol": protocol, "outcome": "ok"}
+        for (protocol, (model, version)), count in counts.items():
+            answered = {"model": model, "version": version, "protocol": protocol, "outcome": "ok"}
             assert value("lenet_requests_total", answered) == count
         http, lenet, mlp = counts.values()
         for protocol, count, total_s in (("http", http, http / 2), ("grpc", lenet + mlp, None)):
@@ -424,18 +446,20 @@ from service.metrics import Metrics
 rows = int(sys.argv[1])
 metrics = Metrics(CollectorRegistry())
 if rows:
-    metrics.model_loaded(
-        "lenet", "1", "ab", contexts=2, golden_error=1e-7, device_bytes=10 * rows,
-        workspace_bytes=rows,
-    )
-    metrics.model_replaced("lenet", "2", "cd", 1e-7)
+    numbers = {
+        "contexts": 2, "golden_error": 1e-7, "device_bytes": 10 * rows, "workspace_bytes": rows
+    }
+    LENET = "lenet", "2"
+    metrics.model_loaded(("lenet", "1"), "ab", **numbers)
+    metrics.model_loaded(LENET, "cd", **numbers)
+    metrics.model_unloaded(("lenet", "1"))
     if rows == 4:
-        metrics.model_replaced("lenet", "3", "ef", 1e-7)
+        metrics.model_loaded(LENET, "ef", **numbers)
     metrics.reloaded("lenet", "ok")
     metrics.started("weights", rows / 10)
-    metrics.predicted("http", "lenet", (0.1, 0.1, 0.1, 0.1, 0.5))
-    metrics.batch_cut("lenet", rows, "full", rows, 1)
-    metrics.batch_done("lenet", rows, BatchResult(None, rows + 1, rows == 3), 0.1, 1)
+    metrics.predicted("http", LENET, (0.1, 0.1, 0.1, 0.1, 0.5))
+    metrics.batch_cut(LENET, rows, "full", rows, 1)
+    metrics.batch_done(LENET, rows, BatchResult(None, rows + 1, rows == 3), 0.1, 1)
     metrics.device_lost("hang")
 sys.stdout.buffer.write(asyncio.run(metrics.exposition()))
 """
@@ -455,27 +479,32 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
         for family in text_string_to_metric_families(exposition.decode())
         for sample in family.samples
     }
-    lenet = ("model", "lenet")
-    assert values["lenet_requests_total", (lenet, ("outcome", "ok"), ("protocol", "http"))] == 2
-    assert values["lenet_images_total", (lenet,)] == 7
-    assert values["lenet_batches_total", (lenet, ("reason", "full"))] == 2
+    lenet, version = ("model", "lenet"), ("version", "2")
+    assert (
+        values["lenet_requests_total", (lenet, ("outcome", "ok"), ("protocol", "http"), version)]
+        == 2
+    )
+    assert values["lenet_images_total", (lenet, version)] == 7
+    assert values["lenet_batches_total", (lenet, ("reason", "full"), version)] == 2
     assert values["lenet_request_duration_seconds_sum", (("protocol", "http"),)] == 1.0
     assert values["lenet_batch_rows_count", ()] == 2
     assert values["lenet_device_losses_total", (("reason", "hang"),)] == 2
-    assert values["lenet_graph_replays_total", (lenet, ("result", "hit"))] == 1
-    assert values["lenet_graph_replays_total", (lenet, ("result", "miss"))] == 1
-    assert values["lenet_padding_rows_total", (lenet,)] == 2
-    assert values["lenet_device_bytes", (lenet,)] == 70
-    assert values["lenet_workspace_bytes", (lenet,)] == 7
-    assert values["lenet_contexts", (lenet,)] == 4
-    assert values["lenet_contexts_busy", (lenet,)] == 2
-    assert values["lenet_queue_rows", (lenet,)] == 7
+    assert values["lenet_graph_replays_total", (lenet, ("result", "hit"), version)] == 1
+    assert values["lenet_graph_replays_total", (lenet, ("result", "miss"), version)] == 1
+    assert values["lenet_padding_rows_total", (lenet, version)] == 2
+    assert values["lenet_device_bytes", (lenet, version)] == 70
+    assert values["lenet_workspace_bytes", (lenet, version)] == 7
+    assert values["lenet_contexts", (lenet, version)] == 4
+    assert values["lenet_contexts_busy", (lenet, version)] == 2
+    assert values["lenet_queue_rows", (lenet, version)] == 7
     assert values["lenet_start_phase_seconds", (("phase", "weights"),)] == 0.4
     assert values["lenet_reloads_total", (lenet, ("outcome", "ok"))] == 2
     assert {labels: value for (name, labels), value in values.items() if "model_info" in name} == {
-        (lenet, ("sha256", "cd"), ("version", "2")): 1.0,
-        (lenet, ("sha256", "ef"), ("version", "3")): 1.0,
+        (lenet, ("sha256", "cd"), version): 1.0,
+        (lenet, ("sha256", "ef"), version): 1.0,
     }, "what each of them serves, and no more what both replaced"
+    assert ("lenet_contexts", (lenet, ("version", "1"))) not in values
+    assert values["lenet_images_total", (lenet, ("version", "1"))] == 0
     assert values["process_resident_memory_bytes", ()] > 3e7, "three processes"
     assert values["process_cpu_seconds_total", ()] > 0
     assert values["process_open_fds", ()] >= 9

@@ -30,20 +30,25 @@ from service import metrics_files
 metrics_files.prepare()
 import asyncio, os
 from prometheus_client import CollectorRegistry
+from lenet.backend import BatchResult
 from service.metrics import Metrics
 def sizes():
     folder = os.environ[metrics_files.VARIABLE]
     return {entry.name: entry.stat().st_size for entry in os.scandir(folder)}
 before = sizes()
 metrics = Metrics(CollectorRegistry())
-for model in "abcde":
-    metrics.model_loaded(
-        model, "1", "ab" * 32, contexts=2, golden_error=1e-7, device_bytes=1, workspace_bytes=1
-    )
-    for version in range(100):
-        metrics.model_replaced(model, str(version), "cd" * 32, 1e-7)
-    for outcome in range(20):
-        metrics.request_done(model, "http", f"an_error_{outcome}")
+numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 1, "workspace_bytes": 1}
+for name in "abcde":
+    for version in range(40):
+        model = name, str(version)
+        metrics.model_loaded(model, "ab" * 32, **numbers)
+        metrics.predicted("http", model, (0.1,) * 5)
+        for power in range(11):
+            metrics.batch_done(model, 1 << power, BatchResult(None, 1 << power, True), 0.1, 1)
+        for outcome in range(5):
+            metrics.request_done(model, "http", f"an_error_{outcome}")
+        if version:
+            metrics.model_unloaded((name, str(version - 1)))
 metrics.started("weights", 1.0)
 asyncio.run(metrics.exposition())
 assert before == sizes(), (before, sizes())

@@ -34,10 +34,10 @@ class House:
         self.metrics.flush()
         return self.registry.get_sample_value(name, labels)
 
-    async def ask(self, seed, name="a"):
+    async def ask(self, seed, name="a", version=""):
         """The version that answers, whose answer must be that of the file drawn with `seed`."""
         golden = self.draw(name, seed).golden
-        answer = await self.models.get(name).batcher.submit(golden.images, 20.0)
+        answer = await self.models.get(name, version).batcher.submit(golden.images, 20.0)
         expected = softmax(golden.logits)
         np.testing.assert_allclose(answer.probabilities, expected, rtol=1e-4, atol=1e-7)
         assert answer.model == name
@@ -55,7 +55,7 @@ def open_house(folder, draw):
     """`open_house(contexts=2, **config)` serves every model in `folder`, `a` by default."""
 
     @asynccontextmanager
-    async def open_(targets=CPU, contexts=2, max_batch_rows=4, **changes):
+    async def open_(targets=CPU, contexts=2, max_batch_rows=4, wanted=(), latest=1, **changes):
         options = {
             "placement": Placement(targets, contexts, max_batch_rows),
             "max_queue_rows": 100,
@@ -65,8 +65,8 @@ def open_house(folder, draw):
         }
         registry = CollectorRegistry()
         metrics = Metrics(registry)
-        weights = WeightsFolder(folder)
-        versions = weights.read_all(default_model="a")
+        weights = WeightsFolder(folder, latest)
+        versions = weights.read_all(wanted, default_model="a")
         config = EngineConfig(**options | changes)
         try:
             async with Models(weights, versions, config, metrics, Deadlines()) as models:

@@ -86,6 +86,10 @@ class Version:
         self.version = str(number)
         self.weights = Weights(10_000 * number)
 
+    @property
+    def key(self):
+        return self.name, self.version
+
 
 def tags_in(answer: Prediction) -> list[int]:
     """The tags, if every row was computed with the weights of the version that is named."""

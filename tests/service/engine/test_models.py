@@ -16,7 +16,7 @@ from lenet.errors import DeviceError, GoldenMismatch, OutOfDeviceMemory
 from lenet.model import Model
 from service.engine.faults import Faults
 from service.engine.versions import WeightsFolder
-from service.errors import InferenceFailed, Overloaded, Unavailable, UnknownModel
+from service.errors import InferenceFailed, InvalidInput, Overloaded, Unavailable, UnknownModel
 
 IMAGES = np.zeros((3, 28, 28), np.uint8)
 
@@ -34,7 +34,7 @@ async def test_models_answer_by_name_and_version_when_they_are_loaded(house):
     assert house.models.get("b", "1") is not a
     info = {"model": "a", "version": "3", "sha256": a.version.sha256}
     assert house.value("lenet_model_info", **info) == 1
-    assert house.value("lenet_contexts", model="b") == 2
+    assert house.value("lenet_contexts", model="b", version="1") == 2
     assert not house.models.ready, "whoever opens the service says when"
 
 
@@ -55,8 +55,8 @@ async def test_a_prediction_names_its_model_and_its_images_are_counted(house):
     assert (prediction.model, prediction.version, prediction.rows) == ("a", "3", 3)
     assert prediction.probabilities.shape == (3, 10)
     assert min(prediction.queue_s, prediction.compute_s) >= 0
-    assert house.value("lenet_images_total", model="a") == 3
-    assert house.value("lenet_images_total", model="b") == 0
+    assert house.value("lenet_images_total", model="a", version="3") == 3
+    assert house.value("lenet_images_total", model="b", version="1") == 0
 
 
 async def test_queues_refuse_and_threads_are_gone_when_the_models_are_left(open_house, write):
@@ -141,9 +141,9 @@ async def test_each_gpu_has_its_contexts_and_their_memory_is_counted(
         assert min(house.models.start_s()) > 0
         assert sorted(target.index for target in targets) == [0] * 4 + [2] * 4
         for model in ("a", "b"):
-            assert house.value("lenet_contexts", model=model) == 4
-            assert house.value("lenet_device_bytes", model=model) == 20_000
-            assert house.value("lenet_workspace_bytes", model=model) == 4000
+            assert house.value("lenet_contexts", model=model, version="1") == 4
+            assert house.value("lenet_device_bytes", model=model, version="1") == 20_000
+            assert house.value("lenet_workspace_bytes", model=model, version="1") == 4000
     digest = house.models.get("a").version.sha256[:12]
     loaded = f"model a version 1 (sha256 {digest}) loaded: 4 contexts on cuda:2,0, golden logits "
     assert caplog.messages[0].startswith(loaded)
@@ -466,3 +466,129 @@ async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
     await asyncio.sleep(0)
     assert reads.begun == begun, "a closed service reloads nothing"
     assert reloads(house) == (0, 0)
+
+
+# Several versions, and models that come and go
+
+
+def versions(house, name="a"):
+    return [one.version.version for one in house.models.versions(name)]
+
+
+@pytest.mark.parametrize(
+    ("wanted", "latest", "expected"),
+    [((), 2, ["10", "3"]), ((), 0, ["10", "3", "2"]), (("a:3", "a:2", "b"), 1, ["3", "2"])],
+)
+async def test_versions_answer_beside_each_other(open_house, write, wanted, latest, expected):
+    seeds = {"2": 1, "3": 2, "10": 3}
+    for version, seed in seeds.items():
+        write(f"a/{version}", seed=seed)
+    write("b/1", seed=9)
+    async with open_house(wanted=wanted, latest=latest) as house:
+        assert versions(house) == expected
+        assert await house.ask(seeds[expected[0]]) == expected[0]
+        for version in expected:
+            assert await house.ask(seeds[version], "a", version) == version
+            assert house.value("lenet_contexts", model="a", version=version) == 2
+        with pytest.raises(UnknownModel, match=f"expected one of '{expected[0]}', '"):
+            house.models.get("a", "7")
+        assert await house.ask(9, "b") == "1"
+
+
+async def test_a_reload_keeps_as_many_versions_as_are_wanted(open_house, write):
+    write("a/1", seed=1)
+    two = write("a/2", seed=2)
+    async with open_house(latest=2) as house:
+        write("a/4", seed=4)
+        await house.models.reload()
+        assert versions(house) == ["4", "2"]
+        two.unlink()
+        await house.models.reload()
+        assert versions(house) == ["4", "1"]
+        for version, seed in (("4", 4), ("1", 1)):
+            assert await house.ask(seed, "a", version) == version
+        (house.models.get("a", "4").version.path).unlink()
+        await house.models.reload()
+        assert versions(house) == ["1"]
+        assert [version for version, _ in loaded(house)] == ["1"]
+        assert house.value("lenet_contexts", model="a", version="4") is None
+        write("a/3", seed=3)
+        await house.models.reload()
+        assert versions(house) == ["3", "1"]
+
+
+async def test_a_model_comes_and_goes_and_its_requests_are_finished(house, write):
+    write("c/1", seed=5)
+    assert {one.name: one.loaded for one in await house.models.index()} == {
+        "a": True,
+        "b": True,
+        "c": False,
+    }
+    with pytest.raises(UnknownModel):
+        house.models.get("c")
+    await house.models.load("c")
+    assert await house.ask(5, "c") == "1"
+    running = [asyncio.ensure_future(house.ask(5, "c")) for _ in range(9)]
+    await asyncio.sleep(0)
+    await house.models.unload("c")
+    assert [task.result() for task in running] == ["1"] * 9
+    with pytest.raises(UnknownModel, match="model 'c' is not loaded, expected one of a, b"):
+        house.models.get("c")
+    with pytest.raises(UnknownModel):
+        await house.models.unload("c")
+    assert not [t for t in threading.enumerate() if t.name.startswith("context-c")]
+    await house.models.unload("a")
+    with pytest.raises(UnknownModel, match="model 'a' is not loaded, expected one of b"):
+        house.models.get()
+    await house.models.load("a")
+    assert house.models.get().version.name == "a"
+    assert await house.ask(1, "a") == "3"
+
+
+@pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid])
+async def test_a_load_that_is_refused_says_why_and_changes_nothing(
+    house, write, folder, draw, random_weights, caplog, spoil
+):
+    before = loaded(house)
+    reason = spoil(write, folder, draw, random_weights)
+    with pytest.raises(InvalidInput) as caught:
+        await house.models.load("a")
+    assert str(caught.value).startswith("model: 'a' was not loaded: ")
+    assert reason.rpartition(": ")[2] in str(caught.value)
+    assert caught.value.field == "model"
+    assert loaded(house) == before
+    assert await house.ask(1) == "3"
+    for name in ("z", "../weights/a", "", "a/3"):
+        with pytest.raises(UnknownModel, match="is not there, expected one of a, b"):
+            await house.models.load(name)
+
+
+async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_models(
+    open_house, write, reads, caplog
+):
+    write("a/3", seed=1)
+    write("b/1", seed=2)
+    reads.go.set()
+    async with open_house(wanted=("a",)) as house:
+        reads.go.clear()
+        reads.reading.clear()
+        caller = asyncio.create_task(house.models.load("b"))
+        assert await asyncio.to_thread(reads.reading.wait, 20)
+        caller.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await caller
+        reads.go.set()
+        async with asyncio.timeout(20):
+            while "b" not in house.models:  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        assert await house.ask(2, "b") == "1"
+        reads.go.clear()
+        reads.reading.clear()
+        waiting = asyncio.create_task(house.models.load("b"))
+        assert await asyncio.to_thread(reads.reading.wait, 20)
+    with pytest.raises(Unavailable):
+        await waiting
+    with pytest.raises(Unavailable):
+        await house.models.load("b")
+    reads.go.set()
+    assert not caplog.records

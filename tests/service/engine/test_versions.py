@@ -158,3 +158,32 @@ def test_a_folder_that_is_removed_while_it_is_listed_is_refused_by_name(folder, 
     monkeypatch.setattr(Path, "glob", removed)
     with pytest.raises(InvalidWeightFile, match="a: cannot be listed"):
         WeightsFolder(folder).read("a")
+
+
+def test_the_wanted_versions_are_read_the_highest_first(folder, write):
+    for place in ("a/1", "a/2", "a/10", "b/1", "b/4"):
+        write(place)
+
+    def found(wanted=(), latest=1):
+        weights = WeightsFolder(folder, latest)
+        first = [version.key for version in weights.read_all(wanted, "a")]
+        assert first == [one.key for name in "ab" for one in weights.read(name)]
+        return [f"{name}/{version}" for name, version in first]
+
+    assert found() == ["a/10", "b/4"]
+    assert found(latest=2) == ["a/10", "a/2", "b/4", "b/1"]
+    assert found(latest=0) == ["a/10", "a/2", "a/1", "b/4", "b/1"]
+    assert found(("b", "a:1", "a:2")) == ["a/2", "a/1", "b/4"]
+    assert found(("b:1", "a"), latest=2) == ["a/10", "a/2", "b/1"]
+    assert refusal(folder, ("a:3",), "a") == (
+        f"{folder / 'a'}: holds no version 3, expected one of 1, 2, 10"
+    )
+
+
+def test_the_index_has_every_version_also_a_broken_one(folder, write):
+    write("b/1")
+    write("a/2").write_bytes(b"broken")
+    write("a/10")
+    (folder / "a" / "latest.safetensors").write_bytes(b"")
+    (folder / "empty").mkdir()
+    assert WeightsFolder(folder).index() == (("a", "10"), ("a", "2"), ("b", "1"))

@@ -734,8 +734,8 @@ async def test_metrics_are_prometheus_text_when_scraped(served, images, one):
     assert await served.value(f"{latency.name}_count", protocol="http") == 2
     assert await served.requests("ok") == 2
     assert await served.requests("invalid_input") == 1
-    assert await served.value("lenet_images_total", model="tiny") == 6
-    assert await served.value("lenet_queue_rows", model="tiny") == 0
+    assert await served.value("lenet_images_total", model="tiny", version="3") == 6
+    assert await served.value("lenet_queue_rows", model="tiny", version="3") == 0
     assert not [name for name in families if name.endswith("_created")]
 
 

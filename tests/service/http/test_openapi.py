@@ -119,17 +119,19 @@ MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
 async def test_every_route_is_documented(api):
     plain = {"/", "/predict", "/healthz", "/readyz", "/metrics", "/info"}
     server = {"/v2", "/v2/health/live", "/v2/health/ready"}
+    repository = {f"/v2/repository/models/{{model}}/{verb}" for verb in ("load", "unload")}
+    repository |= {"/v2/models/stats", "/v2/repository/index"}
     owners = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
     models = {f"{owner}{path}" for owner in owners for path in MODEL_PATHS}
     tensorflow = ("/v1/models/{model}", "/v1/models/{model}/versions/{version}")
     models |= {f"{owner}{path}" for owner in tensorflow for path in ("", ":predict")}
-    assert set(api["paths"]) == plain | server | models | {"/v2/models/stats"}
+    assert set(api["paths"]) == plain | server | models | repository
 
 
 async def test_every_answer_of_predict_is_documented_in_the_one_shape(api):
     responses = api["paths"]["/predict"]["post"]["responses"]
-    # 499 is for the log of a proxy: whoever would read it has left.
-    assert {int(status) for status in responses} == {200, *STATUS.values()} - {499}
+    # 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
+    assert {int(status) for status in responses} == {200, *STATUS.values()} - {403, 499}
     for status, response in responses.items():
         schema = response["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
         assert schema == ("PredictResponse" if status == "200" else "ErrorResponse")

@@ -17,6 +17,7 @@ from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
+from service.engine.repository import Repository
 from service.engine.versions import WeightsFolder
 from service.images.decoders import Decoders
 from service.metrics import Metrics
@@ -79,10 +80,8 @@ class House:
 
     def requests(self, outcome):
         """How many gRPC requests ended with `outcome`, of all models."""
-        models = ("none", *(served.version.name for served in self.models.served))
         return sum(
-            self.value("lenet_requests_total", model=model, protocol="grpc", outcome=outcome)
-            for model in models
+            count for (_, ended_with), count in self.outcomes().items() if ended_with == outcome
         )
 
     def value(self, name, **labels):
@@ -97,7 +96,9 @@ class House:
             (sample.labels["model"], sample.labels["outcome"]): sample.value
             for family in self.registry.collect()
             for sample in family.samples
-            if sample.name == "lenet_requests_total" and sample.value
+            if sample.name == "lenet_requests_total"
+            and sample.value
+            and sample.labels["protocol"] == "grpc"
         }
 
     def serve(self, **changes):
@@ -111,9 +112,9 @@ class House:
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
         }
-        return serve(
-            self.models, self.metrics, self.decoders, self.budget, **{**options, **changes}
-        )
+        repository = Repository(self.models, None)
+        parts = self.models, repository, self.metrics, self.decoders, self.budget
+        return serve(*parts, **{**options, **changes})
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[GRPCInferenceServiceStub]:

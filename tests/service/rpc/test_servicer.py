@@ -478,6 +478,7 @@ CODES = {
     errors.UnsupportedMediaType: "INVALID_ARGUMENT",
     errors.UnknownModel: "NOT_FOUND",
     errors.Unauthorized: "UNAUTHENTICATED",
+    errors.Forbidden: "PERMISSION_DENIED",
     errors.Overloaded: "RESOURCE_EXHAUSTED",
     errors.Cancelled: "CANCELLED",
     errors.Unavailable: "UNAVAILABLE",
@@ -554,7 +555,8 @@ async def test_the_server_names_itself_when_asked_for_metadata(stub, monkeypatch
     monkeypatch.setattr(servicer, "distribution_version", lambda: "1.2.3")
     metadata = await stub.ServerMetadata(pb.ServerMetadataRequest())
     assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3")
-    assert metadata.extensions == ["classification", "model_configuration", "statistics"]
+    extensions = ["classification", "model_configuration", "model_repository", "statistics"]
+    assert metadata.extensions == extensions
 
 
 async def test_a_model_is_described_when_asked_for_metadata(stub):

@@ -1,0 +1,133 @@
+"""ModelStreamInfer: requests that follow each other in one call."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import numpy as np
+import pytest
+
+from service.rpc import calls
+from service.rpc import open_inference_pb2 as pb
+
+
+def probabilities(answer):
+    found = np.frombuffer(answer.raw_output_contents[0], "<f4")
+    return found.reshape(answer.outputs[0].shape)
+
+
+async def test_answers_are_in_the_order_of_requests_errors_among_them(stub, house, raw_request):
+    expected = {rows: await stub.ModelInfer(raw_request(rows)) for rows in (1, 2, 5)}
+    requests = [
+        *(raw_request(rows, id=str(number)) for number, rows in enumerate((1, 5, 2) * 30)),
+        raw_request(2, id="wrong", raw_input_contents=[b"short"]),
+        raw_request(1, id="unknown", model_name="vgg"),
+        raw_request(5, id="last", model_name="mlp"),
+    ]
+    answers = [answer async for answer in stub.ModelStreamInfer(iter(requests))]
+    assert [answer.infer_response.id for answer in answers] == [one.id for one in requests]
+    for answer, rows in zip(answers, (1, 5, 2) * 30, strict=False):
+        assert not answer.error_message
+        np.testing.assert_allclose(
+            probabilities(answer.infer_response), probabilities(expected[rows]), atol=1e-6
+        )
+    wrong, unknown, last = answers[-3:]
+    assert wrong.error_message.startswith("raw_input_contents[0]: got 5 bytes, expected 1568")
+    assert "model 'vgg' is not loaded" in unknown.error_message
+    assert (last.error_message, last.infer_response.model_name) == ("", "mlp")
+    assert house.requests("ok") == 3 + 91
+    assert house.requests("invalid_input") == house.requests("unknown_model") == 1
+
+
+async def test_a_request_is_answered_before_the_next_is_sent(stub, raw_request, monkeypatch):
+    monkeypatch.setattr(calls, "MESSAGE_S", 0.1)
+    call = stub.ModelStreamInfer()
+    for rows in (1, 5, 2):
+        await asyncio.sleep(0.3)  # longer than a message may take
+        await call.write(raw_request(rows))
+        answer = await asyncio.wait_for(call.read(), 10)
+        assert len(probabilities(answer.infer_response)) == rows
+    await call.done_writing()
+    assert await call.read() is grpc.aio.EOF
+    assert await call.code() is grpc.StatusCode.OK
+
+
+async def test_other_streams_answer_while_one_waits(stub, house, raw_request):
+    house.models.gate.clear()
+    held = stub.ModelStreamInfer()
+    for _ in range(100):  # more than are worked on at a time
+        await held.write(raw_request(1))
+    await asyncio.wait_for(house.models.entered.wait(), 5)
+    house.models.gate.set()
+    for _ in range(100):
+        assert len(probabilities((await held.read()).infer_response)) == 1
+    held.cancel()
+
+
+async def test_requests_of_a_client_that_leaves_are_cancelled(stub, house, raw_request, caplog):
+    house.models.gate.clear()
+    call = stub.ModelStreamInfer()
+    for _ in range(3):
+        await call.write(raw_request(1))
+    await asyncio.wait_for(house.models.entered.wait(), 5)
+    await asyncio.sleep(0.1)
+    call.cancel()
+    async with asyncio.timeout(5):
+        while house.requests("cancelled") < 3:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    house.models.gate.set()
+    assert (await stub.ModelInfer(raw_request(1))).model_name == "tiny"
+    assert not caplog.records
+
+
+async def test_streams_are_bounded_and_end_as_unavailable_when_the_server_stops(
+    house, raw_request, caplog
+):
+    async with house.connect() as stub:
+        streams = [stub.ModelStreamInfer() for _ in range(8)]
+        for stream in streams:
+            await stream.write(raw_request(1))
+            assert not (await stream.read()).error_message
+        refused = stub.ModelStreamInfer()
+        with pytest.raises(grpc.aio.AioRpcError, match="8 streams are open") as caught:
+            await refused.read()
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert (await stub.ModelInfer(raw_request(1))).model_name == "tiny"
+        began_s = asyncio.get_running_loop().time()
+        await stub.server.stop(5.0)
+        assert asyncio.get_running_loop().time() - began_s < 2
+        for stream in streams:
+            assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+    assert not caplog.records
+
+
+async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, raw_request):
+    async with house.connect() as stub:
+        house.models.gate.clear()
+        stream = stub.ModelStreamInfer()
+        for number in range(5):
+            await stream.write(raw_request(1, id=str(number)))
+        await asyncio.wait_for(house.models.entered.wait(), 5)
+        await asyncio.sleep(0.1)
+        stopping = asyncio.create_task(stub.server.stop(5.0))
+        await asyncio.sleep(0.3)
+        house.models.gate.set()
+        for number in range(5):
+            assert (await stream.read()).infer_response.id == str(number)
+        assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_the_memory_of_messages_is_counted(house, raw_request):
+    async with house.connect() as stub:
+        stream = stub.ModelStreamInfer()
+        await stream.write(raw_request(5))
+        assert not (await stream.read()).error_message
+        assert house.budget.held_bytes == 0
+        taken = house.budget.limit_bytes(1 << 20)
+        house.budget.hold(taken, taken)
+        await stream.write(pb.ModelInferRequest(raw_input_contents=[bytes(1 << 18)]))
+        assert await stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        house.budget.release(taken)
+        assert house.budget.held_bytes == 0
