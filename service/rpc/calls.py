@@ -73,6 +73,9 @@ _INFERENCE_STREAMS = 8
 message at any time, which is counted when it has arrived, so that more are only possible if the
 budget has room for one of each."""
 
+_IDLE_STREAM_S = 10.0
+"""A stream whose client has sent nothing for so long makes room for another."""
+
 MESSAGE_S = 10.0
 """A message that takes longer ends its call, however much time the call has."""
 
@@ -183,6 +186,8 @@ class OpenCall:
     held_bytes = 0
     beginning = False
     """Whether it is one of `_AT_ONCE`."""
+    idle_since_s = math.inf
+    """Of a stream for inference: since when its client has sent nothing, `time.monotonic()`."""
     stream: Stream | None = None
     """If it lasts until someone ends it, at the latest a stop."""
     ended: ServiceError | None = None
@@ -282,7 +287,7 @@ class Calls:
             large = self._budget.limit_bytes(self._max_message_bytes)
             most = min(most, max(_INFERENCE_STREAMS, large // self._max_message_bytes))
         streams = sum(call.stream == kind for call in self._open)
-        if streams >= most:
+        if streams >= most and not (kind == "inference" and self._end_longest_idle()):
             raise Overloaded(f"{streams} streams are open; try again later", retry_after_s=1)
         access: Access = "public" if kind == "health" else "user"
         now_s = time.monotonic()
@@ -303,7 +308,11 @@ class Calls:
             return await self._receive(call)
         if self._goaway is not None and self._goaway.is_set():
             raise stopping()
-        return await self._read(call)  # until a stop cancels it
+        call.idle_since_s = time.monotonic()
+        try:
+            return await self._read(call)  # until a stop, or a stream that needs the place
+        finally:
+            call.idle_since_s = math.inf
 
     async def receive(self, call: OpenCall) -> bytes:
         """The message of `call`. `release` it once it is decoded.
@@ -435,9 +444,10 @@ class Calls:
             return
         call.ended = error
         self._open.discard(call)
-        if call in self._receiving:
+        idle = self._goaway is None and call.idle_since_s < math.inf
+        if call in self._receiving or idle:
             # Not by cancelling the task: grpc would never free a message that arrives just then.
-            del self._receiving[call]
+            self._receiving.pop(call, None)
             task = self._loop.create_task(abort(call.context, status_of(error)))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
@@ -490,6 +500,15 @@ class Calls:
         if oldest is None or oldest[1] > self._ticks - _SLOW_TICKS:
             return False
         self._end(oldest[0], _slow_overloaded())
+        return True
+
+    def _end_longest_idle(self) -> bool:
+        """Make room for a stream; whether that was possible."""
+        idle = [call for call in self._open if call.stream == "inference"]
+        longest = min(idle, key=lambda call: call.idle_since_s)
+        if time.monotonic() - longest.idle_since_s < _IDLE_STREAM_S:
+            return False
+        self._end(longest, Overloaded("another stream needs the place of this, which is idle"))
         return True
 
     def _start_ticking(self) -> None:

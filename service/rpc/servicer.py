@@ -13,6 +13,7 @@ import asyncio
 import time
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import TypeAlias
 
 import numpy as np
 from google.protobuf.json_format import ParseDict
@@ -64,12 +65,19 @@ _GATHERED_IMAGES = 256
 """More images are a batch of their own, nearly, and 12 MB of them should not wait for others."""
 
 _STREAM_AHEAD = 32
-"""Requests of a stream that are worked on while the first of them is not answered."""
+"""Requests of a stream that are worked on while the first of them is not written. One of many
+images counts as several, so that a client that does not read holds 2 MB at most."""
+
+_IMAGES_OF_ONE = 512
 
 _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
 _LONGEST_HEAD_BYTES = 256
+
+
+_Answers: TypeAlias = "asyncio.Queue[tuple[asyncio.Task[bytes], int] | None]"
+"""Of a stream, in their order: each with how many it counts as."""
 
 
 @dataclass(slots=True)
@@ -239,7 +247,7 @@ class InferenceServicer:
 
     async def _stream(self, context: Context) -> bytes | Status:
         call = None
-        answers: asyncio.Queue[asyncio.Task[bytes] | None] = asyncio.Queue()
+        answers: _Answers = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
         writing = asyncio.create_task(_write_answers(context, answers, room))
         writing.add_done_callback(lambda task: task.cancelled() or task.exception())
@@ -259,7 +267,13 @@ class InferenceServicer:
                 del message
                 if call.held_bytes:
                     self._calls.release(call)
-                answers.put_nowait(asyncio.create_task(self._stream_answer(request, images)))
+                count = 1
+                if not isinstance(images, Exception):
+                    for _ in range(min(len(images) // _IMAGES_OF_ONE, _STREAM_AHEAD - 1)):
+                        await room.acquire()
+                        count += 1
+                answer = asyncio.create_task(self._stream_answer(request, images))
+                answers.put_nowait((answer, count))
             answers.put_nowait(None)
             await writing
         except asyncio.CancelledError:
@@ -274,7 +288,7 @@ class InferenceServicer:
             writing.cancel()
             while not answers.empty():
                 if (rest := answers.get_nowait()) is not None:
-                    rest.cancel()
+                    rest[0].cancel()
             if call is not None:
                 self._calls.close(call)
         return b""
@@ -350,16 +364,16 @@ def _id_of(message: bytes) -> str:
     return "" if isinstance(request, InvalidInput) else request.id[:MAX_ID_CHARACTERS]
 
 
-async def _write_answers(
-    context: Context, answers: asyncio.Queue[asyncio.Task[bytes] | None], room: asyncio.Semaphore
-) -> None:
-    """Write the answers of a stream in their order, until None; each makes `room` for another."""
-    while (answer := await answers.get()) is not None:
+async def _write_answers(context: Context, answers: _Answers, room: asyncio.Semaphore) -> None:
+    """Write the answers of a stream in their order, until None; each makes `room` for others."""
+    while (next_one := await answers.get()) is not None:
+        answer, count = next_one
         try:
             await context.write(await answer)
         finally:
             answer.cancel()
-        room.release()
+        for _ in range(count):
+            room.release()
 
 
 def _read_one_image(message: bytes) -> tuple[Images, Wanted] | None:

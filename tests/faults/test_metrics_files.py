@@ -98,7 +98,7 @@ def fill(folder):
 
 
 def test_a_full_disk_costs_the_metrics_of_the_successor_and_nothing_else(start, temporary):
-    with mounted(temporary, "size=6m"):
+    with mounted(temporary, "size=16m"):
         service = start("--workers", "2").ready(2)
         fill(temporary)
         kill_one(service, 3)
@@ -112,7 +112,7 @@ def test_a_full_disk_costs_the_metrics_of_the_successor_and_nothing_else(start, 
 def test_pages_of_the_first_workers_are_there_when_the_disk_is_full(
     start, temporary, second_version
 ):
-    with mounted(temporary, "size=6m"):
+    with mounted(temporary, "size=16m"):
         service = start("--workers", "2").ready(2)
         fill(temporary)
         second_version()

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from service.rpc import calls
+from service.rpc import calls, servicer
 from service.rpc import open_inference_pb2 as pb
 
 
@@ -100,6 +100,45 @@ async def test_streams_are_bounded_and_end_as_unavailable_when_the_server_stops(
         for stream in streams:
             assert await stream.code() is grpc.StatusCode.UNAVAILABLE
     assert not caplog.records
+
+
+async def test_a_stream_takes_the_place_of_the_one_that_is_idle_longest(
+    stub, raw_request, monkeypatch
+):
+    monkeypatch.setattr(calls, "_IDLE_STREAM_S", 0.3)
+    streams = [stub.ModelStreamInfer() for _ in range(8)]
+    for stream in streams:
+        await stream.write(raw_request(1))
+        assert not (await stream.read()).error_message
+    await asyncio.sleep(0.4)
+    for stream in streams[1:]:
+        await stream.write(raw_request(1))
+        assert not (await stream.read()).error_message
+    late = stub.ModelStreamInfer()
+    await late.write(raw_request(1))
+    assert not (await late.read()).error_message
+    assert await streams[0].code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    with pytest.raises(grpc.aio.AioRpcError, match="8 streams are open"):
+        await stub.ModelStreamInfer().read()
+
+
+async def test_a_client_that_does_not_read_holds_few_answers(house, raw_request, monkeypatch):
+    monkeypatch.setattr(servicer, "_IMAGES_OF_ONE", 1)
+    async with house.connect() as stub:
+        house.models.gate.clear()
+        stream = stub.ModelStreamInfer()
+
+        async def write():
+            for _ in range(40):  # it waits, because the server reads no more of them
+                await stream.write(raw_request(5))
+
+        writing = asyncio.create_task(write())
+        await asyncio.sleep(0.5)
+        assert len(house.models.timeouts_s) == 32 // 6
+        house.models.gate.set()
+        for _ in range(40):
+            assert len(probabilities((await stream.read()).infer_response)) == 5
+        await writing
 
 
 async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, raw_request):
