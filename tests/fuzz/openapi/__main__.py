@@ -18,6 +18,7 @@ from pathlib import Path
 from tests.service_process import PROJECT, Service
 
 FOLDER = Path(__file__).parent
+KEY = "a-key-of-an-administrator"
 
 
 def main() -> int:
@@ -29,12 +30,14 @@ def main() -> int:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         options = ["--weights", str(PROJECT / "weights"), "--port", "0", "--grpc-port", "0"]
+        options += ["--admin-keys", KEY]
         service = Service(options, Path(folder))
         try:
             port = service.ready().port
             command = [
                 *(arguments.st.resolve(), "--config-file", FOLDER / "schemathesis.toml"),
                 *("run", f"http://127.0.0.1:{port}/openapi.json", "--checks", "all"),
+                *("--header", f"Authorization: Bearer {KEY}"),
                 *("--max-time", str(arguments.seconds), "--seed", str(arguments.seed)),
             ]
             hooks = {**os.environ, "SCHEMATHESIS_HOOKS": str(FOLDER / "hooks.py")}
