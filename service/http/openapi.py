@@ -176,26 +176,27 @@ def predict_responses() -> dict[int | str, dict[str, Any]]:
     return responses
 
 
+def _several(count: int, items: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "array", "items": items, "minItems": count, "maxItems": count}
+
+
+_PIXEL = {"type": "integer", "minimum": 0, "maximum": 255}
+_NESTED, _FLAT = _several(28, _several(28, _PIXEL)), _several(784, _PIXEL)
+_ENCODED = {
+    "type": "string",
+    "contentEncoding": "base64",
+    "pattern": "^[A-Za-z0-9+/]{1046}==$",
+    "minLength": 1048,
+    "maxLength": 1048,
+}
+
+
 def predict_openapi() -> dict[str, Any]:
     """Parameters and body of `POST /predict`, which FastAPI cannot derive from its signature."""
     seven = example_seven()
     flat_seven = [pixel for row in seven for pixel in row]
     encoded = base64.b64encode(bytes(flat_seven)).decode()
-    pixel = {"type": "integer", "minimum": 0, "maximum": 255}
-    row = {"type": "array", "items": pixel, "minItems": 28, "maxItems": 28}
-    image = {
-        "anyOf": [
-            {"type": "array", "items": row, "minItems": 28, "maxItems": 28},
-            {"type": "array", "items": pixel, "minItems": 784, "maxItems": 784},
-            {
-                "type": "string",
-                "contentEncoding": "base64",
-                "pattern": "^[A-Za-z0-9+/]{1046}==$",
-                "minLength": 1048,
-                "maxLength": 1048,
-            },
-        ]
-    }
+    image = {"anyOf": [_NESTED, _FLAT, _ENCODED]}
     images = {"anyOf": [{"type": "array", "minItems": 1, "items": image}, *image["anyOf"]]}
     description = "A list of images, or one image. Pixels have no fraction, not even 1.0."
     body = {
@@ -317,14 +318,26 @@ def tensorflow_responses() -> dict[int | str, dict[str, Any]]:
 def tensorflow_openapi(*, versioned: bool) -> dict[str, Any]:
     """Parameters and body of such a prediction."""
     seven = example_seven()
-    images = {"type": "array", "minItems": 1, "description": "Of 28 x 28 numbers 0 to 255."}
+    encoded_image = {
+        "type": "object",
+        "required": ["b64"],
+        "properties": {"b64": _ENCODED},
+        "additionalProperties": False,
+    }
+    forms = (_NESTED, _FLAT, encoded_image)
+    images = {
+        "description": "Images of one form: 28 rows of 28 pixels, 784 pixels, or their bytes.",
+        "anyOf": [{"type": "array", "minItems": 1, "items": form} for form in forms],
+    }
     schema = {
         "type": "object",
-        "properties": {"signature_name": {"enum": ["serving_default"]}},
-        "oneOf": [
-            {"required": ["instances"], "properties": {"instances": images}},
-            {"required": ["inputs"], "properties": {"inputs": images}},
-        ],
+        "properties": {
+            "signature_name": {"enum": ["serving_default"]},
+            "instances": images,
+            "inputs": images,
+        },
+        "additionalProperties": False,
+        "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
     }
     encoded = base64.b64encode(bytes(pixel for row in seven for pixel in row)).decode()
     examples = {
