@@ -97,13 +97,15 @@ def are_there() -> bool:
 
 
 def remove_live(pid: int) -> None:
-    """Remove the gauges of worker `pid`, which ended: they are sums over live workers."""
+    """Remove what counts only while worker `pid` lives: its gauges, and how far it has followed."""
     folder = os.environ.get(VARIABLE)
     if folder is not None:
         for path, _ in _files(Path(folder), pid):
             if "_live" in path.name:
                 with contextlib.suppress(OSError):
                     path.unlink()
+        with contextlib.suppress(OSError):
+            (Path(folder) / f"repository-{pid}").unlink()
 
 
 def _files(folder: Path, pid: int | None = None) -> Iterator[tuple[Path, int]]:

@@ -41,7 +41,7 @@ from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
-from service.engine.repository import Repository
+from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavailable, exit_code
 from service.heartbeat import Heartbeat
@@ -120,8 +120,13 @@ async def open_service(
         stack.enter_context(metrics.flushed_regularly())
 
         began = time.perf_counter()
+        shared_folder = os.environ.get(metrics_files.VARIABLE)
+        notes = Path(shared_folder) if shared_folder else None
         folder = WeightsFolder(settings.weights, settings.latest_versions)
-        versions = folder.read_all(settings.models, settings.default_model)
+        # Their files may be missing or broken by now.
+        gone = unloaded(notes) - {settings.default_model}
+        wanted = tuple(one for one in settings.models if one.partition(":")[0] not in gone)
+        versions = folder.read_all(wanted or settings.models, settings.default_model)
         read = time.perf_counter()
         _log.info("read %s: warming up", ", ".join(str(version.path) for version in versions))
 
@@ -146,8 +151,7 @@ async def open_service(
         took = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
         _log.info("start phases, in seconds: %s", took)
 
-        shared_folder = os.environ.get(metrics_files.VARIABLE)
-        repository = Repository(models, Path(shared_folder) if shared_folder else None)
+        repository = Repository(models, notes, alone=settings.workers == 1)
         await repository.follow()
         decoders = stack.enter_context(
             Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))

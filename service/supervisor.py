@@ -6,7 +6,7 @@ A worker whose heartbeat stops is killed and so replaced, one that does not stop
 Only the supervisor acts on SIGTERM and SIGINT, however many processes get them: workers block them
 and stop when a pipe that they share is closed, also by the kernel after the supervisor was killed.
 SIGHUP is passed on; a worker that gets it twice finds nothing new the second time. Workers share
-nothing else but the ports and the folder of their metrics.
+nothing else but the ports and a folder, of their metrics and of the models that requests named.
 """
 
 from __future__ import annotations
@@ -70,7 +70,12 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             received = stack.enter_context(_received(signals))
             # What a worker could not be started with is reported once, before any is started.
             folder = WeightsFolder(settings.weights, settings.latest_versions)
-            folder.read_all(settings.models, settings.default_model)
+            versions = folder.read_all(settings.models, settings.default_model)
+            if not settings.models:  # a worker that replaces another has the same models
+                names = tuple(dict.fromkeys(version.name for version in versions))
+                settings = settings.model_copy(
+                    update={"models": names, "default_model": versions[0].name}
+                )
             if settings.certificate is not None:
                 settings.certificate.context()
             ports = {

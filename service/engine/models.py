@@ -8,11 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Self
+from typing import Self
 
 from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
 from lenet.errors import InvalidWeightFile, LeNetError, OutOfDeviceMemory
@@ -117,6 +117,8 @@ class Models:
         """As `get`, None if it is not loaded."""
         versions = self._served.get(name or self._default, ())
         if not version:
+            if len(versions) > 1:  # one may have been replaced a moment ago
+                return max(versions, key=lambda one: int(one.version.version))
             return versions[0] if versions else None
         return next((one for one in versions if one.version.version == version), None)
 
@@ -181,7 +183,7 @@ class Models:
             InvalidInput: a file is missing or must not be served; what was served still is.
             Unavailable: the service stops.
         """
-        await self._change(self._load(name))
+        await self._change(partial(self._load, name))
 
     async def unload(self, name: str) -> None:
         """Close the model `name`: new requests find it unknown, those that came are finished.
@@ -192,7 +194,7 @@ class Models:
             UnknownModel: it is not loaded.
             Unavailable: the service stops.
         """
-        await self._change(self._unload(name))
+        await self._change(partial(self._unload, name))
 
     async def index(self) -> tuple[Listed, ...]:
         """Every version of a model that is in the folder or loaded.
@@ -298,6 +300,11 @@ class Models:
             self._order(version.name, rest)
         else:
             del self._served[version.name]
+        await self._close_one(served)
+
+    async def _close_one(self, served: ServedModel) -> None:
+        """Finish the requests to a version that none finds any more, and close it."""
+        version = served.version
         await served.batcher.drain(self._config.drain_timeout_s)
         await served.closing.aclose()
         self._models.remove(served)
@@ -342,15 +349,14 @@ class Models:
         self._reloading = None
         self._start_reload()
 
-    async def _change(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _change(self, work: Callable[[], Awaitable[None]]) -> None:
         """Do `work` after other changes, to its end or to the stop's beginning."""
 
         async def change() -> None:
             async with self._changing:
-                await work
+                await work()
 
         if self._closed:
-            work.close()
             raise stopping()
         task = asyncio.create_task(change())
         self._changes.add(task)
@@ -360,7 +366,6 @@ class Models:
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise  # the caller is
-            work.close()
             raise stopping() from None
 
     def _end_change(self, task: asyncio.Task[None]) -> None:
@@ -383,14 +388,13 @@ class Models:
 
     async def _unload(self, name: str) -> None:
         self.get(name)
-        for served in self._served[name]:
-            await self._remove(served)
+        await asyncio.gather(*map(self._close_one, self._served.pop(name)))
 
     async def _update(self, name: str) -> tuple[str, Exception | None]:
         """Serve of a model what its files are now: replaced, unchanged or refused, and why.
 
-        A version that is gone is replaced in place by one that is new, if there is one. What is
-        refused changes nothing, whatever goes wrong.
+        A version that is gone is replaced in place by one that is new, if there is one. The first
+        that is refused ends it: it and those after it stay as they were, whatever goes wrong.
         """
         outcome, where, before = "unchanged", "", self._served.get(name, ())
         try:

@@ -1,8 +1,8 @@
 """Loading and unloading of models by request, in every worker.
 
 What was asked for is a file in the folder that the workers share; who was asked writes it and has
-the supervisor pass SIGHUP on, on which every worker reads it. Each notes how far it has followed.
-A worker that replaces another follows before it is ready.
+the supervisor pass SIGHUP on, on which every worker reads it. Each notes how far it has followed,
+and what it could not do. A worker that replaces another follows before it is ready.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import fcntl
 import logging
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Awaitable, Iterator
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import orjson
 
 from service.engine.models import Models
 from service.engine.versions import Listed
-from service.errors import ServiceError, Unavailable, UnknownModel
+from service.errors import InvalidInput, ServiceError, Unavailable, UnknownModel
 
 _log = logging.getLogger(__name__)
 
 _FILE = "repository.json"
-_FOLLOWED = "repository-followed-"
+_NOTE = "repository-"
+"""Followed by the process id of a worker, whose supervisor removes its files when it has ended."""
 _FOLLOW_S = 60.0
 """How long the other workers may take: on a GPU a model takes some seconds."""
 _LOOK_S = 0.05
@@ -36,11 +37,16 @@ _Asked: TypeAlias = dict[str, tuple[int, bool]]
 
 
 class Repository:
-    """The models of this worker and, if they share `folder`, of the others."""
+    """The models of this worker and, if it has others beside it, of those that share `folder`.
 
-    def __init__(self, models: Models, folder: Path | None) -> None:
-        self._models, self._folder = models, folder
+    `alone`: no other worker is there, or will take the place of this one.
+    """
+
+    def __init__(self, models: Models, folder: Path | None = None, *, alone: bool = True) -> None:
+        self._models, self._folder, self._alone = models, folder, alone
+        self._supervisor = os.getppid()
         self._followed = 0
+        self._refused: dict[int, str] = {}
         self._following = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -49,15 +55,14 @@ class Repository:
 
         Raises:
             UnknownModel, InvalidInput, Unavailable: as there.
-            Unavailable: other workers could not be told, or did not follow in time.
+            InvalidInput: another worker refused it.
+            Unavailable: other workers cannot be told, or did not follow in time.
         """
-        await self._models.load(name)
-        await self._tell(name, True)
+        await self._to_its_end(self._everywhere(name, load=True))
 
     async def unload(self, name: str) -> None:
         """As `Models.unload`, in every worker. Raises: UnknownModel, Unavailable."""
-        await self._models.unload(name)
-        await self._tell(name, False)
+        await self._to_its_end(self._everywhere(name, load=False))
 
     async def index(self) -> tuple[Listed, ...]:
         """As `Models.index`: of this worker."""
@@ -65,9 +70,7 @@ class Repository:
 
     def request_follow(self) -> None:
         """Follow soon."""
-        task = asyncio.create_task(self.follow())
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._start(self.follow())
 
     async def follow(self) -> None:
         """Load and unload here what was asked for, of any worker, since the last time."""
@@ -79,60 +82,104 @@ class Repository:
                 latest = max((number for number, _ in asked.values()), default=0)
                 for name, (number, load) in sorted(asked.items(), key=lambda item: item[1]):
                     if number > self._followed:
-                        await self._follow_one(name, load)
+                        await self._follow_one(name, number, load)
                 self._followed = latest
-                (self._folder / f"{_FOLLOWED}{os.getpid()}").write_text(str(latest))
-            except OSError as exc:
+                note = {"followed": latest, "refused": list(self._refused.items())}
+                _write(self._folder / f"{_NOTE}{os.getpid()}", note)
+            except (OSError, ValueError) as exc:
                 _log.warning("models: requests of other workers cannot be read (%s)", exc)
 
-    async def _follow_one(self, name: str, load: bool) -> None:
+    async def _follow_one(self, name: str, number: int, load: bool) -> None:
         try:
             await (self._models.load(name) if load else self._models.unload(name))
-        except (UnknownModel, Unavailable):  # unloaded already; the service stops
-            pass
-        except ServiceError as exc:
-            _log.error("models: %s", exc)
+        except (UnknownModel, Unavailable) as exc:  # unloaded already; the service stops
+            if load:
+                self._refused[number] = exc.message
+        except ServiceError as exc:  # which is logged
+            self._refused[number] = exc.message
 
-    async def _tell(self, name: str, load: bool) -> None:
-        if self._folder is None:
-            return
+    async def _everywhere(self, name: str, *, load: bool) -> None:
+        if self._folder is None and not self._alone:
+            raise Unavailable("model: the workers share no folder, so that not all can be told")
+        await (self._models.load(name) if load else self._models.unload(name))
+        if self._folder is not None:
+            await self._tell(self._folder, name, load)
+
+    async def _tell(self, folder: Path, name: str, load: bool) -> None:
         try:
-            with _locked(self._folder):
-                asked = _read(self._folder)
+            with _locked(folder):
+                asked = _read(folder)
                 number = 1 + max((number for number, _ in asked.values()), default=0)
                 asked[name] = number, load
-                new = self._folder / f"{_FILE}.new"
-                new.write_bytes(orjson.dumps(asked))
-                new.replace(self._folder / _FILE)
-            os.kill(os.getppid(), signal.SIGHUP)  # the supervisor's, which passes it on
+                _write(folder / _FILE, asked)
+            os.kill(self._supervisor, signal.SIGHUP)  # which passes it on
             async with asyncio.timeout(_FOLLOW_S):
                 # Other processes cannot set an event.
-                while any(done < number for done in self._all_followed()):  # noqa: ASYNC110
+                while any(note["followed"] < number for note in _notes(folder)):  # noqa: ASYNC110
                     await asyncio.sleep(_LOOK_S)
-        except OSError as exc:
-            raise Unavailable(f"model: the other workers could not be told ({exc})") from None
         except TimeoutError:
             raise Unavailable(
                 f"model: not all workers have followed within {_FOLLOW_S:g} s; ask again",
                 retry_after_s=1,
             ) from None
+        except (OSError, ValueError) as exc:
+            _log.error("models: the other workers could not be told: %s", exc)
+            raise Unavailable(
+                "model: this worker did it, the others could not be told; see the server log"
+            ) from None
+        for note in _notes(folder):
+            for refused, message in note["refused"]:
+                if refused == number:
+                    raise InvalidInput(f"another worker refused it: {message}", field="model")
 
-    def _all_followed(self) -> Iterator[int]:
-        assert self._folder is not None, "bug: nothing is shared"
-        for path in self._folder.glob(f"{_FOLLOWED}*"):
-            pid = int(path.name.removeprefix(_FOLLOWED))
-            with contextlib.suppress(ValueError, ProcessLookupError):  # being written; ended
-                os.kill(pid, 0)
-                yield int(path.read_text())
+    async def _to_its_end(self, work: Awaitable[None]) -> None:
+        """Do `work` also if the caller is cancelled, who has left."""
+        await asyncio.shield(self._start(work))
+
+    def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
+        async def done() -> None:
+            await work
+
+        task = asyncio.create_task(done())
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+        return task
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # the caller has it, or has left
+
+
+def unloaded(folder: Path | None) -> frozenset[str]:
+    """The models that are unloaded by request; what cannot be read is reported by `follow`."""
+    with contextlib.suppress(OSError, ValueError):
+        if folder is not None:
+            return frozenset(name for name, (_, load) in _read(folder).items() if not load)
+    return frozenset()
+
+
+def _notes(folder: Path) -> Iterator[dict[str, Any]]:
+    """Of each worker, how far it has followed. Raises: OSError, ValueError."""
+    for path in folder.glob(f"{_NOTE}[0-9]*"):
+        with contextlib.suppress(FileNotFoundError):  # its worker has ended
+            yield orjson.loads(path.read_bytes())
 
 
 def _read(folder: Path) -> _Asked:
-    """Raises: OSError."""
+    """Raises: OSError, ValueError."""
     try:
         found = orjson.loads((folder / _FILE).read_bytes())
     except FileNotFoundError:
         return {}
     return {name: (int(number), bool(load)) for name, (number, load) in found.items()}
+
+
+def _write(path: Path, content: object) -> None:
+    """Replace a file as a whole, for those who read it meanwhile."""
+    new = path.with_name(f"new-{path.name}-{os.getpid()}")
+    new.write_bytes(orjson.dumps(content))
+    new.replace(path)
 
 
 @contextlib.contextmanager

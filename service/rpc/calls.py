@@ -74,7 +74,7 @@ message at any time, which is counted when it has arrived, so that more are only
 budget has room for one of each."""
 
 _IDLE_STREAM_S = 10.0
-"""A stream whose client has sent nothing for so long makes room for another."""
+"""A stream whose client has sent and read nothing for so long makes room for another."""
 
 MESSAGE_S = 10.0
 """A message that takes longer ends its call, however much time the call has."""
@@ -186,8 +186,10 @@ class OpenCall:
     held_bytes = 0
     beginning = False
     """Whether it is one of `_AT_ONCE`."""
-    idle_since_s = math.inf
-    """Of a stream for inference: since when its client has sent nothing, `time.monotonic()`."""
+    moved_s = 0.0
+    """Of a stream for inference: when its client last sent or read, in `time.monotonic()`."""
+    waits = False
+    """Whether its next message may come at any time."""
     stream: Stream | None = None
     """If it lasts until someone ends it, at the latest a stop."""
     ended: ServiceError | None = None
@@ -259,12 +261,7 @@ class Calls:
             Unauthorized, Forbidden: no right key came with it.
             Overloaded: `MAX_CALLS` and `spare` are open.
         """
-        if (self._keys and access == "user") or access == "admin":
-            metadata = context.invocation_metadata() or ()
-            given = next((value for name, value in metadata if name == "authorization"), None)
-            text = given if given is None or isinstance(given, str) else ""  # bytes: not this one
-            if (error := self._keys.check(text, admin=access == "admin")) is not None:
-                raise error
+        self._check_key(context, access)
         self._admitted += 1
         if len(self._open) >= MAX_CALLS + spare and not self._end_oldest_slow():
             raise Overloaded(f"{len(self._open)} calls are open; try again later", retry_after_s=1)
@@ -274,6 +271,14 @@ class Calls:
         self._open.add(call)
         return call
 
+    def _check_key(self, context: Context, access: Access) -> None:
+        if (self._keys and access == "user") or access == "admin":
+            metadata = context.invocation_metadata() or ()
+            given = next((value for name, value in metadata if name == "authorization"), None)
+            text = given if given is None or isinstance(given, str) else ""  # bytes: not this one
+            if (error := self._keys.check(text, admin=access == "admin")) is not None:
+                raise error
+
     def open_stream(self, context: Context, kind: Stream) -> OpenCall:
         """As `open`, for a call that lasts.
 
@@ -282,6 +287,8 @@ class Calls:
         Raises:
             Overloaded: as many of its kind are open as may be.
         """
+        access: Access = "public" if kind == "health" else "user"
+        self._check_key(context, access)  # before others make room
         most = MAX_STREAMS
         if kind == "inference":
             large = self._budget.limit_bytes(self._max_message_bytes)
@@ -289,10 +296,9 @@ class Calls:
         streams = sum(call.stream == kind for call in self._open)
         if streams >= most and not (kind == "inference" and self._end_longest_idle()):
             raise Overloaded(f"{streams} streams are open; try again later", retry_after_s=1)
-        access: Access = "public" if kind == "health" else "user"
         now_s = time.monotonic()
         call = self.open(context, now_s, math.inf, spare=SPARE_CALLS, access=access)
-        call.stream = kind
+        call.stream, call.moved_s = kind, now_s
         return call
 
     def close(self, call: OpenCall) -> None:
@@ -308,11 +314,11 @@ class Calls:
             return await self._receive(call)
         if self._goaway is not None and self._goaway.is_set():
             raise stopping()
-        call.idle_since_s = time.monotonic()
+        call.waits = True
         try:
             return await self._read(call)  # until a stop, or a stream that needs the place
         finally:
-            call.idle_since_s = math.inf
+            call.waits, call.moved_s = False, time.monotonic()
 
     async def receive(self, call: OpenCall) -> bytes:
         """The message of `call`. `release` it once it is decoded.
@@ -367,6 +373,8 @@ class Calls:
         size = len(message)
         if size > COUNTED_BYTES:
             self._large_bytes += size
+            if not self._ticking:  # of a stream: memory is returned later
+                self._start_ticking()
             self._budget.hold(size, size)
             call.held_bytes = size
             self._held_bytes += size
@@ -444,8 +452,7 @@ class Calls:
             return
         call.ended = error
         self._open.discard(call)
-        idle = self._goaway is None and call.idle_since_s < math.inf
-        if call in self._receiving or idle:
+        if call in self._receiving or (call.waits and self._goaway is None):
             # Not by cancelling the task: grpc would never free a message that arrives just then.
             self._receiving.pop(call, None)
             task = self._loop.create_task(abort(call.context, status_of(error)))
@@ -504,9 +511,9 @@ class Calls:
 
     def _end_longest_idle(self) -> bool:
         """Make room for a stream; whether that was possible."""
-        idle = [call for call in self._open if call.stream == "inference"]
-        longest = min(idle, key=lambda call: call.idle_since_s)
-        if time.monotonic() - longest.idle_since_s < _IDLE_STREAM_S:
+        streams = [call for call in self._open if call.stream == "inference"]
+        longest = min(streams, key=lambda call: call.moved_s)
+        if time.monotonic() - longest.moved_s < _IDLE_STREAM_S:
             return False
         self._end(longest, Overloaded("another stream needs the place of this, which is idle"))
         return True

@@ -120,7 +120,9 @@ class GrpcServer:
         stopping = asyncio.create_task(self._server.stop(rest_s + _LAST_STATUSES_S))
         await asyncio.sleep(min(_GOAWAY_S, rest_s / 4))
         self._calls.go_on()
-        await asyncio.wait((stopping,), timeout=max(0.0, end_s - loop.time()))
+        # With what is left of servers that ended before.
+        ending = (stopping, *self._closing)
+        await asyncio.wait(ending, timeout=max(0.0, end_s - loop.time()))
         self._calls.end_all()
         await asyncio.wait((stopping,), timeout=2 * _LAST_STATUSES_S)
         if not stopping.done():  # some connection is not closed: the end of the process closes it

@@ -30,6 +30,7 @@ from service.errors import (
     DeadlineExceeded,
     InvalidInput,
     ServiceError,
+    Unavailable,
     UnknownModel,
 )
 from service.images.decoders import Decoders, InferSource
@@ -51,6 +52,7 @@ from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import (
     Calls,
     Context,
+    OpenCall,
     Status,
     abort,
     status_of,
@@ -66,9 +68,10 @@ _GATHERED_IMAGES = 256
 
 _STREAM_AHEAD = 32
 """Requests of a stream that are worked on while the first of them is not written. One of many
-images counts as several, so that a client that does not read holds 2 MB at most."""
+images counts as several, so that of a client that does not read 2 MB are held beside the budget."""
 
 _IMAGES_OF_ONE = 512
+_LARGEST_READ_AGAIN = 64 * 1024
 
 _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
@@ -249,10 +252,11 @@ class InferenceServicer:
         call = None
         answers: _Answers = asyncio.Queue()
         room = asyncio.Semaphore(_STREAM_AHEAD)
-        writing = asyncio.create_task(_write_answers(context, answers, room))
-        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        writing = None
         try:
             call = self._calls.open_stream(context, "inference")
+            writing = asyncio.create_task(_write_answers(call, answers, room))
+            writing.add_done_callback(lambda task: task.cancelled() or task.exception())
             while await room.acquire():
                 message = await self._calls.receive_next(call)
                 if message is None:
@@ -265,27 +269,31 @@ class InferenceServicer:
                     images = exc
                     request.id = _id_of(message)
                 del message
-                if call.held_bytes:
-                    self._calls.release(call)
                 count = 1
                 if not isinstance(images, Exception):
                     for _ in range(min(len(images) // _IMAGES_OF_ONE, _STREAM_AHEAD - 1)):
                         await room.acquire()
                         count += 1
+                if call.held_bytes:  # the images count until there is room for their answer
+                    self._calls.release(call)
                 answer = asyncio.create_task(self._stream_answer(request, images))
                 answers.put_nowait((answer, count))
             answers.put_nowait(None)
-            await writing
+            await asyncio.shield(writing)
         except asyncio.CancelledError:
             if call is None or call.ended is None:
                 raise
-            answers.put_nowait(None)
-            await writing  # a stop: what was received is answered
+            if (
+                isinstance(call.ended, Unavailable) and writing is not None
+            ):  # a stop: what was received is answered
+                answers.put_nowait(None)
+                await asyncio.wait((writing,))
             return status_of(call.ended)
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
             return status_of(exc)
         finally:
-            writing.cancel()
+            if writing is not None:
+                writing.cancel()
             while not answers.empty():
                 if (rest := answers.get_nowait()) is not None:
                     rest[0].cancel()
@@ -359,17 +367,20 @@ class InferenceServicer:
 
 
 def _id_of(message: bytes) -> str:
-    """Of a request that is refused; "" if it has none, or cannot be read."""
+    """Of a request that is refused; "" if it has none, is large, or cannot be read."""
+    if len(message) > _LARGEST_READ_AGAIN:
+        return ""
     request = read_infer_request(message)
     return "" if isinstance(request, InvalidInput) else request.id[:MAX_ID_CHARACTERS]
 
 
-async def _write_answers(context: Context, answers: _Answers, room: asyncio.Semaphore) -> None:
+async def _write_answers(call: OpenCall, answers: _Answers, room: asyncio.Semaphore) -> None:
     """Write the answers of a stream in their order, until None; each makes `room` for others."""
     while (next_one := await answers.get()) is not None:
         answer, count = next_one
         try:
-            await context.write(await answer)
+            await call.context.write(await answer)
+            call.moved_s = time.monotonic()
         finally:
             answer.cancel()
         for _ in range(count):

@@ -238,3 +238,20 @@ def test_a_worker_that_replaces_another_has_the_same_models(serve, answers):
     for _ in range(12):
         assert predict(service, "extra") == (200, "1", answers(5))
         assert predict(service, "lenet")[0] == 404
+
+
+def test_a_worker_replaces_another_when_a_file_of_an_unloaded_model_is_broken(
+    serve, write, answers
+):
+    service = serve(2)
+    administrator = OverHttp(service)
+    assert administrator.load("extra")[0] == 200
+    assert administrator.unload("extra")[0] == 200
+    write("extra/1").write_bytes(b"broken")
+    write("another/1").write_bytes(b"broken")
+    os.kill(service.started_workers()[0], signal.SIGKILL)
+    service.ready(3)
+    for _ in range(12):
+        assert predict(service, "lenet") == (200, "1", answers(0))
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED

@@ -112,7 +112,7 @@ class House:
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
         }
-        repository = Repository(self.models, None)
+        repository = Repository(self.models)
         parts = self.models, repository, self.metrics, self.decoders, self.budget
         return serve(*parts, **{**options, **changes})
 

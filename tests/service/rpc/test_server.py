@@ -152,8 +152,11 @@ async def test_a_path_that_is_not_text_stops_nothing(house, raw_request, caplog)
                 pb.ServerLiveRequest(), wait_for_ready=True, timeout=5
             )
             assert (await live).live
+        stopping = asyncio.create_task(server.stop(5))
+        await asyncio.sleep(0.3)
         house.models.gate.set()
         assert (await asyncio.wait_for(running, 5)).model_name == "tiny"
+        await asyncio.wait_for(stopping, 5)
     ours = [record for record in caplog.records if record.name.startswith("service")]
     assert len(ours) == 3
 

@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from service.keys import Keys
 from service.rpc import calls, servicer
 from service.rpc import open_inference_pb2 as pb
 
@@ -122,6 +123,21 @@ async def test_a_stream_takes_the_place_of_the_one_that_is_idle_longest(
         await stub.ModelStreamInfer().read()
 
 
+async def test_a_stream_without_a_key_takes_no_place(house, raw_request, monkeypatch):
+    monkeypatch.setattr(calls, "_IDLE_STREAM_S", 0.0)
+    key = "k" * 16
+    async with house.connect(keys=Keys([key])) as stub:
+        metadata = (("authorization", f"Bearer {key}"),)
+        streams = [stub.ModelStreamInfer(metadata=metadata) for _ in range(8)]
+        for _ in range(2):
+            for stream in streams:
+                await stream.write(raw_request(1))
+                assert not (await stream.read()).error_message
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await stub.ModelStreamInfer().read()
+            assert caught.value.code() is grpc.StatusCode.UNAUTHENTICATED
+
+
 async def test_a_client_that_does_not_read_holds_few_answers(house, raw_request, monkeypatch):
     monkeypatch.setattr(servicer, "_IMAGES_OF_ONE", 1)
     async with house.connect() as stub:
@@ -141,12 +157,15 @@ async def test_a_client_that_does_not_read_holds_few_answers(house, raw_request,
         await writing
 
 
-async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, raw_request):
+@pytest.mark.parametrize("ended", [False, True])
+async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, raw_request, ended):
     async with house.connect() as stub:
         house.models.gate.clear()
         stream = stub.ModelStreamInfer()
         for number in range(5):
             await stream.write(raw_request(1, id=str(number)))
+        if ended:
+            await stream.done_writing()
         await asyncio.wait_for(house.models.entered.wait(), 5)
         await asyncio.sleep(0.1)
         stopping = asyncio.create_task(stub.server.stop(5.0))
