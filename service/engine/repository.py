@@ -45,7 +45,7 @@ class Repository:
     def __init__(self, models: Models, folder: Path | None = None, *, alone: bool = True) -> None:
         self._models, self._folder, self._alone = models, folder, alone
         self._supervisor = os.getppid()
-        self._followed = 0
+        self._followed = -1
         self._refused: dict[int, str] = {}
         self._following = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -83,11 +83,12 @@ class Repository:
                 for name, (number, load) in sorted(asked.items(), key=lambda item: item[1]):
                     if number > self._followed:
                         await self._follow_one(name, number, load)
-                self._followed = latest
-                note = {"followed": latest, "refused": list(self._refused.items())}
-                _write(self._folder / f"{_NOTE}{os.getpid()}", note)
+                if latest > self._followed:  # a SIGHUP alone writes nothing: the disk may be full
+                    note = {"followed": latest, "refused": list(self._refused.items())}
+                    _write(self._folder / f"{_NOTE}{os.getpid()}", note)
+                    self._followed = latest
             except (OSError, ValueError) as exc:
-                _log.warning("models: requests of other workers cannot be read (%s)", exc)
+                _log.warning("models: requests to other workers cannot be followed (%s)", exc)
 
     async def _follow_one(self, name: str, number: int, load: bool) -> None:
         try:
