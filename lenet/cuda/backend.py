@@ -126,7 +126,10 @@ class CudaBackend:
         self.stream.synchronize()
 
     def close(self) -> None:
-        """Close the handles. Closing twice is allowed."""
+        """Free the memory and close the handles. Closing twice is allowed."""
+        self._weights = self._fused_weights = self._fused_network = None
+        self._arena.free()
+        self._workspace.free()
         self._handle.close()
 
     def __enter__(self) -> Self:

@@ -100,8 +100,9 @@ class Cublas:  # pragma: no cover - needs a GPU
         )
 
     def close(self) -> None:
-        """Destroy the handle."""
+        """Destroy the handle and free its workspace."""
         self._call("cublasDestroy_v2", self._handle)
+        self._workspace = None
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)

@@ -214,6 +214,7 @@ class Handle:  # pragma: no cover - needs a GPU
         self._open = True
         self._current = cupy.cuda.get_current_stream
         self._set_stream = cudnn.set_stream
+        self._free_blocks = cupy.get_default_memory_pool().free_all_blocks
         self._cublas: Cublas | None = None
         with translated(f"opening GPU {device}"), ExitStack() as opened:
             cupy.cuda.Device(device).use()
@@ -308,6 +309,8 @@ class Handle:  # pragma: no cover - needs a GPU
             self._open = False
             with translated("closing the GPU's handles"):
                 self._opened.close()
+                # CuPy keeps what is freed for the stream that it was allocated on.
+                self._free_blocks(self.stream)
 
     def __enter__(self) -> Self:
         return self

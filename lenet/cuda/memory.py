@@ -60,6 +60,11 @@ class Arena:
         """Free what was taken after `mark`; the same requests get the same addresses again."""
         self._current, self._offset = mark
 
+    def free(self) -> None:
+        """Drop the slabs; none of their buffers is used any more."""
+        self._slabs.clear()
+        self.rewind()
+
 
 class Workspace:
     """A scratch buffer for all engines of a stream, as large as the largest of them needs.
@@ -85,6 +90,10 @@ class Workspace:
     def pointer(self) -> int:
         """Its device address; 0 if nothing is reserved."""
         return int(self._buffers[-1].data.ptr) if self._buffers else 0
+
+    def free(self) -> None:
+        """Drop all buffers; no engine runs any more."""
+        self._buffers.clear()
 
 
 @dataclass(frozen=True, slots=True)
