@@ -2,6 +2,7 @@
 
 Each worker is a whole service with its own contexts. A worker that dies is replaced, up to a
 budget; past it, or when a start fails for a reason that a second try would not change, all stop.
+One that finds broken weight files is started again until they are whole, while others serve.
 A worker whose heartbeat stops is killed and so replaced, one that does not stop in time is killed.
 Only the supervisor acts on SIGTERM and SIGINT, however many processes get them: workers block them
 and stop when a pipe that they share is closed, also by the kernel after the supervisor was killed.
@@ -41,6 +42,10 @@ _log = logging.getLogger(__name__)
 RESTARTS = 2
 RESTART_WINDOW_S = 60.0
 """More than `RESTARTS` deaths within the window end the service, for its own supervisor to see."""
+
+RETRY_S = 5.0
+"""Between starts of a worker that finds weight files that must not be served, while others serve.
+"""
 
 SAME_FAULT_S = 2.0
 """Under MPS a fault of one worker takes the device from all that share it, some later than others.
@@ -125,7 +130,7 @@ class _Supervisor:
         self._ended: list[BaseProcess] = []  # those of them that this process ended
         self._stop_number = self._second_number = 0  # of signals
         self._stopping = False
-        self._kill_at_s = math.inf
+        self._kill_at_s = self._retry_at_s = math.inf
         self._shutdown_pipe, self._stop_writer = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
@@ -152,6 +157,10 @@ class _Supervisor:
             if now_s >= check_at_s:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend
                 self._kill_stuck()
+            if now_s >= self._retry_at_s and not self._stopping:
+                self._retry_at_s = math.inf
+                missing = self._settings.workers - len(self._workers)
+                self._workers.extend(self._start() for _ in range(missing))
             if now_s >= self._kill_at_s:
                 self._kill_at_s = math.inf
                 self._kill_late()
@@ -208,6 +217,10 @@ class _Supervisor:
     def _after_death(self, worker: BaseProcess) -> ExitCode:
         """Replace `worker`, or stop all; returns the exit code in case it is the end."""
         code = worker.exitcode or 0
+        if code == ExitCode.WEIGHTS and worker not in self._first and self._workers:
+            _log.error("worker %d: another try in %g s, others serve", worker.pid, RETRY_S)
+            self._retry_at_s = time.monotonic() + RETRY_S
+            return ExitCode.STOPPED
         # A GPU that served a worker may fail its successor for a moment.
         if code in _FINAL and (code != ExitCode.BACKEND or worker in self._first):
             self._stop()

@@ -90,6 +90,30 @@ def test_weights_that_fail_their_validation_end_all_with_3_and_nobody_tries_agai
     assert "Traceback" not in service.log
 
 
+def test_a_broken_file_ends_no_worker_and_its_successor_waits_until_it_is_whole(start_two, write):
+    service = start_two().ready(2)
+    write("lenet/2").write_bytes(b"broken")
+    service.signal(signal.SIGHUP)
+    service.wait_for("reload refused, still serving version 1", 2)
+    os.kill(service.started_workers()[0], signal.SIGKILL)
+    service.wait_for(r"ERROR service.server: weights/lenet/2.safetensors: is not")
+    service.wait_for(r"worker \d+: another try in 5 s, others serve")
+    assert service.predict()[0] == 200
+    write("lenet/2", seed=1)
+    service.ready(3)
+    assert service.predict()[0] == 200
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def test_a_broken_file_ends_the_service_when_no_worker_is_left(start_two, write):
+    service = start_two().ready(2)
+    write("lenet/2").write_bytes(b"broken")
+    for pid in service.started_workers():
+        os.kill(pid, signal.SIGKILL)
+    assert service.wait() == ExitCode.WEIGHTS
+
+
 def test_requests_in_flight_are_answered_when_a_signal_reaches_every_process(start_two):
     service = start_two().ready(workers=2)
     with service.in_flight() as connection:
@@ -226,10 +250,10 @@ def settings(tiny_weights):
 
 
 def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
-    made = puppets(*[-9] * 10, ExitCode.WEIGHTS, -9)
+    made = puppets(*[-9] * 10, ExitCode.ADDRESS, -9)
     clock = SimpleNamespace(monotonic=itertools.count(0, 61).__next__)
     monkeypatch.setattr(supervisor, "time", clock)
-    assert supervise(settings) is ExitCode.WEIGHTS
+    assert supervise(settings) is ExitCode.ADDRESS
     assert len(made) == 12
 
 

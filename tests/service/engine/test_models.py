@@ -545,6 +545,35 @@ async def test_a_model_comes_and_goes_and_its_requests_are_finished(house, write
     assert await house.ask(1, "a") == "3"
 
 
+async def test_all_versions_are_gone_at_once_when_their_model_is_unloaded(open_house, write):
+    for number in (1, 2, 3):
+        write(f"a/{number}", seed=number)
+    write("b/1", seed=9)
+    async with open_house(latest=3) as house:
+        running = [asyncio.ensure_future(house.ask(n, "a", str(n))) for n in (1, 2, 3) * 9]
+        await asyncio.sleep(0)
+        unloading = asyncio.create_task(house.models.unload("a"))
+        while not unloading.done():
+            known = [house.models.find("a", version) for version in ("", "1", "2", "3")]
+            assert len(set(map(bool, known))) == 1
+            await asyncio.sleep(0)
+        assert [task.result() for task in running] == ["1", "2", "3"] * 9
+
+
+async def test_the_highest_version_answers_at_each_moment_of_a_roll_back(open_house, write):
+    write("a/1", seed=1)
+    write("a/2", seed=2)
+    top = write("a/3", seed=3)
+    async with open_house(latest=2) as house:
+        top.unlink()
+        reloading = asyncio.create_task(house.models.reload())
+        while not reloading.done():
+            assert house.models.get("a").version.version == max(versions(house))
+            await asyncio.sleep(0)
+        assert versions(house) == ["2", "1"]
+        assert await house.ask(2) == "2"
+
+
 @pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid])
 async def test_a_load_that_is_refused_says_why_and_changes_nothing(
     house, write, folder, draw, random_weights, caplog, spoil

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from contextlib import AsyncExitStack
 
 import grpc
 import numpy as np
@@ -11,6 +13,7 @@ import pytest
 from service.keys import Keys
 from service.rpc import calls, servicer
 from service.rpc import open_inference_pb2 as pb
+from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 
 def probabilities(answer):
@@ -123,6 +126,43 @@ async def test_a_stream_takes_the_place_of_the_one_that_is_idle_longest(
         await stub.ModelStreamInfer().read()
 
 
+async def test_a_client_that_does_not_read_loses_its_stream_to_another(
+    house, raw_request, monkeypatch
+):
+    """Its answers fill what HTTP/2 lets wait, and then the server reads no more of it, too."""
+    monkeypatch.setattr(calls, "_IDLE_STREAM_S", 0.3)
+    windows = [("grpc.http2.bdp_probe", 0), ("grpc.use_local_subchannel_pool", 1)]
+
+    async def send(stream):
+        with contextlib.suppress(asyncio.InvalidStateError):  # it is ended
+            while True:  # until it waits
+                await stream.write(raw_request(5, id="i" * 128))
+
+    async with house.connect() as stub, AsyncExitStack() as stack:
+        deaf, other = [
+            GRPCInferenceServiceStub(
+                await stack.enter_async_context(
+                    grpc.aio.insecure_channel(f"127.0.0.1:{stub.port}", windows)
+                )
+            )
+            for _ in range(2)
+        ]
+        streams = [deaf.ModelStreamInfer() for _ in range(8)]
+        sending = [asyncio.create_task(send(stream)) for stream in streams]
+        answer = None
+        async with asyncio.timeout(20):
+            while answer is None:
+                await asyncio.sleep(0.1)
+                late = other.ModelStreamInfer()
+                with contextlib.suppress(asyncio.InvalidStateError, grpc.RpcError):
+                    await late.write(raw_request(1))
+                    answer = await late.read()
+        assert not answer.error_message
+        for task in sending:
+            task.cancel()
+        await asyncio.gather(*sending, return_exceptions=True)
+
+
 async def test_a_stream_without_a_key_takes_no_place(house, raw_request, monkeypatch):
     monkeypatch.setattr(calls, "_IDLE_STREAM_S", 0.0)
     key = "k" * 16
@@ -189,3 +229,22 @@ async def test_the_memory_of_messages_is_counted(house, raw_request):
         assert await stream.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         house.budget.release(taken)
         assert house.budget.held_bytes == 0
+
+
+async def test_the_memory_of_large_messages_is_returned_while_their_stream_is_open(
+    house, raw_request, monkeypatch
+):
+    returned = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(calls, "_TRIMMED_BYTES", 0)
+    monkeypatch.setattr(calls, "_TRIM_TICKS", (1,))
+    monkeypatch.setattr(
+        calls, "_malloc_trim", lambda: lambda _: loop.call_soon_threadsafe(returned.set)
+    )
+    async with house.connect() as stub:
+        stream = stub.ModelStreamInfer()
+        await stream.write(raw_request(raw_input_contents=[bytes(900_000)]))
+        assert (await stream.read()).error_message
+        await asyncio.wait_for(returned.wait(), 5)
+        assert not stream.done()
+        stream.cancel()
