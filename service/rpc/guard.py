@@ -4,8 +4,9 @@ protobuf makes an object of each two bytes `2A 00`, an empty input, and eight by
 each byte in `shape`: 32 MB of the former blocked the event loop for 2.7 s and took 1.2 GB, of the
 latter 0.4 s and 0.6 GB (protobuf 6.33, 2 cores). So the fields of a message, of its inputs and of
 their contents are counted first, and all bytes that are not pixels (names, parameters, outputs,
-shapes, other contents) are limited together. raw_input_contents and fp32_contents are only copied,
-uint_contents take six times their size and 7 ms a MB: they are limited by the size of a message.
+shapes, other contents) are limited together. raw_input_contents and fp32_contents are only copied
+and limited by the size of a message. uint_contents take 7 ms a MB and up to eight bytes a number,
+so their numbers are counted, too: where protobuf gets no memory it ends the process.
 
 A malformed message becomes an InvalidInput: grpcio 1.85 would answer UNKNOWN and log a stack trace
 for each.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from google.protobuf.message import DecodeError
 
 from service.errors import InvalidInput, invalid
@@ -30,13 +32,17 @@ request has under 100, or about 800 if its client does not pack the numbers of a
 MAX_OTHER_BYTES = 64 * 1024
 """Limit on all that is not pixels."""
 
+MAX_NUMBERS = 1 << 24
+"""Limit on the numbers in uint_contents: 21,399 images."""
+
 _LONGEST_VARINT_BYTES = 10
 _DELIMITED = 2
 _RAW_TAG = pb.ModelInferRequest.RAW_INPUT_CONTENTS_FIELD_NUMBER << 3 | _DELIMITED
 
 _PIXELS: Mapping[int, Any] = {}
+_PACKED_PIXELS: Mapping[int, Any] = {}
 _CONTENTS = {
-    pb.InferTensorContents.UINT_CONTENTS_FIELD_NUMBER: _PIXELS,
+    pb.InferTensorContents.UINT_CONTENTS_FIELD_NUMBER: _PACKED_PIXELS,
     pb.InferTensorContents.FP32_CONTENTS_FIELD_NUMBER: _PIXELS,
 }
 _INPUT = {pb.ModelInferRequest.InferInputTensor.CONTENTS_FIELD_NUMBER: _CONTENTS}
@@ -55,7 +61,7 @@ def read_infer_request(message: bytes) -> pb.ModelInferRequest | InvalidInput:
             return pb.ModelInferRequest.FromString(message)
     except DecodeError:
         return InvalidInput("message: not a ModelInferRequest", field="message")
-    expected = "one input with its numbers packed and at most two outputs"
+    expected = "one input with its numbers packed, many as raw bytes, and at most two outputs"
     return invalid("message", f"more than {excess}", expected)
 
 
@@ -92,6 +98,7 @@ def _excess(message: bytes) -> str | None:
         DecodeError: it is truncated, or uses groups, which proto3 does not have.
     """
     fields = other_bytes = 0
+    packed: list[slice] = []
     parts: list[tuple[int, int, Mapping[int, Any]]] = [(0, len(message), _REQUEST)]
     while parts:
         position, end, large = parts.pop()
@@ -106,9 +113,17 @@ def _excess(message: bytes) -> str | None:
             inside = large.get(tag >> 3)
             if inside and tag & 7 == _DELIMITED:
                 parts.append((start, position, inside))
+            elif inside is _PACKED_PIXELS:
+                packed.append(slice(start, position))
             elif inside is not _PIXELS:
                 other_bytes += position - start
-    return f"{MAX_OTHER_BYTES} bytes besides the pixels" if other_bytes > MAX_OTHER_BYTES else None
+    if other_bytes > MAX_OTHER_BYTES:
+        return f"{MAX_OTHER_BYTES} bytes besides the pixels"
+    if sum(part.stop - part.start for part in packed) > MAX_NUMBERS:  # bytes
+        view = np.frombuffer(message, np.uint8)
+        if sum(np.count_nonzero(view[part] < 0x80) for part in packed) > MAX_NUMBERS:  # last bytes
+            return f"{MAX_NUMBERS} numbers in uint_contents"
+    return None
 
 
 def _value(message: bytes, position: int, wire_type: int) -> tuple[int, int]:

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import InvalidInput
+from service.rpc import guard
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request
 
@@ -111,6 +112,15 @@ def test_pixels_are_read_when_they_are_many(name):
         tensor = pb.ModelInferRequest.InferInputTensor(name="image", contents=contents)
         request = pb.ModelInferRequest(inputs=[tensor])
     assert read_infer_request(request.SerializeToString()) == request
+
+
+def test_a_message_is_refused_unread_when_it_has_too_many_numbers(monkeypatch):
+    monkeypatch.setattr(guard, "MAX_NUMBERS", 1000)
+    most = delimited(0x22, b"\xff\x01" * 600) + delimited(0x22, b"\x07" * 400)
+    request = read_infer_request(as_contents(most))
+    assert len(request.inputs[0].contents.uint_contents) == 1000
+    message = refused_unread(as_contents(most + delimited(0x22, b"\x07")), monkeypatch)
+    assert "more than 1000 numbers in uint_contents" in message
 
 
 def test_the_numbers_of_one_image_are_read_when_they_are_not_packed():
