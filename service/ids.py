@@ -14,7 +14,7 @@ _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[
 
 
 class Ids(NamedTuple):
-    """Those of one request, "" where there is none. Others than the documented form are ignored."""
+    """Those of one request, "" where there is none. Malformed values are ignored."""
 
     request: str = ""
     trace: str = ""

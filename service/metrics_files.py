@@ -90,6 +90,12 @@ def prepare() -> None:
         del os.environ[VARIABLE]
 
 
+def shared() -> Path | None:
+    """In a worker, before `prepare`: the folder, which may be full."""
+    folder = os.environ.get(VARIABLE)
+    return Path(folder) if folder else None
+
+
 def are_there() -> bool:
     """Whether the files of this process are still in their folder."""
     folder = os.environ.get(VARIABLE)

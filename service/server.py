@@ -34,7 +34,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
-from service import descriptors, metrics_files
+from service import descriptors
 from service.access_log import AccessLog, access_log
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
@@ -103,12 +103,16 @@ class Service:
 
 @asynccontextmanager
 async def open_service(
-    settings: Settings, *, certificate: ServedCertificate | None = None, shared: bool = False
+    settings: Settings,
+    *,
+    certificate: ServedCertificate | None = None,
+    shared: bool = False,
+    folder: Path | None = None,
 ) -> AsyncIterator[Service]:
     """Open everything but the HTTP listener, and close it on leaving.
 
-    gRPC uses TLS if there is a `certificate`. With `shared` other processes may open the same gRPC
-    port.
+    gRPC uses TLS if there is a `certificate`. `shared`: this is a worker of a supervisor; others
+    may open the same gRPC port, and share `folder`, if there is one.
 
     Raises:
         InvalidWeightFile, GoldenMismatch: the weights must not be served.
@@ -120,15 +124,11 @@ async def open_service(
         stack.enter_context(metrics.flushed_regularly())
 
         began = time.perf_counter()
-        shared_folder = os.environ.get(metrics_files.VARIABLE)
-        notes = Path(shared_folder) if shared_folder else None
-        folder = WeightsFolder(settings.weights, settings.latest_versions)
-        # Their files may be missing or broken by now.
-        gone = unloaded(notes) - {settings.default_model}
-        wanted = tuple(one for one in settings.models if one.partition(":")[0] not in gone)
-        versions = folder.read_all(wanted or settings.models, settings.default_model)
+        weights = WeightsFolder(settings.weights, settings.latest_versions)
+        versions = weights.read_all(settings.models, settings.default_model, unloaded(folder))
         read = time.perf_counter()
-        _log.info("read %s: warming up", ", ".join(str(version.path) for version in versions))
+        paths = ", ".join(str(version.path) for version in versions)
+        _log.info("read %s: warming up", paths or "nothing, as all models are unloaded")
 
         deadlines = Deadlines()
         stack.callback(deadlines.close)
@@ -137,7 +137,14 @@ async def open_service(
         faults = Faults() if settings.fault_injection else None
         config = _engine_config(settings, placement, faults)
         models = await stack.enter_async_context(
-            Models(folder, versions, config, metrics, deadlines)
+            Models(
+                weights,
+                versions,
+                settings.default_model or versions[0].name,
+                config,
+                metrics,
+                deadlines,
+            )
         )
         opening_s, warm_up_s = models.start_s()
         phases = {
@@ -151,8 +158,8 @@ async def open_service(
         took = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
         _log.info("start phases, in seconds: %s", took)
 
-        repository = Repository(models, notes, alone=settings.workers == 1)
-        await repository.follow()
+        repository = Repository(models, folder, alone=not shared)
+        await repository.apply_changes()
         decoders = stack.enter_context(
             Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
         )
@@ -294,11 +301,13 @@ def run(
     signals: Signals,
     shutdown_pipe: Connection | None = None,
     heartbeat: Connection | None = None,
+    folder: Path | None = None,
 ) -> ExitCode:
     """Serve until a stop; a start that fails is one line in the log and an exit code.
 
     SIGTERM and SIGINT of `signals` stop it, or the end of `shutdown_pipe`. SIGHUP reloads the
-    weights folder. `heartbeat` is of a worker with a supervisor.
+    weights folder. `heartbeat` is of a worker with a supervisor, `folder` the one that its workers
+    share, if there is one.
     """
     _set_allocator()
     stop = Stop(settings.grace_s + settings.drain_timeout_s)
@@ -310,7 +319,13 @@ def run(
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(
-                _serve(settings, stop, shared=shutdown_pipe is not None, heartbeat=heartbeat)
+                _serve(
+                    settings,
+                    stop,
+                    shared=shutdown_pipe is not None,
+                    heartbeat=heartbeat,
+                    folder=folder,
+                )
             )
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
@@ -340,7 +355,12 @@ def _set_allocator() -> None:
 
 
 async def _serve(
-    settings: Settings, requests: Stop, *, shared: bool, heartbeat: Connection | None
+    settings: Settings,
+    requests: Stop,
+    *,
+    shared: bool,
+    heartbeat: Connection | None,
+    folder: Path | None = None,
 ) -> None:
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
@@ -357,13 +377,13 @@ async def _serve(
 
     def on_hangup() -> None:
         nonlocal reload_requested
-        if service is not None:
-            service.models.request_reload()
-            service.repository.request_follow()
-            if certificate is not None:
-                _renew(certificate)
-        else:  # the warm-up may have read older files
+        if service is None:  # the warm-up may have read older files
             reload_requested = True
+            return
+        service.models.request_reload()
+        service.repository.request_changes()
+        if certificate is not None:
+            _renew(certificate)
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -374,10 +394,11 @@ async def _serve(
             listeners = listen(settings.host, settings.port, shared=shared)
             for listener in listeners:
                 stack.enter_context(listener)
-            async with open_service(settings, certificate=certificate, shared=shared) as service:
+            async with open_service(
+                settings, certificate=certificate, shared=shared, folder=folder
+            ) as service:
                 if reload_requested:
-                    service.models.request_reload()
-                    service.repository.request_follow()
+                    on_hangup()
                 ending = asyncio.create_task(_end_when_lost(service.models))
                 if service.faults is not None:
                     loop.add_signal_handler(signal.SIGUSR2, service.faults.inject, "poison")

@@ -17,7 +17,8 @@ from service.keys import MIN_CHARACTERS
 from service.tls import CertificateFiles
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
-_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-zA-Z0-9._~:\[\]-]+")
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~:\[\]-]+")
+_DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
@@ -201,10 +202,12 @@ class Settings(BaseSettings):
                         f"expected at least {MIN_CHARACTERS}, ASCII alone"
                     )
         for origin in self.cors_origins:
-            if origin != "*" and not _ORIGIN.fullmatch(origin):
+            is_default = _DEFAULT_PORT.fullmatch(origin) is not None
+            if origin != "*" and (is_default or not _ORIGIN.fullmatch(origin)):
                 raise ValueError(
-                    f"--cors-origins: got {origin!r}, expected a scheme and a host without a path, "
-                    "as https://example.org:8443, or *"
+                    f"--cors-origins: got {origin!r}, expected * or an origin as browsers send it: "
+                    "scheme and host in lower case, a port unless it is the scheme's, no path, as "
+                    "https://example.org:8443"
                 )
         files = self.tls_certificate, self.tls_key
         if any(files) != all(files) or (self.tls_client_ca and not any(files)):

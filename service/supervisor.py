@@ -2,7 +2,8 @@
 
 Each worker is a whole service with its own contexts. A worker that dies is replaced, up to a
 budget; past it, or when a start fails for a reason that a second try would not change, all stop.
-One that finds broken weight files is started again until they are whole, while others serve.
+One that finds broken files, of weights or of the certificate, is started again until they are
+whole, while others serve.
 A worker whose heartbeat stops is killed and so replaced, one that does not stop in time is killed.
 Only the supervisor acts on SIGTERM and SIGINT, however many processes get them: workers block them
 and stop when a pipe that they share is closed, also by the kernel after the supervisor was killed.
@@ -44,8 +45,7 @@ RESTART_WINDOW_S = 60.0
 """More than `RESTARTS` deaths within the window end the service, for its own supervisor to see."""
 
 RETRY_S = 5.0
-"""Between starts of a worker that finds weight files that must not be served, while others serve.
-"""
+"""Between starts of a worker that finds files which must not be served, while others serve."""
 
 SAME_FAULT_S = 2.0
 """Under MPS a fault of one worker takes the device from all that share it, some later than others.
@@ -76,11 +76,10 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             # What a worker could not be started with is reported once, before any is started.
             folder = WeightsFolder(settings.weights, settings.latest_versions)
             versions = folder.read_all(settings.models, settings.default_model)
-            if not settings.models:  # a worker that replaces another has the same models
-                names = tuple(dict.fromkeys(version.name for version in versions))
-                settings = settings.model_copy(
-                    update={"models": names, "default_model": versions[0].name}
-                )
+            # A worker that replaces another has the same models, and the same default.
+            names = tuple(dict.fromkeys(version.name for version in versions))
+            same = {"models": settings.models or names, "default_model": versions[0].name}
+            settings = settings.model_copy(update=same)
             if settings.certificate is not None:
                 settings.certificate.context()
             ports = {
@@ -217,7 +216,8 @@ class _Supervisor:
     def _after_death(self, worker: BaseProcess) -> ExitCode:
         """Replace `worker`, or stop all; returns the exit code in case it is the end."""
         code = worker.exitcode or 0
-        if code == ExitCode.WEIGHTS and worker not in self._first and self._workers:
+        files = code in (ExitCode.WEIGHTS, ExitCode.SETTINGS)  # the certificate's are settings
+        if files and worker not in self._first and self._workers:
             _log.error("worker %d: another try in %g s, others serve", worker.pid, RETRY_S)
             self._retry_at_s = time.monotonic() + RETRY_S
             return ExitCode.STOPPED
@@ -262,9 +262,10 @@ class _Supervisor:
             worker.join()
 
     def _reload(self) -> None:
-        for worker in self._workers:  # one that died keeps its process id until it is removed
+        for worker in self._workers:
             assert worker.pid is not None, "bug: the worker was not started"
-            os.kill(worker.pid, signal.SIGHUP)
+            if worker.is_alive():  # otherwise its process id may be another's by now
+                os.kill(worker.pid, signal.SIGHUP)
 
     def _stop(self) -> None:
         self._stopping = True
@@ -291,8 +292,9 @@ def _work(settings: Settings, shutdown_pipe: Connection, heartbeat: Connection) 
     with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only
         Path("/proc/self/comm").write_text("lenet-worker")
     logs.configure(settings.log_level)
+    folder = metrics_files.shared()
     metrics_files.prepare()
     gc.disable()  # until it serves, as in `service.__main__`
     from service.server import run  # here alone: it takes half a second to import
 
-    sys.exit(run(settings, signals, shutdown_pipe, heartbeat))
+    sys.exit(run(settings, signals, shutdown_pipe, heartbeat, folder))

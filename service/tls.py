@@ -1,4 +1,7 @@
-"""The certificate of the service, for HTTP and gRPC, read again when the weights are."""
+"""The certificate of the service, for HTTP and gRPC, read again on SIGHUP.
+
+With several workers or a GPU a load or unload of a model sends one, too.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Self
 
 from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
-from lenet.errors import InvalidWeightFile, LeNetError, OutOfDeviceMemory
+from lenet.errors import DeviceError, InvalidWeightFile, LeNetError, OutOfDeviceMemory
 from lenet.model import Model
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
@@ -25,7 +25,7 @@ from service.engine.devices import Placement
 from service.engine.faults import Faults, FaultyContext
 from service.engine.queue import BatchQueue
 from service.engine.versions import Listed, ModelVersion, WeightsFolder
-from service.errors import InvalidInput, UnknownModel, shown, stopping
+from service.errors import InvalidInput, Unavailable, UnknownModel, shown, stopping
 from service.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ class ServedModel:
 
 
 class Models:
-    """The models of `versions`, the default one first, which `folder` reloads.
+    """The models of `versions`, which `folder` reloads; `default` answers who names none.
 
     Use it as an async context manager: entering warms up and validates every context, leaving
     drains the queues and closes the contexts. `ready` says whether traffic may come; who opens the
@@ -80,6 +80,7 @@ class Models:
         self,
         folder: WeightsFolder,
         versions: Sequence[ModelVersion],
+        default: str,
         config: EngineConfig,
         metrics: Metrics,
         deadlines: Deadlines,
@@ -88,7 +89,7 @@ class Models:
         self.lost = asyncio.Event()
         self._folder = folder
         self._versions = versions
-        self._default = versions[0].name
+        self._default = default
         self._config = config
         self._metrics = metrics
         self._deadlines = deadlines
@@ -122,10 +123,6 @@ class Models:
             return versions[0] if versions else None
         return next((one for one in versions if one.version.version == version), None)
 
-    def __contains__(self, name: str) -> bool:
-        """Whether a model of this name is loaded."""
-        return name in self._served
-
     def get(self, name: str = "", version: str = "") -> ServedModel:
         """The model called `name`, the default one for "", in `version`, the highest one for "".
 
@@ -137,11 +134,7 @@ class Models:
             return model
         versions = self._served.get(name or self._default)
         if versions is None:
-            raise UnknownModel(
-                f"model {shown(name or self._default)} is not loaded, "
-                f"expected one of {', '.join(self._served) or 'none: no model is'}",
-                field="model",
-            )
+            raise self._not_loaded(name or self._default)
         loaded = ", ".join(repr(one.version.version) for one in versions)
         expected = loaded if len(versions) == 1 else f"one of {loaded}"
         raise UnknownModel(
@@ -150,14 +143,20 @@ class Models:
             field="version",
         )
 
-    def versions(self, name: str) -> tuple[ServedModel, ...]:
-        """The loaded versions of a model, the highest first. Raises: UnknownModel."""
-        return self._served[self.get(name).version.name]
+    def _not_loaded(self, name: str) -> UnknownModel:
+        loaded = ", ".join(self._served) or "none: no model is"
+        message = f"model {shown(name)} is not loaded, expected one of {loaded}"
+        return UnknownModel(message, field="model")
+
+    def select(self, name: str = "", version: str = "") -> tuple[ServedModel, ...]:
+        """A version of a model, all of them for "", the highest first. Raises: UnknownModel."""
+        found = self.get(name, version)
+        return (found,) if version else self._served[found.version.name]
 
     def start_s(self) -> tuple[float, float]:
         """Seconds that opening the devices and warming up took, of all models."""
-        opening_s, warm_up_s = zip(*(model.pool.start_s() for model in self.served), strict=True)
-        return sum(opening_s), sum(warm_up_s)
+        times = [model.pool.start_s() for model in self.served]
+        return sum(opening_s for opening_s, _ in times), sum(warm_up_s for _, warm_up_s in times)
 
     def request_reload(self) -> None:
         """Reload soon; during a reload once more after it, which may have read older files."""
@@ -181,7 +180,7 @@ class Models:
         Raises:
             UnknownModel: it has no files.
             InvalidInput: a file is missing or must not be served; what was served still is.
-            Unavailable: the service stops.
+            Unavailable: the device or the machine has no room for it; the service stops.
         """
         await self._change(partial(self._load, name))
 
@@ -382,12 +381,15 @@ class Models:
             )
         _, error = await self._update(name)
         if isinstance(error, LeNetError | OSError):
-            raise InvalidInput(f"model: {shown(name)} was not loaded: {error}", field="model")
+            ours = isinstance(error, DeviceError | OSError)
+            kind = Unavailable if ours else InvalidInput
+            raise kind(f"model: {shown(name)} was not loaded: {error}", field="model")
         if error is not None:
             raise error
 
     async def _unload(self, name: str) -> None:
-        self.get(name)
+        if name not in self._served:
+            raise self._not_loaded(name)
         await asyncio.gather(*map(self._close_one, self._served.pop(name)))
 
     async def _update(self, name: str) -> tuple[str, Exception | None]:
@@ -429,6 +431,8 @@ class Models:
                 exc_info=None if isinstance(exc, LeNetError | OSError) else exc,
             )
             self._metrics.reloaded(name, "refused")
+            if isinstance(exc, DeviceError) and exc.sticky:
+                self._on_device_lost("sticky", f"loading model {name}: {exc}")
             return "refused", exc
         self._metrics.reloaded(name, "ok")
         return outcome, None

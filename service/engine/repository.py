@@ -1,8 +1,10 @@
 """Loading and unloading of models by request, in every worker.
 
-What was asked for is a file in the folder that the workers share; who was asked writes it and has
-the supervisor pass SIGHUP on, on which every worker reads it. Each notes how far it has followed,
-and what it could not do. A worker that replaces another follows before it is ready.
+A worker that got such a request makes the change, adds it to a file in the folder that the workers
+share, and has the supervisor pass SIGHUP on. Every worker then applies the changes in that file,
+and writes its progress into a file of its own: the number of the last change that it applied, and
+those that it refused. The request is answered when all have. A worker that replaces another applies
+the changes before it is ready.
 """
 
 from __future__ import annotations
@@ -25,116 +27,131 @@ from service.errors import InvalidInput, ServiceError, Unavailable, UnknownModel
 
 _log = logging.getLogger(__name__)
 
-_FILE = "repository.json"
-_NOTE = "repository-"
+_CHANGES_FILE = "repository.json"
+_PROGRESS = "repository-"
 """Followed by the process id of a worker, whose supervisor removes its files when it has ended."""
-_FOLLOW_S = 60.0
+_APPLY_S = 60.0
 """How long the other workers may take: on a GPU a model takes some seconds."""
-_LOOK_S = 0.05
+_POLL_S = 0.05
 
-_Asked: TypeAlias = dict[str, tuple[int, bool]]
-"""By model: the number of the latest request, and whether it was to load it."""
+_Changes: TypeAlias = dict[str, tuple[int, bool]]
+"""By model: the number of the latest change, counted from 1, and whether it was to load it."""
 
 
 class Repository:
-    """The models of this worker and, if it has others beside it, of those that share `folder`.
+    """The models of this worker and of those that share `folder` with it.
 
-    `alone`: no other worker is there, or will take the place of this one.
+    `alone`: there is no supervisor, and so no other worker, now or later.
     """
 
     def __init__(self, models: Models, folder: Path | None = None, *, alone: bool = True) -> None:
         self._models, self._folder, self._alone = models, folder, alone
         self._supervisor = os.getppid()
-        self._followed = -1
-        self._refused: dict[int, str] = {}
-        self._following = asyncio.Lock()
+        self._applied, self._reported = 0, -1
+        self._refused: dict[int, tuple[str, str]] = {}
+        """By number of the change: code and message of the error."""
+        self._applying = asyncio.Lock()
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def load(self, name: str) -> None:
         """As `Models.load`, in every worker.
 
         Raises:
-            UnknownModel, InvalidInput, Unavailable: as there.
-            InvalidInput: another worker refused it.
-            Unavailable: other workers cannot be told, or did not follow in time.
+            UnknownModel, InvalidInput, Unavailable: as there, also of another worker.
+            Unavailable: other workers cannot be reached, or take too long.
         """
-        await self._to_its_end(self._everywhere(name, load=True))
+        await self._uncancelled(self._change(name, load=True))
 
     async def unload(self, name: str) -> None:
         """As `Models.unload`, in every worker. Raises: UnknownModel, Unavailable."""
-        await self._to_its_end(self._everywhere(name, load=False))
+        await self._uncancelled(self._change(name, load=False))
 
     async def index(self) -> tuple[Listed, ...]:
         """As `Models.index`: of this worker."""
         return await self._models.index()
 
-    def request_follow(self) -> None:
-        """Follow soon."""
-        self._start(self.follow())
+    def request_changes(self) -> None:
+        """Apply the changes of other workers soon."""
+        self._start(self.apply_changes())
 
-    async def follow(self) -> None:
-        """Load and unload here what was asked for, of any worker, since the last time."""
+    async def apply_changes(self) -> None:
+        """Load and unload here what requests to any worker named since the last time."""
         if self._folder is None:
             return
-        async with self._following:
+        async with self._applying:
             try:
-                asked = _read(self._folder)
-                latest = max((number for number, _ in asked.values()), default=0)
-                for name, (number, load) in sorted(asked.items(), key=lambda item: item[1]):
-                    if number > self._followed:
-                        await self._follow_one(name, number, load)
-                if latest > self._followed:  # a SIGHUP alone writes nothing: the disk may be full
-                    note = {"followed": latest, "refused": list(self._refused.items())}
-                    _write(self._folder / f"{_NOTE}{os.getpid()}", note)
-                    self._followed = latest
+                changes = _read(self._folder)
+                for name, (number, load) in sorted(changes.items(), key=lambda item: item[1]):
+                    if number > self._applied:
+                        await self._apply(name, number, load)
+                self._applied = max((number for number, _ in changes.values()), default=0)
+                self._report(self._folder, changes)
             except (OSError, ValueError) as exc:
-                _log.warning("models: requests to other workers cannot be followed (%s)", exc)
+                _log.warning("models: changes of other workers are not followed (%s)", exc)
 
-    async def _follow_one(self, name: str, number: int, load: bool) -> None:
+    async def _apply(self, name: str, number: int, load: bool) -> None:
         try:
             await (self._models.load(name) if load else self._models.unload(name))
-        except (UnknownModel, Unavailable) as exc:  # unloaded already; the service stops
-            if load:
-                self._refused[number] = exc.message
+        except UnknownModel as exc:
+            if load:  # else it is unloaded already
+                self._refused[number] = exc.code, exc.message
         except ServiceError as exc:  # which is logged
-            self._refused[number] = exc.message
+            self._refused[number] = exc.code, exc.message
+        except Exception as exc:  # noqa: BLE001 - whatever one model does, the worker serves on
+            self._refused[number] = ServiceError.code, f"{exc!r}; see the server log"
 
-    async def _everywhere(self, name: str, *, load: bool) -> None:
+    def _report(self, folder: Path, changes: _Changes) -> None:
+        """Write the progress, if there is any: a SIGHUP may come while the disk is full."""
+        if self._applied > self._reported:
+            latest = {number for number, _ in changes.values()}
+            refused = {number: why for number, why in self._refused.items() if number in latest}
+            self._refused = refused
+            progress = {"applied": self._applied, "refused": list(refused.items())}
+            _write(folder / f"{_PROGRESS}{os.getpid()}", progress)
+            self._reported = self._applied
+
+    async def _change(self, name: str, *, load: bool) -> None:
         if self._folder is None and not self._alone:
-            raise Unavailable("model: the workers share no folder, so that not all can be told")
+            raise Unavailable("model: the workers share no folder, so that not all can be reached")
         await (self._models.load(name) if load else self._models.unload(name))
         if self._folder is not None:
-            await self._tell(self._folder, name, load)
+            await self._publish(self._folder, name, load)
 
-    async def _tell(self, folder: Path, name: str, load: bool) -> None:
+    async def _publish(self, folder: Path, name: str, load: bool) -> None:
+        """Add a change that this worker made, and wait until the others have applied it."""
         try:
-            with _locked(folder):
-                asked = _read(folder)
-                number = 1 + max((number for number, _ in asked.values()), default=0)
-                asked[name] = number, load
-                _write(folder / _FILE, asked)
+            async with self._applying:
+                with _locked(folder):
+                    changes = _read(folder)
+                    number = 1 + max((number for number, _ in changes.values()), default=0)
+                    changes[name] = number, load
+                    _write(folder / _CHANGES_FILE, changes)
+                if self._applied == number - 1:  # nothing of others is in between
+                    self._applied = number
+                    self._report(folder, changes)
             os.kill(self._supervisor, signal.SIGHUP)  # which passes it on
-            async with asyncio.timeout(_FOLLOW_S):
+            async with asyncio.timeout(_APPLY_S):
                 # Other processes cannot set an event.
-                while any(note["followed"] < number for note in _notes(folder)):  # noqa: ASYNC110
-                    await asyncio.sleep(_LOOK_S)
+                while any(one["applied"] < number for one in _progress(folder)):  # noqa: ASYNC110
+                    await asyncio.sleep(_POLL_S)
         except TimeoutError:
             raise Unavailable(
-                f"model: not all workers have followed within {_FOLLOW_S:g} s; ask again",
+                f"model: not all workers have done it within {_APPLY_S:g} s; ask again",
                 retry_after_s=1,
             ) from None
         except (OSError, ValueError) as exc:
-            _log.error("models: the other workers could not be told: %s", exc)
+            _log.error("models: the other workers could not be reached: %s", exc)
             raise Unavailable(
-                "model: this worker did it, the others could not be told; see the server log"
+                "model: this worker did it, the others could not be reached; see the server log"
             ) from None
-        for note in _notes(folder):
-            for refused, message in note["refused"]:
+        for one in _progress(folder):
+            for refused, (code, message) in one["refused"]:
                 if refused == number:
-                    raise InvalidInput(f"another worker refused it: {message}", field="model")
+                    kind = InvalidInput if code == InvalidInput.code else Unavailable
+                    raise kind(f"another worker refused it: {message}", field="model")
 
-    async def _to_its_end(self, work: Awaitable[None]) -> None:
-        """Do `work` also if the caller is cancelled, who has left."""
+    async def _uncancelled(self, work: Awaitable[None]) -> None:
+        """Do `work` to its end, also if the caller is cancelled because its client has left."""
         await asyncio.shield(self._start(work))
 
     def _start(self, work: Awaitable[None]) -> asyncio.Task[None]:
@@ -153,24 +170,24 @@ class Repository:
 
 
 def unloaded(folder: Path | None) -> frozenset[str]:
-    """The models that are unloaded by request; what cannot be read is reported by `follow`."""
+    """The models that requests unloaded; `apply_changes` reports a file that cannot be read."""
     with contextlib.suppress(OSError, ValueError):
         if folder is not None:
             return frozenset(name for name, (_, load) in _read(folder).items() if not load)
     return frozenset()
 
 
-def _notes(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of each worker, how far it has followed. Raises: OSError, ValueError."""
-    for path in folder.glob(f"{_NOTE}[0-9]*"):
+def _progress(folder: Path) -> Iterator[dict[str, Any]]:
+    """Of each worker. Raises: OSError, ValueError."""
+    for path in folder.glob(f"{_PROGRESS}[0-9]*"):
         with contextlib.suppress(FileNotFoundError):  # its worker has ended
             yield orjson.loads(path.read_bytes())
 
 
-def _read(folder: Path) -> _Asked:
+def _read(folder: Path) -> _Changes:
     """Raises: OSError, ValueError."""
     try:
-        found = orjson.loads((folder / _FILE).read_bytes())
+        found = orjson.loads((folder / _CHANGES_FILE).read_bytes())
     except FileNotFoundError:
         return {}
     return {name: (int(number), bool(load)) for name, (number, load) in found.items()}
@@ -185,6 +202,6 @@ def _write(path: Path, content: object) -> None:
 
 @contextlib.contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with (folder / f"{_FILE}.lock").open("w") as file:
+    with (folder / f"{_CHANGES_FILE}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)  # held by others for the time of a small file
         yield

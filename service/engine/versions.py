@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -63,12 +63,16 @@ class WeightsFolder:
         self._ignored: set[Path] = set()
 
     def read_all(
-        self, wanted: Sequence[str] = (), default_model: str = ""
+        self,
+        wanted: Sequence[str] = (),
+        default_model: str = "",
+        unloaded: Container[str] = (),
     ) -> tuple[ModelVersion, ...]:
         """Read the models `wanted`, or every model there is; the default model comes first.
 
         Of a model that is wanted as `NAME:VERSION`, also several times, these versions are read,
-        from now on. Without `default_model` that is `DEFAULT_MODEL`, or the only model.
+        from now on. Without `default_model` that is `DEFAULT_MODEL`, or the only model. What is
+        `unloaded` is not read now; its files may be missing or broken.
 
         Raises:
             InvalidWeightFile: the folder or a model is missing or must not be served.
@@ -95,7 +99,8 @@ class WeightsFolder:
                 "that does"
             )
         for name in names:
-            self._folder_of(name)
+            if name not in unloaded:
+                self._folder_of(name)
         default = default_model or (names[0] if len(names) == 1 else DEFAULT_MODEL)
         if default not in names:
             raise InvalidWeightFile(
@@ -103,7 +108,9 @@ class WeightsFolder:
                 f"{', '.join(names)}; set --default-model to one of them"
             )
         names.sort(key=lambda name: name != default)
-        return tuple(version for name in names for version in self.read(name))
+        return tuple(
+            version for name in names if name not in unloaded for version in self.read(name)
+        )
 
     def read(self, name: str) -> tuple[ModelVersion, ...]:
         """Read the versions of the model `name` that are to be served, the highest first.

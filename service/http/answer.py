@@ -73,13 +73,18 @@ def refusal(status: int, code: str, message: str, field: str = "", headers: byte
     return Answer(status, JSON, body, headers)
 
 
-def speaks_protocol(path: str) -> bool:
-    """Whether errors below `path` have the form of `protocol_error`."""
+def has_plain_errors(path: str) -> bool:
+    """Whether errors below `path` have the form of `plain_error`."""
     return path == "/v2" or path.startswith(("/v2/", "/v1/"))
 
 
-def protocol_error(status: int, message: str, headers: bytes = b"") -> Answer:
-    """An error as the Open Inference Protocol has it, and TensorFlow Serving."""
+def plain_error_answer(error: ServiceError) -> Answer:
+    """`error` in that form."""
+    return plain_error(STATUS[error.code], error.message, headers_of(error))
+
+
+def plain_error(status: int, message: str, headers: bytes = b"") -> Answer:
+    """An error as the Open Inference Protocol and TensorFlow Serving have it: one string."""
     text = message.encode("utf-8", "replace").decode()
     return Answer(status, JSON, orjson.dumps({"error": text}), headers)
 

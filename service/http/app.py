@@ -23,9 +23,10 @@ from service.errors import Cancelled, ServiceError, shown
 from service.http.answer import (
     INTERNAL_ERROR,
     Answer,
-    protocol_error,
+    has_plain_errors,
+    plain_error,
+    plain_error_answer,
     refusal,
-    speaks_protocol,
 )
 from service.http.head import FastRoute
 from service.http.infer import InferRoute
@@ -43,7 +44,7 @@ from service.http.openapi import (
 from service.http.predict import PredictRoute
 from service.http.tensorflow import PREFIX as TENSORFLOW
 from service.http.tensorflow import TensorflowRoute, status_routes
-from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, on_service_error, protocol_routes
+from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, protocol_routes
 from service.keys import Keys
 from service.metrics import CONTENT_TYPE, Metrics
 
@@ -162,6 +163,11 @@ def create_app(
         """Models, versions, digests, accuracy, device and limits."""
         return info()
 
+    async def on_service_error(_: Request, error: Exception) -> Response:
+        # Of the routes below /v1 and /v2: the others answer errors themselves, or have none.
+        assert isinstance(error, ServiceError), "bug: registered for ServiceError"
+        return _response(plain_error_answer(error))
+
     async def on_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "bug: registered for HTTPException"
         paths = [path for path in app.openapi()["paths"] if "{" not in path]
@@ -169,8 +175,8 @@ def create_app(
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
-        if speaks_protocol(request.scope["path"]):
-            return _response(protocol_error(500, "internal error; see the server log"))
+        if has_plain_errors(request.scope["path"]):
+            return _response(plain_error(500, "internal error; see the server log"))
         return _response(INTERNAL_ERROR)
 
     app.add_exception_handler(ServiceError, on_service_error)
@@ -248,8 +254,8 @@ def _routing_error_response(
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
     code = _ROUTING_CODES.get(error.status_code, "invalid_input")
-    if speaks_protocol(path):
-        response = _response(protocol_error(error.status_code, message))
+    if has_plain_errors(path):
+        response = _response(plain_error(error.status_code, message))
     else:
         response = _response(refusal(error.status_code, code, message))
     response.headers.update(headers)

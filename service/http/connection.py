@@ -41,7 +41,7 @@ from uvicorn.server import ServerState
 from service.access_log import AccessLog
 from service.budget import Budget
 from service.errors import ServiceError, shown
-from service.http.answer import INTERNAL_ERROR, Answer, refusal, status_line
+from service.http.answer import INTERNAL_ERROR, STATUS, Answer, refusal, status_line
 from service.http.exchange import BUFFERED_BYTES, AsgiExchange, Exchange
 from service.http.gate import Gate
 from service.http.handshake import Handshake
@@ -70,6 +70,13 @@ _LARGE_READ_BYTES = 128 * 1024
 up to 7 ms (H200 machine, 2026-11-22)."""
 _STOP_S = 1.0
 """At a stop, the most that a client may take for headers, or to read its answers."""
+_UNREAD_BYTES = 64 * 1024
+"""Over TLS, what a client has not read is neither counted nor timed up to so many bytes; in the
+clear that is uvloop's mark."""
+_UNREAD_LOOK_S = 0.01
+_FAILURES = (STATUS["internal"], STATUS["unavailable"])
+"""Logged with the ids that the client sent. Late answers are not: any client can cause them."""
+_LOGGED_CHARACTERS = 200
 _KNOWN_HEADS = 512
 _KNOWN_HEAD_BYTES = 2048
 _KNOWN_STARTS = 512
@@ -199,6 +206,7 @@ class Connection(asyncio.Protocol):
         )
         self.loop = loop
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
+        self.plain: asyncio.Transport | None = None  # what TLS writes to
         self.client: tuple[str, int] | None = None
         self.server: tuple[str, int] | None = None
         self._parser = httptools.HttpRequestParser(self)
@@ -457,7 +465,7 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._blocked_since_s = self.loop.time()
         self._drained = asyncio.Event()
-        self._written_bytes = self.transport.get_write_buffer_size()
+        self._written_bytes = self._unread()
         self._hold_answers()
         self.door.budget.watch(self)
         self._set_reading()
@@ -492,11 +500,13 @@ class Connection(asyncio.Protocol):
     def check_time(self, now_s: float) -> None:
         """Close the connection if it waited too long for its client."""
         door, transport = self.door, self.transport
-        unread_bytes, before = transport.get_write_buffer_size(), self._unread_bytes
+        unread_bytes, before = self._unread(), self._unread_bytes
         self._unread_bytes = unread_bytes
         write_s = min(door.write_timeout_s, _STOP_S if self._stopping else door.write_timeout_s)
         header_s = min(door.header_timeout_s, _STOP_S if self._stopping else door.header_timeout_s)
         waited_s = now_s - self._since_s
+        if self._blocked_since_s:
+            self._hold_answers()
         if transport.is_closing():  # once all is written, which a client may prevent
             self._closed_since_s = self._closed_since_s or now_s
             if unread_bytes < before:
@@ -504,7 +514,6 @@ class Connection(asyncio.Protocol):
             if now_s - self._closed_since_s > write_s:
                 transport.abort()
         elif self._blocked_since_s:
-            self._hold_answers()
             if unread_bytes < before:
                 self._blocked_since_s = now_s
             if now_s - self._blocked_since_s > write_s:
@@ -586,7 +595,7 @@ class Connection(asyncio.Protocol):
             return
         self._opened = self._opened or head
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
-        kind = AsgiExchange if head.route is None else FastExchange
+        kind = AsgiExchange if head.route is None and head.answer is None else FastExchange
         exchange: Exchange = kind(self, head)
         self._arriving = exchange
         self._line.append(exchange)
@@ -639,6 +648,7 @@ class Connection(asyncio.Protocol):
                 self._waiting_bytes = max(0, self._waiting_bytes - waited) if line else 0
                 self._written_bytes += waited + len(ready)
                 self._hold_answers()
+            self.look_at_unread()
         if close:
             self._finish()
         elif line:
@@ -661,25 +671,50 @@ class Connection(asyncio.Protocol):
         if self._held_bytes:
             self._written_bytes += len(piece)
             self._hold_answers()
+        self.look_at_unread()
 
     def keep(self, answer: bytes) -> None:
         """An answer waits for those before it."""
         self._waiting_bytes += len(answer)
         self._hold_answers()
 
+    def _unread(self) -> int:
+        """Bytes that are written and that the client has not taken."""
+        unread = self.transport.get_write_buffer_size()
+        return unread if self.plain is None else unread + self.plain.get_write_buffer_size()
+
+    def look_at_unread(self) -> None:
+        """Over TLS, pause and resume writing.
+
+        Its transport would do so by what is not encrypted yet, and it encrypts all at once.
+        """
+        if self.plain is None or self.transport.is_closing():
+            return
+        much = self._unread() > _UNREAD_BYTES
+        if much and not self._blocked_since_s:
+            self.pause_writing()
+            self.loop.call_later(_UNREAD_LOOK_S, self._look_again)
+        elif not much and self._blocked_since_s:
+            self.resume_writing()
+
+    def _look_again(self) -> None:
+        self.look_at_unread()
+        if self._blocked_since_s:
+            self.loop.call_later(_UNREAD_LOOK_S, self._look_again)
+
     def _hold_answers(self) -> None:
         """Hold in the budget what was answered and is not sent.
 
         Up to the transport's mark for `pause_writing`, 64 KiB, it is not counted.
         """
-        unread = self.transport.get_write_buffer_size() if self._blocked_since_s else 0
+        unread = self._unread() if self._blocked_since_s else 0
         held, self._held_bytes = self._held_bytes, unread + self._waiting_bytes
         self.door.budget.add(self._held_bytes - held)
 
     @property
     def moved_bytes(self) -> int:
         """What the client has read since it reads too slowly."""
-        return self._written_bytes - self.transport.get_write_buffer_size()
+        return self._written_bytes - self._unread()
 
     def evict(self) -> None:
         """The client reads slowly, and others need the memory of its answers."""
@@ -805,7 +840,7 @@ class RefusedExchange(Exchange):
 
 
 class FastExchange(Exchange):
-    """A request on a fast route."""
+    """A request on a fast route, or one that the gate has answered."""
 
     head: Head
     _call: FastCall | None = None
@@ -813,17 +848,20 @@ class FastExchange(Exchange):
 
     def open(self) -> None:
         head = self.head
+        route, answer = head.route, head.answer
         self.note_beginning()
-        assert head.route is not None, "bug: not a fast route"
-        if head.error is not None:
-            answer = head.route.refuse(head.error)
-            unwanted = head.expects_continue or head.chunked or head.error.code == "too_large"
-            if unwanted or (head.length or 0) > BUFFERED_BYTES:
+        if answer is None:
+            assert route is not None, "bug: not a fast route"
+            answer = None if head.error is None else route.refuse(head.error)
+        if answer is not None:
+            unwanted = head.expects_continue or head.chunked or (head.length or 0) > BUFFERED_BYTES
+            if unwanted or answer.status in (200, STATUS["too_large"]):  # 200: to a preflight
                 self._reply(answer)
             else:  # a small body is read and dropped, so that the connection can be kept
                 self._refusal = answer
             return
-        self._call = head.route.open(head.wanted, self._reply)
+        assert route is not None, "bug: not a fast route"
+        self._call = route.open(head.wanted, self._reply)
         if head.expects_continue:
             self.ask_for_body()
 
@@ -877,8 +915,9 @@ class FastExchange(Exchange):
         connection, head = self.connection, self.head
         self.close = connection.will_close(self)
         first = connection.encode(head, answer, self.close)
-        if answer.status >= 500 and head.ids:
-            _log.error("%s was answered with %d: %s", self.request, answer.status, head.ids)
+        if answer.status in _FAILURES and head.ids:
+            request = self.request[:_LOGGED_CHARACTERS]
+            _log.error("%s was answered with %d: %s", request, answer.status, head.ids)
         if connection.door.access is not None:
             self.log(answer.status, sum(map(len, answer.rest), len(answer.body)))
         if not connection.is_first(self):

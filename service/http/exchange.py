@@ -14,6 +14,7 @@ from service.errors import ServiceError
 from service.http.answer import INTERNAL_ERROR, Answer, status_line
 from service.http.head import Head
 from service.ids import Ids
+from service.listener import at
 
 if TYPE_CHECKING:
     from service.http.connection import Connection, FrontDoor
@@ -64,7 +65,9 @@ class Exchange:
         connection = self.connection
         if connection.door.access is not None:
             now_s = time.perf_counter()  # the loop's clock stands still during a turn
-            client = "{}:{}".format(*connection.client) if connection.client else "-"
+            client = at(*connection.client) if connection.client else "-"
+            if self.head is not None and self.head.method == b"HEAD":
+                size = 0
             connection.door.access.add(
                 connection.door.scheme.decode(),
                 client,
@@ -229,11 +232,11 @@ class AsgiExchange(Exchange):
         self._sent_bytes += len(body)
         if more:
             self.connection.transport.write(data)
+            self.connection.look_at_unread()
         else:
             self.answer = data
             assert self._response is not None, "bug: an end before its start"
-            sent = 0 if self.head.method == b"HEAD" else self._sent_bytes
-            self.log(self._response["status"], sent)
+            self.log(self._response["status"], self._sent_bytes)
             self._arrived.set()
             self.connection.flush()
         await self.connection.drained()

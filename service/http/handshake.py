@@ -1,7 +1,7 @@
 """The TLS handshake of a connection that is accepted already.
 
-A server that is made with a TLS context tells the connection of its client only after the
-handshake: whoever connects and then keeps silent would count nowhere.
+A server that is made with a TLS context makes its protocol only after the handshake: clients that
+connect and then keep silent would escape the limits of connections and of time.
 """
 
 from __future__ import annotations
@@ -14,6 +14,12 @@ if TYPE_CHECKING:
     from ssl import SSLContext
 
     from service.http.connection import Connection
+
+_UNLIMITED = 1 << 30
+"""`Connection.look_at_unread` decides instead."""
+
+_SHUTDOWN_S = 3600.0
+"""`Connection.check_time` ends it, when the client reads no more."""
 
 
 class Handshake(asyncio.Protocol):
@@ -36,7 +42,14 @@ class Handshake(asyncio.Protocol):
         if plain.is_closing():
             return
         securing = loop.create_task(
-            loop.start_tls(plain, self, tls, server_side=True, ssl_handshake_timeout=timeout_s)
+            loop.start_tls(
+                plain,
+                self,
+                tls,
+                server_side=True,
+                ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=_SHUTDOWN_S,
+            )
         )
         loop.call_soon(self._hand_on)  # in the same turn, so that nothing comes in between
         secured: asyncio.Transport | None = None
@@ -46,7 +59,8 @@ class Handshake(asyncio.Protocol):
             plain.abort()
             connection.connection_lost(None)
             return
-        connection.transport = secured
+        secured.set_write_buffer_limits(_UNLIMITED)
+        connection.transport, connection.plain = secured, plain
         secured.set_protocol(connection)
         for data in self._early:
             connection.data_received(data)

@@ -99,6 +99,7 @@ class Refused(Exception):
 class Head:
     """The checked headers of a request.
 
+    `answer` is that of a request which the gate does not let pass, `error` what its route found.
     `extra` are header lines of the answer. `known_length` is the length of the body where an equal
     header section may be taken for this one without parsing it: on a fast route, without error, on
     a connection that is kept. Else 0.
@@ -108,6 +109,7 @@ class Head:
     """
 
     __slots__ = (
+        "answer",
         "chunked",
         "error",
         "expects_continue",
@@ -187,9 +189,8 @@ class Head:
             named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         self.ids = Ids.read(named)
         self.extra = self.ids.line + gate.cors_lines(named)
-        if (stopped := gate.check(method, self.path, named)) is not None:
-            self.route, self.error = stopped
-        elif self.route is not None:
+        self.answer = gate.check(method, self.path, named)
+        if self.answer is None and self.route is not None:
             try:
                 self.wanted = self.route.read(self.query, named, values)
             except ServiceError as exc:

@@ -14,7 +14,7 @@ import orjson
 from lenet.nvtx import span
 from service.engine.queue import BatchAnswer, Request
 from service.errors import ServiceError, invalid, shown
-from service.http.answer import JSON, STATUS, Answer, headers_of, protocol_error
+from service.http.answer import JSON, Answer, plain_error_answer
 from service.http.infer_body import LENGTH_HEADER, Asked, read_infer_body
 from service.http.openapi import BINARY
 from service.http.predict import ENCODED_ROWS, IN_PLACE, ImageCall, ImageRoute, Reply, Wanted
@@ -64,7 +64,7 @@ class InferRoute(ImageRoute):
 
     def error(self, error: ServiceError) -> Answer:
         """The protocol's form."""
-        return protocol_error(STATUS[error.code], error.message, headers_of(error))
+        return plain_error_answer(error)
 
 
 class InferCall(ImageCall):

@@ -87,7 +87,8 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
         raise invalid(LENGTH_HEADER, str(json_bytes), expected)
     text = bytes(body) if json_bytes is None else bytes(body[:json_bytes])
     tensors = _Tensors(memoryview(body)[len(text) :])
-    document = json_document(text, '{"inputs": [...]}', max_images)
+    lists = _MAX_OBJECTS + (2 + HEIGHT) * max_images
+    document = json_document(text, '{"inputs": [...]}', _MAX_OBJECTS, lists)
     parameters = _parameters(document, "")
     booleans = b"true" in text or b"false" in text
     images = read_images(_inputs(document, tensors, booleans, max_images), max_images)
@@ -118,25 +119,23 @@ class _Tensors:
         return taken
 
 
-def json_document(
-    text: bytes, form: str, max_images: int, objects: int = _MAX_OBJECTS
-) -> dict[str, Any]:
-    """The object in `text`, with at most so many objects; messages say that `form` is expected.
+def json_document(text: bytes, form: str, objects: int, lists: int) -> dict[str, Any]:
+    """The object in `text`, with at most so many objects and lists; messages expect `form`.
 
     Raises: InvalidInput, TooLarge, MemoryError.
     """
     if len(text) > _MOST_JSON_BYTES:
         raise TooLarge(
-            f"body: got {len(text)} bytes of JSON, expected at most {_MOST_JSON_BYTES}; send the "
-            "images as binary tensors",
+            f"body: got {len(text)} bytes of JSON, expected at most {_MOST_JSON_BYTES}; send fewer "
+            "images at a time, or bytes to /predict or /v2",
             field="body",
         )
     if len(text) > _UNCHECKED_BYTES:
         # orjson holds the interpreter lock while it builds them all.
         if text.count(b"{") > objects:
             raise invalid("body", f"more than {objects} objects", f"{form} with images in bounds")
-        if text.count(b"[") > _MAX_OBJECTS + (2 + HEIGHT) * max_images:
-            message = f"body: got more lists than {max_images} images have, the most in a request"
+        if text.count(b"[") > lists:
+            message = f"body: got more than {lists} lists, the most that the images may have"
             raise TooLarge(message, field="body")
     return json_object(text, form)
 

@@ -228,7 +228,7 @@ def predict_openapi() -> dict[str, Any]:
                 "query",
                 "version",
                 {"type": "string"},
-                "Expected version of the model; 404 if another is loaded.",
+                "The version of the model, 404 if it is not loaded; the highest without.",
             ),
             _parameter(
                 "query",
@@ -325,16 +325,20 @@ def tensorflow_openapi(*, versioned: bool) -> dict[str, Any]:
         "additionalProperties": False,
     }
     forms = (_NESTED, _FLAT, encoded_image)
-    images = {
-        "description": "Images of one form: 28 rows of 28 pixels, 784 pixels, or their bytes.",
-        "anyOf": [{"type": "array", "minItems": 1, "items": form} for form in forms],
+    named = [_named_image(form) for form in forms]
+    rows = {
+        "description": "Images of one form: 28 rows of 28 pixels, 784 pixels, or their bytes, each "
+        "also as `image` of an object.",
+        "anyOf": [{"type": "array", "minItems": 1, "items": form} for form in (*forms, *named)],
     }
+    lists = [{"type": "array", "minItems": 1, "items": form} for form in forms]
+    columns = {"description": "The same.", "anyOf": [*lists, *map(_named_image, lists)]}
     schema = {
         "type": "object",
         "properties": {
-            "signature_name": {"enum": ["serving_default"]},
-            "instances": images,
-            "inputs": images,
+            "signature_name": {"enum": ["", "serving_default"]},
+            "instances": rows,
+            "inputs": columns,
         },
         "additionalProperties": False,
         "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
@@ -352,12 +356,22 @@ def tensorflow_openapi(*, versioned: bool) -> dict[str, Any]:
     }
 
 
+def _named_image(schema: dict[str, Any]) -> dict[str, Any]:
+    """An object with `schema` as its `image`."""
+    return {
+        "type": "object",
+        "required": ["image"],
+        "properties": {"image": schema},
+        "additionalProperties": False,
+    }
+
+
 def model_parameters(*, versioned: bool) -> list[dict[str, Any]]:
-    """The parameters of a path below /v2/models."""
+    """The parameters of a path that names a model."""
     text = {"type": "string", "minLength": 1}
     parameters = [_parameter("path", "model", text, "The model.")]
     if versioned:
-        description = "Expected version of the model; 404 if another is loaded."
+        description = "The version of the model; 404 if it is not loaded."
         parameters.append(_parameter("path", "version", text, description))
     return [{**parameter, "required": True} for parameter in parameters]
 

@@ -18,7 +18,7 @@ from lenet.pixels import Probabilities
 from service.engine.models import Models
 from service.engine.queue import BatchAnswer, Request
 from service.errors import ServiceError
-from service.http.answer import JSON, STATUS, Answer, headers_of, protocol_error
+from service.http.answer import JSON, Answer, plain_error_answer
 from service.http.openapi import ProtocolError, model_parameters
 from service.http.predict import ENCODED_ROWS, ImageCall, ImageRoute, Reply, Wanted
 from service.http.tensorflow_body import read_tensorflow_body
@@ -60,7 +60,7 @@ class TensorflowRoute(ImageRoute):
 
     def error(self, error: ServiceError) -> Answer:
         """`{"error": "..."}`, as TensorFlow Serving's."""
-        return protocol_error(STATUS[error.code], error.message, headers_of(error))
+        return plain_error_answer(error)
 
 
 class TensorflowCall(ImageCall):
@@ -136,14 +136,14 @@ def status_routes(models: Models) -> APIRouter:
     }
 
     async def status(request: HttpRequest) -> dict[str, Any]:
-        """Its versions; AVAILABLE once the service is ready."""
-        name, version = request.path_params["model"], request.path_params.get("version")
-        found = (models.get(name, version),) if version else models.versions(name)
-        state = "AVAILABLE" if models.ready else "LOADING"
+        """Its versions; AVAILABLE until the service stops."""
+        name, version = request.path_params["model"], request.path_params.get("version", "")
+        state = "AVAILABLE" if models.ready else "UNLOADING"  # HTTP begins when they are loaded
         fine = {"error_code": "OK", "error_message": ""}
         return {
             "model_version_status": [
-                {"version": one.version.version, "state": state, "status": fine} for one in found
+                {"version": one.version.version, "state": state, "status": fine}
+                for one in models.select(name, version)
             ]
         }
 

@@ -37,7 +37,12 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
     Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is).
     """
     text = bytes(body)
-    document = json_document(text, '{"instances": [...]}', max_images, objects=max_images + 2)
+    document = json_document(
+        text,
+        '{"instances": [...]}',
+        objects=2 * max_images + 2,  # {"image": {"b64": ...}}
+        lists=(1 + HEIGHT + PIXELS) * max_images + 2,  # each number may be in one
+    )
     signature = document.pop("signature_name", "")
     if signature not in _SIGNATURES:
         raise invalid("signature_name", shown(signature), f"none, or {_SIGNATURES[1]!r}")

@@ -1,11 +1,12 @@
-"""The routes of the Open Inference Protocol besides inference: health, metadata, configuration.
+"""The routes of the Open Inference Protocol besides inference.
 
-Inference is `http.infer`'s, on the connection itself. Errors are objects with one string, `error`.
+These are health, metadata, configuration, statistics and the repository. Inference is
+`http.infer`'s, on the connection itself. Errors are objects with one string, `error`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from inspect import isawaitable
 from typing import Any
@@ -17,8 +18,7 @@ from pydantic import BaseModel, Field
 from lenet import DISTRIBUTION, distribution_version
 from service.engine.models import Models, ServedModel
 from service.engine.repository import Repository
-from service.errors import InvalidInput, ServiceError, TooLarge, invalid, shown
-from service.http.answer import STATUS, headers_of, protocol_error
+from service.errors import InvalidInput, TooLarge, invalid, shown
 from service.http.openapi import Health, ProtocolError, model_parameters
 from service.keys import Keys
 from service.metrics import Metrics
@@ -112,33 +112,38 @@ def protocol_routes(
         response.status_code = 200 if models.ready else 503
         return Health(live=True, ready=models.ready)
 
-    def metadata(served: ServedModel, _: Response) -> ModelDescription:
+    def metadata(served: Sequence[ServedModel], _: Response) -> ModelDescription:
         """The tensors of a model."""
-        versions = [one.version.version for one in models.versions(served.version.name)]
-        return ModelDescription(**asdict(model_metadata(served.version, versions)))
+        version = served[0].version
+        versions = [one.version.version for one in models.select(version.name)]
+        return ModelDescription(**asdict(model_metadata(version, versions)))
 
-    def readiness(served: ServedModel, response: Response) -> ModelReadiness:
+    def readiness(served: Sequence[ServedModel], response: Response) -> ModelReadiness:
         """200 if it is loaded and the server is ready."""
         response.status_code = 200 if models.ready else 503
-        return ModelReadiness(name=served.version.name, ready=models.ready)
+        return ModelReadiness(name=served[0].version.name, ready=models.ready)
 
-    def configuration(served: ServedModel, _: Response) -> dict[str, Any]:
+    def configuration(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
         """As Triton's clients read it. `max_batch_size`: images in one request."""
-        return model_config(served.version, max_images)
+        return model_config(served[0].version, max_images)
 
     unknown: dict[int | str, dict[str, Any]] = {
         404: {"model": ProtocolError, "description": "No such model or version"}
     }
 
     def add(
-        path: str, answer: Callable[[ServedModel, Response], Any], kind: Any, summary: str
+        path: str, answer: Callable[[Sequence[ServedModel], Response], Any], kind: Any, summary: str
     ) -> None:
-        """The same route with and without a version; `answer` may be a coroutine function."""
+        """The same route with and without a version.
+
+        `answer` gets the version, or all of the model, the highest first; it may be a coroutine
+        function.
+        """
 
         async def endpoint(request: Request, response: Response) -> Any:
             # Not as arguments, for which FastAPI would document its own errors.
             named = request.path_params
-            found = answer(models.get(named["model"], named.get("version", "")), response)
+            found = answer(models.select(named["model"], named.get("version", "")), response)
             return await found if isawaitable(found) else found
 
         for owner in (MODEL, MODEL_VERSION):
@@ -153,9 +158,12 @@ def protocol_routes(
                 responses={**unknown, 503: {"model": kind}} if answer is readiness else unknown,
             )
 
-    async def statistics(served: ServedModel, _: Response) -> dict[str, Any]:
-        """Counts and durations since the start, of all workers, as Triton's clients read them."""
-        return await _statistics(metrics, (served,))
+    async def statistics(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
+        """Counts and durations since the start, of all workers, as Triton's clients read them.
+
+        Of the version, or of all of the model.
+        """
+        return await _statistics(metrics, served)
 
     @router.get("/models/stats", summary="Statistics of all models")
     async def all_statistics() -> dict[str, Any]:
@@ -212,19 +220,10 @@ def protocol_routes(
     return router
 
 
-async def _statistics(metrics: Metrics, served: Iterable[ServedModel]) -> dict[str, Any]:
+async def _statistics(metrics: Metrics, served: Sequence[ServedModel]) -> dict[str, Any]:
     totals = await metrics.totals()
     versions = [one.version for one in served]
     return {"model_stats": [model_statistics(one, totals[one.key]) for one in versions]}
-
-
-def on_service_error(_: Request, error: Exception) -> Response:
-    """Its status in the protocol's form, for the application to register."""
-    assert isinstance(error, ServiceError), "bug: registered for ServiceError"
-    answer = protocol_error(STATUS[error.code], error.message)
-    lines = [line.split(": ", 1) for line in headers_of(error).decode().splitlines()]
-    kind = answer.media_type.decode()
-    return Response(answer.body, answer.status, dict(lines), media_type=kind)
 
 
 _REFUSED: dict[int | str, dict[str, Any]] = {

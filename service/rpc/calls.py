@@ -66,15 +66,16 @@ SPARE_CALLS = 64
 Stream: TypeAlias = Literal["inference", "reflection", "health"]
 
 MAX_STREAMS = 64
-"""Calls that last, of reflection and of watched health each. They are among the others."""
+"""Calls that last, of each kind; they are among the others."""
 
 _INFERENCE_STREAMS = 8
-"""Streams of requests that are always possible, at most `MAX_STREAMS`. Each may bring the largest
+"""Streams for inference that are always possible, at most `MAX_STREAMS`. Each may bring the largest
 message at any time, which is counted when it has arrived, so that more are only possible if the
 budget has room for one of each."""
 
 _IDLE_STREAM_S = 10.0
-"""A stream whose client has sent and read nothing for so long makes room for another."""
+"""A stream for inference that has nothing to compute makes room for another if its client has sent
+no whole message and read none for so long: gRPC shows no progress within one."""
 
 MESSAGE_S = 10.0
 """A message that takes longer ends its call, however much time the call has."""
@@ -190,8 +191,10 @@ class OpenCall:
     """Of a stream for inference: when its client last sent or read, in `time.monotonic()`."""
     waits = False
     """Whether its next message may come at any time."""
+    computing = False
+    """Whether the next answer of a stream for inference is not there yet."""
     stream: Stream | None = None
-    """If it lasts until someone ends it, at the latest a stop."""
+    """The kind of a call that lasts until someone ends it, at the latest a stop."""
     ended: ServiceError | None = None
     """Why the server ended it early, if it did."""
 
@@ -334,7 +337,7 @@ class Calls:
             # A call that was cancelled, or whose message is too large, ends here, too: grpc cancels
             # this task in one of the next turns.
             await asyncio.sleep(_TICK_S)
-            raise InvalidInput("message: got none, expected a ModelInferRequest", field="message")
+            raise InvalidInput("message: got none, expected a request", field="message")
         return message
 
     async def _receive(self, call: OpenCall) -> bytes | None:
@@ -511,9 +514,9 @@ class Calls:
 
     def _end_longest_idle(self) -> bool:
         """Make room for a stream; whether that was possible."""
-        streams = [call for call in self._open if call.stream == "inference"]
-        longest = min(streams, key=lambda call: call.moved_s)
-        if time.monotonic() - longest.moved_s < _IDLE_STREAM_S:
+        streams = [call for call in self._open if call.stream == "inference" and not call.computing]
+        longest = min(streams, key=lambda call: call.moved_s, default=None)
+        if longest is None or time.monotonic() - longest.moved_s < _IDLE_STREAM_S:
             return False
         self._end(longest, Overloaded("another stream needs the place of this, which is idle"))
         return True
@@ -532,7 +535,12 @@ class Calls:
     def _tick_now(self) -> None:
         if self._goaway is not None and self._goaway.is_set():
             waiting = [call for line in self._lines.values() for call in line]
-            streams = [call for call in self._open if call.stream is not None]
+            # The others have a request of which they learn that it is the last.
+            streams = [
+                call
+                for call in self._open
+                if call.stream is not None and (call.waits or call.stream != "inference")
+            ]
             for call in (*self._slow(), *waiting, *streams):
                 self._end(call, stopping())
             return

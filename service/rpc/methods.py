@@ -114,7 +114,7 @@ def add_methods(
     methods = _Methods(calls)
     questions = {
         name: handler(
-            methods.single(getattr(inference, name), getattr(pb, f"{name}Request"), access)
+            methods.single(name, getattr(inference, name), getattr(pb, f"{name}Request"), access)
         )
         for name, access in _QUESTIONS.items()
     }
@@ -126,7 +126,8 @@ def add_methods(
         found: AsyncIterator[Message] = reflected.ServerReflectionInfo(requests, None)
         return found
 
-    info = stream(methods.stream(reflect, reflection_pb2.ServerReflectionRequest, "reflection"))
+    name, kind = "ServerReflectionInfo", reflection_pb2.ServerReflectionRequest
+    info = stream(methods.stream(name, reflect, kind, "reflection"))
     services = {
         SERVICE: {
             **questions,
@@ -134,10 +135,10 @@ def add_methods(
             "ModelStreamInfer": stream(inference.ModelStreamInfer),
         },
         _HEALTH_SERVICE: {
-            "Check": handler(methods.single(health.check, request, "public")),
-            "Watch": stream(methods.stream(health.watch, request, "health")),
+            "Check": handler(methods.single("Check", health.check, request, "public")),
+            "Watch": stream(methods.stream("Watch", health.watch, request, "health")),
         },
-        **{name: {"ServerReflectionInfo": info} for name in _REFLECTION},
+        **{service: {name: info} for service in _REFLECTION},
     }
     server.add_generic_rpc_handlers(
         tuple(grpc.method_handlers_generic_handler(name, found) for name, found in services.items())
@@ -152,11 +153,12 @@ class _Methods:
 
     def single(
         self,
+        name: str,
         answer: Callable[[Any], Message | Awaitable[Message]],
         request: type[Message],
         access: Access = "user",
     ) -> Callable[[object, Context], Any]:
-        """Of a method with one `answer` to one `request`."""
+        """Of the method `name`, with one `answer` to one `request`."""
         calls = self._calls
 
         async def work(call: OpenCall) -> bytes:
@@ -171,18 +173,19 @@ class _Methods:
                 return calls.open(context, began_s, MESSAGE_S, spare=SPARE_CALLS, access=access)
 
             found = await self._outcome(admit, work)
-            calls.log(context, _name(request), found, began_s)
+            calls.log(context, name, found, began_s)
             return await calls.answered(context, found)
 
         return handle
 
     def stream(
         self,
+        name: str,
         answers: Callable[[AsyncIterator[Any]], AsyncIterator[Message]],
         request: type[Message],
         kind: Stream,
     ) -> Callable[[object, Context], Any]:
-        """Of a method that makes a stream of `answers` of a stream of `request`."""
+        """Of the method `name`, which makes a stream of `answers` of a stream of `request`."""
         calls = self._calls
 
         async def requests(call: OpenCall) -> AsyncIterator[Message]:
@@ -197,7 +200,7 @@ class _Methods:
         async def handle(messages: object, context: Context) -> None:
             began_s = time.monotonic()
             found = await self._outcome(lambda: calls.open_stream(context, kind), work)
-            calls.log(context, _name(request), found, began_s)
+            calls.log(context, name, found, began_s)
             if isinstance(found, Status):
                 await abort(context, found)
 
@@ -220,10 +223,6 @@ class _Methods:
         finally:
             if call is not None:
                 self._calls.close(call)
-
-
-def _name(request: type[Message]) -> str:
-    return request.DESCRIPTOR.name.removesuffix("Request")
 
 
 def _parsed(request: type[Message], message: bytes) -> Message:

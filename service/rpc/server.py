@@ -13,9 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 
 import grpc
 
@@ -23,7 +24,6 @@ from service.access_log import AccessLog
 from service.budget import Budget
 from service.engine.models import Models
 from service.engine.repository import Repository
-from service.errors import CannotListen
 from service.images.decoders import Decoders
 from service.keys import Keys
 from service.listener import at, cannot_listen, probe
@@ -47,7 +47,9 @@ _LAST_STATUSES_S = 0.5
 """From the end of the drain timeout until connections are closed: for the statuses of the rest."""
 
 _RESTART_S = 0.02
-"""Between attempts to take the port of a server that has ended."""
+"""Before the first attempt to take the port of a server that has ended; later ones wait longer."""
+
+_QUIET_ATTEMPTS = 10
 
 _ACCEPTING = "_server_main_loop"
 """In the name of the task in which a grpcio server accepts calls."""
@@ -91,6 +93,7 @@ class GrpcServer:
                 else:
                     self.port = server.add_secure_port(at(address, self.port), self._credentials)
             except RuntimeError as exc:  # in use since the probe
+                await server.stop(None)
                 raise cannot_listen(
                     address, self.port, OSError(errno.EADDRINUSE, str(exc))
                 ) from exc
@@ -141,10 +144,16 @@ class GrpcServer:
         closing = asyncio.create_task(ended.stop(self._timeout_s))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
-        while not self._stopping:
-            await asyncio.sleep(_RESTART_S)
-            with suppress(CannotListen):  # not closed yet
+        for attempt in itertools.count(1):
+            await asyncio.sleep(min(_RESTART_S * attempt, 1.0))
+            if self._stopping:
+                return
+            try:
                 await self.start()
+            except Exception as exc:  # noqa: BLE001 - without it nobody would try again
+                if attempt == _QUIET_ATTEMPTS:  # usually the former is not closed yet
+                    _log.error("gRPC cannot be started anew, trying on: %r", exc)
+            else:
                 return
 
 

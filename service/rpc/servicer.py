@@ -150,7 +150,7 @@ class InferenceServicer:
     def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
         """The model's tensors."""
         version = self._models.get(request.name, request.version).version
-        loaded = [one.version.version for one in self._models.versions(version.name)]
+        loaded = [one.version.version for one in self._models.select(version.name)]
         metadata = model_metadata(version, loaded)
         return pb.ModelMetadataResponse(
             name=metadata.name,
@@ -170,11 +170,10 @@ class InferenceServicer:
         self, request: pb.ModelStatisticsRequest
     ) -> pb.ModelStatisticsResponse:
         """Counts and durations since the start; of all models if the request names none."""
-        served = self._models.served
-        if request.version:
-            served = (self._models.get(request.name, request.version),)
-        elif request.name:
-            served = self._models.versions(request.name)
+        named = request.name or request.version
+        served = (
+            self._models.select(request.name, request.version) if named else self._models.served
+        )
         totals = await self._metrics.totals()
         found = [model_statistics(one.version, totals[one.version.key]) for one in served]
         return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
@@ -249,57 +248,72 @@ class InferenceServicer:
             nvtx.end(opened)
 
     async def _stream(self, context: Context) -> bytes | Status:
-        call = None
-        answers: _Answers = asyncio.Queue()
-        room = asyncio.Semaphore(_STREAM_AHEAD)
-        writing = None
         try:
             call = self._calls.open_stream(context, "inference")
-            writing = asyncio.create_task(_write_answers(call, answers, room))
-            writing.add_done_callback(lambda task: task.cancelled() or task.exception())
-            while await room.acquire():
-                message = await self._calls.receive_next(call)
-                if message is None:
-                    break
-                request = _Request(time.monotonic(), self._timeout_s)
-                images: Images | Exception
-                try:
-                    images = await self._decode(request, message)
-                except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-                    images = exc
-                    request.id = _id_of(message)
-                del message
-                count = 1
-                if not isinstance(images, Exception):
-                    for _ in range(min(len(images) // _IMAGES_OF_ONE, _STREAM_AHEAD - 1)):
-                        await room.acquire()
-                        count += 1
-                if call.held_bytes:  # the images count until there is room for their answer
-                    self._calls.release(call)
-                answer = asyncio.create_task(self._stream_answer(request, images))
-                answers.put_nowait((answer, count))
+        except ServiceError as exc:
+            return self._failed(_Request(time.monotonic(), self._timeout_s), exc)
+        answers: _Answers = asyncio.Queue()
+        room = asyncio.Semaphore(_STREAM_AHEAD)
+        writing = asyncio.create_task(_write_answers(call, answers, room))
+        writing.add_done_callback(lambda task: task.cancelled() or task.exception())
+        outcome: bytes | Status = b""
+        try:
+            try:
+                await self._receive_all(call, answers, room)
+            except asyncio.CancelledError:
+                if not isinstance(call.ended, Unavailable):
+                    raise
+                outcome = status_of(call.ended)  # a stop
+            except Unavailable as exc:  # a stop, too
+                outcome = status_of(exc)
+            except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+                if call.ended is not None:  # another has its place, whether it reads or not
+                    return status_of(exc)
+                outcome = self._failed(_Request(time.monotonic(), self._timeout_s), exc)
             answers.put_nowait(None)
-            await asyncio.shield(writing)
+            await asyncio.shield(writing)  # what was received is answered
         except asyncio.CancelledError:
-            if call is None or call.ended is None:
+            if call.ended is None:  # the client left
                 raise
-            if (
-                isinstance(call.ended, Unavailable) and writing is not None
-            ):  # a stop: what was received is answered
-                answers.put_nowait(None)
-                await asyncio.wait((writing,))
             return status_of(call.ended)
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
             return status_of(exc)
         finally:
-            if writing is not None:
-                writing.cancel()
+            writing.cancel()
             while not answers.empty():
                 if (rest := answers.get_nowait()) is not None:
                     rest[0].cancel()
-            if call is not None:
-                self._calls.close(call)
-        return b""
+            self._calls.close(call)
+        return outcome
+
+    async def _receive_all(
+        self, call: OpenCall, answers: _Answers, room: asyncio.Semaphore
+    ) -> None:
+        """Begin to answer each message of a stream, until its client sends no more.
+
+        Raises: what `Calls.receive_next` raises.
+        """
+        while await room.acquire():
+            message = await self._calls.receive_next(call)
+            if message is None:
+                return
+            request = _Request(time.monotonic(), self._timeout_s)
+            images: Images | Exception
+            try:
+                images = await self._decode(request, message)
+            except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+                images = exc
+                request.id = _id_of(message)
+            del message
+            count = 1
+            if not isinstance(images, Exception):
+                for _ in range(min(len(images) // _IMAGES_OF_ONE, _STREAM_AHEAD - 1)):
+                    await room.acquire()
+                    count += 1
+            if call.held_bytes:  # the images count until there is room for their answer
+                self._calls.release(call)
+            answer = asyncio.create_task(self._stream_answer(request, images))
+            answers.put_nowait((answer, count))
 
     async def _stream_answer(self, request: _Request, images: Images | Exception) -> bytes:
         """One answer of a stream, serialized; an error is one, too."""
@@ -379,7 +393,10 @@ async def _write_answers(call: OpenCall, answers: _Answers, room: asyncio.Semaph
     while (next_one := await answers.get()) is not None:
         answer, count = next_one
         try:
-            await call.context.write(await answer)
+            call.computing = True
+            made = await answer
+            call.computing = False
+            await call.context.write(made)
             call.moved_s = time.monotonic()
         finally:
             answer.cancel()

@@ -46,16 +46,10 @@ def descriptors(service):
     return sum(len(list(Path(f"/proc/{pid}/fd").iterdir())) for pid in serving(service))
 
 
-def threads(service):
-    return sum(_status(pid)["Threads"] for pid in serving(service))
-
-
 def _status(pid):
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     pairs = (line.split(":", 1) for line in lines)
-    return {
-        name: int(text.split()[0]) for name, text in pairs if name in ("VmRSS", "VmHWM", "Threads")
-    }
+    return {name: int(text.split()[0]) for name, text in pairs if name in ("VmRSS", "VmHWM")}
 
 
 def samples(service):

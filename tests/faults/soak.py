@@ -36,11 +36,9 @@ from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.faults.checks import (
     NO_TRACE,
     decoding,
-    descriptors,
     outcomes,
     samples,
     serving,
-    threads,
     total,
 )
 from tests.faults.clients import RAW, ROUNDING, TIMEOUT_S, AsyncConnection, infer_request, request
@@ -66,7 +64,9 @@ GROWTH = {
     "decoders_mib": 32.0,
     "device_mib": 16.0,
 }
-"""How much each may grow from the end of the warm-up to the end, above the margin of the slope.
+"""How much each may grow from the end of the warm-up to the end, above the margin of the slope: of
+each worker by itself, whose warm-up begins with its start, and of what all share.
+
 RSS: what an allocator may keep of a rare burst. Descriptors and threads: connections that are open
 at the moment of a sample. Decoders: what they decode at that moment."""
 
@@ -135,7 +135,8 @@ class Soak:
         self.report = Report()
         self.over = asyncio.Event()
         self.killed_s = -1e9
-        self.readings: list[tuple[float, dict[str, float]]] = []
+        self.readings: dict[str, list[tuple[float, dict[str, float]]]] = {}
+        """Of each worker and of all they share: seconds since its first one, and what was read."""
         self.kills = self.reloads = 0
 
     # Sending and checking
@@ -514,21 +515,22 @@ class Soak:
             except AssertionError as exc:
                 self.report.wrong(f"a reload or a kill: {exc}")
 
-    async def watch(self, began_s):
+    async def watch(self):
+        began_s = {}
         while not self.over.is_set():
             with contextlib.suppress(OSError, KeyError):  # a worker that was just killed
                 decoders = decoding(self.service)
-                reading = {
-                    "rss_mib": sum(map(_resident_mib, serving(self.service))),
+                found = {f"worker {pid}": _of_worker(pid) for pid in serving(self.service)}
+                found["shared"] = {
                     "decoders": float(len(decoders)),
                     "decoders_mib": sum(map(_resident_mib, decoders)),
-                    "descriptors": float(descriptors(self.service)),
-                    "threads": float(threads(self.service)),
                 }
                 if (device := device_mib()) is not None:
-                    reading["device_mib"] = device
-                if not self.excused:
-                    self.readings.append((time.monotonic() - began_s, reading))
+                    found["shared"]["device_mib"] = device
+                now_s = time.monotonic()
+                for owner, reading in found.items() if not self.excused else ():
+                    age_s = now_s - began_s.setdefault(owner, now_s)
+                    self.readings.setdefault(owner, []).append((age_s, reading))
             await asyncio.sleep(SAMPLE_EVERY_S)
 
     async def run(self):
@@ -557,7 +559,7 @@ class Soak:
                     for _ in range(count):
                         group.create_task(self.forever(client, pause_s))
                 group.create_task(self.disturb())
-                group.create_task(self.watch(began_s))
+                group.create_task(self.watch())
                 await self._wait(began_s)
                 self.over.set()
 
@@ -604,17 +606,19 @@ class Soak:
             print(f"{kind:24} {count:9} {report.slowest_s[kind]:11.2f}")
         print(f"broken by a killed worker: {report.excused}")
         warm_s = min(600.0, max(20.0, self.options.duration / 5))
-        warm = [(at, reading) for at, reading in self.readings if at >= warm_s]
-        print(f"\n{'':12} {'last':>9} {'an hour':>10} {'margin':>9} {'growth':>9}")
-        for name in warm[0][1] if len(warm) > 3 else ():
-            at = np.array([at for at, _ in warm]) / 3600
-            values = np.array([reading[name] for _, reading in warm])
-            slope, margin = slope_and_margin(at, values)
-            growth = slope * (at[-1] - at[0])
-            line = f"{name:12} {values[-1]:9.1f} {slope:+10.2f} {margin:9.2f} {growth:+9.2f}"
-            print(line)
-            if (slope - margin) * (at[-1] - at[0]) > GROWTH[name]:
-                report.wrong(f"it grows: {line}")
+        print(f"\n{'':26} {'last':>9} {'an hour':>10} {'margin':>9} {'growth':>9}")
+        for owner, readings in self.readings.items():
+            warm = [(at, reading) for at, reading in readings if at >= warm_s]
+            for name in warm[0][1] if len(warm) > 3 else ():
+                at = np.array([at for at, _ in warm]) / 3600
+                values = np.array([reading[name] for _, reading in warm])
+                slope, margin = slope_and_margin(at, values)
+                growth = slope * (at[-1] - at[0])
+                numbers = f"{values[-1]:9.1f} {slope:+10.2f} {margin:9.2f} {growth:+9.2f}"
+                line = f"{owner:13} {name:12} {numbers}"
+                print(line)
+                if (slope - margin) * (at[-1] - at[0]) > GROWTH[name]:
+                    report.wrong(f"it grows: {line}")
         print(f"\n{len(report.violations)} wrong")
         for text in report.violations:
             print(f"  {text[:400]}")
@@ -628,6 +632,14 @@ def slope_and_margin(at, values):
     rest = values - values.mean() - slope * centred
     error = np.sqrt(float((rest**2).sum()) / max(1, len(at) - 2) / spread)
     return slope, 2 * float(error)
+
+
+def _of_worker(pid):
+    return {
+        "rss_mib": _resident_mib(pid),
+        "descriptors": float(len(os.listdir(f"/proc/{pid}/fd"))),  # noqa: PTH208
+        "threads": float(len(os.listdir(f"/proc/{pid}/task"))),  # noqa: PTH208
+    }
 
 
 def _resident_mib(pid):

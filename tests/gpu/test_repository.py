@@ -32,7 +32,7 @@ def post(connection, path, body, headers):
 
 @pytest.fixture
 def images():
-    """Of a request below the smallest batch, one that fills batches, and one that is split."""
+    """Of a request of one, one that fills half a batch, and one that is split."""
     generator = np.random.default_rng()
     return {rows: generator.integers(0, 256, (rows, 28, 28), np.uint8) for rows in (1, 64, 200)}
 

@@ -34,16 +34,25 @@ HEALTH = ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready")
 INDEX = ("/", "/info", "/metrics", "/openapi.json", "/docs", "/docs/static/swagger-ui.css", "/v2")
 ROUTES = [
     *(("GET", path, None, {}) for path in INDEX),
-    *(("GET", f"/v2/models/lenet{rest}", None, {}) for rest in ("", "/ready", "/config", "/stats")),
     ("GET", "/v2/models/stats", None, {}),
-    ("GET", "/v1/models/lenet", None, {}),
-    ("POST", "/v1/models/lenet:predict", TENSORFLOW, {}),
     ("POST", "/predict", SEVEN, BYTES),
-    ("POST", "/v2/models/lenet/infer", SEVEN, RAW),
-    ("POST", "/v2/models/lenet/versions/1/infer", SEVEN, RAW),
+    *(
+        route
+        for model in ("/models/lenet", "/models/lenet/versions/1")
+        for route in (
+            *(
+                ("GET", f"/v2{model}{rest}", None, {})
+                for rest in ("", "/ready", "/config", "/stats")
+            ),
+            ("POST", f"/v2{model}/infer", SEVEN, RAW),
+            ("GET", f"/v1{model}", None, {}),
+            ("POST", f"/v1{model}:predict", TENSORFLOW, {}),
+        )
+    ),
 ]
 REPOSITORY = [
     ("POST", "/v2/repository/index", None, {}),
+    ("POST", "/v2/repository/models/lenet/unload", None, {}),
     ("POST", "/v2/repository/models/lenet/load", None, {}),
 ]
 TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 784))
@@ -58,6 +67,7 @@ CALLS = {
 }
 ADMIN_CALLS = {
     "RepositoryIndex": pb.RepositoryIndexRequest(),
+    "RepositoryModelUnload": pb.RepositoryModelUnloadRequest(model_name="lenet"),
     "RepositoryModelLoad": pb.RepositoryModelLoadRequest(model_name="lenet"),
 }
 
@@ -135,6 +145,21 @@ def call(service, name, request, key=None, credentials=None):
         except grpc.RpcError as exc:
             return exc.code().name
     return "OK"
+
+
+def test_every_route_and_call_is_in_these_lists(start):
+    service = start().ready()
+    document = json.loads(service.get("/openapi.json")[1])
+    served = {
+        (method.upper(), path.format(model="lenet", version="1"))
+        for path, methods in document["paths"].items()
+        for method in methods
+    }
+    listed = {(method, path) for method, path, *_ in (*ROUTES, *REPOSITORY)}
+    assert served - listed == {("GET", path) for path in HEALTH}
+    calls = {call.name for call in pb.DESCRIPTOR.services_by_name["GRPCInferenceService"].methods}
+    others = {"ServerLive", "ServerReady", "ModelStreamInfer"}
+    assert calls == {*CALLS, *ADMIN_CALLS, *others}
 
 
 @pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "TLS"])
@@ -273,6 +298,16 @@ def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
         now = list(serial_numbers())
         assert not set(now) & set(before)
         before = now
+
+
+def test_a_worker_that_finds_half_a_certificate_waits_for_the_rest(start, certificates):
+    service = start("--workers", "2", *certificates.flags).ready(2)
+    (certificates.folder / "server.key").write_bytes(b"not yet")
+    os.kill(service.started_workers()[0], signal.SIGKILL)
+    service.wait_for(r"worker \d+: another try in 5 s, others serve")
+    assert ask(service, "GET", "/healthz", context=certificates.context())[0] == 200
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
 
 
 def test_the_clients_authority_is_read_again_on_a_hangup(start, certificates):

@@ -151,7 +151,7 @@ def test_every_worker_loads_and_unloads_what_one_of_them_was_asked_for(
 
 
 @OF_BOTH
-def test_only_administrators_may(serve, kind):
+def test_loads_and_unloads_need_a_key_of_an_administrator(serve, kind):
     service = serve(1)
     missing, refused = (401, 403) if kind is OverHttp else ("UNAUTHENTICATED", "PERMISSION_DENIED")
     for key, expected in ((None, missing), ("wrong" * 5, missing), (USER, refused)):
@@ -164,7 +164,7 @@ def test_only_administrators_may(serve, kind):
 
 
 @OF_BOTH
-def test_nobody_may_where_no_administrator_has_a_key(start, kind):
+def test_loads_and_unloads_are_forbidden_without_administrators_keys(start, kind):
     service = start().ready()
     refused = 403 if kind is OverHttp else "PERMISSION_DENIED"
     for key in (None, ADMIN):
@@ -228,6 +228,28 @@ def test_loads_and_unloads_under_traffic_lose_nothing(serve, answers, workers):
     assert "Traceback" not in service.log
 
 
+def test_a_lone_worker_tells_nobody(serve, tmp_path, monkeypatch):
+    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # of another program
+    service = serve(1)
+    assert OverHttp(service).unload("lenet") == (200, "")
+    assert not list(tmp_path.glob("repository*"))
+
+
+def test_versions_answer_beside_each_other_and_are_counted_apart(start, write, answers):
+    write("lenet/2", seed=6)
+    service = start("--versions", "all").ready()
+    for version, seed in (("1", 0), ("2", 6)):
+        assert predict(service, f"lenet&version={version}") == (200, version, answers(seed))
+    assert predict(service, "lenet") == (200, "2", answers(6))
+    expected = {"1": len(IMAGES), "2": 2 * len(IMAGES)}
+    rows = json.loads(service.get("/v2/models/lenet/stats")[1])["model_stats"]
+    assert {row["version"]: row["inference_count"] for row in rows} == expected
+    request = pb.ModelStatisticsRequest(name="lenet")
+    status, found = OverGrpc(service).ask("ModelStatistics", request)
+    assert status == "OK"
+    assert {row.version: row.inference_count for row in found.model_stats} == expected
+
+
 def test_a_worker_that_replaces_another_has_the_same_models(serve, answers):
     service = serve(2)
     administrator = OverHttp(service)
@@ -240,18 +262,21 @@ def test_a_worker_that_replaces_another_has_the_same_models(serve, answers):
         assert predict(service, "lenet")[0] == 404
 
 
-def test_a_worker_replaces_another_when_a_file_of_an_unloaded_model_is_broken(
-    serve, write, answers
+@pytest.mark.parametrize("models", ["extra,lenet,other", ""])
+def test_a_worker_replaces_another_when_files_of_unloaded_models_are_broken(
+    start, write, answers, models
 ):
-    service = serve(2)
-    administrator = OverHttp(service)
-    assert administrator.load("extra")[0] == 200
-    assert administrator.unload("extra")[0] == 200
-    write("extra/1").write_bytes(b"broken")
-    write("another/1").write_bytes(b"broken")
+    write("extra/1", seed=5)
+    write("other/1", seed=6)
+    service = start("--workers", "2", "--models", models, "--admin-keys", ADMIN).ready(2)
+    for name in ("lenet", "extra"):  # the default one, and another
+        assert OverHttp(service).unload(name) == (200, "")
+        write(f"{name}/1").write_bytes(b"broken")
+    write("late/1").write_bytes(b"broken")
     os.kill(service.started_workers()[0], signal.SIGKILL)
     service.ready(3)
     for _ in range(12):
-        assert predict(service, "lenet") == (200, "1", answers(0))
+        assert predict(service, "other") == (200, "1", answers(6, "other"))
+        assert predict(service, "")[0] == 404
     service.signal()
     assert service.wait() == ExitCode.STOPPED

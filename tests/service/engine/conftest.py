@@ -69,7 +69,8 @@ def open_house(folder, draw):
         versions = weights.read_all(wanted, default_model="a")
         config = EngineConfig(**options | changes)
         try:
-            async with Models(weights, versions, config, metrics, Deadlines()) as models:
+            parts = weights, versions, "a", config, metrics, Deadlines()
+            async with Models(*parts) as models:
                 yield House(models, metrics, registry, draw)
         finally:
             assert not [t for t in threading.enumerate() if t.name.startswith("context-")]

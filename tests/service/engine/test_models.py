@@ -472,7 +472,7 @@ async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
 
 
 def versions(house, name="a"):
-    return [one.version.version for one in house.models.versions(name)]
+    return [one.version.version for one in house.models.select(name)]
 
 
 @pytest.mark.parametrize(
@@ -534,8 +534,9 @@ async def test_a_model_comes_and_goes_and_its_requests_are_finished(house, write
     assert [task.result() for task in running] == ["1"] * 9
     with pytest.raises(UnknownModel, match="model 'c' is not loaded, expected one of a, b"):
         house.models.get("c")
-    with pytest.raises(UnknownModel):
-        await house.models.unload("c")
+    for name in ("c", ""):
+        with pytest.raises(UnknownModel):
+            await house.models.unload(name)
     assert not [t for t in threading.enumerate() if t.name.startswith("context-c")]
     await house.models.unload("a")
     with pytest.raises(UnknownModel, match="model 'a' is not loaded, expected one of b"):
@@ -592,6 +593,25 @@ async def test_a_load_that_is_refused_says_why_and_changes_nothing(
             await house.models.load(name)
 
 
+@pytest.mark.parametrize("sticky", [False, True])
+async def test_a_load_that_the_device_fails_is_not_the_client_s_fault(
+    open_house, write, monkeypatch, caplog, sticky
+):
+    write("a/3", seed=1)
+    write("b/1", seed=2)
+    async with open_house(wanted=("a",)) as house:
+
+        def fails(_):
+            raise DeviceError("no graph", sticky=sticky)
+
+        monkeypatch.setattr("service.engine.models.open_backend", fails)
+        with pytest.raises(Unavailable, match="'b' was not loaded: no graph"):
+            await house.models.load("b")
+        assert house.models.lost.is_set() == sticky
+        if not sticky:
+            assert await house.ask(1) == "3"
+
+
 async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_models(
     open_house, write, reads, caplog
 ):
@@ -608,7 +628,7 @@ async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_models(
             await caller
         reads.go.set()
         async with asyncio.timeout(20):
-            while "b" not in house.models:  # noqa: ASYNC110
+            while house.models.find("b") is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert await house.ask(2, "b") == "1"
         reads.go.clear()

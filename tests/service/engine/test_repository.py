@@ -1,4 +1,4 @@
-"""Changes that every worker has to follow, seen from one whose neighbours are notes in a folder."""
+"""Changes in every worker, seen from one whose neighbours are files in a folder."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ class Models:
         await self.gate.wait()
         if name == "broken":
             raise InvalidInput("model: 'broken' was not loaded", field="model")
+        if name == "fault":
+            raise MemoryError
         self.done.append(f"load {name}")
 
     async def unload(self, name):
@@ -48,7 +50,7 @@ def worker(models, tmp_path, monkeypatch):
     signal.signal(signal.SIGHUP, before)
 
 
-def note(folder, **content):
+def progress(folder, **content):
     (folder / "repository-1").write_bytes(orjson.dumps({"refused": [], **content}))
 
 
@@ -65,48 +67,52 @@ async def test_a_change_goes_to_its_end_when_its_caller_leaves(worker, models, t
             await asyncio.sleep(0.01)
     assert models.done == ["load a"]
     neighbour = Repository(models, tmp_path, alone=False)
-    await neighbour.follow()
-    await neighbour.follow()
+    await neighbour.apply_changes()
+    await neighbour.apply_changes()
     assert models.done == ["load a"] * 2, "once in each worker"
 
 
-async def test_changes_are_followed_in_their_order_and_what_is_unloaded_is_known(
-    worker, models, tmp_path
-):
-    await worker.load("a")
-    await worker.load("b")
-    await worker.unload("a")
-    assert unloaded(tmp_path) == {"a"}
+async def test_the_latest_change_of_each_model_is_followed_in_their_order(worker, models, tmp_path):
+    for name in ("a", "b", "c", "a"):
+        await worker.load(name)
+    await worker.unload("c")
+    assert unloaded(tmp_path) == {"c"}
     models.done.clear()
-    await Repository(models, tmp_path, alone=False).follow()
-    assert models.done == ["load b"], "the unload of what is not loaded is done"
+    await Repository(models, tmp_path, alone=False).apply_changes()
+    assert models.done == ["load b", "load a"], "what is not loaded is not unloaded"
 
 
-async def test_the_answer_says_that_another_worker_refused(worker, models, tmp_path):
-    note(tmp_path, followed=1, refused=[(1, "model: 'a' was not loaded: no room")])
-    with pytest.raises(InvalidInput, match=r"^another worker refused it: .*: no room$"):
+@pytest.mark.parametrize(
+    ("code", "kind"), [("invalid_input", InvalidInput), ("unavailable", Unavailable)]
+)
+async def test_the_answer_says_that_another_worker_refused(worker, models, tmp_path, code, kind):
+    progress(tmp_path, applied=1, refused=[(1, (code, "model: 'a' was not loaded: it"))])
+    with pytest.raises(kind, match=r"^another worker refused it: .*: it$"):
         await worker.load("a")
     assert models.done == ["load a"]
 
 
-async def test_a_worker_notes_what_it_could_not_follow(models, tmp_path):
-    (tmp_path / "repository.json").write_bytes(orjson.dumps({"broken": (7, True)}))
-    await Repository(models, tmp_path, alone=False).follow()
+async def test_a_worker_reports_what_it_refuses_and_serves_on(models, tmp_path):
+    changes = {"broken": (6, True), "fault": (7, True), "a": (8, True)}
+    (tmp_path / "repository.json").write_bytes(orjson.dumps(changes))
+    await Repository(models, tmp_path, alone=False).apply_changes()
     (content,) = (path.read_bytes() for path in tmp_path.glob("repository-*"))
-    assert orjson.loads(content) == {
-        "followed": 7,
-        "refused": [[7, "model: 'broken' was not loaded"]],
-    }
+    report = orjson.loads(content)
+    assert report["applied"] == 8
+    (six, (code, message)), (seven, (internal, _)) = report["refused"]
+    assert (six, code, message) == (6, "invalid_input", "model: 'broken' was not loaded")
+    assert (seven, internal) == (7, "internal")
+    assert models.done == ["load a"]
 
 
 async def test_the_answer_says_that_others_are_late(worker, tmp_path, monkeypatch):
-    monkeypatch.setattr(repository, "_FOLLOW_S", 0.1)
-    note(tmp_path, followed=0)
-    with pytest.raises(Unavailable, match=r"not all workers have followed within 0\.1 s"):
+    monkeypatch.setattr(repository, "_APPLY_S", 0.1)
+    progress(tmp_path, applied=0)
+    with pytest.raises(Unavailable, match=r"not all workers have done it within 0\.1 s"):
         await worker.load("a")
 
 
-async def test_nothing_is_changed_when_the_others_cannot_be_told(models):
+async def test_nothing_is_changed_when_the_workers_share_no_folder(models):
     with pytest.raises(Unavailable, match="the workers share no folder"):
         await Repository(models, alone=False).load("a")
     assert models.done == []

@@ -172,13 +172,13 @@ class Client:
 class Running:
     """A server; `open()` gives clients, `route` is the fast route, `state` uvicorn's."""
 
-    def __init__(self, route, door, state, events, port):
+    def __init__(self, route, door, state, events, port, tls):
         self.route, self.door, self.state, self.port = route, door, state, port
-        self.events = events
+        self.events, self.tls = events, tls
         self.clients = []
 
     async def open(self):
-        client = Client(*await asyncio.open_connection("127.0.0.1", self.port))
+        client = Client(*await asyncio.open_connection("localhost", self.port, ssl=self.tls))
         self.clients.append(client)
         return client
 
@@ -196,9 +196,13 @@ class Running:
 
 
 @asynccontextmanager
-async def running(**options):
-    """`async with running(header_timeout_s=0.1) as server`."""
+async def running(tls=(None, None), **options):
+    """`async with running(header_timeout_s=0.1) as server`.
+
+    `tls`: the server's certificate and the context of its clients.
+    """
     route = Echo()
+    options["certificate"], context = tls
     door = FrontDoor({(b"POST", b"/fast"): route}, Budget(1 << 30), **options)
     config = Config(application, http=door, ws="none", lifespan="off", log_config=None)
     config.load()
@@ -208,7 +212,8 @@ async def running(**options):
     listener = await asyncio.get_running_loop().create_server(
         lambda: door(config=config, server_state=state, app_state=events), "127.0.0.1", 0
     )
-    running = Running(route, door, state, events, listener.sockets[0].getsockname()[1])
+    port = listener.sockets[0].getsockname()[1]
+    running = Running(route, door, state, events, port, context)
     try:
         yield running
     finally:

@@ -385,7 +385,7 @@ BAD = {
         400,
         "body: got more than 64 objects",
     ),
-    "many lists": (b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", 413, "body: got more lists than"),
+    "many lists": (b'{"a":[' + b"[]," * 2_000_000 + b"[]]}", 413, "body: got more than"),
     "deep": (b'{"a":' * 2000 + b"1" + b"}" * 2000, 400, ""),
 }
 

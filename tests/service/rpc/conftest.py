@@ -149,7 +149,8 @@ def open_house(tmp_path, tiny, random_weights):
         )
         folder = WeightsFolder(tmp_path)
         versions = folder.read_all(default_model="tiny")
-        async with WatchedModels(folder, versions, config, metrics, Deadlines()) as models:
+        parts = folder, versions, "tiny", config, metrics, Deadlines()
+        async with WatchedModels(*parts) as models:
             models.ready = True
             with Decoders(metrics, 2, 320 << 20) as decoders:
                 yield House(models, metrics, registry, decoders, timeout_s)

@@ -104,7 +104,7 @@ async def test_an_empty_stream_is_an_error(stub, house, caplog):
     empty = stub.channel.stream_unary(METHOD)
     code, _, details = await failure(empty(iter(())))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert details == "message: got none, expected a ModelInferRequest"
+    assert details == "message: got none, expected a request"
     assert house.requests("invalid_input") == 1
 
 
