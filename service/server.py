@@ -14,13 +14,11 @@ import gc
 import logging
 import math
 import os
-import resource
-import select
 import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -28,7 +26,6 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
 
-import uvicorn
 import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
@@ -48,17 +45,18 @@ from service.heartbeat import Heartbeat
 from service.http.app import create_app
 from service.http.connection import FrontDoor
 from service.http.gate import Gate
-from service.http.head import FastRoutes
+from service.http.head import FastRoute, FastRoutes
 from service.http.infer import InferRoute
 from service.http.openapi import InfoResponse, LoadedModel
 from service.http.predict import PredictRoute
+from service.http.server import HttpServer
 from service.http.tensorflow import PREFIX as TENSORFLOW
 from service.http.tensorflow import TensorflowRoute
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.images import Limits
 from service.images.decoders import Decoders
 from service.keys import Keys
-from service.listener import at, cannot_listen, listen, probe
+from service.listener import at, listen, probe
 from service.metrics import NO_MODEL, Metrics
 from service.rpc.server import GrpcServer, serve
 from service.settings import Settings
@@ -68,10 +66,6 @@ from service.tls import ServedCertificate
 
 _log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 16
-"""New connections in one turn of the event loop. libuv accepts one a turn from each descriptor that
-it watches: under load the last of 512 waited 3 s, with so many duplicates of one 0.2 s."""
-
 _DECODER_BYTES = 256 << 20
 """60 MiB for the process itself, 130 for a picture of 16 megapixels with transparency."""
 
@@ -79,9 +73,6 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 LAST_ANSWERS_S = 0.5
 """From the loss of the device to the end: callers get their answers, and probes see it."""
-
-_QUEUED_S = 0.25
-"""How long connections in the accept queue are accepted at a stop."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,10 +159,8 @@ async def open_service(
         timeout_s = settings.request_timeout_ms / 1e3
         access = stack.enter_context(access_log(settings.access_log))
         keys = Keys(
-            *(
-                [key.get_secret_value() for key in some]
-                for some in (settings.api_keys, settings.admin_keys)
-            )
+            (key.get_secret_value() for key in settings.api_keys),
+            (key.get_secret_value() for key in settings.admin_keys),
         )
         grpc = await stack.enter_async_context(
             serve(
@@ -203,27 +192,23 @@ async def open_service(
             deadlines,
             timeout_s,
         )
-        predict, infer, tensorflow = (
-            PredictRoute(*parts),
-            InferRoute(*parts),
-            TensorflowRoute(*parts),
-        )
+        predict, infer = PredictRoute(*parts), InferRoute(*parts)
+        tensorflow = TensorflowRoute(*parts)
         version = distribution_version()  # read from a file
         app = create_app(
-            *(models, repository, metrics, predict, infer, tensorflow, keys),
-            partial(_info, settings, placement, models, version),
+            models=models,
+            repository=repository,
+            metrics=metrics,
+            predict=predict,
+            infer=infer,
+            tensorflow=tensorflow,
+            keys=keys,
+            info=partial(_info, settings, placement, models, version),
         )
-        fast_routes: FastRoutes = {
-            (b"POST", b"/predict"): predict,
-            **{
-                (b"POST", f"{PREFIX}{owner}/infer".encode()): infer
-                for owner in (MODEL, MODEL_VERSION)
-            },
-            **{
-                (b"POST", f"{TENSORFLOW}{owner}:predict".encode()): tensorflow
-                for owner in (MODEL, MODEL_VERSION)
-            },
-        }
+        fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
+        for owner in (MODEL, MODEL_VERSION):
+            fast_routes[b"POST", f"{PREFIX}{owner}/infer".encode()] = infer
+            fast_routes[b"POST", f"{TENSORFLOW}{owner}:predict".encode()] = tensorflow
         gate = Gate(
             keys,
             settings.cors_origins,
@@ -442,20 +427,13 @@ async def _answer(
         certificate=certificate,
         max_connections=descriptors.connections()[0],
     )
-    server = _http_server(service.app, door, settings.drain_timeout_s)
+    server = HttpServer(service.app, door, settings.drain_timeout_s)
+    sockets = server.listen(listeners)  # so that whoever reads "ready" can connect
     host, port = listeners[0].getsockname()[:2]
-    for listener in listeners:
-        try:
-            listener.listen(server.config.backlog)  # so that whoever reads "ready" can connect
-        except OSError as exc:  # another process bound the port, too, and was faster
-            raise cannot_listen(host, port, exc) from exc
-    # Few where descriptors are few.
-    at_once = min(ACCEPTED_AT_ONCE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64)
-    dups = [listener.dup() for listener in listeners for _ in range(at_once - 1)]
     grpc_at = at(host, service.grpc.port)
     scheme = "http" if certificate is None else "https"
     _log.info("ready: HTTP on %s://%s, gRPC on %s, pid %d", scheme, at(host, port), grpc_at, pid)
-    serving = asyncio.create_task(server.serve([*listeners, *dups]))
+    serving = asyncio.create_task(server.serve(sockets))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
@@ -496,72 +474,3 @@ async def _end_when_lost(models: Models) -> None:
 def _end_at_once() -> NoReturn:
     # Nothing is closed: what the libraries of a lost device do then, at exit included, may hang.
     os._exit(ExitCode.DEVICE)
-
-
-class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the contexts close.
-
-    Overrides two methods that uvicorn does not document; pyproject.toml bounds the version.
-    """
-
-    def __init__(self, config: uvicorn.Config, door: FrontDoor) -> None:
-        super().__init__(config)
-        self._door = door
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept what the kernel has queued, which it would reset, then stop as uvicorn does."""
-        late: list[socket.socket] = []
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # no descriptor is free
-            queues = {listener.getsockname(): listener for listener in sockets or ()}.values()
-            last = [stack.enter_context(listener.dup()) for listener in queues]
-            await _accept_queued(last)
-            for server in self.servers:
-                server.close()
-            for listener in sockets or ():
-                listener.close()
-            for listener in last:  # a queue lives as long as the last descriptor
-                listener.setblocking(False)
-                with contextlib.suppress(BlockingIOError):  # it is empty
-                    while True:
-                        late.append(listener.accept()[0])
-                listener.close()
-        loop = asyncio.get_running_loop()
-        for connection in late:
-            await loop.connect_accepted_socket(
-                lambda: self._door(self.config, self.server_state, self.lifespan.state), connection
-            )
-        await super().shutdown(sockets)
-
-
-async def _accept_queued(listeners: Sequence[socket.socket]) -> None:
-    """Wait until the event loop has accepted the connections in the queues of `listeners`."""
-    loop = asyncio.get_running_loop()
-    waiting = select.poll()
-    for listener in listeners:
-        waiting.register(listener, select.POLLIN)
-    deadline_s = loop.time() + _QUEUED_S
-    while waiting.poll(0) and loop.time() < deadline_s:  # noqa: ASYNC110 - the kernel's queue
-        await asyncio.sleep(0)
-
-
-def _http_server(app: FastAPI, door: FrontDoor, stop_timeout_s: float) -> _Server:
-    return _Server(
-        uvicorn.Config(
-            app,
-            http=door,  # type: ignore[arg-type]  # called as a class is
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            # Never 0: Python 3.11's wait_for then gives up before it looks. An int only for
-            # uvicorn's command line; it goes to asyncio.wait_for.
-            timeout_graceful_shutdown=max(1e-3, stop_timeout_s),  # type: ignore[arg-type]
-        ),
-        door,
-    )

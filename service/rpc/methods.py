@@ -42,16 +42,16 @@ _REFLECTION = ("grpc.reflection.v1.ServerReflection", "grpc.reflection.v1alpha.S
 _WATCH_S = 0.2
 """How often a watched status is looked at."""
 
-_QUESTIONS: dict[str, Access] = {
+_SMALL_METHODS: dict[str, Access] = {
     **dict.fromkeys(("ServerLive", "ServerReady"), "public"),  # probes have no keys
     **dict.fromkeys(("ModelReady", "ServerMetadata", "ModelMetadata"), "user"),
     **dict.fromkeys(("ModelConfig", "ModelStatistics"), "user"),
     **dict.fromkeys(("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"), "admin"),
 }
-"""The calls besides those for inference."""
+"""Those of the inference service that take no images, and who may call them."""
 
-_MAX_QUESTION_BYTES = 4096
-"""Of the message of any other method than those for inference: it holds two names at most."""
+_MAX_SMALL_BYTES = 4096
+"""Limit of a message without images: it holds two names at most."""
 
 
 class HealthServicer:
@@ -112,11 +112,11 @@ def add_methods(
     handler = grpc.stream_unary_rpc_method_handler
     stream = grpc.stream_stream_rpc_method_handler
     methods = _Methods(calls)
-    questions = {
+    small = {
         name: handler(
             methods.single(name, getattr(inference, name), getattr(pb, f"{name}Request"), access)
         )
-        for name, access in _QUESTIONS.items()
+        for name, access in _SMALL_METHODS.items()
     }
     request = health_pb2.HealthCheckRequest
     names = SERVICE, _HEALTH_SERVICE, *_REFLECTION
@@ -130,7 +130,7 @@ def add_methods(
     info = stream(methods.stream(name, reflect, kind, "reflection"))
     services = {
         SERVICE: {
-            **questions,
+            **small,
             "ModelInfer": handler(inference.ModelInfer),
             "ModelStreamInfer": stream(inference.ModelStreamInfer),
         },
@@ -227,9 +227,9 @@ class _Methods:
 
 def _parsed(request: type[Message], message: bytes) -> Message:
     name = request.DESCRIPTOR.name
-    if len(message) > _MAX_QUESTION_BYTES:
+    if len(message) > _MAX_SMALL_BYTES:
         got = f"{len(message)} bytes"
-        raise invalid("message", got, f"at most {_MAX_QUESTION_BYTES} of a {name}")
+        raise invalid("message", got, f"at most {_MAX_SMALL_BYTES} of a {name}")
     try:
         return request.FromString(message)
     except DecodeError:

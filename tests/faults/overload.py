@@ -100,10 +100,15 @@ class Overload:
         return answer.status
 
     async def closed(self, clients, duration_s, retry_s=0.0):
-        """So many clients that ask again as soon as they have an answer, `retry_s` after a 429."""
+        """So many clients that ask again as soon as they have an answer, `retry_s` after a 429.
+
+        They begin one after another in the first `retry_s`. If they began together they would also
+        retry together, and the load would be thousands of requests at once and then a pause.
+        """
         load, end_s = Load(), time.monotonic() + duration_s
 
         async def client(number):
+            await asyncio.sleep(retry_s * number / clients)
             while time.monotonic() < end_s:
                 if await self.exchange(load, number) != 200:
                     await asyncio.sleep(retry_s)

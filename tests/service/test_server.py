@@ -18,6 +18,7 @@ from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.budget import Budget
 from service.errors import CannotListen, ExitCode, Unavailable
+from service.http.server import ACCEPTED_AT_ONCE, HttpServer
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.server import open_service
@@ -181,7 +182,7 @@ def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
-            for _ in range(4 * module.ACCEPTED_AT_ONCE)
+            for _ in range(4 * ACCEPTED_AT_ONCE)
         ]
         for connection in connections:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -340,7 +341,7 @@ def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
 async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(caplog, timeout_s):
     async def app(scope, receive, send): ...
 
-    server = module._http_server(app, module.FrontDoor({}, Budget(1 << 20)), timeout_s)
+    server = HttpServer(app, module.FrontDoor({}, Budget(1 << 20)), timeout_s)
     server.should_exit = True
     (listener,) = module.listen("127.0.0.1", 0, shared=False)
     await server.serve([listener])

@@ -14,10 +14,10 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.context import ExecutionContext
-from service import server as process
 from service.engine.batcher import Batcher
 from service.http.connection import FrontDoor
 from service.http.openapi import ErrorResponse
+from service.http.server import HttpServer
 from service.listener import listen as bind
 from service.server import open_service
 from service.settings import Settings
@@ -105,7 +105,7 @@ def listen(open_app):
     async def listen_(**changes):
         async with open_app(**changes) as served:
             served.door = FrontDoor(served.service.fast_routes, served.service.budget)
-            server = process._http_server(served.app, served.door, served.settings.drain_timeout_s)
+            server = HttpServer(served.app, served.door, served.settings.drain_timeout_s)
             (listener,) = bind("127.0.0.1", 0, shared=False)
             with listener:
                 listener.listen()
