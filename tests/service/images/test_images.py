@@ -1,5 +1,6 @@
 import base64
 import io
+import json
 import tracemalloc
 from typing import Any
 
@@ -8,6 +9,7 @@ import orjson
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from PIL import Image
 
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
@@ -92,6 +94,38 @@ def test_twenty_eight_flat_images_are_not_taken_for_rows():
     many = np.resize(IMAGES, (28, 28, 28))
     images = decode(as_json(many.reshape(28, 784).tolist()), JSON, limits=Limits(28))
     np.testing.assert_array_equal(images, many)
+
+
+def by_the_standard_library(body: bytes) -> NDArray[np.uint8] | None:
+    """What `body` says if it is JSON and has images of whole numbers; None otherwise."""
+    try:
+        images = np.array(json.loads(body)["images"])
+    except (ValueError, TypeError, KeyError):
+        return None
+    if images.shape[1:] not in ((28, 28), (784,)) or images.dtype != np.int64:
+        return None
+    in_range = images.size and images.min() >= 0 and images.max() <= 255
+    return images.reshape(-1, 28, 28).astype(np.uint8) if in_range else None
+
+
+@settings(max_examples=300)
+@given(st.data(), st.sampled_from([(28, 28), (784,)]), st.sampled_from([(",", ":"), (", ", ": ")]))
+def test_lists_of_numbers_are_read_as_the_standard_library_does(data, shape, separators):
+    listed = {"images": (IMAGES[:2] % 10).reshape(2, *shape).tolist()}
+    body = bytearray(json.dumps(listed, separators=separators), "ascii")
+    structure = [at for at, character in enumerate(body) if character in b"[]{}:" or at < 40]
+    for _ in range(data.draw(st.integers(0, 3))):
+        at = data.draw(st.sampled_from(structure)) + data.draw(st.integers(0, 1))
+        wound = data.draw(st.sampled_from([b"", b"00", b" 1", *map(bytes, zip(b"0,[]{}. -e"))]))
+        body[at : at + data.draw(st.integers(0, 2))] = wound
+    expected = by_the_standard_library(bytes(body))
+    try:
+        images = decode(bytes(body), JSON, limits=LIMITS)
+    except (InvalidInput, TooLarge):
+        assert expected is None
+    else:
+        assert expected is not None
+        np.testing.assert_array_equal(images, expected)
 
 
 def test_base64_that_spells_true_is_read_like_any_other():
