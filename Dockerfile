@@ -44,5 +44,5 @@ ENV PATH=/opt/lenet-serve/bin:$PATH \
 EXPOSE 8000 8001
 STOPSIGNAL SIGTERM
 HEALTHCHECK --interval=5s --timeout=2s --start-period=30s --retries=3 \
-    CMD ["python", "-c", "import os, urllib.request as u; u.urlopen(f'http://127.0.0.1:{os.environ.get(\"LENET_PORT\", 8000)}/readyz', timeout=2)"]
+    CMD ["python", "-m", "service.healthcheck"]
 ENTRYPOINT ["python", "-m", "service"]

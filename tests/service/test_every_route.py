@@ -12,6 +12,8 @@ import signal
 import socket
 import ssl
 import struct
+import subprocess
+import sys
 import time
 
 import grpc
@@ -266,6 +268,31 @@ def test_a_client_needs_a_certificate_with_mutual_tls(start, certificates):
     assert call(service, "ServerLive", live, credentials=credentials) == "UNAVAILABLE"
     credentials = certificates.credentials(client=True)
     assert call(service, "ServerLive", live, credentials=credentials) == "OK"
+
+
+@pytest.mark.parametrize("secured", ["clear", "TLS", "mutual TLS"])
+def test_the_health_check_of_the_image_needs_no_key_and_no_certificate(
+    start, certificates, secured
+):
+    flags = () if secured == "clear" else certificates.flags
+    if secured == "mutual TLS":
+        flags += ("--tls-client-ca", str(certificates.ca))
+    service = start("--api-keys", KEY, *flags).ready()
+    names = dict(zip(flags[::2], flags[1::2], strict=True))
+    environment = {
+        "LENET_" + name[2:].upper().replace("-", "_"): value for name, value in names.items()
+    }
+
+    environment = {**os.environ, **environment, "LENET_PORT": str(service.port)}
+
+    def check():
+        command = [sys.executable, "-m", "service.healthcheck"]
+        return subprocess.run(command, env=environment, capture_output=True, check=False).returncode
+
+    assert check() == 0
+    service.signal()
+    service.wait()
+    assert check() == 1
 
 
 def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
