@@ -18,6 +18,7 @@ from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, TooLarge, invalid, shown
 from service.images.headers import sniff
 
+_UINT8 = np.dtype(np.uint8)
 _SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes"
 _UNCHECKED_BYTES = 64 * 1024
 """A smaller body is cheap to parse whatever it contains."""
@@ -47,11 +48,16 @@ def json_images(body: bytes, max_images: int) -> Images:
     images = document["images"]
     booleans = _has_booleans(body)
     if type(images) is not list or _is_one_image(images):
-        content = _pixels(images, "images", booleans)
-        return np.frombuffer(content, np.uint8).reshape(1, HEIGHT, WIDTH)
-    check_count(len(images), "images", max_images)
-    content = b"".join([_pixels(image, f"images[{i}]", booleans) for i, image in enumerate(images)])
-    return np.frombuffer(content, np.uint8).reshape(len(images), HEIGHT, WIDTH)
+        content, count = _pixels(images, booleans) or _checked_pixels(images, "images"), 1
+    else:
+        check_count(count := len(images), "images", max_images)
+        content = b"".join(
+            [
+                _pixels(image, booleans) or _checked_pixels(image, f"images[{i}]")
+                for i, image in enumerate(images)
+            ]
+        )
+    return np.ndarray((count, HEIGHT, WIDTH), _UINT8, content)
 
 
 def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]) -> Images:
@@ -83,11 +89,12 @@ def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]
             return json_images(body, max_images)
         # Beyond the limit they are only counted, for the message.
         for i, image in enumerate(images[: max_images - count] if count < max_images else ()):
-            contents.append(_pixels(image, f"images[{count + i}]", booleans))
+            content = _pixels(image, booleans)
+            contents.append(content or _checked_pixels(image, f"images[{count + i}]"))
         count += len(images)
         at = stop + 1
     check_count(count, "images", max_images)
-    return np.frombuffer(b"".join(contents), np.uint8).reshape(count, HEIGHT, WIDTH)
+    return np.ndarray((count, HEIGHT, WIDTH), _UINT8, b"".join(contents))
 
 
 def _has_booleans(body: bytes) -> bool:
@@ -192,8 +199,8 @@ def _is_one_image(images: list[object]) -> bool:
     return len(first) == WIDTH or (len(images) == HEIGHT and len(first) != PIXELS)
 
 
-def _pixels(image: object, field: str, booleans: bool) -> bytes:
-    """784 bytes. The fast path; `_checked_pixels` names what is wrong with an invalid image."""
+def _pixels(image: object, booleans: bool) -> bytes | None:
+    """784 bytes, if `image` is valid lists; `_checked_pixels` reads the rest, or names its fault."""
     if type(image) is list and not booleans:
         try:
             if len(image) == PIXELS:
@@ -203,7 +210,7 @@ def _pixels(image: object, field: str, booleans: bool) -> bytes:
                 return b"".join(map(bytes, image))
         except (TypeError, ValueError):
             pass
-    return _checked_pixels(image, field)
+    return None
 
 
 def _checked_pixels(image: object, field: str) -> bytes:
