@@ -131,8 +131,8 @@ class Batcher:
         for worker in self._pool.workers:
             async with self._claimed(worker):
                 staged = worker.stage(version.weights)
-                (error,) = await asyncio.gather(staged, return_exceptions=True)
-            if isinstance(error, Exception):
+                error = await _outcome(staged)
+            if error is not None:
                 return error
         self._version = version
         if older := self._unanswered():
@@ -142,8 +142,8 @@ class Batcher:
         for worker in self._pool.workers:
             async with self._claimed(worker):
                 replaced = worker.replace_weights(version.weights)
-                (error,) = await asyncio.gather(replaced, return_exceptions=True)
-            if isinstance(error, Exception):  # the context switches before its next batch, or fails
+                error = await _outcome(replaced)
+            if error is not None:  # the context switches before its next batch, or fails
                 _log.error("%s did not switch its weights: %s", worker.name, error)
         return None
 
@@ -207,6 +207,8 @@ class Batcher:
 
     def _start(self, worker: Worker) -> None:
         cut = self._queue.cut(self._clock(), draining=self._closing)
+        if cut.segments:
+            self._in_flight.add(cut)
         for request in cut.late:
             self._fail_late(request)
             self._count_dropped(request.rows - request.cut_rows, "late")
@@ -214,7 +216,6 @@ class Batcher:
             self._pool.release(worker)
             self._note_idle()
             return
-        self._in_flight.add(cut)
         try:
             worker.run(cut.images(), cut.version.weights, partial(self._finish, worker, cut))
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
@@ -306,6 +307,21 @@ class Batcher:
     def _note_idle(self) -> None:
         if self._idle is not None and not len(self._queue) and not self._in_flight:
             self._idle.set()
+
+
+async def _outcome(job: asyncio.Future[None]) -> Exception | None:
+    """The error of what a context's thread does, if any.
+
+    A caller that is cancelled waits for its end, too: until then the context is not free.
+    """
+    try:
+        await asyncio.wait({job})
+    except asyncio.CancelledError:
+        await asyncio.gather(job, return_exceptions=True)
+        raise
+    error = job.exception()
+    assert error is None or isinstance(error, Exception), f"bug: {error!r}"
+    return error
 
 
 def _resolve(

@@ -110,7 +110,7 @@ class Worker:
         return self._do(lambda context: context.replace_weights(weights))
 
     async def close(self) -> None:
-        """Close the context and end its thread; a hung thread is left behind."""
+        """Close the context and end its thread; one that hangs or warms up is left behind."""
         if self._thread.ident is None:
             return  # not opened
         with suppress(TimeoutError):
@@ -119,7 +119,8 @@ class Worker:
             self._jobs.put(None)
             await asyncio.to_thread(self._thread.join, CLOSE_TIMEOUT_S)
         if self._thread.is_alive():
-            _log.error("%s hangs: not closed after %g s", self.name, CLOSE_TIMEOUT_S)
+            state = "is still warming up" if self._context is None else "hangs"
+            _log.error("%s %s: not closed after %g s", self.name, state, CLOSE_TIMEOUT_S)
 
     def _poll(self, pending: Pending, on_done: OnDone) -> None:
         """In every turn of the event loop until the batch is done."""

@@ -218,9 +218,8 @@ class Models:
         changes = {*self._changes, *({self._reloading} if self._reloading else ())}
         for change in changes:
             change.cancel()
-        if changes:
-            await asyncio.wait(changes)
-        await asyncio.gather(*(model.batcher.drain(timeout_s) for model in self._models))
+        ends = [asyncio.wait(changes, timeout=timeout_s)] if changes else []
+        await asyncio.gather(*ends, *(model.batcher.drain(timeout_s) for model in self._models))
 
     async def __aenter__(self) -> Self:
         try:
@@ -272,6 +271,8 @@ class Models:
             time.monotonic,
             placement.joined_rows,
         )
+        if self.lost.is_set():
+            batcher.fail_all()
         served = ServedModel(batcher, pool, closing)
         self._models.append(served)
         self._show(served)

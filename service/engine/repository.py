@@ -50,7 +50,9 @@ class Repository:
         self._applied, self._reported = 0, -1
         self._refused: dict[int, tuple[str, str]] = {}
         """By number of the change: code and message of the error."""
-        self._applying = asyncio.Lock()
+        self._applying = asyncio.Lock()  # while the models here do not agree with `_applied`
+        self._unpublished: set[str] = set()
+        """Models that were changed here alone, as the file could not be written."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def load(self, name: str) -> None:
@@ -84,7 +86,7 @@ class Repository:
                 for name, (number, load) in sorted(changes.items(), key=lambda item: item[1]):
                     if number > self._applied:
                         await self._apply(name, number, load)
-                self._applied = max((number for number, _ in changes.values()), default=0)
+                self._applied = max([self._applied, *(number for number, _ in changes.values())])
                 self._report(self._folder, changes)
             except (OSError, ValueError) as exc:
                 _log.warning("models: changes of other workers are not followed (%s)", exc)
@@ -113,22 +115,36 @@ class Repository:
     async def _change(self, name: str, *, load: bool) -> None:
         if self._folder is None and not self._alone:
             raise Unavailable("model: the workers share no folder, so that not all can be reached")
-        await (self._models.load(name) if load else self._models.unload(name))
-        if self._folder is not None:
-            await self._publish(self._folder, name, load)
+        async with self._applying:  # so that the changes here are made in the order of the file
+            try:
+                await (self._models.load(name) if load else self._models.unload(name))
+            except UnknownModel:
+                if name not in self._unpublished:
+                    raise
+            if self._folder is None:
+                return
+            number = self._publish(self._folder, name, load)
+        await self._wait_for_others(self._folder, number)
 
-    async def _publish(self, folder: Path, name: str, load: bool) -> None:
-        """Add a change that this worker made, and wait until the others have applied it."""
+    def _publish(self, folder: Path, name: str, load: bool) -> int:
+        """Add a change that this worker made to the file; its number."""
         try:
-            async with self._applying:
-                with _locked(folder):
-                    changes = _read(folder)
-                    number = 1 + max((number for number, _ in changes.values()), default=0)
-                    changes[name] = number, load
-                    _write(folder / _CHANGES_FILE, changes)
-                if self._applied == number - 1:  # nothing of others is in between
-                    self._applied = number
-                    self._report(folder, changes)
+            with _locked(folder):
+                changes = _read(folder)
+                number = 1 + max([self._applied, *(number for number, _ in changes.values())])
+                changes[name] = number, load
+                _write(folder / _CHANGES_FILE, changes)
+            self._unpublished.discard(name)
+            if self._applied == number - 1:  # nothing of others is in between
+                self._applied = number
+                self._report(folder, changes)
+        except (OSError, ValueError) as exc:
+            self._unpublished.add(name)
+            raise _unreached(exc) from None
+        return number
+
+    async def _wait_for_others(self, folder: Path, number: int) -> None:
+        try:
             os.kill(self._supervisor, signal.SIGHUP)  # which passes it on
             async with asyncio.timeout(_APPLY_S):
                 # Other processes cannot set an event.
@@ -140,10 +156,7 @@ class Repository:
                 retry_after_s=1,
             ) from None
         except (OSError, ValueError) as exc:
-            _log.error("models: the other workers could not be reached: %s", exc)
-            raise Unavailable(
-                "model: this worker did it, the others could not be reached; see the server log"
-            ) from None
+            raise _unreached(exc) from None
         for one in _progress(folder):
             for refused, (code, message) in one["refused"]:
                 if refused == number:
@@ -167,6 +180,14 @@ class Repository:
         self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # the caller has it, or has left
+
+
+def _unreached(cause: Exception) -> Unavailable:
+    _log.error("models: the other workers could not be reached: %s", cause)
+    return Unavailable(
+        "model: this worker did it, the others could not be reached; see the server log and ask "
+        "again"
+    )
 
 
 def unloaded(folder: Path | None) -> frozenset[str]:

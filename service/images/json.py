@@ -200,7 +200,7 @@ def _is_one_image(images: list[object]) -> bool:
 
 
 def _pixels(image: object, booleans: bool) -> bytes | None:
-    """784 bytes, if `image` is valid lists; `_checked_pixels` reads the rest, or names its fault."""
+    """784 bytes if `image` is valid lists, else None: `_checked_pixels` says what is wrong."""
     if type(image) is list and not booleans:
         try:
             if len(image) == PIXELS:

@@ -199,6 +199,29 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
     assert record.exc_info is None
 
 
+async def test_a_model_that_was_being_loaded_when_the_device_was_lost_answers_nothing(
+    open_house, write, monkeypatch
+):
+    write("a/1")
+    write("b/1")
+    warm_up, warming, held = ExecutionContext.warm_up, threading.Event(), threading.Event()
+
+    def slowly(context):
+        warming.set()
+        assert held.wait(20)
+        warm_up(context)
+
+    async with open_house(wanted=("a",)) as house:
+        monkeypatch.setattr(ExecutionContext, "warm_up", slowly)
+        loading = asyncio.create_task(house.models.load("b"))
+        assert await asyncio.to_thread(warming.wait, 20)
+        house.models._on_device_lost("sticky", "it broke")
+        held.set()
+        await loading
+        with pytest.raises(Unavailable, match="lost its device"):
+            await predict(house, "b")
+
+
 async def test_a_batch_alone_fails_when_the_device_can_go_on(struck, monkeypatch):
     def fails(context):
         monkeypatch.undo()
@@ -466,6 +489,32 @@ async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
     await asyncio.sleep(0)
     assert reads.begun == begun, "a closed service reloads nothing"
     assert reloads(house) == (0, 0)
+
+
+async def test_a_context_computes_nothing_during_a_validation_that_is_given_up(
+    open_house, write, monkeypatch
+):
+    write("a/3", seed=1)
+    validate, validating, held = ExecutionContext._validate, threading.Event(), threading.Event()
+
+    def slowly(context, weights):
+        validating.set()
+        assert held.wait(20)
+        return validate(context, weights)
+
+    async with open_house(contexts=1) as house:
+        monkeypatch.setattr(ExecutionContext, "_validate", slowly)
+        write("a/4", seed=2)
+        house.models.request_reload()
+        assert await asyncio.to_thread(validating.wait, 20)
+        answer = asyncio.create_task(house.ask(1))
+        await asyncio.sleep(0)
+        draining = asyncio.create_task(house.models.drain(20))
+        await asyncio.sleep(0.02)
+        assert not answer.done()
+        held.set()
+        assert await answer == "3"
+        await draining
 
 
 # Several versions, and models that come and go

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 
@@ -15,25 +16,28 @@ from service.errors import InvalidInput, Unavailable, UnknownModel
 
 
 class Models:
-    """Notes what it was asked for; a load waits for `gate`."""
+    """Notes what it was asked for, one thing at a time; a load waits for `gate`."""
 
     def __init__(self):
         self.done = []
+        self.changing = asyncio.Lock()
         self.gate = asyncio.Event()
         self.gate.set()
 
     async def load(self, name):
-        await self.gate.wait()
-        if name == "broken":
-            raise InvalidInput("model: 'broken' was not loaded", field="model")
-        if name == "fault":
-            raise MemoryError
-        self.done.append(f"load {name}")
+        async with self.changing:
+            await self.gate.wait()
+            if name == "broken":
+                raise InvalidInput("model: 'broken' was not loaded", field="model")
+            if name == "fault":
+                raise MemoryError
+            self.done.append(f"load {name}")
 
     async def unload(self, name):
-        if f"load {name}" not in self.done:
-            raise UnknownModel(f"model {name!r} is not loaded", field="model")
-        self.done.append(f"unload {name}")
+        async with self.changing:
+            if f"load {name}" not in self.done or f"unload {name}" in self.done:
+                raise UnknownModel(f"model {name!r} is not loaded", field="model")
+            self.done.append(f"unload {name}")
 
 
 @pytest.fixture
@@ -80,6 +84,49 @@ async def test_the_latest_change_of_each_model_is_followed_in_their_order(worker
     models.done.clear()
     await Repository(models, tmp_path, alone=False).apply_changes()
     assert models.done == ["load b", "load a"], "what is not loaded is not unloaded"
+
+
+async def test_a_change_of_another_worker_meanwhile_is_made_after_the_own_one_before_it(
+    worker, models, tmp_path
+):
+    """Else this worker would end without a model that the file says is loaded."""
+    models.gate.clear()
+    loading = asyncio.create_task(worker.load("a"))
+    await asyncio.sleep(0.01)
+    (tmp_path / "repository.json").write_bytes(orjson.dumps({"a": (1, False)}))
+    following = asyncio.create_task(worker.apply_changes())
+    await asyncio.sleep(0.01)
+    models.gate.set()
+    await asyncio.wait_for(asyncio.gather(loading, following), 5)
+    assert orjson.loads((tmp_path / "repository.json").read_bytes()) == {"a": [2, True]}
+    assert models.done[-1] == "load a"
+
+
+async def test_an_unload_that_the_others_were_not_told_of_can_be_asked_for_again(
+    worker, tmp_path, monkeypatch
+):
+    await worker.load("a")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(repository, "_write", full)
+        with pytest.raises(Unavailable, match=r"could not be reached; see .* and ask again"):
+            await worker.unload("a")
+    await worker.unload("a")
+    assert unloaded(tmp_path) == {"a"}
+    with pytest.raises(UnknownModel):
+        await worker.unload("a")
+
+
+async def test_changes_are_counted_on_when_the_file_was_removed(worker, tmp_path):
+    await worker.load("a")
+    await worker.load("b")
+    (tmp_path / "repository.json").unlink()
+    await worker.apply_changes()
+    await worker.load("c")
+    assert orjson.loads((tmp_path / "repository.json").read_bytes()) == {"c": [3, True]}
 
 
 @pytest.mark.parametrize(
