@@ -163,7 +163,9 @@ def _inputs(
             # Before the numbers are read: those of another form are not worth the time.
             if name == INPUT:
                 check_form(datatype, shape, field, max_images)
-            data = numbers(tensor["data"], datatype, shape, source, booleans)
+                data = numbers(tensor["data"], datatype, shape, source, booleans)
+            else:
+                data = ()  # its name is refused
         else:
             raise invalid(source, "nothing", "numbers, or the parameter binary_data_size")
         yield InputTensor(name, datatype, shape, data, source)

@@ -57,7 +57,10 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
         found = shown(values) if type(values) is not list else "no image"
         raise invalid(field, found, "a list of images")
     if type(values[0]) is dict and "image" in values[0]:
-        values = [_only(one, "image", f"{field}[{number}]") for number, one in enumerate(values)]
+        values = [
+            _only(one, "image", f"{field}[{number}]", ", as the first")
+            for number, one in enumerate(values)
+        ]
     check_count(len(values), field, max_images)
     if type(values[0]) is dict:
         content = b"".join(_bytes(one, f"{field}[{number}]") for number, one in enumerate(values))
@@ -81,15 +84,16 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
     return read_images([InputTensor(INPUT, datatype, shape, flat, field)], max_images), columnar
 
 
-def _only(value: Any, key: str, field: str) -> Any:
+def _only(value: Any, key: str, field: str, also: str = "") -> Any:
+    """The value of `key`, the only one; an error adds what is expected `also`."""
     if type(value) is not dict or value.keys() != {key}:
         found = ", ".join(map(shown, list(value)[:3])) if type(value) is dict else shown(value)
-        raise invalid(field, found or "nothing", f'{{"{key}": ...}}, as the first')
+        raise invalid(field, found or "nothing", f'{{"{key}": ...}}{also}')
     return value[key]
 
 
 def _bytes(value: Any, field: str) -> bytes:
-    text = _only(value, "b64", field)
+    text = _only(value, "b64", field, " or a list, as the others")
     try:
         content = binascii.a2b_base64(text, strict_mode=True)
     except (TypeError, ValueError, binascii.Error):

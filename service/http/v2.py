@@ -251,8 +251,11 @@ async def _administered(request: Request, keys: Keys) -> dict[str, Any]:
     async for piece in request.stream():
         body += piece
         if len(body) > _MAX_BODY_BYTES:
-            got = f"body: got more than {_MAX_BODY_BYTES} bytes, expected a small JSON object"
-            raise TooLarge(got, field="body")
+            raise TooLarge(
+                f"body: got more than {_MAX_BODY_BYTES} bytes, expected a small JSON object; "
+                "models are read from the folder, and not from requests",
+                field="body",
+            )
     try:
         document = orjson.loads(body) if body.strip() else {}
     except orjson.JSONDecodeError as exc:

@@ -135,6 +135,10 @@ class Status:
     metadata: tuple[tuple[str, str], ...]
 
 
+LEFT = Status(grpc.StatusCode.CANCELLED, "", ())
+"""Of a call that its client ended, for the log."""
+
+
 def status_of(error: BaseException) -> Status:
     """The status for `error`, which is logged and hidden if it is unexpected.
 
@@ -155,7 +159,8 @@ def status_of(error: BaseException) -> Status:
         cause = cause.__cause__ or cause.__context__
     metadata = [("lenet-error-code", found.code)]
     if found.field:
-        metadata.append(("lenet-error-field", found.field))
+        field = found.field.encode("ascii", "backslashreplace").decode()  # it may quote the client
+        metadata.append(("lenet-error-field", field))
     if found.retry_after_s is not None:
         metadata.append(("grpc-retry-pushback-ms", str(1000 * found.retry_after_s)))
     details = found.message
@@ -227,7 +232,8 @@ class Calls:
         self.access = access
         self._budget = budget
         self._keys = Keys() if keys is None else keys
-        self._max_message_bytes = max_message_bytes
+        self.max_message_bytes = max_message_bytes
+        """Of a request for inference."""
         self._loop = asyncio.get_running_loop()
         self._open: set[OpenCall] = set()
         self._receiving: dict[OpenCall, int] = {}
@@ -294,8 +300,8 @@ class Calls:
         self._check_key(context, access)  # before others make room
         most = MAX_STREAMS
         if kind == "inference":
-            large = self._budget.limit_bytes(self._max_message_bytes)
-            most = min(most, max(_INFERENCE_STREAMS, large // self._max_message_bytes))
+            large = self._budget.limit_bytes(self.max_message_bytes)
+            most = min(most, max(_INFERENCE_STREAMS, large // self.max_message_bytes))
         streams = sum(call.stream == kind for call in self._open)
         if streams >= most and not (kind == "inference" and self._end_longest_idle()):
             raise Overloaded(f"{streams} streams are open; try again later", retry_after_s=1)
@@ -567,14 +573,14 @@ class Calls:
         for call in self._slow():
             if call.due_s <= now_s:
                 self._end(call, BodyTimeout("message: it did not arrive in time", field="message"))
-        limit = self._budget.limit_bytes(self._max_message_bytes)
+        limit = self._budget.limit_bytes(self.max_message_bytes)
         slow = self._slow()
-        excess = len(slow) - max(1, limit // self._max_message_bytes)
+        excess = len(slow) - max(1, limit // self.max_message_bytes)
         if excess > 0 and grown > limit - self._budget.held_bytes:
             # The newest half: what the others hold is not known before the next tick.
             for call in slow[-((excess + 1) // 2) :]:
                 self._end(call, _slow_overloaded())
-            self._large_bytes += self._max_message_bytes
+            self._large_bytes += self.max_message_bytes
 
     def _return_memory(self) -> None:
         """Return memory that large messages took, once a burst of them is over."""

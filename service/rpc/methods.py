@@ -17,9 +17,10 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection, reflection_pb2
 
 from service.engine.models import Models
-from service.errors import InvalidInput, UnknownModel, invalid
+from service.errors import InvalidInput, UnknownModel, invalid, shown
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import (
+    LEFT,
     MESSAGE_S,
     SPARE_CALLS,
     Access,
@@ -51,7 +52,8 @@ _SMALL_METHODS: dict[str, Access] = {
 """Those of the inference service that take no images, and who may call them."""
 
 _MAX_SMALL_BYTES = 4096
-"""Limit of a message without images: it holds two names at most."""
+"""Limit of a message without images. That of a load may hold a model's files, which are not taken
+from it."""
 
 
 class HealthServicer:
@@ -72,7 +74,7 @@ class HealthServicer:
         if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
             known = self._known() if self._tells_names else {SERVICE}
             names = ", ".join(sorted(known - {""}))
-            message = f"service: got an unknown name, expected one of {names}"
+            message = f"service: got {shown(request.service)}, expected one of {names}"
             raise UnknownModel(message, field="service")
         return health_pb2.HealthCheckResponse(status=found)
 
@@ -199,7 +201,11 @@ class _Methods:
 
         async def handle(messages: object, context: Context) -> None:
             began_s = time.monotonic()
-            found = await self._outcome(lambda: calls.open_stream(context, kind), work)
+            try:
+                found = await self._outcome(lambda: calls.open_stream(context, kind), work)
+            except asyncio.CancelledError:
+                calls.log(context, name, LEFT, began_s)
+                raise
             calls.log(context, name, found, began_s)
             if isinstance(found, Status):
                 await abort(context, found)
@@ -229,7 +235,10 @@ def _parsed(request: type[Message], message: bytes) -> Message:
     name = request.DESCRIPTOR.name
     if len(message) > _MAX_SMALL_BYTES:
         got = f"{len(message)} bytes"
-        raise invalid("message", got, f"at most {_MAX_SMALL_BYTES} of a {name}")
+        expected = f"at most {_MAX_SMALL_BYTES} of a {name}"
+        if request is pb.RepositoryModelLoadRequest:
+            expected += "; models are read from the folder, and not from requests"
+        raise invalid("message", got, expected)
     try:
         return request.FromString(message)
     except DecodeError:

@@ -37,6 +37,10 @@ _MAX_PENDING = 16 * MAX_CALLS
 """Calls that wait for their handler to begin. Beyond, gRPC cancels calls, which nobody counts; its
 default is 1,000, a fifth of a second of them."""
 
+_REFUSED_BYTES = 4 * 1024 * 1024
+"""How far a message may be over the limit and be refused by its handler. One beyond is refused by
+gRPC, which says RESOURCE_EXHAUSTED, counts nothing and ends a stream."""
+
 _SETTLE_S = 0.5
 """The longest that calls which are under way to the server are waited for; 0.06 s if none are."""
 
@@ -204,7 +208,8 @@ async def serve(
     addresses = probe(host, port, shared=shared)
     options = (
         ("grpc.so_reuseport", int(shared)),
-        ("grpc.max_receive_message_length", max_body_bytes),
+        # A little more is received, so that it is refused as over HTTP, and a stream goes on.
+        ("grpc.max_receive_message_length", max_body_bytes + _REFUSED_BYTES),
         # Otherwise each stream may send 4 MiB before its handler reads, instead of 64 KiB.
         ("grpc.http2.bdp_probe", 0),
         ("grpc.server.max_pending_requests", _MAX_PENDING),

@@ -30,6 +30,7 @@ from service.errors import (
     DeadlineExceeded,
     InvalidInput,
     ServiceError,
+    TooLarge,
     Unavailable,
     UnknownModel,
 )
@@ -50,6 +51,7 @@ from service.open_inference import (
 )
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import (
+    LEFT,
     Calls,
     Context,
     OpenCall,
@@ -58,7 +60,7 @@ from service.rpc.calls import (
     status_of,
 )
 from service.rpc.gathering import Gathering
-from service.rpc.guard import read_infer_request
+from service.rpc.guard import read_infer_request, split
 from service.rpc.message import Wanted, decode_inline, decode_request
 
 _OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
@@ -72,6 +74,7 @@ images counts as several, so that of a client that does not read 2 MB are held b
 
 _IMAGES_OF_ONE = 512
 _LARGEST_READ_AGAIN = 64 * 1024
+"""Of a message without its raw images."""
 
 _RAW_IMAGE = b"\x3a\x90\x06"
 """What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
@@ -214,7 +217,11 @@ class InferenceServicer:
     async def ModelStreamInfer(self, messages: object, context: Context) -> None:
         """The same for each message of a stream, answered in their order, errors included."""
         began_s = time.monotonic()
-        outcome = await self._stream(context)
+        try:
+            outcome = await self._stream(context)
+        except asyncio.CancelledError:
+            self._calls.log(context, "ModelStreamInfer", LEFT, began_s)
+            raise
         self._calls.log(context, "ModelStreamInfer", outcome, began_s)
         if isinstance(outcome, Status):
             await abort(context, outcome)
@@ -303,7 +310,6 @@ class InferenceServicer:
                 images = await self._decode(request, message)
             except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
                 images = exc
-                request.id = _id_of(message)
             del message
             count = 1
             if not isinstance(images, Exception):
@@ -328,12 +334,24 @@ class InferenceServicer:
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
             response.error_message = self._failed(request, exc).details
             response.infer_response.id = request.id
+        # Triton's clients may wait for it, as a model may give several answers to a request there.
+        response.infer_response.parameters["triton_final_response"].bool_param = True
         return response.SerializeToString()
 
     async def _decode(self, request: _Request, message: bytes) -> Images:
-        images, request.wanted = _read_one_image(message) or await self._read(
-            message, request.end_s - time.monotonic()
-        )
+        try:
+            if len(message) > (most := self._calls.max_message_bytes):
+                raise TooLarge(
+                    f"message: got {len(message)} bytes, expected at most {most}; "
+                    "send fewer images at a time",
+                    field="message",
+                )
+            images, request.wanted = _read_one_image(message) or await self._read(
+                message, request.end_s - time.monotonic()
+            )
+        except Exception:
+            self._identify(request, message)
+            raise
         request.id = request.wanted.id
         if request.wanted.timeout_us:
             request.timeout_s = min(request.timeout_s, request.wanted.timeout_us / 1e6)
@@ -372,20 +390,25 @@ class InferenceServicer:
             status = replace(status, details=f"no answer within {milliseconds:g} ms")
         return status
 
+    def _identify(self, request: _Request, message: bytes) -> None:
+        """Note the id and the model of a request that is refused, as far as they can be read."""
+        parts = split(message)
+        if parts is None or sum(map(len, parts[0])) > _LARGEST_READ_AGAIN:
+            return
+        head = read_infer_request(b"".join(parts[0]))
+        if isinstance(head, InvalidInput):
+            return
+        request.id = head.id[:MAX_ID_CHARACTERS]
+        served = self._models.find(head.model_name, head.model_version)
+        if served is not None:
+            request.model = served.version.key
+
     async def _read(self, message: bytes, timeout_s: float) -> tuple[Images, Wanted]:
         if (decoded := decode_inline(message, self._max_images)) is not None:
             return decoded
         source = InferSource(self._max_images)
         outcome = await self._decoders.run(source, message, timeout_s)
         return outcome.images, Wanted.from_json(outcome.wanted)
-
-
-def _id_of(message: bytes) -> str:
-    """Of a request that is refused; "" if it has none, is large, or cannot be read."""
-    if len(message) > _LARGEST_READ_AGAIN:
-        return ""
-    request = read_infer_request(message)
-    return "" if isinstance(request, InvalidInput) else request.id[:MAX_ID_CHARACTERS]
 
 
 async def _write_answers(call: OpenCall, answers: _Answers, room: asyncio.Semaphore) -> None:

@@ -471,6 +471,28 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
     assert set(ids) == {tuple(IDS.values())}
 
 
+def test_a_stream_that_its_client_ends_is_in_the_access_log(start, tmp_path):
+    with (tmp_path / "access").open("w") as output:
+        service = start("--access-log", "json", output=output).ready()
+    with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
+        infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
+        answers = infer(iter([CALLS["ModelInfer"].SerializeToString()] * 3), timeout=20)
+        next(answers)
+        answers.cancel()
+        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        next(watch)
+        watch.cancel()
+        until_s = time.monotonic() + 20
+        while len((tmp_path / "access").read_text().splitlines()) < 2:
+            assert time.monotonic() < until_s
+            time.sleep(0.02)
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+    rows = [json.loads(line) for line in (tmp_path / "access").read_text().splitlines()]
+    found = [(row["request"], row["status"]) for row in rows]
+    assert found == [("ModelStreamInfer", "CANCELLED"), ("Watch", "CANCELLED")]
+
+
 def test_what_is_no_id_is_not_returned_and_no_client_writes_a_line_of_its_own(start, tmp_path):
     with (tmp_path / "access").open("w") as output:
         service = start("--access-log", "text", output=output).ready()

@@ -175,6 +175,11 @@ async def collector_off():
         gc.enable()
 
 
+def test_a_field_that_quotes_the_client_fits_the_trailer():
+    status = calls.status_of(errors.InvalidInput("wrong", field="parameters.'file:\u00e9'"))
+    assert dict(status.metadata)["lenet-error-field"] == r"parameters.'file:\xe9'"
+
+
 REFUSALS = {
     "wrong": (None, "INVALID_ARGUMENT"),
     "overloaded": (errors.Overloaded("full"), "RESOURCE_EXHAUSTED"),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import socket
 from contextlib import AsyncExitStack
 
@@ -40,18 +41,23 @@ async def test_health_is_not_found_when_the_name_is_unknown(stub):
         await health(stub, "vgg")
     assert caught.value.code() is grpc.StatusCode.NOT_FOUND
     assert caught.value.details() == (
-        "service: got an unknown name, expected one of inference.GRPCInferenceService, mlp, tiny"
+        "service: got 'vgg', expected one of inference.GRPCInferenceService, mlp, tiny"
     )
 
 
-async def test_a_message_is_refused_unread_when_it_is_over_the_limit(house, raw_request):
+async def test_a_message_over_the_limit_is_refused_and_one_far_over_it_unread(house, raw_request):
     async with house.connect(max_body_bytes=4096) as stub:
         await stub.ModelInfer(raw_request())
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await stub.ModelInfer(raw_request(raw_input_contents=[bytes(4097)]))
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, "a retry would not help"
+        assert re.match(r"message: got 4\d+ bytes, expected at most 4096; ", caught.value.details())
+        assert dict(caught.value.trailing_metadata())["lenet-error-code"] == "too_large"
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await stub.ModelInfer(raw_request(raw_input_contents=[bytes(5 << 20)]))
         assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert "larger than max" in caught.value.details()
-        assert house.requests("ok") == 1
+        assert house.requests("ok") == house.requests("too_large") == 1
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])

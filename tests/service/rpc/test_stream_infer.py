@@ -44,6 +44,25 @@ async def test_answers_are_in_the_order_of_requests_errors_among_them(stub, hous
     assert house.requests("invalid_input") == house.requests("unknown_model") == 1
 
 
+async def test_a_stream_goes_on_after_a_request_that_is_too_large(house, raw_request):
+    async with house.connect(max_body_bytes=100_000) as stub:
+        requests = [
+            *(raw_request(1, id=str(number)) for number in range(20)),
+            raw_request(1, id="large", raw_input_contents=[bytes(150_000)]),
+            raw_request(100, id="many"),
+            raw_request(1, id="last"),
+        ]
+        answers = [answer async for answer in stub.ModelStreamInfer(iter(requests))]
+    assert [answer.infer_response.id for answer in answers] == [one.id for one in requests]
+    *_, large, many, last = answers
+    assert "expected at most 100000; send fewer" in large.error_message
+    assert "got 100 images, expected at most 64" in many.error_message
+    assert not last.error_message
+    for answer in answers:  # what Triton's clients may wait for
+        assert answer.infer_response.parameters["triton_final_response"].bool_param
+    assert house.requests("too_large") == 2
+
+
 async def test_a_request_is_answered_before_the_next_is_sent(stub, raw_request, monkeypatch):
     monkeypatch.setattr(calls, "MESSAGE_S", 0.1)
     call = stub.ModelStreamInfer()
