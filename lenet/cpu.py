@@ -8,14 +8,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
 from lenet.backend import BatchResult
 from lenet.errors import DeviceError
 from lenet.model import ConvBlock
-from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
+from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model, suits_winograd
 from lenet.pixels import HEIGHT, WIDTH, Images, Logits, joined
 from lenet.weightfile import WeightFile
 
@@ -26,6 +26,14 @@ _MAX_SESSIONS = 2
 _CHANNEL_MULTIPLES = (1, 8, 16)
 """How the channels may be padded. The runtime computes them in blocks, whose size depends on the
 machine: with AVX-512, 8 images of lenet took 74 us each as they are and 69 us padded to 16."""
+
+
+class _Form(NamedTuple):
+    """One of the graphs that compute the same network; see `onnx_model`."""
+
+    channel_multiple: int
+    use_winograd: bool
+
 
 _TRIED_ROWS, _TRIALS = 8, 9
 
@@ -79,8 +87,8 @@ class CpuBackend:
     name = "cpu"
     tolerance = 1e-4
     device_bytes = workspace_bytes = 0
-    _channel_multiple: ClassVar[int | None] = None
-    """Measured once in a process: it is a property of the machine."""
+    _forms: ClassVar[dict[str, _Form]] = {}
+    """The fastest form of each architecture, measured once in a process."""
     _arena_shared: ClassVar[bool] = False
 
     def __init__(self, threads: int = 1) -> None:
@@ -134,28 +142,35 @@ class CpuBackend:
             self._sessions.popitem(last=False)
         self.session = self._sessions[weights]
 
-    def _open(self, weights: WeightFile, channel_multiple: int) -> Any:
-        model = onnx_model(weights, channel_multiple)
+    def _open(self, weights: WeightFile, form: _Form) -> Any:
+        model = onnx_model(weights, form.channel_multiple, use_winograd=form.use_winograd)
         return self._make_session(
             model.SerializeToString(), self._options, providers=["CPUExecutionProvider"]
         )
 
     def _fastest(self, weights: WeightFile) -> Any:
-        """A session with the fastest of `_CHANNEL_MULTIPLES`, by the least time of some runs."""
-        if not isinstance(weights.model.blocks[0], ConvBlock):
-            return self._open(weights, 1)
-        if self._channel_multiple is not None:
-            return self._open(weights, self._channel_multiple)
+        """A session with the fastest form, by the least time of some runs."""
+        model = weights.model
+        if not isinstance(model.blocks[0], ConvBlock):
+            return self._open(weights, _Form(1, use_winograd=False))
+        architecture = model.fingerprint()
+        if architecture in self._forms:
+            return self._open(weights, self._forms[architecture])
+        suits = any(map(suits_winograd, model.blocks, model.shapes()))
+        sessions = {
+            (form := _Form(multiple, use_winograd)): self._open(weights, form)
+            for use_winograd in ((False, True) if suits else (False,))
+            for multiple in _CHANNEL_MULTIPLES
+        }
+        times: dict[_Form, list[float]] = {form: [] for form in sessions}
         black = np.zeros((_TRIED_ROWS, HEIGHT, WIDTH), np.uint8)
-        sessions = {multiple: self._open(weights, multiple) for multiple in _CHANNEL_MULTIPLES}
-        times: dict[int, list[float]] = {multiple: [] for multiple in sessions}
         for _ in range(_TRIALS):
-            for multiple, session in sessions.items():
+            for form, session in sessions.items():
                 start = time.perf_counter()
                 session.run([PROBABILITIES], {IMAGES: black})
-                times[multiple].append(time.perf_counter() - start)
-        fastest = min(times, key=lambda multiple: min(times[multiple]))
-        CpuBackend._channel_multiple = fastest
+                times[form].append(time.perf_counter() - start)
+        fastest = min(times, key=lambda form: min(times[form]))
+        self._forms[architecture] = fastest
         return sessions[fastest]
 
     def poison(self) -> None:

@@ -21,7 +21,7 @@ WEIGHTS_VARIABLE = "BASELINE_WEIGHTS"
 
 
 class Model:
-    """ONNX Runtime with one thread, on the graph that our CPU backend runs."""
+    """ONNX Runtime with one thread, on the ONNX file that `python -m trainer export` writes."""
 
     def __init__(self, weights: WeightFile | None = None) -> None:
         weights = weights or WeightFile.read(Path(os.environ[WEIGHTS_VARIABLE]))

@@ -215,6 +215,11 @@ class BatchQueue:
         """Rows waiting."""
         return self._rows
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the rows that wait fill a batch."""
+        return self._rows >= self._max_batch_rows
+
     def __len__(self) -> int:
         return len(self._whole) + len(self._split)
 
@@ -252,7 +257,7 @@ class BatchQueue:
         if not self._rows:
             return None
         first = next(iter(self)).arrived_s
-        return first if self._rows >= self._max_batch_rows else first + self._max_wait_s
+        return first if self.is_full else first + self._max_wait_s
 
     def cut(self, now_s: float, *, draining: bool = False) -> Cut:
         """Take the next batch out, of at most `max_batch_rows` rows, and drop the late requests."""

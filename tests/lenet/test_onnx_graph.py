@@ -1,21 +1,28 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto
 from onnxruntime import InferenceSession
 
-from lenet import onnx_graph
+from lenet import onnx_graph, reference
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES
 
 LAST = DenseBlock(10, activation=IDENTITY)
 
 
-def onnx_model(*arguments):
+def onnx_model(*arguments, **options):
     """The graph as the reference library reads it."""
-    return onnx.load_from_string(onnx_graph.onnx_model(*arguments).SerializeToString())
+    return onnx.load_from_string(onnx_graph.onnx_model(*arguments, **options).SerializeToString())
+
+
+def logits(model, images):
+    session = InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    return session.run([LOGITS], {IMAGES: images})[0]
 
 
 def operations(model):
@@ -88,12 +95,77 @@ def test_padded_channels_change_no_logit(random_weights, multiple):
     ):
         weights = random_weights(model)
         images = weights.golden.images
-        found = [
-            InferenceSession(
-                onnx_model(weights, given).SerializeToString(), providers=["CPUExecutionProvider"]
-            ).run([LOGITS], {IMAGES: images})[0]
-            for given in (1, multiple)
-        ]
+        found = [logits(onnx_model(weights, given), images) for given in (1, multiple)]
         np.testing.assert_allclose(*found, rtol=1e-5, atol=1e-6)
         shapes = {item.name: item.dims for item in onnx_model(weights, multiple).graph.initializer}
         assert all(shapes[name][0] % multiple == 0 for name in shapes if name.startswith("conv"))
+
+
+POOLED = {"pool": Pool("max")}
+SUITABLE = {
+    "lenet": ARCHITECTURES["lenet"],
+    "two after another": (
+        ConvBlock(15, (1, 1)),
+        ConvBlock(18, (5, 5), activation=Activation("tanh"), **POOLED),  # 6 x 3 tiles
+        ConvBlock(17, (5, 5), activation=Activation("clipped_relu", 0.5), **POOLED),
+    ),
+    "narrow tiles": (ConvBlock(16, (1, 1), **POOLED), ConvBlock(16, (3, 3), **POOLED)),
+    "not square": (ConvBlock(13, (5, 1)), ConvBlock(20, (5, 5), **POOLED)),
+    "an even filter": (
+        ConvBlock(20, (2, 2), activation=IDENTITY),
+        ConvBlock(13, (4, 4), activation=Activation("elu", 0.3), **POOLED),
+    ),
+}
+
+
+@pytest.mark.parametrize("multiple", [1, 8])
+@pytest.mark.parametrize("name", SUITABLE)
+def test_winograds_algorithm_gives_the_logits_of_the_reference(random_weights, name, multiple):
+    model = SUITABLE[name]
+    if isinstance(model, tuple):
+        model = Model("m", (*model, LAST))
+    weights = random_weights(model)
+    graph = onnx_model(weights, multiple, use_winograd=True)
+    onnx.checker.check_model(graph, full_check=True)
+    suitable = list(map(onnx_graph.suits_winograd, weights.model.blocks, weights.model.shapes()))
+    assert operations(graph).count("MatMul") == 5 * sum(suitable) > 0
+    exact = {key: value.astype(np.float64) for key, value in weights.tensors.items()}
+    images = np.random.default_rng(3).integers(0, 256, (9, 28, 28), np.uint8)
+    expected = reference.logits(weights.model, exact, images)
+    found = logits(graph, images)
+    assert np.linalg.norm(found - expected) < 2e-5 * np.linalg.norm(expected)
+
+
+def test_winograds_algorithm_gives_the_same_bits_in_every_batch(random_weights):
+    graph = onnx_model(random_weights("lenet"), 16, use_winograd=True)
+    session = InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
+    images = np.random.default_rng(7).integers(0, 256, (64, 28, 28), np.uint8)
+    (together,) = session.run([LOGITS], {IMAGES: images})
+    for rows in (1, 2, 3, 7, 16, 33):
+        part = slice(64 - rows, 64)
+        np.testing.assert_array_equal(
+            session.run([LOGITS], {IMAGES: images[part]})[0], together[part]
+        )
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"kernel": (5, 3)},
+        {"kernel": (9, 9)},
+        {"stride": (2, 2)},
+        {"dilation": (2, 2), "kernel": (3, 3)},
+        {"padding": (2, 2)},
+        {"kernel": (3, 3)},  # 10 x 10 outputs
+        {"channels": 12},
+        {"pool": None},
+        {"pool": Pool("average")},
+        {"pool": Pool("max", (3, 3), (1, 1))},
+    ],
+    ids=str,
+)
+def test_other_convolutions_stay_as_they_are_beside_winograds_algorithm(random_weights, changed):
+    first = ConvBlock(20, (5, 5), **POOLED)
+    block = replace(ConvBlock(13, (5, 5), **POOLED), **changed)
+    weights = random_weights(Model("m", (first, block, LAST)))
+    assert onnx_model(weights, use_winograd=True) == onnx_model(weights)

@@ -306,6 +306,30 @@ async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
     assert stage.watcher.done == [(3, 1.0, 0)]
 
 
+@pytest.mark.parametrize(
+    ("first", "joined_rows", "batches"),
+    [
+        ([0, 1], 0, [[0, 1, 2]]),
+        ([0], 0, [[0], [2]]),
+        ([0, 1, 3, 4], 0, [[0, 1, 3, 4], [2]]),
+        ([0, 1], 1, [[0, 1], [2]]),
+    ],
+    ids=["several arrived", "one arrived", "the batch is full", "the device is not the loop's"],
+)
+def test_requests_that_arrive_while_others_are_read_join_their_batch(
+    run_virtually, first, joined_rows, batches
+):
+    @staged(contexts=2, joined_rows=joined_rows)
+    async def test(stage):
+        tasks = [stage.submit(tag) for tag in first]
+        await asyncio.sleep(0)  # the batcher is called next; what is submitted now comes after it
+        tasks.append(stage.submit(2))
+        await asyncio.gather(*tasks)
+        assert stage.batches == batches
+
+    test(run_virtually=run_virtually)
+
+
 @staged(contexts=2, max_batch_rows=3)
 async def test_a_batch_grows_while_every_context_is_busy(stage):
     tasks = []
