@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, TypeVar
 
 import numpy as np
 
@@ -19,21 +20,14 @@ from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model, suits_wi
 from lenet.pixels import HEIGHT, WIDTH, Images, Logits, joined
 from lenet.weightfile import WeightFile
 
+_Key = TypeVar("_Key")
+
 _MAX_SESSIONS = 2
 """The served weights and those that replace them."""
-
 
 _CHANNEL_MULTIPLES = (1, 8, 16)
 """How the channels may be padded. The runtime computes them in blocks, whose size depends on the
 machine: with AVX-512, 8 images of lenet took 74 us each as they are and 69 us padded to 16."""
-
-
-class _Form(NamedTuple):
-    """One of the graphs that compute the same network; see `onnx_model`."""
-
-    channel_multiple: int
-    use_winograd: bool
-
 
 _TRIED_ROWS, _TRIALS = 8, 9
 
@@ -87,8 +81,9 @@ class CpuBackend:
     name = "cpu"
     tolerance = 1e-4
     device_bytes = workspace_bytes = 0
-    _forms: ClassVar[dict[str, _Form]] = {}
-    """The fastest form of each architecture, measured once in a process."""
+    _channel_multiple: ClassVar[int | None] = None
+    _use_winograd: ClassVar[bool | None] = None
+    """The fastest forms of a graph, measured once in a process: they depend on the machine."""
     _arena_shared: ClassVar[bool] = False
 
     def __init__(self, threads: int = 1) -> None:
@@ -142,36 +137,32 @@ class CpuBackend:
             self._sessions.popitem(last=False)
         self.session = self._sessions[weights]
 
-    def _open(self, weights: WeightFile, form: _Form) -> Any:
-        model = onnx_model(weights, form.channel_multiple, use_winograd=form.use_winograd)
+    def _open(
+        self, weights: WeightFile, channel_multiple: int = 1, *, use_winograd: bool = False
+    ) -> Any:
+        model = onnx_model(weights, channel_multiple, use_winograd=use_winograd)
         return self._make_session(
             model.SerializeToString(), self._options, providers=["CPUExecutionProvider"]
         )
 
     def _fastest(self, weights: WeightFile) -> Any:
-        """A session with the fastest form, by the least time of some runs."""
+        """A session of the fastest graph."""
         model = weights.model
         if not isinstance(model.blocks[0], ConvBlock):
-            return self._open(weights, _Form(1, use_winograd=False))
-        architecture = model.fingerprint()
-        if architecture in self._forms:
-            return self._open(weights, self._forms[architecture])
-        suits = any(map(suits_winograd, model.blocks, model.shapes()))
-        sessions = {
-            (form := _Form(multiple, use_winograd)): self._open(weights, form)
-            for use_winograd in ((False, True) if suits else (False,))
-            for multiple in _CHANNEL_MULTIPLES
-        }
-        times: dict[_Form, list[float]] = {form: [] for form in sessions}
-        black = np.zeros((_TRIED_ROWS, HEIGHT, WIDTH), np.uint8)
-        for _ in range(_TRIALS):
-            for form, session in sessions.items():
-                start = time.perf_counter()
-                session.run([PROBABILITIES], {IMAGES: black})
-                times[form].append(time.perf_counter() - start)
-        fastest = min(times, key=lambda form: min(times[form]))
-        self._forms[architecture] = fastest
-        return sessions[fastest]
+            return self._open(weights)
+        multiple = CpuBackend._channel_multiple
+        if multiple is None:
+            multiple = _fastest_of({m: self._open(weights, m) for m in _CHANNEL_MULTIPLES})
+            CpuBackend._channel_multiple = multiple
+        if not any(map(suits_winograd, model.blocks, model.shapes())):
+            return self._open(weights, multiple)
+        use_winograd = CpuBackend._use_winograd
+        if use_winograd is None:
+            use_winograd = _fastest_of(
+                {use: self._open(weights, multiple, use_winograd=use) for use in (False, True)}
+            )
+            CpuBackend._use_winograd = use_winograd
+        return self._open(weights, multiple, use_winograd=use_winograd)
 
     def poison(self) -> None:
         """Raise what a GPU would raise. Nothing breaks here."""
@@ -185,3 +176,15 @@ class CpuBackend:
         """Drop the sessions."""
         self._sessions.clear()
         self.session = None
+
+
+def _fastest_of(sessions: Mapping[_Key, Any]) -> _Key:
+    """The key of the session with the least time of some runs."""
+    black = np.zeros((_TRIED_ROWS, HEIGHT, WIDTH), np.uint8)
+    times: dict[_Key, float] = dict.fromkeys(sessions, math.inf)
+    for _ in range(_TRIALS):
+        for key, session in sessions.items():
+            start = time.perf_counter()
+            session.run([PROBABILITIES], {IMAGES: black})
+            times[key] = min(times[key], time.perf_counter() - start)
+    return min(times, key=times.__getitem__)
