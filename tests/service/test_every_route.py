@@ -14,6 +14,7 @@ import ssl
 import struct
 import subprocess
 import sys
+import threading
 import time
 
 import grpc
@@ -472,13 +473,20 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
 
 
 def test_a_stream_that_its_client_ends_is_in_the_access_log(start, tmp_path):
+    ended = threading.Event()
+
+    def requests():
+        yield CALLS["ModelInfer"].SerializeToString()
+        ended.wait(20)  # else the stream ends by itself
+
     with (tmp_path / "access").open("w") as output:
         service = start("--access-log", "json", output=output).ready()
     with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
         infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
-        answers = infer(iter([CALLS["ModelInfer"].SerializeToString()] * 3), timeout=20)
+        answers = infer(requests(), timeout=20)
         next(answers)
         answers.cancel()
+        ended.set()
         watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         next(watch)
         watch.cancel()
