@@ -244,7 +244,8 @@ class _Graph:
         """A block that `suits_winograd`. `value` is (n, channels, h, w), with c or more channels.
 
         Letters as in `lenet.model`; a tile has (th, tw) inputs, (mh, mw) outputs and (qh, qw) after
-        pooling, and an image has (rows, columns) of them. Comments show shapes.
+        pooling, and an image has (rows, columns) of them. Comments show shapes. The steps are those
+        of `lenet.winograd`: B^T d B, times G g G^T and summed over c, then A^T m A.
         """
         (c, h, w), (k, oh, ow), pooled = shape.input, shape.linear, shape.output[1:]
         mh, mw = _TILE_HEIGHT, next(width for width in _TILE_WIDTHS if ow % width == 0)
