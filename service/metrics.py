@@ -12,7 +12,7 @@ import logging
 import os
 import struct
 import time
-from bisect import bisect_left
+from collections import Counter as Counted
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -22,7 +22,7 @@ from itertools import product
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -43,8 +43,8 @@ from service import metrics_files
 _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
-_TIMED_TOGETHER = 1024
-"""Requests whose times are put into the histograms at once: one by one that takes 2 us each."""
+_COUNTED_TOGETHER = 1024
+"""Requests, or batches, that are counted at once: one by one that takes 2 us each."""
 
 Transport: TypeAlias = Literal["http", "grpc"]
 Stage: TypeAlias = Literal["decode", "queue", "compute", "encode"]
@@ -59,6 +59,9 @@ _TOTAL = "total"
 
 ModelKey: TypeAlias = tuple[str, str]
 """Name and version of a model: the labels `model` and `version`."""
+
+Load: TypeAlias = tuple[int, int]
+"""What a model has to do: rows that wait, and contexts with a batch."""
 
 NO_MODEL: ModelKey = ("none", "")
 """Of a request that failed before its model was found."""
@@ -76,6 +79,9 @@ _REQUEST_BOUNDS_S = tuple(
     if 5e-5 <= mantissa * 10.0**exponent <= 5
 )
 _STAGE_BOUNDS_S = (1e-5, 2e-5, 3e-5, *_REQUEST_BOUNDS_S)
+_Ended: TypeAlias = tuple[int, CutReason, float, int | None, bool, float | None]
+"""A batch: its rows, why cut, seconds from its cut; then of its result, None if it failed, the rows
+computed, whether a captured graph was replayed, and seconds on the device."""
 _SIZED = (*_MODEL, "rows")
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
 _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
@@ -132,23 +138,17 @@ class BufferedGauge:
 class BufferedHistogram:
     """Buffers observations of one series with upper bounds `bounds` and infinity."""
 
-    __slots__ = ("_bounds", "_bounds_array", "_counts", "_series", "_sum")
+    __slots__ = ("_bounds", "_counts", "_series", "_sum")
 
     def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
-        self._series, self._bounds = series, bounds
-        self._bounds_array = np.array(bounds)
+        self._series, self._bounds = series, np.array(bounds)
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe(self, value: float) -> None:
-        """Count one event of size `value`."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def observe_all(self, values: NDArray[np.float64]) -> None:
+    def observe_all(self, values: ArrayLike) -> None:
         """Count one event for each of `values`."""
-        counts = self._counts
-        bins = np.bincount(np.searchsorted(self._bounds_array, values), minlength=len(counts))
+        counts, values = self._counts, np.asarray(values, np.float64)
+        bins = np.bincount(np.searchsorted(self._bounds, values), minlength=len(counts))
         for index in np.flatnonzero(bins).tolist():
             counts[index] += int(bins[index])
         self._sum += float(values.sum())
@@ -282,9 +282,7 @@ class Metrics:
         self._dropped = self._counter(
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
-        self._queue_rows = self._gauge(
-            "lenet_queue_rows", "Rows waiting, when some last left the queue.", *_MODEL
-        )
+        self._queue_rows = self._gauge("lenet_queue_rows", "Rows waiting.", *_MODEL)
         self._contexts = self._gauge("lenet_contexts", "Execution contexts.", *_MODEL)
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", *_MODEL)
         self._device_bytes = self._gauge(
@@ -322,6 +320,9 @@ class Metrics:
         )
         self._timed: dict[tuple[Transport, ModelKey], list[tuple[float, ...]]] = defaultdict(list)
         """Times of predicted requests that are not counted yet, by protocol and model."""
+        self._ended: dict[ModelKey, list[_Ended]] = defaultdict(list)
+        """Batches that are not counted yet, by model."""
+        self._loads: dict[ModelKey, Callable[[], Load]] = {}
         self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
@@ -336,42 +337,33 @@ class Metrics:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
         timed = self._timed[protocol, model]
         timed.append(times_s)
-        if len(timed) >= _TIMED_TOGETHER:
+        if len(timed) >= _COUNTED_TOGETHER:
             self._count_timed(protocol, model, timed)
 
-    def batch_cut(
-        self, model: ModelKey, rows: int, reason: CutReason, waiting_rows: int, busy: int
+    def batch_ended(
+        self,
+        model: ModelKey,
+        rows: int,
+        reason: CutReason,
+        compute_s: float,
+        result: BatchResult | None,
     ) -> None:
-        """A batch of `rows` left the queue; `waiting_rows` stay, `busy` contexts have a batch."""
-        self._batches[*model, reason].inc()
-        self._batch_rows[()].observe(rows)
-        self._queue_rows[model].set(waiting_rows)
-        self._busy[model].set(busy)
-
-    def batch_done(
-        self, model: ModelKey, rows: int, result: BatchResult, compute_s: float, busy: int
-    ) -> None:
-        """A context finished a batch of `rows`, `compute_s` after its cut."""
-        self._batch_duration[()].observe(compute_s)
-        if result.device_s is not None:
-            self._device_duration[()].observe(result.device_s)
-        self._images[model].inc(rows)
-        self._padding_rows[model].inc(result.computed_rows - rows)
-        self._replays[*model, "hit" if result.captured else "miss"].inc()
-        sized = *model, _POWERS[(rows - 1).bit_length()]
-        self._sized[sized].inc()
-        self._sized_seconds[sized].inc(compute_s)
-        self._busy[model].set(busy)
+        """A batch of `rows` ended, `compute_s` after its cut; without `result` it failed."""
+        ended = self._ended[model]
+        if result is None:
+            ended.append((rows, reason, compute_s, None, False, None))
+        else:
+            computed, captured, device_s = result.computed_rows, result.captured, result.device_s
+            ended.append((rows, reason, compute_s, computed, captured, device_s))
+        if len(ended) >= _COUNTED_TOGETHER:
+            self._count_ended(model, ended)
 
     def decoder_ended(self, reason: DecoderEnd) -> None:
         """Count a decoding process that ended while serving."""
         self._decoder_ends[reason,].inc()
 
-    def rows_dropped(
-        self, model: ModelKey, rows: int, reason: DropReason, waiting_rows: int
-    ) -> None:
-        """Waiting rows left the queue without a batch; `waiting_rows` stay."""
-        self._queue_rows[model].set(waiting_rows)
+    def rows_dropped(self, rows: int, reason: DropReason) -> None:
+        """Waiting rows left the queue without a batch."""
         self._dropped[reason,].inc(rows)
 
     def started(self, phase: str, seconds: float) -> None:
@@ -388,8 +380,12 @@ class Metrics:
         golden_error: float,
         device_bytes: int,
         workspace_bytes: int,
+        load: Callable[[], Load],
     ) -> None:
-        """A version is served from now on, on `contexts` contexts, with so much memory in all."""
+        """A version is served from now on, on `contexts` contexts, with so much memory in all.
+
+        `load` is asked at each flush until it is unloaded.
+        """
         name, version = model
         each = ((name,), (version,))
         _show(self._requests, *each, get_args(Transport), ("ok",))
@@ -408,12 +404,14 @@ class Metrics:
         self._golden_error[model].set(golden_error)
         if (former := self._loaded.pop(model, None)) is not None:  # another file of the version
             self._remove(self._model, former)
+        self._loads[model] = load
         self._loaded[model] = labels = (*model, sha256)
         self._model[labels].set(1)
         self.flush()
 
     def model_unloaded(self, model: ModelKey) -> None:
         """A version is not served any more. What it did stays counted."""
+        del self._loads[model]
         self._remove(self._model, self._loaded.pop(model))
         for family in self._of_loaded:
             self._remove(family, model)
@@ -444,6 +442,12 @@ class Metrics:
         self._in_flight[()].set(self._in_flight_bytes())
         for (protocol, model), timed in self._timed.items():
             self._count_timed(protocol, model, timed)
+        for model, ended in self._ended.items():
+            self._count_ended(model, ended)
+        for model, load in self._loads.items():
+            waiting_rows, busy = load()
+            self._queue_rows[model].set(waiting_rows)
+            self._busy[model].set(busy)
         for buffer in self._buffers:
             buffer.flush()
 
@@ -460,6 +464,33 @@ class Metrics:
                 self._stage_seconds[*model, stage].inc(float(seconds.sum()))
             self._request_duration[protocol,].observe_all(total)
             self._stage_seconds[*model, _TOTAL].inc(float(total.sum()))
+
+    def _count_ended(self, model: ModelKey, ended: list[_Ended]) -> None:
+        if not ended:
+            return
+        all_rows, reasons, *_ = zip(*ended, strict=True)
+        self._batch_rows[()].observe_all(all_rows)
+        for reason, count in Counted(reasons).items():
+            self._batches[*model, reason].inc(count)
+        done = [one for one in ended if one[3] is not None]
+        ended.clear()
+        if not done:
+            return
+        all_rows, _, all_compute_s, computed_rows, captured, device_s = zip(*done, strict=True)
+        self._batch_duration[()].observe_all(all_compute_s)
+        on_device_s = [seconds for seconds in device_s if seconds is not None]
+        self._device_duration[()].observe_all(on_device_s)
+        self._images[model].inc(sum(all_rows))
+        self._padding_rows[model].inc(sum(computed_rows) - sum(all_rows))
+        for hit, count in Counted(captured).items():
+            self._replays[*model, "hit" if hit else "miss"].inc(count)
+        exponents = [(rows - 1).bit_length() for rows in all_rows]
+        batches = np.bincount(exponents)
+        seconds = np.bincount(exponents, weights=all_compute_s)
+        for exponent in np.flatnonzero(batches).tolist():
+            sized = *model, _POWERS[exponent]
+            self._sized[sized].inc(int(batches[exponent]))
+            self._sized_seconds[sized].inc(float(seconds[exponent]))
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:

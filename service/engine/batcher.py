@@ -22,7 +22,7 @@ from service.errors import (
     Unavailable,
     stopping,
 )
-from service.metrics import DropReason, Metrics
+from service.metrics import Load, Metrics
 
 _log = logging.getLogger(__name__)
 
@@ -76,6 +76,10 @@ class Batcher:
         """What a request that comes now is computed with."""
         return self._version
 
+    def load(self) -> Load:
+        """What there is to do."""
+        return self._queue.rows, self._pool.busy
+
     def enqueue(self, images: Images, deadline_s: float, on_answer: OnAnswer) -> Request:
         """Classify `images`, uint8 (n, 28, 28), n >= 1, until `deadline_s` on the batcher's clock.
 
@@ -105,7 +109,7 @@ class Batcher:
         if not request.done:
             self._end(request)
             if dropped := self._queue.discard(request):
-                self._count_dropped(dropped, "cancelled")
+                self._metrics.rows_dropped(dropped, "cancelled")
             self._note_idle()
 
     async def submit(self, images: Images, timeout_s: float) -> Prediction:
@@ -221,7 +225,7 @@ class Batcher:
             self._in_flight.add(cut)
         for request in cut.late:
             self._fail_late(request)
-            self._count_dropped(request.rows - request.cut_rows, "late")
+            self._metrics.rows_dropped(request.rows - request.cut_rows, "late")
         if not cut.segments:
             self._pool.release(worker)
             self._note_idle()
@@ -234,14 +238,13 @@ class Batcher:
         for segment in cut.segments:
             if segment.request.waiting is not None:
                 segment.request.end_wait()
-        key, waiting_rows = cut.version.key, self._queue.rows
-        self._metrics.batch_cut(key, cut.rows, cut.reason, waiting_rows, self._pool.busy)
 
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self._pool.release(worker)
         if not self._joined_rows or isinstance(outcome, Exception):
             self._schedule()
+        now = self._clock()
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -249,9 +252,6 @@ class Batcher:
                 self._dispatch()  # the device computes while the answers are written
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
-            now = self._clock()
-            key, compute_s = cut.version.key, now - cut.now_s
-            self._metrics.batch_done(key, cut.rows, outcome, compute_s, self._pool.busy)
             batch, row = BatchAnswer(outcome.probabilities), 0
             for segment in cut.segments:
                 request, start = segment.request, segment.start
@@ -262,16 +262,19 @@ class Batcher:
             self._busy_poll.extend()
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
+        try:
+            result = None if isinstance(outcome, Exception) else outcome
+            key, compute_s = cut.version.key, now - cut.now_s
+            self._metrics.batch_ended(key, cut.rows, cut.reason, compute_s, result)
+        except Exception:  # noqa: BLE001 - its requests are answered all the same
+            _log.exception("a batch was not counted")
         self._note_idle()
 
     def _expire(self, request: Request) -> None:
         if dropped := self._queue.discard(request):
-            self._count_dropped(dropped, "late")
+            self._metrics.rows_dropped(dropped, "late")
         self._fail_late(request)
         self._note_idle()
-
-    def _count_dropped(self, rows: int, reason: DropReason) -> None:
-        self._metrics.rows_dropped(self._version.key, rows, reason, self._queue.rows)
 
     def _fail_late(self, request: Request) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)

@@ -321,6 +321,7 @@ class Models:
             golden_error=served.golden_error(),
             device_bytes=sum(context.device_bytes for context in contexts),
             workspace_bytes=sum(context.workspace_bytes for context in contexts),
+            load=served.batcher.load,
         )
 
     def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:

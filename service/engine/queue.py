@@ -76,7 +76,7 @@ OnAnswer: TypeAlias = Callable[["Request", ServiceError | None], None]
 """
 
 
-@dataclass(eq=False)
+@dataclass(slots=True, eq=False)
 class Request:
     """Images that wait, uint8 (n, 28, 28), and whom to call with their answer.
 

@@ -9,7 +9,8 @@ request goes to the ASGI application in a task.
                              first in the line and complete: written, then the next
 
 Clients send the same header section again and again. Between two requests, one that was parsed
-before leads to its exchange without the parser, see `Connection._receive`.
+before leads to its exchange without the parser, see `Connection._receive`. What has not come yet of
+a large body behind it is then received where it belongs, see `http.receiver`.
 
 What ends a connection:
 
@@ -46,6 +47,7 @@ from service.http.exchange import BUFFERED_BYTES, AsgiExchange, Exchange
 from service.http.gate import Gate
 from service.http.handshake import Handshake
 from service.http.head import FastCall, FastRoutes, Head, Refused
+from service.http.receiver import BodyReceiver
 from service.tls import ServedCertificate
 
 _log = logging.getLogger(__name__)
@@ -70,6 +72,8 @@ _LARGE_READ_BYTES = 128 * 1024
 up to 7 ms (H200 machine, 2026-11-22)."""
 _STOP_S = 1.0
 """At a stop, the most that a client may take for headers, or to read its answers."""
+_COPIED_BYTES = 16 * 1024
+"""A body of fewer bytes is copied out of what was read: for it, a view costs more."""
 _UNREAD_BYTES = 64 * 1024
 """Over TLS, what a client has not read is neither counted nor timed up to so many bytes; in the
 clear that is uvloop's mark."""
@@ -219,6 +223,7 @@ class Connection(asyncio.Protocol):
         self._began_now = self._completed_now = False  # a message, in the latest data
         self._opened: Head | None = None  # the first in the latest data
         self._body_left = 0  # of a body that bypasses the parser
+        self._receiver: BodyReceiver | None = None  # in this one's place at the transport
         self._last_read = False  # what follows is not to be read as a request
         self._header_bytes = 0
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
@@ -275,15 +280,13 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if len(data) > _LARGE_READ_BYTES:
-            self._resting = True
-            self.loop.call_soon(self._read_on)
-            self._set_reading()
+            self._rest()
         arriving = self._arriving
         if arriving is None and not (self._in_headers or self._unparsed or self._closing):
             end = data.find(b"\r\n\r\n") + 4
             head = self.door.known.get(data[:end])
             if head is not None and len(data) - end <= head.known_length and not self._last_read:
-                self._receive(head, data[end:])
+                self._receive(head, data, end)
                 return
         elif self._closing:
             self._lingered_bytes += len(data)
@@ -303,30 +306,78 @@ class Connection(asyncio.Protocol):
             self._unparsed, self._parsed_bytes = data, 0
             self._parse_slice()
 
-    def _receive(self, head: Head, body: bytes) -> None:
-        """A request whose header section is one that was parsed before, and what came behind it.
+    def _receive(self, head: Head, data: bytes, start: int) -> None:
+        """A request whose header section is one that was parsed before; its body is in `data`.
 
-        The parser sees nothing of it: it is between two messages, and stays there.
+        It begins at `start`. The parser sees nothing of it: it is between two messages, and stays
+        there.
         """
         self._used = True
         exchange = FastExchange(self, head)
         self._line.append(exchange)
+        size = len(data) - start
+        # Taking a slice copies it.
+        body = data[start:] if size < _COPIED_BYTES else memoryview(data)[start:]
         try:
-            if len(body) == head.length:
+            if size == head.length:
                 exchange.receive(body)
                 if len(self._line) > _READ_AHEAD:
                     self._set_reading()
                 return
             self._since_s = self.loop.time()
             exchange.open()
-            if body:
-                exchange.data(body)
             self._arriving = exchange
-            self._body_left = head.known_length - len(body)
+            self._body_left = head.known_length - size
+            room = None
+            if self._body_left > _LARGE_READ_BYTES and self.plain is None:
+                room = exchange.room()
+            if room is not None:
+                room[:size] = body
+                exchange.arrived(size)
+            elif body:
+                exchange.data(bytes(body))
             exchange.wait_for_body()
+            if room is not None and exchange.answer is None and not self._closing:
+                self._receiver = BodyReceiver(self, room[size:])
+                self._switch(self._receiver)
             self._set_reading()
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash(exchange)
+
+    def body_arrived(self, size: int) -> None:
+        """The next `size` bytes of that request's body are where they belong."""
+        exchange = self._arriving
+        assert isinstance(exchange, FastExchange), "bug: a body without its request"
+        if size > _LARGE_READ_BYTES:
+            self._rest()
+        self._body_left -= size
+        try:
+            exchange.arrived(size)
+            if self._body_left:
+                exchange.wait_for_body()
+                return
+            self.stop_receiving()
+            self._arriving = None
+            exchange.end()
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._crash(exchange)
+
+    def stop_receiving(self) -> None:
+        """End a `BodyReceiver`: nobody waits for its body any more, or it is complete."""
+        if self._receiver is not None:
+            self._receiver = None
+            self._switch(self)
+
+    def _switch(self, protocol: asyncio.BaseProtocol) -> None:
+        transport = self.transport
+        if transport.is_closing():
+            return
+        reading = transport.is_reading()
+        if reading:  # uvloop looks at the protocol's kind when it begins to read
+            transport.pause_reading()
+        transport.set_protocol(protocol)
+        if reading:
+            transport.resume_reading()
 
     def _receive_more(self, data: bytes) -> None:
         """The next piece of that request's body, and what comes behind it."""
@@ -456,6 +507,7 @@ class Connection(asyncio.Protocol):
         if self._arriving is not None and self._arriving.answer is None:  # cannot become whole
             self._line.pop().cancel()
             self._arriving = None
+            self.stop_receiving()
         if not self._line:
             return False  # nothing to answer: closes
         if (head := self._line[0].head) is not None and head.version == "1.1":
@@ -751,6 +803,7 @@ class Connection(asyncio.Protocol):
     def _finish(self) -> None:
         """Shut our side, and linger."""
         self._closing = True
+        self.stop_receiving()
         if self.transport.is_closing():
             return
         for exchange in self._line:
@@ -805,6 +858,13 @@ class Connection(asyncio.Protocol):
                 self.transport.resume_reading()
             else:
                 self.transport.pause_reading()
+
+    def _rest(self) -> None:
+        """Read no more in this turn of the event loop."""
+        if not self._resting:
+            self._resting = True
+            self.loop.call_soon(self._read_on)
+            self._set_reading()
 
     def _read_on(self) -> None:
         self._resting = False
@@ -865,7 +925,7 @@ class FastExchange(Exchange):
         if head.expects_continue:
             self.ask_for_body()
 
-    def receive(self, body: bytes) -> None:
+    def receive(self, body: bytes | memoryview) -> None:
         """The whole body has arrived with the headers, which are without error."""
         route = self.head.route
         assert route is not None, "bug: not a fast route"
@@ -878,6 +938,18 @@ class FastExchange(Exchange):
         if self._call is not None:
             try:
                 self._call.data(data)
+            except ServiceError as exc:
+                self._call.fail(exc)
+
+    def room(self) -> memoryview | None:
+        """See `FastCall.room`; None if the body is not wanted, either."""
+        return None if self._call is None else self._call.room()
+
+    def arrived(self, size: int) -> None:
+        """See `FastCall.arrived`."""
+        if self._call is not None:
+            try:
+                self._call.arrived(size)
             except ServiceError as exc:
                 self._call.fail(exc)
 
@@ -913,6 +985,8 @@ class FastExchange(Exchange):
     def _reply(self, answer: Answer) -> None:
         self._call = None
         connection, head = self.connection, self.head
+        if not self.whole:
+            connection.stop_receiving()
         self.close = connection.will_close(self)
         first = connection.encode(head, answer, self.close)
         if answer.status in _FAILURES and head.ids:

@@ -28,11 +28,22 @@ class FastCall(Protocol):
         """The next piece of the body. Raises ServiceError if it is refused."""
         ...
 
+    def room(self) -> memoryview | None:
+        """Memory for the whole body, of announced length; None if `data` is to be called.
+
+        May be called instead of the first `data`.
+        """
+        ...
+
+    def arrived(self, size: int) -> None:
+        """The next `size` bytes of the body are in that memory. Raises as `data`."""
+        ...
+
     def wait_for_body(self) -> None:
         """The body has not arrived whole; may be called again. Raises as `data`."""
         ...
 
-    def end(self, body: bytes | None = None) -> None:
+    def end(self, body: bytes | memoryview | None = None) -> None:
         """The body is complete; `body` is all of it, if `data` was not called."""
         ...
 

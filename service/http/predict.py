@@ -229,18 +229,30 @@ class ImageCall:
             body[self.moved_bytes - len(data) : self.moved_bytes] = data
         elif not body:
             self._body = data
-        elif self._wanted.length is not None and self.moved_bytes > SMALL_BYTES:
+        elif self.moved_bytes > SMALL_BYTES and (room := self.room()) is not None:
             # Once for all, where a body that grows would be copied or mapped anew again and again.
-            # It takes memory as it is written to.
-            self._body = whole = np.empty(self._wanted.length, np.uint8).data
-            whole[: len(body)] = body
-            whole[len(body) : self.moved_bytes] = data
+            room[: len(body)] = body
+            room[len(body) : self.moved_bytes] = data
         else:
             if type(body) is bytes:
                 self._body = body = bytearray(body)
             body += data
         if self._watched:
             self._hold_arrived()
+
+    def room(self) -> memoryview | None:
+        """Memory for a body of announced length. It is taken as it is written to."""
+        if self.done or self._wanted.length is None:
+            return None
+        self._body = room = np.empty(self._wanted.length, np.uint8).data
+        return room
+
+    def arrived(self, size: int) -> None:
+        """As `data`, of what was written there."""
+        if not self.done:
+            self.moved_bytes += size
+            if self._watched:
+                self._hold_arrived()
 
     def wait_for_body(self) -> None:
         """The body has not arrived whole: from here on its time and memory are limited.
@@ -252,7 +264,7 @@ class ImageCall:
             self._watch()
             self._hold_arrived()
 
-    def end(self, body: bytes | None = None) -> None:
+    def end(self, body: Body | None = None) -> None:
         """The body is complete: decode it and queue its images.
 
         `body` is all of it, if `data` was not called.
@@ -263,15 +275,14 @@ class ImageCall:
         self._decoding_began_s = time.monotonic()
         try:
             if body is None:
-                received, self._body = self._body, b""
-                if type(received) is memoryview and IN_PLACE > wanted.inline_bytes >= len(received):
-                    received = bytes(received)
-                # Another buffer is as good where nothing but its content matters.
-                body = cast("bytes", received)
+                body, self._body = self._body, b""
                 if self._transferring:
                     self._end_transfer()
             else:
                 self.moved_bytes = len(body)
+            # Another buffer is as good where nothing but its content matters.
+            if type(body) is memoryview and IN_PLACE > wanted.inline_bytes >= len(body):
+                body = bytes(body)
             if self.moved_bytes <= wanted.inline_bytes and self.is_quick(body):
                 if self._held_bytes:
                     self._release()

@@ -38,8 +38,7 @@ sys.exit(main())
 
 CALLBACKS = {
     "images of a batch": ("service.engine.queue", "module.Cut", "images"),
-    "metrics of a cut": ("service.metrics", "module.Metrics", "batch_cut"),
-    "metrics of a batch": ("service.metrics", "module.Metrics", "batch_done"),
+    "metrics of a batch": ("service.metrics", "module.Metrics", "batch_ended"),
     "metrics of a request": ("service.metrics", "module.Metrics", "predicted"),
     "metrics of a failure": ("service.metrics", "module.Metrics", "request_done"),
     "JSON of an answer": ("service.http.predict", "module", "_as_json"),

@@ -103,12 +103,18 @@ class Call:
         if len(self._body) > MAX_BODY_BYTES:
             raise TooLarge("too many bytes", field="body")
 
+    def room(self) -> None:
+        """None: bodies are small here."""
+
+    def arrived(self, size: int) -> None:
+        raise NotImplementedError
+
     def wait_for_body(self) -> None:
         if self._open and self._body.startswith(b"overload"):
             raise Overloaded("planted", retry_after_s=1)
 
-    def end(self, body: bytes | None = None) -> None:
-        self._body = self._body if body is None else body
+    def end(self, body: bytes | memoryview | None = None) -> None:
+        self._body = self._body if body is None else bytes(body)
         if len(self._body) > MAX_BODY_BYTES:
             self.fail(TooLarge("too many bytes", field="body"))
         elif self._body.startswith(b"overload"):

@@ -38,13 +38,15 @@ def sizes():
 before = sizes()
 metrics = Metrics(CollectorRegistry())
 numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 1, "workspace_bytes": 1}
+numbers["load"] = lambda: (1, 1)
 for name in "abcde":
     for version in range(40):
         model = name, str(version)
         metrics.model_loaded(model, "ab" * 32, **numbers)
         metrics.predicted("http", model, (0.1,) * 5)
         for power in range(11):
-            metrics.batch_done(model, 1 << power, BatchResult(None, 1 << power, True), 0.1, 1)
+            result = BatchResult(None, 1 << power, True)
+            metrics.batch_ended(model, 1 << power, "full", 0.1, result)
         for outcome in range(5):
             metrics.request_done(model, "http", f"an_error_{outcome}")
         if version:

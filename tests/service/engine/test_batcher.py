@@ -201,20 +201,20 @@ class PuppetWorker:
 class Watcher:
     """Notes what a batcher counts."""
 
-    cuts: list[tuple[int, str, int, int]] = field(default_factory=list)
-    done: list[tuple[int, float, int]] = field(default_factory=list)
+    ended: list[tuple[int, str, float]] = field(default_factory=list)
+    failed: int = 0
     dropped: dict[str, int] = field(default_factory=lambda: {"cancelled": 0, "late": 0})
 
-    def batch_cut(self, model: str, rows: int, reason: str, waiting_rows: int, busy: int) -> None:
-        self.cuts.append((rows, reason, waiting_rows, busy))
-
-    def batch_done(
-        self, model: str, rows: int, result: BatchResult, compute_s: float, busy: int
+    def batch_ended(
+        self, model: str, rows: int, reason: str, compute_s: float, result: BatchResult | None
     ) -> None:
+        if result is None:
+            self.failed += 1
+            return
         assert (result.computed_rows, result.captured, result.device_s) == (8, True, 0.25)
-        self.done.append((rows, compute_s, busy))
+        self.ended.append((rows, reason, compute_s))
 
-    def rows_dropped(self, model: str, rows: int, reason: str, waiting_rows: int) -> None:
+    def rows_dropped(self, rows: int, reason: str) -> None:
         assert rows > 0
         self.dropped[reason] += rows
 
@@ -302,8 +302,7 @@ async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
     answers = await asyncio.gather(*(stage.submit(10 * n, n) for n in (1, 2)))
     assert [tags_in(answer) for answer in answers] == [[10], [20, 21]]
     assert stage.batches == [[10, 20, 21]]
-    assert stage.watcher.cuts == [(3, "idle", 0, 1)]
-    assert stage.watcher.done == [(3, 1.0, 0)]
+    assert stage.watcher.ended == [(3, "idle", 1.0)]
 
 
 @pytest.mark.parametrize(
@@ -343,14 +342,14 @@ async def test_a_batch_grows_while_every_context_is_busy(stage):
 
 @staged(contexts=3, max_batch_rows=8, joined_rows=4)
 async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(stage):
-    tasks = []
+    tasks, loads = [], []
     for tag, rows in ((0, 1), (10, 1), (20, 1), (30, 4), (40, 1)):
         tasks.append(stage.submit(tag, rows))
         await asyncio.sleep(0.1)
+        loads.append(stage.batcher.load())
     await asyncio.gather(*tasks)
     assert stage.batches == [[0], [10, 20, 30, 31, 32, 33], [40]]
-    (one, _), (six, _), _ = ((rows, busy) for rows, _, _, busy in stage.watcher.cuts)
-    assert (one, six) == (1, 6), "the six began beside the one"
+    assert loads == [(0, 1), (1, 1), (2, 1), (0, 2), (0, 3)], "the six began beside the one"
 
 
 @staged(joined_rows=4, contexts=2)
@@ -475,7 +474,8 @@ async def test_a_batch_waits_for_more_rows_when_it_may(stage):
     await first
     assert stage.loop.time() == 1.5
     assert tags_in(await second) == [2]
-    assert stage.watcher.cuts == [(2, "waited", 0, 1)]
+    ((*ended, _),) = stage.watcher.ended
+    assert ended == [2, "waited"]
 
 
 @staged(max_wait_s=0.5)
@@ -485,7 +485,8 @@ async def test_a_full_batch_does_not_wait_when_it_might(stage):
     second = stage.submit(2, rows=3)
     await asyncio.gather(first, second)
     assert stage.loop.time() == 1.25
-    assert stage.watcher.cuts == [(4, "full", 0, 1)]
+    ((*ended, _),) = stage.watcher.ended
+    assert ended == [4, "full"]
 
 
 @staged(Act(1.0), Act(1.0), max_wait_s=50.0)
@@ -500,7 +501,8 @@ async def test_waiting_requests_are_answered_at_once_and_new_ones_refused_when_d
     assert tags_in(await waiting) == [1, 2]
     await drained
     assert stage.loop.time() == 1.5
-    assert stage.watcher.cuts == [(2, "drain", 0, 1)]
+    ((*ended, _),) = stage.watcher.ended
+    assert ended == [2, "drain"]
 
 
 @staged(Act(50.0))
@@ -854,8 +856,7 @@ async def weather(storm: Storm, stage: Stage) -> None:
     if not fails and storm.drain_s is None:
         dropped = sum(stage.watcher.dropped.values())
         assert len(computed) + dropped == admitted, "rows appeared or vanished"
-        assert sum(rows for rows, *_ in stage.watcher.cuts) == len(computed)
-        assert sum(rows for rows, *_ in stage.watcher.done) == len(computed)
+        assert sum(rows for rows, *_ in stage.watcher.ended) == len(computed)
 
 
 def assert_no_idle_hands(stage: Stage) -> None:

@@ -67,6 +67,7 @@ async def until(condition):
 class EchoCall:
     def __init__(self, route, wanted, reply):
         self.route, self.wanted, self.reply, self.body = route, wanted, reply, b""
+        self.arrived_bytes = 0  # in `room`
         route.calls.append(self)
 
     def data(self, data):
@@ -74,11 +75,18 @@ class EchoCall:
         if len(self.body) > MAX_BODY_BYTES:
             raise TooLarge("too many bytes", field="body")
 
+    def room(self):
+        self.body = bytearray(int(self.wanted["content-length"]))
+        return memoryview(self.body)
+
+    def arrived(self, size):
+        self.arrived_bytes += size
+
     def wait_for_body(self):
         self.route.waited.set()
 
     def end(self, body=None):
-        self.body = self.body if body is None else body
+        self.body = self.body if body is None else bytes(body)
         if self.route.hold:
             self.route.held.append(self)
             self.route.arrived.set()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import http.client
+import random
 import socket
 import ssl
 
@@ -13,7 +14,7 @@ import pytest
 import trustme
 import uvloop
 
-from service.errors import Overloaded, TooLarge
+from service.errors import Overloaded, TooLarge, Unavailable
 from service.http import connection
 from service.http.openapi import ErrorResponse
 from service.tls import CertificateFiles, ServedCertificate
@@ -376,6 +377,127 @@ async def test_a_known_request_after_a_pause_has_all_the_time_of_a_new_one(serve
     server.route.release()
     assert (await client.answer())[2] == b"0123456789"
     assert (await client.answer())[0] == 413
+
+
+# Large bodies behind a known header section, which are received where they belong
+
+LARGE = random.Random(0).randbytes(1_000_000)
+
+
+def with_large_bodies(test):
+    """Run `test(server)` on both event loops; a request with `LARGE` is known."""
+
+    @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+    def run(loop, monkeypatch):
+        async def main():
+            async with running() as server:
+                await learn(server, post(LARGE))
+                await test(server)
+
+        monkeypatch.setattr(doors, "MAX_BODY_BYTES", 1 << 24)
+        with asyncio.Runner(loop_factory=loop) as runner:
+            runner.run(main())
+
+    run.__name__ = test.__name__
+    return run
+
+
+async def half_sent(server):
+    """A client that has sent half of a large body, the call and the server's connection."""
+    client, connection = await connect(server)
+    client.send(post(LARGE)[: len(LARGE) // 2])
+    await until(lambda: server.route.calls and server.route.calls[-1].arrived_bytes > 400_000)
+    return client, server.route.calls[-1], connection
+
+
+async def refused(client, status):
+    """The next answer has this status and is the last."""
+    answer = await client.answer()
+    assert (answer[0], answer[1]["connection"]) == (status, "close")
+    assert await client.rest() == b""
+
+
+@with_large_bodies
+async def test_a_large_body_is_whole_wherever_it_is_cut(server):
+    cuts = random.Random(1)
+    for _ in range(20):
+        client, sent = await server.open(), post(LARGE) + KNOWN + post(LARGE) + GET
+        while sent:
+            size = min(cuts.choice([1, 1000, 100_000, 1_000_000]), cuts.randrange(1, 1_000_001))
+            client.send(sent[: max(size, 200)])
+            sent = sent[max(size, 200) :]
+            await asyncio.sleep(0.002 * cuts.randrange(2))
+        bodies = [(await client.answer())[2] for _ in range(4)]
+        assert bodies == [LARGE, KNOWN[HEAD_BYTES:], LARGE, b""]
+    assert any(call.arrived_bytes == len(LARGE) for call in server.route.calls)
+
+
+@with_large_bodies
+async def test_a_client_that_leaves_amid_a_large_body_cancels_its_request(server):
+    for leave in ("close", "write_eof"):
+        client, call, connection = await half_sent(server)
+        getattr(client.writer, leave)()
+        await until(lambda call=call: call in server.route.cancelled)
+        await until(lambda one=connection: one not in server.door.connections)
+
+
+@with_large_bodies
+async def test_a_large_body_that_is_refused_midway_is_dropped_and_the_answer_comes(server):
+    client, call, connection = await half_sent(server)
+    call.fail(TooLarge("planted", field="body"))
+    assert connection.transport.get_protocol() is connection, "the memory is held"
+    client.send(post(LARGE)[len(LARGE) // 2 :])
+    await refused(client, 413)
+
+
+@with_large_bodies
+async def test_a_large_body_is_dropped_in_its_turn(server):
+    server.route.hold = True
+    client, connection = await connect(server)
+    client.send(KNOWN)
+    await until(lambda: server.route.held)
+    client.send(post(LARGE)[: len(LARGE) // 2])
+    await until(lambda: server.route.calls[-1].arrived_bytes > 400_000)
+    server.route.calls[-1].fail(TooLarge("planted", field="body"))
+    assert connection.transport.get_protocol() is connection, "the memory is held"
+    client.send(post(LARGE)[len(LARGE) // 2 :])
+    await asyncio.sleep(0.05)
+    server.route.release()
+    assert (await client.answer())[2] == KNOWN[HEAD_BYTES:]
+    await refused(client, 413)
+
+
+@with_large_bodies
+async def test_a_client_that_ends_amid_a_large_body_gets_the_answer_before_it(server):
+    server.route.hold = True
+    client, connection = await connect(server)
+    client.send(KNOWN)
+    await until(lambda: server.route.held)
+    client.send(post(LARGE)[: len(LARGE) // 2])
+    await until(lambda: server.route.calls[-1].arrived_bytes > 400_000)
+    client.writer.write_eof()
+    await until(lambda: server.route.cancelled)
+    assert connection.transport.get_protocol() is connection, "the memory is held"
+    server.route.release()
+    assert (await client.answer())[2] == KNOWN[HEAD_BYTES:]
+    assert await client.rest() == b""
+
+
+@with_large_bodies
+async def test_a_large_body_is_read_to_its_end_when_the_server_stops(server):
+    client, _, _ = await half_sent(server)
+    server.stop()
+    client.send(post(LARGE)[len(LARGE) // 2 :])
+    answer = await client.answer()
+    assert (answer[1]["connection"], answer[2]) == ("close", LARGE)
+
+
+@with_large_bodies
+async def test_a_large_body_is_answered_when_the_stop_takes_too_long(server):
+    client, _, _ = await half_sent(server)
+    server.stop()
+    server.door.give_up(Unavailable("planted"))
+    await refused(client, 503)
 
 
 # Framing
