@@ -16,7 +16,7 @@ from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
-from lenet.backend import Backend, BatchResult, Pending, Plan
+from lenet.backend import Backend, BatchResult, Pending, Plan, Staging
 from lenet.cuda.graphs import Precision
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.model import Model
@@ -71,8 +71,25 @@ def gpus() -> int:
     return devices()
 
 
-def open_backend(target: Target) -> Backend:
+def open_staging(target: Target, count: int, size_bytes: int) -> Staging | None:
+    """`count` buffers of `size_bytes`; None where batches are not computed from such: on the CPU.
+
+    Raises:
+        DeviceError: they cannot be had.
+    """
+    if target.device == "cpu" or target.profile:
+        return None
+    from lenet.cuda.device import translated
+    from lenet.cuda.memory import PageLocked
+
+    with translated("allocating page-locked memory"):
+        return PageLocked(target.index, count, size_bytes)
+
+
+def open_backend(target: Target, staging: Staging | None = None) -> Backend:
     """Open the backend of `target` for the calling thread.
+
+    Large batches that lie in `staging` are computed from there.
 
     Raises:
         BackendUnavailable: it cannot run here; the message says why.
@@ -87,7 +104,7 @@ def open_backend(target: Target) -> Backend:
     from lenet.cuda.engine_cache import EngineCache, default_cache
 
     cache = EngineCache(default_cache())
-    return CudaBackend(target.index, target.precision, cache, target.profile)
+    return CudaBackend(target.index, target.precision, cache, target.profile, staging)
 
 
 def estimate_bytes(target: Target, model: Model, rows: int) -> int:

@@ -16,6 +16,7 @@ from typing import Self
 
 import numpy as np
 
+from lenet.backend import Staging
 from lenet.cuda import fused_network, layers
 from lenet.cuda.capture import Launch, captured, time_us
 from lenet.cuda.device import Handle, translated
@@ -26,7 +27,7 @@ from lenet.cuda.graphs import Convolution, Precision, Product
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.layers import BuildContext, LayerByLayer
 from lenet.cuda.memory import Arena, Buffers, Workspace
-from lenet.cuda.plan import ChosenStrategy, CudaPlan, Strategy
+from lenet.cuda.plan import STAGED_ROWS, ChosenStrategy, CudaPlan, Strategy
 from lenet.cuda.weights import DeviceWeights
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from lenet.model import Model
@@ -52,6 +53,7 @@ class CudaBackend:
 
     With a `cache` the engines of large buckets are autotuned; without one, cuDNN's first choice is
     used. With `profile` nothing is captured, so that a profiler sees each layer in its own range.
+    Large batches that lie in `staging` are copied to the device from there.
 
     Raises:
         BackendUnavailable: see `lenet.cuda.device.devices`.
@@ -66,8 +68,10 @@ class CudaBackend:
         precision: Precision = "fp16",
         cache: EngineCache | None = None,
         profile: bool = False,
+        staging: Staging | None = None,
     ) -> None:
         self.precision, self.profile, self._cache = precision, profile, cache
+        self._staging = None if profile else staging
         self._handle = Handle(device)
         self.stream = self._handle.stream
         self._kernels, self._arena, self._workspace = Kernels(self._handle), Arena(), Workspace()
@@ -103,7 +107,8 @@ class CudaBackend:
             self._arena.rewind()  # the buckets share it: their batches run one after another
             buffers = Buffers.take(self._arena, rows, weights.model.classes)
             chosen = self._choose(weights.model, buffers)
-            return CudaPlan(buffers, self._handle, chosen, not self.profile)
+            staging = self._staging if rows >= STAGED_ROWS else None
+            return CudaPlan(buffers, self._handle, chosen, not self.profile, staging)
 
     def load(self, weights: WeightFile) -> None:
         """See `lenet.backend.Backend.load`."""

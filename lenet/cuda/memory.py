@@ -8,13 +8,14 @@ buffers are not freed. Host memory for copies is page-locked, so that they run w
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass
 from typing import Any, Self
 
 import cupy
 import numpy as np
 
-from lenet.pixels import HEIGHT, WIDTH
+from lenet.pixels import HEIGHT, WIDTH, Images
 
 ALIGNMENT = 256
 """Bytes; what cudaMalloc guarantees, and more than any vector load needs."""
@@ -96,6 +97,34 @@ class Workspace:
         self._buffers.clear()
 
 
+class PageLocked:
+    """See `lenet.backend.Staging`: `count` page-locked buffers of `size_bytes`, for any GPU.
+
+    `device` is one of the GPUs that will read them. `take` is not for several threads.
+    """
+
+    def __init__(self, device: int, count: int, size_bytes: int) -> None:
+        with cupy.cuda.Device(device):
+            self._free = [_pinned((size_bytes,), np.uint8) for _ in range(count)]
+        self._starts = [buffer.ctypes.data for buffer in self._free]
+        self._size_bytes = size_bytes
+
+    def take(self, size_bytes: int) -> memoryview | None:
+        """See `lenet.backend.Staging.take`."""
+        if not self._free or size_bytes > self._size_bytes:
+            return None
+        buffer = self._free.pop()
+        part = buffer[:size_bytes]
+        weakref.finalize(part, self._free.append, buffer).atexit = False
+        view: memoryview = part.data
+        return view
+
+    def holds(self, images: Images) -> bool:
+        """See `lenet.backend.Staging.holds`."""
+        address = images.ctypes.data
+        return any(start <= address < start + self._size_bytes for start in self._starts)
+
+
 @dataclass(frozen=True, slots=True)
 class Buffers:
     """The inputs and outputs of one batch; the `host_` ones are NumPy arrays, page-locked.
@@ -133,6 +162,12 @@ class Buffers:
         runtime = cupy.cuda.runtime
         to, source = self.pixels.data.ptr, self.host_pixels.ctypes.data
         _copy(to, source, self.pixels.nbytes, runtime.memcpyHostToDevice)
+
+    def copy_from(self, images: Images, stream: Any) -> None:
+        """Queue on `stream` the copy of page-locked `images` to the device."""
+        runtime = cupy.cuda.runtime
+        to, source = self.pixels.data.ptr, images.ctypes.data
+        runtime.memcpyAsync(to, source, images.nbytes, runtime.memcpyHostToDevice, stream.ptr)
 
     def copy_out(self) -> None:
         """Queue the copy of the probabilities to the host."""

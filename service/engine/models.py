@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend
+from lenet.backend import Staging
+from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend, open_staging
 from lenet.errors import DeviceError, InvalidWeightFile, LeNetError, OutOfDeviceMemory
 from lenet.model import Model
+from lenet.pixels import PIXELS
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool, Worker
@@ -29,6 +31,11 @@ from service.errors import InvalidInput, Unavailable, UnknownModel, shown, stopp
 from service.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
+
+_STAGED = 16
+"""Large requests whose pixels may arrive in memory that a GPU reads; 13 MB."""
+_HEAD_BYTES = 4096
+"""What may come before the pixels in the body of one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +101,7 @@ class Models:
         self._metrics = metrics
         self._deadlines = deadlines
         self._busy_poll = BusyPoll(config.placement.busy_poll_s)
+        self._staging: Staging | None = None
         self._served: dict[str, tuple[ServedModel, ...]] = {}
         """By name, the highest version first."""
         self._models: list[ServedModel] = []
@@ -221,8 +229,20 @@ class Models:
         ends = [asyncio.wait(changes, timeout=timeout_s)] if changes else []
         await asyncio.gather(*ends, *(model.batcher.drain(timeout_s) for model in self._models))
 
+    def room(self, size_bytes: int) -> memoryview | None:
+        """Memory for so many bytes of pixels, from which a batch is computed without a copy.
+
+        None if there is none: on the CPU, or while all of it is used.
+        """
+        return None if self._staging is None else self._staging.take(size_bytes)
+
     async def __aenter__(self) -> Self:
+        placement = self._config.placement
+        size_bytes = placement.max_batch_rows * PIXELS + _HEAD_BYTES
         try:
+            self._staging = await asyncio.to_thread(
+                open_staging, placement.targets[0], _STAGED, size_bytes
+            )
             for version in self._versions:
                 await self._add(version)
         except BaseException:
@@ -326,7 +346,7 @@ class Models:
 
     def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:
         rows = self._config.placement.max_batch_rows
-        backend = open_backend(target)
+        backend = open_backend(target, self._staging)
         if self._config.faults is None:
             return ExecutionContext(backend, weights, rows)
         return FaultyContext(backend, weights, rows, self._config.faults)

@@ -242,9 +242,12 @@ class ImageCall:
 
     def room(self) -> memoryview | None:
         """Memory for a body of announced length. It is taken as it is written to."""
-        if self.done or self._wanted.length is None:
+        wanted = self._wanted
+        if self.done or wanted.length is None:
             return None
-        self._body = room = np.empty(self._wanted.length, np.uint8).data
+        in_place = wanted.inline_bytes == IN_PLACE
+        room = self._route.models.room(wanted.length) if in_place else None
+        self._body = room = room or np.empty(wanted.length, np.uint8).data
         return room
 
     def arrived(self, size: int) -> None:

@@ -8,15 +8,24 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import random
 import signal
 import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import cupy
+import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from lenet import reference
+from lenet.weightfile import WeightFile
 from service.errors import ExitCode
 
+RAW = "application/octet-stream"
+WEIGHTS = Path(__file__).parents[2] / "weights" / "lenet"
+DEFAULT = max(WEIGHTS.glob("*.safetensors"), key=lambda path: int(path.stem))
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
 ON_GPU = ("--device", "cuda", "--fault-injection", "--hang-timeout-s", "2")
 MIB = 1 << 20
@@ -74,6 +83,31 @@ def test_a_third_loss_within_a_minute_ends_the_service(start):
     assert answered(service) == 503
     assert service.wait() == ExitCode.WORKERS
     assert "more than 2 deaths in 60 s: giving up" in service.log
+
+
+def test_large_requests_that_arrive_at_once_get_their_own_answers(start):
+    # More than there are page-locked buffers, of sizes below, at and above that of a batch.
+    service = start("--device", "cuda").ready()
+    images = np.random.default_rng(0).integers(0, 256, (3000, 28, 28), np.uint8)
+    weights = WeightFile.read(DEFAULT)
+    tensors = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
+    exact = reference.softmax(reference.logits(weights.model, tensors, images))
+
+    def ask(seed):
+        draw, wrong = random.Random(seed), []
+        connection = http.client.HTTPConnection("127.0.0.1", service.port)
+        headers = {"Content-Type": RAW, "Accept": RAW}
+        for _ in range(40):
+            rows = draw.choice([1, 400, 1000, 1024, 1025, 3000])
+            first = draw.randrange(3001 - rows)
+            body = images[first : first + rows].tobytes()
+            connection.request("POST", "/predict", body, headers)
+            got = np.frombuffer(connection.getresponse().read(), "<f4").reshape(rows, 10)
+            wrong.append(np.abs(got - exact[first : first + rows]).max())
+        return max(wrong)
+
+    with ThreadPoolExecutor(24) as clients:
+        assert max(clients.map(ask, range(24))) <= 5e-3
 
 
 def taken(left_bytes):

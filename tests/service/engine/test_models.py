@@ -113,7 +113,8 @@ async def test_a_model_that_does_not_fit_is_refused_with_what_would(
     open_house, write, monkeypatch, contexts, max_batch_rows, found, advice
 ):
     write("a/1")
-    monkeypatch.setattr("service.engine.models.open_backend", lambda _: FullBackend(True))
+    monkeypatch.setattr("service.engine.models.open_backend", lambda *_: FullBackend(True))
+    monkeypatch.setattr("service.engine.models.open_staging", lambda *_: None)
     monkeypatch.setattr("service.engine.models.estimate_bytes", lambda *_: 67e6)
     with pytest.raises(OutOfDeviceMemory) as caught:
         async with open_house((Target("cuda"),), contexts, max_batch_rows):
@@ -131,10 +132,11 @@ async def test_each_gpu_has_its_contexts_and_their_memory_is_counted(
     write("b/1")
     targets = []
 
-    def open_(target):
+    def open_(target, _):
         targets.append(target)
         return FullBackend(False)
 
+    monkeypatch.setattr("service.engine.models.open_staging", lambda *_: None)
     monkeypatch.setattr("service.engine.models.open_backend", open_)
     caplog.set_level(logging.INFO)
     async with open_house((Target("cuda", 2), Target("cuda", 0))) as house:
@@ -650,7 +652,7 @@ async def test_a_load_that_the_device_fails_is_not_the_client_s_fault(
     write("b/1", seed=2)
     async with open_house(wanted=("a",)) as house:
 
-        def fails(_):
+        def fails(*_):
             raise DeviceError("no graph", sticky=sticky)
 
         monkeypatch.setattr("service.engine.models.open_backend", fails)
