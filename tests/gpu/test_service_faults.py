@@ -97,13 +97,14 @@ def test_large_requests_that_arrive_at_once_get_their_own_answers(start):
         draw, wrong = random.Random(seed), []
         connection = http.client.HTTPConnection("127.0.0.1", service.port)
         headers = {"Content-Type": RAW, "Accept": RAW}
-        for _ in range(40):
-            rows = draw.choice([1, 400, 1000, 1024, 1025, 3000])
-            first = draw.randrange(3001 - rows)
-            body = images[first : first + rows].tobytes()
-            connection.request("POST", "/predict", body, headers)
-            got = np.frombuffer(connection.getresponse().read(), "<f4").reshape(rows, 10)
-            wrong.append(np.abs(got - exact[first : first + rows]).max())
+        with contextlib.closing(connection):
+            for _ in range(40):
+                rows = draw.choice([1, 400, 1000, 1024, 1025, 3000])
+                first = draw.randrange(3001 - rows)
+                body = images[first : first + rows].tobytes()
+                connection.request("POST", "/predict", body, headers)
+                got = np.frombuffer(connection.getresponse().read(), "<f4").reshape(rows, 10)
+                wrong.append(np.abs(got - exact[first : first + rows]).max())
         return max(wrong)
 
     with ThreadPoolExecutor(24) as clients:
