@@ -26,21 +26,6 @@ class BatchResult:
     """Seconds by the device's clock; None if this batch was not timed."""
 
 
-class Staging(Protocol):
-    """Memory for pixels that arrive from outside: a batch in it is not copied by the CPU again."""
-
-    def take(self, size_bytes: int) -> memoryview | None:
-        """A buffer of `size_bytes`; None if none is free or large enough.
-
-        It is free again when nothing refers to it.
-        """
-        ...
-
-    def holds(self, images: Images) -> bool:
-        """Whether `images` lie in it."""
-        ...
-
-
 class Pending(Protocol):
     """A batch that the device is computing. Any thread may use it."""
 

@@ -16,12 +16,13 @@ from typing import Literal, Self, TypeAlias
 
 import numpy as np
 
-from lenet.backend import Backend, BatchResult, Pending, Plan, Staging
+from lenet.backend import Backend, BatchResult, Pending, Plan
 from lenet.cuda.graphs import Precision
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.model import Model
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH, Images
+from lenet.staging import Staging
 from lenet.weightfile import WeightFile
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
@@ -80,10 +81,10 @@ def open_staging(target: Target, count: int, size_bytes: int) -> Staging | None:
     if target.device == "cpu" or target.profile:
         return None
     from lenet.cuda.device import translated
-    from lenet.cuda.memory import PageLocked
+    from lenet.cuda.memory import page_locked
 
     with translated("allocating page-locked memory"):
-        return PageLocked(target.index, count, size_bytes)
+        return Staging(page_locked(target.index, count, size_bytes))
 
 
 def open_backend(target: Target, staging: Staging | None = None) -> Backend:

@@ -16,7 +16,6 @@ from typing import Self
 
 import numpy as np
 
-from lenet.backend import Staging
 from lenet.cuda import fused_network, layers
 from lenet.cuda.capture import Launch, captured, time_us
 from lenet.cuda.device import Handle, translated
@@ -32,6 +31,7 @@ from lenet.cuda.weights import DeviceWeights
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from lenet.model import Model
 from lenet.nvtx import span
+from lenet.staging import Staging
 from lenet.weightfile import WeightFile
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,6 @@ buffers are not freed. Host memory for copies is page-locked, so that they run w
 from __future__ import annotations
 
 import math
-import weakref
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -97,32 +96,10 @@ class Workspace:
         self._buffers.clear()
 
 
-class PageLocked:
-    """See `lenet.backend.Staging`: `count` page-locked buffers of `size_bytes`, for any GPU.
-
-    `device` is one of the GPUs that will read them. `take` is not for several threads.
-    """
-
-    def __init__(self, device: int, count: int, size_bytes: int) -> None:
-        with cupy.cuda.Device(device):
-            self._free = [_pinned((size_bytes,), np.uint8) for _ in range(count)]
-        self._starts = [buffer.ctypes.data for buffer in self._free]
-        self._size_bytes = size_bytes
-
-    def take(self, size_bytes: int) -> memoryview | None:
-        """See `lenet.backend.Staging.take`."""
-        if not self._free or size_bytes > self._size_bytes:
-            return None
-        buffer = self._free.pop()
-        part = buffer[:size_bytes]
-        weakref.finalize(part, self._free.append, buffer).atexit = False
-        view: memoryview = part.data
-        return view
-
-    def holds(self, images: Images) -> bool:
-        """See `lenet.backend.Staging.holds`."""
-        address = images.ctypes.data
-        return any(start <= address < start + self._size_bytes for start in self._starts)
+def page_locked(device: int, count: int, size_bytes: int) -> list[Any]:
+    """Buffers of bytes that every GPU can read; `device` is one of them."""
+    with cupy.cuda.Device(device):
+        return [_pinned((size_bytes,), np.uint8) for _ in range(count)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,13 @@ import cupy
 import numpy as np
 
 from lenet import nvtx
-from lenet.backend import BatchResult, Staging
+from lenet.backend import BatchResult
 from lenet.cuda.capture import Launch, captured
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.memory import Buffers
 from lenet.nvtx import span
 from lenet.pixels import Images, Logits, joined
+from lenet.staging import Staging
 
 Strategy: TypeAlias = Literal["fused_network", "layer_by_layer"]
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Self
 
-from lenet.backend import Staging
 from lenet.context import ExecutionContext, Target, estimate_bytes, open_backend, open_staging
 from lenet.errors import DeviceError, InvalidWeightFile, LeNetError, OutOfDeviceMemory
 from lenet.model import Model
 from lenet.pixels import PIXELS
+from lenet.staging import Staging
 from lenet.weightfile import WeightFile
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool, Worker

@@ -17,11 +17,12 @@ from lenet import reference
 from lenet.context import ExecutionContext, Target, buckets, open_backend
 from lenet.cuda.backend import CudaBackend
 from lenet.cuda.engine_cache import EngineCache
-from lenet.cuda.memory import PageLocked
+from lenet.cuda.memory import page_locked
 from lenet.cuda.plan import STAGED_ROWS
 from lenet.errors import OutOfDeviceMemory
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.pixels import PIXELS
+from lenet.staging import Staging
 from lenet.weightfile import WeightFile
 
 PRECISIONS = ("fp32", "tf32", "fp16")
@@ -282,7 +283,7 @@ def test_a_batch_launched_by_another_thread_answers_as_one_that_is_waited_for(ra
 def test_a_batch_in_page_locked_memory_answers_as_one_that_is_copied(
     random_weights, rows, precision
 ):
-    staging = PageLocked(0, 2, LARGEST_BUCKET * PIXELS + 300)
+    staging = Staging(page_locked(0, 2, LARGEST_BUCKET * PIXELS + 300))
     weights = random_weights("lenet")
     target = Target("cuda", precision=precision)
     with ExecutionContext(open_backend(target, staging), weights, LARGEST_BUCKET) as context:
@@ -302,18 +303,6 @@ def test_a_batch_in_page_locked_memory_answers_as_one_that_is_copied(
             got = pending.result().probabilities
             assert got.tobytes() == answer(context, images).tobytes()
             assert np.abs(got - want).max() <= LARGEST[precision]
-
-
-def test_page_locked_memory_is_taken_again_when_nothing_refers_to_it():
-    staging = PageLocked(0, 2, 100)
-    taken = [staging.take(100), staging.take(50)]
-    assert [len(one) for one in taken] == [100, 50]
-    assert staging.take(1) is None
-    images = np.frombuffer(taken.pop(), np.uint8).reshape(1, 5, 10)
-    assert staging.take(1) is None
-    del images
-    assert staging.take(101) is None
-    assert len(staging.take(100)) == 100
 
 
 def test_a_profiled_backend_launches_nothing_by_itself(random_weights):

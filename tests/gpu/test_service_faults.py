@@ -87,7 +87,9 @@ def test_a_third_loss_within_a_minute_ends_the_service(start):
 
 def test_large_requests_that_arrive_at_once_get_their_own_answers(start):
     # More than there are page-locked buffers, of sizes below, at and above that of a batch.
-    service = start("--device", "cuda").ready()
+    limits = ("--max-batch-rows", "1024", "--max-queue-rows", str(24 * 3000))
+    committed = ("--weights", str(WEIGHTS.parent), "--default-model", "lenet")
+    service = start("--device", "cuda", *limits, *committed).ready()
     images = np.random.default_rng(0).integers(0, 256, (3000, 28, 28), np.uint8)
     weights = WeightFile.read(DEFAULT)
     tensors = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
@@ -103,7 +105,10 @@ def test_large_requests_that_arrive_at_once_get_their_own_answers(start):
                 first = draw.randrange(3001 - rows)
                 body = images[first : first + rows].tobytes()
                 connection.request("POST", "/predict", body, headers)
-                got = np.frombuffer(connection.getresponse().read(), "<f4").reshape(rows, 10)
+                answer = connection.getresponse()
+                content = answer.read()
+                assert answer.status == 200, content
+                got = np.frombuffer(content, "<f4").reshape(rows, 10)
                 wrong.append(np.abs(got - exact[first : first + rows]).max())
         return max(wrong)
 

@@ -9,6 +9,9 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import numpy as np
 import pytest
 
+from lenet.cpu import CpuBackend, CpuPlan
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, joined
+from lenet.staging import Staging
 from service.http import predict
 from service.images import decoders
 from tests.pictures import FORM, PNG, long_form, seven
@@ -305,6 +308,51 @@ async def test_a_large_answer_is_encoded_in_slices_as_in_one(listen, one, images
         np.testing.assert_allclose(
             prediction["probabilities"], expected["probabilities"], atol=1e-5
         )
+
+
+class Late:
+    """A batch of which a device reads the pixels some turns of the event loop later."""
+
+    def __init__(self, plan, parts):
+        self.plan, self.parts, self.turns = plan, parts, 20
+
+    def done(self):
+        self.turns -= 1
+        return self.turns < 0
+
+    def result(self):
+        return self.plan.run(joined(self.parts))
+
+
+async def test_pixels_stay_where_they_arrived_until_the_device_has_read_them(listen, monkeypatch):
+    staging = Staging(np.zeros(1000 * PIXELS, np.uint8) for _ in range(3))
+    staged = []
+
+    def launch(plan, parts):
+        staged.extend(staging.holds(part) for part in parts)
+        return Late(plan, parts)
+
+    monkeypatch.setattr("service.engine.models.open_staging", lambda *_: staging)
+    monkeypatch.setattr(CpuPlan, "launch", launch)
+
+    async def ask(served, seed):
+        generator, weights = np.random.default_rng(seed), served.models.find().version.weights
+        plan = CpuBackend().plan(weights, 1000)
+        async with connect(served) as (reader, writer):
+            for rows in generator.choice([1, 400, 1000], 20):
+                images = generator.integers(0, 256, (rows, HEIGHT, WIDTH), np.uint8)
+                accept = b"Accept: application/octet-stream\r\n"
+                writer.write(head(b"Content-Length: %d\r\n" % images.nbytes, accept))
+                writer.write(images.tobytes())
+                async with asyncio.timeout(20):
+                    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+                    got = np.frombuffer(await reader.readexactly(40 * int(rows)), "<f4")
+                want = plan.run(images).probabilities
+                np.testing.assert_allclose(got.reshape(want.shape), want, atol=1e-5)
+
+    async with listen(max_batch_rows=1000, max_images=1000) as served:
+        await asyncio.gather(*(ask(served, seed) for seed in range(8)))
+    assert {True, False} == set(staged)
 
 
 @pytest.mark.parametrize("leaves", [True, False])
