@@ -271,6 +271,7 @@ class Connection(asyncio.Protocol):
         self.door.connections.discard(self)
         self.state.connections.discard(self)
         self._closing = True
+        self.stop_receiving()
         line, self._arriving = tuple(self._line), None
         self._line.clear()
         for exchange in line:
@@ -365,6 +366,7 @@ class Connection(asyncio.Protocol):
     def stop_receiving(self) -> None:
         """End a `BodyReceiver`: nobody waits for its body any more, or it is complete."""
         if self._receiver is not None:
+            self._receiver.release()
             self._receiver = None
             self._switch(self)
 

@@ -34,3 +34,7 @@ class BodyReceiver(asyncio.BufferedProtocol):
         """They have come."""
         self._room = self._room[nbytes:]
         self._connection.body_arrived(nbytes)
+
+    def release(self) -> None:
+        """Forget the body. uvloop keeps this object until another takes its place."""
+        self._room = memoryview(b"")

@@ -433,6 +433,14 @@ async def test_a_large_body_is_whole_wherever_it_is_cut(server):
 
 
 @with_large_bodies
+async def test_an_idle_connection_holds_no_large_body(server):
+    client, call, _ = await half_sent(server)
+    client.send(post(LARGE)[len(LARGE) // 2 :])
+    assert (await client.answer())[2] == LARGE
+    call.body.append(0)  # impossible while a view of it is left
+
+
+@with_large_bodies
 async def test_a_client_that_leaves_amid_a_large_body_cancels_its_request(server):
     for leave in ("close", "write_eof"):
         client, call, connection = await half_sent(server)
