@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import AsyncExitStack
@@ -102,6 +103,8 @@ class Models:
         self._deadlines = deadlines
         self._busy_poll = BusyPoll(config.placement.busy_poll_s)
         self._staging: Staging | None = None
+        self._opening = threading.Lock()
+        """Contexts of several devices are opened at the same time."""
         self._served: dict[str, tuple[ServedModel, ...]] = {}
         """By name, the highest version first."""
         self._models: list[ServedModel] = []
@@ -237,12 +240,7 @@ class Models:
         return None if self._staging is None else self._staging.take(size_bytes)
 
     async def __aenter__(self) -> Self:
-        placement = self._config.placement
-        size_bytes = placement.max_batch_rows * PIXELS + _HEAD_BYTES
         try:
-            self._staging = await asyncio.to_thread(
-                open_staging, placement.targets[0], _STAGED, size_bytes
-            )
             for version in self._versions:
                 await self._add(version)
         except BaseException:
@@ -346,6 +344,9 @@ class Models:
 
     def _open(self, target: Target, weights: WeightFile) -> ExecutionContext:
         rows = self._config.placement.max_batch_rows
+        with self._opening:
+            if self._staging is None:
+                self._staging = open_staging(target, _STAGED, rows * PIXELS + _HEAD_BYTES)
         backend = open_backend(target, self._staging)
         if self._config.faults is None:
             return ExecutionContext(backend, weights, rows)
