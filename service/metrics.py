@@ -468,12 +468,13 @@ class Metrics:
     def _count_ended(self, model: ModelKey, ended: list[_Ended]) -> None:
         if not ended:
             return
-        all_rows, reasons, *_ = zip(*ended, strict=True)
+        batches_ended = ended[:]
+        ended.clear()
+        all_rows, reasons, *_ = zip(*batches_ended, strict=True)
         self._batch_rows[()].observe_all(all_rows)
         for reason, count in Counted(reasons).items():
             self._batches[*model, reason].inc(count)
-        done = [one for one in ended if one[3] is not None]
-        ended.clear()
+        done = [one for one in batches_ended if one[3] is not None]
         if not done:
             return
         all_rows, _, all_compute_s, computed_rows, captured, device_s = zip(*done, strict=True)

@@ -244,7 +244,7 @@ class Batcher:
         self._pool.release(worker)
         if not self._joined_rows or isinstance(outcome, Exception):
             self._schedule()
-        now = self._clock()
+        now, result = self._clock(), None
         try:
             if isinstance(outcome, Exception):
                 raise outcome
@@ -252,7 +252,7 @@ class Batcher:
                 self._dispatch()  # the device computes while the answers are written
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
-            batch, row = BatchAnswer(outcome.probabilities), 0
+            result, batch, row = outcome, BatchAnswer(outcome.probabilities), 0
             for segment in cut.segments:
                 request, start = segment.request, segment.start
                 rows = segment.stop - start
@@ -263,7 +263,6 @@ class Batcher:
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._fail_batch(cut, exc)
         try:
-            result = None if isinstance(outcome, Exception) else outcome
             key, compute_s = cut.version.key, now - cut.now_s
             self._metrics.batch_ended(key, cut.rows, cut.reason, compute_s, result)
         except Exception:  # noqa: BLE001 - its requests are answered all the same

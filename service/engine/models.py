@@ -33,10 +33,9 @@ from service.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
 
-_STAGED = 16
-"""Large requests whose pixels may arrive in memory that a GPU reads; 13 MB."""
-_HEAD_BYTES = 4096
-"""What may come before the pixels in the body of one."""
+_STAGED, _STAGED_BYTES = 16, 1024 * PIXELS + 4096
+"""Large requests whose pixels may arrive in memory that a GPU reads, and what each may take: 1,024
+images, and what comes before them in the body."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +234,7 @@ class Models:
     def room(self, size_bytes: int) -> memoryview | None:
         """Memory for so many bytes of pixels, from which a batch is computed without a copy.
 
-        None if there is none: on the CPU, or while all of it is used.
+        None if there is none: on the CPU, for a larger body, or while all of it is used.
         """
         return None if self._staging is None else self._staging.take(size_bytes)
 
@@ -346,7 +345,7 @@ class Models:
         rows = self._config.placement.max_batch_rows
         with self._opening:
             if self._staging is None:
-                self._staging = open_staging(target, _STAGED, rows * PIXELS + _HEAD_BYTES)
+                self._staging = open_staging(target, _STAGED, _STAGED_BYTES)
         backend = open_backend(target, self._staging)
         if self._config.faults is None:
             return ExecutionContext(backend, weights, rows)

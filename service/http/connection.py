@@ -666,6 +666,7 @@ class Connection(asyncio.Protocol):
         if self._closing:
             return  # the parser goes on with data that is refused already
         self._closing = True
+        self.stop_receiving()
         arriving, self._arriving = self._arriving, None
         if (
             arriving is not None and arriving.begun

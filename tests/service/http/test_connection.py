@@ -476,6 +476,22 @@ async def test_a_large_body_is_dropped_in_its_turn(server):
 
 
 @with_large_bodies
+async def test_a_fault_amid_a_large_body_loses_no_answer_before_it(server):
+    server.route.hold = True
+    client, connection = await connect(server)
+    client.send(KNOWN)
+    await until(lambda: server.route.held)
+    client.send(post(LARGE)[: len(LARGE) // 2])
+    await until(lambda: server.route.calls[-1].arrived_bytes > 400_000)
+    server.route.calls[-1].arrived = None  # as a fault of ours
+    client.send(post(LARGE)[len(LARGE) // 2 :])
+    await until(lambda: connection.transport.get_protocol() is connection)
+    server.route.release()
+    assert (await client.answer())[2] == KNOWN[HEAD_BYTES:]
+    await refused(client, 500)
+
+
+@with_large_bodies
 async def test_a_client_that_ends_amid_a_large_body_gets_the_answer_before_it(server):
     server.route.hold = True
     client, connection = await connect(server)
