@@ -286,6 +286,7 @@ class Batcher:
             return
         # Once a batch: once a request would flood the log.
         _log.error("a batch of %d rows failed", cut.rows, exc_info=cause)
+        cause.__traceback__ = None  # its frames would keep the images until a collection
         for request in cut.requests:
             error = InferenceFailed(
                 "the batch with this request failed; it is safe to send it again"

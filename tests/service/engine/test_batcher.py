@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import inspect
+import logging
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -441,6 +444,28 @@ async def test_each_caller_gets_an_error_of_its_own_when_their_batch_fails(stage
     cause = AssertionError if outcome == "short" else Boom
     assert all(isinstance(error.__cause__, cause) for error in errors)
     assert tags_in(await stage.submit(3)) == [3], "the batcher lives"
+
+
+@pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
+@staged()
+async def test_a_batch_that_failed_gives_its_images_free_at_once(stage, outcome):
+    # They may lie in memory that is handed out again when nothing refers to it.
+    stage.workers[0].script = iter([Act(1.0, outcome)])
+    made = images(1, rows=2)
+    freed: list[bool] = []
+    weakref.finalize(made, freed.append, True)
+    answers: list[ServiceError] = []
+    stage.batcher.enqueue(made, 100.0, lambda _request, error: answers.append(error))
+    del made
+    logging.disable()  # pytest keeps what is logged
+    gc.disable()
+    try:
+        await stage.until(2.0)
+        assert [type(error) for error in answers] == [InferenceFailed]
+        assert freed
+    finally:
+        gc.enable()
+        logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("joined_rows", [0, 4])
