@@ -63,8 +63,8 @@ class Batcher:
         self._older: set[Request] = set()
         self._older_done: asyncio.Future[None] | None = None
         self._dispatching = False
-        self._arrived = 0
-        """Requests since `_dispatch` looked."""
+        self._waiting = 0
+        """Requests when `_dispatch` looked last, or a batch was cut since."""
         self._timer: asyncio.TimerHandle | None = None
         self._in_flight: set[Cut] = set()
         self._closing = False
@@ -97,7 +97,6 @@ class Batcher:
         self._queue.push(request)
         request.waiting = nvtx.begin("queue")
         self._deadlines.add(request, self._expire)
-        self._arrived += 1
         # Not at once: every request that arrives in this turn of the loop joins the batch.
         if not self._dispatching:
             self._dispatching = True
@@ -196,10 +195,11 @@ class Batcher:
             self._loop.call_soon(self._dispatch)
 
     def _dispatch(self) -> None:
-        arrived, self._arrived = self._arrived, 0
-        if arrived > 1 and not self._joined_rows and not self._queue.is_full:
+        before, self._waiting = self._waiting, len(self._queue)
+        if self._waiting > before + 1 and not self._joined_rows and not self._queue.is_full:
             # Nothing is read while a batch is computed on the loop: those that arrived while these
-            # were read come first. 5 % more requests a second from 32 connections.
+            # were read come first. 5 % more requests a second from 32 connections. Not if as many
+            # left again: then this could go on for ever.
             self._dispatching = True
             self._loop.call_soon(self._dispatch)
             return
@@ -221,6 +221,7 @@ class Batcher:
 
     def _start(self, worker: Worker) -> None:
         cut = self._queue.cut(self._clock(), draining=self._closing)
+        self._waiting = len(self._queue)
         if cut.segments:
             self._in_flight.add(cut)
         for request in cut.late:
