@@ -82,8 +82,9 @@ class CpuBackend:
     tolerance = 1e-4
     device_bytes = workspace_bytes = 0
     _channel_multiple: ClassVar[int | None] = None
-    _use_winograd: ClassVar[bool | None] = None
-    """The fastest forms of a graph, measured once in a process: they depend on the machine."""
+    """The fastest, measured once in a process: it depends on the machine."""
+    _use_winograd: ClassVar[dict[str, bool]] = {}
+    """Whether it is faster, by the fingerprint of a network: it depends on both."""
     _arena_shared: ClassVar[bool] = False
 
     def __init__(self, threads: int = 1) -> None:
@@ -137,32 +138,34 @@ class CpuBackend:
             self._sessions.popitem(last=False)
         self.session = self._sessions[weights]
 
-    def _open(
-        self, weights: WeightFile, channel_multiple: int = 1, *, use_winograd: bool = False
-    ) -> Any:
-        model = onnx_model(weights, channel_multiple, use_winograd=use_winograd)
-        return self._make_session(
-            model.SerializeToString(), self._options, providers=["CPUExecutionProvider"]
-        )
+    def open(self, content: bytes) -> Any:
+        """A session of the runtime for an ONNX model."""
+        return self._make_session(content, self._options, providers=["CPUExecutionProvider"])
 
     def _fastest(self, weights: WeightFile) -> Any:
         """A session of the fastest graph."""
+
+        def session(channel_multiple: int = 1, *, use_winograd: bool = False) -> Any:
+            model = onnx_model(weights, channel_multiple, use_winograd=use_winograd)
+            return self.open(model.SerializeToString())
+
         model = weights.model
         if not isinstance(model.blocks[0], ConvBlock):
-            return self._open(weights)
+            return session()
         multiple = CpuBackend._channel_multiple
         if multiple is None:
-            multiple = _fastest_of({m: self._open(weights, m) for m in _CHANNEL_MULTIPLES})
+            multiple = _fastest_of({m: session(m) for m in _CHANNEL_MULTIPLES})
             CpuBackend._channel_multiple = multiple
         if not any(map(suits_winograd, model.blocks, model.shapes())):
-            return self._open(weights, multiple)
-        use_winograd = CpuBackend._use_winograd
+            return session(multiple)
+        fingerprint = model.fingerprint()
+        use_winograd = CpuBackend._use_winograd.get(fingerprint)
         if use_winograd is None:
             use_winograd = _fastest_of(
-                {use: self._open(weights, multiple, use_winograd=use) for use in (False, True)}
+                {use: session(multiple, use_winograd=use) for use in (False, True)}
             )
-            CpuBackend._use_winograd = use_winograd
-        return self._open(weights, multiple, use_winograd=use_winograd)
+            CpuBackend._use_winograd[fingerprint] = use_winograd
+        return session(multiple, use_winograd=use_winograd)
 
     def poison(self) -> None:
         """Raise what a GPU would raise. Nothing breaks here."""

@@ -34,7 +34,7 @@ from lenet.backend import Backend, Plan
 from lenet.cpu import CpuBackend
 from lenet.files import write_atomically
 from lenet.model import Model
-from lenet.onnx_graph import onnx_model
+from lenet.onnx_graph import IMAGES, LOGITS, onnx_model
 from lenet.pixels import HEIGHT, WIDTH, Images
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from trainer.errors import ExportRefused, InvalidDataset
@@ -115,18 +115,16 @@ def export_weights(
 
 
 def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:
-    """Write `weights` as an ONNX model, verified against the golden logits.
-
-    `backend` runs the same ONNX model that is written.
+    """Write `weights` as an ONNX model, after `backend` ran it on the golden images.
 
     Raises:
         ExportRefused: the model computes other logits; no file is written.
         OSError: `path` cannot be written.
     """
-    images = weights.golden.images
-    plan = backend.plan(weights, len(images))
-    _compare("golden", weights.golden.logits, _served(plan, images))
-    write_atomically(path, onnx_model(weights).SerializeToString())
+    content = onnx_model(weights).SerializeToString()
+    (logits,) = backend.open(content).run([LOGITS], {IMAGES: weights.golden.images})
+    _compare("golden", weights.golden.logits, logits)
+    write_atomically(path, content)
 
 
 def _write_and_read_back(

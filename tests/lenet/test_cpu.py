@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lenet.cpu import CpuBackend
-from lenet.model import ARCHITECTURES
+from lenet.model import ARCHITECTURES, ConvBlock, Model, Pool
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -75,3 +75,22 @@ def test_a_session_answers_right_when_two_threads_run_it(random_weights):
         thread.join()
     assert len(found) == 40
     assert all((answer == expected).all() for answer in found)
+
+
+def test_each_network_is_timed_once_with_winograds_algorithm_and_without(
+    random_weights, monkeypatch
+):
+    timed = []
+
+    def fastest(sessions):
+        timed.append(tuple(sessions))
+        return next(iter(sessions))
+
+    monkeypatch.setattr("lenet.cpu._fastest_of", fastest)
+    monkeypatch.setattr(CpuBackend, "_channel_multiple", 1)
+    monkeypatch.setattr(CpuBackend, "_use_winograd", {})
+    lenet = random_weights("lenet")
+    wide = Model("wide", (ConvBlock(30, (5, 5), pool=Pool("max")), *lenet.model.blocks[1:]))
+    for weights in (lenet, random_weights(wide), random_weights("lenet", seed=1)):
+        CpuBackend().load(weights)
+    assert timed == [(False, True)] * 2

@@ -9,6 +9,7 @@ import pytest
 
 from lenet.cpu import CpuBackend
 from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
+from lenet.onnx_graph import onnx_model
 from lenet.weightfile import Training, WeightFile
 from trainer import export as module
 from trainer.errors import ExportRefused, InvalidDataset
@@ -245,5 +246,16 @@ def test_no_onnx_model_is_written_when_it_disagrees(tiny, tmp_path):
     logits[3] += 1
     weights = replace(weights, golden=replace(weights.golden, logits=logits))
     with pytest.raises(ExportRefused, match="golden image 3"):
+        export_onnx(weights, tmp_path / "model.onnx", CpuBackend())
+    assert not (tmp_path / "model.onnx").exists()
+
+
+def test_the_onnx_model_that_is_written_is_the_one_that_was_verified(tiny, tmp_path, monkeypatch):
+    # The backend may compute the network by another graph.
+    weights = export(tiny, tmp_path).weights
+    other = {name: tensor + np.float32(0.1) for name, tensor in weights.tensors.items()}
+    graph = onnx_model(replace(weights, tensors=other))
+    monkeypatch.setattr("trainer.export.onnx_model", lambda _: graph)
+    with pytest.raises(ExportRefused, match="golden image"):
         export_onnx(weights, tmp_path / "model.onnx", CpuBackend())
     assert not (tmp_path / "model.onnx").exists()
