@@ -8,14 +8,22 @@ import tempfile
 from pathlib import Path
 
 
+def temporary_prefix(path: Path) -> str:
+    """How the names of files begin that become `path` once they are complete."""
+    return f".{path.name}."
+
+
 def write_atomically(path: Path, content: bytes) -> None:
-    """Write `content` to `path`; a missing folder is created, and no other file is left.
+    """Write `content` to `path`; a missing folder is created.
+
+    No other file is left, unless the process is killed: then one whose name begins with
+    `temporary_prefix`.
 
     Raises:
         OSError: the folder cannot be written.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix(path))
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(content)

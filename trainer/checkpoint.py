@@ -6,6 +6,7 @@ step. The copy on the device is updated after each epoch, the file less often an
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -16,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from lenet.files import write_atomically
+from lenet.files import temporary_prefix, write_atomically
 from trainer.errors import InvalidCheckpoint
 from trainer.network import Network
 from trainer.ops import Tensor
@@ -126,8 +127,10 @@ class Checkpoint:
         snapshot.write(saved, epochs)
 
     def discard(self) -> None:
-        """Remove the file of a finished run."""
+        """Remove the file of a finished run, and what is left of its killed processes' writes."""
         self.path.unlink(missing_ok=True)
+        for unfinished in self.path.parent.glob(f"{glob.escape(temporary_prefix(self.path))}*"):
+            unfinished.unlink(missing_ok=True)
 
     def _refusal(self, what: str) -> str:
         return f"{self.path}: the checkpoint {what}; delete it to train from the start"

@@ -1,3 +1,7 @@
+import signal
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
@@ -81,6 +85,27 @@ def test_a_checkpoint_brings_tensors_velocities_and_epochs_into_another_process(
     change(other, other_sgd, 6)
     other_snapshot.restore()
     assert values(other, other_sgd) == saved
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from lenet.files import write_atomically
+os.fsync = lambda _: os.kill(os.getpid(), signal.SIGKILL)
+write_atomically(Path(sys.argv[1]), b"half of a checkpoint")
+"""
+
+
+def test_a_finished_run_leaves_nothing_of_a_write_that_was_killed(tmp_path):
+    snapshot = new_state()[2]
+    recipe = RECIPE.model_copy(update={"model": "a[1].json"})
+    ours, other = (Checkpoint(tmp_path, recipe, digit * 64) for digit in "01")
+    other.save(snapshot)
+    killed = subprocess.run([sys.executable, "-c", KILLED, ours.path], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list(tmp_path.iterdir())) == 2
+    ours.discard()
+    assert list(tmp_path.iterdir()) == [other.path]
 
 
 def test_another_recipe_or_dataset_has_another_checkpoint(tmp_path):
