@@ -1,6 +1,6 @@
 """`lenet-serve`, also `python -m service`: settings in, exit code out.
 
-Signals are received from the first line of `main` on, so everything else is imported after it.
+Signals are received from the beginning of `main` on, so everything else is imported after it.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from service import descriptors
+from service import allocator, descriptors
 from service.signals import Signals
 
 _OTHERS = ("LENET_TRAINER_", "LENET_TEST_", "LENET_BIND")
@@ -20,6 +20,7 @@ def main() -> int:
 
     SIGTERM, SIGINT and SIGHUP stay blocked: nothing but the end may follow.
     """
+    allocator.set_up()
     signals = Signals()
     signals.start()
     descriptors.open_standard()

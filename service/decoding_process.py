@@ -17,6 +17,8 @@ from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
 
+from service import allocator
+
 NICE = 5
 """Added to the service's own: where both want a core, serving gets three quarters of it."""
 
@@ -102,7 +104,7 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
         channel.sendall(images)
         del images
         if size > _RETURNED_BYTES:
-            _return_memory()
+            allocator.return_memory()
 
 
 def _decode(
@@ -143,14 +145,6 @@ def _error(code: str, message: str, field: str = "") -> dict[str, Any]:
     # A message may quote a lone surrogate of the client's, which JSON cannot contain.
     text = message.encode("utf-8", "replace").decode()
     return {"error": {"code": code, "message": text, "field": field}}
-
-
-def _return_memory() -> None:
-    """Return freed memory to the system; only glibc keeps any that is worth a call."""
-    import ctypes
-
-    with suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import gc
 import logging
 import math
@@ -31,7 +30,7 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
-from service import descriptors
+from service import allocator, descriptors
 from service.access_log import AccessLog, access_log
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
@@ -68,8 +67,6 @@ _log = logging.getLogger(__name__)
 
 _DECODER_BYTES = 256 << 20
 """60 MiB for the process itself, 130 for a picture of 16 megapixels with transparency."""
-
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 LAST_ANSWERS_S = 0.5
 """From the loss of the device to the end: callers get their answers, and probes see it."""
@@ -294,7 +291,6 @@ def run(
     weights folder. `heartbeat` is of a worker with a supervisor, `folder` the one that its workers
     share, if there is one.
     """
-    _set_allocator()
     stop = Stop(settings.grace_s + settings.drain_timeout_s)
     signals.deliver(stop.take_signal)
     if shutdown_pipe is not None:
@@ -320,23 +316,6 @@ def run(
         return code
     _log.info("stopped")
     return ExitCode.STOPPED
-
-
-def _set_allocator() -> None:
-    """Let glibc map blocks of 4 MiB and more, and keep up to 8 MiB at the end of the heap.
-
-    What is mapped grows without a copy and is returned to the system when freed. By default glibc
-    raises that size up to 32 MiB with what is freed. Then a body that grows to 32 MB is copied
-    again and again, in steps of up to 12 ms; now a step takes 2 ms. With 1 MiB it would be 0.6 ms,
-    but the JSON of 64 images would take 0.3 ms more: it is 1.4 MB when parsed.
-
-    The end of the heap would be returned from 128 KiB on, and taken again page by page: an answer
-    of 3 MB would take twice the time.
-    """
-    with contextlib.suppress(AttributeError):  # glibc alone has it
-        libc = ctypes.CDLL(None)
-        libc.mallopt(_M_MMAP_THRESHOLD, 4 << 20)
-        libc.mallopt(_M_TRIM_THRESHOLD, 8 << 20)
 
 
 async def _serve(
@@ -458,9 +437,7 @@ def _settle() -> None:
     gc.collect()
     gc.freeze()  # a collection in the middle of traffic need not look at it
     gc.enable()  # turned off before the imports
-    # 30 MiB with five models. glibc alone has it, and keeps what threads freed until it is called.
-    with contextlib.suppress(AttributeError):
-        ctypes.CDLL(None).malloc_trim(0)
+    allocator.return_memory()  # 12 MiB with five models
 
 
 async def _end_when_lost(models: Models) -> None:

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP, received by a thread from the first line of `main` to the end.
+"""SIGTERM, SIGINT and SIGHUP, received by a thread from the beginning of `main` to the end.
 
 The signals are blocked in every thread and wait until this one takes them. So none is lost and none
 acts by its default, whatever is being imported, opened or closed, the end of the interpreter

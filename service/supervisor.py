@@ -30,7 +30,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from service import logs, metrics_files, mps
+from service import allocator, logs, metrics_files, mps
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, exit_code
 from service.heartbeat import BEAT_S, Watch
@@ -287,6 +287,7 @@ class _Supervisor:
 
 
 def _work(settings: Settings, shutdown_pipe: Connection, heartbeat: Connection) -> None:
+    allocator.set_up()
     signals = Signals([signal.SIGHUP])  # the supervisor alone acts on the others
     signals.start()
     with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only

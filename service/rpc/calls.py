@@ -14,21 +14,19 @@ long as the process has not grown by what the budget has left.
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import itertools
 import logging
 import math
 import os
 import resource
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 import grpc
 
+from service import allocator
 from service.access_log import AccessLog
 from service.budget import Budget
 from service.errors import (
@@ -591,9 +589,8 @@ class Calls:
 
     def _return_memory(self) -> None:
         """Return memory that large messages took, once a burst of them is over."""
-        trim = _malloc_trim()
-        if self._large_bytes > _TRIMMED_BYTES and trim is not None:
-            self._loop.run_in_executor(None, trim, 0)
+        if self._large_bytes > _TRIMMED_BYTES:
+            self._loop.run_in_executor(None, allocator.return_memory)
         if self._quiet_ticks >= _TRIM_TICKS[-1]:
             self._large_bytes = self._quiet_ticks = 0
 
@@ -604,16 +601,6 @@ def resident_bytes() -> int:
         return int(_STATM.read_bytes().split()[1]) * os.sysconf("SC_PAGESIZE")
     except OSError:  # macOS, whose unit is a byte
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-
-@lru_cache(maxsize=1)
-def _malloc_trim() -> Callable[[int], int] | None:
-    """glibc's, which returns free memory inside its heaps, too; None for another C library."""
-    try:
-        trim: Callable[[int], int] = ctypes.CDLL(None).malloc_trim
-    except AttributeError:
-        return None
-    return trim
 
 
 def _slow_overloaded() -> Overloaded:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
+import itertools
 import json
 import os
+import platform
 import re
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +16,8 @@ from service.engine import devices
 from service.errors import ExitCode
 from service.settings import Settings
 from service.signals import Signals
+
+HEAP_BYTES = 64 << 20
 
 
 def main(arguments):
@@ -170,6 +175,24 @@ def test_garbage_is_collected_again_once_the_service_is_ready(start):
     for _ in range(300):
         service.get("/info")
     service.wait_for(youngest, before + 1)
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
+@pytest.mark.parametrize("workers", [1, 2])
+def test_all_threads_of_a_process_share_one_heap(start, workers):
+    service = start("--workers", str(workers)).ready(workers)
+    service.predict()
+    for pid in service.started_workers() or [service.process.pid]:
+        lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+        mapped = [(*(int(end, 16) for end in line[0].split("-")), line[1]) for line in lines]
+        # glibc reserves 64 MiB for each further heap and makes its beginning writable.
+        further = [
+            (begin, end)
+            for (begin, middle, used), (rest, end, reserved) in itertools.pairwise(mapped)
+            if begin % HEAP_BYTES == 0 and end == begin + HEAP_BYTES and middle == rest
+            if (used, reserved) == ("rw-p", "---p")
+        ]
+        assert not further
 
 
 def test_a_wrong_setting_ends_the_process_with_2(start):

@@ -10,6 +10,7 @@ import grpc
 import numpy as np
 import pytest
 
+from service import allocator
 from service.keys import Keys
 from service.rpc import calls, servicer
 from service.rpc import open_inference_pb2 as pb
@@ -298,9 +299,7 @@ async def test_the_memory_of_large_messages_is_returned_while_their_stream_is_op
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(calls, "_TRIMMED_BYTES", 0)
     monkeypatch.setattr(calls, "_TRIM_TICKS", (1,))
-    monkeypatch.setattr(
-        calls, "_malloc_trim", lambda: lambda _: loop.call_soon_threadsafe(returned.set)
-    )
+    monkeypatch.setattr(allocator, "return_memory", lambda: loop.call_soon_threadsafe(returned.set))
     async with house.connect() as stub:
         stream = stub.ModelStreamInfer()
         await stream.write(raw_request(raw_input_contents=[bytes(900_000)]))
