@@ -1,7 +1,7 @@
 // The page: what is drawn, what is asked, what is shown. Loaded as a module; there is no build step.
 
 import { broken, digitsOf, draw, imageOf, PIXELS, SIDE } from "./prepare.js";
-import { $, bars, colour, duration, make, fit, note, on, percent, say, showGrey } from "./show.js";
+import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
 import { ask, attempt, hasKey, newest, onReturn } from "./talk.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
@@ -220,16 +220,16 @@ function showSeen() {
 }
 
 function showHistory() {
-  const canvas = $("history"), context = canvas.getContext("2d");
-  context.clearRect(0, 0, canvas.width, canvas.height);
+  const canvas = $("history"), names = labelsOf(model);
+  canvas.height = canvas.clientHeight;
+  const context = fresh(canvas), step = (canvas.width - 24) / ANSWERS, high = canvas.height / (names.length || 10);
+  context.fillStyle = colour("quiet");
+  names.forEach((name, label) => context.fillText(name.slice(0, 3), 4, (label + 0.5) * high + 4));
   context.fillStyle = colour("accent");
-  const step = canvas.width / ANSWERS;
   answers.forEach((probabilities, i) => probabilities.forEach((part, label) => {
-    const high = canvas.height / probabilities.length;
     context.globalAlpha = part;
-    context.fillRect(i * step, label * high, step, high - 1);
+    context.fillRect(24 + i * step, label * high, step + 0.5, high - 1);
   }));
-  context.globalAlpha = 1;
 }
 
 let announcing;
