@@ -347,7 +347,7 @@ class Metrics:
 
     def explained(self, seconds: float) -> None:
         """A request for an explanation was answered: seconds in all."""
-        self._explanation_duration[()].observe_all(seconds)
+        self._explanation_duration[()].observe_all([seconds])
 
     def batch_ended(
         self,
