@@ -19,7 +19,7 @@ from lenet.pixels import Images
 from lenet.reference import StepKind, softmax, steps
 from lenet.weightfile import Float32, WeightFile
 
-MAX_OPERATIONS = 1 << 25
+MAX_OPERATIONS = 1 << 24
 """The most `operations` of a network that is explained."""
 
 MAX_VALUES = 1 << 18

@@ -26,7 +26,7 @@ from service.http.predict import PredictCall, PredictRoute, PredictWanted, Reply
 from service.metrics import ModelKey
 
 _INDEX = re.compile(r"[0-9]{1,5}")
-_NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,20})?")
+_NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
