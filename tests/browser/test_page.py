@@ -110,7 +110,10 @@ def test_every_layer_is_shown_and_explained(service, visit):
     page.click("#samples button:nth-child(8)")
     page.wait_for_selector(".layer canvas")
     titles = page.locator(".layer h3").all_inner_texts()
-    assert titles[0] == "conv1: filters, 20 \N{MULTIPLICATION SIGN} 1 \N{MULTIPLICATION SIGN} 5 \N{MULTIPLICATION SIGN} 5"
+    assert (
+        titles[0]
+        == "conv1: filters, 20 \N{MULTIPLICATION SIGN} 1 \N{MULTIPLICATION SIGN} 5 \N{MULTIPLICATION SIGN} 5"
+    )
     assert titles[-1].endswith("logits, 10")
     for text in page.locator(".layer p").all_inner_texts():
         assert len(text) > 40

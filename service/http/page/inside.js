@@ -7,7 +7,7 @@ export function showInside(place, layers) {
   const create = () => make("div", { className: "layer" }, make("h3"), make("p", { className: "note" }), make("canvas", { role: "img" }));
   fit(place, layers.length, create).forEach((row, i) => {
     const layer = layers[i], [title, text, canvas] = row.children;
-    title.textContent = `${layer.name}: ${layer.kind}, ${layer.shape.join(" × ")}`;
+    title.textContent = `${layer.name}: ${layer.kind}, ${layer.shape.join(" x ")}`;
     text.textContent = sentence(layer, layers);
     canvas.hidden = !layer.data && !layer.values;
     canvas.ariaLabel = title.textContent;
