@@ -54,7 +54,7 @@ def test_an_empty_surface_is_not_guessed(service, visit):
     page.draw(STROKES[3])
     page.reads("3,")
     page.page.click("#clear")
-    page.page.wait_for_function("document.getElementById('digit').textContent === ''")
+    page.page.wait_for_function("() => document.getElementById('digit').textContent === ''")
     assert page.page.inner_text("#sure") == "Draw a digit."
     assert page.page.locator("#bars li").first.inner_text().split() == ["0", "\N{EN DASH}"]
 
@@ -63,7 +63,7 @@ def test_all_models_read_the_stroke_and_the_one_that_is_chosen_is_shown(service,
     page = visit(service).page
     page.click("#samples button:nth-child(6)")
     page.wait_for_function(
-        "[...document.querySelectorAll('#models tr')].filter(row => row.innerText.includes('%'))"
+        "() => [...document.querySelectorAll('#models tr')].filter(row => row.innerText.includes('%'))"
         ".length === 5"
     )
     rows = [text.split() for text in page.locator("#models tr").all_inner_texts()]
@@ -76,13 +76,15 @@ def test_all_models_read_the_stroke_and_the_one_that_is_chosen_is_shown(service,
     ]
     assert {digit for _, digit, *_ in rows} == {"5"}
     page.click("#model-mlp button")
-    page.wait_for_function("document.getElementById('snippet').textContent.includes('model=mlp')")
+    page.wait_for_function(
+        "() => document.getElementById('snippet').textContent.includes('model=mlp')"
+    )
 
 
 def test_each_part_of_the_time_and_the_batch_are_shown(service, visit):
     page = visit(service).page
     page.click("#samples button:nth-child(3)")
-    page.wait_for_function("document.getElementById('stages').children.length === 5")
+    page.wait_for_function("() => document.getElementById('stages').children.length === 5")
     words = page.inner_text("#stages").split()
     assert words[::3] == ["network", "decode", "queue", "compute", "encode"]
     assert "Its batch had 1 image of at most 64." in page.inner_text("#batch")
@@ -134,7 +136,9 @@ def test_a_damaged_network_or_image_gives_another_answer_until_it_is_mended(serv
     page.reads("6,")
     assert page.page.inner_text("#damaged") == ""
     page.page.check("#biases")
-    page.page.wait_for_function("document.getElementById('damaged').textContent.includes('reads')")
+    page.page.wait_for_function(
+        "() => document.getElementById('damaged').textContent.includes('reads')"
+    )
     page.page.select_option("#noisy", "conv1")
     page.page.fill("#weights", "3")
     before = page.page.inner_text("#damaged")
@@ -178,8 +182,7 @@ def test_the_page_prepares_a_drawing_as_the_service_prepares_its_picture(service
         }""",
         list(STROKES.values()),
     )
-    # The service subtracts the noise of the paper, of which there is none.
-    assert max(differences) <= 2
+    assert max(differences) <= 1  # of 255: halves are rounded up here, to even there
 
 
 def test_a_finger_draws_and_does_not_scroll(service, visit):
@@ -213,7 +216,7 @@ def test_the_keyboard_alone_draws_and_clears(service, visit):
         keyboard.press(key)
     page.reads("7,")
     keyboard.press("Backspace")
-    page.page.wait_for_function("document.getElementById('digit').textContent === ''")
+    page.page.wait_for_function("() => document.getElementById('digit').textContent === ''")
 
 
 def test_a_key_is_asked_for_and_kept_in_memory_alone(serve, visit):
@@ -256,7 +259,7 @@ def test_the_page_says_that_the_service_is_away_and_that_it_is_back(serve, visit
     service.wait()
     page.draw(STROKES[2])
     page.page.wait_for_function(
-        "document.getElementById('status').textContent.startsWith('The service does not answer')"
+        "() => document.getElementById('status').textContent.startsWith('The service does not answer')"
     )
     serve("--port", str(service.port), "--grpc-port", "0")
     page.reads("2,")
@@ -268,7 +271,7 @@ def test_without_explanations_the_page_does_without(serve, visit):
     assert page.page.is_hidden("#inside-card")
     assert page.page.is_hidden("#damage")
     page.page.set_input_files("#photo", photograph([3]))
-    page.page.wait_for_function("document.getElementById('digit').textContent === '3'")
+    page.page.wait_for_function("() => document.getElementById('digit').textContent === '3'")
 
 
 def test_the_view_of_the_service_shows_live_figures(service, visit):
@@ -279,9 +282,9 @@ def test_the_view_of_the_service_shows_live_figures(service, visit):
     for _ in range(20):
         page.evaluate("fetch('/predict', {method: 'POST', body: new Uint8Array(784), "
                       "headers: {'Content-Type': 'application/octet-stream'}})")  # fmt: skip
-    page.wait_for_function("/batches? in the last minute/.test(document.body.innerText)")
+    page.wait_for_function("() => /batches? in the last minute/.test(document.body.innerText)")
     page.wait_for_function(
-        "document.querySelector('#percentiles tr:nth-child(3)').innerText.includes('s')"
+        "() => document.querySelector('#percentiles tr:nth-child(3)').innerText.includes('s')"
     )
     page.click("nav a[href='#draw']")
     page.wait_for_selector("#paper")
