@@ -71,14 +71,6 @@ _EXIT_CODES: dict[type[Exception], int] = {
     OSError: 6,
 }
 
-_WORDS = {
-    "compare": ("--run", "--other"),
-    "import": ("--file",),
-    "export": ("--weights",),
-    "inspect": ("--weights",),
-}
-"""The flags for which a command also takes its first words without a flag."""
-
 
 def fit(settings: Fit) -> None:
     """Train, export, report.
@@ -89,6 +81,9 @@ def fit(settings: Fit) -> None:
     names = label_names(settings.labels)
     model = read_model(settings.model, len(names))
     check_frozen(settings.freeze, model)
+    phases = Phases()
+    with phases("reading"):
+        dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     found: dict[str, Tensor] = {}
     if settings.from_ is not None:
         found, lines = taken(WeightFile.read(settings.from_), model)
@@ -104,9 +99,6 @@ def fit(settings: Fit) -> None:
             f"--out is {settings.out}: {folder} cannot be created ({exc.strerror}); name a folder "
             "that you can write"
         ) from exc
-    phases = Phases()
-    with phases("reading"):
-        dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     training, validation = dataset.hold_out(settings.validation_images)
     checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
@@ -222,9 +214,9 @@ def search(settings: Search) -> None:
     """
     names = label_names(settings.labels)
     model = read_model(settings.model, len(names))
+    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     settings = settings.resolved(choose(settings.device, print))
     check(settings, 1)
-    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     try:
         search_recipes(settings, model, dataset, partial(print, flush=True))
     except ImportError as exc:
@@ -243,6 +235,9 @@ def import_(settings: Import) -> None:
     """Read, print what becomes what, write."""
     names = label_names(settings.labels)
     source = read_described(settings.model, len(names))
+    dataset = None
+    if settings.data is not None:
+        dataset = load(settings.data, len(names), transposed=settings.transposed)
     tensors = read_tensors(settings.file)
     layout = layout_of(tensors) if settings.layout == "auto" else settings.layout
     if settings.mapping is None:
@@ -255,9 +250,6 @@ def import_(settings: Import) -> None:
     scaling = (settings.input_mean, settings.input_deviation)
     epsilon = settings.epsilon or EPSILONS[layout]
     folded = converted(tensors, found, source, layout, epsilon, *scaling)
-    dataset = None
-    if settings.data is not None:
-        dataset = load(settings.data, len(names), transposed=settings.transposed)
     provenance = Training(
         dataset_sha256="" if dataset is None else dataset.sha256,
         seed=0,
@@ -276,7 +268,7 @@ def import_(settings: Import) -> None:
 def _accuracy(exported: Exported, test: Digits | None) -> str:
     accuracy = exported.weights.training.accuracy
     if test is None or accuracy is None:
-        return "accuracy not measured: --data FOLDER has none"
+        return "accuracy not measured; --data FOLDER measures it"
     return f"test accuracy {accuracy:.2%} ({exported.errors} of {len(test)} wrong)"
 
 
@@ -299,9 +291,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command, rest = "fit", list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)
-    for number, flag in enumerate(_WORDS.get(command, ())):
-        if len(rest) > 2 * number and not rest[2 * number].startswith("-"):
-            rest.insert(2 * number, flag)
     for sentence in unknown_variables((Fit, Search, Compare, Export, Import, Inspect), environment):
         print(sentence, file=sys.stderr)
     program = f"python -m trainer {command}"
@@ -310,13 +299,13 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             case "fit":
                 fit(parse(Fit, rest, program))
             case "compare":
-                compare(parse(Compare, rest, program))
+                compare(parse(Compare, rest, program, words={"run": "RUN", "other": "OTHER"}))
             case "export":
-                export(parse(Export, rest, program))
+                export(parse(Export, rest, program, words={"weights": "FILE"}))
             case "import":
-                import_(parse(Import, rest, program))
+                import_(parse(Import, rest, program, words={"file": "FILE"}))
             case "inspect":
-                inspect(parse(Inspect, rest, program))
+                inspect(parse(Inspect, rest, program, words={"weights": "[FILE]"}))
             case "search":
                 search(parse(Search, rest, program))
             case _:

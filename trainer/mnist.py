@@ -198,9 +198,16 @@ def load(folder: Path, classes: int = len(DIGITS), *, transposed: bool = False) 
     `transposed`: the images are stored column by column, as EMNIST's.
 
     Raises:
-        DatasetUnavailable: some are missing; the message names them.
+        DatasetUnavailable: there is no such folder, or files are missing: the message names them.
         InvalidDataset: a file is broken, images and labels do not match, or a class has no image.
     """
+    if not folder.is_dir():
+        found = "is a file" if folder.is_file() else "no such folder"
+        names = ", ".join(file.name for file in FILES)
+        raise DatasetUnavailable(
+            f"{folder}: {found}; expected a folder with the four files {names}, each with or "
+            "without .gz"
+        )
     paths = [file.find(folder) for file in FILES]
     missing = [file.name for file, path in zip(FILES, paths, strict=True) if path is None]
     if missing:

@@ -82,7 +82,7 @@ def test_a_state_dict_gives_the_probabilities_of_pytorch(tmp_path, described, ca
     assert lines[0] == f"{file}, in the layout of torch:"
     assert "conv1.gamma      <- features.1.weight                (6,)" in lines
     assert "dense2.weight    <- classifier.3.weight              (10, 20)" in lines
-    assert lines[-1].startswith(f"{tmp_path}/out/mine/1.safetensors: accuracy not measured: --data")
+    assert lines[-1].startswith(f"{tmp_path}/out/mine/1.safetensors: accuracy not measured; --data")
     training = WeightFile.read(tmp_path / "out/mine/1.safetensors").training
     assert (training.accuracy, training.dataset_sha256, training.epochs) == (None, "", 0)
     assert training.command == (
