@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -176,10 +177,10 @@ def fit(settings: Fit) -> None:
         lambda: report(read_run(run.path), exported.weights, dataset.test.images),
     )
     print(
-        f"{exported.path}: {parameters} parameters, "
+        f"{_written(exported)}: {parameters} parameters, "
         f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
         f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s, "
-        f"sha256 {exported.weights.digest()}"
+        f"sha256 {exported.weights.digest()}\n{_serve(settings.out)}"
     )
 
 
@@ -262,7 +263,20 @@ def import_(settings: Import) -> None:
     network = Network(model, folded, CpuOps())
     test = None if dataset is None else dataset.test
     exported = export_weights(network, test, provenance, settings.out / model.name, CpuBackend())
-    print(f"{exported.path}: {_accuracy(exported, test)}, sha256 {exported.weights.digest()}")
+    print(
+        f"{_written(exported)}: {_accuracy(exported, test)}, sha256 {exported.weights.digest()}\n"
+        f"{_serve(settings.out)}"
+    )
+
+
+def _written(exported: Exported) -> str:
+    return str(exported.path) if exported.new else f"{exported.path}, which was there already"
+
+
+def _serve(folder: Path) -> str:
+    """How to serve the weight files of `folder`."""
+    setting = shlex.join(("--weights", str(folder)))
+    return f"serve it: lenet-serve {setting}, in a checkout: make serve ARGS={shlex.quote(setting)}"
 
 
 def _accuracy(exported: Exported, test: Digits | None) -> str:

@@ -202,10 +202,10 @@ def load(folder: Path, classes: int = len(DIGITS), *, transposed: bool = False) 
         InvalidDataset: a file is broken, images and labels do not match, or a class has no image.
     """
     if not folder.is_dir():
-        found = "is a file" if folder.is_file() else "no such folder"
+        problem = "is a file" if folder.is_file() else "no such folder"
         names = ", ".join(file.name for file in FILES)
         raise DatasetUnavailable(
-            f"{folder}: {found}; expected a folder with the four files {names}, each with or "
+            f"{folder}: {problem}; expected a folder with the four files {names}, each with or "
             "without .gz"
         )
     paths = [file.find(folder) for file in FILES]

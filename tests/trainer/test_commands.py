@@ -56,9 +56,11 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert training.command.endswith(" --device cpu --precision fp32 --data digits")
     assert (training.seed, training.epochs, training.labels[9]) == (1, 2, "9")
     assert training.accuracy > 0.8
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"{path}: 397510 parameters, validation accuracy ")
-    assert f"sha256 {weights.digest()}" in last
+    result, hint = capsys.readouterr().out.splitlines()[-2:]
+    assert result.startswith(f"{path}: 397510 parameters, validation accuracy ")
+    assert f"sha256 {weights.digest()}" in result
+    setting = f"--weights {tmp_path / 'out'}"
+    assert hint == f"serve it: lenet-serve {setting}, in a checkout: make serve ARGS='{setting}'"
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
@@ -153,14 +155,15 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
     arguments, tmp_path
 ):
     for threads in ("1", "2"):
+        out = ["--out", str(tmp_path / threads)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [sys.executable, "-m", "trainer", "fit", *arguments, "--model", "lenet"],
+            [sys.executable, "-m", "trainer", "fit", *arguments, *out, "--model", "lenet"],
             env=environment,
             check=True,
             capture_output=True,
         )
-    first, second = ((tmp_path / f"out/lenet/{version}.safetensors") for version in (1, 2))
+    first, second = ((tmp_path / f"{threads}/lenet/1.safetensors") for threads in ("1", "2"))
     assert first.read_bytes() == second.read_bytes()
 
 
