@@ -67,14 +67,14 @@ def obtain(
     if missing:
         for file, path in paths.items():
             if path is not None and hashlib.sha256(uncompressed(path)).hexdigest() != file.sha256:
-                reason = f"and not downloaded, since {path.name} there is not MNIST's"
+                reason = f", not downloaded, since {path.name} there is not MNIST's"
                 names = [one.name for one in missing]
                 raise DatasetUnavailable(missing_files_message(folder, names, reason))
         try:
             import httpx
         except ImportError as exc:
             names = [file.name for file in missing]
-            reason = "and downloading needs httpx: python -m pip install httpx"
+            reason = ", and downloading needs httpx: python -m pip install httpx"
             raise DatasetUnavailable(missing_files_message(folder, names, reason)) from exc
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
             download(folder, missing, client, report)
@@ -102,7 +102,7 @@ def download(
                 break
             failures.append(f"{mirror}: {failure}")
         else:
-            reason = f"and cannot be downloaded ({'; '.join(failures)})"
+            reason = f", not downloaded ({'; '.join(failures)})"
             raise DatasetUnavailable(
                 missing_files_message(folder, [rest.name for rest in files[number:]], reason)
             )

@@ -300,8 +300,7 @@ def label_names(path: Path | None) -> tuple[str, ...]:
 
 def missing_files_message(folder: Path, names: Sequence[str], reason: str = "") -> str:
     """What to do about missing files; `reason` says why they were not downloaded."""
-    missing = f"{', '.join(names)} not in {folder} {reason}".rstrip()
     return (
-        f"{missing}; put the files there, with or without .gz, or name the folder that holds them "
-        "with --data FOLDER"
+        f"{folder}: lacks {', '.join(names)}{reason}; put the files there, with or without .gz, or "
+        "name the folder that holds them with --data FOLDER"
     )

@@ -224,7 +224,7 @@ def test_obtain_completes_no_other_dataset_with_files_of_mnist(default, tiny, wr
     with pytest.raises(DatasetUnavailable) as caught:
         obtain(default, quiet)
     assert str(caught.value).startswith(
-        f"t10k-labels-idx1-ubyte not in {default} and not downloaded, since "
+        f"{default}: lacks t10k-labels-idx1-ubyte, not downloaded, since "
         "train-images-idx3-ubyte there is not MNIST's; "
     )
 
@@ -234,8 +234,11 @@ def test_obtain_completes_no_other_dataset_with_files_of_mnist(default, tiny, wr
     [
         (None, "fashion: no such folder; expected a folder with the four files train-images-"),
         (b"", "fashion: is a file; expected a folder with the four files train-images-"),
-        ([], "train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-"),
-        (["train-images-idx3-ubyte"], "train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-"),
+        ([], "fashion: lacks train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-"),
+        (
+            ["train-images-idx3-ubyte"],
+            "fashion: lacks train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-",
+        ),
     ],
 )
 def test_obtain_downloads_to_no_folder_but_the_default(default, monkeypatch, content, message):
