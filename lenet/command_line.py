@@ -9,8 +9,9 @@ says what is expected ("expected an even number"); that of a model's is the whol
 from __future__ import annotations
 
 from argparse import SUPPRESS, ArgumentParser, BooleanOptionalAction
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, NoReturn, TypeVar
 
 from pydantic import ValidationError
@@ -30,17 +31,25 @@ class _Parser(ArgumentParser):
 
 
 def parse(
-    kind: type[Settings], arguments: Sequence[str], program: str, version: str | None = None
+    kind: type[Settings],
+    arguments: Sequence[str],
+    program: str,
+    version: str | None = None,
+    words: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
     """The settings in `arguments` and the environment; --version prints `version`.
+
+    `words` are fields that may also be given without their flags, in this order, and what usage and
+    messages call them: {"weights": "FILE"}, or "[FILE]" where it may be left out.
 
     Raises:
         InvalidSettings: flags or variables are unknown, missing or invalid; a line for each.
         SystemExit: --help or --version was given.
     """
+    usage = " ".join((program, *words.values()))
     parser = _Parser(
         prog=program,
-        usage=f"{program} [--SETTING VALUE ...]",
+        usage=f"{usage} [--SETTING VALUE ...]",
         description=kind.__doc__,
         epilog=f"The variable {_variable(kind, 'setting')} does what --setting does; a flag wins.",
         allow_abbrev=False,
@@ -60,10 +69,13 @@ def parse(
         hidden = CLI_SUPPRESS in field.metadata
         parser.add_argument(_flag(name), dest=name, help=SUPPRESS if hidden else text, **options)
     known, unknown = parser.parse_known_args(arguments)
+    given = vars(known)
+    for name in words:
+        if name not in given and unknown and not unknown[0].startswith("-"):
+            given[name] = unknown.pop(0)
     if unknown:
         word = unknown[0].partition("=")[0]
         parser.error(f"{word} is unknown{_did_you_mean(word, map(_flag, schemas), '--')}")
-    given = vars(known)
     try:
         return kind(**given)
     except ValidationError as exc:
@@ -71,7 +83,10 @@ def parse(
         for error in exc.errors():
             message = error["msg"].removeprefix("Value error, ")
             if error["type"] == "missing":
-                message = f"{_flag(str(error['loc'][0]))} is missing"
+                name = str(error["loc"][0])
+                message = f"{_flag(name)} is missing"
+                if name in words:
+                    message = f"{words[name]} is missing: {usage}"
             elif error["loc"]:
                 name = str(error["loc"][0])
                 source = _flag(name) if name in given else _variable(kind, name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -71,14 +72,6 @@ _EXIT_CODES: dict[type[Exception], int] = {
     OSError: 6,
 }
 
-_WORDS = {
-    "compare": ("--run", "--other"),
-    "import": ("--file",),
-    "export": ("--weights",),
-    "inspect": ("--weights",),
-}
-"""The flags for which a command also takes its first words without a flag."""
-
 
 def fit(settings: Fit) -> None:
     """Train, export, report.
@@ -89,6 +82,9 @@ def fit(settings: Fit) -> None:
     names = label_names(settings.labels)
     model = read_model(settings.model, len(names))
     check_frozen(settings.freeze, model)
+    phases = Phases()
+    with phases("reading"):
+        dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     found: dict[str, Tensor] = {}
     if settings.from_ is not None:
         found, lines = taken(WeightFile.read(settings.from_), model)
@@ -104,9 +100,6 @@ def fit(settings: Fit) -> None:
             f"--out is {settings.out}: {folder} cannot be created ({exc.strerror}); name a folder "
             "that you can write"
         ) from exc
-    phases = Phases()
-    with phases("reading"):
-        dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     training, validation = dataset.hold_out(settings.validation_images)
     checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
@@ -184,10 +177,10 @@ def fit(settings: Fit) -> None:
         lambda: report(read_run(run.path), exported.weights, dataset.test.images),
     )
     print(
-        f"{exported.path}: {parameters} parameters, "
+        f"{_written(exported)}: {parameters} parameters, "
         f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
         f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s, "
-        f"sha256 {exported.weights.digest()}"
+        f"sha256 {exported.weights.digest()}\n{_serve(settings.out)}"
     )
 
 
@@ -222,9 +215,9 @@ def search(settings: Search) -> None:
     """
     names = label_names(settings.labels)
     model = read_model(settings.model, len(names))
+    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     settings = settings.resolved(choose(settings.device, print))
     check(settings, 1)
-    dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     try:
         search_recipes(settings, model, dataset, partial(print, flush=True))
     except ImportError as exc:
@@ -243,6 +236,9 @@ def import_(settings: Import) -> None:
     """Read, print what becomes what, write."""
     names = label_names(settings.labels)
     source = read_described(settings.model, len(names))
+    dataset = None
+    if settings.data is not None:
+        dataset = load(settings.data, len(names), transposed=settings.transposed)
     tensors = read_tensors(settings.file)
     layout = layout_of(tensors) if settings.layout == "auto" else settings.layout
     if settings.mapping is None:
@@ -255,9 +251,6 @@ def import_(settings: Import) -> None:
     scaling = (settings.input_mean, settings.input_deviation)
     epsilon = settings.epsilon or EPSILONS[layout]
     folded = converted(tensors, found, source, layout, epsilon, *scaling)
-    dataset = None
-    if settings.data is not None:
-        dataset = load(settings.data, len(names), transposed=settings.transposed)
     provenance = Training(
         dataset_sha256="" if dataset is None else dataset.sha256,
         seed=0,
@@ -270,13 +263,26 @@ def import_(settings: Import) -> None:
     network = Network(model, folded, CpuOps())
     test = None if dataset is None else dataset.test
     exported = export_weights(network, test, provenance, settings.out / model.name, CpuBackend())
-    print(f"{exported.path}: {_accuracy(exported, test)}, sha256 {exported.weights.digest()}")
+    print(
+        f"{_written(exported)}: {_accuracy(exported, test)}, sha256 {exported.weights.digest()}\n"
+        f"{_serve(settings.out)}"
+    )
+
+
+def _written(exported: Exported) -> str:
+    return str(exported.path) if exported.new else f"{exported.path}, which was there already"
+
+
+def _serve(folder: Path) -> str:
+    """How to serve the weight files of `folder`."""
+    setting = shlex.join(("--weights", str(folder)))
+    return f"serve it: lenet-serve {setting}, in a checkout: make serve ARGS={shlex.quote(setting)}"
 
 
 def _accuracy(exported: Exported, test: Digits | None) -> str:
     accuracy = exported.weights.training.accuracy
     if test is None or accuracy is None:
-        return "accuracy not measured: --data FOLDER has none"
+        return "accuracy not measured; --data FOLDER measures it"
     return f"test accuracy {accuracy:.2%} ({exported.errors} of {len(test)} wrong)"
 
 
@@ -299,9 +305,6 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     command, rest = "fit", list(arguments)
     if rest and not rest[0].startswith("-"):
         command = rest.pop(0)
-    for number, flag in enumerate(_WORDS.get(command, ())):
-        if len(rest) > 2 * number and not rest[2 * number].startswith("-"):
-            rest.insert(2 * number, flag)
     for sentence in unknown_variables((Fit, Search, Compare, Export, Import, Inspect), environment):
         print(sentence, file=sys.stderr)
     program = f"python -m trainer {command}"
@@ -310,13 +313,13 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             case "fit":
                 fit(parse(Fit, rest, program))
             case "compare":
-                compare(parse(Compare, rest, program))
+                compare(parse(Compare, rest, program, words={"run": "RUN", "other": "OTHER"}))
             case "export":
-                export(parse(Export, rest, program))
+                export(parse(Export, rest, program, words={"weights": "FILE"}))
             case "import":
-                import_(parse(Import, rest, program))
+                import_(parse(Import, rest, program, words={"file": "FILE"}))
             case "inspect":
-                inspect(parse(Inspect, rest, program))
+                inspect(parse(Inspect, rest, program, words={"weights": "[FILE]"}))
             case "search":
                 search(parse(Search, rest, program))
             case _:

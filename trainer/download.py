@@ -1,4 +1,4 @@
-"""Downloads missing MNIST files from public mirrors.
+"""Reads a dataset, and downloads MNIST's missing files to its own folder from public mirrors.
 
 An interrupted transfer is resumed. A file gets its name only when its uncompressed bytes have the
 SHA-256 of the original. httpx is imported only if files are missing.
@@ -22,6 +22,7 @@ from trainer.mnist import (
     missing_files_message,
     uncompressed,
 )
+from trainer.settings import MNIST_FOLDER
 
 if TYPE_CHECKING:
     import httpx
@@ -43,28 +44,37 @@ def obtain(
     *,
     transposed: bool = False,
 ) -> Dataset:
-    """Download what is missing of MNIST in `folder`, then `load` it.
+    """`load` the dataset in `folder`, which for MNIST's own folder is completed before.
 
-    `report` is called with a line for each download. Nothing is downloaded into a folder that holds
-    files of another dataset.
+    Nothing is downloaded to another folder, where a misspelt name would give MNIST instead of the
+    dataset that was meant, nor to one that holds files of another dataset. `report` is called with
+    a line for each download.
 
     Raises:
-        DatasetUnavailable: no mirror has the files; the message says what to put where.
+        DatasetUnavailable: files are missing, or no mirror has them; the message says what to put
+            where.
         InvalidDataset: as `load`.
     """
+    if folder != MNIST_FOLDER:
+        try:
+            return load(folder, classes, transposed=transposed)
+        except DatasetUnavailable as exc:
+            raise DatasetUnavailable(
+                f"{exc}; without --data MNIST is downloaded to {MNIST_FOLDER}"
+            ) from exc
     paths = {file: file.find(folder) for file in FILES}
     missing = [file for file, path in paths.items() if path is None]
     if missing:
         for file, path in paths.items():
             if path is not None and hashlib.sha256(uncompressed(path)).hexdigest() != file.sha256:
-                reason = f"and not downloaded, since {path.name} there is not MNIST's"
+                reason = f", not downloaded, since {path.name} there is not MNIST's"
                 names = [one.name for one in missing]
                 raise DatasetUnavailable(missing_files_message(folder, names, reason))
         try:
             import httpx
         except ImportError as exc:
             names = [file.name for file in missing]
-            reason = "and downloading needs httpx: python -m pip install httpx"
+            reason = ", and downloading needs httpx: python -m pip install httpx"
             raise DatasetUnavailable(missing_files_message(folder, names, reason)) from exc
         with httpx.Client(timeout=_TIMEOUT_S, follow_redirects=True) as client:
             download(folder, missing, client, report)
@@ -92,7 +102,7 @@ def download(
                 break
             failures.append(f"{mirror}: {failure}")
         else:
-            reason = f"and cannot be downloaded ({'; '.join(failures)})"
+            reason = f", not downloaded ({'; '.join(failures)})"
             raise DatasetUnavailable(
                 missing_files_message(folder, [rest.name for rest in files[number:]], reason)
             )

@@ -2,7 +2,8 @@ r"""From trained tensors to a weight file, verified before it appears under its 
 
 Batch norm is folded, the file is written to a temporary folder, read back as the service reads it,
 run through the serving backend and compared with the trained network, which has batch norm. Then it
-is published under the next free version; an existing version is never overwritten.
+is published under the next free version, unless the last one is the same; an existing version is
+never overwritten.
 
 Folding: outside training, batch norm knows the mean m and variance v of each channel. After
 x' = w x (the convolution has no bias of its own) it is
@@ -23,6 +24,7 @@ Integer-Arithmetic-Only Inference", section 3.2.
 
 from __future__ import annotations
 
+import filecmp
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -67,9 +69,13 @@ def fold(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, slots=True)
 class Exported:
-    """The file, its content, and how many test images the serving backend gets wrong, if any."""
+    """The file, whether it is new, its content, and how many test images are served wrong, if any.
+
+    A file is not new if the last version had the same bytes already.
+    """
 
     path: Path
+    new: bool
     errors: int
     weights: WeightFile
     logits: Tensor | None = None
@@ -84,6 +90,8 @@ def export_weights(
     backend: Backend,
 ) -> Exported:
     """Fold, write, verify through `backend`, and publish as the next free version.
+
+    If the last version has the same bytes already, it is returned and nothing is written.
 
     `training.accuracy` is replaced by the share of `test` that `backend` classifies correctly.
     Without `test` the golden images are noise, and their labels those that `network` gives them.
@@ -110,8 +118,8 @@ def export_weights(
             accuracy = (len(test) - errors) / len(test)
             verified = replace(draft, training=replace(training, accuracy=accuracy))
             weights, _ = _write_and_read_back(verified, path, backend)
-        final = _publish(path, folder)
-    return Exported(final, errors, weights, served)
+        final, new = _publish(path, folder)
+    return Exported(final, new, errors, weights, served)
 
 
 def export_onnx(weights: WeightFile, path: Path, backend: CpuBackend) -> None:
@@ -180,13 +188,21 @@ def _compare(which: str, trained: Tensor, served: Tensor) -> None:
         )
 
 
-def _publish(verified: Path, folder: Path) -> Path:
-    """Link the file as the next free version; unlike a rename, a link overwrites nothing."""
+def _publish(verified: Path, folder: Path) -> tuple[Path, bool]:
+    """Link the file as the next free version, unless the last one has the same bytes.
+
+    Unlike a rename, a link overwrites nothing. Returns: the path, and whether it is new.
+    """
     while True:
-        taken = [int(path.stem) for path in folder.glob("*.safetensors") if path.stem.isdecimal()]
-        final = folder / f"{max(taken, default=0) + 1}.safetensors"
+        versions = {
+            int(path.stem): path for path in folder.glob("*.safetensors") if path.stem.isdecimal()
+        }
+        last = max(versions, default=0)
+        if versions and filecmp.cmp(versions[last], verified, shallow=False):
+            return versions[last], False
+        final = folder / f"{last + 1}.safetensors"
         try:
             final.hardlink_to(verified)
         except FileExistsError:
             continue  # another run took this version meanwhile
-        return final
+        return final, True

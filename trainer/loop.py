@@ -7,6 +7,7 @@ test images are never used.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -121,7 +122,8 @@ def train(
     ) as bar:
         if epochs and leader:
             bar.write(f"resumed after epoch {len(epochs)} from {checkpoint.path}")
-        written, seconds, start = len(epochs), 0.0, clock()
+        resumed = written = len(epochs)
+        seconds, start = 0.0, clock()
         saved = start
         try:
             while len(epochs) < recipe.epochs and not _reached(target, epochs):
@@ -149,12 +151,24 @@ def train(
                     bar.write(
                         f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "
                         f"{epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
+                        f"{_left(recipe.epochs - len(epochs), seconds / (len(epochs) - resumed))}"
                     )
         finally:
             # Also after the last epoch: a failed export must not cost the training.
             if leader and len(snapshot.epochs) > written:
                 checkpoint.save(snapshot)
     return epochs, seconds
+
+
+def _left(epochs: int, epoch_s: float) -> str:
+    """The time that so many epochs will take, rounded up; "" where none are left."""
+    seconds = math.ceil(epochs * epoch_s)
+    if not epochs:
+        return ""
+    if seconds <= 60:
+        return f", {seconds} s left"
+    minutes = math.ceil(seconds / 60)
+    return f", {minutes} min left" if minutes <= 120 else f", {minutes / 60:.1f} h left"
 
 
 def _reached(target: float | None, epochs: Sequence[Epoch]) -> bool:

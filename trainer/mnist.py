@@ -198,9 +198,16 @@ def load(folder: Path, classes: int = len(DIGITS), *, transposed: bool = False) 
     `transposed`: the images are stored column by column, as EMNIST's.
 
     Raises:
-        DatasetUnavailable: some are missing; the message names them.
+        DatasetUnavailable: there is no such folder, or files are missing: the message names them.
         InvalidDataset: a file is broken, images and labels do not match, or a class has no image.
     """
+    if not folder.is_dir():
+        problem = "is a file" if folder.is_file() else "no such folder"
+        names = ", ".join(file.name for file in FILES)
+        raise DatasetUnavailable(
+            f"{folder}: {problem}; expected a folder with the four files {names}, each with or "
+            "without .gz"
+        )
     paths = [file.find(folder) for file in FILES]
     missing = [file.name for file, path in zip(FILES, paths, strict=True) if path is None]
     if missing:
@@ -293,8 +300,7 @@ def label_names(path: Path | None) -> tuple[str, ...]:
 
 def missing_files_message(folder: Path, names: Sequence[str], reason: str = "") -> str:
     """What to do about missing files; `reason` says why they were not downloaded."""
-    missing = f"{', '.join(names)} not in {folder} {reason}".rstrip()
     return (
-        f"{missing}; put the files there, with or without .gz, or name the folder that holds them "
-        "with --data FOLDER"
+        f"{folder}: lacks {', '.join(names)}{reason}; put the files there, with or without .gz, or "
+        "name the folder that holds them with --data FOLDER"
     )

@@ -48,7 +48,7 @@ def report(run: FinishedRun, weights: WeightFile, images: Images) -> str:
     title = f"{weights.model.name}, {summary['accuracy']:.2%} on the test images"
     sections = (
         _facts(run, weights),
-        _section("Loss and accuracy", _figure(_curves([run]), 9, 3.4), _resumed(run)),
+        _section("Loss and accuracy", _history([run]), _resumed(run)),
         _section(
             "Which class is taken for which",
             _figure(lambda figure: _confusion(figure, summary["confusion"], names), 7, 5.6),
@@ -77,12 +77,11 @@ def report(run: FinishedRun, weights: WeightFile, images: Images) -> str:
 def comparison(one: FinishedRun, other: FinishedRun) -> str:
     """A page with two runs side by side."""
     rows = [("", one.path.name, other.path.name), *compared(one, other)]
-    table = _table(rows)
-    curves = _figure(_curves([one, other]), 9, 3.4)
+    curves = _history([one, other])
     return _page(
         "Two runs",
         "",
-        (_section("What differs", table), _section("Loss and accuracy", curves)),
+        (_section("What differs", _table(rows)), _section("Loss and accuracy", curves)),
     )
 
 
@@ -168,6 +167,22 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{cells}</tr>{''.join(lines)}</table>"
 
 
+def _history(runs: Sequence[FinishedRun]) -> str:
+    """Curves over the epochs, or a table where no run has two."""
+    if max(len(run.epochs) for run in runs) > 1:
+        return _figure(_curves(runs), 9, 3.7)
+    rows = [("", *(run.path.name for run in runs))]
+    for key, form in (
+        ("loss", "{:.4f} nats"),
+        ("accuracy", "{:.2%}"),
+        ("validation_accuracy", "{:.2%}"),
+    ):
+        name = key if "_" in key else f"training {key}"
+        cells = (form.format(run.epochs[0][key]) for run in runs)
+        rows.append((name.replace("_", " "), *cells))
+    return _table(rows)
+
+
 def _classes(summary: Mapping[str, Any], names: Sequence[str]) -> str:
     images = [sum(row) for row in summary["confusion"]]
     rows = zip(names, images, summary["precision"], summary["recall"], strict=True)
@@ -229,26 +244,27 @@ def _curves(runs: Sequence[FinishedRun]) -> Callable[[Figure], None]:
         loss, accuracy = figure.subplots(1, 2)
         for run, colour in zip(runs, (_BLUE, _ORANGE), strict=False):
             epochs = np.arange(1, len(run.epochs) + 1)
-            name = f" {run.path.name}" if len(runs) > 1 else ""
             mark = {"marker": "."} if len(epochs) < 30 else {}
-            loss.plot(
-                epochs,
-                [one["loss"] for one in run.epochs],
-                colour,
-                label=name.strip() or None,
-                **mark,
-            )
-            for key, label, style in (
-                ("accuracy", "training", "--"),
-                ("validation_accuracy", "validation", "-"),
+            name = f"{run.path.name}, " if len(runs) > 1 else ""
+            for axes, key, factor, style in (
+                (loss, "loss", 1, "--"),
+                (accuracy, "accuracy", 100, "--"),
+                (accuracy, "validation_accuracy", 100, "-"),
             ):
-                values = [100 * one[key] for one in run.epochs]
-                accuracy.plot(epochs, values, colour, linestyle=style, label=label + name, **mark)
-        loss.set(xlabel="epoch", ylabel="training loss, nats", yscale="log")
+                label = "" if axes is loss else "training" if key == "accuracy" else "validation"
+                axes.plot(
+                    epochs,
+                    [factor * one[key] for one in run.epochs],
+                    colour,
+                    linestyle=style,
+                    label=label and name + label,
+                    **mark,
+                )
+        losses = [one["loss"] for run in runs for one in run.epochs]
+        scale = "log" if max(losses) > 10 * min(losses) else "linear"
+        loss.set(xlabel="epoch", ylabel="training loss, nats", yscale=scale)
         accuracy.set(xlabel="epoch", ylabel="accuracy, %")
-        if len(runs) > 1:
-            loss.legend(frameon=False)
-        accuracy.legend(frameon=False)
+        figure.legend(loc="outside lower center", ncols=2, frameon=False)
         for axes in (loss, accuracy):
             axes.grid(alpha=0.3)
             axes.xaxis.get_major_locator().set_params(integer=True)

@@ -169,19 +169,24 @@ def read_run(path: Path) -> FinishedRun:
 
     Raises:
         InvalidRun: it is none, or did not end with a result.
+        OSError: a file in it cannot be read.
     """
+    if not path.is_dir():
+        raise InvalidRun(f"{path}: no such folder; expected that of a run, as RUNS/TIME-MODEL")
     try:
         settings, summary = (
             json.loads((path / name).read_text(encoding="utf-8")) for name in (SETTINGS, SUMMARY)
         )
         lines = (path / METRICS).read_text(encoding="utf-8").splitlines()
         epochs = [json.loads(line) for line in lines]
-    except OSError as exc:
-        name = Path(exc.filename or "").name
-        raise InvalidRun(
-            f"{path}: has no {name} that can be read ({exc.strerror}): it is no folder of a run "
-            "that ended with a result"
-        ) from exc
+    except FileNotFoundError as exc:
+        name = Path(exc.filename).name
+        problem = (
+            "it is not the folder of a run"
+            if name == SETTINGS
+            else "the run was interrupted, or has not ended yet"
+        )
+        raise InvalidRun(f"{path}: has no {name}: {problem}") from exc
     except ValueError as exc:
         raise InvalidRun(f"{path}: a file of it is not JSON ({exc})") from exc
     return FinishedRun(path, settings, epochs, summary)

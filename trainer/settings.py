@@ -1,14 +1,15 @@
 """The settings of each command, read once from the command line and the environment.
 
 `Recipe` holds what the result depends on: two runs of one recipe on one dataset give the same
-bytes, on a GPU as long as cuDNN's engines are the same. Its `command` goes into the weight file.
-`Fit` adds folders and devices, `Search` what to vary; the rest are the other commands. A variable
-LENET_TRAINER_EPOCHS does what --epochs does; the command line wins.
+weights, on a GPU as long as cuDNN's engines are the same. `Fit` adds files, folders and devices,
+and its `command` goes into the weight file; `Search` adds what to vary; the rest are the other
+commands. A variable LENET_TRAINER_EPOCHS does what --epochs does; the command line wins.
 """
 
 from __future__ import annotations
 
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
@@ -20,12 +21,24 @@ Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Precision: TypeAlias = Literal["fp32", "tf32", "mixed"]
 Schedule: TypeAlias = Literal["one-cycle", "step"]
 
+MNIST_FOLDER = Path("data/mnist")
+"""The default of --data, and the only folder that MNIST is downloaded to."""
 
 _BY_DEVICE: dict[str, dict[str, object]] = {
     "epochs": {"cpu": 20, "cuda": 120},
     "batch": {"cpu": 128, "cuda": 256},
     "precision": {"cpu": "fp32", "cuda": "mixed"},
 }
+
+
+def _named(paths: Mapping[str, Path | None]) -> list[str]:
+    """The flags that are set, each with the name of its file or folder."""
+    return [
+        word
+        for flag, path in paths.items()
+        if path is not None and path != MNIST_FOLDER
+        for word in (flag, path.resolve().name)
+    ]
 
 
 class _Command(BaseSettings):
@@ -152,9 +165,9 @@ class Recipe(_Command):
 class Fit(Recipe):
     """Train a network on MNIST, or on another dataset of that form, and write its weight file."""
 
-    data: Path = Path("data/mnist")
-    """The folder of the four files: of MNIST, where missing ones are downloaded, or of another
-    dataset of 28 x 28 images."""
+    data: Path = MNIST_FOLDER
+    """The folder with the four files of MNIST or of another dataset of 28 x 28 images. MNIST is
+    downloaded to the default folder where it is missing, and to no other."""
 
     labels: Path | None = None
     """A text file with the names of the classes, a line for each in their order; without it the
@@ -201,13 +214,16 @@ class Fit(Recipe):
         return profile
 
     def command(self) -> str:
-        """The recipe's, with --target and --gpus where they are set."""
-        command = super().command()
+        """The recipe's, with --data, --labels, --from, --target and --gpus where they are set.
+
+        Of files and folders it has the names alone.
+        """
+        words = _named({"--data": self.data, "--labels": self.labels, "--from": self.from_})
         if self.target is not None:
-            command += f" --target {self.target}"
+            words += ["--target", str(self.target)]
         if self.gpus > 1:
-            command += f" --gpus {self.gpus}"
-        return command
+            words += ["--gpus", str(self.gpus)]
+        return shlex.join([*shlex.split(super().command()), *words])
 
 
 class Search(Recipe):
@@ -215,7 +231,7 @@ class Search(Recipe):
 
     model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_SEARCH_")
 
-    data: Path = Path("data/mnist")
+    data: Path = MNIST_FOLDER
     """The folder of the dataset, as of fit."""
 
     labels: Path | None = None
@@ -328,8 +344,7 @@ class Import(_Command):
         """The command line that gave the weights, with the names of files alone."""
         words = ["python", "-m", "trainer", "import", "--file", self.file.name]
         words += ["--model", Path(self.model).name, "--layout", layout]
-        if self.mapping is not None:
-            words += ["--mapping", self.mapping.name]
+        words += _named({"--mapping": self.mapping, "--data": self.data, "--labels": self.labels})
         for name in ("epsilon", "input_mean", "input_deviation"):
             if getattr(self, name) != Import.model_fields[name].default:
                 words += [f"--{name.replace('_', '-')}", str(getattr(self, name))]

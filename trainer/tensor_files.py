@@ -29,6 +29,20 @@ IGNORED = ("num_batches_tracked",)
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2"}
 
 
+_TORCH = "save a PyTorch state dict with safetensors.torch.save_file"
+_KERAS = (
+    "save its arrays with numpy.savez(FILE, **{one.path: one.numpy() for one in model.weights})"
+)
+_OTHERS: dict[bytes, str] = {
+    **{
+        b"\x80" + bytes([protocol]): f"is a pickled file, which is never read; {_TORCH}"
+        for protocol in range(2, 6)
+    },
+    b"\x89HDF": f"is an HDF5 file; {_KERAS}",
+    b"\x93NUMPY": "is a single array; save all of them in one file with numpy.savez",
+}
+"""What files of other formats begin with."""
+
 _MAX_HEADER_BYTES = 1024
 """Of an array in an npz file, which needs about 120: NumPy's time is quadratic in it."""
 
@@ -67,10 +81,13 @@ def _read_safetensors(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
     try:
         entries: list[tuple[str, dict[str, Any]]] = deserialize(content)  # type: ignore[no-untyped-call]
     except (SafetensorError, ValueError, RecursionError) as exc:
-        raise InvalidImport(
-            f"is neither npz nor valid safetensors ({exc}); from PyTorch, save a state dict with "
-            "safetensors.torch.save_file"
-        ) from exc
+        if content[8:9] == b"{":
+            raise InvalidImport(f"is a broken safetensors file ({exc})") from exc
+        problem = f"is neither a safetensors nor an npz file; {_TORCH}"
+        for beginning, sentence in _OTHERS.items():
+            if content.startswith(beginning):
+                problem = sentence
+        raise InvalidImport(problem) from exc
     for name, entry in entries:
         if name.rpartition(".")[2] in IGNORED:
             continue
@@ -90,6 +107,11 @@ def _read_npz(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
     try:
         with zipfile.ZipFile(io.BytesIO(content)) as archive:
             members = archive.infolist()
+            names = {member.filename.rpartition("/")[2] for member in members}
+            if "data.pkl" in names:
+                raise InvalidImport(f"is a pickled PyTorch file, which is never read; {_TORCH}")
+            if "model.weights.h5" in names:
+                raise InvalidImport(f"is a Keras model; {_KERAS}")
             if len(members) > MAX_TENSORS:
                 raise InvalidImport(f"holds {len(members)} files, expected at most {MAX_TENSORS}")
             for member in members:

@@ -63,8 +63,8 @@ def test_all_models_read_the_stroke_and_the_one_that_is_chosen_is_shown(service,
     page = visit(service).page
     page.click("#samples button:nth-child(6)")
     page.wait_for_function(
-        "() => [...document.querySelectorAll('#models tr')].filter(row => row.innerText.includes('%'))"
-        ".length === 5"
+        "() => [...document.querySelectorAll('#models tr')]"
+        ".filter(row => row.innerText.includes('%')).length === 5"
     )
     rows = [text.split() for text in page.locator("#models tr").all_inner_texts()]
     assert [name for name, *_ in rows] == [
@@ -112,10 +112,7 @@ def test_every_layer_is_shown_and_explained(service, visit):
     page.click("#samples button:nth-child(8)")
     page.wait_for_selector(".layer canvas")
     titles = page.locator(".layer h3").all_inner_texts()
-    assert (
-        titles[0]
-        == "conv1: filters, 20 \N{MULTIPLICATION SIGN} 1 \N{MULTIPLICATION SIGN} 5 \N{MULTIPLICATION SIGN} 5"
-    )
+    assert titles[0] == "conv1: filters, 20 x 1 x 5 x 5"
     assert titles[-1].endswith("logits, 10")
     for text in page.locator(".layer p").all_inner_texts():
         assert len(text) > 40
@@ -259,7 +256,7 @@ def test_the_page_says_that_the_service_is_away_and_that_it_is_back(serve, visit
     service.wait()
     page.draw(STROKES[2])
     page.page.wait_for_function(
-        "() => document.getElementById('status').textContent.startsWith('The service does not answer')"
+        "() => document.getElementById('status').textContent.startsWith('The service does not')"
     )
     serve("--port", str(service.port), "--grpc-port", "0")
     page.reads("2,")

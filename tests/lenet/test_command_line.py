@@ -106,6 +106,35 @@ def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(argument
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("line", "recipe"),
+    [("rye", "rye"), ("--heat 90 rye", "rye"), ("--dry-run rye --heat 90", "rye")],
+)
+def test_a_word_stands_for_its_flag_wherever_it_is(line, recipe):
+    found = parse(Oven, line.split(), "oven", words={"recipe": "FILE"})
+    assert found.recipe == Path(recipe)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("--heat 90", "FILE is missing: oven FILE"),
+        ("rye oat", "oat is unknown (--help lists every setting)"),
+        ("--recipe rye oat", "oat is unknown (--help lists every setting)"),
+        ("rye --haet 90", "--haet is unknown; did you mean --heat? (--help lists every setting)"),
+    ],
+)
+def test_a_word_that_is_missing_or_too_much_is_called_what_the_usage_calls_it(line, message):
+    with pytest.raises(InvalidSettings, match=f"^{re.escape(message)}$"):
+        parse(Oven, line.split(), "oven", words={"recipe": "FILE"})
+
+
+def test_the_usage_names_the_words(capsys):
+    with pytest.raises(SystemExit):
+        parse(Oven, ["--help"], "oven", words={"recipe": "FILE"})
+    assert capsys.readouterr().out.startswith("usage: oven FILE [--SETTING VALUE ...]")
+
+
 def test_every_wrong_value_is_reported_with_its_source(monkeypatch):
     monkeypatch.setenv("OVEN_HEAT", "hot\n")
     monkeypatch.setenv("OVEN_MODE", "gas")

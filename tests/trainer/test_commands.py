@@ -53,19 +53,21 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert weights.model == named("mlp").folded
     assert training.command.startswith("python -m trainer fit --model mlp --seed 1 --epochs 2 ")
     assert str(tmp_path) not in training.command
-    assert training.command.endswith(" --device cpu --precision fp32")
+    assert training.command.endswith(" --device cpu --precision fp32 --data digits")
     assert (training.seed, training.epochs, training.labels[9]) == (1, 2, "9")
     assert training.accuracy > 0.8
-    last = capsys.readouterr().out.splitlines()[-1]
-    assert last.startswith(f"{path}: 397510 parameters, validation accuracy ")
-    assert f"sha256 {weights.digest()}" in last
+    result, hint = capsys.readouterr().out.splitlines()[-2:]
+    assert result.startswith(f"{path}: 397510 parameters, validation accuracy ")
+    assert f"sha256 {weights.digest()}" in result
+    setting = f"--weights {tmp_path / 'out'}"
+    assert hint == f"serve it: lenet-serve {setting}, in a checkout: make serve ARGS='{setting}'"
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
 def test_fit_without_a_gpu_says_so_and_records_the_device(arguments, tmp_path, capsys, no_gpu):
     assert main(["fit", *arguments, "--device", "auto"]) == 0
     command = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training.command
-    assert command.endswith(" --device cpu --precision fp32")
+    assert command.endswith(" --device cpu --precision fp32 --data digits")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("training on the CPU: no usable GPU was found")
     assert lines[1] == command
@@ -97,7 +99,7 @@ def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
     assert {tensor.dtype.name for tensor in network.tensors.values()} == {"float32"}
     assert gpu.precision == "mixed"
     command = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training.command
-    assert command.endswith(" --device cuda --precision mixed")
+    assert command.endswith(" --device cuda --precision mixed --data digits")
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == command
     assert "GPU 0: 12 MB of memory" in lines
@@ -128,7 +130,7 @@ def test_fit_stops_at_its_target_and_records_its_epochs(arguments, tmp_path):
     assert main(["fit", *arguments, "--target", "1"]) == 0
     training = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training
     assert training.epochs == 1
-    assert training.command.endswith(" --target 1.0")
+    assert training.command.endswith(" --data digits --target 1.0")
 
 
 def test_fit_drops_units_when_asked_to(arguments, tmp_path):
@@ -153,14 +155,15 @@ def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
     arguments, tmp_path
 ):
     for threads in ("1", "2"):
+        out = ["--out", str(tmp_path / threads)]
         environment = {**os.environ, "OPENBLAS_NUM_THREADS": threads, "PYTHONPATH": str(ROOT)}
         subprocess.run(
-            [sys.executable, "-m", "trainer", "fit", *arguments, "--model", "lenet"],
+            [sys.executable, "-m", "trainer", "fit", *arguments, *out, "--model", "lenet"],
             env=environment,
             check=True,
             capture_output=True,
         )
-    first, second = ((tmp_path / f"out/lenet/{version}.safetensors") for version in (1, 2))
+    first, second = ((tmp_path / f"{threads}/lenet/1.safetensors") for threads in ("1", "2"))
     assert first.read_bytes() == second.read_bytes()
 
 
@@ -347,15 +350,22 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
         (["--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--model", "alexnet"], 2, "'alexnet' is unknown, expected one of lenet"),
         (["inspect", "--device", "cuda"], 2, "--device is cuda: there is no NVIDIA GPU here"),
-        (["export"], 2, "--weights is missing"),
+        (["export"], 2, "FILE is missing: python -m trainer export FILE"),
+        (["import", "--model", "mlp"], 2, "FILE is missing: python -m trainer import FILE"),
+        (["compare", "runs/1"], 2, "OTHER is missing: python -m trainer compare RUN OTHER"),
+        (["export", "--out", "x.onnx", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be"),
+        (["--data", "nowhere"], 3, "nowhere: no such folder; expected a folder with the four"),
+        (["search", "--data", "nowhere"], 3, "nowhere: no such folder; expected a folder with"),
+        (["import", "a.npz", "--data", "nowhere"], 3, "nowhere: no such folder; expected a"),
         (["export", "--weights", "nowhere.safetensors"], 6, "nowhere.safetensors: cannot be read"),
     ],
 )
 def test_an_error_is_one_sentence_and_an_exit_code(no_gpu, capsys, line, code, sentence):
     assert main(line) == code
-    error = capsys.readouterr().err
+    out, error = capsys.readouterr()
     assert sentence in error
     assert error.count("\n") == 1
+    assert out == ""
 
 
 def test_every_wrong_value_is_reported_with_its_source(monkeypatch, capsys):
@@ -372,7 +382,7 @@ def test_an_unknown_variable_is_reported(capsys):
     assert run(["export"], {f"LENET_TRAINER_{name}": "3" for name in environment}) == 2
     assert capsys.readouterr().err.splitlines() == [
         "LENET_TRAINER_EPOCH is ignored: no such setting; did you mean LENET_TRAINER_EPOCHS?",
-        "--weights is missing",
+        "FILE is missing: python -m trainer export FILE",
     ]
 
 

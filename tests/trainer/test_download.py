@@ -2,6 +2,7 @@ import gzip
 import hashlib
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -10,6 +11,7 @@ from trainer import download as module
 from trainer.download import MIRRORS, download, obtain
 from trainer.errors import DatasetUnavailable
 from trainer.mnist import FILES, IdxFile
+from trainer.settings import MNIST_FOLDER
 
 CONTENT = bytes(range(256)) * 40
 PACKED = gzip.compress(CONTENT, mtime=0)
@@ -171,25 +173,38 @@ def test_a_folder_that_cannot_be_written_is_said_so(tmp_path):
         fetch(tmp_path / "file" / "below", Server())
 
 
-def test_obtain_asks_nobody_when_the_files_are_there(tiny, write_idx, monkeypatch):
+@pytest.fixture
+def default(tmp_path, monkeypatch):
+    """The default folder of MNIST below a working directory of the test."""
+    monkeypatch.chdir(tmp_path)
+    return MNIST_FOLDER
+
+
+def write_default(write_idx, tiny):
+    MNIST_FOLDER.parent.mkdir()
+    write_idx(tiny).rename(MNIST_FOLDER)
+
+
+def test_obtain_asks_nobody_when_the_files_are_there(default, tiny, write_idx, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
-    assert len(obtain(write_idx(tiny), quiet).train) == 400
+    write_default(write_idx, tiny)
+    assert len(obtain(default, quiet).train) == 400
 
 
-def test_obtain_says_what_to_install_when_httpx_is_missing(tmp_path, monkeypatch):
+def test_obtain_says_what_to_install_when_httpx_is_missing(default, monkeypatch):
     monkeypatch.setitem(sys.modules, "httpx", None)
     with pytest.raises(DatasetUnavailable, match="pip install"):
-        obtain(tmp_path, quiet)
+        obtain(default, quiet)
 
 
-def test_obtain_downloads_only_what_is_missing(tiny, write_idx, monkeypatch):
-    folder = write_idx(tiny)
-    contents = [(folder / file.name).read_bytes() for file in FILES]
+def test_obtain_downloads_only_what_is_missing(default, tiny, write_idx, monkeypatch):
+    write_default(write_idx, tiny)
+    contents = [(default / file.name).read_bytes() for file in FILES]
     own = [
         replace(file, sha256=hashlib.sha256(content).hexdigest())
         for file, content in zip(FILES, contents, strict=True)
     ]
-    (folder / FILES[2].name).unlink()
+    (default / FILES[2].name).unlink()
 
     def fake(folder, files, client, report):
         for file in files:
@@ -199,16 +214,45 @@ def test_obtain_downloads_only_what_is_missing(tiny, write_idx, monkeypatch):
     monkeypatch.setattr(module, "download", fake)
     monkeypatch.setattr(module, "FILES", own)
     lines = []
-    assert len(obtain(folder, lines.append).test) == 60
+    assert len(obtain(default, lines.append).test) == 60
     assert lines == [FILES[2].name]
 
 
-def test_obtain_completes_no_other_dataset_with_files_of_mnist(tiny, write_idx):
-    folder = write_idx(tiny)
-    (folder / FILES[3].name).unlink()
+def test_obtain_completes_no_other_dataset_with_files_of_mnist(default, tiny, write_idx):
+    write_default(write_idx, tiny)
+    (default / FILES[3].name).unlink()
     with pytest.raises(DatasetUnavailable) as caught:
-        obtain(folder, quiet)
+        obtain(default, quiet)
     assert str(caught.value).startswith(
-        f"t10k-labels-idx1-ubyte not in {folder} and not downloaded, since "
+        f"{default}: lacks t10k-labels-idx1-ubyte, not downloaded, since "
         "train-images-idx3-ubyte there is not MNIST's; "
     )
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "fashion: no such folder; expected a folder with the four files train-images-"),
+        (b"", "fashion: is a file; expected a folder with the four files train-images-"),
+        ([], "fashion: lacks train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-"),
+        (
+            ["train-images-idx3-ubyte"],
+            "fashion: lacks train-labels-idx1-ubyte, t10k-images-idx3-ubyte, t10k-",
+        ),
+    ],
+)
+def test_obtain_downloads_to_no_folder_but_the_default(default, monkeypatch, content, message):
+    folder = Path("fashion")
+    if isinstance(content, bytes):
+        folder.write_bytes(content)
+    elif content is not None:
+        folder.mkdir()
+        for name in content:
+            (folder / name).touch()
+    before = sorted(Path().rglob("*"))
+    monkeypatch.setitem(sys.modules, "httpx", None)  # nothing else downloads
+    with pytest.raises(DatasetUnavailable) as caught:
+        obtain(folder, quiet)
+    assert str(caught.value).startswith(message)
+    assert str(caught.value).endswith("; without --data MNIST is downloaded to data/mnist")
+    assert sorted(Path().rglob("*")) == before

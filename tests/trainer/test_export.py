@@ -172,7 +172,18 @@ def test_each_export_takes_the_next_free_version(tiny, tmp_path):
     (tmp_path / "7.safetensors").write_bytes(b"")
     (tmp_path / "draft.safetensors").write_bytes(b"")
     assert export(tiny, tmp_path, "mlp").path.name == "8.safetensors"
-    assert export(tiny, tmp_path, "mlp").path.name == "9.safetensors"
+    assert export(tiny, tmp_path, "lenet").path.name == "9.safetensors"
+
+
+def test_the_bytes_of_the_last_version_are_not_written_again(tiny, tmp_path):
+    first = export(tiny, tmp_path, "mlp")
+    second = export(tiny, tmp_path, "mlp")
+    assert (first.new, second.new) == (True, False)
+    assert second.path == first.path
+    assert [path.name for path in tmp_path.iterdir()] == ["1.safetensors"]
+    # An older version with these bytes is not what would be served.
+    assert export(tiny, tmp_path, "lenet").path.name == "2.safetensors"
+    assert export(tiny, tmp_path, "mlp").path.name == "3.safetensors"
 
 
 def test_a_version_that_another_run_takes_meanwhile_is_not_overwritten(tiny, tmp_path, monkeypatch):

@@ -2,6 +2,7 @@
 
 import io
 import json
+import pickle
 import struct
 import zipfile
 from pathlib import Path
@@ -82,13 +83,25 @@ def test_a_state_dict_gives_the_probabilities_of_pytorch(tmp_path, described, ca
     assert lines[0] == f"{file}, in the layout of torch:"
     assert "conv1.gamma      <- features.1.weight                (6,)" in lines
     assert "dense2.weight    <- classifier.3.weight              (10, 20)" in lines
-    assert lines[-1].startswith(f"{tmp_path}/out/mine/1.safetensors: accuracy not measured: --data")
+    path = tmp_path / "out/mine/1.safetensors"
+    assert lines[-2].startswith(
+        f"{path}: accuracy not measured; --data FOLDER measures it, sha256 "
+    )
+    assert lines[-1].startswith(f"serve it: lenet-serve --weights {tmp_path / 'out'}")
     training = WeightFile.read(tmp_path / "out/mine/1.safetensors").training
     assert (training.accuracy, training.dataset_sha256, training.epochs) == (None, "", 0)
     assert training.command == (
         f"python -m trainer import --file {file.name} --model mine.json --layout torch "
         "--input-mean 0.1307 --input-deviation 0.3081"
     )
+
+
+def test_the_same_import_again_says_that_the_file_is_there_already(tmp_path, described, capsys):
+    line = [GOLDEN / "torch-import.safetensors", *described(TORCH)]
+    assert main(*line) == main(*line) == 0
+    path = tmp_path / "out/mine/1.safetensors"
+    assert f"\n{path}, which was there already: accuracy not measured" in capsys.readouterr().out
+    assert list(path.parent.iterdir()) == [path]
 
 
 def test_a_mapping_names_the_tensors(tmp_path, described):
@@ -352,11 +365,27 @@ def npz(method=zipfile.ZIP_DEFLATED, **members):
     return file.getvalue()
 
 
+def archive(*names):
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w") as members:
+        for name in names:
+            members.writestr(name, b"")
+    return file.getvalue()
+
+
 @pytest.mark.parametrize(
     ("content", "sentence"),
     [
-        (b"", "is neither npz nor valid safetensors"),
-        (b"\x80\x04K\x01.", "from PyTorch, save a state dict with safetensors.torch.save_file"),
+        (
+            b"",
+            "is neither a safetensors nor an npz file; save a PyTorch state dict with safetensors",
+        ),
+        (pickle.dumps({"a": 1}), "is a pickled file, which is never read; save a PyTorch state"),
+        (archive("m/data.pkl", "m/data/0"), "is a pickled PyTorch file, which is never read; save"),
+        (archive("config.json", "model.weights.h5"), "is a Keras model; save its arrays with nump"),
+        (b"\x89HDF\r\n\x1a\n", "is an HDF5 file; save its arrays with numpy.savez(FILE, **{"),
+        (b"\x93NUMPY\x01\x00", "is a single array; save all of them in one file with numpy.savez"),
+        (b"\x02\0\0\0\0\0\0\0{]", "is a broken safetensors file ("),
         (b"PK\x03\x04", "is not a valid npz file"),
         (npz(), "holds no arrays"),
         (npz(zipfile.ZIP_LZMA, a=b""), "a.npy is compressed as NumPy does not: method 14"),

@@ -143,6 +143,19 @@ def test_a_finished_run_is_not_trained_again(tiny, tmp_path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("epoch_s", "left"), [(0.3, "1 s"), (30.0, "60 s"), (31.0, "2 min"), (3601.0, "2.0 h")]
+)
+def test_each_epoch_but_the_last_says_how_long_the_others_will_take(
+    tiny, tmp_path, capsys, epoch_s, left
+):
+    clock = itertools.count(100.0, epoch_s).__next__
+    run(tiny, tmp_path, clock=clock)
+    first, _, last = capsys.readouterr().out.splitlines()
+    assert first.endswith(f"%, {left} left")
+    assert last.endswith("%")
+
+
 @pytest.mark.parametrize(("epochs", "expected"), [(6, [3, 6]), (7, [3, 6, 7])])
 def test_a_checkpoint_is_written_when_ten_seconds_have_passed_and_at_the_end(
     tiny, tmp_path, monkeypatch, epochs, expected

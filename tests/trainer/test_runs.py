@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -101,15 +102,41 @@ def test_two_runs_are_laid_side_by_side(fit, tmp_path, capsys):
     assert ["--seed", "1", "2"] in lines
     assert ["epochs", "2", "3"] in lines
     assert not [line for line in lines if line[0] == "--rate"]
-    assert page.read_text().count("<svg") == 1
+    (drawing,) = re.findall(r"<svg.*?</svg>", page.read_text(), re.DOTALL)
+    # The legend stands beside the axes, not in them, where it would cover curves.
+    (figure,) = ElementTree.fromstring(drawing).findall("{*}g")
+    parts = [part.get("id") for part in figure.findall("{*}g")]
+    assert parts == ["patch_1", "axes_1", "axes_2", "legend_1"]
+
+
+def test_a_run_of_one_epoch_has_its_numbers_instead_of_curves(fit, tmp_path):
+    one, other = fit("--epochs", "1"), fit("--epochs", "1", "--seed", "2")
+    loss = read_run(one).epochs[0]["loss"]
+    page = (one / "report.html").read_text()
+    assert page.count("<svg") == 4
+    assert f"<td>training loss</td><td>{loss:.4f} nats</td></tr>" in page
+    both = tmp_path / "compare.html"
+    assert run(["compare", str(one), str(other), "--out", str(both)], {}) == 0
+    assert "<svg" not in both.read_text()
+    assert f"<td>training loss</td><td>{loss:.4f} nats</td><td>" in both.read_text()
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
-    assert run(["compare", str(tmp_path), str(tmp_path)], {}) == 6
-    assert capsys.readouterr().err.startswith(f"{tmp_path}: has no settings.json that can be read")
+    def refusal(folder):
+        assert run(["compare", str(folder), str(tmp_path)], {}) == 6
+        return capsys.readouterr().err
+
+    assert refusal("nowhere").startswith("nowhere: no such folder; expected that of a run, as ")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: has no settings.json: it is not the folder of a run\n"
+    )
     (tmp_path / "settings.json").write_text("{")
     with pytest.raises(InvalidRun, match="is not JSON"):
         read_run(tmp_path)
+    (tmp_path / "settings.json").write_text("{}")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: has no summary.json: the run was interrupted, or has not ended yet\n"
+    )
 
 
 def test_a_missing_plotting_library_costs_the_report_alone(fit, monkeypatch, capsys):
