@@ -32,19 +32,24 @@ def for_shape(sizes: Sequence[object]) -> str:
 _SEND_FILE = "send the picture's file to /predict, with Content-Type: image/png"
 
 
+_NOT_FINITE = "; some numbers are NaN or infinite"
+
+
 def for_numbers(numbers: Sequence[object]) -> str:
     """How the numbers of an image, one of which is no pixel, become pixels.
 
     What is not a number is left out.
     """
-    found = [number for number in numbers if isinstance(number, (int, float))]
+    found = [float(number) for number in numbers if isinstance(number, (int, float))]
+    if not all(map(math.isfinite, found)):
+        return _NOT_FINITE
     return for_range(min(found), max(found)) if found else ""
 
 
 def for_range(low: float, high: float) -> str:
     """The same of numbers from `low` to `high`."""
     if not math.isfinite(high - low):
-        return "; some are NaN or infinite"
+        return _NOT_FINITE
     if low < 0:
         return "; negative numbers look normalised: send the pixels before that, 0 to 255"
     if high <= 1:

@@ -21,6 +21,7 @@ from service.images.headers import describe, recognise, sniff
 
 _UINT8 = np.dtype(np.uint8)
 _SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes"
+_FORM = '{"images": [...]}'
 _MOST_LENGTHS = 5
 _UNCHECKED_BYTES = 64 * 1024
 """A smaller body is cheap to parse whatever it contains."""
@@ -62,7 +63,7 @@ def json_images(body: bytes, max_images: int) -> Images:
     """
     if len(body) > _UNCHECKED_BYTES:
         _check_containers(body, max_images)
-    document = json_object(body, '{"images": [...]}')
+    document = json_object(body, _FORM)
     if len(document) != 1 or "images" not in document:
         for key in document:
             if key != "images":
@@ -173,15 +174,17 @@ def json_object(body: bytes, form: str) -> dict[str, Any]:
     try:
         document = _loads(body)
     except orjson.JSONDecodeError as exc:
-        raise _not_json(body, exc) from exc
+        raise _not_json(body, exc, form) from exc
     if type(document) is not dict:
         raise invalid("body", shown(document), f"an object, {form}")
     return document
 
 
-def _not_json(body: bytes, error: orjson.JSONDecodeError) -> InvalidInput:
+def _not_json(body: bytes, error: orjson.JSONDecodeError, form: str) -> InvalidInput:
     message = f"body: not JSON: {error}"
     found, hint = recognise(body)
+    if form != _FORM and "Content-Type" in hint:
+        hint = "; it goes to /predict"
     for beginning, remedy in _NOT_JSON.items():
         if body.startswith(beginning):
             message += remedy
