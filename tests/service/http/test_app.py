@@ -348,9 +348,10 @@ async def test_a_wrong_query_parameter_is_a_400_that_names_it(
 async def test_an_unknown_model_is_a_404_that_lists_what_there_is(
     served, refusal, one, query, field, words
 ):
-    error = refusal(await served.post(one, query=query), 404, "unknown_model")
-    assert error.field == field
-    assert words in error.message
+    for body in (one, b"no image"):
+        error = refusal(await served.post(body, query=query), 404, "unknown_model")
+        assert error.field == field
+        assert words in error.message
 
 
 # Deadlines and overload

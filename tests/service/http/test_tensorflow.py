@@ -120,9 +120,10 @@ async def test_a_wrong_body_is_a_400_that_names_what_is_wrong(served, body, mess
 async def test_other_faults_have_their_status_in_the_same_form(served):
     one = {"instances": FORMS["flat"]}
     for path in ("/v1/models/none:predict", "/v1/models/tiny/versions/9:predict", "/v1/x"):
-        answer = await served.client.post(path, json=one)
-        assert answer.status_code == 404
-        assert list(answer.json()) == ["error"]
+        for body in (one, {}):
+            answer = await served.client.post(path, json=body)
+            assert answer.status_code == 404
+            assert list(answer.json()) == ["error"]
     assert (await served.client.get(PREDICT)).status_code == 404
     assert (await served.client.put(PREDICT)).status_code == 405
     answer = await served.client.post(PREDICT, json=one, headers={"X-Request-Timeout-Ms": "0"})
