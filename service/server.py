@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -200,7 +201,7 @@ async def open_service(
             infer=infer,
             tensorflow=tensorflow,
             keys=keys,
-            info=partial(_info, settings, placement, models, version),
+            info=partial(_info, settings, grpc.port, placement, models, version),
         )
         fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
         for owner in (MODEL, MODEL_VERSION):
@@ -244,10 +245,13 @@ def _engine_config(settings: Settings, placement: Placement, faults: Faults | No
     )
 
 
-def _info(settings: Settings, placement: Placement, models: Models, version: str) -> InfoResponse:
+def _info(
+    settings: Settings, grpc_port: int, placement: Placement, models: Models, version: str
+) -> InfoResponse:
     return InfoResponse(
         name="lenet-serve",
         version=version,
+        grpc_port=grpc_port,
         default_model=models.default,
         models=[_loaded(model, placement.name) for model in models.served],
         limits={
@@ -275,6 +279,7 @@ def _loaded(model: ServedModel, device: str) -> LoadedModel:
         seed=training.seed,
         dataset_sha256=training.dataset_sha256,
         labels=list(training.labels),
+        loaded_at=datetime.fromtimestamp(version.read_at, UTC),
     )
 
 

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,13 +29,17 @@ DEFAULT_MODEL = "lenet"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelVersion:
-    """A weight file that was read; `sha256` in hex is over its bytes."""
+    """A weight file that was read at `read_at`, seconds since the epoch.
+
+    `sha256` in hex is over its bytes.
+    """
 
     name: str
     version: str
     path: Path
     weights: WeightFile
     sha256: str
+    read_at: float = field(default_factory=time.time)
 
     @property
     def key(self) -> ModelKey:

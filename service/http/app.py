@@ -28,6 +28,7 @@ from service.http.answer import (
     plain_error_answer,
     refusal,
 )
+from service.http.gate import DOCS_FILES, is_open
 from service.http.head import FastRoute
 from service.http.infer import InferRoute
 from service.http.openapi import (
@@ -41,7 +42,9 @@ from service.http.openapi import (
     tensorflow_openapi,
     tensorflow_responses,
 )
-from service.http.predict import PredictRoute
+from service.http.page import HTML, Page
+from service.http.page import PREFIX as PAGE_PREFIX
+from service.http.predict import PredictRoute, prefers
 from service.http.tensorflow import PREFIX as TENSORFLOW
 from service.http.tensorflow import TensorflowRoute, status_routes
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, protocol_routes
@@ -77,7 +80,7 @@ def create_app(
         **APPLICATION,
         version=distribution_version(),
         redoc_url=None,
-        static_url="/docs/static",
+        static_url=DOCS_FILES,
         redirect_slashes=False,  # the redirect would contain the request's Host header
     )
 
@@ -135,12 +138,29 @@ def create_app(
     app.include_router(protocol_routes(models, repository, metrics, keys, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
 
-    @operation("/", summary="Where everything is")
-    async def index() -> dict[str, str]:
-        """The paths of this document, health, models and metrics."""
+    page = Page()
+
+    @operation(
+        "/",
+        summary="Where everything is",
+        response_model=dict[str, str],
+        responses={200: {"content": {HTML: {}}}},
+    )
+    async def index(request: Request, response: Response) -> Any:
+        """The page to draw digits on, where the client prefers HTML, as browsers do.
+
+        Otherwise the paths of this document, health, models and metrics.
+        """
+        if prefers(HTML, request.headers.get("accept", "")):
+            return page.answer(request)
+        response.headers["Vary"] = "Accept"
         paths = {"docs": "/docs", "openapi": "/openapi.json", "models": "/info"}
         health = {"live": "/healthz", "ready": "/readyz", "metrics": "/metrics"}
         return {"name": DISTRIBUTION, "version": distribution_version(), **paths, **health}
+
+    @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
+    async def page_file(request: Request, name: str) -> Response:
+        return page.answer(request, name)
 
     @operation("/healthz", summary="Liveness")
     async def healthz() -> Health:
@@ -163,6 +183,9 @@ def create_app(
         """Models, versions, digests, accuracy, device and limits."""
         return info()
 
+    if keys:
+        _declare_keys(app)
+
     async def on_service_error(_: Request, error: Exception) -> Response:
         # Of the routes below /v1 and /v2: the others answer errors themselves, or have none.
         assert isinstance(error, ServiceError), "bug: registered for ServiceError"
@@ -183,6 +206,24 @@ def create_app(
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
     return app
+
+
+def _declare_keys(app: FastAPI) -> None:
+    """Have the OpenAPI document say which routes need a key."""
+    generate = app.openapi
+
+    def with_keys() -> dict[str, Any]:
+        document = generate()  # made once
+        schemes = document["components"].setdefault("securitySchemes", {})
+        schemes["bearerAuth"] = {"type": "http", "scheme": "bearer"}
+        document["security"] = [{"bearerAuth": []}]
+        for path, operations in document["paths"].items():
+            if is_open(path.encode()):
+                for described in operations.values():
+                    described["security"] = []
+        return document
+
+    app.openapi = with_keys  # type: ignore[method-assign]
 
 
 async def _answer(route: FastRoute, request: Request) -> Response:

@@ -11,7 +11,11 @@ from service.http.answer import (
     has_plain_errors,
     plain_error_answer,
 )
+from service.http.page import PREFIX as PAGE
 from service.keys import Keys
+
+DOCS_FILES = "/docs/static"
+"""Path of what `GET /docs` loads."""
 
 _EXPOSED = (
     b"access-control-expose-headers: x-model-version, server-timing, x-request-id, retry-after, "
@@ -27,15 +31,26 @@ _ALLOWED = (
 _PREFLIGHT = Answer(200, b"text/plain", b"", _ALLOWED)
 """Not 204, which has no Content-Length. `Gate.cors_lines` says which origin may read answers."""
 
-_HEALTH = frozenset((b"/healthz", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
-"""Open to all: probes have no keys."""
+_PROBES = (b"/healthz", b"/readyz", b"/v2/health/live", b"/v2/health/ready")
+"""Probes have no keys."""
+
+_PAGES = (b"/", b"/docs", b"/openapi.json")
+"""A browser has none for a page. These say what may be asked, and nothing of the models."""
+
+_OPEN = frozenset((*_PROBES, *_PAGES))
+_OPEN_BELOW = (PAGE.encode(), DOCS_FILES.encode() + b"/")
+
+
+def is_open(path: bytes) -> bool:
+    """Whether requests for `path` need no key."""
+    return path in _OPEN or path.startswith(_OPEN_BELOW)
 
 
 class Gate:
     """Asks for a key, and lets pages of other origins read answers (CORS).
 
     Args:
-        keys: requests other than health checks need one of them; without any, none is needed.
+        keys: requests need one of them, unless `is_open`; without any, none does.
         origins: of the pages that may read answers, as browsers send them in `Origin`; "*" is any.
         refused: called with the error of each request that may not pass, to be counted.
     """
@@ -57,7 +72,7 @@ class Gate:
         """
         if method == b"OPTIONS" and "access-control-request-method" in headers and self._origins:
             return _PREFLIGHT  # which browsers send without keys
-        if not self._keys or path in _HEALTH:
+        if not self._keys or is_open(path):
             return None
         error = self._keys.check(headers.get("authorization"))
         if error is None:

@@ -6,6 +6,7 @@ The answer to `POST /predict` is not built from these models; tests compare the 
 from __future__ import annotations
 
 import base64
+from datetime import datetime
 from typing import Any
 
 from pydantic import BaseModel, Field
@@ -86,6 +87,7 @@ class LoadedModel(BaseModel):
     seed: int
     dataset_sha256: str = Field(description="Empty if the dataset is not known.")
     labels: list[str]
+    loaded_at: datetime = Field(description="When its file was read.")
 
 
 class InfoResponse(BaseModel):
@@ -93,6 +95,7 @@ class InfoResponse(BaseModel):
 
     name: str
     version: str
+    grpc_port: int
     default_model: str
     models: list[LoadedModel]
     limits: dict[str, int]

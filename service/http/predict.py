@@ -181,7 +181,7 @@ class PredictRoute(ImageRoute):
             source,
             _INLINE.get(media_type(content_type), 0),
             decoder(content_type, invert=source.invert, limits=self.limits),
-            accepts_binary(headers.get("accept", "")),
+            prefers(BINARY, headers.get("accept", "")),
         )
 
     def open(self, wanted: PredictWanted, reply: Reply) -> PredictCall:
@@ -539,25 +539,25 @@ class _Encoding:
     pieces: list[bytes] = field(default_factory=list)
 
 
-def accepts_binary(accept: str) -> bool:
-    """Whether `accept` prefers `BINARY` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
-    if BINARY not in (accept := accept.lower()):
+def prefers(kind: str, accept: str) -> bool:
+    """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
+    if kind not in (accept := accept.lower()):
         return False
-    qualities = {"application/json": -1.0, BINARY: -1.0}
+    qualities = {"application/json": -1.0, kind: -1.0}
     ranges: dict[str, float] = {}
     for choice in accept.split(","):
-        kind, *parameters = (part.strip() for part in choice.split(";"))
+        found_kind, *parameters = (part.strip() for part in choice.split(";"))
         quality = 1.0
         for parameter in parameters:
             if found := re.fullmatch(r"q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)", parameter):
                 quality = float(found[1])
-        ranges[kind] = quality
-    for kind in qualities:
-        for matching in (kind, "application/*", "*/*"):
+        ranges[found_kind] = quality
+    for wanted in qualities:
+        for matching in (wanted, wanted.partition("/")[0] + "/*", "*/*"):
             if matching in ranges:
-                qualities[kind] = ranges[matching]
+                qualities[wanted] = ranges[matching]
                 break
-    return qualities[BINARY] > 0 and qualities[BINARY] > qualities["application/json"]
+    return qualities[kind] > 0 and qualities[kind] > qualities["application/json"]
 
 
 def _parameters(query: bytes) -> dict[str, str]:
