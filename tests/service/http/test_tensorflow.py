@@ -124,8 +124,13 @@ async def test_other_faults_have_their_status_in_the_same_form(served):
             answer = await served.client.post(path, json=body)
             assert answer.status_code == 404
             assert list(answer.json()) == ["error"]
-    assert (await served.client.get(PREDICT)).status_code == 404
-    assert (await served.client.put(PREDICT)).status_code == 405
+    for method in ("GET", "PUT"):
+        answer = await served.client.request(method, PREDICT)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
+    for method, verb in (("POST", "classify"), ("GET", "regress"), ("POST", "")):
+        answer = await served.client.request(method, f"/v1/models/tiny:{verb}")
+        assert answer.status_code == 404
+        assert f"'{verb or 'nothing'}' is not offered; predict is" in answer.json()["error"]
     answer = await served.client.post(PREDICT, json=one, headers={"X-Request-Timeout-Ms": "0"})
     assert answer.status_code == 400
 
