@@ -100,9 +100,12 @@ class WeightsFolder:
                 self._pinned.setdefault(name, set()).add(int(version))
         names = list(dict.fromkeys(names))
         if not names:
+            files = _listed(self._path, "*.safetensors")
+            found = f"{files[0].name}, but no" if files else "no"
+            hint = f", as {self._path.resolve().parent}" if files else ""
             raise InvalidWeightFile(
-                f"{self._path}: holds no MODEL/VERSION.safetensors; set --weights to the folder "
-                "that does"
+                f"{self._path}: holds {found} MODEL/VERSION.safetensors; set --weights to the "
+                f"folder that does{hint}"
             )
         for name in names:
             if name not in unloaded:

@@ -407,8 +407,8 @@ def test_clients_that_leave_in_the_handshake_leave_nothing(start, certificates):
     [
         ("missing.pem", "server.key", "--tls-certificate: "),
         ("server.pem", "missing.key", "--tls-key: "),
-        ("server.pem", "client.pem", "they are not a certificate and its key"),
-        ("server.key", "server.key", "they are not a certificate and its key"),
+        ("server.pem", "client.pem", "the key belongs to another certificate"),
+        ("server.key", "server.pem", "the two are swapped"),
     ],
 )
 @pytest.mark.parametrize("workers", ["1", "2"])
