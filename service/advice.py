@@ -29,6 +29,14 @@ def for_shape(sizes: Sequence[object]) -> str:
     return ""
 
 
+def for_count(count: int) -> str:
+    """The same of a flat list of numbers."""
+    if count in (3 * PIXELS, 4 * PIXELS):
+        return for_shape([HEIGHT, WIDTH, count // PIXELS])
+    side = math.isqrt(count)
+    return for_shape([side, side]) if count and side * side == count else ""
+
+
 _SEND_FILE = "send the picture's file to /predict, with Content-Type: image/png"
 
 

@@ -359,7 +359,8 @@ def check_form(datatype: str, shape: Sequence[int], field: str, max_images: int)
         TooLarge: more than `max_images`.
     """
     if datatype not in _DTYPES:
-        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(_DTYPES)}")
+        hint = "; pictures go to /predict over HTTP" if datatype == "BYTES" else ""
+        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(_DTYPES)}{hint}")
     rows = _rows(shape, f"{field}.shape")
     if rows > max_images:
         raise TooLarge(

@@ -151,7 +151,7 @@ class Models:
         if flag := self._folder.flag_for(found, version):
             expected += f"; it is in the weights folder, and {flag} loads it"
         elif not version.isdecimal():
-            expected += "; the latest answers who names none"
+            expected += "; a request without a version gets the latest"
         raise UnknownModel(
             f"version {shown(version)} of model {found!r} is not loaded, expected {expected}",
             field="version",

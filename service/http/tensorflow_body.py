@@ -95,7 +95,7 @@ def _only(value: Any, key: str, field: str, also: str = "") -> Any:
 
 
 def _bytes(value: Any, field: str) -> bytes:
-    text = _only(value, "b64", field, " or a list, as the others")
+    text = _only(value, "b64", field, ' or a list, each alone or as {"image": ...}')
     try:
         content = binascii.a2b_base64(text, strict_mode=True)
     except (TypeError, ValueError, binascii.Error):

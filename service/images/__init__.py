@@ -174,6 +174,8 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
     code = items["descr"].lstrip("|<>=")
     if code != "u1":
         hint = _conversion(items["descr"], body[start + length :])
+        if code == "O":
+            hint = "; it holds Python objects: save np.array(x, dtype='uint8')"
         got = f"dtype {_NPY_DTYPES.get(code) or shown(code)}"
         raise invalid(field, got, f"uint8, 0 to 255{hint}")
     shape = tuple(int(side) for side in items["shape"].split(",") if side)
@@ -326,9 +328,14 @@ _TYPES = {
 def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> UnsupportedMediaType:
     got = shown(kind) if kind else "nothing"
     hint = _TYPES.get(kind, "")
-    if kind.startswith("image/"):
+    if kind == "text/plain" and field != "content-type":
+        hint = "; leave text fields away"
+    elif kind.startswith("image/"):
         hint = _CONVERT
-    elif not hint and (close := get_close_matches(kind[:40], accepted, n=1, cutoff=0.8)):
-        hint = f"; did you mean {close[0]}?"
+    elif not hint:
+        names = {one.rpartition("/")[2].removeprefix("x-"): one for one in accepted}
+        names.update(zip(accepted, accepted, strict=True))
+        if close := get_close_matches(kind[:40], names, n=1, cutoff=0.8):
+            hint = f"; did you mean {names[close[0]]}?"
     message = f"{field}: got {got}, expected one of {', '.join(accepted)}{hint}"
     return UnsupportedMediaType(message, field=field)

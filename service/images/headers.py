@@ -28,7 +28,7 @@ _SIGNATURES = {
     b"PK\x03\x04": ("an npz or zip archive", _ONE_ARRAY),
     b"\x80\x04\x95": ("a Python pickle", _ONE_ARRAY),
     b"\x93NUMPY": ("an npy file", "; send it with Content-Type: application/x-npy"),
-    b"\0\0\x08\x03": ("an IDX file", "; its pixels begin after 16 bytes"),
+    b"\0\0\x08\x03": ("an IDX file", "; send what follows its header of 16 bytes"),
     b"\x1f\x8b": ("gzip data", _UNCOMPRESSED),
     b"\x28\xb5\x2f\xfd": ("zstd data", _UNCOMPRESSED),
     b"\x89PNG": ("a PNG without its line ends", f"{_AS_BYTES}, with curl: --data-binary @FILE"),

@@ -42,6 +42,8 @@ _NAME = re.compile(r"\w{2,9}://|[^\n]{1,200}\.\w{2,4}\Z")
 """A URL, or the name of a file."""
 _READ_CHARACTERS = 300
 _LINES = re.compile(r"[\r\n]")
+_NUMBERS = re.compile(r"\s*[\[(]*\s*\d+(\.\d*)?[\s,]", re.ASCII)
+_HEX = re.compile(r"[0-9a-fA-F]+")
 _NOT_JSON = {
     b"{'": "; names need double quotes: in Python send json.dumps(...)",
     b"'": "; it begins with a quote of the shell's: send a file, with curl --data-binary @FILE",
@@ -193,7 +195,10 @@ def _not_json(body: bytes, error: orjson.JSONDecodeError, form: str) -> InvalidI
         if found and body[:1] not in b'{["':
             message = f"body: not JSON but {found}{hint}"
         elif error.msg.startswith(_NOT_UTF8):
-            message = f"body: not JSON: {describe(body)}, and not all of it is UTF-8"
+            start = "" if body[:1] in b'{["' else f"{describe(body)}, and "
+            message = f"body: not JSON: {start}not all of it is UTF-8"
+        elif body[error.pos : error.pos + 3] in (b"NaN", b"Inf", b"-In"):
+            message += "; JSON has no NaN and no infinity"
     return InvalidInput(message, field="body")
 
 
@@ -288,7 +293,7 @@ def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
                 raise invalid(f"{field}[{y}]", shown(row), "a list of 28 integers 0 to 255")
         place, values = "[{1}][{2}]", [value for row in image for value in row]
     if len(values) != PIXELS:
-        raise invalid(field, f"{len(values)} values", _SHAPES)
+        raise invalid(field, f"{len(values)} values", _SHAPES + advice.for_count(len(values)))
     for i, value in enumerate(values):
         if type(value) is not int or not 0 <= value <= 255:
             hint = advice.for_numbers(values) if type(value) is float else ""
@@ -313,19 +318,30 @@ def _base64_pixels(text: str, field: str) -> bytes:
         content = binascii.a2b_base64(text, strict_mode=True)
     except ValueError as exc:
         expected = "784 bytes in base64, whose alphabet is A-Z, a-z, 0-9, + and /, padded with ="
-        if _NAME.match(text[:_READ_CHARACTERS]):
-            expected += f"; files and URLs are not read: {_send_picture('image/png')}"
-        elif _LINES.search(text):
-            expected += "; remove its line breaks, as base64 --wrap=0 does"
-        raise invalid(field, shown(text), expected) from exc
+        raise invalid(field, shown(text), expected + _no_base64(text)) from exc
     if len(content) != PIXELS:
         if picture := sniff(content):
             expected = f"784 bytes of pixels; {_send_picture(picture)}"
             raise invalid(field, f"a picture ({picture}) in base64", expected)
-        found = recognise(content)[0]
-        of = f", {found}" if found else ""
-        raise invalid(field, f"base64 of {len(content)} bytes{of}", "784, one a pixel")
+        found, hint = recognise(content)[0], ""
+        if len(text) == 2 * PIXELS and _HEX.fullmatch(text):
+            found, hint = "", "; it looks like hex"
+        elif len(content) in (4 * PIXELS, 8 * PIXELS):
+            hint = "; floats have more than one: encode x.astype('uint8')"
+        got = f"base64 of {len(content)} bytes{', ' * bool(found)}{found}"
+        raise invalid(field, got, f"784, one a pixel{hint}")
     return content
+
+
+def _no_base64(text: str) -> str:
+    """What to do instead of sending `text`."""
+    if _NUMBERS.match(text):
+        return "; send a list of numbers without quotes"
+    if _NAME.match(text[:_READ_CHARACTERS]):
+        return f"; files and URLs are not read: {_send_picture('image/png')}"
+    if _LINES.search(text):
+        return "; remove its line breaks, as base64 --wrap=0 does"
+    return ""
 
 
 def _send_picture(kind: str) -> str:

@@ -165,7 +165,8 @@ def test_a_negative_zero_is_paper_when_it_comes_as_a_float():
 def test_a_datatype_is_refused_when_it_is_neither_uint8_nor_fp32(datatype):
     error = refused(uint8(datatype=datatype))
     assert error.field == "inputs[0].datatype"
-    assert error.message.endswith("expected one of UINT8, FP32")
+    assert "expected one of UINT8, FP32" in error.message
+    assert ("; pictures go to /predict" in error.message) == (datatype == "BYTES")
     assert len(error.message) < 200
 
 

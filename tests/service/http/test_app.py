@@ -810,7 +810,8 @@ async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
     for path in ("/nope", "/predict/..%2f..%2fetc", "/%00", "/" + "predict" * 20, "/metrics" * 99):
         message = refusal(await served.client.get(path), 404, "not_found").message
         assert (
-            "expected /predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict or an" in message
+            "expected /predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info or"
+            in message
         )
         assert "did you mean" not in message
         assert len(message) < 200
@@ -821,6 +822,7 @@ async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
     [
         ("/predict/", "/predict"),
         ("/api/predict", "/predict"),
+        ("/v2/predict", "/predict"),
         ("/health", "/healthz"),
         ("/doc", "/docs"),
         ("/v2/models/tiny/infers", "/v2/models/tiny/infer"),

@@ -228,6 +228,17 @@ def test_floats_are_answered_with_the_conversion_that_fits(kind, encode, numbers
         ([[5] * 32] * 32, "images:", "got shape (32, 32), expected 28 rows"),
         ([[5] * 32] * 32, "images:", "; scale it to 28 x 28, or send the picture's file"),
         ([[[5] * 32] * 32], "images[0]", "32 rows, expected 28 rows"),
+        (
+            [5] * 1024,
+            "images",
+            "1024 values, expected 28 rows of 28, 784 integers 0 to 255, or a base",
+        ),
+        ([5] * 1024, "images", "; scale it to 28 x 28, or send the picture's file"),
+        ([[5] * 2352], "images[0]", "; send grey, one number a pixel"),
+        ("0, 0, 255", "images", "; send a list of numbers without quotes"),
+        ("[0, 0, 255]", "images", "; send a list of numbers without quotes"),
+        (ONE.tobytes().hex(), "images", "1176 bytes, expected 784, one a pixel; it looks like hex"),
+        (base64.b64encode(ONE.astype("<f4").tobytes()).decode(), "images", "; floats have more"),
         ("", "images", "base64 of 0 bytes"),
         (TEXT[:-4], "images", "base64 of 783 bytes"),
         (
@@ -285,6 +296,8 @@ def test_a_body_that_is_not_json_is_refused(body):
         (b"'{\"images\": []}'", "it begins with a quote of the shell's: send a file"),
         (b"\xef\xbb\xbf" + as_json(FLAT), "save it as UTF-8 without one"),
         ("\ufeff{}".encode("utf-16-le"), "it is UTF-16: save it as UTF-8"),
+        (b'{"images": [NaN]}', "; JSON has no NaN and no infinity"),
+        (b'{"images": "\xc1"}', "body: not JSON: not all of it is UTF-8"),
         (b"\xc1\xc2\xc3", "not JSON: bytes that begin with c1 c2 c3, and not all of it is UTF-8"),
     ],
 )
@@ -371,7 +384,10 @@ def test_octets_are_refused_when_they_are_no_multiple_of_784(size):
         (as_npy(ONE), "got 912 bytes, an npy file, expected n x 784 bytes"),
         (as_npy(ONE), "; send it with Content-Type: application/x-npy"),
         (bytes([0, 0, 8, 3, 0, 0, 0, 1]) + bytes(792), "got 800 bytes, an IDX file, expected"),
-        (bytes([0, 0, 8, 3, 0, 0, 0, 1]) + bytes(792), "; its pixels begin after 16 bytes"),
+        (
+            bytes([0, 0, 8, 3, 0, 0, 0, 1]) + bytes(792),
+            "; send what follows its header of 16 bytes",
+        ),
         (picture(), "; send it with Content-Type: image/png"),
         (gzip.compress(bytes(784)), " bytes, gzip data, expected"),
         (b"seven.bin", "got 9 bytes, the text 'seven.bin', expected n x 784"),
@@ -430,7 +446,11 @@ def test_npy_of_another_dtype_is_refused_with_the_conversion_that_fits(dtype, ad
 @pytest.mark.parametrize("descr", ["|O", "<U4", "|V8", ""])
 def test_npy_of_objects_and_strings_is_refused_without_numpy_seeing_it(descr):
     header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (28, 28), }}"
-    assert refused(npy_with(header), NPY).message.endswith("expected uint8, 0 to 255")
+    message = refused(npy_with(header), NPY).message
+    assert "expected uint8, 0 to 255" in message
+    assert message.endswith("; it holds Python objects: save np.array(x, dtype='uint8')") == (
+        descr == "|O"
+    )
 
 
 @pytest.mark.parametrize("shape", [(28,), (28, 27), (2, 28, 27), (1, 1, 28, 28), (785,), (2, 785)])
@@ -524,6 +544,8 @@ def test_another_content_type_is_answered_with_what_to_send(kind):
         ("text/csv", '; send numbers as JSON, {"images": [...]}'),
         ("text/plain;charset=UTF-8", "; say what it is, as in Content-Type: image/png"),
         ("application/npy", "; did you mean application/x-npy?"),
+        ("json", "; did you mean application/json?"),
+        ("png", "; did you mean image/png?"),
     ],
 )
 def test_another_content_type_is_answered_with_what_to_do(kind, advice):
