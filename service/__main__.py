@@ -58,8 +58,8 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
     # The start makes much that lives and little garbage: looking for it took 70 ms. It is turned on
     # again where the start ends.
     gc.disable()
-    # The service multiplies no matrices with NumPy: without this, its import starts threads that
-    # wait for work in a loop, 45 ms of CPU time.
+    # The service multiplies only small matrices with NumPy: without this, its import starts threads
+    # that wait for work in a loop, 45 ms of CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # gRPC's library writes a line for each TLS handshake that fails, which clients can cause.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")

@@ -36,6 +36,7 @@ from service.access_log import AccessLog, access_log
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
+from service.engine.explainer import Explainer
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.repository import Repository, unloaded
@@ -44,6 +45,7 @@ from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavail
 from service.heartbeat import Heartbeat
 from service.http.app import create_app
 from service.http.connection import FrontDoor
+from service.http.explain import ExplainRoute
 from service.http.gate import Gate
 from service.http.head import FastRoute, FastRoutes
 from service.http.infer import InferRoute
@@ -192,6 +194,10 @@ async def open_service(
         )
         predict, infer = PredictRoute(*parts), InferRoute(*parts)
         tensorflow = TensorflowRoute(*parts)
+        explain: ExplainRoute | None = None
+        if settings.explain == "on":
+            explainer = stack.enter_context(Explainer(deadlines))
+            explain = ExplainRoute.beside(predict, explainer)
         version = distribution_version()  # read from a file
         app = create_app(
             models=models,
@@ -200,10 +206,13 @@ async def open_service(
             predict=predict,
             infer=infer,
             tensorflow=tensorflow,
+            explain=explain,
             keys=keys,
             info=partial(_info, settings, grpc.port, placement, models, version),
         )
         fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
+        if explain is not None:
+            fast_routes[b"POST", b"/explain"] = explain
         for owner in (MODEL, MODEL_VERSION):
             fast_routes[b"POST", f"{PREFIX}{owner}/infer".encode()] = infer
             fast_routes[b"POST", f"{TENSORFLOW}{owner}:predict".encode()] = tensorflow
@@ -262,6 +271,7 @@ def _info(
             "max_body_bytes": settings.max_body_bytes,
             "request_timeout_ms": settings.request_timeout_ms,
         },
+        explain=settings.explain == "on",
     )
 
 

@@ -137,6 +137,9 @@ class Settings(BaseSettings):
     """Origins, separated by commas, whose pages may read answers: https://example.org, or * for
     all."""
 
+    explain: Literal["on", "off"] = "on"
+    """Whether POST /explain answers with what each layer of a model computes of an image."""
+
     access_log: Literal["off", "text", "json"] = "off"
     """A line on standard output for each answer over HTTP and gRPC."""
 

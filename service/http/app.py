@@ -30,13 +30,17 @@ from service.http.answer import (
     plain_error_answer,
     refusal,
 )
+from service.http.explain import ExplainRoute
 from service.http.gate import DOCS_FILES, is_open
 from service.http.head import FastRoute
 from service.http.infer import InferRoute
 from service.http.openapi import (
     APPLICATION,
+    MAX_EXPLAINED_IMAGES,
     Health,
     InfoResponse,
+    explain_openapi,
+    explain_responses,
     infer_openapi,
     infer_responses,
     predict_openapi,
@@ -57,6 +61,9 @@ _MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info
 _LONGEST_PATH = 64
 """Compared with the others, which takes 0.5 ms at most."""
 
+_NOT_EXPLAINED = (
+    "path: '/explain' is turned off; start the service with --explain on, or without LENET_EXPLAIN"
+)
 _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -67,6 +74,7 @@ def create_app(
     predict: PredictRoute,
     infer: InferRoute,
     tensorflow: TensorflowRoute,
+    explain: ExplainRoute | None,
     keys: Keys,
     info: Callable[[], InfoResponse],
 ) -> FastAPI:
@@ -79,6 +87,7 @@ def create_app(
         predict: answers POST /predict.
         infer: answers inference by the Open Inference Protocol.
         tensorflow: answers predictions by TensorFlow Serving's API.
+        explain: answers POST /explain; None if that is turned off.
         keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
     """
@@ -104,6 +113,26 @@ def create_app(
         responses=predict_responses(),
         operation_id="predict",
         openapi_extra=predict_openapi(),
+    )
+
+    async def explain_digit(request: Request) -> Response:
+        if explain is None:
+            return _response(refusal(404, "not_found", _NOT_EXPLAINED))
+        return await _answer(explain, request)
+
+    app.add_api_route(
+        "/explain",
+        explain_digit,
+        methods=["POST"],
+        tags=["predict"],
+        summary="See inside",
+        description="What each layer of a model computes of an image, in float32 on the CPU. At "
+        f"most {MAX_EXPLAINED_IMAGES} images, of which one is explained.",
+        response_model=None,
+        responses=explain_responses(),
+        operation_id="explain",
+        openapi_extra=explain_openapi(),
+        include_in_schema=explain is not None,
     )
 
     async def infer_digits(request: Request) -> Response:

@@ -40,6 +40,7 @@ ROUTES = [
     *(("GET", path, None, {}) for path in INDEX),
     ("GET", "/v2/models/stats", None, {}),
     ("POST", "/predict", SEVEN, BYTES),
+    ("POST", "/explain", SEVEN, BYTES),
     *(
         route
         for model in ("/models/lenet", "/models/lenet/versions/1")

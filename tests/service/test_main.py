@@ -76,6 +76,7 @@ TEXTS = {
     "api_keys": "a key of 16 characters or more",
     "admin_keys": "another key of 16 characters",
     "versions": "latest:3",
+    "explain": "off",
 }
 
 

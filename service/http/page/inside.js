@@ -7,7 +7,7 @@ export function showInside(place, layers) {
   const create = () => make("div", { className: "layer" }, make("h3"), make("p", { className: "note" }), make("canvas", { role: "img" }));
   fit(place, layers.length, create).forEach((row, i) => {
     const layer = layers[i], [title, text, canvas] = row.children;
-    title.textContent = `${layer.name}: ${layer.kind}, ${layer.shape.join(" × ")}`;
+    title.textContent = `${layer.name}: ${layer.kind}, ${layer.shape.join(" x ")}`;
     text.textContent = sentence(layer, layers);
     canvas.hidden = !layer.data && !layer.values;
     canvas.ariaLabel = title.textContent;
@@ -20,29 +20,30 @@ function valuesOf({ data, values, low, high }) {
   return Array.from(atob(data), (character) => low + character.charCodeAt(0) * (high - low) / 255);
 }
 
-/** Filters and maps as a row of small pictures, units as cells. */
+/** Filters and maps as a row of small pictures, units as cells: a pixel each, which CSS enlarges. */
 function paint(canvas, layer) {
-  const values = valuesOf(layer), { shape, kind } = layer;
-  const flat = shape.length === 1;
-  const [tall, wide] = flat ? [1, 1] : shape.slice(-2);
-  const count = values.length / (tall * wide);
-  const cell = flat ? 14 : Math.max(2, Math.min(10, Math.round(56 / wide)));
-  const gap = flat ? 1 : 4;
-  const across = Math.min(count, Math.max(1, Math.floor(1060 / (wide * cell + gap))));
-  const down = Math.ceil(count / across);
-  canvas.width = across * (wide * cell + gap) - gap;
-  canvas.height = down * (tall * cell + gap) - gap;
-  const context = canvas.getContext("2d");
+  const values = valuesOf(layer), { shape, kind } = layer, flat = shape.length === 1;
+  const [tall, wide] = flat ? [1, 1] : shape.slice(-2), gap = flat ? 0 : 1;
+  const maps = values.length / (tall * wide);
+  const zoom = flat ? 14 : Math.max(2, Math.min(10, Math.round(56 / wide)));
+  const across = Math.min(maps, Math.max(1, Math.floor(1060 / zoom / (wide + gap))));
+  canvas.width = across * (wide + gap);
+  canvas.height = Math.ceil(maps / across) * (tall + gap);
+  canvas.style.width = `${canvas.width * zoom}px`;
+  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
   const low = Math.min(...values), high = Math.max(...values), most = Math.max(-low, high, 1e-9);
-  const signed = kind === "filters" || kind === "logits";
+  const signed = kind === "filters" || kind === "logits", bottom = Math.min(low, 0);
   values.forEach((value, i) => {
     const map = Math.floor(i / (tall * wide)), at = i % (tall * wide);
-    context.fillStyle = signed ? diverging(value / most) : rising((value - Math.min(low, 0)) / (high - Math.min(low, 0) || 1));
-    context.fillRect((map % across) * (wide * cell + gap) + (at % wide) * cell, Math.floor(map / across) * (tall * cell + gap) + Math.floor(at / wide) * cell, cell, cell);
+    const x = (map % across) * (wide + gap) + at % wide;
+    const y = Math.floor(map / across) * (tall + gap) + Math.floor(at / wide);
+    const colour = signed ? diverging(value / most) : rising((value - bottom) / (high - bottom || 1));
+    image.data.set([...colour, 255], 4 * (y * canvas.width + x));
   });
+  context.putImageData(image, 0, 0);
 }
 
-const mix = (a, b, part) => `rgb(${a.map((value, i) => Math.round(value + part * (b[i] - value))).join(" ")})`;
+const mix = (a, b, part) => a.map((value, i) => value + part * (b[i] - value));
 
 function rising(part) { // Black, purple, orange, white.
   const stops = [[12, 10, 20], [98, 32, 104], [232, 96, 52], [255, 246, 220]];

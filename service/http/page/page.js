@@ -1,13 +1,14 @@
 // The page: what is drawn, what is asked, what is shown. Loaded as a module; there is no build step.
 
 import { broken, digitsOf, draw, imageOf, PIXELS, SIDE } from "./prepare.js";
-import { $, bars, colour, duration, make, fit, note, on, percent, say, showGrey } from "./show.js";
+import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
 import { ask, attempt, hasKey, newest, onReturn } from "./talk.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
 import { watch } from "./service.js";
 
 const STAGES = ["network", "decode", "queue", "compute", "encode"];
+const LATER_MS = 100;
 const ANSWERS = 120; // Kept of those before, for "How it changed its mind".
 
 let info; // The answer of /info.
@@ -128,6 +129,7 @@ function changed() {
 // Asking: one request at a time, always for the newest strokes
 
 let images = []; // Of the request that was answered last.
+let later; // The timer of what may wait, so that the bars need not.
 
 function current() {
   const found = pixels.length ? pixels : digitsOf(strokes).slice(0, 64).map((digit) => imageOf(digit, damage.width)).filter(Boolean);
@@ -145,8 +147,12 @@ const predict = newest(async () => {
   images = wanted;
   chosen = Math.min(chosen, images.length - 1);
   showAnswer(answer);
-  compare();
-  explain();
+  later ??= setTimeout(() => {
+    later = undefined;
+    showSnippet();
+    compare();
+    explain();
+  }, LATER_MS);
 });
 
 /** What a model says to images: its answer, and milliseconds by stage. */
@@ -203,9 +209,12 @@ function showAnswer(answer) {
   showBars(probabilities, labelsOf(answer.model));
   answers.push(probabilities);
   if (answers.length > ANSWERS) answers.shift();
-  showHistory();
-  showTimes(answer);
-  showSnippet();
+  trips.push(answer.trip);
+  if (trips.length > 300) trips.shift();
+  requestAnimationFrame(() => { // They read the layout, which the bars have just changed.
+    showHistory();
+    showTimes(answer);
+  });
   announce(`${read}, ${sure}.`);
 }
 
@@ -220,16 +229,16 @@ function showSeen() {
 }
 
 function showHistory() {
-  const canvas = $("history"), context = canvas.getContext("2d");
-  context.clearRect(0, 0, canvas.width, canvas.height);
+  const canvas = $("history"), names = labelsOf(model);
+  canvas.height = canvas.clientHeight;
+  const context = fresh(canvas), step = (canvas.width - 24) / ANSWERS, high = canvas.height / (names.length || 10);
+  context.fillStyle = colour("quiet");
+  names.forEach((name, label) => context.fillText(name.slice(0, 3), 4, (label + 0.5) * high + 4));
   context.fillStyle = colour("accent");
-  const step = canvas.width / ANSWERS;
   answers.forEach((probabilities, i) => probabilities.forEach((part, label) => {
-    const high = canvas.height / probabilities.length;
     context.globalAlpha = part;
-    context.fillRect(i * step, label * high, step, high - 1);
+    context.fillRect(24 + i * step, label * high, step + 0.5, high - 1);
   }));
-  context.globalAlpha = 1;
 }
 
 let announcing;
@@ -243,8 +252,6 @@ function showTimes({ times, trip, rows }) {
   fit($("stack"), STAGES.length, () => make("i")).forEach((part, i) => { part.style.flexGrow = times[STAGES[i]] ?? 0; });
   fit($("stages"), STAGES.length, () => make("li", {}, make("i"), make("span"))).forEach((one, i) => { one.lastChild.textContent = words[i]; });
   $("stack").ariaLabel = `${duration(trip)} in all: ${words.join(", ")}`;
-  trips.push(trip);
-  if (trips.length > 300) trips.shift();
   // Buckets grow by the square root of 2 from 0.25 ms on.
   const counts = new Array(20).fill(0);
   for (const one of trips) counts[Math.max(0, Math.min(19, Math.round(2 * Math.log2(one / 0.25))))]++;
@@ -252,7 +259,7 @@ function showTimes({ times, trip, rows }) {
   const sorted = [...trips].sort((a, b) => a - b);
   const middle = duration(sorted[Math.floor(sorted.length / 2)]);
   $("times").ariaLabel = `Histogram of ${trips.length} round trips; the median is ${middle}`;
-  const full = rows === undefined ? "" : ` Its batch had ${rows} ${rows === 1 ? "image" : "images"} of at most ${info?.limits.max_batch_rows}.`;
+  const full = rows === undefined ? "" : ` Its batch had ${rows} ${rows === "1" ? "image" : "images"} of at most ${info?.limits.max_batch_rows}.`;
   say("batch", `Round trip ${duration(trip)}, median ${middle} of ${trips.length}.${full} Server times are from Server-Timing; network is what is left.`);
 }
 

@@ -122,27 +122,33 @@ export function normalised(grey, width, height) {
   return centred(patch, columns + 2, rows + 2);
 }
 
-/** Averages of boxes of the grey image: `columns` x `rows`, one step before (left, top) on. */
+/** The grey image from one pixel of the result before its ink to one behind it, scaled down. */
 function resized(grey, width, height, left, top, stepX, stepY, columns, rows) {
-  const across = new Float32Array(height * columns);
-  const spans = (start, step, count) => Array.from({ length: count }, (_, i) => {
-    const centre = start + (i - 0.5) * step, half = Math.max(step, 1) / 2;
-    return [Math.floor(centre - half - 0.5) + 1, Math.floor(centre + half - 0.5) + 1]; // As Pillow's BOX.
-  });
-  const average = (span, size, value) => {
-    let sum = 0;
-    for (let i = Math.max(span[0], 0); i < Math.min(span[1], size); i++) sum += value(i);
-    return sum / Math.max(1, span[1] - span[0]);
-  };
-  const xs = spans(left, stepX, columns), ys = spans(top, stepY, rows);
+  const across = new Float32Array(height * columns), patch = new Float32Array(rows * columns);
+  const margin = Math.ceil(Math.max(stepX, stepY));
+  const xs = spans(left, stepX, columns, margin), ys = spans(top, stepY, rows, margin);
+  const average = (pixels, value) => pixels.reduce((sum, i) => sum + (value(i) ?? 0), 0) / pixels.length;
   for (let y = 0; y < height; y++) {
-    for (let i = 0; i < columns; i++) across[y * columns + i] = average(xs[i], width, (x) => grey[y * width + x]);
+    xs.forEach((pixels, i) => { across[y * columns + i] = average(pixels, (x) => (x >= 0 && x < width ? grey[y * width + x] : 0)); });
   }
-  const patch = new Float32Array(rows * columns);
-  for (let j = 0; j < rows; j++) {
-    for (let i = 0; i < columns; i++) patch[j * columns + i] = average(ys[j], height, (y) => across[y * columns + i]);
-  }
+  ys.forEach((pixels, j) => {
+    for (let i = 0; i < columns; i++) patch[j * columns + i] = average(pixels, (y) => across[y * columns + i]);
+  });
   return patch;
+}
+
+/** Which pixels are averaged for each of the result: Pillow's BOX, whose box has single precision. */
+function spans(start, step, count, margin) {
+  const from = Math.fround(start + margin - step), to = Math.fround(start + margin + (count - 1) * step);
+  const scale = Math.fround(to - from) / count;
+  return Array.from({ length: count }, (_, i) => {
+    const centre = from + (i + 0.5) * scale, pixels = [];
+    for (let at = Math.floor(centre - scale); at <= centre + scale; at++) {
+      const distance = (at - centre + 0.5) / scale;
+      if (distance > -0.5 && distance <= 0.5) pixels.push(at - margin);
+    }
+    return pixels;
+  });
 }
 
 function centred(patch, columns, rows) {

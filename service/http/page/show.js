@@ -103,9 +103,10 @@ export function heat(canvas, columns, slots, rows) {
   for (const [row, name] of rows) context.fillText(name, 4, height - (row + 0.5) * high + 4);
 }
 
-function fresh(canvas) {
+/** The context of an empty canvas with as many pixels as it has on the page. */
+export function fresh(canvas) {
+  canvas.width = canvas.clientWidth || canvas.width;
   const context = canvas.getContext("2d");
-  context.clearRect(0, 0, canvas.width, canvas.height);
   context.font = "12px system-ui, sans-serif";
   context.textAlign = "left";
   return context;

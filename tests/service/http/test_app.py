@@ -168,6 +168,7 @@ async def test_the_loaded_model_answers_when_it_is_named(served, one, query):
 async def test_server_timing_has_every_stage(served, one):
     response = await served.post(one)
     entries = response.headers["server-timing"].split(", ")
+    assert entries.pop() == 'batch;desc="1"'
     parsed = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", entry) for entry in entries]
     times = {match[1]: float(match[2]) for match in parsed}
     assert sorted(times) == sorted(STAGES)
@@ -249,6 +250,23 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         document = {"model": "tiny", "version": "3", "predictions": predictions}
         assert json.loads(reply.content) == document
         assert reply.content.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
+
+
+async def test_server_timing_says_how_many_images_the_last_batch_had(open_app, table):
+    _, batches = table
+    async with open_app(max_batch_rows=8) as served:
+        route = served.service.fast_routes[b"POST", b"/predict"]
+        replies = {}
+        for count in (1, 2, 4, 20):
+            wanted = route.read(b"", {"content-type": RAW})
+            route.open(wanted, partial(replies.__setitem__, count)).end(tagged(0, count))
+        await until(lambda: len(replies) == 4)
+    assert batches == [8, 8, 8, 3]
+    rows = {
+        count: int(re.search(rb'batch;desc="(\d+)"\r\n', reply.headers)[1])
+        for count, reply in replies.items()
+    }
+    assert rows == {1: 8, 2: 8, 4: 8, 20: 3}
 
 
 async def test_small_bodies_start_no_decoding_process_however_their_type_is_written(
