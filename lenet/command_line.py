@@ -26,7 +26,13 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class _Parser(ArgumentParser):
+    expected: Mapping[str, str] = {}
+    """What the value of each flag has to be."""
+
     def error(self, message: str) -> NoReturn:
+        flag, _, reason = message.removeprefix("argument ").partition(": ")
+        if reason == "expected one argument":
+            message = f"{flag} is without a value, expected {self.expected.get(flag, 'one')}"
         raise InvalidSettings(f"{message.removeprefix('argument ')} (--help lists every setting)")
 
 
@@ -68,6 +74,7 @@ def parse(
             options = {"action": BooleanOptionalAction}
         hidden = CLI_SUPPRESS in field.metadata
         parser.add_argument(_flag(name), dest=name, help=SUPPRESS if hidden else text, **options)
+    parser.expected = {_flag(name): _expected(schema) for name, schema in schemas.items()}
     known, unknown = parser.parse_known_args(arguments)
     given = vars(known)
     for name in words:
@@ -75,7 +82,10 @@ def parse(
             given[name] = unknown.pop(0)
     if unknown:
         word = unknown[0].partition("=")[0]
-        parser.error(f"{word} is unknown{_did_you_mean(word, map(_flag, schemas), '--')}")
+        hint = "; settings begin with -- (--help lists every setting)"
+        if word.startswith("--"):
+            hint = _did_you_mean(word, map(_flag, schemas), "--")
+        parser.error(f"{word} is unknown{hint}")
     try:
         return kind(**given)
     except ValidationError as exc:
@@ -127,7 +137,7 @@ def _expected(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     bounds = [f"{words} {schema[key]}" for key, words in _BOUNDS.items() if key in schema]
-    return f"{_KINDS[schema['type']]} {' and '.join(bounds)}".rstrip()
+    return f"{_KINDS.get(schema.get('type', ''), 'one')} {' and '.join(bounds)}".rstrip()
 
 
 def _did_you_mean(word: str, known: Iterable[str], prefix: str) -> str:

@@ -61,6 +61,8 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
     # The service multiplies only small matrices with NumPy: without this, its import starts threads
     # that wait for work in a loop, 45 ms of CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # gRPC's library writes a line for each TLS handshake that fails, which clients can cause.
+    os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
     # Imported late: --help and a wrong flag should not wait for the runtime to load.
     from service.engine.devices import on_gpu
 

@@ -9,7 +9,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, SecretStr, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
 from service.budget import Budget
@@ -17,6 +24,7 @@ from service.keys import MIN_CHARACTERS
 from service.tls import CertificateFiles
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+_VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~:\[\]-]+")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
@@ -54,7 +62,7 @@ class Settings(BaseSettings):
     """Models to load, separated by commas: NAME, or NAME:VERSION for one version of it, also
     several times. All by default."""
 
-    versions: Annotated[str, Field(pattern=r"^(latest(:[1-9][0-9]{0,3})?|all)$")] = "latest"
+    versions: str = "latest"
     """Versions to load of a model whose version --models does not name: the latest, which is the
     highest, the latest N as latest:N, or all."""
 
@@ -173,6 +181,22 @@ class Settings(BaseSettings):
             return None
         return CertificateFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
 
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if not host or host.count(":") == 1 or set(host) & set("/[] "):
+            raise ValueError("expected an address or a host name alone; the port is --port")
+        return host
+
+    @field_validator("versions")
+    @classmethod
+    def _check_versions(cls, versions: str) -> str:
+        if not _VERSIONS.fullmatch(versions):
+            raise ValueError(
+                "expected latest, latest:N or all; one version by its number is --models NAME:N"
+            )
+        return versions
+
     @model_validator(mode="before")
     @classmethod
     def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
@@ -212,10 +236,13 @@ class Settings(BaseSettings):
                     "scheme and host in lower case, a port unless it is the scheme's, no path, as "
                     "https://example.org:8443"
                 )
-        files = self.tls_certificate, self.tls_key
-        if any(files) != all(files) or (self.tls_client_ca and not any(files)):
+        files = {"--tls-certificate": self.tls_certificate, "--tls-key": self.tls_key}
+        missing = [flag for flag, path in files.items() if path is None]
+        if missing and (len(missing) == 1 or self.tls_client_ca is not None):
+            given = (files.keys() - missing) or {"--tls-client-ca"}
+            verb = "is" if len(missing) == 1 else "are"
             raise ValueError(
-                "--tls-certificate and --tls-key belong together, and --tls-client-ca with them"
+                f"{' and '.join(missing)} {verb} missing: {min(given)} alone makes no TLS"
             )
         if self.port == self.grpc_port != 0:
             raise ValueError(

@@ -13,8 +13,8 @@ import pytest
 from tests.service_process import PROJECT, Service
 
 EXAMPLES = {
-    "predict.sh": (("sh",), "http://127.0.0.1:{http}", r'"label":7,'),
-    "predict.py": ((sys.executable,), "http://127.0.0.1:{http}", r"^7 \d"),
+    "predict.sh": (("sh",), "http://127.0.0.1:{http}", r'"label":7,.*\n.*"label":7,.*"label":3,'),
+    "predict.py": ((sys.executable,), "http://127.0.0.1:{http}", r"^7 99.*\n7 99"),
     "triton_http.py": ((sys.executable,), "127.0.0.1:{http}", r"^7 [\d.]+:7:7 "),
     "triton_grpc.py": ((sys.executable,), "127.0.0.1:{grpc}", r"^7 1 different of 32"),
     "kserve_client.py": ((sys.executable,), "http://127.0.0.1:{http}", r"^7 [\d.]+\n7 [\d.]+$"),

@@ -65,6 +65,7 @@ class WeightsFolder:
         self._path = path
         self._latest = latest
         self._pinned: dict[str, set[int]] = {}
+        self._left_out: dict[str, set[str]] = {}
         self._ignored: set[Path] = set()
 
     def read_all(
@@ -99,9 +100,12 @@ class WeightsFolder:
                 self._pinned.setdefault(name, set()).add(int(version))
         names = list(dict.fromkeys(names))
         if not names:
+            files = _listed(self._path, "*.safetensors")
+            found = f"{files[0].name}, but no" if files else "no"
+            hint = f", as {self._path.resolve().parent}" if files else ""
             raise InvalidWeightFile(
-                f"{self._path}: holds no MODEL/VERSION.safetensors; set --weights to the folder "
-                "that does"
+                f"{self._path}: holds {found} MODEL/VERSION.safetensors; set --weights to the "
+                f"folder that does{hint}"
             )
         for name in names:
             if name not in unloaded:
@@ -139,7 +143,14 @@ class WeightsFolder:
             wanted = sorted(pinned, reverse=True)
         elif self._latest:
             wanted = wanted[: self._latest]
+        self._left_out[name] = set(map(str, files.keys() - wanted))
         return tuple(self._read(name, version, files[version]) for version in wanted)
+
+    def flag_for(self, name: str, version: str) -> str:
+        """The flag that loads a version which was left out at the last reading; "" for others."""
+        if version not in self._left_out.get(name, ()):
+            return ""
+        return f"--models with {name}:{version}" if name in self._pinned else "--versions all"
 
     def index(self) -> tuple[ModelKey, ...]:
         """Name and version of every file, the highest version of a model first.

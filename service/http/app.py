@@ -7,7 +7,9 @@ same objects, for whoever calls the application itself.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -50,10 +52,14 @@ from service.http.page import HTML, Page
 from service.http.page import PREFIX as PAGE_PREFIX
 from service.http.predict import PredictRoute, prefers
 from service.http.tensorflow import PREFIX as TENSORFLOW
-from service.http.tensorflow import TensorflowRoute, status_routes
+from service.http.tensorflow import TensorflowRoute, status_routes, verb_of
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, protocol_routes
 from service.keys import Keys
 from service.metrics import CONTENT_TYPE, Metrics
+
+_MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
+_LONGEST_PATH = 64
+"""Compared with the others, which takes 0.5 ms at most."""
 
 _NOT_EXPLAINED = (
     "path: '/explain' is turned off; start the service with --explain on, or without LENET_EXPLAIN"
@@ -222,8 +228,7 @@ def create_app(
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "bug: registered for HTTPException"
-        paths = [path for path in app.openapi()["paths"] if "{" not in path]
-        return _routing_error_response(request, error, paths)
+        return _routing_error_response(request, error, (*app.openapi()["paths"], "/docs"))
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
@@ -316,17 +321,45 @@ def _routing_error_response(
         headers["Allow"] = ", ".join(filter(None, methods))
     if request.method == "OPTIONS" and (error.status_code == 405 or path == "*"):
         return Response(status_code=204, headers=headers)
-    if error.status_code == 404:
-        message = f"path: got {shown(path)}, expected one of {', '.join(paths)}; see /docs"
+    status, verb = error.status_code, verb_of(path)
+    if verb not in ("", "predict"):  # of TensorFlow Serving's API
+        status = 404
+        message = f"path: got {shown(path)}, but {shown(verb)} is not offered; predict is"
+    elif status == 404:
+        nearest = _nearest(path, paths)
+        hint = f"; did you mean {shown(nearest)}?" if nearest else ""
+        message = f"path: got {shown(path)}, expected {_MAIN_PATHS} or another of /docs{hint}"
     else:
         message = (
             f"method: got {shown(request.method)} for {shown(path)}, "
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
-    code = _ROUTING_CODES.get(error.status_code, "invalid_input")
+    code = _ROUTING_CODES.get(status, "invalid_input")
     if has_plain_errors(path):
-        response = _response(plain_error(error.status_code, message))
+        response = _response(plain_error(status, message))
     else:
-        response = _response(refusal(error.status_code, code, message))
+        response = _response(refusal(status, code, message))
     response.headers.update(headers)
     return response
+
+
+def _nearest(path: str, templates: Sequence[str]) -> str:
+    """The path that is most like `path`, with the model and version named there; "" if none is."""
+    if len(path) > _LONGEST_PATH:
+        return ""
+    given = path.split("/")
+    known = [
+        "/".join(_filled(segment, given[at : at + 1]) for at, segment in enumerate(one.split("/")))
+        for one in templates
+    ]
+    protocol = path[:4] if path[:4] in ("/v1/", "/v2/") else "/"
+    same = [one for one in known if one.startswith(protocol)]
+    wanted = path.replace("predict", "infer") if protocol == "/v2/" else path  # its own word
+    close = get_close_matches(wanted, same, n=1, cutoff=0.7)
+    return next(iter(close or get_close_matches(path, known, n=1, cutoff=0.7)), "")
+
+
+def _filled(segment: str, given: Sequence[str]) -> str:
+    """A part of a template with what a path has in its place."""
+    value = given[0].partition(":")[0] if given else ""
+    return re.sub(r"\{(\w+)\}", lambda found: value or found[1].upper(), segment)

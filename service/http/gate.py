@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 
-from service.errors import ServiceError
+from service.errors import ServiceError, shown
 from service.http.answer import (
     Answer,
     error_answer,
@@ -13,6 +14,8 @@ from service.http.answer import (
 )
 from service.http.page import PREFIX as PAGE
 from service.keys import Keys
+
+_log = logging.getLogger(__name__)
 
 DOCS_FILES = "/docs/static"
 """Path of what `GET /docs` loads."""
@@ -62,6 +65,7 @@ class Gate:
         refused: Callable[[ServiceError], None] = lambda _: None,
     ) -> None:
         self._keys = Keys() if keys is None else keys
+        self._noted = False
         self._origins = origins
         self._refused = refused
 
@@ -84,9 +88,11 @@ class Gate:
 
     def cors_lines(self, headers: Mapping[str, str]) -> bytes:
         """Header lines for the answer to a page of another origin."""
-        if not self._origins:
-            return b""
         origin = headers.get("origin", "")
+        if not self._origins:
+            if origin and origin.partition("://")[2] != headers.get("host", ""):
+                self._note(origin)
+            return b""
         if "*" in self._origins:
             allowed = b"*"
         elif origin in self._origins:
@@ -94,3 +100,13 @@ class Gate:
         else:
             return b"vary: origin\r\n"
         return b"access-control-allow-origin: %s\r\nvary: origin\r\n%s" % (allowed, _EXPOSED)
+
+    def _note(self, origin: str) -> None:
+        """Log once what a browser does not tell its page, except that a fetch failed."""
+        if not self._noted:
+            self._noted = True
+            _log.info(
+                "a page of %s asked; browsers let pages of other origins read answers only with "
+                "--cors-origins (said once)",
+                shown(origin),
+            )

@@ -294,6 +294,9 @@ class ImageCall:
                     self._end_transfer()
             else:
                 self.moved_bytes = len(body)
+            if self._model is NO_MODEL and (wanted.model or wanted.version):
+                # Before its body: of two mistakes the unknown model is the one to know first.
+                self._route.models.get(wanted.model, wanted.version)
             # Another buffer is as good where nothing but its content matters.
             if type(body) is memoryview and IN_PLACE > wanted.inline_bytes >= len(body):
                 body = bytes(body)

@@ -92,11 +92,14 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
         (["--trays", "1,x"], "--trays is 'x', expected a whole number"),
         (["--mode=grill", "--heat=60"], "--mode is 'grill', expected fan below 100 degrees"),
         (["--heat", "50"], "--steam is true, where --heat 50 makes none"),
-        (["--heat"], "--heat: expected one argument (--help lists every setting)"),
+        (["--heat"], "--heat is without a value, expected a whole number >= 50 and < 300 (--help"),
+        (["--mode", "--steam"], "--mode is without a value, expected one of fan, grill (--help l"),
+        (["--recipe"], "--recipe is without a value, expected one (--help lists every setting)"),
         (["--max-wait", "1"], "--max-wait is unknown; did you mean --max-wait-s? (--help lists e"),
         (["--haet=1"], "--haet is unknown; did you mean --heat? (--help lists every setting)"),
         (["--xyzzy"], "--xyzzy is unknown (--help lists every setting)"),
-        (["--dry-run", "true"], "true is unknown (--help lists every setting)"),
+        (["--dry-run", "true"], "true is unknown; settings begin with -- (--help lists"),
+        (["-m", "grill"], "-m is unknown; settings begin with -- (--help lists every setting)"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(arguments, message):
@@ -119,8 +122,8 @@ def test_a_word_stands_for_its_flag_wherever_it_is(line, recipe):
     ("line", "message"),
     [
         ("--heat 90", "FILE is missing: oven FILE"),
-        ("rye oat", "oat is unknown (--help lists every setting)"),
-        ("--recipe rye oat", "oat is unknown (--help lists every setting)"),
+        ("rye oat", "oat is unknown; settings begin with -- (--help lists every setting)"),
+        ("--recipe rye oat", "oat is unknown; settings begin with -- (--help lists every setting)"),
         ("rye --haet 90", "--haet is unknown; did you mean --heat? (--help lists every setting)"),
     ],
 )

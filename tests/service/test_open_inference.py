@@ -145,13 +145,15 @@ def test_a_float_is_refused_with_its_place_when_it_is_no_pixel(value, image):
         assert caught.value.field == "data"
         place = f"at index {784 * image + 28 * 3 + 4} (image {image}, row 3, column 4)"
         assert place in caught.value.message
-        assert ("multiply by 255" in caught.value.message) == (value == 0.5)
+        assert ("round(255 * x)" in caught.value.message) == (value == 0.5)
 
 
 def test_a_number_is_refused_when_it_exceeds_255():
     values = np.zeros(784, np.uint32)
     values[5] = 256
-    assert "got 256 at index 5" in refused(uint8(data=values)).message
+    message = refused(uint8(data=values)).message
+    assert "got 256 at index 5" in message
+    assert message.endswith("; they go up to 256: scale them to 0 to 255")
 
 
 def test_a_negative_zero_is_paper_when_it_comes_as_a_float():
@@ -163,7 +165,8 @@ def test_a_negative_zero_is_paper_when_it_comes_as_a_float():
 def test_a_datatype_is_refused_when_it_is_neither_uint8_nor_fp32(datatype):
     error = refused(uint8(datatype=datatype))
     assert error.field == "inputs[0].datatype"
-    assert error.message.endswith("expected one of UINT8, FP32")
+    assert "expected one of UINT8, FP32" in error.message
+    assert ("; pictures go to /predict" in error.message) == (datatype == "BYTES")
     assert len(error.message) < 200
 
 

@@ -78,6 +78,14 @@ def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(fo
     )
 
 
+def test_a_folder_of_one_model_is_named_with_the_folder_above(folder, write):
+    write("a/1")
+    assert refusal(folder / "a") == (
+        f"{folder / 'a'}: holds 1.safetensors, but no MODEL/VERSION.safetensors; set --weights to "
+        f"the folder that does, as {folder}"
+    )
+
+
 def test_the_default_model_is_lenet_or_the_only_one_and_comes_first(folder, write):
     write("b/1")
     assert [version.name for version in read(folder)] == ["b"]

@@ -366,9 +366,10 @@ async def test_a_wrong_query_parameter_is_a_400_that_names_it(
 async def test_an_unknown_model_is_a_404_that_lists_what_there_is(
     served, refusal, one, query, field, words
 ):
-    error = refusal(await served.post(one, query=query), 404, "unknown_model")
-    assert error.field == field
-    assert words in error.message
+    for body in (one, b"no image"):
+        error = refusal(await served.post(body, query=query), 404, "unknown_model")
+        assert error.field == field
+        assert words in error.message
 
 
 # Deadlines and overload
@@ -824,11 +825,35 @@ async def test_a_path_that_is_escaped_is_the_same_path(listen, one):
 
 
 async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
-    for path in ("/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v3"):
+    for path in ("/nope", "/predict/..%2f..%2fetc", "/%00", "/" + "predict" * 20, "/metrics" * 99):
         message = refusal(await served.client.get(path), 404, "not_found").message
-        assert "expected one of /predict, /explain, /v2, " in message
-        assert "see /docs" in message
-    assert "path: got '/v3', expected" in message
+        assert (
+            "expected /predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info or"
+            in message
+        )
+        assert "did you mean" not in message
+        assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/predict/", "/predict"),
+        ("/api/predict", "/predict"),
+        ("/v2/predict", "/predict"),
+        ("/health", "/healthz"),
+        ("/doc", "/docs"),
+        ("/v2/models/tiny/infers", "/v2/models/tiny/infer"),
+        ("/v2/models/tiny/predict", "/v2/models/tiny/infer"),
+        ("/v2/models/tiny/version/3/infer", "/v2/models/tiny/versions/3/infer"),
+        ("/v1/models/tiny/predict", "/v1/models/tiny:predict"),
+        ("/v2/model/a\x1bb/ready", "/v2/models/a\\x1bb/ready"),
+    ],
+)
+async def test_a_misspelt_path_is_answered_with_the_nearest(served, path, nearest):
+    answer = await served.client.get(path.replace("\x1b", "%1b"))
+    assert answer.status_code == 404
+    assert f"did you mean '{nearest}'?" in answer.text.replace("\\\\", "\\")
 
 
 async def test_the_page_of_the_api_is_there(served):
