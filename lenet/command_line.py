@@ -82,7 +82,7 @@ def parse(
             given[name] = unknown.pop(0)
     if unknown:
         word = unknown[0].partition("=")[0]
-        hint = "; settings begin with -- (--help lists every setting)"
+        hint = "; settings begin with --"
         if word.startswith("--"):
             hint = _did_you_mean(word, map(_flag, schemas), "--")
         parser.error(f"{word} is unknown{hint}")
