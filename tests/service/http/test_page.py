@@ -37,7 +37,7 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
             found += [("", f"/page/{one}") for one in re.findall(r'from "\./([^"]+)"', answer.text)]
             names += [name for name in map("".join, found) if name not in names]
     assert {"/page/page.js", "/page/page.css", "/page/prepare.js", "/page/digits.png"} <= set(names)
-    assert sum(sizes) < 30_000
+    assert sum(sizes) < 60_000
 
 
 @pytest.mark.parametrize("path", ["/", "/page/page.js"])
