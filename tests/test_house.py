@@ -123,7 +123,7 @@ def test_a_console_script_returns_its_exit_code_when_a_flag_is_wrong(script):
 
 def table_rows(first_cell):
     """Rows of the tables, for users of the service, whose first cell matches."""
-    documents = [ROOT / "README.md", *ROOT.glob("docs/operations.md")]
+    documents = [ROOT / "README.md", ROOT / "docs/http.md", ROOT / "docs/operations.md"]
     text = "\n".join(document.read_text() for document in documents)
     return re.findall(rf"^\| {first_cell} \|.*$", text, re.MULTILINE)
 
