@@ -127,12 +127,19 @@ function resized(grey, width, height, left, top, stepX, stepY, columns, rows) {
   const across = new Float32Array(height * columns), patch = new Float32Array(rows * columns);
   const margin = Math.ceil(Math.max(stepX, stepY));
   const xs = spans(left, stepX, columns, margin), ys = spans(top, stepY, rows, margin);
-  const average = (pixels, value) => pixels.reduce((sum, i) => sum + (value(i) ?? 0), 0) / pixels.length;
-  for (let y = 0; y < height; y++) {
-    xs.forEach((pixels, i) => { across[y * columns + i] = average(pixels, (x) => (x >= 0 && x < width ? grey[y * width + x] : 0)); });
+  for (let y = Math.max(ys[0][0], 0); y <= Math.min(ys.at(-1).at(-1), height - 1); y++) {
+    xs.forEach((pixels, i) => {
+      let sum = 0;
+      for (const x of pixels) if (x >= 0 && x < width) sum += grey[y * width + x];
+      across[y * columns + i] = sum / pixels.length;
+    });
   }
   ys.forEach((pixels, j) => {
-    for (let i = 0; i < columns; i++) patch[j * columns + i] = average(pixels, (y) => across[y * columns + i]);
+    for (let i = 0; i < columns; i++) {
+      let sum = 0;
+      for (const y of pixels) sum += across[y * columns + i] ?? 0; // None outside of the image.
+      patch[j * columns + i] = sum / pixels.length;
+    }
   });
   return patch;
 }
@@ -193,5 +200,7 @@ export function broken(image, { right, down, turn, noise }) {
 /** The red of the surface's first `side` rows and columns. */
 function redOf(side) {
   const { data } = ink.getImageData(0, 0, side, side);
-  return Float32Array.from({ length: side * side }, (_, i) => data[4 * i]);
+  const red = new Uint8Array(side * side);
+  for (let i = 0; i < red.length; i++) red[i] = data[4 * i];
+  return red;
 }
