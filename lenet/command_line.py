@@ -51,7 +51,7 @@ def parse(
     schemas: dict[str, dict[str, Any]] = kind.model_json_schema()["properties"]
     for name, field in kind.model_fields.items():
         text = " ".join(schemas[name]["description"].split()).replace("%", "%%")
-        default = str(field.default).strip("(,)")
+        default = str(field.get_default(call_default_factory=True)).strip("(,)")
         if not field.is_required() and default not in ("", "None", "False"):
             text += f" Default: {default}."
         options: dict[str, Any] = {"metavar": "|".join(schemas[name].get("enum", ())) or None}

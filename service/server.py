@@ -115,8 +115,9 @@ async def open_service(
         weights = WeightsFolder(settings.weights, settings.latest_versions)
         versions = weights.read_all(settings.models, settings.default_model, unloaded(folder))
         read = time.perf_counter()
-        paths = ", ".join(str(version.path) for version in versions)
-        _log.info("read %s: warming up", paths or "nothing, as all models are unloaded")
+        names = ", ".join(f"{version.name}/{version.version}" for version in versions)
+        what = names or "nothing, as all models are unloaded,"
+        _log.info("read %s from %s: warming up", what, settings.weights)
 
         deadlines = Deadlines()
         stack.callback(deadlines.close)

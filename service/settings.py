@@ -22,6 +22,12 @@ _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
 
+def _default_weights() -> Path:
+    """The folder `weights` where the service is started, else the one in this package."""
+    here = Path("weights")
+    return here if here.is_dir() else Path(__file__).parent / "weights"
+
+
 class Settings(BaseSettings):
     """Recognise handwritten digits over HTTP and gRPC."""
 
@@ -47,8 +53,9 @@ class Settings(BaseSettings):
     mps: Literal["auto", "off"] = "auto"
     """NVIDIA MPS for several workers on a GPU: auto finds or starts it, off does not use it."""
 
-    weights: Path = Path("weights")
-    """Folder of weight files, MODEL/VERSION.safetensors."""
+    weights: Path = Field(default_factory=_default_weights)
+    """Folder of weight files, MODEL/VERSION.safetensors. Without it ./weights, or, if there is no
+    such folder, the one that is installed with the service."""
 
     models: Annotated[tuple[str, ...], NoDecode] = ()
     """Models to load, separated by commas: NAME, or NAME:VERSION for one version of it, also

@@ -69,15 +69,6 @@ def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("package", ["lenet.cuda", "trainer.ops_cuda"])
-def test_every_cuda_source_is_shipped_when_a_wheel_is_built(package):
-    folder = ROOT / package.replace(".", "/")
-    sources = {path.name for suffix in ("cu", "cuh") for path in folder.rglob(f"*.{suffix}")}
-    assert sources
-    patterns = PROJECT["tool"]["setuptools"]["package-data"][package]
-    assert sources == {path.name for pattern in patterns for path in folder.glob(pattern)}
-
-
 @pytest.mark.parametrize(
     ("package", "absent"),
     [

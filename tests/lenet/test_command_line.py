@@ -30,6 +30,8 @@ class Oven(BaseSettings):
     trays: Annotated[tuple[int, ...], NoDecode] = (1, 2)
     """Trays by number,
     separated by commas."""
+    rack: Path = Field(default_factory=lambda: Path("middle"))
+    """The folder of the trays."""
     secret: CliSuppress[bool] = False
     """Only for tests."""
 
@@ -64,10 +66,13 @@ def oven(*arguments):
 
 
 def test_every_field_has_a_flag():
-    line = "--heat 170 --max-wait-s=0.5 --mode grill --steam false --dry-run --trays 3,4 --secret"
+    line = (
+        "--heat 170 --max-wait-s=0.5 --mode grill --steam false --dry-run --trays 3,4 --rack top "
+        "--secret"
+    )
     assert oven() == Oven(recipe=Path("rye"))
     values = tuple(oven(*line.split()).model_dump().values())
-    assert values == (Path("rye"), 170, 0.5, "grill", False, True, (3, 4), True)
+    assert values == (Path("rye"), 170, 0.5, "grill", False, True, (3, 4), Path("top"), True)
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch):
@@ -142,6 +147,7 @@ def test_help_describes_every_flag_in_words(capsys, monkeypatch):
         "--steam STEAM Add water. Default: True.",
         "--dry-run, --no-dry-run Heat nothing. --trays",
         "Trays by number, separated by commas. Default: 1, 2.",
+        "--rack RACK The folder of the trays. Default: middle.",
         "The variable OVEN_SETTING does what --setting does; a flag wins.",
     ):
         assert entry in text

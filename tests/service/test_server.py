@@ -209,7 +209,7 @@ def test_a_port_is_named_when_another_program_listened_there_first(start):
 
 def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(start):
     service = start("--contexts", "1000")
-    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    service.wait_for("read lenet/1 from weights: warming up")
     service.signal(signal.SIGINT)
     assert service.wait() == ExitCode.STOPPED
     assert service.stopped_after_s() < 5
@@ -222,7 +222,7 @@ def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(star
 
 def test_a_hangup_during_the_warm_up_is_no_end_and_is_remembered(start, second_version):
     service = start("--contexts", "50")
-    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    service.wait_for("read lenet/1 from weights: warming up")
     second_version()
     service.signal(signal.SIGHUP)
     service.ready().wait_for("version 2 .* replaced version 1, golden logits match")
