@@ -51,9 +51,11 @@ def _libraries() -> tuple[Any, Any]:
         from cupy.cuda import cublas  # noqa: F401  # loads the library, a package of its own
     except ImportError as exc:
         reason = f"CuPy cannot be loaded ({_line(exc.__cause__ or exc)})"  # CuPy's own is a page
+        hint = _install()
         if isinstance(exc, ModuleNotFoundError) and exc.name == "cupy":
             reason = "CuPy is not installed"
-        raise BackendUnavailable(reason, _install()) from exc
+            hint += "; where nvidia-smi says CUDA 13, cuda13"
+        raise BackendUnavailable(reason, hint) from exc
     try:
         import cudnn
     except (ImportError, OSError, RuntimeError, AssertionError) as exc:

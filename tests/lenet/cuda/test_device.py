@@ -144,7 +144,8 @@ def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
 
 def test_what_to_install_is_said_without_cupy(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert message() == f"CuPy is not installed; {INSTALL_12}"
+    advice = "where nvidia-smi says CUDA 13, cuda13"
+    assert message() == f"CuPy is not installed; {INSTALL_12}; {advice}"
 
 
 def test_what_to_install_is_said_without_cublas(machine):
