@@ -22,6 +22,8 @@ from lenet.errors import InvalidSettings
 _KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
+_SHORTEST_PART = 3
+
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
@@ -141,7 +143,12 @@ def _expected(schema: dict[str, Any]) -> str:
 
 
 def _did_you_mean(word: str, known: Iterable[str], prefix: str) -> str:
-    """A question for the most similar of `known`, beyond the common prefix."""
-    names = [name.removeprefix(prefix) for name in known]
-    matches = get_close_matches(word.removeprefix(prefix), names, n=1)
+    """A question for the most similar of `known`, or one that has the word in it.
+
+    What counts is beyond the common prefix.
+    """
+    names, own = [name.removeprefix(prefix) for name in known], word.removeprefix(prefix)
+    matches = get_close_matches(own, names, n=1)
+    if not matches and len(own) >= _SHORTEST_PART:
+        matches = [name for name in names if own in name]
     return f"; did you mean {prefix}{matches[0]}?" if matches else ""

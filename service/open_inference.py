@@ -380,6 +380,9 @@ def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
         size = memoryview(data).nbytes
         if size != numbers * dtype.itemsize:
             expected = f"{numbers * dtype.itemsize} {expected}"
+            for other, kind in _DTYPES.items():
+                if other != tensor.datatype and size == numbers * kind.itemsize:
+                    expected += f"; so many are {other}: state that as the datatype"
             raise invalid(tensor.source, f"{size} bytes", expected)
         pixels = _pixels(np.frombuffer(data, dtype), tensor.source)
     else:

@@ -217,6 +217,10 @@ class Settings(BaseSettings):
                         "expected a key, or that neither it nor LENET_API_KEYS is there"
                     )
                 values = {**values, name: found}
+        if devices in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"--devices is {devices}, expected GPUs by number, or all; the backend is --device"
+            )
         if isinstance(devices, str):
             numbers = () if devices == "all" else tuple(devices.split(","))
             values = {**values, "devices": numbers}
@@ -284,9 +288,11 @@ class Settings(BaseSettings):
             )
         for model in self.models:
             name, colon, version = model.partition(":")
-            if not name or (colon and not _VERSION.fullmatch(version)):
+            wrong = not name or set(name) & set("/@ ")
+            if wrong or (colon and not _VERSION.fullmatch(version)):
                 raise ValueError(
-                    f"--models: got {model!r}, expected NAME or NAME:VERSION, a positive integer"
+                    f"--models: got {model!r}, expected NAME or NAME:VERSION, a positive integer; "
+                    "commas separate several"
                 )
         names = {model.partition(":")[0] for model in self.models}
         if names and self.default_model and self.default_model not in names:

@@ -102,7 +102,11 @@ class WeightsFolder:
         if not names:
             files = _listed(self._path, "*.safetensors")
             found = f"{files[0].name}, but no" if files else "no"
-            hint = f", as {self._path.resolve().parent}" if files else ""
+            hint = ""
+            if files and files[0].stem.isdigit():
+                hint = f", as {self._path.resolve().parent}"
+            elif files:
+                hint = ", or move a file there, as lenet/1.safetensors"
             raise InvalidWeightFile(
                 f"{self._path}: holds {found} MODEL/VERSION.safetensors; set --weights to the "
                 f"folder that does{hint}"
@@ -179,7 +183,9 @@ class WeightsFolder:
     def _read(self, name: str, version: int, path: Path) -> ModelVersion:
         # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
         if not Path(os.path.realpath(path)).is_relative_to(self._path.resolve()):
-            raise InvalidWeightFile(f"{path}: leads out of {self._path} through a symlink")
+            raise InvalidWeightFile(
+                f"{path}: leads out of {self._path} through a symlink: copy the file"
+            )
         weights = WeightFile.read(path)
         if weights.model.name != name:
             raise InvalidWeightFile(

@@ -276,9 +276,10 @@ def _parts(
         contents.append(bytearray())
 
     def header_end() -> None:
-        if name.lower() == b"content-type":
+        header = name.lower()
+        if header == b"content-type":
             parts[-1].kind = media_type(value.decode("latin-1"))
-        elif name.lower() == b"content-disposition":
+        elif header == b"content-disposition":
             parts[-1].disposition = bytes(value)
         name.clear()
         value.clear()

@@ -222,7 +222,9 @@ def check_count(count: int, field: str, max_images: int) -> None:
     if not count:
         raise invalid(field, "0 images", "at least 1")
     if count > max_images:
-        message = f"{field}: got {count} images, expected at most {max_images} in a request"
+        message = (
+            f"{field}: got {count} images, expected at most {max_images} in a request; send fewer"
+        )
         raise TooLarge(message, field=field)
 
 

@@ -102,6 +102,8 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
         (["--recipe"], "--recipe is without a value, expected one (--help lists every setting)"),
         (["--max-wait", "1"], "--max-wait is unknown; did you mean --max-wait-s? (--help lists e"),
         (["--haet=1"], "--haet is unknown; did you mean --heat? (--help lists every setting)"),
+        (["--rec", "1"], "--rec is unknown; did you mean --recipe? (--help lists every setting)"),
+        (["--wait", "1"], "--wait is unknown; did you mean --max-wait-s? (--help lists every set"),
         (["--xyzzy"], "--xyzzy is unknown (--help lists every setting)"),
         (["--dry-run", "true"], "true is unknown; settings begin with -- (--help lists"),
         (["-m", "grill"], "-m is unknown; settings begin with -- (--help lists every setting)"),

@@ -109,6 +109,7 @@ def test_too_many_images_are_refused_when_the_shape_says_so_whatever_the_bytes(r
         ("UINT8", bytes(783), "783 bytes", "784"),
         ("UINT8", bytes(1568), "1568 bytes", "784"),
         ("FP32", bytes(784), "784 bytes", "3136"),
+        ("UINT8", bytes(3136), "3136 bytes", "784"),
         ("FP32", bytes(3137), "3137 bytes", "3136"),
         ("FP32", np.zeros(783, np.float32), "783 numbers", "784"),
         ("UINT8", np.zeros(0, np.uint32), "0 numbers", "784"),
@@ -118,6 +119,10 @@ def test_data_are_refused_when_they_do_not_fit_the_shape(datatype, data, got, ex
     error = refused(uint8(data=data, datatype=datatype, source="raw_input_contents[0]"))
     assert error.field == "raw_input_contents[0]"
     assert f"got {got}, expected {expected} for shape [1, 28, 28] of {datatype}" in error.message
+    other = {("FP32", "784 bytes"): "UINT8", ("UINT8", "3136 bytes"): "FP32"}.get((datatype, got))
+    assert error.message.endswith(f"; so many are {other}: state that as the datatype") == (
+        other is not None
+    )
 
 
 class Unread(list):

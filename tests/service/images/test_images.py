@@ -288,7 +288,7 @@ def test_a_body_that_is_not_json_is_refused(body):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (gzip.compress(as_json(FLAT)), "not JSON but gzip data; send the body uncompressed"),
+        (gzip.compress(as_json(FLAT), mtime=0), "not JSON but gzip data; send the body uncompressed"),
         (picture(), "not JSON but image/png; send it with Content-Type: image/png"),
         (b"images.json", "not JSON but the text 'images.json'; with curl: --data-binary @FILE"),
         (b"0,0,255\n0,1,2", "but the text '0,0,255\\n0,1,2'; send numbers as JSON"),
@@ -389,7 +389,7 @@ def test_octets_are_refused_when_they_are_no_multiple_of_784(size):
             "; send what follows its header of 16 bytes",
         ),
         (picture(), "; send it with Content-Type: image/png"),
-        (gzip.compress(bytes(784)), " bytes, gzip data, expected"),
+        (gzip.compress(bytes(784), mtime=0), " bytes, gzip data, expected"),
         (b"seven.bin", "got 9 bytes, the text 'seven.bin', expected n x 784"),
         (b"seven.bin", "; with curl: --data-binary @FILE"),
         (b"7\x1b[31m" + b"x" * 60, "got 66 bytes, expected"),
