@@ -7,6 +7,8 @@ import collections
 import contextlib
 import itertools
 import re
+import socket
+import ssl
 import threading
 import time
 from pathlib import Path
@@ -20,6 +22,7 @@ from service.rpc.calls import MAX_CALLS
 from service.rpc.server import MAX_STREAMS_OF_A_CONNECTION
 from tests.faults import http2
 from tests.faults.checks import resident_bytes
+from tests.service.test_every_route import Certificates
 from tests.service_process import grpc_call
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -345,3 +348,47 @@ def test_a_connection_is_told_how_many_calls_it_may_open(start):
     wanted = b"\0\3" + MAX_STREAMS_OF_A_CONNECTION.to_bytes(4, "big")
     assert settings[3] == http2.SETTINGS
     assert wanted in settings
+
+
+@pytest.mark.parametrize(
+    ("count", "workers"),
+    [(6000, 1), pytest.param(20_000, 2, marks=pytest.mark.long)],
+)
+@pytest.mark.parametrize("mutual", [False, True], ids=["TLS", "mutual TLS"])
+def test_clients_that_come_and_go_over_tls_do_not_end_the_process(
+    start, tmp_path, count, workers, mutual
+):
+    certificates = Certificates(tmp_path)
+    flags = [*certificates.flags, "--workers", str(workers)]
+    flags += ["--tls-client-ca", str(certificates.ca)] * mutual
+    service = start(*flags).ready(workers)
+    context, greeting = certificates.context(client=mutual), ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), greeting, server_hostname="localhost").do_handshake()
+    hello = greeting.read()
+    numbers, failures = itertools.count(), []
+
+    def visit():
+        while (number := next(numbers)) < count and not failures:
+            sent = (b"GET / HTTP/1.1\r\n\r\n", b"", hello[:100], hello, None)[number % 5]
+            try:
+                with socket.create_connection(("127.0.0.1", service.grpc_port), 20) as connection:
+                    if sent is not None:
+                        connection.sendall(sent)
+                    else:
+                        context.wrap_socket(connection, server_hostname="localhost").close()
+            except OSError as exc:
+                failures.append(exc)
+
+    threads = [threading.Thread(target=visit) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    credentials = certificates.credentials(client=mutual)
+    with grpc.secure_channel(f"localhost:{service.grpc_port}", credentials) as channel:
+        live = channel.unary_unary(METHOD.replace("ModelInfer", "ServerLive"))
+        assert pb.ServerLiveResponse.FromString(live(b"", timeout=20)).live
+    assert service.process.poll() is None
+    assert len(service.started_workers()) == (workers if workers > 1 else 0)
