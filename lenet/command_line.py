@@ -75,6 +75,8 @@ def parse(
             given[name] = unknown.pop(0)
     if unknown:
         word = unknown[0].partition("=")[0]
+        if not word.startswith("-"):
+            parser.error(f"{word} is unknown, expected a flag")
         parser.error(f"{word} is unknown{_did_you_mean(word, map(_flag, schemas), '--')}")
     try:
         return kind(**given)

@@ -96,7 +96,7 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
         (["--max-wait", "1"], "--max-wait is unknown; did you mean --max-wait-s? (--help lists e"),
         (["--haet=1"], "--haet is unknown; did you mean --heat? (--help lists every setting)"),
         (["--xyzzy"], "--xyzzy is unknown (--help lists every setting)"),
-        (["--dry-run", "true"], "true is unknown (--help lists every setting)"),
+        (["--dry-run", "true"], "true is unknown, expected a flag (--help lists every setting)"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(arguments, message):
@@ -119,8 +119,8 @@ def test_a_word_stands_for_its_flag_wherever_it_is(line, recipe):
     ("line", "message"),
     [
         ("--heat 90", "FILE is missing: oven FILE"),
-        ("rye oat", "oat is unknown (--help lists every setting)"),
-        ("--recipe rye oat", "oat is unknown (--help lists every setting)"),
+        ("rye oat", "oat is unknown, expected a flag (--help lists every setting)"),
+        ("--recipe rye oat", "oat is unknown, expected a flag (--help lists every setting)"),
         ("rye --haet 90", "--haet is unknown; did you mean --heat? (--help lists every setting)"),
     ],
 )
