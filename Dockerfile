@@ -1,4 +1,4 @@
-# The service with its committed weights, by default on the CPU backend. It needs BuildKit.
+# The service with the committed weights, by default on the CPU backend. It needs BuildKit.
 # EXTRAS installs more of pyproject's extras: --build-arg 'EXTRAS=[cuda12]' for NVIDIA GPUs.
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
@@ -22,6 +22,7 @@ COPY README.md LICENSE ./
 COPY lenet lenet
 COPY service service
 COPY trainer trainer
+COPY weights weights
 RUN /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . && \
     /build/bin/pip --python /opt/lenet-serve/bin/python install --no-deps --force-reinstall /wheels/*.whl
 
@@ -34,7 +35,7 @@ COPY --from=build /opt/lenet-serve /opt/lenet-serve
 # On a GPU the service, CuPy and the driver keep what they tuned and compiled below HOME. On the
 # CPU nothing is written.
 COPY --from=build --chown=65532:65532 /home/lenet /home/lenet
-COPY weights /srv/weights
+# A folder mounted at /srv/weights is served instead of the weights in the package.
 WORKDIR /srv
 USER 65532:65532
 ENV PATH=/opt/lenet-serve/bin:$PATH \

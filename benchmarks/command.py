@@ -22,6 +22,7 @@ _EXTRA = f"{_PIP} --constraint constraints.txt --editable"
 _INSTALL = {
     "httpx": "make dev",
     "tqdm": "make dev",
+    "playwright": "make dev",
     "matplotlib": f"{_EXTRA} '.[bench]'",
     "cupy": f"{_EXTRA} '.[cuda12]', or '.[cuda13]'",
     "torch": f"{_PIP} torch",

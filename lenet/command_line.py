@@ -22,11 +22,19 @@ from lenet.errors import InvalidSettings
 _KINDS = {"integer": "a whole number", "number": "a number", "boolean": "true or false"}
 _BOUNDS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
+_SHORTEST_PART = 3
+
 Settings = TypeVar("Settings", bound=BaseSettings)
 
 
 class _Parser(ArgumentParser):
+    expected: Mapping[str, str] = {}
+    """What the value of each flag has to be."""
+
     def error(self, message: str) -> NoReturn:
+        flag, _, reason = message.removeprefix("argument ").partition(": ")
+        if reason == "expected one argument":
+            message = f"{flag} is without a value, expected {self.expected.get(flag, 'one')}"
         raise InvalidSettings(f"{message.removeprefix('argument ')} (--help lists every setting)")
 
 
@@ -60,7 +68,7 @@ def parse(
     schemas: dict[str, dict[str, Any]] = kind.model_json_schema()["properties"]
     for name, field in kind.model_fields.items():
         text = " ".join(schemas[name]["description"].split()).replace("%", "%%")
-        default = str(field.default).strip("(,)")
+        default = str(field.get_default(call_default_factory=True)).strip("(,)")
         if not field.is_required() and default not in ("", "None", "False"):
             text += f" Default: {default}."
         options: dict[str, Any] = {"metavar": "|".join(schemas[name].get("enum", ())) or None}
@@ -68,6 +76,7 @@ def parse(
             options = {"action": BooleanOptionalAction}
         hidden = CLI_SUPPRESS in field.metadata
         parser.add_argument(_flag(name), dest=name, help=SUPPRESS if hidden else text, **options)
+    parser.expected = {_flag(name): _expected(schema) for name, schema in schemas.items()}
     known, unknown = parser.parse_known_args(arguments)
     given = vars(known)
     for name in words:
@@ -75,9 +84,10 @@ def parse(
             given[name] = unknown.pop(0)
     if unknown:
         word = unknown[0].partition("=")[0]
-        if not word.startswith("-"):
-            parser.error(f"{word} is unknown, expected a flag")
-        parser.error(f"{word} is unknown{_did_you_mean(word, map(_flag, schemas), '--')}")
+        hint = "; settings begin with --"
+        if word.startswith("--"):
+            hint = _did_you_mean(word, map(_flag, schemas), "--")
+        parser.error(f"{word} is unknown{hint}")
     try:
         return kind(**given)
     except ValidationError as exc:
@@ -129,11 +139,16 @@ def _expected(schema: dict[str, Any]) -> str:
     if "enum" in schema:
         return f"one of {', '.join(schema['enum'])}"
     bounds = [f"{words} {schema[key]}" for key, words in _BOUNDS.items() if key in schema]
-    return f"{_KINDS[schema['type']]} {' and '.join(bounds)}".rstrip()
+    return f"{_KINDS.get(schema.get('type', ''), 'one')} {' and '.join(bounds)}".rstrip()
 
 
 def _did_you_mean(word: str, known: Iterable[str], prefix: str) -> str:
-    """A question for the most similar of `known`, beyond the common prefix."""
-    names = [name.removeprefix(prefix) for name in known]
-    matches = get_close_matches(word.removeprefix(prefix), names, n=1)
+    """A question for the most similar of `known`, or one that has the word in it.
+
+    What counts is beyond the common prefix.
+    """
+    names, own = [name.removeprefix(prefix) for name in known], word.removeprefix(prefix)
+    matches = get_close_matches(own, names, n=1)
+    if not matches and len(own) >= _SHORTEST_PART:
+        matches = [name for name in names if own in name]
     return f"; did you mean {prefix}{matches[0]}?" if matches else ""

@@ -7,8 +7,9 @@ product (im2col), and a test compares them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, TypeAlias
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -92,22 +93,44 @@ def pool(x: Array, window: Pool) -> Array:
     return y
 
 
-def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
-    """Logits (n, classes) of a folded model, in the dtype of `tensors`.
+StepKind: TypeAlias = Literal["convolution", "pooling", "dense", "logits"]
+
+
+class Step(NamedTuple):
+    """A step of the forward pass: what the block `name` computed, (n, k, h, w) or (n, units)."""
+
+    name: str
+    kind: StepKind
+    values: Array
+
+
+def steps(model: Model, tensors: Mapping[str, Array], images: Images) -> Iterator[Step]:
+    """The forward pass of a folded model, in the dtype of `tensors`.
+
+    A block is one step, bias and activation included; its pooling is another. The last step is the
+    logits.
 
     `images`: uint8 (n, 28, 28).
     """
     dtype = next(iter(tensors.values())).dtype
+    shapes = model.shapes()
     x: Array = (images.astype(dtype) * dtype.type(SCALE)).reshape(len(images), *model.input)
-    for block, shape in zip(model.blocks, model.shapes(), strict=True):
+    for block, shape in zip(model.blocks, shapes, strict=True):
         weight, bias = tensors[f"{shape.name}.weight"], tensors[f"{shape.name}.bias"]
         if isinstance(block, ConvBlock):
             x = activate(convolve(x, weight, block) + bias[:, None, None], block.activation)
+            yield Step(shape.name, "convolution", x)
             if block.pool is not None:
                 x = pool(x, block.pool)
+                yield Step(shape.name, "pooling", x)
         else:
             x = activate(x.reshape(len(x), -1) @ weight.T + bias, block.activation)
-    return x
+            yield Step(shape.name, "logits" if shape is shapes[-1] else "dense", x)
+
+
+def logits(model: Model, tensors: Mapping[str, Array], images: Images) -> Array:
+    """Logits (n, classes), the last of `steps`."""
+    return deque(steps(model, tensors, images), maxlen=1)[0].values
 
 
 def softmax(x: Array) -> Array:

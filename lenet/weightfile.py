@@ -226,6 +226,18 @@ def _read_bounded(path: Path) -> bytes:
         return file.read(status.st_size)  # allocated before it is read
 
 
+_IMPORT = "the trainer's import makes a file with all of it from weights of PyTorch or Keras"
+
+
+def _advice(content: bytes) -> str:
+    """What to do with a file of another kind."""
+    if content.startswith(b"version https://git-lfs"):
+        return "; it is a pointer of Git LFS: git lfs pull fetches the file"
+    if content.startswith((b"PK\x03\x04", b"\x80", b"\x89HDF")):
+        return f"; {_IMPORT}"
+    return "; export it again"
+
+
 def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
     if not content:
         raise _Invalid("is empty, expected a safetensors file: copy or export it again")
@@ -234,7 +246,7 @@ def _parse(content: bytes) -> tuple[dict[str, str], dict[str, NDArray[Any]]]:
         start = ascii(content[:16].decode("latin-1"))
         raise _Invalid(
             f"is not a safetensors file: it begins with {start}, expected the length of a JSON "
-            f"header, at most {MAX_HEADER_BYTES} bytes, and the header"
+            f"header, at most {MAX_HEADER_BYTES} bytes, and the header{_advice(content)}"
         )
     if length > len(content) - 8:
         raise _Invalid(
@@ -265,7 +277,7 @@ def _read_metadata(metadata: dict[str, str]) -> tuple[Model, Training]:
     keys = ("format_version", "model", "batch_norm", "training", "sha256")
     for key in keys:
         if key not in metadata:
-            raise _Invalid(f"metadata {key} is missing")
+            raise _Invalid(f"metadata {key} is missing; {_IMPORT}")
     for key in metadata.keys() - set(keys):
         raise _Invalid(f"metadata {key!r} is unknown")
     for key, expected in (("format_version", str(FORMAT_VERSION)), ("batch_norm", "folded")):

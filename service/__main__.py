@@ -5,6 +5,7 @@ Signals are received from the beginning of `main` on, so everything else is impo
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -20,6 +21,8 @@ def main() -> int:
 
     SIGTERM, SIGINT and SIGHUP stay blocked: nothing but the end may follow.
     """
+    # gRPC's core would log what clients send, unescaped and without a limit.
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     allocator.set_up()
     signals = Signals()
     signals.start()
@@ -37,7 +40,6 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
         return ExitCode.DESCRIPTORS
     import gc
     import logging
-    import os
 
     from lenet import DISTRIBUTION, distribution_version
     from lenet.command_line import parse, unknown_variables
@@ -58,8 +60,8 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
     # The start makes much that lives and little garbage: looking for it took 70 ms. It is turned on
     # again where the start ends.
     gc.disable()
-    # The service multiplies no matrices with NumPy: without this, its import starts threads that
-    # wait for work in a loop, 45 ms of CPU time.
+    # The service multiplies only small matrices with NumPy: without this, its import starts threads
+    # that wait for work in a loop, 45 ms of CPU time.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     # Imported late: --help and a wrong flag should not wait for the runtime to load.
     from service.engine.devices import on_gpu

@@ -65,5 +65,6 @@ def _digest(key: str) -> bytes:
 
 def _unauthorized(found: str, expected: str) -> Unauthorized:
     return Unauthorized(
-        f"authorization: got {found}, expected Bearer and one {expected}", field="authorization"
+        f"authorization: got {found}, expected 'Bearer KEY' with one {expected}",
+        field="authorization",
     )

@@ -210,8 +210,8 @@ class Metrics:
         build[distribution_version(),].set(1)
         self._requests = self._counter(
             "lenet_requests",
-            "Requests answered, by outcome: ok or the code of the error. The model is none if the "
-            "request failed before its model was found.",
+            "Requests answered, by outcome: ok, except for explanations, or the code of the error. "
+            "The model is none if the request failed before its model was found.",
             *(*_MODEL, "protocol", "outcome"),
         )
         self._request_duration = self._histogram(
@@ -219,6 +219,11 @@ class Metrics:
             "From the first byte of a request read to its answer made; predictions only.",
             _REQUEST_BOUNDS_S,
             "protocol",
+        )
+        self._explanation_duration = self._histogram(
+            "lenet_explanation_duration_seconds",
+            "From the first byte of a request for an explanation read to its answer made.",
+            _REQUEST_BOUNDS_S,
         )
         self._stage_duration = self._histogram(
             "lenet_stage_duration_seconds",
@@ -339,6 +344,10 @@ class Metrics:
         timed.append(times_s)
         if len(timed) >= _COUNTED_TOGETHER:
             self._count_timed(protocol, model, timed)
+
+    def explained(self, seconds: float) -> None:
+        """A request for an explanation was answered: seconds in all."""
+        self._explanation_duration[()].observe_all([seconds])
 
     def batch_ended(
         self,

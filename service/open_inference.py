@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
+from service import advice
 from service.engine.versions import Listed, ModelVersion
 from service.errors import TooLarge, invalid, shown
 from service.metrics import Totals
@@ -358,7 +359,8 @@ def check_form(datatype: str, shape: Sequence[int], field: str, max_images: int)
         TooLarge: more than `max_images`.
     """
     if datatype not in _DTYPES:
-        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(_DTYPES)}")
+        hint = "; pictures go to /predict over HTTP" if datatype == "BYTES" else ""
+        raise invalid(f"{field}.datatype", shown(datatype), f"one of {', '.join(_DTYPES)}{hint}")
     rows = _rows(shape, f"{field}.shape")
     if rows > max_images:
         raise TooLarge(
@@ -378,6 +380,9 @@ def _images(tensor: InputTensor, field: str, max_images: int) -> Images:
         size = memoryview(data).nbytes
         if size != numbers * dtype.itemsize:
             expected = f"{numbers * dtype.itemsize} {expected}"
+            for other, kind in _DTYPES.items():
+                if other != tensor.datatype and size == numbers * kind.itemsize:
+                    expected += f"; so many are {other}: state that as the datatype"
             raise invalid(tensor.source, f"{size} bytes", expected)
         pixels = _pixels(np.frombuffer(data, dtype), tensor.source)
     else:
@@ -396,7 +401,7 @@ def _rows(shape: Sequence[int], field: str) -> int:
     if sizes in _ONE_IMAGE:
         return 1
     if sizes[1:] not in _MANY_IMAGES:
-        raise invalid(field, _format_shape(shape), _SHAPES)
+        raise invalid(field, _format_shape(shape), _SHAPES + advice.for_shape(sizes))
     if not sizes[0]:
         raise invalid(field, _format_shape(shape), "at least one image")
     return sizes[0]
@@ -423,11 +428,9 @@ def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
     if wrong.any():
         index = int(wrong.argmax())
         value = values.flat[index]
-        index += first
-        hint = ""
-        if 0 < value < 1:
-            hint = "; values from 0 to 1 are a common mistake: multiply by 255 and round"
-        raise invalid(source, f"{value} at {where(index)}", f"whole numbers 0 to 255{hint}")
+        image = index - index % PIXELS
+        hint = advice.for_numbers(values.ravel()[image : image + PIXELS].tolist())
+        raise invalid(source, f"{value} at {where(first + index)}", f"whole numbers 0 to 255{hint}")
     return pixels
 
 

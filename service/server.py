@@ -20,6 +20,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -35,6 +36,7 @@ from service.access_log import AccessLog, access_log
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
+from service.engine.explainer import Explainer
 from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.repository import Repository, unloaded
@@ -43,6 +45,7 @@ from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavail
 from service.heartbeat import Heartbeat
 from service.http.app import create_app
 from service.http.connection import FrontDoor
+from service.http.explain import ExplainRoute
 from service.http.gate import Gate
 from service.http.head import FastRoute, FastRoutes
 from service.http.infer import InferRoute
@@ -115,8 +118,9 @@ async def open_service(
         weights = WeightsFolder(settings.weights, settings.latest_versions)
         versions = weights.read_all(settings.models, settings.default_model, unloaded(folder))
         read = time.perf_counter()
-        paths = ", ".join(str(version.path) for version in versions)
-        _log.info("read %s: warming up", paths or "nothing, as all models are unloaded")
+        names = ", ".join(f"{version.name}/{version.version}" for version in versions)
+        what = names or "nothing, as all models are unloaded,"
+        _log.info("read %s from %s: warming up", what, settings.weights)
 
         deadlines = Deadlines()
         stack.callback(deadlines.close)
@@ -191,6 +195,10 @@ async def open_service(
         )
         predict, infer = PredictRoute(*parts), InferRoute(*parts)
         tensorflow = TensorflowRoute(*parts)
+        explain: ExplainRoute | None = None
+        if settings.explain == "on":
+            explainer = stack.enter_context(Explainer(deadlines))
+            explain = ExplainRoute.beside(predict, explainer)
         version = distribution_version()  # read from a file
         app = create_app(
             models=models,
@@ -199,10 +207,13 @@ async def open_service(
             predict=predict,
             infer=infer,
             tensorflow=tensorflow,
+            explain=explain,
             keys=keys,
-            info=partial(_info, settings, placement, models, version),
+            info=partial(_info, settings, grpc.port, placement, models, version),
         )
         fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
+        if explain is not None:
+            fast_routes[b"POST", b"/explain"] = explain
         for owner in (MODEL, MODEL_VERSION):
             fast_routes[b"POST", f"{PREFIX}{owner}/infer".encode()] = infer
             fast_routes[b"POST", f"{TENSORFLOW}{owner}:predict".encode()] = tensorflow
@@ -244,10 +255,13 @@ def _engine_config(settings: Settings, placement: Placement, faults: Faults | No
     )
 
 
-def _info(settings: Settings, placement: Placement, models: Models, version: str) -> InfoResponse:
+def _info(
+    settings: Settings, grpc_port: int, placement: Placement, models: Models, version: str
+) -> InfoResponse:
     return InfoResponse(
         name="lenet-serve",
         version=version,
+        grpc_port=grpc_port,
         default_model=models.default,
         models=[_loaded(model, placement.name) for model in models.served],
         limits={
@@ -258,6 +272,7 @@ def _info(settings: Settings, placement: Placement, models: Models, version: str
             "max_body_bytes": settings.max_body_bytes,
             "request_timeout_ms": settings.request_timeout_ms,
         },
+        explain=settings.explain == "on",
     )
 
 
@@ -275,6 +290,7 @@ def _loaded(model: ServedModel, device: str) -> LoadedModel:
         seed=training.seed,
         dataset_sha256=training.dataset_sha256,
         labels=list(training.labels),
+        loaded_at=datetime.fromtimestamp(version.read_at, UTC),
     )
 
 
@@ -346,8 +362,8 @@ async def _serve(
             return
         service.models.request_reload()
         service.repository.request_changes()
-        if certificate is not None:
-            _renew(certificate)
+        if certificate is not None and _renew(certificate):
+            service.grpc.renew()
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -379,13 +395,16 @@ async def _serve(
             raise
 
 
-def _renew(certificate: ServedCertificate) -> None:
+def _renew(certificate: ServedCertificate) -> bool:
+    """Read the certificate again; whether it is another one."""
+    before = certificate.contents
     try:
         certificate.renew()
     except InvalidCertificate as exc:
         _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
-    else:
-        _log.info("certificate: read again")
+        return False
+    _log.info("certificate: read again")
+    return certificate.contents != before
 
 
 async def _answer(

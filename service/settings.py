@@ -9,7 +9,14 @@ import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
 
-from pydantic import Field, NonNegativeInt, PositiveInt, SecretStr, model_validator
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveInt,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, CliSuppress, NoDecode, SettingsConfigDict
 
 from service.budget import Budget
@@ -17,9 +24,16 @@ from service.keys import MIN_CHARACTERS
 from service.tls import CertificateFiles
 
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
+_VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~:\[\]-]+")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
+
+
+def _default_weights() -> Path:
+    """The folder `weights` where the service is started, else the one in this package."""
+    here = Path("weights")
+    return here if here.is_dir() else Path(__file__).parent / "weights"
 
 
 class Settings(BaseSettings):
@@ -47,14 +61,15 @@ class Settings(BaseSettings):
     mps: Literal["auto", "off"] = "auto"
     """NVIDIA MPS for several workers on a GPU: auto finds or starts it, off does not use it."""
 
-    weights: Path = Path("weights")
-    """Folder of weight files, MODEL/VERSION.safetensors."""
+    weights: Path = Field(default_factory=_default_weights)
+    """Folder of weight files, MODEL/VERSION.safetensors. Without it ./weights, or, if there is no
+    such folder, the one that is installed with the service."""
 
     models: Annotated[tuple[str, ...], NoDecode] = ()
     """Models to load, separated by commas: NAME, or NAME:VERSION for one version of it, also
     several times. All by default."""
 
-    versions: Annotated[str, Field(pattern=r"^(latest(:[1-9][0-9]{0,3})?|all)$")] = "latest"
+    versions: str = "latest"
     """Versions to load of a model whose version --models does not name: the latest, which is the
     highest, the latest N as latest:N, or all."""
 
@@ -129,6 +144,9 @@ class Settings(BaseSettings):
     """Origins, separated by commas, whose pages may read answers: https://example.org, or * for
     all."""
 
+    explain: Literal["on", "off"] = "on"
+    """Whether POST /explain answers with what each layer of a model computes of an image."""
+
     access_log: Literal["off", "text", "json"] = "off"
     """A line on standard output for each answer over HTTP and gRPC."""
 
@@ -170,6 +188,22 @@ class Settings(BaseSettings):
             return None
         return CertificateFiles(self.tls_certificate, self.tls_key, self.tls_client_ca)
 
+    @field_validator("host")
+    @classmethod
+    def _check_host(cls, host: str) -> str:
+        if not host or host.count(":") == 1 or set(host) & set("/[] "):
+            raise ValueError("expected an address or a host name alone; the port is --port")
+        return host
+
+    @field_validator("versions")
+    @classmethod
+    def _check_versions(cls, versions: str) -> str:
+        if not _VERSIONS.fullmatch(versions):
+            raise ValueError(
+                "expected latest, latest:N or all; one version by its number is --models NAME:N"
+            )
+        return versions
+
     @model_validator(mode="before")
     @classmethod
     def _split_lists(cls, values: dict[str, object]) -> dict[str, object]:
@@ -183,6 +217,10 @@ class Settings(BaseSettings):
                         "expected a key, or that neither it nor LENET_API_KEYS is there"
                     )
                 values = {**values, name: found}
+        if devices in ("auto", "cpu", "cuda"):
+            raise ValueError(
+                f"--devices is {devices}, expected GPUs by number, or all; the backend is --device"
+            )
         if isinstance(devices, str):
             numbers = () if devices == "all" else tuple(devices.split(","))
             values = {**values, "devices": numbers}
@@ -209,10 +247,13 @@ class Settings(BaseSettings):
                     "scheme and host in lower case, a port unless it is the scheme's, no path, as "
                     "https://example.org:8443"
                 )
-        files = self.tls_certificate, self.tls_key
-        if any(files) != all(files) or (self.tls_client_ca and not any(files)):
+        files = {"--tls-certificate": self.tls_certificate, "--tls-key": self.tls_key}
+        missing = [flag for flag, path in files.items() if path is None]
+        if missing and (len(missing) == 1 or self.tls_client_ca is not None):
+            given = (files.keys() - missing) or {"--tls-client-ca"}
+            verb = "is" if len(missing) == 1 else "are"
             raise ValueError(
-                "--tls-certificate and --tls-key belong together, and --tls-client-ca with them"
+                f"{' and '.join(missing)} {verb} missing: {min(given)} alone makes no TLS"
             )
         if self.port == self.grpc_port != 0:
             raise ValueError(
@@ -247,9 +288,11 @@ class Settings(BaseSettings):
             )
         for model in self.models:
             name, colon, version = model.partition(":")
-            if not name or (colon and not _VERSION.fullmatch(version)):
+            wrong = not name or set(name) & set("/@ ")
+            if wrong or (colon and not _VERSION.fullmatch(version)):
                 raise ValueError(
-                    f"--models: got {model!r}, expected NAME or NAME:VERSION, a positive integer"
+                    f"--models: got {model!r}, expected NAME or NAME:VERSION, a positive integer; "
+                    "commas separate several"
                 )
         names = {model.partition(":")[0] for model in self.models}
         if names and self.default_model and self.default_model not in names:

@@ -4,27 +4,45 @@ The signals are blocked in every thread and wait until this one takes them. So n
 acts by its default, whatever is being imported, opened or closed, the end of the interpreter
 included, and a stop is noticed while the event loop is stuck. Processes that are started inherit
 the blocked signals.
+
+Whatever stops a program often signals it twice: `timeout` signals the process and then its group, a
+terminal the group, of which a wrapper passes the signal on. A stop that follows another at once is
+the same request.
 """
 
 from __future__ import annotations
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 
+SAME_STOP_S = 0.25
+"""A further signal to stop within this time is no second one: less than between two that a person
+sends, more than a busy machine needs to deliver two that were sent at once."""
+
 Receiver: TypeAlias = Callable[[int], None]
 """Called with the number of a signal, on the thread that received it."""
 
 
 class Signals:
-    """Receives `numbers` once it is started, and keeps them until there is a receiver."""
+    """Receives `numbers` once it is started, and keeps them until there is a receiver.
 
-    def __init__(self, numbers: Iterable[signal.Signals] = SIGNALS) -> None:
+    `clock` is in seconds.
+    """
+
+    def __init__(
+        self,
+        numbers: Iterable[signal.Signals] = SIGNALS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._numbers = tuple(numbers)
+        self._clock = clock
+        self._stop_s: float | None = None
         self._lock = threading.Lock()
         self._early: list[int] = []
         self._receiver: Receiver | None = None
@@ -58,6 +76,12 @@ class Signals:
     def take(self, number: int) -> None:
         """Deliver a signal: the thread calls it."""
         with self._lock:
+            if number in STOP_SIGNALS:
+                now_s = self._clock()
+                if self._stop_s is None:
+                    self._stop_s = now_s
+                elif now_s - self._stop_s < SAME_STOP_S:
+                    return
             if self._receiver is None:
                 self._early.append(number)
             else:

@@ -29,7 +29,7 @@ class CertificateFiles:
         Raises:
             InvalidCertificate: a file cannot be read, or they do not belong together.
         """
-        self.contents()
+        key, certificate, _ = self.contents()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         context.set_alpn_protocols(["http/1.1"])
@@ -38,14 +38,17 @@ class CertificateFiles:
             context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError) as exc:
             raise InvalidCertificate(
-                f"--tls-certificate is {self.certificate}, --tls-key {self.key}: they are not a "
-                f"certificate and its key without a password, in PEM ({_reason(exc)})"
+                f"--tls-certificate is {self.certificate}, --tls-key {self.key}: "
+                f"{_mistake(certificate, key) or _reason(exc)}"
             ) from exc
         if self.client_ca is not None:
             try:
                 context.load_verify_locations(self.client_ca)
-            except OSError as exc:
-                raise InvalidCertificate(f"--tls-client-ca: {_fault(exc, self.client_ca)}") from exc
+            except ssl.SSLError as exc:
+                raise InvalidCertificate(
+                    f"--tls-client-ca: {self.client_ca}: {_reason(exc)}; expected PEM, from "
+                    "-----BEGIN CERTIFICATE----- on"
+                ) from exc
             context.verify_mode = ssl.CERT_REQUIRED
         return context
 
@@ -92,11 +95,32 @@ def _read(flag: str, path: Path) -> bytes:
         raise InvalidCertificate(f"{flag}: {_fault(exc, path)}") from exc
 
 
+_CERTIFICATE = b"-----BEGIN CERTIFICATE-----"
+_KEY = b"PRIVATE KEY-----"
+
+
+def _mistake(certificate: bytes, key: bytes) -> str:
+    """What is wrong with the two, which could not be loaded; "" if that is not known."""
+    if _CERTIFICATE not in certificate and _CERTIFICATE in key and _KEY in certificate:
+        return "the two are swapped"
+    if _CERTIFICATE not in certificate:
+        advice = ": openssl x509 -inform DER -in FILE -out NEW" if certificate[:1] == b"0" else ""
+        return f"the certificate is not in PEM, which begins {_CERTIFICATE.decode()}{advice}"
+    if _KEY not in key:
+        advice = ": openssl pkey -inform DER -in FILE -out NEW" if key[:1] == b"0" else ""
+        return f"the key is not in PEM, which begins -----BEGIN PRIVATE KEY-----{advice}"
+    if b"ENCRYPTED" in key:
+        return "the key has a password; write one without it: openssl pkey -in FILE -out NEW"
+    return ""
+
+
 def _fault(error: OSError, path: Path) -> str:
     return f"{path}: {_reason(error)}"
 
 
 def _reason(error: Exception) -> str:
     if isinstance(error, ssl.SSLError):
-        return (error.reason or "not PEM").lower().replace("_", " ")
+        if error.reason == "KEY_VALUES_MISMATCH":
+            return "the key belongs to another certificate"
+        return (error.reason or "its PEM is damaged").lower().replace("_", " ")
     return getattr(error, "strerror", None) or str(error)

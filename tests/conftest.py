@@ -7,6 +7,7 @@ import asyncio
 import math
 import os
 import selectors
+from collections import Counter
 from collections.abc import Callable, Coroutine
 from functools import cache
 from pathlib import Path
@@ -39,6 +40,13 @@ settings.register_profile(
 settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say why tests were skipped, a line for each reason."""
+    skipped = terminalreporter.stats.get("skipped", ())
+    for reason, count in Counter(report.longrepr[2] for report in skipped).most_common():
+        terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
 
 
 def draw_weights(model: Model | str, seed: int = 0) -> WeightFile:

@@ -2,18 +2,21 @@
 
 Fenced blocks of the language `sh` are run command by command, with bash, in the clone's root.
 A word after the language skips a block and is not rendered, as in ```sh gpu. SKIPS has the words.
+A block of the language `json` right after them is what their last command, a curl, has to answer.
 
 - `make serve` runs in the background until the next `make serve` or the end of the document. It is
   started for the first command that talks to port 8000 or 8001, or names PID.
 - PID is the process id of the service, and /tmp a folder that is removed at the end. What a
   document's commands change in the clone is undone at the end of the document.
 - curl fails on every HTTP error.
-- Where LENET_TEST_MNIST names a folder with the MNIST files, the clone has them in data/mnist.
+- Where LENET_TEST_MNIST names a folder with the MNIST files, the clone has them in data/mnist;
+  elsewhere commands that read data/mnist are skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -24,7 +27,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -34,19 +37,27 @@ SKIPS = {
     "docker": "needs Docker",
     "network": "downloads from elsewhere than the package index",
     "long": "takes too long",
-    "example": "holds placeholders",
+    "example": "an example, not run",
 }
-_FENCE = re.compile(r"^```sh\b([^\n]*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+NO_MNIST = "needs MNIST: set LENET_TEST_MNIST to the folder with its four files"
+_FENCE = re.compile(
+    r"^```sh\b([^\n]*)\n(.*?)^```(?:\s*^```json\n(.*?)^```)?", re.MULTILINE | re.DOTALL
+)
+_ELIDED = "..."
 _TALKS = re.compile(r"(127\.0\.0\.1|localhost):800[01]|make load-test|\bPID\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command of a document; `skip` is the reason not to run it, "" if there is none."""
+    """A command of a document.
+
+    `skip` is the reason not to run it, `answer` the JSON that it has to print; "" for none.
+    """
 
     line: int
     text: str
     skip: str
+    answer: str = ""
 
 
 def commands(document: str) -> Iterator[Command]:
@@ -58,14 +69,17 @@ def commands(document: str) -> Iterator[Command]:
     for fence in _FENCE.finditer(document):
         skip = ", ".join(SKIPS[word] for word in fence[1].split())
         first = document.count("\n", 0, fence.start(2)) + 1
-        text = ""
+        text, found = "", []
         for number, line in enumerate(fence[2].splitlines(keepends=True), first):
             if not text and (not line.strip() or line.startswith("#")):
                 continue
             text += line
             if _is_complete(text):
-                yield Command(number - text.count("\n") + 1, text.strip(), skip)
+                found.append(Command(number - text.count("\n") + 1, text.strip(), skip))
                 text = ""
+        if fence[3] is not None and found and "curl" in found[-1].text:
+            found[-1] = replace(found[-1], answer=fence[3])
+        yield from found
 
 
 def _is_complete(text: str) -> bool:
@@ -74,6 +88,44 @@ def _is_complete(text: str) -> bool:
         return False
     parsed = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
     return parsed.returncode == 0 and not parsed.stderr  # an open heredoc is only a warning
+
+
+def difference(answer: str, expected: str) -> str:
+    """Where a JSON answer is not the documented one, "" if nowhere.
+
+    `...` in `expected` stands for any value, any further items of a list, or any further keys.
+    Numbers are compared to three decimal places.
+    """
+    text = re.sub(r"(?<=[,{])\s*\.\.\.(?=\s*})", f'"{_ELIDED}": 0', expected)
+    text = re.sub(r'(?<!")\.\.\.(?!")', f'"{_ELIDED}"', text)
+    try:
+        return _difference("answer", json.loads(answer), json.loads(text))
+    except ValueError as exc:
+        return f"answer or document is not JSON ({exc}): {answer}"
+
+
+def _difference(place: str, got: object, expected: object) -> str:
+    problem = f"{place}: got {json.dumps(got)}, documented is {json.dumps(expected)}"
+    if expected == _ELIDED:
+        return ""
+    if isinstance(got, dict) and isinstance(expected, dict):
+        is_open = expected.pop(_ELIDED, None) is not None
+        if expected.keys() - got.keys() or (not is_open and got.keys() - expected.keys()):
+            return problem
+        pairs = [(f"{place}.{key}", got[key], expected[key]) for key in expected]
+    elif isinstance(got, list) and isinstance(expected, list):
+        if expected[-1:] == [_ELIDED]:
+            expected = expected[:-1]
+            got = got[: len(expected)]
+        if len(got) != len(expected):
+            return problem
+        both = enumerate(zip(got, expected, strict=True))
+        pairs = [(f"{place}[{index}]", *values) for index, values in both]
+    elif isinstance(got, float) and isinstance(expected, (int, float)):
+        return "" if round(got, 3) == round(expected, 3) else problem
+    else:
+        return "" if got == expected else problem
+    return next(filter(None, (_difference(*pair) for pair in pairs)), "")
 
 
 class Clone:
@@ -92,8 +144,16 @@ class Clone:
         self._service: subprocess.Popen[bytes] | None = None
         self._log = self._tmp / "service.log"
 
-    def run(self, command: str) -> str:
-        """Run a command to its end; the problem in words, "" if there is none."""
+    def lacks(self, command: str) -> str:
+        """What a command needs that is not here, "" if nothing."""
+        mnist = self.root / "data" / "mnist"
+        return NO_MNIST if "data/mnist" in command and not mnist.exists() else ""
+
+    def run(self, command: str, answer: str = "") -> str:
+        """Run a command to its end; the problem in words, "" if there is none.
+
+        If there is a documented `answer`, one that differs is a problem.
+        """
         if re.match(r"make serve\b(?!.*--(help|version))", command):
             return self._serve(command)
         if self._service is None and _TALKS.search(command):
@@ -114,7 +174,9 @@ class Clone:
             )
         except subprocess.TimeoutExpired:
             return f"still running after {LIMIT_S} s"
-        return f"exit code {result.returncode}\n{result.stdout}" if result.returncode else ""
+        if result.returncode:
+            return f"exit code {result.returncode}\n{result.stdout}"
+        return difference(result.stdout, answer) if answer else ""
 
     def _local(self, command: str) -> str:
         command = command.replace("/tmp/", f"{self._tmp}/")
@@ -177,9 +239,10 @@ def main() -> int:
                 for command in commands(path.read_text()):
                     place = f"{path.relative_to(clone.root)}:{command.line}"
                     start_s = time.monotonic()
-                    problem = "" if command.skip else clone.run(command.text)
+                    skip = command.skip or clone.lacks(command.text)
+                    problem = "" if skip else clone.run(command.text, command.answer)
                     taken = f"{time.monotonic() - start_s:.1f} s"
-                    outcome = "FAILED" if problem else command.skip or f"ok, {taken}"
+                    outcome = "FAILED" if problem else skip or f"ok, {taken}"
                     print(f"{place}: {outcome}: {command.text.splitlines()[0]}", flush=True)
                     if problem:
                         failed += 1

@@ -42,13 +42,15 @@ def grpc_call(port, path=b"/x", **headers):
 
 
 class Service:
-    """A running `python -m service`; its log lines as they come."""
+    """A running `python -m service` of the code in `root`; its log lines as they come."""
 
-    def __init__(self, arguments, folder, program=("-m", "service"), output=subprocess.DEVNULL):
+    def __init__(
+        self, arguments, folder, program=("-m", "service"), output=subprocess.DEVNULL, root=PROGRAM
+    ):
         self.temporary = folder / "tmp"
         self.temporary.mkdir(exist_ok=True)
         plain = {key: text for key, text in os.environ.items() if not key.startswith("LENET_")}
-        path = os.pathsep.join(filter(None, (str(PROGRAM), os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
             [sys.executable, *program, *arguments],
             cwd=folder,

@@ -69,15 +69,6 @@ def test_only_the_edge_needs_a_gpu_library_when_modules_are_imported():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("package", ["lenet.cuda", "trainer.ops_cuda"])
-def test_every_cuda_source_is_shipped_when_a_wheel_is_built(package):
-    folder = ROOT / package.replace(".", "/")
-    sources = {path.name for suffix in ("cu", "cuh") for path in folder.rglob(f"*.{suffix}")}
-    assert sources
-    patterns = PROJECT["tool"]["setuptools"]["package-data"][package]
-    assert sources == {path.name for pattern in patterns for path in folder.glob(pattern)}
-
-
 @pytest.mark.parametrize(
     ("package", "absent"),
     [
@@ -132,7 +123,7 @@ def test_a_console_script_returns_its_exit_code_when_a_flag_is_wrong(script):
 
 def table_rows(first_cell):
     """Rows of the tables, for users of the service, whose first cell matches."""
-    documents = [ROOT / "README.md", *ROOT.glob("docs/operations.md")]
+    documents = [ROOT / "README.md", ROOT / "docs/http.md", ROOT / "docs/operations.md"]
     text = "\n".join(document.read_text() for document in documents)
     return re.findall(rf"^\| {first_cell} \|.*$", text, re.MULTILINE)
 

@@ -18,7 +18,7 @@ from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory, Wro
 CUDNN_MAJOR = 9
 """The only major version whose Graph API this package supports."""
 
-_OLDEST_CUDA = 12  # of the extras of pyproject.toml
+_OLDEST_CUDA, _NEWEST_CUDA = 12, 13  # of the extras of pyproject.toml
 _NO_GPU = "use the cpu device"
 
 # Of cudaError_t; CUresult has the same numbers.
@@ -33,7 +33,11 @@ _STICKY = frozenset(
 )
 
 
-def _install(cuda: int = _OLDEST_CUDA) -> str:
+def _install(cuda: int | None = None) -> str:
+    """What to do for CUDA of the major version `cuda`, None if it is not known."""
+    if cuda is None:
+        older = f"where nvidia-smi says CUDA {_OLDEST_CUDA}, take cuda{_OLDEST_CUDA}"
+        return f"{_install(_NEWEST_CUDA)}; {older}"
     return (
         "install it in a checkout with .venv/bin/python -m pip install --constraint "
         f"constraints.txt -e '.[cuda{cuda}]', in Docker with --build-arg 'EXTRAS=[cuda{cuda}]'"
@@ -98,7 +102,7 @@ def devices() -> int:
     except (OSError, RuntimeError) as exc:
         raise BackendUnavailable(
             f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)})",
-            f"{_install()}, or add its folder to LD_LIBRARY_PATH",
+            f"add its folder to LD_LIBRARY_PATH, or {_install()}",
         ) from exc
     if version // 10_000 != CUDNN_MAJOR:
         raise BackendUnavailable(

@@ -147,9 +147,13 @@ class Models:
             raise self._not_loaded(name or self._default)
         loaded = ", ".join(repr(one.version.version) for one in versions)
         expected = loaded if len(versions) == 1 else f"one of {loaded}"
+        found = versions[0].version.name
+        if flag := self._folder.flag_for(found, version):
+            expected += f"; it is in the weights folder, and {flag} loads it"
+        elif not version.isdecimal():
+            expected += "; a request without a version gets the latest"
         raise UnknownModel(
-            f"version {shown(version)} of model {versions[0].version.name!r} is not loaded, "
-            f"expected {expected}",
+            f"version {shown(version)} of model {found!r} is not loaded, expected {expected}",
             field="version",
         )
 

@@ -103,6 +103,8 @@ class Request:
     batch: BatchAnswer | None = field(default=None, init=False)
     """Where the answers are, once they are complete, from row `row` on."""
     row: int = field(default=0, init=False)
+    batch_rows: int = field(default=0, init=False)
+    """The rows of the batch that completed it, those of other requests included."""
     answered_s: float = field(default=0.0, init=False)
     waiting: Any = field(default=None, init=False)
     """A profiler's range, open until the first rows leave; None without a profiler."""
@@ -120,6 +122,7 @@ class Request:
 
         Returns: whether they were the last.
         """
+        self.batch_rows = len(batch.probabilities)
         if rows < self.rows:
             parts = self.parts = self.parts or {}
             parts[start] = batch.probabilities[row : row + rows]

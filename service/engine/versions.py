@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Container, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,13 +29,17 @@ DEFAULT_MODEL = "lenet"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelVersion:
-    """A weight file that was read; `sha256` in hex is over its bytes."""
+    """A weight file that was read at `read_at`, seconds since the epoch.
+
+    `sha256` in hex is over its bytes.
+    """
 
     name: str
     version: str
     path: Path
     weights: WeightFile
     sha256: str
+    read_at: float = field(default_factory=time.time)
 
     @property
     def key(self) -> ModelKey:
@@ -60,6 +65,7 @@ class WeightsFolder:
         self._path = path
         self._latest = latest
         self._pinned: dict[str, set[int]] = {}
+        self._left_out: dict[str, set[str]] = {}
         self._ignored: set[Path] = set()
 
     def read_all(
@@ -94,9 +100,16 @@ class WeightsFolder:
                 self._pinned.setdefault(name, set()).add(int(version))
         names = list(dict.fromkeys(names))
         if not names:
+            files = _listed(self._path, "*.safetensors")
+            found = f"{files[0].name}, but no" if files else "no"
+            hint = ""
+            if files and files[0].stem.isdigit():
+                hint = f", as {self._path.resolve().parent}"
+            elif files:
+                hint = ", or move a file there, as lenet/1.safetensors"
             raise InvalidWeightFile(
-                f"{self._path}: holds no MODEL/VERSION.safetensors; set --weights to the folder "
-                "that does"
+                f"{self._path}: holds {found} MODEL/VERSION.safetensors; set --weights to the "
+                f"folder that does{hint}"
             )
         for name in names:
             if name not in unloaded:
@@ -134,7 +147,14 @@ class WeightsFolder:
             wanted = sorted(pinned, reverse=True)
         elif self._latest:
             wanted = wanted[: self._latest]
+        self._left_out[name] = set(map(str, files.keys() - wanted))
         return tuple(self._read(name, version, files[version]) for version in wanted)
+
+    def flag_for(self, name: str, version: str) -> str:
+        """The flag that loads a version which was left out at the last reading; "" for others."""
+        if version not in self._left_out.get(name, ()):
+            return ""
+        return f"--models with {name}:{version}" if name in self._pinned else "--versions all"
 
     def index(self) -> tuple[ModelKey, ...]:
         """Name and version of every file, the highest version of a model first.
@@ -163,7 +183,9 @@ class WeightsFolder:
     def _read(self, name: str, version: int, path: Path) -> ModelVersion:
         # Not Path.resolve: before Python 3.13 it raises RuntimeError on a loop of links.
         if not Path(os.path.realpath(path)).is_relative_to(self._path.resolve()):
-            raise InvalidWeightFile(f"{path}: leads out of {self._path} through a symlink")
+            raise InvalidWeightFile(
+                f"{path}: leads out of {self._path} through a symlink: copy the file"
+            )
         weights = WeightFile.read(path)
         if weights.model.name != name:
             raise InvalidWeightFile(

@@ -7,7 +7,9 @@ same objects, for whoever calls the application itself.
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import partial
 from typing import Any
 
@@ -28,12 +30,17 @@ from service.http.answer import (
     plain_error_answer,
     refusal,
 )
+from service.http.explain import ExplainRoute
+from service.http.gate import DOCS_FILES, is_open
 from service.http.head import FastRoute
 from service.http.infer import InferRoute
 from service.http.openapi import (
     APPLICATION,
+    MAX_EXPLAINED_IMAGES,
     Health,
     InfoResponse,
+    explain_openapi,
+    explain_responses,
     infer_openapi,
     infer_responses,
     predict_openapi,
@@ -41,13 +48,22 @@ from service.http.openapi import (
     tensorflow_openapi,
     tensorflow_responses,
 )
-from service.http.predict import PredictRoute
+from service.http.page import HTML, Page
+from service.http.page import PREFIX as PAGE_PREFIX
+from service.http.predict import PredictRoute, prefers
 from service.http.tensorflow import PREFIX as TENSORFLOW
-from service.http.tensorflow import TensorflowRoute, status_routes
+from service.http.tensorflow import TensorflowRoute, status_routes, verb_of
 from service.http.v2 import MODEL, MODEL_VERSION, PREFIX, protocol_routes
 from service.keys import Keys
 from service.metrics import CONTENT_TYPE, Metrics
 
+_MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
+_LONGEST_PATH = 64
+"""Compared with the others, which takes 0.5 ms at most."""
+
+_NOT_EXPLAINED = (
+    "path: '/explain' is turned off; start the service with --explain on, or without LENET_EXPLAIN"
+)
 _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -58,6 +74,7 @@ def create_app(
     predict: PredictRoute,
     infer: InferRoute,
     tensorflow: TensorflowRoute,
+    explain: ExplainRoute | None,
     keys: Keys,
     info: Callable[[], InfoResponse],
 ) -> FastAPI:
@@ -70,6 +87,7 @@ def create_app(
         predict: answers POST /predict.
         infer: answers inference by the Open Inference Protocol.
         tensorflow: answers predictions by TensorFlow Serving's API.
+        explain: answers POST /explain; None if that is turned off.
         keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
     """
@@ -77,7 +95,7 @@ def create_app(
         **APPLICATION,
         version=distribution_version(),
         redoc_url=None,
-        static_url="/docs/static",
+        static_url=DOCS_FILES,
         redirect_slashes=False,  # the redirect would contain the request's Host header
     )
 
@@ -95,6 +113,26 @@ def create_app(
         responses=predict_responses(),
         operation_id="predict",
         openapi_extra=predict_openapi(),
+    )
+
+    async def explain_digit(request: Request) -> Response:
+        if explain is None:
+            return _response(refusal(404, "not_found", _NOT_EXPLAINED))
+        return await _answer(explain, request)
+
+    app.add_api_route(
+        "/explain",
+        explain_digit,
+        methods=["POST"],
+        tags=["predict"],
+        summary="See inside",
+        description="What each layer of a model computes of an image, in float32 on the CPU. At "
+        f"most {MAX_EXPLAINED_IMAGES} images, of which one is explained.",
+        response_model=None,
+        responses=explain_responses(),
+        operation_id="explain",
+        openapi_extra=explain_openapi(),
+        include_in_schema=explain is not None,
     )
 
     async def infer_digits(request: Request) -> Response:
@@ -135,12 +173,29 @@ def create_app(
     app.include_router(protocol_routes(models, repository, metrics, keys, infer.limits.max_images))
     operation = partial(app.get, tags=["operations"])
 
-    @operation("/", summary="Where everything is")
-    async def index() -> dict[str, str]:
-        """The paths of this document, health, models and metrics."""
+    page = Page()
+
+    @operation(
+        "/",
+        summary="Where everything is",
+        response_model=dict[str, str],
+        responses={200: {"content": {HTML: {}}}},
+    )
+    async def index(request: Request, response: Response) -> Any:
+        """The page to draw digits on, where the client prefers HTML, as browsers do.
+
+        Otherwise the paths of this document, health, models and metrics.
+        """
+        if prefers(HTML, request.headers.get("accept", "")):
+            return page.answer(request)
+        response.headers["Vary"] = "Accept"
         paths = {"docs": "/docs", "openapi": "/openapi.json", "models": "/info"}
         health = {"live": "/healthz", "ready": "/readyz", "metrics": "/metrics"}
         return {"name": DISTRIBUTION, "version": distribution_version(), **paths, **health}
+
+    @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
+    async def page_file(request: Request, name: str) -> Response:
+        return page.answer(request, name)
 
     @operation("/healthz", summary="Liveness")
     async def healthz() -> Health:
@@ -163,6 +218,9 @@ def create_app(
         """Models, versions, digests, accuracy, device and limits."""
         return info()
 
+    if keys:
+        _declare_keys(app)
+
     async def on_service_error(_: Request, error: Exception) -> Response:
         # Of the routes below /v1 and /v2: the others answer errors themselves, or have none.
         assert isinstance(error, ServiceError), "bug: registered for ServiceError"
@@ -170,8 +228,7 @@ def create_app(
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "bug: registered for HTTPException"
-        paths = [path for path in app.openapi()["paths"] if "{" not in path]
-        return _routing_error_response(request, error, paths)
+        return _routing_error_response(request, error, (*app.openapi()["paths"], "/docs"))
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and uvicorn logs it.
@@ -183,6 +240,24 @@ def create_app(
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
     return app
+
+
+def _declare_keys(app: FastAPI) -> None:
+    """Have the OpenAPI document say which routes need a key."""
+    generate = app.openapi
+
+    def with_keys() -> dict[str, Any]:
+        document = generate()  # made once
+        schemes = document["components"].setdefault("securitySchemes", {})
+        schemes["bearerAuth"] = {"type": "http", "scheme": "bearer"}
+        document["security"] = [{"bearerAuth": []}]
+        for path, operations in document["paths"].items():
+            if is_open(path.encode()):
+                for described in operations.values():
+                    described["security"] = []
+        return document
+
+    app.openapi = with_keys  # type: ignore[method-assign]
 
 
 async def _answer(route: FastRoute, request: Request) -> Response:
@@ -246,17 +321,45 @@ def _routing_error_response(
         headers["Allow"] = ", ".join(filter(None, methods))
     if request.method == "OPTIONS" and (error.status_code == 405 or path == "*"):
         return Response(status_code=204, headers=headers)
-    if error.status_code == 404:
-        message = f"path: got {shown(path)}, expected one of {', '.join(paths)}; see /docs"
+    status, verb = error.status_code, verb_of(path)
+    if verb not in ("", "predict"):  # of TensorFlow Serving's API
+        status = 404
+        message = f"path: got {shown(path)}, but {shown(verb)} is not offered; predict is"
+    elif status == 404:
+        nearest = _nearest(path, paths)
+        hint = f"; did you mean {shown(nearest)}?" if nearest else ""
+        message = f"path: got {shown(path)}, expected {_MAIN_PATHS} or another of /docs{hint}"
     else:
         message = (
             f"method: got {shown(request.method)} for {shown(path)}, "
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
-    code = _ROUTING_CODES.get(error.status_code, "invalid_input")
+    code = _ROUTING_CODES.get(status, "invalid_input")
     if has_plain_errors(path):
-        response = _response(plain_error(error.status_code, message))
+        response = _response(plain_error(status, message))
     else:
-        response = _response(refusal(error.status_code, code, message))
+        response = _response(refusal(status, code, message))
     response.headers.update(headers)
     return response
+
+
+def _nearest(path: str, templates: Sequence[str]) -> str:
+    """The path that is most like `path`, with the model and version named there; "" if none is."""
+    if len(path) > _LONGEST_PATH:
+        return ""
+    given = path.split("/")
+    known = [
+        "/".join(_filled(segment, given[at : at + 1]) for at, segment in enumerate(one.split("/")))
+        for one in templates
+    ]
+    protocol = path[:4] if path[:4] in ("/v1/", "/v2/") else "/"
+    same = [one for one in known if one.startswith(protocol)]
+    wanted = path.replace("predict", "infer") if protocol == "/v2/" else path  # its own word
+    close = get_close_matches(wanted, same, n=1, cutoff=0.7)
+    return next(iter(close or get_close_matches(path, known, n=1, cutoff=0.7)), "")
+
+
+def _filled(segment: str, given: Sequence[str]) -> str:
+    """A part of a template with what a path has in its place."""
+    value = given[0].partition(":")[0] if given else ""
+    return re.sub(r"\{(\w+)\}", lambda found: value or found[1].upper(), segment)

@@ -16,6 +16,7 @@ What ends a connection:
 
     idle ------- keep-alive time over, client gone, stop -------> closed
     headers ---- too slow -> closed; malformed, too long -> 400, 431, 501, 505, then lingering
+    TLS -------- a request in the clear -> 400, then lingering; anything else -> closed
     answering -- "Connection: close", HTTP/1.0, stop -> answered, then lingering
     any -------- client gone -> exchanges cancelled; client does not read -> aborted
     lingering -- our side is shut, what the client still sends is read and dropped, for a while:
@@ -654,6 +655,10 @@ class Connection(asyncio.Protocol):
         self._arriving = exchange
         self._line.append(exchange)
         exchange.open()
+
+    def refuse_clear(self) -> None:
+        """Answer a request in the clear where TLS is expected, without reading it."""
+        self._refuse(400, "scheme: got a request in the clear, expected TLS; use https://")
 
     def _headers_too_long(self) -> None:
         self._refuse(431, f"headers: got more than {self.door.max_header_bytes} bytes")

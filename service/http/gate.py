@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection, Mapping
 
-from service.errors import ServiceError
+from service.errors import ServiceError, shown
 from service.http.answer import (
     Answer,
     error_answer,
     has_plain_errors,
     plain_error_answer,
 )
+from service.http.page import PREFIX as PAGE
 from service.keys import Keys
+
+_log = logging.getLogger(__name__)
+
+DOCS_FILES = "/docs/static"
+"""Path of what `GET /docs` loads."""
 
 _EXPOSED = (
     b"access-control-expose-headers: x-model-version, server-timing, x-request-id, retry-after, "
@@ -27,15 +34,26 @@ _ALLOWED = (
 _PREFLIGHT = Answer(200, b"text/plain", b"", _ALLOWED)
 """Not 204, which has no Content-Length. `Gate.cors_lines` says which origin may read answers."""
 
-_HEALTH = frozenset((b"/healthz", b"/readyz", b"/v2/health/live", b"/v2/health/ready"))
-"""Open to all: probes have no keys."""
+_PROBES = (b"/healthz", b"/readyz", b"/v2/health/live", b"/v2/health/ready")
+"""Probes have no keys."""
+
+_PAGES = (b"/", b"/docs", b"/openapi.json")
+"""A browser has none for a page. These say what may be asked, and nothing of the models."""
+
+_OPEN = frozenset((*_PROBES, *_PAGES))
+_OPEN_BELOW = (PAGE.encode(), DOCS_FILES.encode() + b"/")
+
+
+def is_open(path: bytes) -> bool:
+    """Whether requests for `path` need no key."""
+    return path in _OPEN or path.startswith(_OPEN_BELOW)
 
 
 class Gate:
     """Asks for a key, and lets pages of other origins read answers (CORS).
 
     Args:
-        keys: requests other than health checks need one of them; without any, none is needed.
+        keys: requests need one of them, unless `is_open`; without any, none does.
         origins: of the pages that may read answers, as browsers send them in `Origin`; "*" is any.
         refused: called with the error of each request that may not pass, to be counted.
     """
@@ -47,6 +65,7 @@ class Gate:
         refused: Callable[[ServiceError], None] = lambda _: None,
     ) -> None:
         self._keys = Keys() if keys is None else keys
+        self._noted = False
         self._origins = origins
         self._refused = refused
 
@@ -57,7 +76,7 @@ class Gate:
         """
         if method == b"OPTIONS" and "access-control-request-method" in headers and self._origins:
             return _PREFLIGHT  # which browsers send without keys
-        if not self._keys or path in _HEALTH:
+        if not self._keys or is_open(path):
             return None
         error = self._keys.check(headers.get("authorization"))
         if error is None:
@@ -69,9 +88,11 @@ class Gate:
 
     def cors_lines(self, headers: Mapping[str, str]) -> bytes:
         """Header lines for the answer to a page of another origin."""
-        if not self._origins:
-            return b""
         origin = headers.get("origin", "")
+        if not self._origins:
+            if origin and origin.partition("://")[2] != headers.get("host", ""):
+                self._note(origin)
+            return b""
         if "*" in self._origins:
             allowed = b"*"
         elif origin in self._origins:
@@ -79,3 +100,13 @@ class Gate:
         else:
             return b"vary: origin\r\n"
         return b"access-control-allow-origin: %s\r\nvary: origin\r\n%s" % (allowed, _EXPOSED)
+
+    def _note(self, origin: str) -> None:
+        """Log once what a browser does not tell its page, except that a fetch failed."""
+        if not self._noted:
+            self._noted = True
+            _log.info(
+                "a page of %s asked; browsers let pages of other origins read answers only with "
+                "--cors-origins (said once)",
+                shown(origin),
+            )

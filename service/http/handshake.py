@@ -1,7 +1,9 @@
 """The TLS handshake of a connection that is accepted already.
 
 A server that is made with a TLS context makes its protocol only after the handshake: clients that
-connect and then keep silent would escape the limits of connections and of time.
+connect and then keep silent would escape the limits of connections and of time. And a request in
+the clear could not be answered, so that its client would see a connection that closes for no
+reason.
 """
 
 from __future__ import annotations
@@ -32,14 +34,23 @@ class Handshake(asyncio.Protocol):
         self._connection = connection
         self._early: list[bytes] = []
         self._ended = False
+        self._begun = asyncio.Event()  # to send, or gone
         # uvloop begins to read when `connection_made` returns, even if it paused the transport.
         connection.transport.set_protocol(self)
 
     async def run(self, tls: SSLContext, timeout_s: float) -> None:
-        """Do it, within `timeout_s`."""
+        """Do it, within `timeout_s` of its first byte; for that one `check_time` waits."""
         connection = self._connection
         loop, plain = connection.loop, connection.transport
+        await self._begun.wait()
         if plain.is_closing():
+            return
+        if self._ended:  # before the handshake
+            plain.abort()
+            return
+        if self._early[0][:1].isupper():  # a method; TLS begins with a byte below 32
+            plain.set_protocol(connection)
+            connection.refuse_clear()
             return
         securing = loop.create_task(
             loop.start_tls(
@@ -70,14 +81,17 @@ class Handshake(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         """Before TLS has taken over, its first bytes; later what came with the last of them."""
         self._early.append(data)
+        self._begun.set()
 
     def eof_received(self) -> bool:
         """The client has said all."""
         self._ended = True
+        self._begun.set()
         return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
+        self._begun.set()
         self._connection.connection_lost(exc)
 
     def _hand_on(self) -> None:

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.errors import TooLarge, invalid, shown
-from service.images.json import check_count, json_object
+from service import advice
+from service.errors import InvalidInput, TooLarge, invalid, shown
+from service.images.headers import recognise
+from service.images.json import check_count, json_object, lengths
 from service.open_inference import (
     INPUT,
     MAX_ID_CHARACTERS,
@@ -44,6 +46,16 @@ _MAX_OBJECTS = 64
 _MOST_US = 2**53
 _MOST_JSON_BYTES = 8 * 1024 * 1024
 """Parsing takes 12 bytes of memory and more for each byte."""
+
+_READ_BYTES = 4096
+_FORM = (
+    f'an object, {{"name": "{INPUT}", "datatype": "UINT8", "shape": [n, 28, 28], "data": [...]}}'
+)
+_OTHER_KEYS = {
+    "images": "; images as /predict takes them go there",
+    "instances": "; TensorFlow Serving's requests go to /v1/models/MODEL:predict",
+}
+"""What to do with a document of another form, by its key."""
 
 Body: TypeAlias = bytes | bytearray | memoryview
 """Of bytes."""
@@ -86,9 +98,14 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
         expected = f"at most the {len(body)} bytes of the body"
         raise invalid(LENGTH_HEADER, str(json_bytes), expected)
     text = bytes(body) if json_bytes is None else bytes(body[:json_bytes])
-    tensors = _Tensors(memoryview(body)[len(text) :])
+    tensors = _Tensors(memoryview(body)[len(text) :], json_bytes is None)
     lists = _MAX_OBJECTS + (2 + HEIGHT) * max_images
-    document = json_document(text, '{"inputs": [...]}', _MAX_OBJECTS, lists)
+    try:
+        document = json_document(text, '{"inputs": [...]}', _MAX_OBJECTS, lists)
+    except InvalidInput as exc:
+        if json_bytes is None and (hint := _without_length(text)):
+            raise InvalidInput(exc.message + hint, field=exc.field) from exc
+        raise
     parameters = _parameters(document, "")
     booleans = b"true" in text or b"false" in text
     images = read_images(_inputs(document, tensors, booleans, max_images), max_images)
@@ -105,16 +122,28 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
     return images, Asked(name, outputs, _integer(parameters, "timeout", "parameters"))
 
 
+def _without_length(body: bytes) -> str:
+    """What to do with a body that is not JSON alone, for the end of the message."""
+    if b"binary_data_size" in body[:_READ_BYTES]:
+        return f"; binary tensors need the header {LENGTH_HEADER}, the length of the JSON"
+    if body and len(body) % PIXELS == 0 and not recognise(body)[0]:
+        return f"; the bytes of images alone need the header {LENGTH_HEADER}: 0"
+    return ""
+
+
 class _Tensors:
     """What follows the JSON."""
 
-    def __init__(self, left: memoryview) -> None:
-        self.left = left
+    def __init__(self, left: memoryview, without_length: bool) -> None:
+        self.left, self._without_length = left, without_length
 
     def take(self, size: int, field: str) -> memoryview:
         """The next `size` bytes."""
         if size > len(self.left):
-            raise invalid(field, str(size), f"at most {len(self.left)}, which follow the JSON")
+            expected = f"at most {len(self.left)}, which follow the JSON"
+            if self._without_length:
+                expected = f"the header {LENGTH_HEADER}, which says where the JSON ends"
+            raise invalid(field, str(size), expected)
         taken, self.left = self.left[:size], self.left[size:]
         return taken
 
@@ -190,11 +219,12 @@ def _entries(
     if entries is None and not required:
         return
     if type(entries) is not list:
-        raise invalid(key, _found(entries), "a list of objects")
+        hint = "".join(hint for other, hint in _OTHER_KEYS.items() if other in document)
+        raise invalid(key, _found(entries), f"a list of objects{hint}")
     for position, entry in enumerate(entries):
         field = f"{key}[{position}]"
         if type(entry) is not dict:
-            raise invalid(field, shown(entry), "an object")
+            raise invalid(field, shown(entry), _FORM if required else "an object")
         yield field, entry
 
 
@@ -252,11 +282,14 @@ def numbers(
     except (TypeError, ValueError, OverflowError):
         pass  # one of them is wrong
     for index, value in enumerate(values):
-        if type(value) is not int and (integers or type(value) is not float):
-            expected = "integers 0 to 255" if integers else "numbers 0 to 255"
+        kinds = (int,) if integers else (int, float)
+        if type(value) not in kinds or not 0 <= value <= 255:
+            hint = ""
+            if type(value) is float:
+                image = index - index % PIXELS
+                hint = advice.for_numbers(values[image : image + PIXELS])
+            expected = f"{'integers' if integers else 'numbers'} 0 to 255{hint}"
             raise invalid(source, f"{shown(value)} at {where(index)}", expected)
-        if not 0 <= value <= 255:
-            raise invalid(source, f"{shown(value)} at {where(index)}", "0 to 255")
     return np.array(values, np.float64)
 
 
@@ -273,5 +306,6 @@ def _flat(data: object, shape: Sequence[object], source: str) -> list[Any]:
         values = list(chain.from_iterable(values))
     nested = len(sizes) > 1 or (values and type(values[0]) is list)
     if nested and sizes != shape:
-        raise invalid(source, f"lists nested as {sizes}", "one flat list, or nested as the shape")
+        expected = f"one flat list, or lists nested as the shape, {shape}"
+        raise invalid(source, f"lists nested as {lengths(data)}", expected)
     return values

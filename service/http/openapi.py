@@ -6,7 +6,8 @@ The answer to `POST /predict` is not built from these models; tests compare the 
 from __future__ import annotations
 
 import base64
-from typing import Any
+from datetime import datetime
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
@@ -15,6 +16,8 @@ from service.http.infer_body import LENGTH_HEADER
 BINARY = "application/octet-stream"
 TIMEOUT_HEADER = "X-Request-Timeout-Ms"
 MAX_TIMEOUT_MS = 3_600_000
+MAX_EXPLAINED_IMAGES = 64
+MAX_NOISE = 10
 
 APPLICATION: dict[str, Any] = {
     "title": "lenet-serve",
@@ -45,6 +48,36 @@ class PredictResponse(BaseModel):
     model: str = Field(examples=["lenet"])
     version: str = Field(examples=["1"])
     predictions: list[ImagePrediction]
+
+
+class ExplainedLayer(BaseModel):
+    """The values of a layer: low + byte * (high - low) / 255 for each byte of `data`."""
+
+    name: str = Field(description="As its tensors in the weight file.", examples=["conv1"])
+    kind: Literal["filters", "convolution", "pooling", "dense", "logits"] = Field(
+        description="filters are the weights of a first convolution. A convolution and a dense "
+        "layer include bias and activation."
+    )
+    shape: list[int] = Field(examples=[[20, 24, 24]])
+    low: float | None = Field(None, description="The lowest value.")
+    high: float | None = Field(None, description="The highest value.")
+    data: str | None = Field(
+        None,
+        description="A byte for each value, in C order, in base64; absent in layers beyond 262,144 "
+        "values together.",
+    )
+    values: list[float] | None = Field(None, description="Of the logits, instead of the above.")
+
+
+class ExplainResponse(BaseModel):
+    """What each layer computes of one image."""
+
+    model: str = Field(examples=["lenet"])
+    version: str = Field(examples=["1"])
+    images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
+    index: int = Field(description="Which of them is explained.")
+    prediction: ImagePrediction
+    layers: list[ExplainedLayer]
 
 
 class ErrorDetail(BaseModel):
@@ -86,6 +119,7 @@ class LoadedModel(BaseModel):
     seed: int
     dataset_sha256: str = Field(description="Empty if the dataset is not known.")
     labels: list[str]
+    loaded_at: datetime = Field(description="When its file was read.")
 
 
 class InfoResponse(BaseModel):
@@ -93,9 +127,11 @@ class InfoResponse(BaseModel):
 
     name: str
     version: str
+    grpc_port: int
     default_model: str
     models: list[LoadedModel]
     limits: dict[str, int]
+    explain: bool = Field(description="Whether /explain answers.")
 
 
 class Health(BaseModel):
@@ -125,7 +161,10 @@ _CHALLENGE = {"WWW-Authenticate": _header("Bearer.")}
 _ERROR_HEADERS = {401: _CHALLENGE, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
 _TIMES = {
     "X-Model-Version": _header("The version that computed the whole answer."),
-    "Server-Timing": _header("Milliseconds in each stage of the request."),
+    "Server-Timing": _header(
+        "Milliseconds in each stage of the request; `batch;desc` is how many images the batch had "
+        "that completed it, those of other requests included."
+    ),
 }
 _SEVEN_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
 _ERRORS = {
@@ -166,6 +205,11 @@ def predict_responses() -> dict[int | str, dict[str, Any]]:
             "headers": _TIMES,
         }
     }
+    return responses | _error_responses()
+
+
+def _error_responses() -> dict[int | str, dict[str, Any]]:
+    responses: dict[int | str, dict[str, Any]] = {}
     for status, (code, field, message) in _ERRORS.items():
         error = {"error": {"code": code, "field": field, "message": message}}
         responses[status] = {
@@ -260,6 +304,65 @@ def predict_openapi() -> dict[str, Any]:
             },
         },
     }
+
+
+def explain_openapi() -> dict[str, Any]:
+    """Parameters and body of `POST /explain`: those of `POST /predict`, and some more."""
+    number = {"type": "integer", "minimum": 0, "maximum": MAX_EXPLAINED_IMAGES - 1, "default": 0}
+    noise = {"type": "number", "minimum": 0, "maximum": MAX_NOISE}
+    openapi = predict_openapi()
+    openapi["parameters"] += [
+        _parameter("query", "index", number, "Which image is explained."),
+        _parameter(
+            "query",
+            "biases",
+            {"type": "string", "enum": ["on", "off"], "default": "on"},
+            "off computes with all biases 0.",
+        ),
+        _parameter(
+            "query",
+            "noisy",
+            {"type": "string"},
+            "The layer whose weights get normal noise, always the same; with `noise`.",
+        ),
+        _parameter("query", "noise", noise, "In standard deviations of these weights."),
+    ]
+    return openapi
+
+
+def explain_responses() -> dict[int | str, dict[str, Any]]:
+    """The answers of `POST /explain` by status."""
+    seven = bytes(pixel for row in example_seven() for pixel in row)
+    logits = [-1.5, 0.2, 1.1, 0.8, -2.0, -0.9, -5.5, 11.2, -0.1, 1.9]
+    example = {
+        "model": "mlp",
+        "version": "1",
+        "images": [base64.b64encode(seven).decode()],
+        "index": 0,
+        "prediction": {
+            "label": 7,
+            "confidence": 0.9998,
+            "probabilities": _SEVEN_PROBABILITIES,
+        },
+        "layers": [
+            {
+                "name": "dense1",
+                "kind": "dense",
+                "shape": [3],
+                "low": 0.0,
+                "high": 4.1,
+                "data": base64.b64encode(bytes((0, 255, 17))).decode(),
+            },
+            {"name": "dense2", "kind": "logits", "shape": [10], "values": logits},
+        ],
+    }
+    answer = {
+        "model": ExplainResponse,
+        "description": "The layers",
+        "content": {"application/json": {"example": example}},
+        "headers": _TIMES,
+    }
+    return {200: answer, **_error_responses()}
 
 
 def infer_responses() -> dict[int | str, dict[str, Any]]:

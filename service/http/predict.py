@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import cast, get_args
+from typing import ClassVar, cast, get_args
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -31,6 +31,7 @@ from lenet.pixels import Images, Probabilities
 from service.budget import SMALL_BYTES, Budget
 from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
+from service.engine.explainer import Explainer
 from service.engine.models import Models
 from service.engine.queue import BatchAnswer, Request
 from service.errors import (
@@ -48,12 +49,11 @@ from service.http.answer import JSON, Answer, error_answer
 from service.http.openapi import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from service.images import Invert, Limits, decoder, media_type
 from service.images.decoders import Body, BodySource, Decoded, Decoders, Job, Source
-from service.metrics import NO_MODEL, Metrics
+from service.metrics import NO_MODEL, Metrics, ModelKey
 
 _log = logging.getLogger(__name__)
 
 _INVERT = get_args(Invert)
-_PARAMETERS = ("model", "version", "invert")
 _BINARY = BINARY.encode()
 
 IN_PLACE = sys.maxsize
@@ -143,6 +143,10 @@ class ImageRoute:
         self.metrics.request_done(NO_MODEL, "http", error.code)
         return self.error(error)
 
+    def count(self, model: ModelKey, times_s: tuple[float, ...]) -> None:
+        """Count an answer: seconds of decode, queue, compute and encode, and in all."""
+        self.metrics.predicted("http", model, times_s)
+
     def error(self, error: ServiceError) -> Answer:
         """The answer that reports `error`."""
         return error_answer(error)
@@ -152,6 +156,9 @@ class PredictRoute(ImageRoute):
     """`POST /predict`."""
 
     __slots__ = ()
+
+    parameters: ClassVar[tuple[str, ...]] = ("model", "version", "invert")
+    """Of the query."""
 
     def read(
         self, query: bytes, headers: Mapping[str, str], path: Mapping[str, str] | None = None
@@ -163,7 +170,10 @@ class PredictRoute(ImageRoute):
             UnsupportedMediaType: the body is compressed, or of an unknown type.
             TooLarge: the body is announced to be.
         """
-        parameters = _parameters(query)
+        return self.wanted(_parameters(query, self.parameters), headers)
+
+    def wanted(self, parameters: Mapping[str, str], headers: Mapping[str, str]) -> PredictWanted:
+        """As `read`, from the parameters of the query."""
         invert = parameters.get("invert", "auto")
         if invert not in _INVERT:
             raise InvalidInput(
@@ -181,7 +191,7 @@ class PredictRoute(ImageRoute):
             source,
             _INLINE.get(media_type(content_type), 0),
             decoder(content_type, invert=source.invert, limits=self.limits),
-            accepts_binary(headers.get("accept", "")),
+            prefers(BINARY, headers.get("accept", "")),
         )
 
     def open(self, wanted: PredictWanted, reply: Reply) -> PredictCall:
@@ -202,7 +212,8 @@ class ImageCall:
     done = False
     _body: bytes | bytearray | memoryview = b""
     _job: Job | None = None
-    _batcher: Batcher | None = None
+    _batcher: Batcher | Explainer | None = None
+    """Where `_request` waits, or is computed."""
     _request: Request | None = None
     _encoding: _Encoding | None = None
 
@@ -283,6 +294,9 @@ class ImageCall:
                     self._end_transfer()
             else:
                 self.moved_bytes = len(body)
+            if self._model is NO_MODEL and (wanted.model or wanted.version):
+                # Before its body: of two mistakes the unknown model is the one to know first.
+                self._route.models.get(wanted.model, wanted.version)
             # Another buffer is as good where nothing but its content matters.
             if type(body) is memoryview and IN_PLACE > wanted.inline_bytes >= len(body):
                 body = bytes(body)
@@ -321,6 +335,13 @@ class ImageCall:
         """Decode `body` on the event loop, and call `decoded`. Raises: ServiceError."""
         raise NotImplementedError
 
+    def queue(self, images: Images) -> Request:
+        """Have `images` computed, and `_answered` called. Raises: ServiceError."""
+        wanted = self._wanted
+        batcher = self._route.models.get(wanted.model, wanted.version).batcher
+        self._batcher, self._model = batcher, batcher.version.key
+        return batcher.enqueue(images, self.deadline_s, self._answered)
+
     def take(self, outcome: Decoded) -> None:
         """Call `decoded` with what a decoding process sent."""
         self.decoded(outcome.images)
@@ -343,12 +364,9 @@ class ImageCall:
     def decoded(self, images: Images) -> None:
         """Queue the images of the request."""
         try:
-            wanted = self._wanted
             if self._watched:
                 self._unwatch()
-            batcher = self._route.models.get(wanted.model, wanted.version).batcher
-            self._batcher, self._model = batcher, batcher.version.key
-            self._request = request = batcher.enqueue(images, self.deadline_s, self._answered)
+            self._request = request = self.queue(images)
             self._decode_s = request.arrived_s - self._decoding_began_s
         except ServiceError as exc:
             self.fail(exc)
@@ -383,9 +401,9 @@ class ImageCall:
                 now_s - began_s,
                 now_s - self._started_s,
             )
-            lines += _timing(request.version.version, *times_s)
+            lines += _timing(request.version.version, request.batch_rows, *times_s)
             answer = Answer(200, kind, body, lines, rest)
-            self._route.metrics.predicted("http", self._model, times_s)
+            self._route.count(self._model, times_s)
             if self._range is not None:
                 nvtx.end(self._range)
             self.done = True
@@ -494,7 +512,7 @@ class ImageCall:
             self._job = None
         elif self._request is not None:
             request, self._request = self._request, None
-            cast("Batcher", self._batcher).cancel(request)
+            cast("Batcher | Explainer", self._batcher).cancel(request)
         elif self._held_bytes:
             self._release()
         self._body = b""
@@ -536,37 +554,37 @@ class _Encoding:
     pieces: list[bytes] = field(default_factory=list)
 
 
-def accepts_binary(accept: str) -> bool:
-    """Whether `accept` prefers `BINARY` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
-    if BINARY not in (accept := accept.lower()):
+def prefers(kind: str, accept: str) -> bool:
+    """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
+    if kind not in (accept := accept.lower()):
         return False
-    qualities = {"application/json": -1.0, BINARY: -1.0}
+    qualities = {"application/json": -1.0, kind: -1.0}
     ranges: dict[str, float] = {}
     for choice in accept.split(","):
-        kind, *parameters = (part.strip() for part in choice.split(";"))
+        found_kind, *parameters = (part.strip() for part in choice.split(";"))
         quality = 1.0
         for parameter in parameters:
             if found := re.fullmatch(r"q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)", parameter):
                 quality = float(found[1])
-        ranges[kind] = quality
-    for kind in qualities:
-        for matching in (kind, "application/*", "*/*"):
+        ranges[found_kind] = quality
+    for wanted in qualities:
+        for matching in (wanted, wanted.partition("/")[0] + "/*", "*/*"):
             if matching in ranges:
-                qualities[kind] = ranges[matching]
+                qualities[wanted] = ranges[matching]
                 break
-    return qualities[BINARY] > 0 and qualities[BINARY] > qualities["application/json"]
+    return qualities[kind] > 0 and qualities[kind] > qualities["application/json"]
 
 
-def _parameters(query: bytes) -> dict[str, str]:
+def _parameters(query: bytes, expected: Sequence[str]) -> dict[str, str]:
     if not query:
         return {}
     found: dict[str, str] = {}
     for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
-        if name not in _PARAMETERS or name in found:
+        if name not in expected or name in found:
             wrong = "given twice" if name in found else "unknown"
             raise InvalidInput(
                 f"query parameter {name[:40]!r} is {wrong}, "
-                f"expected at most one each of {', '.join(_PARAMETERS)}",
+                f"expected at most one each of {', '.join(expected)}",
                 field=name[:40],
             )
         found[name] = value
@@ -663,17 +681,27 @@ def _as_bytes(request: Request) -> bytes:
 
 
 def _timing(
-    version: str, decode: float, queue: float, compute: float, encode: float, total: float
+    version: str,
+    batch_rows: int,
+    decode: float,
+    queue: float,
+    compute: float,
+    encode: float,
+    total: float,
 ) -> bytes:
-    """Server-Timing (W3C), in milliseconds by stage, and X-Model-Version. Times are in seconds."""
+    """Server-Timing (W3C), milliseconds by stage and the rows of the batch, and X-Model-Version.
+
+    Times are in seconds.
+    """
     return (
         b"server-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, "
-        b"total;dur=%.3f\r\nx-model-version: %s\r\n"
+        b'total;dur=%.3f, batch;desc="%d"\r\nx-model-version: %s\r\n'
     ) % (
         1e3 * decode,
         1e3 * queue,
         1e3 * compute,
         1e3 * encode,
         1e3 * total,
+        batch_rows,
         version.encode(),
     )

@@ -12,6 +12,7 @@ from typing import Any, cast
 import orjson
 from fastapi import APIRouter
 from fastapi import Request as HttpRequest
+from starlette.exceptions import HTTPException
 
 from lenet.nvtx import span
 from lenet.pixels import Probabilities
@@ -128,6 +129,14 @@ def _parts(probabilities: Probabilities) -> Iterator[Probabilities]:
         yield probabilities[first : first + ENCODED_ROWS]
 
 
+def verb_of(path: str) -> str:
+    """What stands behind the colon of a path of this API, "" if there is none."""
+    if not path.startswith(f"{PREFIX}/"):
+        return ""
+    _, colon, verb = path.rpartition("/")[2].partition(":")
+    return verb or "nothing" if colon else ""
+
+
 def status_routes(models: Models) -> APIRouter:
     """`GET` of a model: the state of its versions."""
     router = APIRouter(prefix=PREFIX, tags=["TensorFlow Serving"])
@@ -138,6 +147,8 @@ def status_routes(models: Models) -> APIRouter:
     async def status(request: HttpRequest) -> dict[str, Any]:
         """Its versions; AVAILABLE until the service stops."""
         name, version = request.path_params["model"], request.path_params.get("version", "")
+        if verb_of(request.scope["path"]) and models.find(name, version) is None:
+            raise HTTPException(405, headers={"Allow": "POST"})
         state = "AVAILABLE" if models.ready else "UNLOADING"  # HTTP begins when they are loaded
         fine = {"error_code": "OK", "error_message": ""}
         return {

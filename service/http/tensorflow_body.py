@@ -22,11 +22,11 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.errors import InvalidInput, invalid, shown
 from service.http.infer_body import Body, json_document, numbers
-from service.images.json import check_count
+from service.images.headers import recognise
+from service.images.json import check_count, lengths
 from service.open_inference import INPUT, InputTensor, check_form, read_images
 
 _SIGNATURES = ("", "serving_default")
-_MOST_SIZES = 5
 _EXPONENT = re.compile(rb"[0-9][eE]")
 
 
@@ -48,7 +48,8 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
         raise invalid("signature_name", shown(signature), f"none, or {_SIGNATURES[1]!r}")
     if len(document) != 1 or not document.keys() <= {"instances", "inputs"}:
         names = " and ".join(sorted(map(shown, islice(document, 3)))) or "nothing"
-        raise invalid("body", names[:100], '"instances" or "inputs"')
+        hint = "; images as /predict takes them go there" if "images" in document else ""
+        raise invalid("body", names[:100], f'"instances" or "inputs"{hint}')
     ((field, values),) = document.items()
     columnar = field == "inputs"
     if columnar and type(values) is dict:
@@ -66,10 +67,11 @@ def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
         content = b"".join(_bytes(one, f"{field}[{number}]") for number, one in enumerate(values))
         tensor = InputTensor(INPUT, "UINT8", [len(values), HEIGHT, WIDTH], content, field)
         return read_images([tensor], max_images), columnar
-    sizes = _sizes(values)
+    sizes = lengths(values)
     shape = sizes[:-1] if sizes[1:] == [HEIGHT, WIDTH, 1] else sizes
     if len(shape) == 1 or shape == [HEIGHT, WIDTH]:
-        raise invalid(field, f"lists nested as {sizes}", "a list of images, also for one")
+        expected = "a list of images, also for one: put it in another list"
+        raise invalid(field, f"lists nested as {sizes}", expected)
     datatype = "FP32" if b"." in text else "UINT8"  # whether any number may be a float
     check_form(datatype, shape, field, max_images)
     booleans = b"true" in text or b"false" in text
@@ -93,20 +95,14 @@ def _only(value: Any, key: str, field: str, also: str = "") -> Any:
 
 
 def _bytes(value: Any, field: str) -> bytes:
-    text = _only(value, "b64", field, " or a list, as the others")
+    text = _only(value, "b64", field, ' or a list, each alone or as {"image": ...}')
     try:
         content = binascii.a2b_base64(text, strict_mode=True)
     except (TypeError, ValueError, binascii.Error):
         raise invalid(f"{field}.b64", shown(text), "a base64 string of 784 bytes") from None
     if len(content) != PIXELS:
-        raise invalid(f"{field}.b64", f"{len(content)} bytes", f"{PIXELS}: 28 rows of 28")
+        found = recognise(content)[0]
+        hint = "; pictures go to /predict" if found.startswith("image/") else ""
+        got = f"{len(content)} bytes{', ' * bool(found)}{found}"
+        raise invalid(f"{field}.b64", got, f"{PIXELS}: 28 rows of 28{hint}")
     return content
-
-
-def _sizes(values: list[Any]) -> list[int]:
-    """The lengths of the lists, as the first ones are nested."""
-    sizes, inner = [len(values)], values
-    while inner and type(inner[0]) is list and len(sizes) < _MOST_SIZES:
-        inner = inner[0]
-        sizes.append(len(inner))
-    return sizes

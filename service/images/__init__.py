@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from functools import partial
 from typing import Literal
 
@@ -24,8 +25,9 @@ import numpy as np
 
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from service import advice
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
-from service.images.headers import Invert, describe, sniff
+from service.images.headers import Invert, describe, recognise, sniff
 from service.images.json import check_count, json_images, sliced_json_images
 
 __all__ = ["ACCEPTED", "Invert", "Limits", "decode", "decoder"]
@@ -43,12 +45,6 @@ _NPY_ITEM = re.compile(
     r"|'shape':\((?P<shape>\d{1,20},(?:\d{1,20},){0,8}(?:\d{1,20})?)\)"
 )
 _NPY_DTYPES = {np.dtype(code).str[1:]: np.dtype(code) for code in "?bhilBHILefdFD"}
-_NPY_CONVERSIONS = {
-    **dict.fromkeys("iu", "; if they are 0 to 255, save x.astype('uint8')"),
-    "f": "; for fractions 0 to 1 save np.rint(255 * x).astype('uint8')",
-}
-"""How to save an array as uint8, by its kind of dtype."""
-
 _MULTIPART_SLICE_BYTES = 64 * 1024
 """Parsed in one piece: 3 ms of small parts."""
 
@@ -142,11 +138,16 @@ def _binary(
 def _octets(body: bytes, field: str, limits: Limits) -> Images:
     count, rest = divmod(len(body), PIXELS)
     if rest or not count:
-        got = f"{len(body)} bytes" if body else "nothing"
-        raise invalid(field, got, "n x 784 bytes, one a pixel, n at least 1")
+        raise _no_pixels(bytes(body), field)
     if count > limits.max_images:
         check_count(count, field, limits.max_images)
     return np.ndarray((count, HEIGHT, WIDTH), _UINT8, body)
+
+
+def _no_pixels(body: bytes, field: str) -> InvalidInput:
+    found, hint = recognise(body)
+    got = f"{len(body)} bytes{', ' * bool(found)}{found}" if body else "nothing"
+    return invalid(field, got, f"n x 784 bytes, one a pixel, n at least 1{hint}")
 
 
 def _npy(body: bytes, field: str, limits: Limits) -> Images:
@@ -155,9 +156,11 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
     `numpy.lib.format` evaluates the header as a Python literal, emits Python warnings about some,
     and has no public function for version 3.
     """
-    if not body.startswith(_NPY_MAGIC) or len(body) < 12:
-        got = f"{len(body)} bytes" if len(body) < 12 else describe(body)
-        raise invalid(field, got, "an npy file, as np.save writes it")
+    cut = body.startswith(_NPY_MAGIC)
+    if not cut or len(body) < 12:
+        found, hint = ("", "") if cut else recognise(body)
+        got = found or (f"{len(body)} bytes" if len(body) < 12 else describe(body))
+        raise invalid(field, got, f"an npy file, as np.save writes it{hint}")
     start = 10 if body[6] == 1 else 12
     length = int.from_bytes(body[8:start], "little")
     if body[6] not in (1, 2, 3) or body[7] or length > min(_NPY_MAX_HEADER, len(body) - start):
@@ -170,18 +173,16 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
         raise invalid(field, got, "descr, fortran_order and shape of an array")
     code = items["descr"].lstrip("|<>=")
     if code != "u1":
-        dtype = _NPY_DTYPES.get(code)
-        advice = _NPY_CONVERSIONS.get(dtype.kind, "") if dtype else ""
-        raise invalid(field, f"dtype {dtype or shown(code)}", f"uint8, 0 to 255{advice}")
+        hint = _conversion(items["descr"], body[start + length :])
+        if code == "O":
+            hint = "; it holds Python objects: save np.array(x, dtype='uint8')"
+        got = f"dtype {_NPY_DTYPES.get(code) or shown(code)}"
+        raise invalid(field, got, f"uint8, 0 to 255{hint}")
     shape = tuple(int(side) for side in items["shape"].split(",") if side)
     one = shape in ((HEIGHT, WIDTH), (PIXELS,))
     if not one and shape[1:] not in ((HEIGHT, WIDTH), (PIXELS,)):
         expected = "(28, 28), (784,), (n, 28, 28) or (n, 784)"
-        if shape[1:] == (1, HEIGHT, WIDTH):
-            expected += "; save x[:, 0], without the channel axis"
-        elif shape[-3:] == (HEIGHT, WIDTH, 1):
-            expected += "; save x[..., 0], without the channel axis"
-        raise invalid(field, f"shape {shape}", expected)
+        raise invalid(field, f"shape {shape}", expected + advice.for_shape(shape))
     count = 1 if one else shape[0]
     check_count(count, field, limits.max_images)
     data = memoryview(body)[start + length :]
@@ -190,6 +191,21 @@ def _npy(body: bytes, field: str, limits: Limits) -> Images:
     order: Literal["F", "C"] = "F" if items["order"] == "True" else "C"
     array = np.frombuffer(data, np.uint8).reshape(shape, order=order)
     return np.ascontiguousarray(array).reshape(count, HEIGHT, WIDTH)
+
+
+def _conversion(descr: str, data: bytes) -> str:
+    """How the numbers of an npy file, which are not uint8, become pixels."""
+    dtype = _NPY_DTYPES.get(descr.lstrip("|<>="))
+    if dtype is None or dtype.kind == "c" or len(data) < dtype.itemsize:
+        return ""
+    if dtype.kind == "b":
+        return "; save 255 * x.astype('uint8')"
+    ordered = dtype.newbyteorder(">" if descr.startswith(">") else "<")
+    numbers = np.frombuffer(data, ordered, len(data) // dtype.itemsize)
+    low, high = float(numbers.min()), float(numbers.max())
+    if dtype.kind in "iu" and low >= 0 and high <= 255:
+        return "; save x.astype('uint8')"
+    return advice.for_range(low, high)
 
 
 def _nothing() -> None:
@@ -202,12 +218,15 @@ def _multipart(
     """The images of all parts, in the order of the parts."""
     images: list[Images] = []
     used_pixels = count = 0
-    for i, (kind, content) in enumerate(_parts(body, content_type, limits, between)):
+    for i, part in enumerate(_parts(body, content_type, limits, between)):
         between()
+        kind, content = part.kind, part.content
         field = f"parts[{i}]"
         if kind in ("", "application/octet-stream"):
             npy = "application/x-npy" if content.startswith(_NPY_MAGIC) else None
             kind = sniff(content) or npy or "application/octet-stream"
+            if kind == "application/octet-stream" and (not content or len(content) % PIXELS):
+                raise _no_file(part, field)
         if kind not in _BINARY:
             raise _unsupported(field, kind, _BINARY)
         rows, pixels = _binary(content, kind, field, invert, limits, used_pixels)
@@ -218,25 +237,50 @@ def _multipart(
     return images[0] if len(images) == 1 else np.concatenate(images)
 
 
+@dataclass(slots=True)
+class _Part:
+    """A part of a form; `kind` is its content type, "" where it has none."""
+
+    kind: str = ""
+    disposition: bytes = b""
+    content: bytes = b""
+
+
+def _no_file(part: _Part, field: str) -> InvalidInput:
+    """The error for a part without a type that is no picture, no npy file and no pixels."""
+    from python_multipart.multipart import parse_options_header
+
+    options = parse_options_header(part.disposition)[1]
+    if options.get(b"filename") == b"":
+        return invalid(field, "an empty file", "a file; none was chosen in the form")
+    text = recognise(part.content)[0]
+    if b"filename" not in options and text.startswith("the text "):
+        name = shown(options.get(b"name", b"").decode("utf-8", "replace"))
+        return invalid(field, f"the field {name} with {text}", "files alone; leave it away")
+    return _no_pixels(part.content, field)
+
+
 def _parts(
     body: bytes, content_type: str, limits: Limits, between: Callable[[], None]
-) -> list[tuple[str, bytes]]:
-    """Content type, "" where there is none, and content of each part."""
+) -> list[_Part]:
     from python_multipart.exceptions import FormParserError
     from python_multipart.multipart import MultipartParser, parse_options_header
 
-    kinds: list[str] = []
+    parts: list[_Part] = []
     contents: list[bytearray] = []
     name, value, ends = bytearray(), bytearray(), list[bool]()
 
     def part_begin() -> None:
-        check_count(len(kinds) + 1, "parts", limits.max_images)
-        kinds.append("")
+        check_count(len(parts) + 1, "parts", limits.max_images)
+        parts.append(_Part())
         contents.append(bytearray())
 
     def header_end() -> None:
-        if name.lower() == b"content-type":
-            kinds[-1] = media_type(value.decode("latin-1"))
+        header = name.lower()
+        if header == b"content-type":
+            parts[-1].kind = media_type(value.decode("latin-1"))
+        elif header == b"content-disposition":
+            parts[-1].disposition = bytes(value)
         name.clear()
         value.clear()
 
@@ -260,15 +304,39 @@ def _parts(
             parser.write(body[start : start + _MULTIPART_SLICE_BYTES])
     except (FormParserError, UnicodeEncodeError) as exc:
         raise InvalidInput(f"body: not multipart/form-data: {exc}", field="body") from exc
-    if not ends or not kinds:
-        got = f"{len(kinds)} parts" + ("" if ends else " and no closing boundary")
+    if not ends or not parts:
+        got = f"{len(parts)} parts" + ("" if ends else " and no closing boundary")
         raise invalid("body", got, "at least one part and a boundary after the last")
-    return list(zip(kinds, map(bytes, contents), strict=True))
+    for part, content in zip(parts, contents, strict=True):
+        part.content = bytes(content)
+    return parts
+
+
+_CONVERT = "; convert it to PNG or JPEG"
+_WITH_CURL = "; with curl: -H 'Content-Type: image/png'"
+_TYPES = {
+    "": _WITH_CURL,
+    "application/x-www-form-urlencoded": _WITH_CURL,
+    "application/pdf": _CONVERT,
+    "application/zip": "; save one array with np.save",
+    "application/gzip": "; send it uncompressed",
+    "text/csv": '; send numbers as JSON, {"images": [...]}',
+    "text/plain": "; say what it is, as in Content-Type: image/png",
+}
+"""What to do instead of sending these."""
 
 
 def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> UnsupportedMediaType:
     got = shown(kind) if kind else "nothing"
-    message = f"{field}: got {got}, expected one of {', '.join(accepted)}"
-    if kind in ("", "application/x-www-form-urlencoded") and field == "content-type":
-        message += "; with curl: -H 'Content-Type: image/png'"
+    hint = _TYPES.get(kind, "")
+    if kind == "text/plain" and field != "content-type":
+        hint = "; leave text fields away"
+    elif kind.startswith("image/"):
+        hint = _CONVERT
+    elif not hint:
+        names = {one.rpartition("/")[2].removeprefix("x-"): one for one in accepted}
+        names.update(zip(accepted, accepted, strict=True))
+        if close := get_close_matches(kind[:40], names, n=1, cutoff=0.8):
+            hint = f"; did you mean {names[close[0]]}?"
+    message = f"{field}: got {got}, expected one of {', '.join(accepted)}{hint}"
     return UnsupportedMediaType(message, field=field)

@@ -1,24 +1,51 @@
-"""What the first bytes of a picture state, read without a picture library."""
+"""What the first bytes of a picture, or of another file, state, read without a library for it."""
 
 from __future__ import annotations
 
+import re
+from codecs import getincrementaldecoder
 from typing import Literal, TypeAlias
 
-from service.errors import TooLarge
+from service.errors import TooLarge, shown
 
 Invert: TypeAlias = Literal["auto", "true", "false"]
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
+_CONVERT = "; convert it to PNG or JPEG"
+_AS_BYTES = "; send its bytes as they are"
+_DECODED = "; decode it and send the bytes"
+_UNCOMPRESSED = "; send the body uncompressed"
+_ONE_ARRAY = "; save one array with np.save"
 _SIGNATURES = {
-    PNG_MAGIC: "image/png",
-    b"\xff\xd8\xff": "image/jpeg",
-    b"GIF8": "a GIF file",
-    b"BM": "a BMP file",
-    b"RIFF": "a WebP file",
-    b"%PDF": "a PDF file",
-    b"PK\x03\x04": "an npz or zip archive",
-    b"\x93NUMPY": "an npy file",
+    PNG_MAGIC: ("image/png", "; send it with Content-Type: image/png"),
+    b"\xff\xd8\xff": ("image/jpeg", "; send it with Content-Type: image/jpeg"),
+    b"GIF8": ("a GIF file", _CONVERT),
+    b"BM": ("a BMP file", _CONVERT),
+    b"RIFF": ("a WebP file", _CONVERT),
+    b"%PDF": ("a PDF file", _CONVERT),
+    b"II*\0": ("a TIFF file", _CONVERT),
+    b"MM\0*": ("a TIFF file", _CONVERT),
+    b"PK\x03\x04": ("an npz or zip archive", _ONE_ARRAY),
+    b"\x80\x04\x95": ("a Python pickle", _ONE_ARRAY),
+    b"\x93NUMPY": ("an npy file", "; send it with Content-Type: application/x-npy"),
+    b"\0\0\x08\x03": ("an IDX file", "; send what follows its header of 16 bytes"),
+    b"\x1f\x8b": ("gzip data", _UNCOMPRESSED),
+    b"\x28\xb5\x2f\xfd": ("zstd data", _UNCOMPRESSED),
+    b"\x89PNG": ("a PNG without its line ends", f"{_AS_BYTES}, with curl: --data-binary @FILE"),
+    b"\xef\xbf\xbd": ("a file that was read as text", _AS_BYTES),
+    b"\xc2\x89PNG": ("a PNG that was read as text", _AS_BYTES),
+    b"iVBORw0KGgo": ("a PNG in base64", _DECODED),
+    b"/9j/": ("a JPEG in base64", _DECODED),
+    b"data:": ("a data: URL", _DECODED),
 }
+"""What files begin with: what that is, and what to do with it."""
+
+_BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF"}
+"""Of ISO's media files, which have it at byte 8."""
+
+_FILE = re.compile(r"@?[\w./~\\:-]{1,250}\.\w{1,5}", re.ASCII)
+_NUMBERS = re.compile(r"[\d\s.,;+-]+", re.ASCII)
+_READ_BYTES = 256
 _JPEG_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 _MAX_JPEG_SEGMENTS = 64
 """Looked at for a JPEG's size. Cameras write about ten before it."""
@@ -26,16 +53,51 @@ _MAX_JPEG_SEGMENTS = 64
 
 def sniff(content: bytes) -> str | None:
     """The picture type that the first bytes state, None if they are of no picture read here."""
-    found = describe(content)
+    found, _ = _signature(content)
     return found if found.startswith("image/") else None
 
 
 def describe(content: bytes) -> str:
     """What `content` appears to be, for a message."""
-    for signature, name in _SIGNATURES.items():
+    return recognise(content)[0] or f"bytes that begin with {content[:8].hex(' ')}"
+
+
+def recognise(content: bytes) -> tuple[str, str]:
+    """What `content` appears to be and what to do with it, for a message; "" if that is unknown."""
+    found, advice = _signature(content)
+    if found:
+        return found, advice
+    beginning = content[:_READ_BYTES]
+    if beginning[4:8] == b"ftyp" and (brand := _BRANDS.get(beginning[8:12])):
+        return f"a file in {brand}", _CONVERT
+    text = _text(beginning)
+    if not text:
+        return "", ""
+    if "<svg" in text:
+        return "an SVG file", _CONVERT
+    if text.startswith("{"):
+        advice = "; send it with Content-Type: application/json"
+    elif len(content) < _READ_BYTES and _FILE.fullmatch(text):
+        advice = "; with curl: --data-binary @FILE"
+    elif _NUMBERS.fullmatch(text):
+        advice = '; send numbers as JSON, {"images": [...]}'
+    return f"the text {shown(text)}", advice
+
+
+def _signature(content: bytes) -> tuple[str, str]:
+    for signature, found in _SIGNATURES.items():
         if content.startswith(signature):
-            return name
-    return f"bytes that begin with {content[:8].hex(' ')}"
+            return found
+    return "", ""
+
+
+def _text(beginning: bytes) -> str:
+    """The text that begins so, "" if it is none."""
+    try:
+        text = getincrementaldecoder("utf-8")().decode(beginning).strip()
+    except UnicodeDecodeError:
+        return ""
+    return text if all(one.isprintable() or one.isspace() for one in text) else ""
 
 
 def stated_size(content: bytes | bytearray, start: int = 0) -> tuple[int, int] | None:

@@ -15,11 +15,14 @@ import numpy as np
 import orjson
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from service import advice
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.images.headers import sniff
+from service.images.headers import describe, recognise, sniff
 
 _UINT8 = np.dtype(np.uint8)
 _SHAPES = "28 rows of 28, 784 integers 0 to 255, or a base64 string of 784 bytes"
+_FORM = '{"images": [...]}'
+_MOST_LENGTHS = 5
 _UNCHECKED_BYTES = 64 * 1024
 """A smaller body is cheap to parse whatever it contains."""
 
@@ -27,6 +30,29 @@ _SLICE_BYTES = 256 * 1024
 _SPACE = rb"[ \t\r\n]*"
 _LIST_BEGIN = re.compile(rb'%b\{%b"images"%b:%b\[%b(?=[\["])' % ((_SPACE,) * 5))
 _LIST_END = re.compile(rb"\]%b\}%b\Z" % ((_SPACE,) * 2))
+_OTHER_KEYS = {
+    "instances": "; TensorFlow Serving's requests go to /v1/models/MODEL:predict",
+    "signature_name": "; TensorFlow Serving's requests go to /v1/models/MODEL:predict",
+    "inputs": "; the Open Inference Protocol's requests go to /v2/models/MODEL/infer",
+    "model": "; the model goes into the URL, /predict?model=NAME",
+    "version": "; the version goes into the URL, /predict?version=N",
+    "invert": "; it goes into the URL, /predict?invert=true",
+}
+_NAME = re.compile(r"\w{2,9}://|[^\n]{1,200}\.\w{2,4}\Z")
+"""A URL, or the name of a file."""
+_READ_CHARACTERS = 300
+_LINES = re.compile(r"[\r\n]")
+_NUMBERS = re.compile(r"\s*[\[(]*\s*\d+(\.\d*)?[\s,]", re.ASCII)
+_HEX = re.compile(r"[0-9a-fA-F]+")
+_NOT_JSON = {
+    b"{'": "; names need double quotes: in Python send json.dumps(...)",
+    b"'": "; it begins with a quote of the shell's: send a file, with curl --data-binary @FILE",
+    b"\xef\xbb\xbf": "; it begins with a byte order mark: save it as UTF-8 without one",
+    b"\xff\xfe": "; it is UTF-16: save it as UTF-8",
+}
+"""What a document begins with that is nearly JSON, and what to do."""
+_NOT_UTF8 = "str is not valid UTF-8"
+"""How the message of orjson 3.11 begins where that is so; it goes on about surrogates."""
 _NO_MEMORY = "Not enough memory"
 """How the message of orjson 3.11 begins where it got none: it asks for 12 bytes of memory for each
 byte of a document."""
@@ -39,11 +65,12 @@ def json_images(body: bytes, max_images: int) -> Images:
     """
     if len(body) > _UNCHECKED_BYTES:
         _check_containers(body, max_images)
-    document = json_object(body, '{"images": [...]}')
+    document = json_object(body, _FORM)
     if len(document) != 1 or "images" not in document:
         for key in document:
             if key != "images":
-                raise invalid(key[:40], "an unknown key", 'only "images"')
+                expected = 'only "images"' + _OTHER_KEYS.get(key, "")
+                raise invalid(key[:40], "an unknown key", expected)
         raise invalid("images", "nothing", f"one image or a list of them, each {_SHAPES}")
     images = document["images"]
     booleans = _has_booleans(body)
@@ -53,7 +80,8 @@ def json_images(body: bytes, max_images: int) -> Images:
         check_count(count := len(images), "images", max_images)
         content = b"".join(
             [
-                _pixels(image, booleans) or _checked_pixels(image, f"images[{i}]")
+                _pixels(image, booleans)
+                or _checked_pixels(image, f"images[{i}]", "" if i else str(count))
                 for i, image in enumerate(images)
             ]
         )
@@ -90,7 +118,8 @@ def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]
         # Beyond the limit they are only counted, for the message.
         for i, image in enumerate(images[: max_images - count] if count < max_images else ()):
             content = _pixels(image, booleans)
-            contents.append(content or _checked_pixels(image, f"images[{count + i}]"))
+            rows = "" if count + i else "n"
+            contents.append(content or _checked_pixels(image, f"images[{count + i}]", rows))
         count += len(images)
         at = stop + 1
     check_count(count, "images", max_images)
@@ -147,10 +176,30 @@ def json_object(body: bytes, form: str) -> dict[str, Any]:
     try:
         document = _loads(body)
     except orjson.JSONDecodeError as exc:
-        raise InvalidInput(f"body: not JSON: {exc}", field="body") from exc
+        raise _not_json(body, exc, form) from exc
     if type(document) is not dict:
         raise invalid("body", shown(document), f"an object, {form}")
     return document
+
+
+def _not_json(body: bytes, error: orjson.JSONDecodeError, form: str) -> InvalidInput:
+    message = f"body: not JSON: {error}"
+    found, hint = recognise(body)
+    if form != _FORM and "Content-Type" in hint:
+        hint = "; it goes to /predict"
+    for beginning, remedy in _NOT_JSON.items():
+        if body.startswith(beginning):
+            message += remedy
+            break
+    else:
+        if found and body[:1] not in b'{["':
+            message = f"body: not JSON but {found}{hint}"
+        elif error.msg.startswith(_NOT_UTF8):
+            start = "" if body[:1] in b'{["' else f"{describe(body)}, and "
+            message = f"body: not JSON: {start}not all of it is UTF-8"
+        elif body[error.pos : error.pos + 3] in (b"NaN", b"Inf", b"-In"):
+            message += "; JSON has no NaN and no infinity"
+    return InvalidInput(message, field="body")
 
 
 def _loads(text: bytes) -> Any:
@@ -173,7 +222,9 @@ def check_count(count: int, field: str, max_images: int) -> None:
     if not count:
         raise invalid(field, "0 images", "at least 1")
     if count > max_images:
-        message = f"{field}: got {count} images, expected at most {max_images} in a request"
+        message = (
+            f"{field}: got {count} images, expected at most {max_images} in a request; send fewer"
+        )
         raise TooLarge(message, field=field)
 
 
@@ -213,8 +264,10 @@ def _pixels(image: object, booleans: bool) -> bytes | None:
     return None
 
 
-def _checked_pixels(image: object, field: str) -> bytes:
+def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
     """784 bytes, each element checked.
+
+    `rows`: of the first of a list of images, how long that is; it may be a row of one image.
 
     Raises:
         InvalidInput: names the first that is wrong.
@@ -223,25 +276,41 @@ def _checked_pixels(image: object, field: str) -> bytes:
         return _base64_pixels(image, field)
     if type(image) is not list:
         raise invalid(field, shown(image), _SHAPES)
+    sizes = lengths(image)
+    if rows not in ("", "1") and (
+        (len(sizes) == 1 and sizes[0] != PIXELS)
+        or (len(sizes) == 2 and sizes[1] in advice.CHANNELS)
+    ):
+        got = f"shape ({rows}, {', '.join(map(str, sizes))})"
+        number = int(rows) if rows.isdigit() else 0
+        raise invalid("images", got, _SHAPES + advice.for_shape([number, *sizes]))
+    if len(sizes) > 2:
+        raise invalid(field, f"shape {tuple(sizes)}", _SHAPES + advice.for_shape(sizes))
     place, values = "[{0}]", image
-    if image and type(image[0]) is list:
-        if image[0] and type(image[0][0]) is list:
-            shape = f"shape ({len(image)}, {len(image[0])}, {len(image[0][0])})"
-            raise invalid(field, shape, f"{_SHAPES}; remove the channel axis")
-        if len(image) != HEIGHT:
-            raise invalid(field, f"{len(image)} rows", _SHAPES)
+    if len(sizes) == 2:
+        if sizes[0] != HEIGHT:
+            raise invalid(field, f"{sizes[0]} rows", _SHAPES + advice.for_shape(sizes))
         for y, row in enumerate(image):
             if type(row) is not list or len(row) != WIDTH:
                 raise invalid(f"{field}[{y}]", shown(row), "a list of 28 integers 0 to 255")
         place, values = "[{1}][{2}]", [value for row in image for value in row]
     if len(values) != PIXELS:
-        raise invalid(field, f"{len(values)} values", _SHAPES)
+        raise invalid(field, f"{len(values)} values", _SHAPES + advice.for_count(len(values)))
     for i, value in enumerate(values):
         if type(value) is not int or not 0 <= value <= 255:
-            advice = "; for fractions 0 to 1 send round(255 * x)" if type(value) is float else ""
+            hint = advice.for_numbers(values) if type(value) is float else ""
             where = field + place.format(i, *divmod(i, WIDTH))
-            raise invalid(where, shown(value), f"an integer 0 to 255{advice}")
+            raise invalid(where, shown(value), f"an integer 0 to 255{hint}")
     return bytes(values)
+
+
+def lengths(values: list[Any]) -> list[int]:
+    """The lengths of `values` and the lists in it, as the first ones are nested."""
+    sizes, inner = [len(values)], values
+    while inner and type(inner[0]) is list and len(sizes) < _MOST_LENGTHS:
+        inner = inner[0]
+        sizes.append(len(inner))
+    return sizes
 
 
 def _base64_pixels(text: str, field: str) -> bytes:
@@ -251,13 +320,30 @@ def _base64_pixels(text: str, field: str) -> bytes:
         content = binascii.a2b_base64(text, strict_mode=True)
     except ValueError as exc:
         expected = "784 bytes in base64, whose alphabet is A-Z, a-z, 0-9, + and /, padded with ="
-        raise invalid(field, shown(text), expected) from exc
+        raise invalid(field, shown(text), expected + _no_base64(text)) from exc
     if len(content) != PIXELS:
         if picture := sniff(content):
             expected = f"784 bytes of pixels; {_send_picture(picture)}"
             raise invalid(field, f"a picture ({picture}) in base64", expected)
-        raise invalid(field, f"base64 of {len(content)} bytes", "784")
+        found, hint = recognise(content)[0], ""
+        if len(text) == 2 * PIXELS and _HEX.fullmatch(text):
+            found, hint = "", "; it looks like hex"
+        elif len(content) in (4 * PIXELS, 8 * PIXELS):
+            hint = "; floats have more than one: encode x.astype('uint8')"
+        got = f"base64 of {len(content)} bytes{', ' * bool(found)}{found}"
+        raise invalid(field, got, f"784, one a pixel{hint}")
     return content
+
+
+def _no_base64(text: str) -> str:
+    """What to do instead of sending `text`."""
+    if _NUMBERS.match(text):
+        return "; send a list of numbers without quotes"
+    if _NAME.match(text[:_READ_CHARACTERS]):
+        return f"; files and URLs are not read: {_send_picture('image/png')}"
+    if _LINES.search(text):
+        return "; remove its line breaks, as base64 --wrap=0 does"
+    return ""
 
 
 def _send_picture(kind: str) -> str:

@@ -26,7 +26,7 @@ from PIL.PngImagePlugin import PngImageFile
 
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, invalid, shown
-from service.images.headers import PNG_MAGIC, Invert, check_size, describe, sniff
+from service.images.headers import PNG_MAGIC, Invert, check_size, describe, recognise, sniff
 
 Grey: TypeAlias = NDArray[np.uint8]
 Ink: TypeAlias = NDArray[np.float32]
@@ -93,8 +93,7 @@ def digit(
     """
     found = sniff(body)
     if found != declared:
-        advice = f"; send it with Content-Type: {found}" if found else ""
-        raise invalid(field, describe(body), declared + advice)
+        raise invalid(field, describe(body), declared + recognise(body)[1])
     try:
         picture, orientation, damage = _open(body, found)
         check_size(picture.width, picture.height, field, max_pixels, used_pixels)

@@ -17,6 +17,7 @@ import itertools
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 
 import grpc
 
@@ -36,6 +37,11 @@ from service.tls import ServedCertificate
 _MAX_PENDING = 16 * MAX_CALLS
 """Calls that wait for their handler to begin. Beyond, gRPC cancels calls, which nobody counts; its
 default is 1,000, a fifth of a second of them."""
+
+MAX_STREAMS_OF_A_CONNECTION = 200
+"""Calls that are open at a time on a connection; a client waits with further ones. gRPC keeps the
+headers of each before the service sees it: with any number two connections took 2 GB in ten
+seconds."""
 
 _REFUSED_BYTES = 4 * 1024 * 1024
 """How far a message may be over the limit and be refused by its handler. One beyond is refused by
@@ -78,7 +84,7 @@ class GrpcServer:
     ) -> None:
         self._make, self._calls, self._timeout_s = make, calls, timeout_s
         self._addresses, self.port = addresses, port
-        self._credentials = None if certificate is None else _credentials(certificate)
+        self._certificate = certificate
         self._stopping = False
         self._restarting: asyncio.Task[None] | None = None
         self._closing: set[asyncio.Task[None]] = set()
@@ -90,12 +96,13 @@ class GrpcServer:
             CannotListen: an address cannot be listened on; the message names it.
         """
         server = self._make()
+        credentials = None if self._certificate is None else _credentials(self._certificate)
         for address in self._addresses:
             try:
-                if self._credentials is None:
+                if credentials is None:
                     self.port = server.add_insecure_port(at(address, self.port))
                 else:
-                    self.port = server.add_secure_port(at(address, self.port), self._credentials)
+                    self.port = server.add_secure_port(at(address, self.port), credentials)
             except RuntimeError as exc:  # in use since the probe
                 await server.stop(None)
                 raise cannot_listen(
@@ -106,7 +113,26 @@ class GrpcServer:
         self._server = server
         for task in asyncio.all_tasks() - others:
             if _ACCEPTING in repr(task):
-                task.add_done_callback(self._restart)
+                task.add_done_callback(partial(self._restart, server))
+
+    def renew(self) -> None:
+        """Present the certificate as it is now to clients that connect from now on.
+
+        Another server takes the port, and the former finishes its calls.
+        """
+        if self._certificate is not None and not self._stopping:
+            self._restarting = asyncio.create_task(self._replace(self._restarting))
+
+    async def _replace(self, before: asyncio.Task[None] | None) -> None:
+        if before is not None:
+            await asyncio.wait((before,))
+        former = self._server
+        try:
+            await self.start()
+        except Exception as exc:  # noqa: BLE001 - the former goes on
+            _log.error("gRPC presents the earlier certificate: %r", exc)
+        else:
+            self._close(former)
 
     async def stop(self, timeout_s: float) -> None:
         """Reject new calls at once, let running ones finish for `timeout_s`, end the rest.
@@ -136,18 +162,15 @@ class GrpcServer:
             _log.warning("gRPC did not stop within %.1f s", loop.time() - end_s + timeout_s)
             stopping.cancel()
 
-    def _restart(self, accepting: asyncio.Task[None]) -> None:
+    def _restart(self, server: grpc.aio.Server, accepting: asyncio.Task[None]) -> None:
         """Have another server take the port, because one ended that was not told to."""
-        if self._stopping or accepting.cancelled():
+        if self._stopping or accepting.cancelled() or server is not self._server:
             return
         _log.error("gRPC stopped accepting calls, starting it anew: %r", accepting.exception())
         self._restarting = asyncio.create_task(self._take_over(self._server))
 
     async def _take_over(self, ended: grpc.aio.Server) -> None:
-        # Its calls end by their own deadlines.
-        closing = asyncio.create_task(ended.stop(self._timeout_s))
-        self._closing.add(closing)
-        closing.add_done_callback(self._closing.discard)
+        self._close(ended)
         for attempt in itertools.count(1):
             await asyncio.sleep(min(_RESTART_S * attempt, 1.0))
             if self._stopping:
@@ -160,17 +183,21 @@ class GrpcServer:
             else:
                 return
 
+    def _close(self, server: grpc.aio.Server) -> None:
+        """Its calls go on, and end by their own deadlines."""
+        closing = asyncio.create_task(server.stop(self._timeout_s))
+        self._closing.add(closing)
+        closing.add_done_callback(self._closing.discard)
+
 
 def _credentials(certificate: ServedCertificate) -> grpc.ServerCredentials:
-    """GRPC asks for the certificate in every handshake."""
+    """Those of the certificate as it is now.
 
-    def latest() -> grpc.ServerCertificateConfiguration:
-        key, chain, authority = certificate.contents
-        return grpc.ssl_server_certificate_configuration([(key, chain)], authority)
-
-    return grpc.dynamic_ssl_server_credentials(
-        latest(), latest, certificate.contents[2] is not None
-    )
+    Not `dynamic_ssl_server_credentials`: in grpcio 1.85 a fetcher that returns a configuration
+    crashes the process after some hundred to some thousand handshakes.
+    """
+    key, chain, authority = certificate.contents
+    return grpc.ssl_server_credentials([(key, chain)], authority, authority is not None)
 
 
 @asynccontextmanager
@@ -207,7 +234,9 @@ async def serve(
     # grpcio 1.85 prints why it cannot bind an address, and does not return the reason.
     addresses = probe(host, port, shared=shared)
     options = (
-        ("grpc.so_reuseport", int(shared)),
+        # With a certificate also for the server that takes the port when it changes.
+        ("grpc.so_reuseport", int(shared or certificate is not None)),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_OF_A_CONNECTION),
         # A little more is received, so that it is refused as over HTTP, and a stream goes on.
         ("grpc.max_receive_message_length", max_body_bytes + _REFUSED_BYTES),
         # Otherwise each stream may send 4 MiB before its handler reads, instead of 64 KiB.

@@ -391,7 +391,10 @@ class InferenceServicer:
         return status
 
     def _identify(self, request: _Request, message: bytes) -> None:
-        """Note the id and the model of a request that is refused, as far as they can be read."""
+        """Note the id and the model of a request that is refused, as far as they can be read.
+
+        Raises: UnknownModel, which is the one of two mistakes to know first.
+        """
         parts = split(message)
         if parts is None or sum(map(len, parts[0])) > _LARGEST_READ_AGAIN:
             return
@@ -399,9 +402,7 @@ class InferenceServicer:
         if isinstance(head, InvalidInput):
             return
         request.id = head.id[:MAX_ID_CHARACTERS]
-        served = self._models.find(head.model_name, head.model_version)
-        if served is not None:
-            request.model = served.version.key
+        request.model = self._models.get(head.model_name, head.model_version).version.key
 
     async def _read(self, message: bytes, timeout_s: float) -> tuple[Images, Wanted]:
         if (decoded := decode_inline(message, self._max_images)) is not None:

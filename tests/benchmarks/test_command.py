@@ -51,8 +51,8 @@ def test_help_needs_no_library_and_a_missing_one_is_one_line_with_its_remedy():
     lines = done.stdout.splitlines()
     for name, remedy in (
         ("load_test", "needs httpx, which is not installed: make dev"),
-        ("engine", "[cuda12]"),
-        ("training", "[cuda12]"),
+        ("engine", "[cuda13]"),
+        ("training", "[cuda13]"),
         ("multi_gpu", "needs torch, which is not installed: .venv/bin/python -m pip install torch"),
         ("baselines.torch_training", "needs torch"),
     ):

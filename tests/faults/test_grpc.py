@@ -17,6 +17,10 @@ import pytest
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.calls import MAX_CALLS
+from service.rpc.server import MAX_STREAMS_OF_A_CONNECTION
+from tests.faults import http2
+from tests.faults.checks import resident_bytes
+from tests.service_process import grpc_call
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MB = 1e6
@@ -302,3 +306,42 @@ async def test_streams_that_send_nothing_do_not_delay_a_stop(start):
         assert set(await asyncio.gather(*ends)) == {UNAVAILABLE}
     assert service.wait() == ExitCode.STOPPED
     assert service.stopped_after_s() < 5
+
+
+def attacked(service, kind, connections, seconds):
+    """Attack for so long; how many bytes the memory of the service grew at most."""
+    sent, until_s = [0, 0], time.monotonic() + seconds
+    threads = [
+        threading.Thread(target=http2.attack, args=(service.grpc_port, kind, until_s, sent))
+        for _ in range(connections)
+    ]
+    before = largest = resident_bytes(service)
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        largest = max(largest, resident_bytes(service))
+        time.sleep(0.05)
+    return largest - before
+
+
+@pytest.mark.parametrize("kind", ["headers-1200", "headers-150", "reset", "hpack"])
+def test_calls_with_many_headers_take_little_memory(start, kind):
+    service = start("--api-keys", "a-key-that-nobody-knows").ready()
+    assert attacked(service, kind, connections=2, seconds=3) < 200 * MB  # were 700 in 3 s
+
+
+def test_what_a_client_says_when_it_leaves_is_not_logged(start):
+    service = start().ready()
+    before = len(service.lines)
+    attacked(service, "goaway", connections=2, seconds=1)
+    service.catch_up()
+    assert service.lines[before:] == []
+
+
+def test_a_connection_is_told_how_many_calls_it_may_open(start):
+    service = start().ready()
+    with grpc_call(service.grpc_port) as connection:
+        settings = connection.recv(9) + connection.recv(4096)
+    wanted = b"\0\3" + MAX_STREAMS_OF_A_CONNECTION.to_bytes(4, "big")
+    assert settings[3] == http2.SETTINGS
+    assert wanted in settings

@@ -15,6 +15,7 @@ import pytest
 
 from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.errors import ExitCode
+from service.signals import SAME_STOP_S
 from tests.service_process import PATIENCE_S, PROGRAM
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -264,7 +265,7 @@ def test_a_second_signal_exits_at_once_when_the_event_loop_is_stuck(start):
     service = start(program=program_with(STUCK_LOOP)).ready()
     stick(service, service.process.pid)
     service.signal(signal.SIGINT)
-    time.sleep(0.2)  # two signals at the same time are one
+    time.sleep(SAME_STOP_S)  # sooner it would not be a second one
     service.signal(signal.SIGTERM)
     assert service.wait() == 128 + signal.SIGTERM
     assert service.stopped_after_s() < 1

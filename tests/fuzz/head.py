@@ -1,4 +1,4 @@
-"""The head of a request through httptools' parser, and what `POST /predict` reads of it."""
+"""The head of a request through httptools' parser, and what `POST /predict` and `/explain` read."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from urllib.parse import unquote_plus
 import httptools
 
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
+from service.http.explain import ExplainRoute, ExplainWanted
 from service.http.gate import Gate
-from service.http.head import Head, Refused
-from service.http.predict import PredictRoute, PredictWanted, accepts_binary
+from service.http.head import FastRoutes, Head, Refused
+from service.http.predict import PredictRoute, PredictWanted, prefers
 from service.images import ACCEPTED, Limits
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
@@ -25,8 +26,8 @@ TIMEOUT_S = 30.0
 class _Reader:
     """Builds a `Head` at the end of the headers, as a connection does."""
 
-    def __init__(self, route: PredictRoute) -> None:
-        self._route = route
+    def __init__(self, routes: FastRoutes) -> None:
+        self._routes = routes
         self._url = b""
         self.pairs: list[tuple[bytes, bytes]] = []
         self.head: Head | Refused | None = None
@@ -50,7 +51,7 @@ class _Reader:
                 parser.get_http_version(),
                 self.pairs,
                 parser.should_keep_alive(),
-                {(b"POST", b"/predict"): self._route},
+                self._routes,
                 Gate(),
             )
         except Refused as exc:
@@ -69,10 +70,15 @@ class HeadTarget(Target):
         # Reading needs no model, no queue and no budget.
         parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(PredictRoute))
         parts |= {"limits": Limits(max_images=8), "max_body_bytes": MAX_BODY_BYTES}
-        self._route = PredictRoute(**{**parts, "timeout_s": TIMEOUT_S})
+        predict = PredictRoute(**{**parts, "timeout_s": TIMEOUT_S})
+        explain = ExplainRoute.beside(predict, cast("Any", None))
+        self._routes: FastRoutes = {
+            (b"POST", b"/predict"): predict,
+            (b"POST", b"/explain"): explain,
+        }
 
     def run(self, data: bytes) -> None:
-        reader = _Reader(self._route)
+        reader = _Reader(self._routes)
         try:
             reader.parser.feed_data(data)
         except httptools.HttpParserCallbackError as exc:
@@ -101,8 +107,8 @@ class HeadTarget(Target):
         if head.known_length and (head.chunked or head.error or not head.keep_alive):
             raise Finding("may be taken for an equal header section, though it is not plain")
         if head.route is None:
-            if re.fullmatch(rb"/predict", head.path) and head.method == b"POST":
-                raise Finding("POST /predict has no route")
+            if (head.method, head.path) in self._routes:
+                raise Finding(f"POST {head.path!r} has no route")
         elif head.error is not None:
             if not isinstance(head.error, InvalidInput | TooLarge | UnsupportedMediaType):
                 raise Finding(f"{head.error!r} is no error of a header")
@@ -135,8 +141,25 @@ class HeadTarget(Target):
         for name in ("model", "version"):
             if getattr(wanted, name) != query.get(name, ""):
                 raise Finding(f"{name} is {getattr(wanted, name)!r} of {head.query!r}")
-        if accepts_binary(named.get("accept", "")) != wanted.binary:
+        if prefers("application/octet-stream", named.get("accept", "")) != wanted.binary:
             raise Finding("Accept is read in two ways")
+        if isinstance(wanted, ExplainWanted):
+            self._check_change(wanted, query)
+
+    def _check_change(self, wanted: ExplainWanted, query: dict[str, str]) -> None:
+        change, noise = wanted.change, query.get("noise", "0")
+        if wanted.index != int(query.get("index", "0")) or wanted.index < 0:
+            raise Finding(f"index is {wanted.index} of {query}")
+        if change.biases != {"on": True, "off": False}[query.get("biases", "on")]:
+            raise Finding(f"biases is {change.biases} of {query}")
+        if change.noisy != query.get("noisy", "") or change.noise != float(noise):
+            raise Finding(f"{change} of {query}")
+        if (
+            not 0 <= change.noise <= 10
+            or not noise.isascii()
+            or (change.noise and not change.noisy)
+        ):
+            raise Finding(f"accepted {query}")
 
     def seeds(self) -> dict[str, bytes]:
         return _seeds()
@@ -240,6 +263,7 @@ _URL_WORDS = (
         b"GET",
         b"/",
         b"predict",
+        b"explain",
         b"?",
         b"&",
         b"=",
@@ -247,10 +271,20 @@ _URL_WORDS = (
         b"version",
         b"invert",
         b"auto",
+        b"index",
+        b"biases",
+        b"noisy",
+        b"noise",
     ),
     *(
         b"true",
         b"False",
+        b"off",
+        b"conv1",
+        b"10.5",
+        b"1e-1",
+        b"nan",
+        b"1_0",
         b"%",
         b"%2",
         b"%66",
@@ -302,6 +336,19 @@ def _seeds() -> dict[str, bytes]:
         "an-unknown-parameter": head(target=b"/predict?models=a"),
         "an-empty-parameter": head(target=b"/predict?model=&invert=false"),
         "invert-maybe": head(target=b"/predict?invert=maybe"),
+        "explain": head(target=b"/explain"),
+        "explain-each-parameter": head(
+            target=b"/explain?model=a&index=3&biases=off&noisy=conv1&noise=0.5"
+        ),
+        "explain-an-exponent": head(target=b"/explain?noisy=conv1&noise=5e-1"),
+        "explain-noise-too-large": head(target=b"/explain?noisy=conv1&noise=10.1"),
+        "explain-noise-not-a-number": head(target=b"/explain?noisy=conv1&noise=nan"),
+        "explain-noise-not-ascii": head(target=b"/explain?noisy=conv1&noise=%B2"),
+        "explain-noise-of-nothing": head(target=b"/explain?noise=1"),
+        "explain-noisy-without-noise": head(target=b"/explain?noisy=conv1"),
+        "explain-index-negative": head(target=b"/explain?index=-1"),
+        "explain-biases-maybe": head(target=b"/explain?biases=maybe"),
+        "predict-an-index": head(target=b"/predict?index=0"),
         "a-lone-percent": head(target=b"/predict?model=%&version=%zz"),
         "timeout": head(b"X-Request-Timeout-Ms: 50"),
         "timeout-0": head(b"X-Request-Timeout-Ms: 0"),

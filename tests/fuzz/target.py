@@ -80,7 +80,11 @@ MODULES = MappingProxyType(
         "png": ("pictures", "PngTarget", ("service.images.picture", "PIL.PngImagePlugin")),
         "jpeg": ("pictures", "JpegTarget", ("service.images.picture", "PIL.JpegImagePlugin")),
         "connection": ("connection", "ConnectionTarget", ("service.http",)),
-        "head": ("head", "HeadTarget", ("service.http.head", "service.http.predict")),
+        "head": (
+            "head",
+            "HeadTarget",
+            ("service.http.head", "service.http.predict", "service.http.explain"),
+        ),
         "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
         "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
         "frames": ("frames", "FrameTarget", ("service.images.decoders",)),

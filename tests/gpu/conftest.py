@@ -40,7 +40,7 @@ def pytest_pycollect_makemodule(
         devices()
     except BackendUnavailable as exc:
         module = WithoutGpu.from_parent(parent, path=module_path)
-        module.reason = str(exc)
+        module.reason = exc.reason
         return module
     return None
 

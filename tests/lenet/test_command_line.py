@@ -30,6 +30,8 @@ class Oven(BaseSettings):
     trays: Annotated[tuple[int, ...], NoDecode] = (1, 2)
     """Trays by number,
     separated by commas."""
+    rack: Path = Field(default_factory=lambda: Path("middle"))
+    """The folder of the trays."""
     secret: CliSuppress[bool] = False
     """Only for tests."""
 
@@ -64,10 +66,13 @@ def oven(*arguments):
 
 
 def test_every_field_has_a_flag():
-    line = "--heat 170 --max-wait-s=0.5 --mode grill --steam false --dry-run --trays 3,4 --secret"
+    line = (
+        "--heat 170 --max-wait-s=0.5 --mode grill --steam false --dry-run --trays 3,4 --rack top "
+        "--secret"
+    )
     assert oven() == Oven(recipe=Path("rye"))
     values = tuple(oven(*line.split()).model_dump().values())
-    assert values == (Path("rye"), 170, 0.5, "grill", False, True, (3, 4), True)
+    assert values == (Path("rye"), 170, 0.5, "grill", False, True, (3, 4), Path("top"), True)
 
 
 def test_a_flag_wins_over_its_variable(monkeypatch):
@@ -92,11 +97,16 @@ def test_a_flag_wins_over_its_variable(monkeypatch):
         (["--trays", "1,x"], "--trays is 'x', expected a whole number"),
         (["--mode=grill", "--heat=60"], "--mode is 'grill', expected fan below 100 degrees"),
         (["--heat", "50"], "--steam is true, where --heat 50 makes none"),
-        (["--heat"], "--heat: expected one argument (--help lists every setting)"),
+        (["--heat"], "--heat is without a value, expected a whole number >= 50 and < 300 (--help"),
+        (["--mode", "--steam"], "--mode is without a value, expected one of fan, grill (--help l"),
+        (["--recipe"], "--recipe is without a value, expected one (--help lists every setting)"),
         (["--max-wait", "1"], "--max-wait is unknown; did you mean --max-wait-s? (--help lists e"),
         (["--haet=1"], "--haet is unknown; did you mean --heat? (--help lists every setting)"),
+        (["--rec", "1"], "--rec is unknown; did you mean --recipe? (--help lists every setting)"),
+        (["--wait", "1"], "--wait is unknown; did you mean --max-wait-s? (--help lists every set"),
         (["--xyzzy"], "--xyzzy is unknown (--help lists every setting)"),
-        (["--dry-run", "true"], "true is unknown, expected a flag (--help lists every setting)"),
+        (["--dry-run", "true"], "true is unknown; settings begin with -- (--help lists"),
+        (["-m", "grill"], "-m is unknown; settings begin with -- (--help lists every setting)"),
     ],
 )
 def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(arguments, message):
@@ -119,8 +129,8 @@ def test_a_word_stands_for_its_flag_wherever_it_is(line, recipe):
     ("line", "message"),
     [
         ("--heat 90", "FILE is missing: oven FILE"),
-        ("rye oat", "oat is unknown, expected a flag (--help lists every setting)"),
-        ("--recipe rye oat", "oat is unknown, expected a flag (--help lists every setting)"),
+        ("rye oat", "oat is unknown; settings begin with -- (--help lists every setting)"),
+        ("--recipe rye oat", "oat is unknown; settings begin with -- (--help lists every setting)"),
         ("rye --haet 90", "--haet is unknown; did you mean --heat? (--help lists every setting)"),
     ],
 )
@@ -171,6 +181,7 @@ def test_help_describes_every_flag_in_words(capsys, monkeypatch):
         "--steam STEAM Add water. Default: True.",
         "--dry-run, --no-dry-run Heat nothing. --trays",
         "Trays by number, separated by commas. Default: 1, 2.",
+        "--rack RACK The folder of the trays. Default: middle.",
         "The variable OVEN_SETTING does what --setting does; a flag wins.",
     ):
         assert entry in text

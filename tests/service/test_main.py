@@ -76,6 +76,7 @@ TEXTS = {
     "api_keys": "a key of 16 characters or more",
     "admin_keys": "another key of 16 characters",
     "versions": "latest:3",
+    "explain": "off",
 }
 
 
@@ -107,7 +108,23 @@ def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name
             ["--api-keys", "long enough by far, secret"],
             "--api-keys: key 2 of 2 has 6 characters, expected at least 16, ASCII alone",
         ),
-        (["--tls-key", "key.pem"], "--tls-certificate and --tls-key belong together"),
+        (["--tls-key", "key.pem"], "--tls-certificate is missing: --tls-key alone makes no TLS"),
+        (["--tls-certificate", "a.pem"], "--tls-key is missing: --tls-certificate alone makes no"),
+        (
+            ["--tls-client-ca", "ca.pem"],
+            "--tls-certificate and --tls-key are missing: --tls-client-ca alone makes no TLS",
+        ),
+        (
+            ["--versions", "2"],
+            "--versions is '2', expected latest, latest:N or all; one version by its number is",
+        ),
+        (["--host", "http://0.0.0.0"], "--host is 'http://0.0.0.0', expected an address or a host"),
+        (["--host", "[::1]"], "--host is '[::1]', expected an address or a host name alone"),
+        (
+            ["--host", "a:80"],
+            "--host is 'a:80', expected an address or a host name alone; the port",
+        ),
+        (["--host="], "--host is '', expected an address or a host name alone; the port is --port"),
         (
             ["--prot", "9000"],
             "--prot is unknown; did you mean --port? (--help lists every setting)",

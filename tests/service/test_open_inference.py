@@ -109,6 +109,7 @@ def test_too_many_images_are_refused_when_the_shape_says_so_whatever_the_bytes(r
         ("UINT8", bytes(783), "783 bytes", "784"),
         ("UINT8", bytes(1568), "1568 bytes", "784"),
         ("FP32", bytes(784), "784 bytes", "3136"),
+        ("UINT8", bytes(3136), "3136 bytes", "784"),
         ("FP32", bytes(3137), "3137 bytes", "3136"),
         ("FP32", np.zeros(783, np.float32), "783 numbers", "784"),
         ("UINT8", np.zeros(0, np.uint32), "0 numbers", "784"),
@@ -118,6 +119,10 @@ def test_data_are_refused_when_they_do_not_fit_the_shape(datatype, data, got, ex
     error = refused(uint8(data=data, datatype=datatype, source="raw_input_contents[0]"))
     assert error.field == "raw_input_contents[0]"
     assert f"got {got}, expected {expected} for shape [1, 28, 28] of {datatype}" in error.message
+    other = {("FP32", "784 bytes"): "UINT8", ("UINT8", "3136 bytes"): "FP32"}.get((datatype, got))
+    assert error.message.endswith(f"; so many are {other}: state that as the datatype") == (
+        other is not None
+    )
 
 
 class Unread(list):
@@ -145,13 +150,15 @@ def test_a_float_is_refused_with_its_place_when_it_is_no_pixel(value, image):
         assert caught.value.field == "data"
         place = f"at index {784 * image + 28 * 3 + 4} (image {image}, row 3, column 4)"
         assert place in caught.value.message
-        assert ("multiply by 255" in caught.value.message) == (value == 0.5)
+        assert ("round(255 * x)" in caught.value.message) == (value == 0.5)
 
 
 def test_a_number_is_refused_when_it_exceeds_255():
     values = np.zeros(784, np.uint32)
     values[5] = 256
-    assert "got 256 at index 5" in refused(uint8(data=values)).message
+    message = refused(uint8(data=values)).message
+    assert "got 256 at index 5" in message
+    assert message.endswith("; they go up to 256: scale them to 0 to 255")
 
 
 def test_a_negative_zero_is_paper_when_it_comes_as_a_float():
@@ -163,7 +170,8 @@ def test_a_negative_zero_is_paper_when_it_comes_as_a_float():
 def test_a_datatype_is_refused_when_it_is_neither_uint8_nor_fp32(datatype):
     error = refused(uint8(datatype=datatype))
     assert error.field == "inputs[0].datatype"
-    assert error.message.endswith("expected one of UINT8, FP32")
+    assert "expected one of UINT8, FP32" in error.message
+    assert ("; pictures go to /predict" in error.message) == (datatype == "BYTES")
     assert len(error.message) < 200
 
 

@@ -9,6 +9,7 @@ import importlib.metadata
 import signal
 import socket
 import threading
+import time
 
 import grpc
 import numpy as np
@@ -23,7 +24,7 @@ from service.rpc import open_inference_pb2 as pb
 from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.server import open_service
 from service.settings import Settings
-from service.signals import Signals
+from service.signals import SAME_STOP_S, Signals
 from service.stopping import Stop
 
 PATIENCE_S = 30.0
@@ -209,7 +210,7 @@ def test_a_port_is_named_when_another_program_listened_there_first(start):
 
 def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(start):
     service = start("--contexts", "1000")
-    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    service.wait_for("read lenet/1 from weights: warming up")
     service.signal(signal.SIGINT)
     assert service.wait() == ExitCode.STOPPED
     assert service.stopped_after_s() < 5
@@ -222,7 +223,7 @@ def test_a_signal_during_the_warm_up_ends_it_with_0_when_much_is_left_to_do(star
 
 def test_a_hangup_during_the_warm_up_is_no_end_and_is_remembered(start, second_version):
     service = start("--contexts", "50")
-    service.wait_for("read weights/lenet/1.safetensors: warming up")
+    service.wait_for("read lenet/1 from weights: warming up")
     second_version()
     service.signal(signal.SIGHUP)
     service.ready().wait_for("version 2 .* replaced version 1, golden logits match")
@@ -353,6 +354,7 @@ def test_a_second_signal_exits_immediately(start):
     with service.in_flight() as stuck:
         service.signal()
         service.wait_for("stopping")
+        time.sleep(SAME_STOP_S)  # sooner it would not be a second one
         service.signal(signal.SIGINT)
         assert received(stuck) == ""
         assert service.wait() == 128 + signal.SIGINT

@@ -121,6 +121,12 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
         ({"models": "lenet:01"}, "--models: got 'lenet:01', expected NAME or NAME:VERSION"),
         ({"models": ":1"}, "--models: got ':1', expected NAME or NAME:VERSION"),
         ({"models": "mlp:1", "default_model": "lenet"}, "expected one of --models: mlp:1"),
+        (
+            {"models": "lenet mlp"},
+            "--models: got 'lenet mlp', expected .*; commas separate several",
+        ),
+        ({"models": "lenet@2"}, "--models: got 'lenet@2', expected NAME or NAME:VERSION"),
+        ({"devices": "cpu"}, "--devices is cpu, expected GPUs by number, or all; the backend is"),
         ({"versions": "latest:0"}, "versions"),
         ({"versions": "2"}, "versions"),
         ({"api_keys": " , "}, "--api-keys: got an empty list"),

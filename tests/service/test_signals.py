@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from service.signals import Signals
 
@@ -13,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_signals_are_kept_in_order_until_there_is_a_receiver():
-    signals, received = Signals(), []
+    signals, received = Signals(clock=itertools.count().__next__), []
     signals.take(signal.SIGHUP)
     signals.take(signal.SIGTERM)
     signals.deliver(received.append)
@@ -21,10 +24,30 @@ def test_signals_are_kept_in_order_until_there_is_a_receiver():
     assert received == [signal.SIGHUP, signal.SIGTERM, signal.SIGINT]
 
 
+@pytest.mark.parametrize(
+    ("times_s", "received"),
+    [
+        ((0.0, 0.001), 1),  # as coreutils' timeout sends them
+        ((0.0, 0.2, 0.24), 1),
+        ((0.0, 0.25), 2),
+        ((0.0, 0.1, 0.3), 2),
+    ],
+)
+def test_signals_to_stop_that_come_at_the_same_time_are_one(times_s, received):
+    now_s = iter(times_s)
+    signals, numbers = Signals(clock=lambda: next(now_s)), []
+    signals.deliver(numbers.append)
+    for number, _ in zip(itertools.cycle((signal.SIGTERM, signal.SIGINT)), times_s):
+        signals.take(number)
+        signals.take(signal.SIGHUP)
+    assert numbers.count(signal.SIGHUP) == len(times_s)
+    assert len(numbers) - len(times_s) == received
+
+
 UNBLOCKED = """
-import os, signal, threading
+import itertools, os, signal, threading
 from service.signals import SIGNALS, Signals
-signals, arrived = Signals(), threading.Event()
+signals, arrived = Signals(clock=itertools.count().__next__), threading.Event()
 signals.start()
 received = []
 signals.deliver(lambda number: (received.append(number), arrived.set()))

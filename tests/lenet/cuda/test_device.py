@@ -13,6 +13,7 @@ INSTALL = (
     "-e '.[cuda{}]', in Docker with --build-arg 'EXTRAS=[cuda{}]'"
 )
 INSTALL_12 = INSTALL.format(12, 12)
+INSTALL_ANY = f"{INSTALL.format(13, 13)}; where nvidia-smi says CUDA 12, take cuda12"
 
 
 class CudaError(RuntimeError):
@@ -123,17 +124,17 @@ def test_the_gpus_are_counted_when_everything_is_in_place(machine):
             (
                 {"version": error("Unable to find symbol cudnnGetVersion")},
                 "libcudnn.so.9 cannot be loaded (Unable to find symbol cudnnGetVersion); "
-                f"{INSTALL_12}, or add its folder to LD_LIBRARY_PATH",
+                f"add its folder to LD_LIBRARY_PATH, or {INSTALL_ANY}",
             )
             for error in (OSError, RuntimeError)
         ),
         (
             {"version": 8_907, "text": "8.9.7"},
-            f"found cuDNN 8.9.7, expected major version 9; {INSTALL_12}",
+            f"found cuDNN 8.9.7, expected major version 9; {INSTALL_ANY}",
         ),
         (
             {"version": 100_100, "text": "10.1.0"},
-            f"found cuDNN 10.1.0, expected major version 9; {INSTALL_12}",
+            f"found cuDNN 10.1.0, expected major version 9; {INSTALL_ANY}",
         ),
     ],
 )
@@ -144,13 +145,13 @@ def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
 
 def test_what_to_install_is_said_without_cupy(machine, monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    assert message() == f"CuPy is not installed; {INSTALL_12}"
+    assert message() == f"CuPy is not installed; {INSTALL_ANY}"
 
 
 def test_what_to_install_is_said_without_cublas(machine):
     del sys.modules["cupy"].cuda.cublas
     assert message().startswith("CuPy cannot be loaded (cannot import name 'cublas' ")
-    assert message().endswith(INSTALL_12)
+    assert message().endswith(INSTALL_ANY)
 
 
 PAGE = """
@@ -187,7 +188,7 @@ def test_the_cause_is_one_line_when_a_package_cannot_be_loaded(
     monkeypatch.delitem(sys.modules, name)
     monkeypatch.syspath_prepend(tmp_path)
     assert message().startswith(expected)
-    assert message().endswith(INSTALL_12)
+    assert message().endswith(INSTALL_ANY)
 
 
 @pytest.mark.parametrize("error", [CudaError, DriverError])

@@ -50,6 +50,25 @@ async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house
         assert caught.value.field == "version"
 
 
+@pytest.mark.parametrize(
+    ("wanted", "version", "words"),
+    [
+        ((), "1", "expected '3'; it is in the weights folder, and --versions all loads it"),
+        (("a:3",), "1", "expected '3'; it is in the weights folder, and --models with a:1 loads"),
+        ((), "2", "expected '3'$"),
+        ((), "latest", "expected '3'; a request without a version gets the latest"),
+    ],
+)
+async def test_a_version_that_was_left_out_is_answered_with_its_flag(
+    open_house, write, wanted, version, words
+):
+    write("a/1")
+    write("a/3")
+    async with open_house(wanted=wanted) as house:
+        with pytest.raises(UnknownModel, match=words):
+            house.models.get("a", version)
+
+
 async def test_a_prediction_names_its_model_and_its_images_are_counted(house):
     prediction = await house.models.get().batcher.submit(IMAGES, 20.0)
     assert (prediction.model, prediction.version, prediction.rows) == ("a", "3", 3)

@@ -78,6 +78,17 @@ def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(fo
     )
 
 
+def test_a_folder_of_one_model_is_named_with_the_folder_above(folder, write):
+    write("a/1")
+    assert refusal(folder / "a") == (
+        f"{folder / 'a'}: holds 1.safetensors, but no MODEL/VERSION.safetensors; set --weights to "
+        f"the folder that does, as {folder}"
+    )
+    (folder / "a" / "1.safetensors").rename(folder / "a" / "lenet.safetensors")
+    message = refusal(folder / "a")
+    assert message.endswith("the folder that does, or move a file there, as lenet/1.safetensors")
+
+
 def test_the_default_model_is_lenet_or_the_only_one_and_comes_first(folder, write):
     write("b/1")
     assert [version.name for version in read(folder)] == ["b"]
@@ -131,7 +142,7 @@ def test_a_link_is_refused_when_it_leaves_the_folder(folder, write, tmp_path, li
     else:
         inside.parent.mkdir()
         inside.symlink_to(outside / "1.safetensors")
-    assert refusal(folder) == f"{inside}: leads out of {folder} through a symlink"
+    assert refusal(folder) == f"{inside}: leads out of {folder} through a symlink: copy the file"
 
 
 def test_a_link_is_followed_when_it_stays_in_the_folder(folder, write):

@@ -168,6 +168,7 @@ async def test_the_loaded_model_answers_when_it_is_named(served, one, query):
 async def test_server_timing_has_every_stage(served, one):
     response = await served.post(one)
     entries = response.headers["server-timing"].split(", ")
+    assert entries.pop() == 'batch;desc="1"'
     parsed = [re.fullmatch(r"(\w+);dur=(\d+\.\d{3})", entry) for entry in entries]
     times = {match[1]: float(match[2]) for match in parsed}
     assert sorted(times) == sorted(STAGES)
@@ -249,6 +250,23 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         document = {"model": "tiny", "version": "3", "predictions": predictions}
         assert json.loads(reply.content) == document
         assert reply.content.startswith(b'{"model":"tiny","version":"3","predictions":[{"label":')
+
+
+async def test_server_timing_says_how_many_images_the_last_batch_had(open_app, table):
+    _, batches = table
+    async with open_app(max_batch_rows=8) as served:
+        route = served.service.fast_routes[b"POST", b"/predict"]
+        replies = {}
+        for count in (1, 2, 4, 20):
+            wanted = route.read(b"", {"content-type": RAW})
+            route.open(wanted, partial(replies.__setitem__, count)).end(tagged(0, count))
+        await until(lambda: len(replies) == 4)
+    assert batches == [8, 8, 8, 3]
+    rows = {
+        count: int(re.search(rb'batch;desc="(\d+)"\r\n', reply.headers)[1])
+        for count, reply in replies.items()
+    }
+    assert rows == {1: 8, 2: 8, 4: 8, 20: 3}
 
 
 async def test_small_bodies_start_no_decoding_process_however_their_type_is_written(
@@ -348,9 +366,10 @@ async def test_a_wrong_query_parameter_is_a_400_that_names_it(
 async def test_an_unknown_model_is_a_404_that_lists_what_there_is(
     served, refusal, one, query, field, words
 ):
-    error = refusal(await served.post(one, query=query), 404, "unknown_model")
-    assert error.field == field
-    assert words in error.message
+    for body in (one, b"no image"):
+        error = refusal(await served.post(body, query=query), 404, "unknown_model")
+        assert error.field == field
+        assert words in error.message
 
 
 # Deadlines and overload
@@ -806,11 +825,35 @@ async def test_a_path_that_is_escaped_is_the_same_path(listen, one):
 
 
 async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
-    for path in ("/predict/", "/nope", "/predict/..%2f..%2fetc", "/%00", "/v3"):
+    for path in ("/nope", "/predict/..%2f..%2fetc", "/%00", "/" + "predict" * 20, "/metrics" * 99):
         message = refusal(await served.client.get(path), 404, "not_found").message
-        assert "expected one of /predict, /v2, " in message
-        assert "see /docs" in message
-    assert "path: got '/v3', expected" in message
+        assert (
+            "expected /predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info or"
+            in message
+        )
+        assert "did you mean" not in message
+        assert len(message) < 200
+
+
+@pytest.mark.parametrize(
+    ("path", "nearest"),
+    [
+        ("/predict/", "/predict"),
+        ("/api/predict", "/predict"),
+        ("/v2/predict", "/predict"),
+        ("/health", "/healthz"),
+        ("/doc", "/docs"),
+        ("/v2/models/tiny/infers", "/v2/models/tiny/infer"),
+        ("/v2/models/tiny/predict", "/v2/models/tiny/infer"),
+        ("/v2/models/tiny/version/3/infer", "/v2/models/tiny/versions/3/infer"),
+        ("/v1/models/tiny/predict", "/v1/models/tiny:predict"),
+        ("/v2/model/a\x1bb/ready", "/v2/models/a\\x1bb/ready"),
+    ],
+)
+async def test_a_misspelt_path_is_answered_with_the_nearest(served, path, nearest):
+    answer = await served.client.get(path.replace("\x1b", "%1b"))
+    assert answer.status_code == 404
+    assert f"did you mean '{nearest}'?" in answer.text.replace("\\\\", "\\")
 
 
 async def test_the_page_of_the_api_is_there(served):

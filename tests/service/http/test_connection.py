@@ -779,6 +779,29 @@ async def test_an_idle_connection_is_closed_after_its_time():
         assert await client.rest() == b""
 
 
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+@pytest.mark.parametrize("first", [b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"P", b"POST " * 50_000])
+async def test_a_request_in_the_clear_is_a_400_where_tls_is_expected(tls, first, caplog):
+    async with running((tls[0], None)) as server:
+        client = await server.open()
+        client.send(first)
+        answer = await client.rest()
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert b"connection: close" in answer
+        assert b"use https://" in answer
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+@pytest.mark.parametrize("first", [b"", b"\x16", b"get /", b"\0" * 100])
+async def test_anything_else_in_the_clear_is_not_answered_where_tls_is_expected(tls, first):
+    async with running((tls[0], None), header_timeout_s=0.1) as server:
+        client = await server.open()
+        client.send(first)
+        assert not (await client.rest()).startswith(b"HTTP")  # at most an alert
+        await until(lambda: not server.door.connections)
+
+
 async def test_a_client_that_does_not_read_is_given_up(tls):
     async with running(tls, write_timeout_s=0.1, header_timeout_s=0.2) as server:
         client = await server.open()

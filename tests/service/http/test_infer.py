@@ -208,7 +208,7 @@ BAD = {
     "a list": (b"[]", 400, "body: got a list of 0, expected an object"),
     "no inputs": (b"{}", 400, "inputs: got nothing, expected a list of objects"),
     "inputs of nothing": ({"inputs": []}, 400, "inputs: got none, expected one tensor"),
-    "an input that is a number": ({"inputs": [1]}, 400, "inputs[0]: got 1, expected an object"),
+    "an input that is a number": ({"inputs": [1]}, 400, "inputs[0]: got 1, expected an object, {"),
     "no name": ({"inputs": [without(tensor(ONE), "name")]}, 400, "inputs[0].name: got nothing"),
     "another name": ({"inputs": [tensor(ONE, name="x")]}, 400, "inputs[0].name: got 'x'"),
     "two inputs": ({"inputs": [tensor(ONE), tensor(ONE)]}, 400, "inputs[1].name: got 'image' a"),
@@ -258,6 +258,41 @@ BAD = {
         400,
         "inputs[0].data: got lists nested as [1, 784], expected one flat list",
     ),
+    "rows without the dimension of the images": (
+        {"inputs": [tensor(ONE, data=ONE[0].tolist())]},
+        400,
+        "inputs[0].data: got lists nested as [28, 28], expected one flat list, or lists nested as "
+        "the shape, [1, 28, 28]",
+    ),
+    "channels last": (
+        {"inputs": [tensor(ONE[..., np.newaxis])]},
+        400,
+        "inputs[0].shape: got [1, 28, 28, 1], expected [n, 28, 28], [n, 1, 28, 28], [n, 784] or "
+        "one image as [28, 28] or [784]; remove the channel axis",
+    ),
+    "floats of integers": (
+        {"inputs": [tensor(ONE, data=[250.0] * 784)]},
+        400,
+        "inputs[0].data: got 250.0 at index 0 (image 0, row 0, column 0), expected integers 0 to "
+        "255; for floats 0 to 255 send round(x)",
+    ),
+    "a document for /predict": (
+        {"images": [[0] * 784]},
+        400,
+        "inputs: got nothing, expected a list of objects; images as /predict takes them go there",
+    ),
+    "a document for TensorFlow Serving": (
+        {"instances": [[0] * 784]},
+        400,
+        "inputs: got nothing, expected a list of objects; TensorFlow Serving's requests go to /v1",
+    ),
+    "a picture": (b"\x89PNG\r\n\x1a\n", 400, "body: not JSON but image/png; it goes to /predict"),
+    "pixels": (
+        bytes(784),
+        400,
+        "body: not JSON: unexpected character, expected a JSON value: line 1 column 1 (char 0); "
+        "the bytes of images alone need the header Inference-Header-Content-Length: 0",
+    ),
     "lists of different lengths": (
         {"inputs": [tensor(ONE, shape=[2, 784], data=[[0], [0, 1]])]},
         400,
@@ -271,7 +306,7 @@ BAD = {
     "more lists than the shape has": (
         {"inputs": [tensor(ONE, data=[[0], [0]])]},
         400,
-        "inputs[0].data: got lists nested as [2], expected one flat list, or nested as the shape",
+        "inputs[0].data: got lists nested as [2, 1], expected one flat list, or lists nested as ",
     ),
     "a fraction": (
         {"inputs": [tensor(ONE, data=[0] * 30 + [0.5] + [0] * 753)]},
@@ -378,7 +413,7 @@ BAD = {
     "a binary tensor without its bytes": (
         {"inputs": [without(tensor(ONE, parameters={"binary_data_size": 784}), "data")]},
         400,
-        "inputs[0].parameters.binary_data_size: got 784, expected at most 0, which follow",
+        "inputs[0].parameters.binary_data_size: got 784, expected the header Inference-Header-Con",
     ),
     "many objects": (
         b'{"a":[' + b"{}," * 40_000 + b"{}]}",
@@ -463,10 +498,11 @@ async def test_bad_lengths_are_refused(served, name):
         ("/v2/models//infer", "path: got '/v2/models//infer'"),
     ],
 )
-async def test_another_model_is_404(served, url, message):
-    answer = await infer(served, {"inputs": [tensor(ONE)]}, url)
-    assert answer.status_code == 404
-    assert answer.json()["error"].startswith(message)
+async def test_another_model_is_404_whatever_the_body(served, url, message):
+    for document in ({"inputs": [tensor(ONE)]}, {}):
+        answer = await infer(served, document, url)
+        assert answer.status_code == 404
+        assert answer.json()["error"].startswith(message)
 
 
 async def test_over_a_connection_it_is_answered_without_the_application(listen, images, expected):
@@ -493,7 +529,8 @@ async def test_failures_are_counted_for_the_model_of_the_path(served, images):
     await infer(served, {}, "/v2/models/vgg/infer")
     stats = (await served.client.get("/v2/models/tiny/stats")).json()["model_stats"][0]
     assert stats["inference_stats"]["fail"]["count"] == 2
-    assert await served.requests("invalid_input") == 3
+    assert await served.requests("invalid_input") == 2
+    assert await served.requests("unknown_model") == 1
 
 
 async def test_overload_is_429_with_the_time_after_which_to_retry(open_app, images, hold):

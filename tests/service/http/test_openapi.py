@@ -9,11 +9,17 @@ from pathlib import Path
 import pytest
 
 from service.http.answer import STATUS
-from service.http.openapi import ErrorResponse, PredictResponse, example_seven
+from service.http.openapi import (
+    ErrorResponse,
+    ExplainResponse,
+    PredictResponse,
+    example_seven,
+)
 from service.images import ACCEPTED
 
 ROOT = Path(__file__).parents[3]
 SEVEN = 7
+ANSWERS = {"/predict": PredictResponse, "/explain": ExplainResponse}
 
 
 @pytest.fixture
@@ -93,15 +99,16 @@ async def test_the_documented_schema_allows_what_the_service_takes(api, served, 
     assert conforms(body, content["application/json"]["schema"]) == (response.status_code == 200)
 
 
-async def test_headers_examples_and_license_are_documented(api):
+@pytest.mark.parametrize(("path", "answer"), ANSWERS.items())
+async def test_headers_examples_and_license_are_documented(api, path, answer):
     assert api["info"]["license"]["identifier"] == "Apache-2.0"
-    responses = api["paths"]["/predict"]["post"]["responses"]
+    responses = api["paths"][path]["post"]["responses"]
     assert set(responses["200"]["headers"]) == {"X-Model-Version", "Server-Timing"}
     for status, response in responses.items():
         assert ("Retry-After" in response.get("headers", ())) == (status in ("429", "503"))
         example = response["content"]["application/json"]["example"]
         if status == "200":
-            PredictResponse.model_validate(example, strict=True)
+            answer.model_validate(example, strict=True)
         else:
             error = ErrorResponse.model_validate(example, strict=True).error
             assert STATUS[error.code] == int(status)
@@ -117,7 +124,7 @@ MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
 
 
 async def test_every_route_is_documented(api):
-    plain = {"/", "/predict", "/healthz", "/readyz", "/metrics", "/info"}
+    plain = {"/", "/predict", "/explain", "/healthz", "/readyz", "/metrics", "/info"}
     server = {"/v2", "/v2/health/live", "/v2/health/ready"}
     repository = {f"/v2/repository/models/{{model}}/{verb}" for verb in ("load", "unload")}
     repository |= {"/v2/models/stats", "/v2/repository/index"}
@@ -128,13 +135,14 @@ async def test_every_route_is_documented(api):
     assert set(api["paths"]) == plain | server | models | repository
 
 
-async def test_every_answer_of_predict_is_documented_in_the_one_shape(api):
-    responses = api["paths"]["/predict"]["post"]["responses"]
+@pytest.mark.parametrize(("path", "answer"), ANSWERS.items())
+async def test_every_answer_is_documented_in_the_one_shape(api, path, answer):
+    responses = api["paths"][path]["post"]["responses"]
     # 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
     assert {int(status) for status in responses} == {200, *STATUS.values()} - {403, 499}
     for status, response in responses.items():
         schema = response["content"]["application/json"]["schema"]["$ref"].rpartition("/")[2]
-        assert schema == ("PredictResponse" if status == "200" else "ErrorResponse")
+        assert schema == (answer.__name__ if status == "200" else "ErrorResponse")
     assert set(api["components"]["schemas"]["ErrorResponse"]["properties"]) == set(
         ErrorResponse.model_fields
     )
@@ -145,15 +153,19 @@ async def test_every_type_that_is_read_is_documented(api):
     assert set(content) == set(ACCEPTED)
 
 
-async def test_every_parameter_that_is_documented_is_taken(api, served, one):
-    parameters = api["paths"]["/predict"]["post"]["parameters"]
+@pytest.mark.parametrize(
+    ("path", "own"), [("/predict", set()), ("/explain", {"index", "biases", "noisy", "noise"})]
+)
+async def test_every_parameter_that_is_documented_is_taken(api, served, one, path, own):
+    parameters = api["paths"][path]["post"]["parameters"]
     values = {"model": "tiny", "version": "3", "X-Request-Timeout-Ms": "1000", "Accept": "*/*"}
+    values |= {"noisy": "dense1", "noise": "0.5"}
     query, headers = {}, {"Content-Type": "application/octet-stream"}
     for parameter in parameters:
         name, schema = parameter["name"], parameter["schema"]
         assert parameter["description"]
         place = query if parameter["in"] == "query" else headers
-        place[name] = schema.get("default") or values[name]
-    assert set(query) == {"model", "version", "invert"}
-    response = await served.client.post("/predict", content=one, params=query, headers=headers)
+        place[name] = schema["default"] if "default" in schema else values[name]
+    assert set(query) == {"model", "version", "invert"} | own
+    response = await served.client.post(path, content=one, params=query, headers=headers)
     assert response.status_code == 200

@@ -96,7 +96,10 @@ async def test_many_images_are_decoded_elsewhere_and_answered_in_order(served, k
         ({"instances": [[0] * 783]}, "instances.shape: got [1, 783], expected"),
         ({"instances": [[0] * 784, [0] * 783]}, "instances: got lists of different lengths"),
         ({"instances": [[0] * 783 + [256]]}, "instances: got 256 at index 783 (image 0, row 27"),
-        ({"instances": [[0.5] * 784]}, "values from 0 to 1 are a common mistake"),
+        ({"instances": [[0.5] * 784]}, "; for fractions 0 to 1 send round(255 * x)"),
+        ({"instances": [[[[0, 0, 0]] * 28] * 28]}, "; send grey, one number a pixel, or send the"),
+        ({"images": [[0] * 784]}, "; images as /predict takes them go there"),
+        ({"instances": [{"b64": "iVBORw0KGgo="}]}, "8 bytes, image/png, expected 784: 28 rows of"),
         ({"instances": [[True] * 784]}, "instances: got true at index 0"),
         ({"instances": [{"b64": "AAAA"}]}, "instances[0].b64: got 3 bytes, expected 784"),
         ({"instances": [{"b64": "?"}]}, "instances[0].b64: got '?', expected a base64 string"),
@@ -117,11 +120,17 @@ async def test_a_wrong_body_is_a_400_that_names_what_is_wrong(served, body, mess
 async def test_other_faults_have_their_status_in_the_same_form(served):
     one = {"instances": FORMS["flat"]}
     for path in ("/v1/models/none:predict", "/v1/models/tiny/versions/9:predict", "/v1/x"):
-        answer = await served.client.post(path, json=one)
+        for body in (one, {}):
+            answer = await served.client.post(path, json=body)
+            assert answer.status_code == 404
+            assert list(answer.json()) == ["error"]
+    for method in ("GET", "PUT"):
+        answer = await served.client.request(method, PREDICT)
+        assert (answer.status_code, answer.headers["allow"]) == (405, "POST, OPTIONS")
+    for method, verb in (("POST", "classify"), ("GET", "regress"), ("POST", "")):
+        answer = await served.client.request(method, f"/v1/models/tiny:{verb}")
         assert answer.status_code == 404
-        assert list(answer.json()) == ["error"]
-    assert (await served.client.get(PREDICT)).status_code == 404
-    assert (await served.client.put(PREDICT)).status_code == 405
+        assert f"'{verb or 'nothing'}' is not offered; predict is" in answer.json()["error"]
     answer = await served.client.post(PREDICT, json=one, headers={"X-Request-Timeout-Ms": "0"})
     assert answer.status_code == 400
 

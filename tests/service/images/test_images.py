@@ -1,4 +1,5 @@
 import base64
+import gzip
 import io
 import json
 import tracemalloc
@@ -41,10 +42,12 @@ def npy_with(header: str, data: bytes = ONE.tobytes(), version: int = 1) -> byte
     return b"\x93NUMPY" + bytes([version, 0]) + size + header.encode("latin-1") + data
 
 
-def as_form(*parts: tuple[str | None, bytes], boundary: str = "x") -> bytes:
+def as_form(
+    *parts: tuple[str | None, bytes], boundary: str = "x", disposition: str = 'name="file"'
+) -> bytes:
     body = b""
     for kind, content in parts:
-        body += f'--{boundary}\r\nContent-Disposition: form-data; name="file"\r\n'.encode()
+        body += f"--{boundary}\r\nContent-Disposition: form-data; {disposition}\r\n".encode()
         body += b"" if kind is None else f"CONTENT-Type: {kind}\r\n".encode()
         body += b"\r\n" + content + b"\r\n"
     return body + f"--{boundary}--\r\n".encode()
@@ -166,7 +169,26 @@ def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, sho
     error = refused(as_json(edited(form, value)), JSON)
     assert error.field == f"images[1]{place}"
     assert f"got {shown}, expected an integer 0 to 255" in error.message
-    assert ("round(255 * x)" in error.message) == isinstance(value, float)
+    assert ("send round(x)" in error.message) == isinstance(value, float)
+
+
+@pytest.mark.parametrize(
+    ("kind", "encode"),
+    [(JSON, lambda x: as_json(x.tolist())), (NPY, lambda x: as_npy(x))],
+    ids=["json", "npy"],
+)
+@pytest.mark.parametrize(
+    ("numbers", "advice"),
+    [
+        (ONE / 255, "; for fractions 0 to 1 send round(255 * x), in NumPy np.rint(255 * x)"),
+        (ONE.astype(float), "; for floats 0 to 255 send round(x), in NumPy np.rint(x).astype"),
+        ((ONE - 33.3) / 78.6, "; negative numbers look normalised: send the pixels before that"),
+        (ONE * 256.5, "; they go up to 65407.5: scale them to 0 to 255"),
+    ],
+    ids=["0 to 1", "0 to 255", "normalised", "16 bits"],
+)
+def test_floats_are_answered_with_the_conversion_that_fits(kind, encode, numbers, advice):
+    assert advice in refused(encode(numbers), kind).message
 
 
 @pytest.mark.parametrize(
@@ -197,9 +219,36 @@ def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, sho
         ([ROWS, [ROWS]], "images[1]", "got shape (1, 28, 28), expected 28 rows of 28"),
         ([[ROWS]], "images[0]", "; remove the channel axis"),
         ([ONE[..., None].tolist()], "images[0]", "got shape (28, 28, 1)"),
+        (ONE[..., None].tolist(), "images:", "got shape (28, 28, 1), expected 28 rows"),
+        (ONE[..., None].tolist(), "images", "; remove the channel axis"),
+        (np.zeros((28, 28, 3), int).tolist(), "images:", "; send grey, one number a pixel, or"),
+        (np.zeros((2, 28, 28, 4), int).tolist(), "images[0]", "; send grey, one number a pixel"),
         ([[ROWS] * 3], "images[0]", "got shape (3, 28, 28)"),
+        ([[ROWS] * 3], "images[0]", "; send grey, one number a pixel"),
+        ([[5] * 32] * 32, "images:", "got shape (32, 32), expected 28 rows"),
+        ([[5] * 32] * 32, "images:", "; scale it to 28 x 28, or send the picture's file"),
+        ([[[5] * 32] * 32], "images[0]", "32 rows, expected 28 rows"),
+        (
+            [5] * 1024,
+            "images",
+            "1024 values, expected 28 rows of 28, 784 integers 0 to 255, or a base",
+        ),
+        ([5] * 1024, "images", "; scale it to 28 x 28, or send the picture's file"),
+        ([[5] * 2352], "images[0]", "; send grey, one number a pixel"),
+        ("0, 0, 255", "images", "; send a list of numbers without quotes"),
+        ("[0, 0, 255]", "images", "; send a list of numbers without quotes"),
+        (ONE.tobytes().hex(), "images", "1176 bytes, expected 784, one a pixel; it looks like hex"),
+        (base64.b64encode(ONE.astype("<f4").tobytes()).decode(), "images", "; floats have more"),
         ("", "images", "base64 of 0 bytes"),
         (TEXT[:-4], "images", "base64 of 783 bytes"),
+        (
+            base64.b64encode(as_npy(ONE)).decode(),
+            "images",
+            "base64 of 912 bytes, an npy file, expected 784",
+        ),
+        ("https://example.org/7.png", "images", "; files and URLs are not read: send the pic"),
+        ("C:/pictures/seven.jpeg", "images", "; files and URLs are not read: send the picture's"),
+        (TEXT[:76] + "\n" + TEXT[76:], "images", "; remove its line breaks, as base64 --wrap=0"),
         ([FLAT, TEXT + "\n"], "images[1]", "784 bytes in base64, whose alphabet"),
         ([FLAT, "-_" + TEXT[2:]], "images[1]", "784 bytes in base64, whose alphabet"),
         ([FLAT, "\u00e9" + TEXT[1:]], "images[1]", "784 bytes in base64, whose alphabet"),
@@ -212,8 +261,8 @@ def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, sho
     ],
 )
 def test_a_wrong_structure_is_refused_with_its_place(images, field, words):
-    error = refused(as_json(images), JSON)
-    assert error.field.startswith(field)
+    error = refused(as_json(images), JSON, Limits(max_images=64))
+    assert error.message.startswith(field)
     assert words in error.message
 
 
@@ -237,6 +286,26 @@ def test_a_body_that_is_not_json_is_refused(body):
 
 
 @pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (gzip.compress(as_json(FLAT), mtime=0), "not JSON but gzip data; send the body un"),
+        (picture(), "not JSON but image/png; send it with Content-Type: image/png"),
+        (b"images.json", "not JSON but the text 'images.json'; with curl: --data-binary @FILE"),
+        (b"0,0,255\n0,1,2", "but the text '0,0,255\\n0,1,2'; send numbers as JSON"),
+        (str({"images": FLAT}).encode(), "names need double quotes: in Python send json.dumps"),
+        (b"'{\"images\": []}'", "it begins with a quote of the shell's: send a file"),
+        (b"\xef\xbb\xbf" + as_json(FLAT), "save it as UTF-8 without one"),
+        ("\ufeff{}".encode("utf-16-le"), "it is UTF-16: save it as UTF-8"),
+        (b'{"images": [NaN]}', "; JSON has no NaN and no infinity"),
+        (b'{"images": "\xc1"}', "body: not JSON: not all of it is UTF-8"),
+        (b"\xc1\xc2\xc3", "not JSON: bytes that begin with c1 c2 c3, and not all of it is UTF-8"),
+    ],
+)
+def test_what_was_sent_as_json_is_named(body, words):
+    assert words in refused(body, JSON).message
+
+
+@pytest.mark.parametrize(
     ("document", "field", "words"),
     [
         (b"[]", "body", '{"images": [...]}'),
@@ -245,6 +314,9 @@ def test_a_body_that_is_not_json_is_refused(body):
         (b"{}", "images", "28 rows of 28"),
         (orjson.dumps({"image": FLAT}), "image", 'only "images"'),
         (orjson.dumps({"images": FLAT, "image": 1}), "image", "an unknown key"),
+        (orjson.dumps({"instances": [FLAT]}), "instances", "go to /v1/models/MODEL:predict"),
+        (orjson.dumps({"inputs": []}), "inputs", "go to /v2/models/MODEL/infer"),
+        (orjson.dumps({"images": FLAT, "model": "mlp"}), "model", "/predict?model=NAME"),
         (orjson.dumps({f"k{i}": 0 for i in range(500_000)}), "k0", "an unknown key"),
     ],
 )
@@ -306,6 +378,29 @@ def test_octets_are_refused_when_they_are_no_multiple_of_784(size):
     assert f"got {size} bytes" in refused(bytes(size), RAW).message
 
 
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (as_npy(ONE), "got 912 bytes, an npy file, expected n x 784 bytes"),
+        (as_npy(ONE), "; send it with Content-Type: application/x-npy"),
+        (bytes([0, 0, 8, 3, 0, 0, 0, 1]) + bytes(792), "got 800 bytes, an IDX file, expected"),
+        (
+            bytes([0, 0, 8, 3, 0, 0, 0, 1]) + bytes(792),
+            "; send what follows its header of 16 bytes",
+        ),
+        (picture(), "; send it with Content-Type: image/png"),
+        (gzip.compress(bytes(784), mtime=0), " bytes, gzip data, expected"),
+        (b"seven.bin", "got 9 bytes, the text 'seven.bin', expected n x 784"),
+        (b"seven.bin", "; with curl: --data-binary @FILE"),
+        (b"7\x1b[31m" + b"x" * 60, "got 66 bytes, expected"),
+        (as_json(FLAT), "; send it with Content-Type: application/json"),
+        (b"\xef\xbf\xbdPNG\r\n", "got 8 bytes, a file that was read as text"),
+    ],
+)
+def test_what_was_sent_as_octets_is_named(body, words):
+    assert words in refused(body, RAW).message
+
+
 @pytest.mark.parametrize("shape", [(28, 28), (784,), (1, 28, 28), (8, 28, 28), (8, 784), (1, 784)])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_npy_is_read_in_every_shape_and_order(shape, order):
@@ -336,9 +431,9 @@ def test_npy_headers_of_other_writers_are_read(header, version):
         ("int64", "save x.astype('uint8')"),
         ("int8", "save x.astype('uint8')"),
         ("uint16", "save x.astype('uint8')"),
-        ("float32", "save np.rint(255 * x).astype('uint8')"),
-        ("float64", "save np.rint(255 * x).astype('uint8')"),
-        ("bool", ""),
+        ("float32", "np.rint(255 * x).astype('uint8')"),
+        ("float64", "np.rint(255 * x).astype('uint8')"),
+        ("bool", "save 255 * x.astype('uint8')"),
         ("complex64", ""),
     ],
 )
@@ -351,14 +446,18 @@ def test_npy_of_another_dtype_is_refused_with_the_conversion_that_fits(dtype, ad
 @pytest.mark.parametrize("descr", ["|O", "<U4", "|V8", ""])
 def test_npy_of_objects_and_strings_is_refused_without_numpy_seeing_it(descr):
     header = f"{{'descr': '{descr}', 'fortran_order': False, 'shape': (28, 28), }}"
-    assert refused(npy_with(header), NPY).message.endswith("expected uint8, 0 to 255")
+    message = refused(npy_with(header), NPY).message
+    assert "expected uint8, 0 to 255" in message
+    assert message.endswith("; it holds Python objects: save np.array(x, dtype='uint8')") == (
+        descr == "|O"
+    )
 
 
 @pytest.mark.parametrize("shape", [(28,), (28, 27), (2, 28, 27), (1, 1, 28, 28), (785,), (2, 785)])
 def test_npy_of_another_shape_is_refused(shape):
     message = refused(as_npy(np.zeros(shape, np.uint8)), NPY).message
     assert f"got shape {shape}, expected (28, 28), (784,), (n, 28, 28) or (n, 784)" in message
-    assert ("without the channel axis" in message) == (len(shape) == 4)
+    assert ("; remove the channel axis" in message) == (len(shape) == 4)
 
 
 def test_npy_is_refused_when_its_shape_promises_more_than_it_brings():
@@ -411,6 +510,7 @@ def test_npy_headers_that_say_anything_else_are_refused(header):
         (b"\x93NUMPY\x01\x00" + (2000).to_bytes(2, "little") + b" " * 3000, "2000 bytes"),
         (b"PK\x03\x04" + bytes(100), "got an npz or zip archive"),
         (bytes(784), "got bytes that begin with 00 00 00 00 00 00 00 00"),
+        (picture(), "; send it with Content-Type: image/png"),
     ],
 )
 def test_npy_that_is_cut_or_something_else_is_refused(body, words):
@@ -431,12 +531,27 @@ def test_another_content_type_is_answered_with_what_to_send(kind):
         decode(b"", kind, limits=LIMITS)
     assert caught.value.field == "content-type"
     assert all(accepted in caught.value.message for accepted in ACCEPTED)
-    assert len(caught.value.message) < 250
+    assert len(caught.value.message) < 300
 
 
-def test_the_content_type_that_curl_sends_by_itself_is_answered_with_its_flag():
-    with pytest.raises(UnsupportedMediaType, match="with curl: -H 'Content-Type: image/png'"):
-        decode(b"", "application/x-www-form-urlencoded", limits=LIMITS)
+@pytest.mark.parametrize(
+    ("kind", "advice"),
+    [
+        ("application/x-www-form-urlencoded", "with curl: -H 'Content-Type: image/png'"),
+        ("image/heic", "; convert it to PNG or JPEG"),
+        ("image/svg+xml", "; convert it to PNG or JPEG"),
+        ("application/pdf", "; convert it to PNG or JPEG"),
+        ("text/csv", '; send numbers as JSON, {"images": [...]}'),
+        ("text/plain;charset=UTF-8", "; say what it is, as in Content-Type: image/png"),
+        ("application/npy", "; did you mean application/x-npy?"),
+        ("json", "; did you mean application/json?"),
+        ("png", "; did you mean image/png?"),
+    ],
+)
+def test_another_content_type_is_answered_with_what_to_do(kind, advice):
+    with pytest.raises(UnsupportedMediaType) as caught:
+        decode(b"", kind, limits=LIMITS)
+    assert caught.value.message.endswith(advice)
 
 
 @pytest.mark.parametrize("kind", ACCEPTED)
@@ -520,6 +635,27 @@ def test_a_part_of_another_type_is_unsupported(kind):
     with pytest.raises(UnsupportedMediaType, match="image/png") as caught:
         decode(as_form((kind, b"1")), FORM, limits=LIMITS)
     assert caught.value.field == "parts[0]"
+
+
+@pytest.mark.parametrize(
+    ("disposition", "content", "words"),
+    [
+        ('name="note"', b"a seven", "got the field 'note' with the text 'a seven', expected files"),
+        ('name="image"', b"@seven.png", "got the field 'image' with the text '@seven.png'"),
+        ('name="image"; filename=""', b"", "got an empty file, expected a file; none was chosen"),
+        (
+            'name="a"; filename="7.heic"',
+            b"\0\0\0\x18ftypheic",
+            "got 12 bytes, a file in HEIC, expected",
+        ),
+        ('name="a"; filename="7.tif"', b"II*\0\x08", "; convert it to PNG or JPEG"),
+        ('name="a"; filename="7.txt"', b"seven", "got 5 bytes, the text 'seven', expected n x 784"),
+    ],
+)
+def test_a_part_without_an_image_is_named_by_what_it_holds(disposition, content, words):
+    message = refused(as_form((None, content), disposition=disposition), FORM).message
+    assert message.startswith("parts[0]: got ")
+    assert words in message
 
 
 GOOD = as_form((RAW, ONE.tobytes()))

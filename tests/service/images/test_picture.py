@@ -349,6 +349,13 @@ def test_damaged_exif_is_upright(segment):
         (b"GIF89a" + bytes(100), PNG, "got a GIF file"),
         (b"BM" + bytes(100), JPEG, "got a BMP file"),
         (b"<svg>" + bytes(100), PNG, "got bytes that begin with 3c 73 76 67"),
+        (b"<svg xmlns='...'></svg>", PNG, "got an SVG file, expected image/png; convert it"),
+        (b"<html>", PNG, "got the text '<html>', expected image/png"),
+        (b"a.png", PNG, "got the text 'a.png', expected image/png; with curl: --data-binary @F"),
+        (encoded(seven()).replace(b"\r\n", b"")[:40], PNG, "got a PNG without its line ends"),
+        (b"iVBORw0KGgoAAAA", PNG, "got a PNG in base64, expected image/png; decode it"),
+        (bytes(4) + b"ftypavif" + bytes(9), JPEG, "got a file in AVIF, expected image/jpeg; conv"),
+        (b"\x1b]0;" + b"x" * 99, PNG, "got bytes that begin with 1b 5d 30 3b"),
     ],
 )
 def test_another_type_than_declared_is_refused(body, kind, found):

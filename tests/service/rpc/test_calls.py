@@ -212,3 +212,45 @@ async def test_refused_messages_are_freed_when_the_collector_is_off(
         tracemalloc.stop()
     # Each call leaves about 10 KB, mostly the client's, but no message.
     assert left < 20 * size / 2
+
+
+async def test_probes_do_not_wait_for_messages_that_do_not_come(house, monkeypatch):
+    monkeypatch.setattr(calls, "_GROWN_BYTES", -(1 << 60))  # as in a process that has grown
+    async with house.connect() as stub:
+        streams = [asyncio.ensure_future(silent(stub)) for _ in range(9)]
+        await until(lambda: len(stub.server._calls._open) == 9)
+        for _ in range(9):
+            assert (await stub.ServerLive(pb.ServerLiveRequest(), timeout=5)).live
+        await asyncio.gather(*map(_left, streams))
+
+
+async def test_a_probe_whose_message_does_not_come_gives_its_place_to_others(house):
+    live = METHOD.replace("ModelInfer", "ServerLive")
+    async with house.connect() as stub:
+        streams = [
+            asyncio.ensure_future(failure(stub.channel.stream_unary(live)())) for _ in range(8)
+        ]
+        await until(lambda: len(stub.server._calls._open) == 8)
+        assert (await stub.ServerLive(pb.ServerLiveRequest(), timeout=5)).live
+        for stream in streams:
+            assert (await stream)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_bodies_over_http_are_not_taken_for_slow_messages(house, raw_request, monkeypatch):
+    base = calls.resident_bytes()
+    monkeypatch.setattr(calls, "resident_bytes", lambda: base + house.budget.held_bytes)
+    async with house.connect() as stub:
+        streams = [asyncio.ensure_future(silent(stub)) for _ in range(8)]
+        await until(lambda: len(stub.server._calls._receiving) == 8)
+        house.budget.add(house.budget.limit_bytes(1 << 20) * 3 // 4)
+        answer = await stub.ModelInfer(raw_request(), timeout=5)  # which eight others keep waiting
+        assert answer.outputs
+        await asyncio.sleep(0.1)  # in which they are slow
+        assert not any(stream.done() for stream in streams)
+        await asyncio.gather(*map(_left, streams))
+        house.budget.release(house.budget.held_bytes)
+
+
+async def _left(stream):
+    stream.cancel()
+    await asyncio.wait((stream,))

@@ -427,7 +427,7 @@ async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_
         (None, {"model_name": "mlp"}, "mlp", "ok"),
         (None, {"model_name": "vgg"}, "none", "unknown_model"),
         (None, {"raw_input_contents": [b"1"]}, "tiny", "invalid_input"),
-        (None, {"raw_input_contents": [b"1"], "model_name": "vgg"}, "none", "invalid_input"),
+        (None, {"raw_input_contents": [b"1"], "model_name": "vgg"}, "none", "unknown_model"),
         (errors.Overloaded("full"), {}, "tiny", "overloaded"),
         (errors.DeadlineExceeded("late"), {"model_name": "mlp"}, "mlp", "deadline_exceeded"),
         (RuntimeError("a bug"), {}, "tiny", "internal"),

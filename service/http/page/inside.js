@@ -1,0 +1,79 @@
+// What each layer makes of an image, with what it has to do with cuDNN.
+
+import { fit, make } from "./show.js";
+
+/** Show the layers of an answer of /explain in `place`. */
+export function showInside(place, layers) {
+  const create = () => make("div", { className: "layer" }, make("h3"), make("p", { className: "note" }), make("canvas", { role: "img" }));
+  fit(place, layers.length, create).forEach((row, i) => {
+    const layer = layers[i], [title, text, canvas] = row.children;
+    title.textContent = `${layer.name}: ${layer.kind}, ${layer.shape.join(" x ")}`;
+    text.textContent = sentence(layer, layers);
+    canvas.hidden = !layer.data && !layer.values;
+    canvas.ariaLabel = title.textContent;
+    if (!canvas.hidden) paint(canvas, layer);
+  });
+}
+
+function valuesOf({ data, values, low, high }) {
+  if (values) return values;
+  return Array.from(atob(data), (character) => low + character.charCodeAt(0) * (high - low) / 255);
+}
+
+/** Filters and maps as a row of small pictures, units as cells: a pixel each, which CSS enlarges. */
+function paint(canvas, layer) {
+  const values = valuesOf(layer), { shape, kind } = layer, flat = shape.length === 1;
+  const [tall, wide] = flat ? [1, 1] : shape.slice(-2), gap = flat ? 0 : 1;
+  const maps = values.length / (tall * wide);
+  const zoom = flat ? 14 : Math.max(2, Math.min(10, Math.round(56 / wide)));
+  const across = Math.min(maps, Math.max(1, Math.floor(1060 / zoom / (wide + gap))));
+  canvas.width = across * (wide + gap);
+  canvas.height = Math.ceil(maps / across) * (tall + gap);
+  canvas.style.width = `${canvas.width * zoom}px`;
+  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
+  const low = Math.min(...values), high = Math.max(...values), most = Math.max(-low, high, 1e-9);
+  const signed = kind === "filters" || kind === "logits", bottom = Math.min(low, 0);
+  values.forEach((value, i) => {
+    const map = Math.floor(i / (tall * wide)), at = i % (tall * wide);
+    const x = (map % across) * (wide + gap) + at % wide;
+    const y = Math.floor(map / across) * (tall + gap) + Math.floor(at / wide);
+    const colour = signed ? diverging(value / most) : rising((value - bottom) / (high - bottom || 1));
+    image.data.set([...colour, 255], 4 * (y * canvas.width + x));
+  });
+  context.putImageData(image, 0, 0);
+}
+
+const mix = (a, b, part) => a.map((value, i) => value + part * (b[i] - value));
+
+function rising(part) { // Black, purple, orange, white.
+  const stops = [[12, 10, 20], [98, 32, 104], [232, 96, 52], [255, 246, 220]];
+  const at = Math.min(2, Math.floor(part * 3));
+  return mix(stops[at], stops[at + 1], part * 3 - at);
+}
+
+const diverging = (part) => mix([238, 234, 226], part < 0 ? [24, 82, 168] : [178, 40, 16], Math.min(1, Math.abs(part)));
+
+function sentence(layer, layers) {
+  const { name, kind, shape } = layer;
+  if (!layer.data && !layer.values) return "Too large to be sent.";
+  const first = layers.find((one) => one.kind === "convolution")?.name === name;
+  switch (kind) {
+    case "filters":
+      return `The ${shape[0]} filters that see the pixels, each ${shape[2]} × ${shape[3]}; blue is negative, red positive. In training, cuDNN convolves with them: one tensor, K × C × R × S. In serving on a GPU, a kernel of this project reads them.`;
+    case "convolution":
+      return first
+        ? `Each filter slid over the image, its bias added, negative sums cut to 0. On a GPU the service does this in a kernel of its own, conv1.cu, from bytes to pooled maps in one go.`
+        : `Each map is now a sum over all maps before it. For large batches on a GPU this is cuDNN's work: one operation graph, run by the engine that was measured to be the fastest; bias and activation follow in the epilogue, a kernel of this project.`;
+    case "pooling":
+      return `Each map shrinks to ${shape[1]} × ${shape[2]}. On a GPU pooling is part of the kernel before, so that the larger maps are never written to memory.`;
+    case "dense": {
+      const values = valuesOf(layer);
+      const strongest = values.map((value, i) => [value, i]).sort((a, b) => b[0] - a[0]).slice(0, 8);
+      return `${shape[0]} units, each a weighted sum of everything before: one matrix product, cuDNN's in fp16, cuBLAS's in fp32. The strongest: ${strongest.map(([value, i]) => `unit ${i} (${value.toFixed(2)})`).join(", ")}.`;
+    }
+    case "logits":
+      return `One sum a class, before softmax: ${valuesOf(layer).map((value, i) => `${i}: ${value.toFixed(1)}`).join(", ")}. On a GPU the last product and softmax are one kernel.`;
+    default:
+      return "";
+  }
+}

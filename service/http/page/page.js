@@ -1,0 +1,488 @@
+// The page: what is drawn, what is asked, what is shown. Loaded as a module; there is no build step.
+
+import { broken, digitsOf, draw, imageOf, PIXELS, SIDE } from "./prepare.js";
+import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
+import { ask, attempt, hasKey, newest, onReturn } from "./talk.js";
+import { snippets } from "./snippets.js";
+import { showInside } from "./inside.js";
+import { watch } from "./service.js";
+
+const STAGES = ["network", "decode", "queue", "compute", "encode"];
+const LATER_MS = 100;
+const ANSWERS = 120; // Kept of those before, for "How it changed its mind".
+
+let info; // The answer of /info.
+let model = "";
+let strokes = []; // Lists of points [x, y] in 0..1 of the surface.
+let pixels = []; // Images that were not drawn here: an example, or those of a photograph.
+let warnings = []; // Of a photograph.
+let chosen = 0; // Of several digits, the one that is explained.
+let cursor; // [column, row] on the grid, while the keyboard draws.
+let pen = false; // Whether it is down.
+const whole = { right: 0, down: 0, turn: 0, width: 1, noise: 0, weights: 0 };
+const damage = { ...whole };
+const answers = []; // Lists of probabilities.
+const trips = []; // Milliseconds.
+
+const paper = $("paper");
+const view = paper.getContext("2d");
+
+// Drawing
+
+function place(event) {
+  const box = paper.getBoundingClientRect();
+  return [(event.clientX - box.left) / box.width, (event.clientY - box.top) / box.height];
+}
+
+on("paper", "pointerdown", (event) => {
+  if (event.button || !event.isPrimary) return;
+  paper.setPointerCapture(event.pointerId);
+  begin(place(event));
+});
+on("paper", "pointermove", (event) => {
+  if (!event.isPrimary || !paper.hasPointerCapture(event.pointerId)) return;
+  const moves = event.getCoalescedEvents?.() ?? [];
+  for (const move of moves.length ? moves : [event]) strokes.at(-1).push(place(move));
+  changed();
+});
+
+function begin(point) {
+  forgetPixels();
+  cursor = undefined;
+  strokes.push([point]);
+  changed();
+}
+
+function forgetPixels() {
+  pixels = [];
+  warnings = [];
+}
+
+function undo() {
+  if (pixels.length) forgetPixels(); else strokes.pop();
+  pen = false;
+  changed();
+}
+
+function clear() {
+  strokes = [];
+  forgetPixels();
+  answers.length = 0;
+  pen = false;
+  changed();
+}
+
+on("undo", "click", undo);
+on("clear", "click", clear);
+
+on("paper", "keydown", (event) => {
+  const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
+  const middle = ([x, y]) => [(x + 0.5) / SIDE, (y + 0.5) / SIDE];
+  if (step) {
+    cursor = (cursor ?? [14, 14]).map((at, i) => Math.max(0, Math.min(SIDE - 1, at + step[i])));
+    if (pen) strokes.at(-1).push(middle(cursor));
+  } else if (event.key === " ") {
+    const at = cursor ?? [14, 14];
+    if (!pen) begin(middle(at));
+    cursor = at;
+    pen = !pen;
+  } else if (event.key === "Backspace") undo();
+  else if (event.key === "Delete") clear();
+  else return;
+  event.preventDefault();
+  changed();
+});
+on("paper", "focus", () => { if (paper.matches(":focus-visible")) cursor = [14, 14]; show(); });
+on("paper", "blur", () => { cursor = undefined; pen = false; show(); });
+
+/** Show the drawing. */
+function show() {
+  const side = paper.width, cell = side / SIDE;
+  view.clearRect(0, 0, side, side);
+  view.fillStyle = colour("line");
+  for (let i = 0; i <= SIDE; i += 7) {
+    view.fillRect(i * cell - 0.5, 0, 1, side);
+    view.fillRect(0, i * cell - 0.5, side, 1);
+  }
+  if (pixels.length) {
+    const size = side / Math.ceil(Math.sqrt(pixels.length)), across = Math.round(side / size);
+    const small = make("canvas");
+    view.imageSmoothingEnabled = false;
+    pixels.forEach((image, i) => {
+      showGrey(small, image);
+      view.drawImage(small, (i % across) * size, Math.floor(i / across) * size, size, size);
+    });
+  }
+  draw(view, strokes, side, colour("text"), damage.width);
+  if (cursor) {
+    view.strokeStyle = colour(pen ? "accent" : "focus");
+    view.lineWidth = 3;
+    view.strokeRect(cursor[0] * cell, cursor[1] * cell, cell, cell);
+  }
+}
+
+function changed() {
+  show();
+  predict();
+}
+
+// Asking: one request at a time, always for the newest strokes
+
+let images = []; // Of the request that was answered last.
+let later; // The timer of what may wait, so that the bars need not.
+
+function current() {
+  const found = pixels.length ? pixels : digitsOf(strokes).slice(0, 64).map((digit) => imageOf(digit, damage.width)).filter(Boolean);
+  return found.map((image) => broken(image, damage));
+}
+
+const predict = newest(async () => {
+  const wanted = current();
+  if (!wanted.length) {
+    images = [];
+    showNothing();
+    return;
+  }
+  const answer = await post(model, wanted);
+  images = wanted;
+  chosen = Math.min(chosen, images.length - 1);
+  showAnswer(answer);
+  later ??= setTimeout(() => {
+    later = undefined;
+    showSnippet();
+    compare();
+    explain();
+  }, LATER_MS);
+});
+
+/** What a model says to images: its answer, and milliseconds by stage. */
+async function post(name, wanted) {
+  const body = new Uint8Array(wanted.length * PIXELS);
+  wanted.forEach((image, i) => body.set(image, i * PIXELS));
+  const began = performance.now();
+  const response = await ask(`/predict?model=${encodeURIComponent(name)}`, body);
+  const answer = await response.json(), timing = response.headers.get("Server-Timing") ?? "";
+  const trip = performance.now() - began, times = {};
+  for (const [, stage, ms] of timing.matchAll(/(\w+);dur=([\d.]+)/g)) times[stage] = Number(ms);
+  times.network = Math.max(0, trip - (times.total ?? 0));
+  return { ...answer, trip, times, rows: /batch;desc="?(\d+)/.exec(timing)?.[1] };
+}
+
+// Showing an answer
+
+function showBars(probabilities, names) {
+  const most = Math.max(...probabilities);
+  const bar = () => make("li", {}, make("span"), make("span", { className: "track" }, make("i")), make("span"));
+  fit($("bars"), probabilities.length, bar).forEach((row, i) => {
+    const part = probabilities[i];
+    row.firstChild.textContent = names[i] ?? i;
+    row.children[1].firstChild.style.transform = `scaleX(${part})`;
+    row.lastChild.textContent = most ? percent(part) : "–";
+    row.classList.toggle("first", most && part === most);
+  });
+}
+
+function showNothing() {
+  say("digit", "");
+  say("sure", "Draw a digit.");
+  say("warnings", "");
+  $("seen").replaceChildren();
+  const names = labelsOf(model);
+  showBars(new Array(names.length || 10).fill(0), names);
+  answers.length = 0;
+  showHistory();
+  announce("The surface is empty.");
+}
+
+const readOf = ({ predictions }) => predictions.map(({ label, name }) => name ?? label).join(predictions[0].name ? " " : "");
+const leastOf = ({ predictions }) => Math.min(...predictions.map(({ confidence }) => confidence));
+const labelsOf = (name) => info?.models.find((one) => one.name === name)?.labels ?? [];
+
+function showAnswer(answer) {
+  const { predictions } = answer, read = readOf(answer), sure = `${percent(leastOf(answer))} sure`;
+  say("digit", read);
+  $("digit").classList.toggle("long", read.length > 2);
+  say("sure", predictions.length > 1 ? `${predictions.length} digits, each at least ${sure}` : sure);
+  say("warnings", warnings.map(({ message }) => message).join(" "));
+  showSeen();
+  const { probabilities } = predictions[chosen];
+  showBars(probabilities, labelsOf(answer.model));
+  answers.push(probabilities);
+  if (answers.length > ANSWERS) answers.shift();
+  trips.push(answer.trip);
+  if (trips.length > 300) trips.shift();
+  requestAnimationFrame(() => { // They read the layout, which the bars have just changed.
+    showHistory();
+    showTimes(answer);
+  });
+  announce(`${read}, ${sure}.`);
+}
+
+function showSeen() {
+  $("seen").classList.toggle("many", images.length > 1);
+  const button = (i) => make("button", { type: "button", onclick: () => { chosen = i; predict(); } }, make("canvas"));
+  fit($("seen"), images.length, button).forEach((one, i) => {
+    one.ariaLabel = `Image ${i + 1} of ${images.length}`;
+    one.ariaPressed = i === chosen;
+    showGrey(one.firstChild, images[i]);
+  });
+}
+
+function showHistory() {
+  const canvas = $("history"), names = labelsOf(model);
+  canvas.height = canvas.clientHeight;
+  const context = fresh(canvas), step = (canvas.width - 24) / ANSWERS, high = canvas.height / (names.length || 10);
+  context.fillStyle = colour("quiet");
+  names.forEach((name, label) => context.fillText(name.slice(0, 3), 4, (label + 0.5) * high + 4));
+  context.fillStyle = colour("accent");
+  answers.forEach((probabilities, i) => probabilities.forEach((part, label) => {
+    context.globalAlpha = part;
+    context.fillRect(24 + i * step, label * high, step + 0.5, high - 1);
+  }));
+}
+
+let announcing;
+function announce(text) {
+  clearTimeout(announcing); // Only once the drawing rests: a screen reader would read each stroke.
+  announcing = setTimeout(() => { say("live", text); }, 600);
+}
+
+function showTimes({ times, trip, rows }) {
+  const words = STAGES.map((stage) => `${stage} ${duration(times[stage] ?? 0)}`);
+  fit($("stack"), STAGES.length, () => make("i")).forEach((part, i) => { part.style.flexGrow = times[STAGES[i]] ?? 0; });
+  fit($("stages"), STAGES.length, () => make("li", {}, make("i"), make("span"))).forEach((one, i) => { one.lastChild.textContent = words[i]; });
+  $("stack").ariaLabel = `${duration(trip)} in all: ${words.join(", ")}`;
+  // Buckets grow by the square root of 2 from 0.25 ms on.
+  const counts = new Array(20).fill(0);
+  for (const one of trips) counts[Math.max(0, Math.min(19, Math.round(2 * Math.log2(one / 0.25))))]++;
+  bars($("times"), counts, [[0, "0.25 ms"], [4, "1 ms"], [8, "4 ms"], [12, "16 ms"], [16, "64 ms"]]);
+  const sorted = [...trips].sort((a, b) => a - b);
+  const middle = duration(sorted[Math.floor(sorted.length / 2)]);
+  $("times").ariaLabel = `Histogram of ${trips.length} round trips; the median is ${middle}`;
+  const full = rows === undefined ? "" : ` Its batch had ${rows} ${rows === "1" ? "image" : "images"} of at most ${info?.limits.max_batch_rows}.`;
+  say("batch", `Round trip ${duration(trip)}, median ${middle} of ${trips.length}.${full} Server times are from Server-Timing; network is what is left.`);
+}
+
+// The other models
+
+const compare = newest(async () => {
+  const wanted = images;
+  if (wanted.length) {
+    await Promise.all([...$("models").children].map(async (row) => {
+      const answer = await post(row.id.slice("model-".length), wanted);
+      const cells = [readOf(answer), percent(leastOf(answer)), duration(answer.times.compute ?? 0)];
+      cells.forEach((text, i) => { row.children[i + 1].textContent = text; });
+    }));
+  }
+});
+
+function showModels() {
+  const seen = new Set();
+  const rows = info.models.filter(({ name }) => !seen.has(name) && seen.add(name)).map(({ name }) => {
+    const button = make("button", { type: "button", textContent: name, onclick: () => { choose(name); predict(); } });
+    return make("tr", { id: `model-${name}` }, make("td", {}, button), make("td"), make("td"), make("td"));
+  });
+  $("models").replaceChildren(...rows);
+  choose(info.models.some(({ name }) => name === model) ? model : info.default_model);
+}
+
+function choose(name) {
+  model = name;
+  $("noisy").length = 1; // Another model has other layers.
+  for (const row of $("models").children) {
+    row.firstChild.firstChild.ariaPressed = row.id === `model-${name}`;
+  }
+}
+
+// Inside, and the damaged network
+
+const explain = newest(async () => {
+  const parameters = new URLSearchParams({ model });
+  if ($("biases").checked) parameters.set("biases", "off");
+  if ($("noisy").value && damage.weights) {
+    parameters.set("noisy", $("noisy").value);
+    parameters.set("noise", damage.weights);
+  }
+  const damaged = [...parameters].length > 1, open = $("inside").open;
+  if (!info?.explain || !images.length || !(open || damaged)) return;
+  const explanation = await (await ask(`/explain?${parameters}`, images[chosen])).json();
+  const { label, name, confidence } = explanation.prediction;
+  say("damaged", damaged ? `The damaged network reads ${name ?? label}, ${percent(confidence)} sure.` : "");
+  say("inside-note", `${explanation.model}, version ${explanation.version}${damaged ? ", damaged" : ""}: computed again in NumPy, layer by layer, on the image above. Darkest is 0 or the smallest value, brightest the largest.`);
+  if (open) showInside($("layers"), explanation.layers);
+  const layers = [...new Set(explanation.layers.map((layer) => layer.name))];
+  if ($("noisy").length === 1) $("noisy").append(...layers.map((layer) => make("option", { textContent: layer })));
+});
+
+on("inside", "toggle", explain);
+on("biases", "change", explain);
+on("noisy", "change", () => { damage.weights ||= 0.5; showSliders(); explain(); });
+
+const SLIDERS = [
+  ["right", "shift right", -10, 10, 0.5, "px"], ["down", "shift down", -10, 10, 0.5, "px"], ["turn", "turn", -180, 180, 3, "°"],
+  ["width", "line width", 0.2, 3, 0.1, "×"], ["noise", "noise", 0, 1, 0.02, ""], ["weights", "weight noise", 0, 3, 0.1, "σ"],
+];
+for (const [name, text, min, max, step] of SLIDERS) {
+  const oninput = ({ target }) => {
+    damage[name] = Number(target.value);
+    showSliders();
+    if (name === "weights") explain(); else changed();
+  };
+  const input = make("input", { type: "range", id: name, min, max, step, oninput });
+  const row = make("div", { className: "slider" }, make("label", { htmlFor: name, textContent: text }), input, make("output"));
+  if (name === "weights") $("noisy").parentElement.after(row); else $("sliders").append(row);
+}
+
+function showSliders() {
+  for (const [name, , , , , unit] of SLIDERS) {
+    $(name).value = damage[name];
+    $(name).nextSibling.textContent = `${damage[name]} ${unit}`;
+  }
+}
+showSliders();
+
+on("mend", "click", () => {
+  Object.assign(damage, whole);
+  $("biases").checked = false;
+  $("noisy").value = "";
+  showSliders();
+  changed();
+});
+
+// Examples and photographs
+
+async function addSamples() {
+  const picture = new Image();
+  picture.src = "/page/digits.png";
+  await picture.decode();
+  const canvas = make("canvas", { width: 10 * SIDE, height: SIDE });
+  const context = canvas.getContext("2d", { willReadFrequently: true });
+  context.drawImage(picture, 0, 0);
+  for (let digit = 0; digit < 10; digit++) {
+    const { data } = context.getImageData(digit * SIDE, 0, SIDE, SIDE);
+    const image = Uint8Array.from({ length: PIXELS }, (_, i) => data[4 * i]);
+    const small = make("canvas");
+    showGrey(small, image);
+    const onclick = () => { strokes = []; warnings = []; pixels = [image]; changed(); };
+    $("samples").append(make("button", { type: "button", ariaLabel: `A handwritten ${digit} of MNIST`, onclick }, small));
+  }
+}
+
+const PICTURES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
+const MOST_PIXELS = 12e6; // The service takes a little more; telephones make more than that.
+
+async function take(file) {
+  if (!file) return;
+  await attempt(async () => {
+    note("Reading the picture…");
+    const [type, body] = await readable(file);
+    const path = `${info?.explain ? "/explain" : "/predict"}?${new URLSearchParams({ model, digits: "several" })}`;
+    const explanation = await (await ask(path, body, type)).json();
+    if (!explanation.images) { // Nobody says what the prepared picture looks like: this is the answer.
+      say("digit", readOf(explanation));
+      say("sure", `${percent(leastOf(explanation))} sure`);
+      return;
+    }
+    strokes = [];
+    warnings = explanation.warnings ?? [];
+    pixels = explanation.images.map((text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
+    chosen = 0;
+    changed();
+  });
+}
+
+/** The picture in a type and size that the service takes: [type, body]. */
+async function readable(file) {
+  let bitmap;
+  try {
+    bitmap = await createImageBitmap(file);
+  } catch {
+    return [file.type || "application/octet-stream", file]; // The service says what is wrong with it.
+  }
+  if (PICTURES.includes(file.type) && bitmap.width * bitmap.height <= MOST_PIXELS) return [file.type, file];
+  const scale = Math.min(1, Math.sqrt(MOST_PIXELS / (bitmap.width * bitmap.height)));
+  const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
+  canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);
+  return ["image/png", await new Promise((done) => canvas.toBlob(done, "image/png"))];
+}
+
+on("photo", "change", ({ target }) => { take(target.files[0]); target.value = ""; });
+addEventListener("paste", (event) => take(event.clipboardData.files[0]));
+addEventListener("dragover", (event) => { event.preventDefault(); document.body.classList.add("drop"); });
+addEventListener("dragleave", () => document.body.classList.remove("drop"));
+addEventListener("drop", (event) => {
+  event.preventDefault();
+  document.body.classList.remove("drop");
+  take(event.dataTransfer.files[0]);
+});
+
+// The request to copy
+
+let client = "curl";
+
+function showSnippet() {
+  const all = snippets(images, model, info, hasKey());
+  if (!$("tabs").children.length) {
+    for (const name of Object.keys(all)) {
+      const tab = make("button", { type: "button", role: "tab", id: `tab-${name}`, textContent: name });
+      tab.addEventListener("click", () => { client = name; showSnippet(); });
+      $("tabs").append(tab);
+    }
+  }
+  for (const tab of $("tabs").children) {
+    const selected = tab.textContent === client;
+    tab.setAttribute("aria-selected", String(selected));
+    tab.tabIndex = selected ? 0 : -1;
+    if (selected) $("snippet").setAttribute("aria-labelledby", tab.id);
+  }
+  say("snippet", all[client].text);
+  say("needs", all[client].needs);
+}
+
+on("tabs", "keydown", (event) => {
+  const tabs = [...$("tabs").children], step = { ArrowLeft: -1, ArrowRight: 1 }[event.key];
+  if (!step) return;
+  const next = tabs[(tabs.findIndex((tab) => tab.textContent === client) + step + tabs.length) % tabs.length];
+  next.click();
+  next.focus();
+});
+on("copy", "click", async () => {
+  try {
+    await navigator.clipboard.writeText($("snippet").textContent);
+    say("needs", "Copied.");
+  } catch { // Only pages of HTTPS and of this machine may write there.
+    getSelection().selectAllChildren($("snippet"));
+    say("needs", "Selected: copy it with the keyboard.");
+  }
+});
+
+// Views, start, and return
+
+function route() {
+  const service = location.hash === "#service";
+  $("draw").hidden = service;
+  $("service").hidden = !service;
+  for (const link of document.querySelectorAll("nav a")) {
+    if (link.hash === (service ? "#service" : "#draw")) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  watch(service);
+}
+
+async function start() {
+  info = await attempt(async () => (await ask("/info")).json());
+  if (!info) return;
+  say("version", `${info.name} ${info.version}`);
+  $("damage").hidden = $("inside-card").hidden = !info.explain;
+  showModels();
+  predict();
+}
+
+addEventListener("hashchange", route);
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => { show(); showHistory(); });
+onReturn(start);
+onReturn(route);
+show();
+route();
+start();
+addSamples();

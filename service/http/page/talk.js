@@ -1,0 +1,96 @@
+// Requests to the service: the key, its errors, and whether it is there at all.
+
+import { $, note, on } from "./show.js";
+
+let key = "";
+let away = false;
+const returned = []; // Called when the service, or the key, is there again.
+
+export const onReturn = (call) => returned.push(call);
+export const hasKey = () => Boolean(key);
+
+/** An answer that is an error; its message is the service's own. */
+export class Refused extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** GET `path`, or POST `body` to it; throws Refused for an error, and Away if there is no answer. */
+export async function ask(path, body, type = "application/octet-stream") {
+  const headers = body ? { "Content-Type": type } : {};
+  if (key) headers.Authorization = `Bearer ${key}`;
+  let response;
+  try {
+    response = await fetch(path, { method: body ? "POST" : "GET", body, headers });
+  } catch {
+    goAway();
+    throw new Away();
+  }
+  if (response.ok) return response;
+  let message = `the service answered ${response.status}`;
+  try {
+    const { error } = await response.json();
+    message = error.message ?? error;
+  } catch { /* Of a proxy: it has no sentence of its own. */ }
+  if (response.status === 401) $("door").hidden = false;
+  throw new Refused(response.status, message);
+}
+
+export class Away extends Error {}
+
+/** Ask, and show whatever goes wrong; undefined then. */
+export async function attempt(call) {
+  try {
+    const value = await call();
+    if (!away) note("");
+    return value;
+  } catch (error) {
+    if (error instanceof Refused) note(error.message, true);
+    else if (!(error instanceof Away)) throw error;
+    return undefined;
+  }
+}
+
+/** `call`, one at a time: asked for meanwhile, it runs once more at the end, for the newest. */
+export function newest(call) {
+  let running = false, again = false;
+  return async () => {
+    again = true;
+    if (running) return;
+    running = true;
+    while (again) {
+      again = false;
+      await attempt(call);
+    }
+    running = false;
+  };
+}
+
+function goAway() {
+  if (away) return;
+  away = true;
+  note("The service does not answer. This page goes on asking.", true);
+  const look = async () => {
+    try {
+      if (!(await fetch("/readyz")).ok) throw new Away();
+    } catch {
+      setTimeout(look, 1000);
+      return;
+    }
+    away = false;
+    note("The service is back.");
+    for (const call of returned) call();
+  };
+  setTimeout(look, 1000);
+}
+
+on("door", "submit", (event) => {
+  event.preventDefault();
+  key = $("key").value.trim();
+  $("key").value = "";
+  $("door").hidden = true;
+  note("");
+  for (const call of returned) call();
+});

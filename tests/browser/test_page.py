@@ -1,0 +1,312 @@
+"""The page as people use it."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from PIL import Image, ImageDraw, ImageFilter
+
+from tests.browser.strokes import STROKES, row
+
+KEY = "a-key-that-nobody-knows"
+
+
+def photograph(digits, size=(1200, 800)):
+    """A JPEG of dark ink on unevenly lit, noisy paper."""
+    width, height = size
+    paper = np.add.outer(np.linspace(0, -40, height), np.linspace(225, 190, width))
+    sheet = Image.fromarray(paper.astype(np.uint8))
+    pen = ImageDraw.Draw(sheet)
+    for points in row(digits):
+        line = [(x * width, height * (0.5 + (y - 0.5) * width / height)) for x, y in points]
+        pen.line(line, fill=50, width=26, joint="curve")
+    pixels = np.asarray(sheet.filter(ImageFilter.GaussianBlur(2)), np.float32)
+    noisy = pixels + np.random.default_rng(0).normal(0, 4, pixels.shape)
+    file = io.BytesIO()
+    Image.fromarray(noisy.clip(0, 255).astype(np.uint8)).save(file, "JPEG")
+    return {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": file.getvalue()}
+
+
+def test_each_digit_that_is_drawn_is_read(service, visit):
+    page = visit(service)
+    for digit, strokes in STROKES.items():
+        page.page.click("#clear")
+        page.draw(strokes)
+        page.reads(f"{digit},")
+
+
+def test_several_digits_are_read_as_a_number_and_undone_stroke_by_stroke(service, visit):
+    page = visit(service)
+    page.draw(row([4, 0, 7]))
+    page.reads("407,")
+    assert page.page.locator("#seen button").count() == 3
+    page.page.click("#undo")
+    page.reads("40,")
+
+
+def test_an_empty_surface_is_not_guessed(service, visit):
+    page = visit(service)
+    assert page.page.inner_text("#sure") == "Draw a digit."
+    page.draw(STROKES[3])
+    page.reads("3,")
+    page.page.click("#clear")
+    page.page.wait_for_function("() => document.getElementById('digit').textContent === ''")
+    assert page.page.inner_text("#sure") == "Draw a digit."
+    assert page.page.locator("#bars li").first.inner_text().split() == ["0", "\N{EN DASH}"]
+
+
+def test_all_models_read_the_stroke_and_the_one_that_is_chosen_is_shown(service, visit):
+    page = visit(service).page
+    page.click("#samples button:nth-child(6)")
+    page.wait_for_function(
+        "() => [...document.querySelectorAll('#models tr')]"
+        ".filter(row => row.innerText.includes('%')).length === 5"
+    )
+    rows = [text.split() for text in page.locator("#models tr").all_inner_texts()]
+    assert [name for name, *_ in rows] == [
+        "lenet",
+        "cnn-32-64",
+        "lenet-6-16",
+        "lenet-classic",
+        "mlp",
+    ]
+    assert {digit for _, digit, *_ in rows} == {"5"}
+    page.click("#model-mlp button")
+    page.wait_for_function(
+        "() => document.getElementById('snippet').textContent.includes('model=mlp')"
+    )
+
+
+def test_each_part_of_the_time_and_the_batch_are_shown(service, visit):
+    page = visit(service).page
+    page.click("#samples button:nth-child(3)")
+    page.wait_for_function("() => document.getElementById('stages').children.length === 5")
+    words = page.inner_text("#stages").split()
+    assert words[::3] == ["network", "decode", "queue", "compute", "encode"]
+    assert "Its batch had 1 image of at most 64." in page.inner_text("#batch")
+
+
+def test_the_copied_requests_get_the_answer_that_is_shown(service, visit):
+    page = visit(service)
+    page.draw(row([2, 6]))
+    page.reads("26,")
+    for tab in page.page.locator("#tabs button").all():
+        tab.click()
+        text = page.page.inner_text("#snippet")
+        if tab.inner_text() == "curl":
+            command = ["bash", "-c", text]
+            wanted = ('"label":2', '"label":6')
+        else:
+            command = [sys.executable, "-c", text]
+            wanted = ("[2, 6]",)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        assert all(part in done.stdout for part in wanted), (tab.inner_text(), done)
+
+
+def test_every_layer_is_shown_and_explained(service, visit):
+    page = visit(service).page
+    page.click("#samples button:nth-child(8)")
+    page.wait_for_selector(".layer canvas")
+    titles = page.locator(".layer h3").all_inner_texts()
+    assert titles[0] == "conv1: filters, 20 x 1 x 5 x 5"
+    assert titles[-1].endswith("logits, 10")
+    for text in page.locator(".layer p").all_inner_texts():
+        assert len(text) > 40
+    painted = """[...document.querySelectorAll('.layer canvas')].map(canvas => {
+        const {data} = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height);
+        return new Set(new Uint32Array(data.buffer)).size;
+    })"""
+    assert min(page.evaluate(painted)) >= 5
+
+
+def test_a_damaged_network_or_image_gives_another_answer_until_it_is_mended(service, visit):
+    page = visit(service)
+    page.page.click("#samples button:nth-child(7)")
+    page.reads("6,")
+    page.page.fill("#turn", "180")
+    page.reads("9,")
+    page.page.click("#mend")
+    page.reads("6,")
+    assert page.page.inner_text("#damaged") == ""
+    page.page.check("#biases")
+    page.page.wait_for_function(
+        "() => document.getElementById('damaged').textContent.includes('reads')"
+    )
+    page.page.select_option("#noisy", "conv1")
+    page.page.fill("#weights", "3")
+    before = page.page.inner_text("#damaged")
+    page.page.wait_for_function(
+        "before => document.getElementById('damaged').textContent !== before", arg=before
+    )
+
+
+def test_a_photograph_is_prepared_shown_and_read(service, visit):
+    page = visit(service)
+    page.page.set_input_files("#photo", photograph([3]))
+    page.reads("3,")
+    page.page.set_input_files("#photo", photograph([1, 9, 5]))
+    page.reads("195,")
+    assert page.page.locator("#seen button").count() == 3
+    page.draw(STROKES[0])  # which begins afresh
+    page.reads("0,")
+
+
+def test_the_page_prepares_a_drawing_as_the_service_prepares_its_picture(service, visit):
+    page = visit(service).page
+    differences = page.evaluate(
+        """async (all) => {
+            const { draw, imageOf, SURFACE } = await import("/page/prepare.js");
+            const found = [];
+            for (const strokes of all) {
+                const canvas = document.createElement("canvas");
+                canvas.width = canvas.height = SURFACE;
+                const context = canvas.getContext("2d");
+                context.fillRect(0, 0, SURFACE, SURFACE);
+                draw(context, strokes, SURFACE, "#fff");
+                const body = await new Promise((done) => canvas.toBlob(done, "image/png"));
+                const response = await fetch("/explain", {
+                    method: "POST", body, headers: { "Content-Type": "image/png" } });
+                const [text] = (await response.json()).images;
+                const theirs = Uint8Array.from(atob(text), (one) => one.charCodeAt(0));
+                found.push(imageOf(strokes).reduce(
+                    (most, value, i) => Math.max(most, Math.abs(value - theirs[i])), 0));
+            }
+            return found;
+        }""",
+        list(STROKES.values()),
+    )
+    assert max(differences) <= 1  # of 255: halves are rounded up here, to even there
+
+
+def test_a_finger_draws_and_does_not_scroll(service, visit):
+    page = visit(service, viewport={"width": 400, "height": 700}, has_touch=True, is_mobile=True)
+    session = page.page.context.new_cdp_session(page.page)
+
+    def touch(kind, *points):
+        session.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": list(points)})
+
+    page.page.locator("#paper").scroll_into_view_if_needed()
+    before = page.page.evaluate("scrollY")
+    for start, *rest in STROKES[4]:
+        touch("touchStart", dict(zip("xy", page.at(*start), strict=True)))
+        for point in rest:
+            touch("touchMove", dict(zip("xy", page.at(*point), strict=True)))
+        touch("touchEnd")
+    page.reads("4,")
+    assert page.page.evaluate("scrollY") == before
+
+
+def test_the_keyboard_alone_draws_and_clears(service, visit):
+    page = visit(service)
+    keyboard = page.page.keyboard
+    for _ in range(20):
+        if page.page.evaluate("document.activeElement.id") == "paper":
+            break
+        keyboard.press("Tab")
+    for key in ["ArrowUp"] * 8 + ["ArrowLeft"] * 5 + [" "] + ["ArrowRight"] * 10:
+        keyboard.press(key)
+    for key in ["ArrowDown", "ArrowDown", "ArrowDown", "ArrowLeft"] * 5 + [" "]:
+        keyboard.press(key)
+    page.reads("7,")
+    keyboard.press("Backspace")
+    page.page.wait_for_function("() => document.getElementById('digit').textContent === ''")
+
+
+def test_a_key_is_asked_for_and_kept_in_memory_alone(serve, visit):
+    page = visit(serve("--api-keys", KEY))
+    page.expected.append("401")
+    page.page.wait_for_selector("#door:not([hidden])")
+    assert "authorization: got none" in page.page.inner_text("#status")
+    page.page.fill("#key", "wrong")
+    page.page.click("#door button")
+    page.page.wait_for_selector("#door:not([hidden])")
+    page.page.fill("#key", KEY)
+    page.page.click("#door button")
+    page.page.wait_for_selector("#models tr")
+    assert page.page.is_hidden("#door")
+    page.draw(STROKES[8])
+    page.reads("8,")
+    assert KEY not in page.page.inner_text("body")
+    kept = "JSON.stringify([{...localStorage}, {...sessionStorage}, document.cookie])"
+    assert page.page.evaluate(kept) == '[{},{},""]'
+
+
+def test_what_the_service_refuses_is_said_in_its_own_words(service, visit):
+    page = visit(service)
+    page.expected += ["400", "415"]
+    blank = {"name": "blank.png", "mimeType": "image/png", "buffer": b"no picture"}
+    page.page.set_input_files("#photo", blank)
+    page.page.wait_for_selector("#status.bad")
+    assert "image/png" in page.page.inner_text("#status")
+    page.page.click("#samples button")
+    page.reads("0,")
+    assert page.page.is_hidden("#status")
+
+
+def test_the_page_says_that_the_service_is_away_and_that_it_is_back(serve, visit):
+    service = serve()
+    page = visit(service)
+    page.expected.append("ERR_CONNECTION_REFUSED")
+    page.page.wait_for_selector("#models tr")
+    service.signal()
+    service.wait()
+    page.draw(STROKES[2])
+    page.page.wait_for_function(
+        "() => document.getElementById('status').textContent.startsWith('The service does not')"
+    )
+    serve("--port", str(service.port), "--grpc-port", "0")
+    page.reads("2,")
+
+
+def test_without_explanations_the_page_does_without(serve, visit):
+    page = visit(serve("--explain", "off"))
+    page.page.wait_for_selector("#models tr")
+    assert page.page.is_hidden("#inside-card")
+    assert page.page.is_hidden("#damage")
+    page.page.set_input_files("#photo", photograph([3]))
+    page.page.wait_for_function("() => document.getElementById('digit').textContent === '3'")
+
+
+def test_the_view_of_the_service_shows_live_figures(service, visit):
+    page = visit(service, "/#service").page
+    page.wait_for_selector("#loaded tr")
+    assert page.is_hidden("#draw")
+    assert page.locator("#loaded tr").count() == 5
+    for _ in range(20):
+        page.evaluate("fetch('/predict', {method: 'POST', body: new Uint8Array(784), "
+                      "headers: {'Content-Type': 'application/octet-stream'}})")  # fmt: skip
+    page.wait_for_function("() => /batches? in the last minute/.test(document.body.innerText)")
+    page.wait_for_function(
+        "() => document.querySelector('#percentiles tr:nth-child(3)').innerText.includes('s')"
+    )
+    page.click("nav a[href='#draw']")
+    page.wait_for_selector("#paper")
+
+
+@pytest.mark.parametrize("view", ["draw", "service"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"color_scheme": "light"},
+        {"color_scheme": "dark", "reduced_motion": "reduce"},
+        {"viewport": {"width": 360, "height": 740}, "has_touch": True, "is_mobile": True},
+    ],
+    ids=["light", "dark", "phone"],
+)
+def test_everybody_can_read_the_page(service, visit, view, options):
+    from axe_playwright_python.sync_playwright import Axe
+
+    page = visit(service, f"/#{view}", **options).page
+    if view == "draw":
+        page.locator("#samples button").nth(4).click()
+        page.wait_for_selector(".layer canvas")
+    else:
+        page.wait_for_selector("#loaded tr")
+    width = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
+    assert page.evaluate(width) == 0
+    found = Axe().run(page)
+    assert found.violations_count == 0, found.generate_report()

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from lenet import reference
+from lenet.explanation import MAX_VALUES, Change, explain, operations
+from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool
+
+PLAIN = Change()
+
+
+@pytest.fixture
+def image():
+    return np.random.default_rng(5).integers(0, 256, (1, 28, 28), np.uint8)
+
+
+def values(layer):
+    """What the bytes of a layer stand for."""
+    steps = np.frombuffer(layer.data, np.uint8).reshape(layer.shape)
+    return layer.low + steps * (layer.high - layer.low) / 255
+
+
+def logits(weights, image, change=PLAIN):
+    *_, last = explain(weights, image, change)
+    return last.logits
+
+
+def directly(weights, image):
+    """Every layer in float64, by the definition of a convolution."""
+    x, found = image[:, np.newaxis] / 255.0, []
+    tensors = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
+    for block, shape in zip(weights.model.blocks, weights.model.shapes(), strict=True):
+        weight, bias = tensors[f"{shape.name}.weight"], tensors[f"{shape.name}.bias"]
+        if isinstance(block, ConvBlock):
+            if not found:
+                found.append((shape.name, "filters", weight))
+            x = reference.convolve_directly(x, weight, block) + bias.reshape(-1, 1, 1)
+            x = reference.activate(x, block.activation)
+            found.append((shape.name, "convolution", x[0]))
+            x = reference.pool(x, block.pool)
+            found.append((shape.name, "pooling", x[0]))
+        else:
+            x = reference.activate(weight @ x.ravel() + bias, block.activation)
+            found.append((shape.name, "dense", x))
+    name, _, last = found.pop()
+    return [*found, (name, "logits", last)]
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_layer_is_that_of_a_direct_computation(random_weights, image, architecture):
+    weights = random_weights(architecture)
+    expected = directly(weights, image)
+    layers = list(explain(weights, image, PLAIN))
+    assert [(layer.name, layer.kind) for layer in layers] == [one[:2] for one in expected]
+    for layer, (_, _, exact) in zip(layers, expected, strict=True):
+        assert layer.shape == exact.shape
+        # float32 beside float64
+        assert (layer.low, layer.high) == pytest.approx((exact.min(), exact.max()), abs=1e-4)
+        if layer.kind != "logits":
+            half_a_step = (layer.high - layer.low) / 510
+            np.testing.assert_allclose(values(layer), exact, rtol=0, atol=half_a_step + 1e-4)
+    last = layers[-1]
+    np.testing.assert_allclose(last.logits, expected[-1][2], atol=1e-4)
+    np.testing.assert_allclose(last.probabilities, reference.softmax(last.logits), atol=1e-6)
+    assert [layer.data is None for layer in layers] == [False] * (len(layers) - 1) + [True]
+
+
+def test_a_layer_of_one_value_is_read_back_exactly(tiny, random_weights, image):
+    model = Model("zero", (DenseBlock(3), *tiny.blocks))
+    weights = random_weights(model)
+    dead = {**weights.tensors, "dense1.bias": np.full(3, -1e9, np.float32)}
+    first, _ = explain(dataclasses.replace(weights, tensors=dead), image, PLAIN)
+    assert values(first).tolist() == [0, 0, 0]
+
+
+def test_biases_are_0_when_they_are_off(random_weights, image):
+    weights = random_weights("lenet")
+    zeroed = {
+        name: tensor * (0 if name.endswith(".bias") else 1)
+        for name, tensor in weights.tensors.items()
+    }
+    expected = reference.logits(weights.model, zeroed, image)[0]
+    found = logits(weights, image, Change(biases=False))
+    np.testing.assert_array_equal(found, expected)
+    assert not np.array_equal(found, logits(weights, image))
+
+
+def test_noise_is_normal_and_the_same_each_time(random_weights, image):
+    weights = random_weights("lenet")
+    change = Change(noisy="conv1", noise=0.5)
+    (plain, *_), (noisy, *_) = (list(explain(weights, image, one)) for one in (PLAIN, change))
+    noise = (values(noisy) - values(plain)) / weights.tensors["conv1.weight"].std()
+    count = math.prod(plain.shape)
+    assert abs(noise.mean()) < 4 * 0.5 / math.sqrt(count)  # four standard errors
+    assert abs(noise.std() - 0.5) < 4 * 0.5 / math.sqrt(2 * count)
+    np.testing.assert_array_equal(logits(weights, image, change), logits(weights, image, change))
+    assert not np.array_equal(logits(weights, image, change), logits(weights, image))
+    nothing = Change(noisy="conv1", noise=0.0)
+    np.testing.assert_array_equal(logits(weights, image, nothing), logits(weights, image))
+
+
+def test_layers_beyond_the_limit_have_no_data(random_weights, image):
+    wide = ConvBlock(400, (1, 1), pool=Pool("global_average"))
+    weights = random_weights(Model("wide", (wide, DenseBlock(10, activation=IDENTITY))))
+    filters, convolution, pooling, _ = explain(weights, image, PLAIN)
+    assert math.prod(convolution.shape) > MAX_VALUES
+    assert convolution.data is None
+    assert (len(filters.data), len(pooling.data)) == (400, 400)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "expected"),
+    [
+        ((), 0),
+        ((DenseBlock(5),), 784 * 5 + 5 * 10 - 7840),
+        # 30 x 30 padded values, 784 x 9 multiplications a channel
+        ((ConvBlock(2, (3, 3), padding=(1, 1)),), 900 + 784 * 9 * 2 + 2 * 7840 - 7840),
+        # 196 windows of 4, and 2 x 784 values to look at
+        (
+            (ConvBlock(2, (1, 1), pool=Pool("max")),),
+            784 + 784 * 2 + 2 * 196 * 4 + 2 * 784 + 2 * 1960 - 7840,
+        ),
+        # What is padded counts, even if strides skip it.
+        (
+            (ConvBlock(1, (1, 1), (3000, 3000), (3000, 3000)),),
+            6028 * 6028 + 3 * 3 * 1 + 9 * 10 - 7840,
+        ),
+    ],
+    ids=["tiny", "dense", "padding", "pool", "stride"],
+)
+def test_operations_are_those_of_every_block(tiny, blocks, expected):
+    assert operations(Model("counted", (*blocks, *tiny.blocks))) == 7840 + expected

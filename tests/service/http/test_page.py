@@ -1,0 +1,75 @@
+"""What the service does for the page; tests/browser drives the page itself."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
+
+
+async def test_a_browser_gets_the_page_and_other_clients_the_index(served):
+    answer = await served.client.get("/", headers={"Accept": BROWSER})
+    assert answer.headers["content-type"] == "text/html; charset=utf-8"
+    assert answer.text.startswith("<!doctype html>")
+    for accept in ("*/*", "application/json", "application/json, text/html;q=0.9", "text/html;q=0"):
+        index = await served.client.get("/", headers={"Accept": accept})
+        assert index.json()["docs"] == "/docs"
+        assert {"Accept"} == {
+            one.split(", ")[0] for one in (index.headers["vary"], answer.headers["vary"])
+        }
+
+
+async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(served):
+    names, sizes = ["/"], []
+    for name in names:  # which grows
+        answer = await served.client.get(name, headers={"Accept": BROWSER})
+        assert answer.headers["content-encoding"] == "gzip"
+        sizes.append(int(answer.headers["content-length"]))
+        assert answer.status_code == 200, name
+        policy = answer.headers["content-security-policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self'; style-src 'self';")
+        assert "unsafe" not in policy
+        if answer.headers["content-type"].startswith("text/"):
+            assert "://" not in re.sub(r"\{origin\}|http://www\.w3\.org/2000/svg", "", answer.text)
+            found = re.findall(r'(?:src|href)="(/page/[^"]+)"|"(/page/[^"]+)"', answer.text)
+            found += [("", f"/page/{one}") for one in re.findall(r'from "\./([^"]+)"', answer.text)]
+            names += [name for name in map("".join, found) if name not in names]
+    assert {"/page/page.js", "/page/page.css", "/page/prepare.js", "/page/digits.png"} <= set(names)
+    assert sum(sizes) < 60_000
+
+
+@pytest.mark.parametrize("path", ["/", "/page/page.js"])
+async def test_a_file_that_the_browser_has_is_not_sent_again(served, path):
+    first = await served.client.get(path, headers={"Accept": BROWSER})
+    etag = first.headers["etag"]
+    for known in (etag, f'"other", W/{etag}'):
+        again = await served.client.get(path, headers={"Accept": BROWSER, "If-None-Match": known})
+        assert (again.status_code, again.content) == (304, b"")
+        assert again.headers["etag"] == etag
+    changed = await served.client.get(path, headers={"Accept": BROWSER, "If-None-Match": '"x"'})
+    assert changed.content == first.content
+
+
+@pytest.mark.parametrize("name", ["none.js", "__init__.py", "..%2f__init__.py", "%2e%2e/app.py"])
+async def test_nothing_but_the_files_of_the_page_is_sent(served, name):
+    assert (await served.client.get(f"/page/{name}")).status_code == 404
+
+
+async def test_the_document_says_which_routes_need_a_key_where_there_are_keys(open_app):
+    async with open_app() as served:
+        document = (await served.client.get("/openapi.json")).json()
+    assert "security" not in document
+    async with open_app(api_keys="a-key-that-nobody-knows") as served:
+        document = (await served.client.get("/openapi.json")).json()
+    assert document["components"]["securitySchemes"] == {
+        "bearerAuth": {"type": "http", "scheme": "bearer"}
+    }
+    assert document["security"] == [{"bearerAuth": []}]
+    open_paths = {
+        path
+        for path, operations in document["paths"].items()
+        if all(operation.get("security") == [] for operation in operations.values())
+    }
+    assert open_paths == {"/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}

@@ -1,0 +1,74 @@
+from __future__ import annotations
+
+import pytest
+import trustme
+from cryptography.hazmat.primitives import serialization
+
+from service.errors import InvalidCertificate
+from service.tls import CertificateFiles
+
+
+@pytest.fixture
+def contents():
+    """A certificate and its key, in PEM and in other forms."""
+    leaf = trustme.CA().issue_cert("localhost")
+    certificate, key = leaf.cert_chain_pems[0].bytes(), leaf.private_key_pem.bytes()
+    private = serialization.load_pem_private_key(key, None)
+    encrypted = private.private_bytes(
+        serialization.Encoding.PEM,
+        serialization.PrivateFormat.PKCS8,
+        serialization.BestAvailableEncryption(b"secret"),
+    )
+    return {
+        "certificate": certificate,
+        "key": key,
+        "other key": trustme.CA().issue_cert("localhost").private_key_pem.bytes(),
+        "encrypted key": encrypted,
+        "DER": b"0\x82\x03\x01",
+        "text": b"hello\n",
+        "damaged": certificate.replace(b"\n", b"\n#", 3),
+        "nothing": b"",
+    }
+
+
+@pytest.mark.parametrize(
+    ("certificate", "key", "message"),
+    [
+        ("key", "certificate", "the two are swapped"),
+        ("certificate", "other key", "the key belongs to another certificate"),
+        ("certificate", "encrypted key", "the key has a password; write one without it: openssl p"),
+        (
+            "DER",
+            "key",
+            "the certificate is not in PEM, which begins -----BEGIN CERTIFICATE-----: o",
+        ),
+        ("text", "key", "the certificate is not in PEM, which begins -----BEGIN CERTIFICATE-----"),
+        ("nothing", "key", "the certificate is not in PEM"),
+        (
+            "certificate",
+            "DER",
+            "the key is not in PEM, which begins -----BEGIN PRIVATE KEY-----: o",
+        ),
+        ("certificate", "certificate", "the key is not in PEM"),
+        ("damaged", "key", ""),
+    ],
+)
+def test_what_is_wrong_with_a_certificate_and_its_key_is_named(
+    contents, tmp_path, certificate, key, message
+):
+    files = CertificateFiles(tmp_path / "a.pem", tmp_path / "a.key")
+    files.certificate.write_bytes(contents[certificate])
+    files.key.write_bytes(contents[key])
+    with pytest.raises(InvalidCertificate) as caught:
+        files.context()
+    expected = f"--tls-certificate is {files.certificate}, --tls-key {files.key}: {message}"
+    assert str(caught.value).startswith(expected)
+
+
+def test_an_authority_that_is_no_certificate_is_named(contents, tmp_path):
+    files = CertificateFiles(tmp_path / "a.pem", tmp_path / "a.key", tmp_path / "ca.pem")
+    for path, content in ((files.certificate, "certificate"), (files.key, "key")):
+        path.write_bytes(contents[content])
+    files.client_ca.write_bytes(contents["text"])
+    with pytest.raises(InvalidCertificate, match=r"--tls-client-ca: .*ca\.pem: .*; expected PEM"):
+        files.context()
