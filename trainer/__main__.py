@@ -65,8 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # (2026-11-20), and several times as long when another program uses a core.
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
         os.environ[variable] = "1"
-    from trainer.commands import run
-
+    try:
+        from trainer.commands import run
+    except KeyboardInterrupt:  # loading takes a second
+        print("interrupted", file=sys.stderr)
+        return 130
     return run(arguments, os.environ)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -93,13 +94,8 @@ def fit(settings: Fit) -> None:
     settings = settings.resolved(choose(settings.device, print))
     check(settings, settings.gpus)
     folder = settings.out / model.name
-    try:
+    with _writing(settings.out):
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
-    except OSError as exc:
-        raise UnwritableFolder(
-            f"--out is {settings.out}: {folder} cannot be created ({exc.strerror}); name a folder "
-            "that you can write"
-        ) from exc
     training, validation = dataset.hold_out(settings.validation_images)
     checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
@@ -184,6 +180,18 @@ def fit(settings: Fit) -> None:
     )
 
 
+@contextmanager
+def _writing(out: Path) -> Iterator[None]:
+    """Raises: UnwritableFolder: the block cannot write `out`."""
+    try:
+        yield
+    except OSError as exc:
+        raise UnwritableFolder(
+            f"--out is {out}: it cannot be written ({exc.strerror}); name a place that you can "
+            "write"
+        ) from exc
+
+
 def _write_page(path: Path, page: Callable[[], str]) -> None:
     """Write a page with pictures, or say why not."""
     try:
@@ -204,7 +212,8 @@ def compare(settings: Compare) -> None:
         cells = (cell.rjust(width) for cell, width in zip(rest, widths[1:], strict=True))
         print("  ".join((first.ljust(widths[0]), *cells)))
     if settings.out is not None:
-        _write_page(settings.out, lambda: comparison(*runs))
+        with _writing(settings.out):
+            _write_page(settings.out, lambda: comparison(*runs))
 
 
 def search(settings: Search) -> None:
@@ -228,7 +237,9 @@ def search(settings: Search) -> None:
 
 def export(settings: Export) -> None:
     """Write the ONNX model."""
-    export_onnx(WeightFile.read(settings.weights), settings.out, CpuBackend())
+    weights = WeightFile.read(settings.weights)
+    with _writing(settings.out):
+        export_onnx(weights, settings.out, CpuBackend())
     print(f"{settings.out}: written, its logits agree with the trainer's")
 
 
@@ -262,7 +273,9 @@ def import_(settings: Import) -> None:
     model = source.model.folded
     network = Network(model, folded, CpuOps())
     test = None if dataset is None else dataset.test
-    exported = export_weights(network, test, provenance, settings.out / model.name, CpuBackend())
+    folder = settings.out / model.name
+    with _writing(settings.out):
+        exported = export_weights(network, test, provenance, folder, CpuBackend())
     print(
         f"{_written(exported)}: {_accuracy(exported, test)}, sha256 {exported.weights.digest()}\n"
         f"{_serve(settings.out)}"

@@ -4,7 +4,7 @@
     ├── DatasetUnavailable      the digits are not on disk and cannot be downloaded
     ├── InvalidDataset          a dataset file is broken: which file, what was found
     ├── DeviceUnavailable       the device does not exist, or does not support the settings
-    ├── UnwritableFolder        the folder for the result cannot be created
+    ├── UnwritableFolder        the result cannot be written where it should be
     ├── TrainingDiverged        the loss is NaN or infinite: which step and layer, what to try
     ├── InvalidCheckpoint       a checkpoint that cannot be resumed from
     ├── InvalidImport           weights of another library do not fit: which tensor, which shape
@@ -32,7 +32,7 @@ class DeviceUnavailable(TrainerError):
 
 
 class UnwritableFolder(TrainerError):
-    """The folder for the result cannot be created."""
+    """The result cannot be written where it should be."""
 
 
 class TrainingDiverged(TrainerError):

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
@@ -27,6 +26,7 @@ from numpy.typing import NDArray
 from lenet.model import ConvBlock, DenseBlock, Model, Pair, read_block
 from trainer.errors import InvalidImport
 from trainer.ops import Tensor
+from trainer.tensor_files import by_number
 
 MAX_MAPPING_BYTES = 1 << 20
 
@@ -186,9 +186,10 @@ def matched(tensors: Mapping[str, Tensor], source: Source, layout: Layout) -> di
     }
     orders = (
         list(layers),
-        sorted(layers, key=_natural),
+        sorted(layers, key=by_number),
         sorted(
-            layers, key=lambda owner: (owner.partition(".")[0] not in convolutions, _natural(owner))
+            layers,
+            key=lambda owner: (owner.partition(".")[0] not in convolutions, by_number(owner)),
         ),
     )
     failure: InvalidImport | None = None
@@ -225,7 +226,8 @@ def _in_order(
         expected = sum(len(weight) == rank for _, weight, _ in wanted)
         if len(linear[rank]) != expected:
             raise InvalidImport(
-                f"the file has {len(linear[rank])} {kind}, expected {expected}: {_listed(tensors)}"
+                f"the file has {len(linear[rank])} {kind}, expected {expected}, as "
+                f"{source.model.name} has; --model names another: {_listed(tensors)}"
             )
     expected = sum(norm for _, _, norm in wanted)
     if len(norms) != expected:
@@ -293,12 +295,6 @@ def _part_of(name: str) -> tuple[str, str]:
 
 def _rank(tensors: Mapping[str, Tensor], parts: Mapping[str, str]) -> int:
     return tensors[parts["weight"]].ndim if "weight" in parts else 0
-
-
-def _natural(name: str) -> list[tuple[int, str]]:
-    return [
-        (int(piece), "") if piece.isdecimal() else (-1, piece) for piece in re.split(r"(\d+)", name)
-    ]
 
 
 def _listed(tensors: Mapping[str, Tensor]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import struct
 import warnings
 import zipfile
@@ -48,7 +49,9 @@ _MAX_HEADER_BYTES = 1024
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
-    """The arrays of a safetensors or npz file, in its order.
+    """The arrays of a safetensors or npz file: in the order of an npz file, or sorted by name.
+
+    A safetensors file keeps no order of its layers.
 
     Raises:
         InvalidImport: it is neither, too large, or holds something else than numbers.
@@ -77,6 +80,12 @@ def read_tensors(path: Path) -> dict[str, NDArray[Any]]:
     return found
 
 
+def by_number(name: str) -> list[tuple[int, str]]:
+    """A key that sorts numbers in names by value: fc2 before fc10."""
+    pieces = re.split(r"0*(\d+)", name)
+    return [(len(piece) if piece.isdecimal() else -1, piece) for piece in pieces]
+
+
 def _read_safetensors(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
     try:
         entries: list[tuple[str, dict[str, Any]]] = deserialize(content)  # type: ignore[no-untyped-call]
@@ -88,7 +97,9 @@ def _read_safetensors(content: bytes) -> Iterator[tuple[str, NDArray[Any]]]:
             if content.startswith(beginning):
                 problem = sentence
         raise InvalidImport(problem) from exc
-    for name, entry in entries:
+    if any(name == "golden.images" for name, _ in entries):
+        raise InvalidImport("is a weight file already; serve it, or train on from it by fit --from")
+    for name, entry in sorted(entries, key=lambda entry: by_number(entry[0])):
         if name.rpartition(".")[2] in IGNORED:
             continue
         dtype = _DTYPES.get(entry["dtype"])

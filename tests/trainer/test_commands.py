@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -429,6 +430,17 @@ def test_an_interruption_says_whether_the_run_can_be_resumed(
     assert capsys.readouterr().err.splitlines()[-1] == message
 
 
+def test_an_interruption_while_modules_are_loaded_is_one_line(monkeypatch, capsys):
+    class Loading(ModuleType):
+        def __getattr__(self, name):
+            raise KeyboardInterrupt
+
+    monkeypatch.setitem(sys.modules, "trainer.commands", Loading("commands"))
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    assert program.main(["fit"]) == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+
+
 def test_broken_digits_end_with_their_exit_code(arguments, tmp_path, capsys):
     (tmp_path / "digits/t10k-labels-idx1-ubyte").write_bytes(b"broken")
     assert main(arguments) == 3
@@ -465,10 +477,17 @@ def test_a_folder_that_cannot_be_created_is_reported_before_the_training(
     (tmp_path / "out").write_bytes(b"")
     assert main(["fit", *arguments]) == 6
     error = capsys.readouterr().err
-    assert error.startswith(
-        f"--out is {tmp_path / 'out'}: {tmp_path / 'out/mlp'} cannot be created"
+    assert error == (
+        f"--out is {tmp_path / 'out'}: it cannot be written (Not a directory); name a place that "
+        "you can write\n"
     )
-    assert error.endswith("; name a folder that you can write\n")
+
+
+def test_export_says_which_file_cannot_be_written(tmp_path, capsys):
+    (tmp_path / "file").touch()
+    out = tmp_path / "file/model.onnx"
+    assert main(["export", str(ROOT / "weights/mlp/1.safetensors"), "--out", str(out)]) == 6
+    assert capsys.readouterr().err.startswith(f"--out is {out}: it cannot be written (")
 
 
 def test_a_missing_extra_is_one_sentence(tmp_path):

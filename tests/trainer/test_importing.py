@@ -279,7 +279,10 @@ def arrays_of(**changes):
             arrays_of(fc2_bias=np.ones(9, np.float32)),
             "dense2.bias: fc2.bias has shape (9,), expected (10,)",
         ),
-        (arrays_of(fc2_weight=None, fc2_bias=None), "the file has 1 dense layers, expected 2: fc1"),
+        (
+            arrays_of(fc2_weight=None, fc2_bias=None),
+            "the file has 1 dense layers, expected 2, as mine has; --model names another: fc1",
+        ),
         (
             arrays_of(bn_running_mean=np.ones(3), bn_running_var=np.ones(3)),
             "bn.running is neither",
@@ -426,6 +429,25 @@ def test_a_file_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
     path.write_bytes(bytes(10_001))
     with pytest.raises(InvalidImport, match="has more than the 10000 bytes that are read"):
         read_tensors(path)
+
+
+def test_equal_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tmp_path):
+    # The library gives them in an order that changes from one reading to the next.
+    shapes = [(5, 784), *[(5, 5)] * 11, (10, 5)]
+    arrays = {f"fc{n}.weight": np.zeros(shape, np.float32) for n, shape in enumerate(shapes)}
+    save_file(arrays, tmp_path / "a.safetensors")
+    source = importing.read_source(
+        json.dumps({"name": "mine", "blocks": [*[dense(5)] * 12, dense(10)]})
+    )
+    tensors = read_tensors(tmp_path / "a.safetensors")
+    assert list(tensors) == list(arrays)
+    found = importing.matched(tensors, source, "torch")
+    assert found == {f"dense{n + 1}.weight": f"fc{n}.weight" for n in range(13)}
+
+
+def test_a_weight_file_is_not_imported_again():
+    with pytest.raises(InvalidImport, match="is a weight file already; serve it"):
+        read_tensors(Path(__file__).parents[2] / "weights/mlp/1.safetensors")
 
 
 @pytest.mark.parametrize("order", ["C", "F"])
