@@ -122,7 +122,11 @@ class Exchange:
 
 
 class AsgiExchange(Exchange):
-    """A request for the ASGI application, which runs once the answers before are written."""
+    """A request for the ASGI application, which runs once the answers before are written and read.
+
+    Each answer takes up to megabytes of memory: a client that does not read has one of them made,
+    not all that it asked for.
+    """
 
     head: Head
 
@@ -155,7 +159,7 @@ class AsgiExchange(Exchange):
         self._arrived.set()
 
     def start(self) -> None:
-        if self._task is None:
+        if self._task is None and self.connection.is_read():
             task = self._task = self.connection.loop.create_task(self._run())
             tasks = self.connection.state.tasks
             tasks.add(task)
@@ -231,8 +235,7 @@ class AsgiExchange(Exchange):
         data = b"".join(pieces)
         self._sent_bytes += len(body)
         if more:
-            self.connection.transport.write(data)
-            self.connection.look_at_unread()
+            self.connection.write(data)
         else:
             self.answer = data
             assert self._response is not None, "bug: an end before its start"
