@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -132,7 +131,7 @@ class AsgiExchange(Exchange):
 
     def __init__(self, connection: Connection, head: Head) -> None:
         super().__init__(connection, head)
-        self._body: deque[bytes] = deque()
+        self._body: list[bytes] = []
         self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
         self._chunked = self._gone = self._handed_over = False
         self._sent_bytes = 0
