@@ -347,6 +347,7 @@ async def _serve(
     stop = asyncio.Event()
     service: Service | None = None
     reload_requested = False
+    renewing: set[asyncio.Task[None]] = set()
     files = settings.certificate
     certificate = None if files is None else ServedCertificate(files)
 
@@ -362,8 +363,10 @@ async def _serve(
             return
         service.models.request_reload()
         service.repository.request_changes()
-        if certificate is not None and _renew(certificate):
-            service.grpc.renew()
+        if certificate is not None:
+            task = loop.create_task(_renew(certificate, service.grpc))
+            renewing.add(task)
+            task.add_done_callback(renewing.discard)
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -395,16 +398,16 @@ async def _serve(
             raise
 
 
-def _renew(certificate: ServedCertificate) -> bool:
-    """Read the certificate again; whether it is another one."""
+async def _renew(certificate: ServedCertificate, grpc: GrpcServer) -> None:
     before = certificate.contents
     try:
         certificate.renew()
     except InvalidCertificate as exc:
         _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
-        return False
+        return
+    if certificate.contents != before:
+        await grpc.renew()
     _log.info("certificate: read again")
-    return certificate.contents != before
 
 
 async def _answer(

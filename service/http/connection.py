@@ -2,7 +2,8 @@
 
 Requests of a connection are parsed as they arrive, work at the same time, and are answered in their
 order. A request on a fast route is handled by plain calls and written in one piece; every other
-request goes to the ASGI application in a task.
+request goes to the ASGI application in a task: one of a connection at a time, and none while the
+client does not read.
 
     bytes -> parser -> exchange 1 (being answered) -> exchange 2 -> ... exchange n (body arriving)
                              |
@@ -61,7 +62,7 @@ _PROBE_S = 0.02
 """After a client's end of data, when to find out whether it still reads."""
 
 _READ_AHEAD = 64
-"""Requests of one connection that may wait for their answers before its reading pauses."""
+"""Requests of one connection that may wait for their answers before reading and parsing pause."""
 _FRAMING_BYTES = 64 * 1024
 """Bytes of chunk sizes and extensions in a body beyond as many as its own, and of either or of a
 trailer without any byte of the body."""
@@ -230,6 +231,7 @@ class Connection(asyncio.Protocol):
         self._framing_bytes = self._silent_bytes = self._body_bytes = 0
         self._unparsed = b""  # from `_parsed_bytes` on
         self._parsed_bytes = 0
+        self._parsing_waits = False  # for the client to read, or for answers
         self._ended = False  # the client sends no more
         self._closing = False  # no further request is read
         self._stopping = door.stopping
@@ -278,6 +280,7 @@ class Connection(asyncio.Protocol):
         for exchange in line:
             exchange.cancel()
         self._waiting_bytes = 0
+        self._unparsed, self._parsing_waits = b"", False
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -431,6 +434,11 @@ class Connection(asyncio.Protocol):
             known[section] = head
 
     def _parse_slice(self) -> None:
+        if self._is_ahead() and not self._closing:
+            self._parsing_waits = True
+            self._hold_answers()
+            self._set_reading()
+            return
         start = self._parsed_bytes
         data = self._unparsed[start : start + _SLICE_BYTES]
         self._parsed_bytes = start + len(data)
@@ -535,6 +543,8 @@ class Connection(asyncio.Protocol):
             self._drained.set()
             self._drained = None
         if not self.transport.is_closing():
+            if self._line:
+                self._line[0].start()
             self._set_reading()
 
     def shutdown(self) -> None:
@@ -578,7 +588,7 @@ class Connection(asyncio.Protocol):
                 self._lingering_until_s = max(self._lingering_until_s, now_s + _IDLE_GRACE_S)
             if self._lingering_until_s and now_s > self._lingering_until_s:
                 transport.abort()
-        elif self._line:
+        elif self._line or self._unparsed:
             arriving = self._arriving
             if arriving is not None and self._reading and waited_s > arriving.patience_s(door):
                 transport.abort()
@@ -763,12 +773,13 @@ class Connection(asyncio.Protocol):
             self.loop.call_later(_UNREAD_LOOK_S, self._look_again)
 
     def _hold_answers(self) -> None:
-        """Hold in the budget what was answered and is not sent.
+        """Hold in the budget what was answered and is not sent, and requests that wait unparsed.
 
-        Up to the transport's mark for `pause_writing`, 64 KiB, it is not counted.
+        Up to the transport's mark for `pause_writing`, 64 KiB, answers are not counted.
         """
         unread = self._unread() if self._blocked_since_s else 0
-        held, self._held_bytes = self._held_bytes, unread + self._waiting_bytes
+        unparsed = len(self._unparsed) if self._parsing_waits else 0
+        held, self._held_bytes = self._held_bytes, unread + self._waiting_bytes + unparsed
         self.door.budget.add(self._held_bytes - held)
 
     @property
@@ -779,6 +790,7 @@ class Connection(asyncio.Protocol):
     def evict(self) -> None:
         """The client reads slowly, and others need the memory of its answers."""
         self._blocked_since_s, self._waiting_bytes = 0.0, 0
+        self._unparsed, self._parsing_waits = b"", False
         self._hold_answers()
         self.transport.abort()
 
@@ -788,7 +800,7 @@ class Connection(asyncio.Protocol):
         At a stop after the last one: those that were read behind it are answered, too.
         """
         head = exchange.head
-        last = self._stopping and self._line[-1] is exchange
+        last = self._stopping and self._line[-1] is exchange and not self._unparsed
         return head is None or not head.keep_alive or not exchange.whole or last
 
     def encode(self, head: Head | None, answer: Answer, close: bool) -> bytes:
@@ -848,15 +860,22 @@ class Connection(asyncio.Protocol):
         if not self._line and not self._in_headers and not self._closing:
             self.transport.close()
 
+    def _is_ahead(self) -> bool:
+        """Whether the client does not read, or has sent many requests without waiting."""
+        return bool(self._blocked_since_s) or len(self._line) > _READ_AHEAD
+
     def _set_reading(self) -> None:
         """Pause while the client does not read, runs ahead, or sends faster than it is read."""
+        if self._parsing_waits and (self._closing or not self._is_ahead()):
+            self._parsing_waits = False
+            self._hold_answers()
+            self.loop.call_soon(self._parse_slice)
         arriving = self._arriving
         wanted = not self._resting and (
             self._closing
             or not (
                 self._unparsed
-                or self._blocked_since_s
-                or len(self._line) > _READ_AHEAD
+                or self._is_ahead()
                 or (arriving is not None and arriving.buffered_bytes > BUFFERED_BYTES)
             )
         )
@@ -877,6 +896,10 @@ class Connection(asyncio.Protocol):
     def _read_on(self) -> None:
         self._resting = False
         self._set_reading()
+
+    def is_read(self) -> bool:
+        """Whether the client reads its answers: unread ones are below the transport's mark."""
+        return not self._blocked_since_s
 
     async def drained(self) -> None:
         """Wait until the client has read enough."""

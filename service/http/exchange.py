@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -122,13 +121,17 @@ class Exchange:
 
 
 class AsgiExchange(Exchange):
-    """A request for the ASGI application, which runs once the answers before are written."""
+    """A request for the ASGI application, which runs once the answers before are written and read.
+
+    Each answer takes up to megabytes of memory: a client that does not read has one of them made,
+    not all that it asked for.
+    """
 
     head: Head
 
     def __init__(self, connection: Connection, head: Head) -> None:
         super().__init__(connection, head)
-        self._body: deque[bytes] = deque()
+        self._body: list[bytes] = []
         self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
         self._chunked = self._gone = self._handed_over = False
         self._sent_bytes = 0
@@ -155,7 +158,7 @@ class AsgiExchange(Exchange):
         self._arrived.set()
 
     def start(self) -> None:
-        if self._task is None:
+        if self._task is None and self.connection.is_read():
             task = self._task = self.connection.loop.create_task(self._run())
             tasks = self.connection.state.tasks
             tasks.add(task)
@@ -231,8 +234,7 @@ class AsgiExchange(Exchange):
         data = b"".join(pieces)
         self._sent_bytes += len(body)
         if more:
-            self.connection.transport.write(data)
-            self.connection.look_at_unread()
+            self.connection.write(data)
         else:
             self.answer = data
             assert self._response is not None, "bug: an end before its start"

@@ -115,13 +115,15 @@ class GrpcServer:
             if _ACCEPTING in repr(task):
                 task.add_done_callback(partial(self._restart, server))
 
-    def renew(self) -> None:
-        """Present the certificate as it is now to clients that connect from now on.
+    async def renew(self) -> None:
+        """Present the certificate as it is now to clients that connect afterwards.
 
-        Another server takes the port, and the former finishes its calls.
+        Another server takes the port, and the former finishes its calls. A connection that the
+        former has not accepted when it closes its side of the port is lost.
         """
         if self._certificate is not None and not self._stopping:
             self._restarting = asyncio.create_task(self._replace(self._restarting))
+            await asyncio.wait((self._restarting,))
 
     async def _replace(self, before: asyncio.Task[None] | None) -> None:
         if before is not None:
@@ -133,6 +135,7 @@ class GrpcServer:
             _log.error("gRPC presents the earlier certificate: %r", exc)
         else:
             self._close(former)
+            await asyncio.sleep(_GOAWAY_S)  # in which it closes its side of the port
 
     async def stop(self, timeout_s: float) -> None:
         """Reject new calls at once, let running ones finish for `timeout_s`, end the rest.

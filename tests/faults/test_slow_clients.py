@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from tests.faults.checks import SETTLE_S
-from tests.faults.clients import Connection, Pinger, request
+from tests.faults.checks import SETTLE_S, resident_bytes, samples, total, unharmed
+from tests.faults.clients import Connection, Pinger, ask, request
 
 ATTEMPTS = 3
 """Other programs on the machine disturb a p99; a slow service is slow in each attempt."""
@@ -142,3 +142,33 @@ def test_clients_that_never_read_hold_nobody_up(served, digits, intact):
         assert set(pinger.statuses) == {200}
         # They are cut after 30 s; 16,000 images take a second, in turns with others.
         assert max(pinger.times_s) < 5.0
+
+
+def test_pipelined_requests_whose_answers_are_never_read_take_little_memory(
+    start_committed, digits
+):
+    """Each of 20 connections sends 256 KiB of them, whose answers would be hundreds of MB."""
+    service = start_committed().ready()
+    document = request(method=b"GET", path=b"/openapi.json")
+    assert ask(service.port, document).status == 200  # makes the document, which is kept
+    sent = document * ((256 << 10) // len(document))
+    with (
+        # 20 MB, mostly requests that were parsed; the allocator keeps them for the next ones.
+        unharmed(service, digits.golden, moved=None, rss_bytes=40_000_000) as watch,
+        Pinger(service.port, digits.images[0], digits.probabilities[:1]) as pinger,
+    ):
+        with contextlib.ExitStack() as stack:
+            for _ in range(20):
+                silent = stack.enter_context(Connection(service.port, receive_buffer=4096))
+                silent.socket.setblocking(False)
+                silent.socket.send(sent)
+            pinger.run(3.0)
+            grown = resident_bytes(service) - watch.resident_bytes
+            assert grown < 60_000_000, f"RSS grew by {grown >> 10} KiB"
+            # Of each connection an unread answer, and requests that are not parsed yet.
+            assert total(samples(service), "lenet_in_flight_bytes") < 16 << 20
+        assert set(pinger.statuses) == {200}
+        end_s = time.monotonic() + SETTLE_S
+        while total(samples(service), "lenet_in_flight_bytes"):
+            assert time.monotonic() < end_s, "bytes are held for clients that have left"
+            time.sleep(0.05)

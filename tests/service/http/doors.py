@@ -16,11 +16,14 @@ from service.http.connection import FrontDoor
 
 MAX_BODY_BYTES = 200_000
 HUGE = bytes(32 << 20)
+MEBIBYTE = bytes(1 << 20)
+FIXED = {"/huge": HUGE, "/mebibyte": MEBIBYTE}
 
 
 async def application(scope, receive, send):
-    """Answers with the body; /early before it came, /pieces in three, /huge much, /fails not."""
+    """Answers with the body; /early before it came, /pieces in three, /mebibyte and /huge much."""
     path, body = scope["path"], b""
+    scope["state"]["begun"].append(path)
     if path == "/streams":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
@@ -29,7 +32,7 @@ async def application(scope, receive, send):
         return
     if path == "/fails":
         raise ValueError("planted")
-    if path not in ("/early", "/huge"):
+    if path not in ("/early", *FIXED):
         more = True
         while more:
             message = await receive()
@@ -54,7 +57,7 @@ async def application(scope, receive, send):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
         await send({"type": "http.response.body"})
     else:
-        await send({"type": "http.response.body", "body": HUGE if path == "/huge" else body})
+        await send({"type": "http.response.body", "body": FIXED.get(path, body)})
 
 
 async def until(condition):
@@ -216,7 +219,7 @@ async def running(tls=(None, None), **options):
     config.load()
     state = ServerState()
     state.default_headers = [(b"date", b"Sun, 22 Nov 2026 10:00:00 GMT")]
-    events = {"waits": asyncio.Event(), "left": asyncio.Event()}
+    events = {"begun": [], "waits": asyncio.Event(), "left": asyncio.Event()}
     listener = await asyncio.get_running_loop().create_server(
         lambda: door(config=config, server_state=state, app_state=events), "127.0.0.1", 0
     )
