@@ -240,6 +240,8 @@ async def serve(
         # With a certificate also for the server that takes the port when it changes.
         ("grpc.so_reuseport", int(shared or certificate is not None)),
         ("grpc.max_concurrent_streams", MAX_STREAMS_OF_A_CONNECTION),
+        # It would end calls that a client sent before it heard of fewer.
+        ("grpc.http.overload_protection", 0),
         # A little more is received, so that it is refused as over HTTP, and a stream goes on.
         ("grpc.max_receive_message_length", max_body_bytes + _REFUSED_BYTES),
         # Otherwise each stream may send 4 MiB before its handler reads, instead of 64 KiB.
