@@ -27,10 +27,7 @@ from PIL.PngImagePlugin import PngImageFile
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, invalid, shown
 from service.images.headers import PNG_MAGIC, Invert, check_size, describe, sniff
-
-Grey: TypeAlias = NDArray[np.uint8]
-Ink: TypeAlias = NDArray[np.float32]
-Number = TypeVar("Number", bound=np.generic)
+from service.images.ink import Grey, Ink, find_ink
 
 BOX = 20
 """Longer side of a digit in the 28x28 image, in pixels."""
@@ -42,12 +39,6 @@ position, with 13.5 (the middle of the image) 25 % do."""
 _WORKING_SIDE = 512
 """Larger pictures are averaged down to about this side first. That removes a photograph's noise and
 bounds the time of the later steps; a digit a tenth of the picture high still has 50 pixels."""
-
-_SURFACE_SIDE = 48
-"""Side of the copy on which the paper's brightness is fitted, which varies slowly."""
-
-_FAINTEST = 24.0
-"""Contrast, of 255, below which a picture counts as blank."""
 
 _DARK_ENOUGH = 230.0
 """Fainter ink is stretched to 255. In every MNIST image ink reaches at least 254."""
@@ -103,7 +94,8 @@ def digit(
         grey = _grey(picture, orientation)
     except (OSError, SyntaxError, ValueError, IndexError, struct.error) as exc:
         raise InvalidInput(f"{field}: not a readable {declared}: {exc}", field=field) from exc
-    ink, noise = _ink(grey, invert)
+    drawing = find_ink(grey, invert)
+    ink, noise = drawing.ink, drawing.noise
     if not ink.any():
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         if picture.has_transparency_data:
@@ -228,55 +220,6 @@ def _orientation(exif: bytes) -> int:
     except struct.error:
         return 1
     return 1
-
-
-def _ink(grey: Grey, invert: Invert) -> tuple[Ink, float]:
-    """How much each pixel differs from the paper, float32 >= 0, minus the noise; and the noise.
-
-    All zeros if no ink stands out. The sign of the sum of cubed differences says whether ink is
-    dark: it follows the few pixels far from the paper, where a mean would follow the many near it.
-    """
-    paper, noise = _paper(grey)
-    ink = grey.astype(np.float32) - paper
-    if invert == "true" or (invert == "auto" and (ink * ink * ink).sum() < 0):
-        ink = -ink
-    strongest = float(ink.max())
-    if strongest < max(_FAINTEST, 6 * noise):
-        return np.zeros_like(ink), noise
-    return np.maximum(ink - min(3 * noise, strongest / 4), 0), noise
-
-
-def _paper(grey: Grey) -> tuple[Ink, float]:
-    """The paper's brightness under each pixel, broadcastable to `grey`, and its noise (one sigma).
-
-    A drawn picture has one level along its edge, and so has a picture too small to show a shadow.
-    A photograph has shadows and noise: a quadratic surface is fitted by iteratively reweighted
-    least squares, starting from the edge's median. Cauchy weights ignore pixels far from the
-    paper: the ink, or the table beside the sheet.
-    """
-    edge = _edge(grey)
-    level = float(np.median(edge))
-    flat = np.full((1, 1), level, np.float32)
-    if np.mean(edge == level) >= 0.75:
-        return flat, 0.0
-    # 1.4826 x the median absolute deviation is one sigma of a normal distribution.
-    if min(grey.shape) <= _SURFACE_SIDE:
-        return flat, 1.4826 * float(np.median(np.abs(edge - level)))
-    side = (_SURFACE_SIDE, _SURFACE_SIDE)
-    small = np.asarray(Image.fromarray(grey).resize(side, Image.Resampling.BOX), np.float64)
-    y, x = np.indices(side).reshape(2, -1) * (2 / _SURFACE_SIDE) - 1
-    terms = np.stack([np.ones_like(x), x, y, x * x, x * y, y * y])
-    fitted = np.full(small.size, level)
-    for _ in range(10):
-        weighted = terms / (1 + ((small.ravel() - fitted) / _FAINTEST) ** 2)
-        fitted = np.linalg.solve(weighted @ terms.T, weighted @ small.ravel()) @ terms
-    surface = Image.fromarray(fitted.reshape(side).astype(np.float32))
-    paper = np.asarray(surface.resize(grey.shape[::-1], Image.Resampling.BILINEAR))
-    return paper, 1.4826 * float(np.median(np.abs(_edge(grey - paper))))
-
-
-def _edge(picture: NDArray[Number]) -> NDArray[Number]:
-    return np.concatenate([picture[0], picture[-1], picture[:, 0], picture[:, -1]])
 
 
 def _scaled(ink: Ink, noise: float) -> Ink:
