@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from PIL import Image, ImageFilter
 
 from service.images.headers import Invert
-from service.images.shapes import Mask, Shapes, dilated, opened, shapes
+from service.images.shapes import Mask, Numbers, Shapes, dilated, opened, shapes
 
 Grey: TypeAlias = NDArray[np.uint8]
 Ink: TypeAlias = NDArray[np.float32]
@@ -54,6 +54,8 @@ def find_ink(grey: Grey, invert: Invert) -> Drawing:
     edge = _edge(grey)
     drawing = _drawing(grey, *_paper(grey, edge, float(np.median(edge))), invert)
     if _is_clear(drawing, grey):
+        return drawing
+    if _is_cut(drawing):
         return drawing
     return _without_surroundings(grey, invert) or drawing
 
@@ -130,6 +132,34 @@ def _surface(grey: Grey, level: float) -> Ink:
 # What is slower, and only done where something else than ink may have been found.
 
 
+def _is_cut(drawing: Drawing) -> bool:
+    """Whether what touches the edge is a digit that the picture's edge cuts or touches."""
+    ink = drawing.ink
+    factor = -(-max(ink.shape) // _SEARCH_SIDE)
+    if factor > 1:
+        ink = np.asarray(Image.fromarray(ink).reduce(factor))
+    marks = ink > 0.35 * ink.max()
+    found = shapes(marks)
+    if not len(found):
+        return False
+    main = int(found.area.argmax())
+    area = int(found.area[main])
+    frame = found.on_frame()
+    longest = max(found.height[main], found.width[main])
+    if area < 0.7 * found.area.sum() or not 0 < frame[main] < 0.6 * longest:
+        return False
+    if area > 0.1 * marks.size and _is_sheet(found, main):
+        return False
+    alone = found.mask(np.arange(len(found)) == main)
+    ring = [alone[0], alone[-1], alone[:, 0], alone[:, -1]]
+    contacts = sum(int(side[0]) + int(np.count_nonzero(side[1:] > side[:-1])) for side in ring)
+    thickest = 2
+    while opened(alone, thickest).any():
+        thickest = thickest * 3 // 2
+    touch = frame[main] / contacts
+    return contacts <= 8 and touch >= 0.13 * thickest and (touch > 3 or max(marks.shape) <= 64)
+
+
 def _without_surroundings(grey: Grey, invert: Invert) -> Drawing | None:
     """The ink without lines on the paper, and without what is around the paper.
 
@@ -197,10 +227,9 @@ def _paper_of(grey: Grey, sheet: Mask, level: float) -> Ink:
     for turn in range(14):
         weighted = terms * weights
         fitted = np.linalg.solve(weighted @ terms.T, weighted @ small) @ terms
-        scale = max(_FAINTEST, 120 * 0.7**turn)
-        weights = 1 / (1 + ((small - fitted) / scale) ** 2) ** 2
-        if turn < 6:
-            weights = weights * known + 1e-6
+        # Tukey's biweight: what is far from the paper has no say at all, however much it is.
+        far = ((small - fitted) / max(2 * _FAINTEST, 160 * 0.7**turn)) ** 2
+        weights = np.maximum(1 - far, 0) ** 2 * (known if turn < 6 else 1) + 1e-6
     low, high = np.percentile(small[known], (5, 95))
     surface = Image.fromarray(fitted.clip(low, high).reshape(side).astype(np.float32))
     return np.asarray(surface.resize(grey.shape[::-1], Image.Resampling.BILINEAR))
@@ -285,7 +314,7 @@ def _inner(marks: Mask, size: int, around: Mask) -> tuple[Mask, Mask, int] | Non
     if found.area[~inside & ~outer].max(initial=0) > 0.3 * area:
         return _why('cut')
     around = around | found.mask(outer)
-    if around.any() and not _is_rectangle(*_outline(~around)):
+    if around.any() and not _fills_rectangle(~around):
         return _why('outer no rectangle')
     if area > 0.1 * marks.size and _is_sheet(found, main):
         return _why('sheet')
@@ -315,24 +344,37 @@ def _is_sheet(found: Shapes, one: int) -> bool:
     """Whether a shape is a rectangle with holes in it, in any position: paper that shows ink."""
     begins, ends = found.outline(one)
     filled = int((ends - begins).sum())
-    return 0.01 * filled < filled - found.area[one] < 0.5 * filled and _is_rectangle(begins, ends)
+    if not 0.01 * filled < filled - found.area[one] < 0.5 * filled:
+        return False
+    return _is_rectangle(begins, ends, int(found.top[one]), found.size)
 
 
-def _outline(mask: Mask) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
-    """Columns at which each row of a mask begins and ends, from its first row to its last."""
-    mask = mask[mask.any(1)]
-    return mask.argmax(1), mask.shape[1] - mask[:, ::-1].argmax(1)
+def _fills_rectangle(mask: Mask) -> bool:
+    """Whether a mask with its holes is a rectangle, in any position."""
+    size: tuple[int, int] = mask.shape
+    rows = np.flatnonzero(mask.any(1))
+    mask = mask[rows[0] : rows[-1] + 1]
+    ends = mask.shape[1] - mask[:, ::-1].argmax(1)
+    return _is_rectangle(mask.argmax(1), ends, int(rows[0]), size)
 
 
-def _is_rectangle(begins: NDArray[np.intp], ends: NDArray[np.intp]) -> bool:
-    """Whether rows from and to these columns fill nearly a rectangle in any position."""
-    rows = np.arange(len(begins))
+def _is_rectangle(begins: Numbers, ends: Numbers, top: int, size: tuple[int, int]) -> bool:
+    """Whether rows from and to these columns nearly fill a rectangle, as far as it is seen.
+
+    The rectangle may be turned, and reach beyond the picture of this size.
+    """
+    rows = np.arange(len(begins)) + top
     x, y = np.concatenate([begins, ends]), np.concatenate([rows, rows])
-    angles = np.deg2rad(np.arange(0, 90, 3))
-    along = np.outer(np.cos(angles), x) + np.outer(np.sin(angles), y)
-    across = np.outer(np.cos(angles), y) - np.outer(np.sin(angles), x)
-    least = float((np.ptp(along, axis=1) * (np.ptp(across, axis=1) + 1)).min())
-    return int((ends - begins).sum()) > 0.88 * least
+    angles = np.deg2rad(np.arange(0, 90, 2))
+    cos, sin = np.cos(angles), np.sin(angles)
+    along = np.outer(cos, x) + np.outer(sin, y)
+    across = np.outer(cos, y) - np.outer(sin, x)
+    best = int((np.ptp(along, axis=1) * np.ptp(across, axis=1)).argmin())
+    row, column = np.mgrid[0 : size[0] : 2, 0 : size[1] : 2]
+    one, other = column * cos[best] + row * sin[best], row * cos[best] - column * sin[best]
+    within = (one >= along[best].min()) & (one <= along[best].max())
+    within &= (other >= across[best].min()) & (other <= across[best].max())
+    return int((ends - begins).sum()) > 0.92 * 4 * int(np.count_nonzero(within))
 
 
 def _why(x):
