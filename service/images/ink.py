@@ -203,7 +203,7 @@ def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
         paper = _paper_of(grey, known, float(np.median(grey[known])))
         ink = sign * (grey - paper)
         noise = _noise(ink[known])
-        if noise > 10:
+        if noise > 3 + 2 * _grain(grey):
             _why('noise')
             continue
         found = _free(ink, noise)
@@ -240,6 +240,12 @@ def _noise(ink: Ink) -> float:
     near = np.abs(ink)
     near = near[near < 2 * _FAINTEST]
     return 1.4826 * float(np.median(near)) if len(near) else 0.0
+
+
+def _grain(grey: Grey) -> float:
+    """One sigma of what differs from one pixel to the next."""
+    step = np.abs(np.diff(grey.astype(np.int16), axis=1))
+    return 1.4826 / 2**0.5 * float(np.median(step)) if step.size else 0.0
 
 
 def _otsu(grey: Grey) -> int:
@@ -352,7 +358,10 @@ def _is_sheet(found: Shapes, one: int) -> bool:
 def _fills_rectangle(mask: Mask) -> bool:
     """Whether a mask with its holes is a rectangle, in any position."""
     size: tuple[int, int] = mask.shape
+    mask = opened(mask, 5)  # not the gaps in a table of wood
     rows = np.flatnonzero(mask.any(1))
+    if not len(rows):
+        return False
     mask = mask[rows[0] : rows[-1] + 1]
     ends = mask.shape[1] - mask[:, ::-1].argmax(1)
     return _is_rectangle(mask.argmax(1), ends, int(rows[0]), size)
@@ -369,12 +378,13 @@ def _is_rectangle(begins: Numbers, ends: Numbers, top: int, size: tuple[int, int
     cos, sin = np.cos(angles), np.sin(angles)
     along = np.outer(cos, x) + np.outer(sin, y)
     across = np.outer(cos, y) - np.outer(sin, x)
-    best = int((np.ptp(along, axis=1) * np.ptp(across, axis=1)).argmin())
-    row, column = np.mgrid[0 : size[0] : 2, 0 : size[1] : 2]
-    one, other = column * cos[best] + row * sin[best], row * cos[best] - column * sin[best]
-    within = (one >= along[best].min()) & (one <= along[best].max())
-    within &= (other >= across[best].min()) & (other <= across[best].max())
-    return int((ends - begins).sum()) > 0.92 * 4 * int(np.count_nonzero(within))
+    # Shares of the whole picture, from 32 x 32 points of it.
+    row, column = (np.indices((32, 32)).reshape(2, -1) + 0.5) * np.array(size).reshape(2, 1) / 32
+    one, other = (np.outer(cos, a) + np.outer(sin, b) for a, b in ((column, row), (row, -column)))
+    within = (one >= along.min(1, keepdims=True)) & (one <= along.max(1, keepdims=True))
+    within &= (other >= across.min(1, keepdims=True)) & (other <= across.max(1, keepdims=True))
+    least = float(within.mean(1).min()) * size[0] * size[1]
+    return int((ends - begins).sum()) > 0.92 * least
 
 
 def _why(x):
