@@ -91,6 +91,11 @@ def _is_clear(drawing: Drawing, grey: Grey) -> bool:
     area = np.count_nonzero(box)
     if area > 0.5 * box.size and area > 0.15 * drawn.size:
         return False
+    if drawing.noise:
+        core = drawing.ink > 0.45 * drawing.ink.max()
+        longer = np.count_nonzero(core.any(1)), np.count_nonzero(core.any(0))
+        if max(box.shape) > 1.15 * max(longer):
+            return False
     return min(box[0].mean(), box[-1].mean(), box[:, 0].mean(), box[:, -1].mean()) < 0.6
 
 
@@ -203,7 +208,7 @@ def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
         paper = _paper_of(grey, known, float(np.median(grey[known])))
         ink = sign * (grey - paper)
         noise = _noise(ink[known])
-        if noise > 3 + 2 * _grain(grey):
+        if noise > (20 if known is sheet else 5 + 2 * _grain(grey)):
             _why('noise')
             continue
         found = _free(ink, noise)
@@ -303,23 +308,25 @@ def _inner(marks: Mask, size: int, around: Mask) -> tuple[Mask, Mask, int] | Non
     inside = frame == 0
     large = longest >= max(0.08 * max(marks.shape), 4)
     # A box around another shape.
+    boxes = np.zeros(len(found), bool)
     hollow = (found.on_own_box() >= 0.6) & (found.area < 0.4 * found.height * found.width)
     for box in np.flatnonzero(hollow & inside & large):
         within = (found.top > found.top[box]) & (found.bottom < found.bottom[box])
         within &= (found.left > found.left[box]) & (found.right < found.right[box])
         if (within & large).any():
-            outer[box] = True
+            boxes[box] = True
+    around = around | found.mask(outer)
+    outer |= boxes
     candidates = large & inside & ~outer
     if not candidates.any():
         return _why('no inner')
     main = int(np.where(candidates, found.area, 0).argmax())
     area = int(found.area[main])
-    room = marks.size - int(found.area[outer].sum()) - int(around.sum())
+    room = marks.size - int(np.count_nonzero(around))
     if room < 0.2 * marks.size or found.area[~outer].sum() > 0.45 * room:
         return _why('room')
     if found.area[~inside & ~outer].max(initial=0) > 0.3 * area:
         return _why('cut')
-    around = around | found.mask(outer)
     if around.any() and not _fills_rectangle(~around):
         return _why('outer no rectangle')
     if area > 0.1 * marks.size and _is_sheet(found, main):
