@@ -7,10 +7,10 @@ from typing import TypeAlias, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import Image, ImageFilter
+from PIL import Image
 
 from service.images.headers import Invert
-from service.images.shapes import Mask, Numbers, Shapes, dilated, opened, shapes
+from service.images.shapes import Mask, Numbers, Shapes, along, dilated, opened, shapes
 
 Grey: TypeAlias = NDArray[np.uint8]
 Ink: TypeAlias = NDArray[np.float32]
@@ -24,6 +24,12 @@ _FAINTEST = 24.0
 
 _SEARCH_SIDE = 256
 """Side of the copy on which lines and surroundings are looked for."""
+
+_SAMPLES = 10_000
+"""Pixels of which a median is taken."""
+
+_MOST_RUNS = 6000
+"""Rows of connected pixels in a mask. One with more is noise."""
 
 _LINE_WIDTHS = (1, 2, 3, 4, 5, 7, 10)
 """Squares by which lines are told from strokes, in pixels of that copy. 1 keeps everything."""
@@ -144,9 +150,9 @@ def _is_cut(drawing: Drawing) -> bool:
     if factor > 1:
         ink = np.asarray(Image.fromarray(ink).reduce(factor))
     marks = ink > 0.35 * ink.max()
-    found = shapes(marks)
-    if not len(found):
+    if not 0 < np.count_nonzero(marks[:, 1:] & ~marks[:, :-1]) < _MOST_RUNS:
         return False
+    found = shapes(marks)
     main = int(found.area.argmax())
     area = int(found.area[main])
     frame = found.on_frame()
@@ -172,7 +178,7 @@ def _without_surroundings(grey: Grey, invert: Invert) -> Drawing | None:
     """
     factor = -(-max(grey.shape) // _SEARCH_SIDE)
     small = np.asarray(Image.fromarray(grey).reduce(factor)) if factor > 1 else grey
-    for closing in (1, 3, 5):
+    for closing in (1, 3, 5) if min(small.shape) > 64 else (1,):
         for sign in (-1, 1):
             if (invert == "true" and sign > 0) or (invert == "false" and sign < 0):
                 continue
@@ -195,17 +201,26 @@ def _without_surroundings(grey: Grey, invert: Invert) -> Drawing | None:
 
 def _closed(grey: Grey, size: int, sign: int) -> Grey:
     """The picture without ink that is thinner than `size` pixels."""
-    image = Image.fromarray(grey)
-    most, least = ImageFilter.MaxFilter(size), ImageFilter.MinFilter(size)
-    first, second = (most, least) if sign < 0 else (least, most)
-    return np.asarray(image.filter(first).filter(second))
+    first, second = (np.maximum, np.minimum) if sign < 0 else (np.minimum, np.maximum)
+    wide = np.pad(grey, size - 1, "edge")
+    for best in (first, second):
+        for axis in (0, 1):
+            wide = along(wide, size, best, axis)
+    return wide
 
 
 def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
     threshold = _otsu(grey)
     sheet = grey > threshold if sign < 0 else grey <= threshold
+    tried = None
     for known in (np.ones(grey.shape, bool), sheet):
-        paper = _paper_of(grey, known, float(np.median(grey[known])))
+        if not known.any():
+            continue
+        sample = grey[known]
+        paper = _paper_of(grey, known, float(np.median(sample[:: 1 + sample.size // _SAMPLES])))
+        if tried is not None and paper.size == tried.size == 1 and paper == tried:
+            continue
+        tried = paper
         ink = sign * (grey - paper)
         noise = _noise(ink[known])
         if noise > (20 if known is sheet else 5 + 2 * _grain(grey)):
@@ -235,6 +250,8 @@ def _paper_of(grey: Grey, sheet: Mask, level: float) -> Ink:
         # Tukey's biweight: what is far from the paper has no say at all, however much it is.
         far = ((small - fitted) / max(2 * _FAINTEST, 160 * 0.7**turn)) ** 2
         weights = np.maximum(1 - far, 0) ** 2 * (known if turn < 6 else 1) + 1e-6
+    if not known.any():
+        return np.full((1, 1), level, np.float32)
     low, high = np.percentile(small[known], (5, 95))
     surface = Image.fromarray(fitted.clip(low, high).reshape(side).astype(np.float32))
     return np.asarray(surface.resize(grey.shape[::-1], Image.Resampling.BILINEAR))
@@ -242,15 +259,15 @@ def _paper_of(grey: Grey, sheet: Mask, level: float) -> Ink:
 
 def _noise(ink: Ink) -> float:
     """One sigma of the paper's noise where less than half is ink."""
-    near = np.abs(ink)
+    near = np.abs(ink.ravel()[:: 1 + ink.size // _SAMPLES])
     near = near[near < 2 * _FAINTEST]
     return 1.4826 * float(np.median(near)) if len(near) else 0.0
 
 
 def _grain(grey: Grey) -> float:
     """One sigma of what differs from one pixel to the next."""
-    step = np.abs(np.diff(grey.astype(np.int16), axis=1))
-    return 1.4826 / 2**0.5 * float(np.median(step)) if step.size else 0.0
+    step = np.diff(grey.astype(np.int16), axis=1).ravel()
+    return 1.4826 / 2**0.5 * float(np.median(np.abs(step[:: 1 + step.size // _SAMPLES])))
 
 
 def _otsu(grey: Grey) -> int:
@@ -273,16 +290,19 @@ def _free(ink: Ink, noise: float) -> tuple[Mask, Mask] | None:
         if strongest < max(_FAINTEST, 6 * noise):
             return _why(f'faint {strongest:.0f} {noise:.0f}')
         marks = (ink > max(0.35 * strongest, 4 * noise)) & ~around
-        found = None
+        found, before = None, 0
         for size in _LINE_WIDTHS:
             kept = opened(marks, size)
-            if not kept.any():
-                break
-            found = _inner(kept, size, around)
-            if found is not None:
-                break
-            if size > 3 and kept.sum() > 0.98 * marks.sum():
-                break  # there are no thin lines
+            count = int(np.count_nonzero(kept))
+            if not count or (size > 2 and count > 0.98 * first):
+                break  # nothing is left, or there are no thin lines
+            if size == 1:
+                first = count
+            if count < 0.99 * before or size == 1:
+                found = _inner(kept, size, around)
+                before = count
+                if found is not None:
+                    break
         if found is None:
             return None
         inner, outer, size = found
@@ -301,6 +321,8 @@ def _inner(marks: Mask, size: int, around: Mask) -> tuple[Mask, Mask, int] | Non
 
     `marks` are without lines thinner than `size`.
     """
+    if np.count_nonzero(marks[:, 1:] & ~marks[:, :-1]) > _MOST_RUNS:
+        return None
     found = shapes(marks)
     longest = np.maximum(found.height, found.width)
     frame = found.on_frame()

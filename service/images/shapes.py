@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 Mask = NDArray[np.bool_]
 Numbers = NDArray[np.intp]
+Item = TypeVar("Item", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,7 +154,7 @@ def opened(mask: Mask, size: int) -> Mask:
     """What a square of `size` x `size` pixels can cover without leaving the mask."""
     if size <= 1:
         return mask
-    covered = _along(_along(mask, size, np.logical_and, 0), size, np.logical_and, 1)
+    covered = along(along(mask, size, np.logical_and, 0), size, np.logical_and, 1)
     found = np.zeros_like(mask)
     found[: covered.shape[0], : covered.shape[1]] = covered
     return _spread(_spread(found, size, 0), size, 1)
@@ -167,14 +169,12 @@ def dilated(mask: Mask, reach: int) -> Mask:
     return spread[reach:, reach:]
 
 
-def _along(mask: Mask, size: int, both: np.ufunc, axis: int) -> Mask:
-    """`both` of `size` neighbours along an axis, which becomes shorter by `size - 1`."""
-    got, reach = (mask if axis == 0 else mask.T), 1
-    if len(got) < size:
-        return mask[:0, :0]
-    while reach < size:
+def along(pixels: NDArray[Item], size: int, best: np.ufunc, axis: int) -> NDArray[Item]:
+    """The best of `size` neighbours along an axis, which becomes shorter by `size - 1`."""
+    got, reach = (pixels if axis == 0 else pixels.T), 1
+    while reach < size and len(got):
         step = min(reach, size - reach)
-        got = both(got[:-step], got[step:])
+        got = best(got[:-step], got[step:])
         reach += step
     return got if axis == 0 else got.T
 
