@@ -95,7 +95,7 @@ def _is_clear(drawing: Drawing, grey: Grey) -> bool:
         return int(grey.max()) - int(grey.min()) < _FAINTEST
     box = drawn[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
     area = np.count_nonzero(box)
-    if area > 0.5 * box.size and area > 0.15 * drawn.size:
+    if area > 0.55 * box.size and area > 0.25 * drawn.size and _shows_a_sheet(box, drawn.shape):
         return False
     if drawing.noise:
         core = drawing.ink > 0.45 * drawing.ink.max()
@@ -382,6 +382,13 @@ def _is_sheet(found: Shapes, one: int) -> bool:
     if not 0.01 * filled < filled - found.area[one] < 0.5 * filled:
         return False
     return _is_rectangle(begins, ends, int(found.top[one]), found.size)
+
+
+def _shows_a_sheet(box: Mask, size: tuple[int, int]) -> bool:
+    """Whether the marks in their box are paper."""
+    begins, ends = box.argmax(1), box.shape[1] - box[:, ::-1].argmax(1)
+    filled, area = int((ends - begins).sum()), int(np.count_nonzero(box))
+    return 0.01 * filled < filled - area < 0.5 * filled and _is_rectangle(begins, ends, 0, size)
 
 
 def _fills_rectangle(mask: Mask) -> bool:

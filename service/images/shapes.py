@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,7 @@ class Shapes:
         filled: Mask = np.cumsum(steps, dtype=np.int8).reshape(height, width + 1)[:, :-1] != 0
         return filled
 
-    def sum_of_runs(self, weights: NDArray[np.intp]) -> Numbers:
+    def sum_of_runs(self, weights: NDArray[Any]) -> Numbers:
         """For each shape, the sum of a number of each of its runs."""
         return np.bincount(self.shape_of_run, weights, len(self)).astype(np.intp)
 
