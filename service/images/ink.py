@@ -146,6 +146,8 @@ def _surface(grey: Grey, level: float) -> Ink:
 def _is_cut(drawing: Drawing) -> bool:
     """Whether what touches the edge is a digit that the picture's edge cuts or touches."""
     ink = drawing.ink
+    if drawing.bent or drawing.opposite > 0.01 * ink.size:
+        return False
     factor = -(-max(ink.shape) // _SEARCH_SIDE)
     if factor > 1:
         ink = np.asarray(Image.fromarray(ink).reduce(factor))
@@ -213,7 +215,7 @@ def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
     threshold = _otsu(grey)
     sheet = grey > threshold if sign < 0 else grey <= threshold
     tried = None
-    for known in (np.ones(grey.shape, bool), sheet):
+    for known in (sheet, np.ones(grey.shape, bool)):
         if not known.any():
             continue
         sample = grey[known]
@@ -299,9 +301,14 @@ def _free(ink: Ink, noise: float) -> tuple[Mask, Mask] | None:
             if size == 1:
                 first = count
             if count < 0.99 * before or size == 1:
-                found = _inner(kept, size, around)
                 before = count
-                if found is not None:
+                better = _inner(kept, size, around)
+                if found is not None:  # where lines tie a digit to what surrounds it
+                    if better is not None and better[0].sum() > 1.5 * found[0].sum():
+                        found = better
+                    break
+                found = better
+                if found is not None and not _edge(found[1]).any():
                     break
         if found is None:
             return None
