@@ -56,6 +56,10 @@ class Shapes:
         filled: Mask = np.cumsum(steps, dtype=np.int8).reshape(height, width + 1)[:, :-1] != 0
         return filled
 
+    def only(self, one: int) -> Mask:
+        """The pixels of one shape."""
+        return self.mask(np.arange(len(self)) == one)
+
     def sum_of_runs(self, weights: NDArray[Any]) -> Numbers:
         """For each shape, the sum of a number of each of its runs."""
         return np.bincount(self.shape_of_run, weights, len(self)).astype(np.intp)
@@ -88,6 +92,11 @@ class Shapes:
         np.minimum.at(begins, row, self.run_left[runs])
         np.maximum.at(ends, row, self.run_right[runs])
         return begins, ends
+
+
+def count_runs(mask: Mask) -> int:
+    """About how many horizontal runs a mask has: what `shapes` takes time for."""
+    return int(np.count_nonzero(mask[:, 1:] & ~mask[:, :-1]))
 
 
 def shapes(mask: Mask) -> Shapes:
@@ -154,7 +163,7 @@ def opened(mask: Mask, size: int) -> Mask:
     """What a square of `size` x `size` pixels can cover without leaving the mask."""
     if size <= 1:
         return mask
-    covered = along(along(mask, size, np.logical_and, 0), size, np.logical_and, 1)
+    covered = extreme(extreme(mask, size, np.logical_and, 0), size, np.logical_and, 1)
     found = np.zeros_like(mask)
     found[: covered.shape[0], : covered.shape[1]] = covered
     return _spread(_spread(found, size, 0), size, 1)
@@ -169,8 +178,8 @@ def dilated(mask: Mask, reach: int) -> Mask:
     return spread[reach:, reach:]
 
 
-def along(pixels: NDArray[Item], size: int, best: np.ufunc, axis: int) -> NDArray[Item]:
-    """The best of `size` neighbours along an axis, which becomes shorter by `size - 1`."""
+def extreme(pixels: NDArray[Item], size: int, best: np.ufunc, axis: int) -> NDArray[Item]:
+    """`best` of each `size` neighbours along an axis, which becomes shorter by `size - 1`."""
     got, reach = (pixels if axis == 0 else pixels.T), 1
     while reach < size and len(got):
         step = min(reach, size - reach)
