@@ -9,11 +9,8 @@ distortions are drawn from the generator.
 
 from __future__ import annotations
 
-import argparse
 import io
-import os
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -54,7 +51,12 @@ def strokes(
 
 
 def drawn(
-    digit: Any, random: Random, *, size: tuple[int, int] = (200, 420), room: float = 0.05, **how: Any
+    digit: Any,
+    random: Random,
+    *,
+    size: tuple[int, int] = (200, 420),
+    room: float = 0.05,
+    **how: Any,
 ) -> Field:
     """Shares of ink on a canvas of random size; the digit keeps `room` of it from each side."""
     height, width = random.integers(*size, 2)
@@ -84,7 +86,7 @@ def levels(random: Random) -> tuple[float, float]:
 
 def shading(random: Random, shape: tuple[int, int], most: float = 0.35) -> Field:
     """Uneven light: what share of itself each pixel keeps."""
-    y, x = np.mgrid[0:1:complex(0, shape[0]), 0:1:complex(0, shape[1])]
+    y, x = np.mgrid[0 : 1 : complex(0, shape[0]), 0 : 1 : complex(0, shape[1])]
     angle = random.uniform(0, 2 * np.pi)
     along = x * np.cos(angle) + y * np.sin(angle)
     curve = random.uniform(-0.3, 0.3) * (x - random.uniform(0, 1)) ** 2
@@ -150,7 +152,9 @@ def turned(digit: Any, random: Random) -> tuple[bytes, str]:
 
 
 def photographed(digit: Any, random: Random) -> tuple[bytes, str]:
-    return photograph(on(random.uniform(170, 230), random.uniform(20, 90), drawn(digit, random)), random)
+    return photograph(
+        on(random.uniform(170, 230), random.uniform(20, 90), drawn(digit, random)), random
+    )
 
 
 def photograph(picture: Field, random: Random) -> tuple[bytes, str]:
@@ -354,7 +358,9 @@ def thin_pen_on_squared_paper(digit: Any, random: Random) -> tuple[bytes, str]:
 
 def fine_squares(digit: Any, random: Random) -> tuple[bytes, str]:
     """Millimetre paper."""
-    return encoded(lined(drawn(digit, random), random, squared=True, spacing=(0.02, 0.04), widest=1))
+    return encoded(
+        lined(drawn(digit, random), random, squared=True, spacing=(0.02, 0.04), widest=1)
+    )
 
 
 def lines_photographed(digit: Any, random: Random) -> tuple[bytes, str]:
@@ -391,7 +397,9 @@ def clear_canvas(
     share = drawn(digit, random)
     colour = random.uniform(190, 255, 3) if light else random.uniform(0, 90, 3)
     pixels = np.broadcast_to(colour, (*share.shape, 3))
-    return encoded(np.dstack([pixels, 255 * share]), kind, **({"lossless": True} if kind == "WEBP" else {}))
+    return encoded(
+        np.dstack([pixels, 255 * share]), kind, **({"lossless": True} if kind == "WEBP" else {})
+    )
 
 
 def light_ink_on_transparent(digit: Any, random: Random) -> tuple[bytes, str]:

@@ -28,31 +28,16 @@ _MOST_SHAPES: Final = 4
 """How many more holes than shapes there are, and the other way round."""
 
 
-def count_shapes(image: NDArray[np.uint8]) -> int:
-    """How many separate shapes of some size a uint8 (28, 28) shows."""
-    return sum(size >= _SMALLEST for size in _sizes(_bits(image)))
-
-
-def is_no_digit(image: NDArray[np.uint8]) -> bool:
-    """Whether a uint8 (28, 28) is more tangled, or more solid, than any digit."""
-    bits = _bits(image)
-    ink = bits.bit_count()
-    outline = 2 * ink - (bits & bits >> 1).bit_count() - (bits & bits >> _ROW).bit_count()
-    if outline > _LONGEST_OUTLINE or 8 / np.pi * ink > _WIDEST_PEN * outline:
-        return True
-    holes_more = _euler(_FIELD ^ bits) - _EULER_OF_BLANK
-    return not -_MOST_SHAPES <= holes_more <= _MOST_HOLES
-
-
-def _bits(image: NDArray[np.uint8]) -> int:
+def silhouette(image: NDArray[np.uint8]) -> int:
+    """Where a uint8 (28, 28) has ink, as a number."""
     field = np.zeros((30, _ROW), np.bool_)
     field[1:29, 1:29] = image > _INK
     return int.from_bytes(np.packbits(field).tobytes(), "big")
 
 
-def _sizes(bits: int) -> list[int]:
-    """Pixels of each shape; diagonal neighbours are connected."""
-    sizes = []
+def count_shapes(bits: int) -> int:
+    """How many separate shapes of some size a silhouette has; diagonal neighbours are connected."""
+    found = 0
     while bits:
         shape = bits & -bits
         while True:
@@ -61,9 +46,19 @@ def _sizes(bits: int) -> list[int]:
             if grown == shape:
                 break
             shape = grown
-        sizes.append(shape.bit_count())
+        found += shape.bit_count() >= _SMALLEST
         bits ^= shape
-    return sizes
+    return found
+
+
+def is_no_digit(bits: int) -> bool:
+    """Whether a silhouette is more tangled, or more solid, than any digit."""
+    ink = bits.bit_count()
+    outline = 2 * ink - (bits & bits >> 1).bit_count() - (bits & bits >> _ROW).bit_count()
+    if outline > _LONGEST_OUTLINE or 8 / np.pi * ink > _WIDEST_PEN * outline:
+        return True
+    holes_more = _euler(_FIELD ^ bits) - _EULER_OF_BLANK
+    return not -_MOST_SHAPES <= holes_more <= _MOST_HOLES
 
 
 def _euler(bits: int) -> int:

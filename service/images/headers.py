@@ -11,6 +11,8 @@ from service.errors import TooLarge
 Invert: TypeAlias = Literal["auto", "true", "false"]
 Digits: TypeAlias = Literal["one", "several"]
 """How many digits each picture shows."""
+Doubt: TypeAlias = Literal["several_shapes", "not_a_digit"]
+"""Why the answer for an image may mean nothing."""
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _SIGNATURES = {

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,8 +16,8 @@ from PIL import Image
 
 from lenet.pixels import HEIGHT, WIDTH, Images
 from service.errors import InvalidInput, TooLarge
-from service.images.doubt import count_shapes, is_no_digit
-from service.images.headers import Digits, Invert
+from service.images.doubt import count_shapes, is_no_digit, silhouette
+from service.images.headers import Digits, Doubt, Invert
 from service.images.ink import Drawing, Ink, find_ink
 from service.images.picture_files import read_grey
 from service.images.separate import separate
@@ -35,9 +34,6 @@ position, with 13.5 (the middle of the image) 25 % do."""
 
 _DARK_ENOUGH = 230.0
 """Fainter ink is stretched to 255. In every MNIST image ink reaches at least 254."""
-
-Doubt: TypeAlias = Literal["several_shapes", "not_a_digit"]
-"""Why an answer may mean nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +82,10 @@ def prepare(
     images = np.stack([_centred(_scaled(one)) for one in drawings])
     doubts: list[tuple[int, Doubt]] = []
     for index, image in enumerate(images):
-        if digits == "one" and count_shapes(image) > 1 and len(separate(drawing)) > 1:
+        shape = silhouette(image)
+        if digits == "one" and count_shapes(shape) > 1 and len(separate(drawing)) > 1:
             doubts.append((index, "several_shapes"))
-        elif is_no_digit(image):
+        elif is_no_digit(shape):
             doubts.append((index, "not_a_digit"))
     return Prepared(images, pixels, doubts)
 

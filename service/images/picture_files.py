@@ -444,7 +444,9 @@ def _run_lengths(data: memoryview, width: int, height: int, stride: int, four: b
             packed = bytes(data[at : at + size])
             if len(packed) < size:
                 raise ValueError("it ends within its run lengths")
-            pixels = bytes(half for one in packed for half in (one >> 4, one & 15)) if four else packed
+            pixels = (
+                bytes(half for one in packed for half in (one >> 4, one & 15)) if four else packed
+            )
             at += size + (size & 1)
         taken = max(min(count, width - x), 0)
         rows[y * stride + x : y * stride + x + taken] = pixels[:taken]

@@ -49,8 +49,12 @@ def _digits(found: Shapes) -> list[Mask]:
     member[np.arange(len(tall)), tall] = True
     parts = np.flatnonzero((found.height < _TALL * tallest) & (across >= _DUST * tallest))
     for part in parts:
-        beside = np.maximum(found.left[tall] - found.right[part], found.left[part] - found.right[tall])
-        above = np.maximum(found.top[tall] - found.bottom[part], found.top[part] - found.bottom[tall])
+        beside = np.maximum(
+            found.left[tall] - found.right[part], found.left[part] - found.right[tall]
+        )
+        above = np.maximum(
+            found.top[tall] - found.bottom[part], found.top[part] - found.bottom[tall]
+        )
         distance = np.hypot(np.maximum(beside, 0), np.maximum(above, 0))
         nearest = int(distance.argmin())
         if distance[nearest] < 0.35 * tallest:
@@ -65,9 +69,7 @@ def _reading_order(found: Shapes, tall: Numbers) -> list[int]:
     lines: list[list[int]] = []
     for i in np.argsort(middle, kind="stable").tolist():
         # Beside the last digit of a line, which may slope.
-        overlaps = [
-            min(bottom[i], bottom[line[-1]]) - max(top[i], top[line[-1]]) for line in lines
-        ]
+        overlaps = [min(bottom[i], bottom[line[-1]]) - max(top[i], top[line[-1]]) for line in lines]
         best = int(np.argmax(overlaps)) if lines else -1
         if lines and overlaps[best] >= 0.5 * min(
             bottom[i] - top[i], bottom[lines[best][-1]] - top[lines[best][-1]]

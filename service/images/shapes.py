@@ -94,9 +94,14 @@ class Shapes:
         return begins, ends
 
 
+def count(mask: Mask) -> int:
+    """Pixels of a mask."""
+    return int(np.count_nonzero(mask))
+
+
 def count_runs(mask: Mask) -> int:
     """About how many horizontal runs a mask has: what `shapes` takes time for."""
-    return int(np.count_nonzero(mask[:, 1:] & ~mask[:, :-1]))
+    return count(mask[:, 1:] & ~mask[:, :-1])
 
 
 def shapes(mask: Mask) -> Shapes:
