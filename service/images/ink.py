@@ -169,8 +169,10 @@ def _is_alone(drawing: Drawing) -> bool:
     area = count(box)
     wide = min(drawn.shape) > _SURFACE_SIDE or box.size > 0.6 * drawn.size
     if wide and area > 0.55 * box.size and area > 0.25 * drawn.size:
-        begins, ends = box.argmax(1), box.shape[1] - box[:, ::-1].argmax(1)
-        if _shows_ink(begins, ends, int(area)) and _is_rectangle(begins, ends, 0, drawn.shape):
+        # The ink on a sheet may differ from what surrounds the sheet, too.
+        sheet = (drawing.ink > 0.5 * drawing.ink.max())[rows[0] : rows[-1] + 1]
+        begins, ends = sheet.argmax(1), sheet.shape[1] - sheet[:, ::-1].argmax(1)
+        if _shows_ink(begins, ends, count(sheet)) and _is_rectangle(begins, ends, 0, drawn.shape):
             return False
     if drawing.noise:
         # Faint ruling makes the box larger than the digit's own.
@@ -199,8 +201,8 @@ def _is_cut(drawing: Drawing) -> bool:
     contacts = found.on_frame()
     contact = int(contacts[main])
     if not contact and min(ink.shape) <= _SURFACE_SIDE:
-        # Specks, in a picture so small that they are a pixel or two.
-        return bool((found.area[contacts > 0] <= 4).all())
+        # Specks, in a picture so small that they are a few pixels.
+        return bool((found.area[contacts > 0] <= 8).all())
     if found.area[main] < 0.7 * found.area.sum() or _runs_along(contact, found, main):
         return False
     if not contact or _is_sheet(found, main):
@@ -451,7 +453,7 @@ def _is_sheet(found: Shapes, one: int) -> bool:
 def _shows_ink(begins: Numbers, ends: Numbers, area: int) -> bool:
     """Whether the holes of a shape with this outline are as much as ink on paper is."""
     filled = int((ends - begins).sum())
-    return 0.01 * filled < filled - area < 0.5 * filled
+    return 0.002 * filled < filled - area < 0.5 * filled
 
 
 def _is_seen_as_rectangle(mask: Mask) -> bool:
