@@ -131,13 +131,19 @@ def _decode(
         images, columnar = read_tensorflow_body(content, header["max_images"])
         wanted = {"columnar": columnar}
     else:
-        from service.images import Limits, decoder
+        from service.images import Doubts, Limits, decoder
 
-        limits = Limits(header["max_images"], header["max_picture_pixels"])
+        doubts: Doubts = []
         decode = decoder(
-            header["content_type"], invert=header["invert"], limits=limits, between=between
+            header["content_type"],
+            invert=header["invert"],
+            digits=header["digits"],
+            limits=Limits(header["max_images"], header["max_picture_pixels"]),
+            doubts=doubts,
+            between=between,
         )
         images = decode(content)
+        return {"wanted": wanted, "doubts": doubts}, memoryview(images.reshape(-1))  # type: ignore[arg-type]
     return {"wanted": wanted}, memoryview(images.reshape(-1))  # type: ignore[arg-type]
 
 

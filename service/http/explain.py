@@ -78,7 +78,6 @@ class ExplainCall(PredictCall):
 
     _route: ExplainRoute
     _wanted: ExplainWanted
-    _warnings: Sequence[Any] = ()
 
     def queue(self, images: Images) -> Request:
         """Have one of `images` explained. Raises: ServiceError."""

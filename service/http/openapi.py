@@ -42,12 +42,29 @@ class ImagePrediction(BaseModel):
     )
 
 
+class PredictionWarning(BaseModel):
+    """Why the prediction for an image of a picture may mean nothing."""
+
+    image: int = Field(description="Index of the prediction.", ge=0)
+    code: str = Field(
+        description="several_shapes: the picture shows several separate shapes, which were read as "
+        "one digit. not_a_digit: the shape is unlike any digit. More codes may follow.",
+        examples=["several_shapes"],
+    )
+    message: str = Field(description="What was found, what to do.")
+
+
 class PredictResponse(BaseModel):
     """The predictions, in the order of the images."""
 
     model: str = Field(examples=["lenet"])
     version: str = Field(examples=["1"])
     predictions: list[ImagePrediction]
+    warnings: list[PredictionWarning] = Field(
+        default_factory=list,
+        description="About pictures; absent if there is none. Raw pixels are never warned of. At "
+        "most 256.",
+    )
 
 
 class ExplainedLayer(BaseModel):
@@ -77,6 +94,9 @@ class ExplainResponse(BaseModel):
     images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
     index: int = Field(description="Which of them is explained.")
     prediction: ImagePrediction
+    warnings: list[PredictionWarning] = Field(
+        default_factory=list, description="As those of a prediction; absent if there is none."
+    )
     layers: list[ExplainedLayer]
 
 
@@ -264,7 +284,8 @@ def predict_openapi() -> dict[str, Any]:
         "properties": {"image": files},
         "additionalProperties": files,
     }
-    part_types = "application/octet-stream, application/x-npy, image/png, image/jpeg"
+    pictures = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+    part_types = ", ".join(("application/octet-stream", "application/x-npy", *pictures))
     return {
         "parameters": [
             _parameter("query", "model", {"type": "string"}, "The model; the default one without."),
@@ -281,6 +302,13 @@ def predict_openapi() -> dict[str, Any]:
                 "Whether ink is dark on light paper. auto detects it in pictures and leaves raw "
                 "pixels as they are.",
             ),
+            _parameter(
+                "query",
+                "digits",
+                {"type": "string", "enum": ["one", "several"], "default": "one"},
+                "How many digits each picture shows. With several each separate digit, 64 at most, "
+                "is an image of the request, in reading order. Of no effect on raw pixels.",
+            ),
             _TIMEOUT,
         ],
         "requestBody": {
@@ -295,8 +323,7 @@ def predict_openapi() -> dict[str, Any]:
                 },
                 BINARY: binary,
                 "application/x-npy": binary,
-                "image/png": binary,
-                "image/jpeg": binary,
+                **dict.fromkeys(pictures, binary),
                 "multipart/form-data": {
                     "schema": parts,
                     "encoding": {"image": {"contentType": part_types}},

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import ClassVar, cast, get_args
+from typing import Any, ClassVar, cast, get_args
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -47,14 +47,22 @@ from service.errors import (
 )
 from service.http.answer import JSON, Answer, error_answer
 from service.http.openapi import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
-from service.images import Invert, Limits, decoder, media_type
+from service.images import Digits, Doubt, Invert, Limits, decoder, media_type
 from service.images.decoders import Body, BodySource, Decoded, Decoders, Job, Source
 from service.metrics import NO_MODEL, Metrics, ModelKey
 
 _log = logging.getLogger(__name__)
 
 _INVERT = get_args(Invert)
+_DIGITS = get_args(Digits)
 _BINARY = BINARY.encode()
+
+WARNINGS: Mapping[Doubt, str] = {
+    "several_shapes": "the picture shows several separate shapes, which were read as one digit; "
+    "with ?digits=several each is read on its own",
+    "not_a_digit": "the shape is unlike any digit, so label and confidence mean nothing; "
+    "expected one digit on plain paper",
+}
 
 IN_PLACE = sys.maxsize
 """Of pixels: there is nothing to decode."""
@@ -157,7 +165,7 @@ class PredictRoute(ImageRoute):
 
     __slots__ = ()
 
-    parameters: ClassVar[tuple[str, ...]] = ("model", "version", "invert")
+    parameters: ClassVar[tuple[str, ...]] = ("model", "version", "invert", "digits")
     """Of the query."""
 
     def read(
@@ -174,15 +182,13 @@ class PredictRoute(ImageRoute):
 
     def wanted(self, parameters: Mapping[str, str], headers: Mapping[str, str]) -> PredictWanted:
         """As `read`, from the parameters of the query."""
-        invert = parameters.get("invert", "auto")
-        if invert not in _INVERT:
-            raise InvalidInput(
-                f"query parameter invert is {invert[:40]!r}, expected one of {', '.join(_INVERT)}",
-                field="invert",
-            )
+        invert = _choice(parameters, "invert", _INVERT)
+        digits = _choice(parameters, "digits", _DIGITS)
         length = self.length_of(headers)
         content_type = headers.get("content-type", "")
-        source = BodySource(content_type, cast("Invert", invert), self.limits)
+        source = BodySource(
+            content_type, cast("Invert", invert), cast("Digits", digits), self.limits
+        )
         return PredictWanted(
             parameters.get("model", ""),
             parameters.get("version", ""),
@@ -190,7 +196,7 @@ class PredictRoute(ImageRoute):
             length,
             source,
             _INLINE.get(media_type(content_type), 0),
-            decoder(content_type, invert=source.invert, limits=self.limits),
+            decoder(content_type, invert=source.invert, digits=source.digits, limits=self.limits),
             prefers(BINARY, headers.get("accept", "")),
         )
 
@@ -528,20 +534,36 @@ class PredictCall(ImageCall):
     """A request of `POST /predict`."""
 
     _wanted: PredictWanted
+    _warnings: Sequence[Mapping[str, Any]] = ()
+    """Of an answer in JSON, about the images of pictures."""
 
     def decode(self, body: Body) -> None:
         """As the content type says."""
         self.decoded(self._wanted.decode(cast("bytes", body)))
 
+    def take(self, outcome: Decoded) -> None:
+        """As in `ImageCall`, and keep the warnings."""
+        if outcome.doubts:
+            self._warnings = [
+                {"image": index, "code": doubt, "message": WARNINGS[doubt]}
+                for index, doubt in outcome.doubts
+            ]
+        super().take(outcome)
+
     def content(self, request: Request) -> tuple[bytes, bytes, bytes]:
         """JSON or bytes, as the client prefers."""
         if self._wanted.binary:
             return _BINARY, _as_bytes(request), b""
-        return JSON, _as_json(request), b""
+        body = _as_json(request)
+        if self._warnings:
+            body = body[:-1] + _json_end(self._warnings)
+        return JSON, body, b""
 
     def steps(self, request: Request) -> Iterator[bytes] | None:
-        """Of JSON."""
-        return None if self._wanted.binary else _json_steps(request)
+        """The pieces of an answer in JSON."""
+        if self._wanted.binary:
+            return None
+        return _json_steps(request, b"]}]" + _json_end(self._warnings))
 
 
 @dataclass(slots=True)
@@ -591,6 +613,17 @@ def _parameters(query: bytes, expected: Sequence[str]) -> dict[str, str]:
     return found
 
 
+def _choice(parameters: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """The value of a query parameter, the first choice if there is none. Raises: InvalidInput."""
+    found = parameters.get(name, choices[0])
+    if found not in choices:
+        raise InvalidInput(
+            f"query parameter {name} is {found[:40]!r}, expected one of {', '.join(choices)}",
+            field=name,
+        )
+    return found
+
+
 def _requested_timeout_s(headers: Mapping[str, str]) -> float | None:
     """The `X-Request-Timeout-Ms` of a request, in seconds; None if it has none."""
     text = headers.get(TIMEOUT_HEADER.lower())
@@ -618,8 +651,8 @@ def _as_json(request: Request) -> bytes:
     return b"".join(own)
 
 
-def _json_steps(request: Request) -> Iterator[bytes]:
-    """The same in pieces, each with `ENCODED_ROWS` rows."""
+def _json_steps(request: Request, end: bytes) -> Iterator[bytes]:
+    """As `_as_json`, in pieces of `ENCODED_ROWS` rows; `end` follows the last number."""
     batch, version = cast("BatchAnswer", request.batch), request.version
     names = version.weights.training.labels
     for first in range(0, request.rows, ENCODED_ROWS):
@@ -629,8 +662,13 @@ def _json_steps(request: Request) -> Iterator[bytes]:
         if not first:
             pieces[0] = _json_head(version.name, version.version) + pieces[0][len(b"]},") :]
         if last == request.rows:
-            pieces.append(b"]}]}")
+            pieces.append(end)
         yield b"".join(pieces)
+
+
+def _json_end(warnings: Sequence[Mapping[str, Any]]) -> bytes:
+    """The end of an answer, behind its predictions."""
+    return b',"warnings":%s}' % orjson.dumps(warnings) if warnings else b"}"
 
 
 _A_ROW = 4

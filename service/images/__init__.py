@@ -1,4 +1,4 @@
-"""JSON, bytes, npy, PNG, JPEG and multipart bodies -> uint8 (n, 28, 28).
+"""JSON, bytes, npy, pictures (PNG, JPEG, WebP, GIF, BMP) and multipart bodies -> uint8 (n, 28, 28).
 
 The one place where untrusted image data is parsed. A malformed body raises InvalidInput with the
 field, what it got and what was expected. Nothing is evaluated (no pickle, no Python literals) or
@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import numpy as np
 
@@ -27,15 +27,19 @@ from lenet.nvtx import span
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service import advice
 from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
-from service.images.headers import Invert, describe, recognise, sniff
+from service.images.headers import Digits, Doubt, Invert, describe, recognise, sniff
 from service.images.json import check_count, json_images, sliced_json_images
 
-__all__ = ["ACCEPTED", "Invert", "Limits", "decode", "decoder"]
+__all__ = ["ACCEPTED", "Digits", "Doubt", "Doubts", "Invert", "Limits", "decode", "decoder"]
 
 _UINT8 = np.dtype(np.uint8)
-_BINARY = ("application/octet-stream", "application/x-npy", "image/png", "image/jpeg")
+_PICTURES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
+_BINARY = ("application/octet-stream", "application/x-npy", *_PICTURES)
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """Content types of a request's body."""
+
+_ALIASES = {"image/jpg": "image/jpeg", "image/x-ms-bmp": "image/bmp"}
+"""Types that are not registered, and often sent."""
 
 _NPY_MAGIC = b"\x93NUMPY"
 _NPY_MAX_HEADER = 1024
@@ -61,22 +65,39 @@ class Limits:
     max_picture_pixels: int = 16_777_216
 
 
-def decode(body: bytes, content_type: str, *, invert: Invert = "auto", limits: Limits) -> Images:
+Doubts: TypeAlias = list[tuple[int, Doubt]]
+"""Images of a request whose answer may mean nothing, and why; `MAX_DOUBTS` of them."""
+
+MAX_DOUBTS = 256
+
+
+def decode(
+    body: bytes,
+    content_type: str,
+    *,
+    invert: Invert = "auto",
+    digits: Digits = "one",
+    limits: Limits,
+    doubts: Doubts | None = None,
+) -> Images:
     """The images in a request's body, in their order; see `decoder`."""
-    return decoder(content_type, invert=invert, limits=limits)(body)
+    decode = decoder(content_type, invert=invert, digits=digits, limits=limits, doubts=doubts)
+    return decode(body)
 
 
 def media_type(content_type: str) -> str:
     """A Content-Type in lower case, without its parameters."""
     kind = content_type.partition(";")[0].strip().lower()
-    return "image/jpeg" if kind == "image/jpg" else kind  # not registered, and often sent
+    return _ALIASES.get(kind, kind)
 
 
 def decoder(
     content_type: str,
     *,
     invert: Invert,
+    digits: Digits = "one",
     limits: Limits,
+    doubts: Doubts | None = None,
     between: Callable[[], None] | None = None,
 ) -> Callable[[bytes], Images]:
     """What decodes the bodies of requests with these headers.
@@ -85,7 +106,10 @@ def decoder(
         content_type: one of `ACCEPTED`; case and parameters such as charset are ignored.
         invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
             and leaves JSON, bytes and npy as they are.
+        digits: "several" makes an image of each separate digit of a picture, in reading order. It
+            makes no difference to anything but pictures.
         limits: how many images, how many pixels.
+        doubts: gets what is doubtful about pictures, image by image.
         between: called again and again while a body is decoded, between its pictures or slices; it
             raises to end that. Large JSON is then parsed in slices, which takes a tenth of the
             memory.
@@ -102,6 +126,8 @@ def decoder(
     if kind == "application/octet-stream" and not inverted:
         return span("decode")(partial(_octets, field="body", limits=limits))
 
+    binary = partial(_Binary, invert, digits, limits, [] if doubts is None else doubts)
+
     def decode(body: bytes) -> Images:
         if not body:
             raise invalid("body", "nothing", "at least one image")
@@ -114,25 +140,43 @@ def decoder(
                 images = sliced_json_images(body, limits.max_images, between)
             return ~images if inverted else images
         if kind == "multipart/form-data":
-            return _multipart(body, content_type, invert, limits, between or _nothing)
-        return _binary(body, kind, "body", invert, limits, 0)[0]
+            return _multipart(body, content_type, binary(), limits, between or _nothing)
+        return binary().images(body, kind, "body")
 
     return span("decode")(decode)
 
 
-def _binary(
-    body: bytes, kind: str, field: str, invert: Invert, limits: Limits, used_pixels: int
-) -> tuple[Images, int]:
-    """The images of a body or part that is not JSON, and how many picture pixels it has."""
-    if kind.startswith("image/"):
-        from service.images.picture import digit
+class _Binary:
+    """Reads the parts of one body that are not JSON, and counts their pixels and images."""
 
-        max_pixels = limits.max_picture_pixels
-        return digit(
-            body, kind, field=field, invert=invert, max_pixels=max_pixels, used_pixels=used_pixels
+    def __init__(self, invert: Invert, digits: Digits, limits: Limits, doubts: Doubts) -> None:
+        self._invert, self._digits, self._limits = invert, digits, limits
+        self._doubts = doubts
+        self._used_pixels = self._count = 0
+
+    def images(self, body: bytes, kind: str, field: str) -> Images:
+        """The images of a body or part. Raises: InvalidInput, TooLarge."""
+        if kind not in _PICTURES:
+            images = (_npy if kind == "application/x-npy" else _octets)(body, field, self._limits)
+            self._count += len(images)
+            return ~images if self._invert == "true" else images
+        from service.images.picture import prepare
+
+        prepared = prepare(
+            body,
+            kind,
+            field=field,
+            invert=self._invert,
+            digits=self._digits,
+            max_pixels=self._limits.max_picture_pixels,
+            used_pixels=self._used_pixels,
         )
-    images = (_npy if kind == "application/x-npy" else _octets)(body, field, limits)
-    return (~images if invert == "true" else images), 0
+        check_count(len(prepared.images), field, self._limits.max_images)
+        self._doubts.extend((self._count + index, doubt) for index, doubt in prepared.doubts)
+        del self._doubts[MAX_DOUBTS:]
+        self._used_pixels += prepared.pixels
+        self._count += len(prepared.images)
+        return prepared.images
 
 
 def _octets(body: bytes, field: str, limits: Limits) -> Images:
@@ -213,11 +257,11 @@ def _nothing() -> None:
 
 
 def _multipart(
-    body: bytes, content_type: str, invert: Invert, limits: Limits, between: Callable[[], None]
+    body: bytes, content_type: str, binary: _Binary, limits: Limits, between: Callable[[], None]
 ) -> Images:
     """The images of all parts, in the order of the parts."""
     images: list[Images] = []
-    used_pixels = count = 0
+    count = 0
     for i, part in enumerate(_parts(body, content_type, limits, between)):
         between()
         kind, content = part.kind, part.content
@@ -229,9 +273,8 @@ def _multipart(
                 raise _no_file(part, field)
         if kind not in _BINARY:
             raise _unsupported(field, kind, _BINARY)
-        rows, pixels = _binary(content, kind, field, invert, limits, used_pixels)
+        rows = binary.images(content, kind, field)
         images.append(rows)
-        used_pixels += pixels
         count += len(rows)
         check_count(count, "parts", limits.max_images)
     return images[0] if len(images) == 1 else np.concatenate(images)

@@ -24,9 +24,9 @@ import sys
 import time
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self, TypeAlias
+from typing import Any, Self, TypeAlias, get_args
 
 import numpy as np
 import orjson
@@ -43,7 +43,7 @@ from service.errors import (
     UnsupportedMediaType,
     stopping,
 )
-from service.images import Invert, Limits
+from service.images import MAX_DOUBTS, Digits, Doubt, Doubts, Invert, Limits
 from service.images.cost import CHEAP_S, body_cost_s, message_cost_s
 from service.images.frames import CANCEL, HEAD, MAX_HEADER_BYTES, frame
 from service.metrics import Metrics
@@ -69,6 +69,7 @@ _SENT_BYTES = 256 * 1024
 """Sent to a decoder in one turn of the event loop: 0.1 ms."""
 
 _ARGUMENTS = ("-P", "-m", "service.decoding_process")
+_DOUBTS = get_args(Doubt)
 _ERRORS = {error.code: error for error in (InvalidInput, TooLarge, UnsupportedMediaType)}
 
 
@@ -82,6 +83,7 @@ class BodySource:
 
     content_type: str
     invert: Invert
+    digits: Digits
     limits: Limits
 
     def header(self) -> dict[str, Any]:
@@ -90,6 +92,7 @@ class BodySource:
             "kind": "body",
             "content_type": self.content_type,
             "invert": self.invert,
+            "digits": self.digits,
             "max_images": self.limits.max_images,
             "max_picture_pixels": self.limits.max_picture_pixels,
         }
@@ -150,10 +153,12 @@ Source: TypeAlias = BodySource | InferSource | TensorsSource | TensorflowSource
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """What came of it: uint8 (n, 28, 28), and the fields of a message's `Wanted`."""
+    """Images, uint8 (n, 28, 28), and the fields of a message's `Wanted`."""
 
     images: Images
     wanted: Mapping[str, Any]
+    doubts: Doubts = field(default_factory=list)
+    """Of pictures; see `service.images.decoder`."""
 
 
 OnDone: TypeAlias = Callable[[Decoded | ServiceError], None]
@@ -592,7 +597,12 @@ class _Decoder:
         if "error" not in header:
             if not len(images):
                 raise ValueError("neither images nor an error")
-            return Decoded(images, dict(header["wanted"]))
+            doubts = [(int(index), doubt) for index, doubt in header.get("doubts", ())]
+            if len(doubts) > MAX_DOUBTS or not all(
+                0 <= index < len(images) and doubt in _DOUBTS for index, doubt in doubts
+            ):
+                raise ValueError(f"{len(doubts)} doubts about {len(images)} images")
+            return Decoded(images, dict(header["wanted"]), doubts)
         code, message, field = (str(header["error"][key]) for key in ("code", "message", "field"))
         if code in _ERRORS:
             return _ERRORS[code](message, field=field)

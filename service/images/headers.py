@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+import struct
 from codecs import getincrementaldecoder
 from typing import Literal, TypeAlias
 
 from service.errors import TooLarge, shown
 
 Invert: TypeAlias = Literal["auto", "true", "false"]
+Digits: TypeAlias = Literal["one", "several"]
+"""How many digits each picture shows."""
+Doubt: TypeAlias = Literal["several_shapes", "not_a_digit"]
+"""Why the answer for an image may mean nothing."""
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _CONVERT = "; convert it to PNG or JPEG"
@@ -19,9 +24,8 @@ _ONE_ARRAY = "; save one array with np.save"
 _SIGNATURES = {
     PNG_MAGIC: ("image/png", "; send it with Content-Type: image/png"),
     b"\xff\xd8\xff": ("image/jpeg", "; send it with Content-Type: image/jpeg"),
-    b"GIF8": ("a GIF file", _CONVERT),
-    b"BM": ("a BMP file", _CONVERT),
-    b"RIFF": ("a WebP file", _CONVERT),
+    b"GIF87a": ("image/gif", "; send it with Content-Type: image/gif"),
+    b"GIF89a": ("image/gif", "; send it with Content-Type: image/gif"),
     b"%PDF": ("a PDF file", _CONVERT),
     b"II*\0": ("a TIFF file", _CONVERT),
     b"MM\0*": ("a TIFF file", _CONVERT),
@@ -46,6 +50,11 @@ _BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF"}
 _FILE = re.compile(r"@?[\w./~\\:-]{1,250}\.\w{1,5}", re.ASCII)
 _NUMBERS = re.compile(r"[\d\s.,;+-]+", re.ASCII)
 _READ_BYTES = 256
+
+WEBP = re.compile(rb"RIFF.{4}WEBP", re.DOTALL)
+BMP = re.compile(rb"BM.{12}[\x0c\x28\x34\x38\x40\x6c\x7c]\0\0\0", re.DOTALL)
+"""Two bytes would be too few: pixels may have them. The length of the second header follows."""
+_PATTERNS = ((WEBP, "image/webp"), (BMP, "image/bmp"))
 _JPEG_FRAMES = frozenset({*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC})
 _MAX_JPEG_SEGMENTS = 64
 """Looked at for a JPEG's size. Cameras write about ten before it."""
@@ -88,6 +97,9 @@ def _signature(content: bytes) -> tuple[str, str]:
     for signature, found in _SIGNATURES.items():
         if content.startswith(signature):
             return found
+    for pattern, name in _PATTERNS:
+        if pattern.match(content):
+            return name, f"; send it with Content-Type: {name}"
     return "", ""
 
 
@@ -101,7 +113,7 @@ def _text(beginning: bytes) -> str:
 
 
 def stated_size(content: bytes | bytearray, start: int = 0) -> tuple[int, int] | None:
-    """Width and height that the PNG or JPEG at `start` states; None if they are not found.
+    """Width and height that the picture at `start` states; None if they are not found.
 
     `content` may end before the picture does, whose rest may be damaged.
     """
@@ -110,7 +122,22 @@ def stated_size(content: bytes | bytearray, start: int = 0) -> tuple[int, int] |
         if len(header) < 12 or not header.startswith(b"IHDR"):
             return None
         return int.from_bytes(header[4:8], "big"), int.from_bytes(header[8:], "big")
-    at = start + 2
+    if content.startswith(b"\xff\xd8", start):
+        return _jpeg_size(content, start + 2)
+    header = content[start : start + 30]
+    if header.startswith((b"GIF87a", b"GIF89a")) and len(header) >= 10:
+        return int.from_bytes(header[6:8], "little"), int.from_bytes(header[8:10], "little")
+    if WEBP.match(header):
+        return _webp_size(header)
+    if BMP.match(header) and len(header) >= 26:
+        if header[14] == 12:
+            return int.from_bytes(header[18:20], "little"), int.from_bytes(header[20:22], "little")
+        width, height = struct.unpack_from("<Ii", header, 18)
+        return width, abs(height)  # negative where rows begin at the top
+    return None
+
+
+def _jpeg_size(content: bytes | bytearray, at: int) -> tuple[int, int] | None:
     for _ in range(_MAX_JPEG_SEGMENTS):
         segment = content[at : at + 9]
         if len(segment) < 9 or segment[0] != 0xFF:
@@ -119,6 +146,21 @@ def stated_size(content: bytes | bytearray, start: int = 0) -> tuple[int, int] |
             return int.from_bytes(segment[7:], "big"), int.from_bytes(segment[5:7], "big")
         # Any number of bytes 0xFF may precede a marker.
         at += 1 if segment[1] == 0xFF else 2 + int.from_bytes(segment[2:4], "big")
+    return None
+
+
+def _webp_size(header: bytes | bytearray) -> tuple[int, int] | None:
+    """Size of the canvas, or of the only frame."""
+    kind = header[12:16]
+    if kind == b"VP8X" and len(header) == 30:
+        width, height = (int.from_bytes(header[at : at + 3], "little") for at in (24, 27))
+        return width + 1, height + 1
+    if kind == b"VP8 " and len(header) == 30 and header[23:26] == b"\x9d\x01\x2a":
+        width, height = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        return width & 0x3FFF, height & 0x3FFF
+    if kind == b"VP8L" and len(header) >= 25 and header[20] == 0x2F:
+        bits = int.from_bytes(header[21:25], "little")
+        return (bits & 0x3FFF) + 1, (bits >> 14 & 0x3FFF) + 1
     return None
 
 

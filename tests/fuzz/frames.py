@@ -86,7 +86,7 @@ class FrameTarget(Target):
         for name, value in fields.items():
             setattr(decoder, name, value)
         decoder._room = memoryview(decoder._head)
-        source = BodySource("image/png", "auto", Limits(MAX_IMAGES, 1 << 16))
+        source = BodySource("image/png", "auto", "one", Limits(MAX_IMAGES, 1 << 16))
         decoder._job = Job(source, b"", lambda _: None, lambda: None)
         for _ in range(2 + len(data)):
             if pool.outcomes or pool.ended:

@@ -166,6 +166,6 @@ async def test_every_parameter_that_is_documented_is_taken(api, served, one, pat
         assert parameter["description"]
         place = query if parameter["in"] == "query" else headers
         place[name] = schema["default"] if "default" in schema else values[name]
-    assert set(query) == {"model", "version", "invert"} | own
+    assert set(query) == {"model", "version", "invert", "digits"} | own
     response = await served.client.post(path, content=one, params=query, headers=headers)
     assert response.status_code == 200

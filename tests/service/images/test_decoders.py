@@ -45,7 +45,7 @@ takes 4 s and more."""
 
 
 def body(content_type, invert="auto", limits=LIMITS):
-    return BodySource(content_type, invert, limits)
+    return BodySource(content_type, invert, "one", limits)
 
 
 class Pool(Decoders):

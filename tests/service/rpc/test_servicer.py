@@ -255,7 +255,7 @@ def busy_decoder(monkeypatch):
 
     @contextlib.contextmanager
     def busy(house):
-        source = decoders.BodySource(FORM, "auto", Limits(16_384))
+        source = decoders.BodySource(FORM, "auto", "one", Limits(16_384))
         job = house.decoders.start(source, long_form(), print)
         yield
         house.decoders.cancel(job)

@@ -1,0 +1,488 @@
+"""Kinds of pictures that people send, each made from a digit of MNIST and a random generator.
+
+    LENET_TEST_MNIST=FOLDER python -m tests.picture_kinds [--count 300] [--seed 1000] [KIND ...]
+
+prints how many of each kind the model `lenet` reads right. A kind is a function from a digit, uint8
+(28, 28) with ink high, to the file of a picture and its content type. Sizes, positions, colours and
+distortions are drawn from the generator.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from PIL import Image, ImageDraw, ImageFilter, ImageFont
+
+Random = np.random.Generator
+Field = np.ndarray[Any, np.dtype[np.float64]]
+"""Shares of ink, 0 to 1, or brightness, 0 to 255."""
+Kind = Callable[[Any, Random], tuple[bytes, str]]
+
+
+def encoded(picture: Any, kind: str = "PNG", **options: Any) -> tuple[bytes, str]:
+    """A picture's file and its content type; arrays are rounded to bytes."""
+    if not isinstance(picture, Image.Image):
+        picture = Image.fromarray(np.clip(np.rint(picture), 0, 255).astype(np.uint8))
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue(), f"image/{kind.lower()}"
+
+
+def strokes(
+    digit: Any, side: int, *, threshold: float = 0.5, slant: float = 0.0, degrees: float = 0.0
+) -> Field:
+    """The digit as a pen would draw it on a field of `side` pixels; a low threshold is a thick pen.
+
+    `slant` is the tangent of the angle by which it leans to the right.
+    """
+    image = Image.fromarray(digit).resize((side, side), Image.Resampling.BICUBIC)
+    if slant:
+        leaning = (1, slant, -slant * side / 2, 0, 1, 0)
+        image = image.transform(
+            image.size, Image.Transform.AFFINE, leaning, Image.Resampling.BILINEAR
+        )
+    if degrees:
+        image = image.rotate(degrees, Image.Resampling.BILINEAR)
+    share = np.asarray(image) / 255
+    return np.clip((share - threshold) * side / 28 + 0.5, 0, 1)
+
+
+def drawn(
+    digit: Any,
+    random: Random,
+    *,
+    size: tuple[int, int] = (200, 420),
+    room: float = 0.05,
+    **how: Any,
+) -> Field:
+    """Shares of ink on a canvas of random size; the digit keeps `room` of it from each side."""
+    height, width = random.integers(*size, 2)
+    largest = min(height, width) * (1 - 2 * room)
+    side = int(largest * random.uniform(0.6, 1.0) * 28 / 22)
+    share = strokes(digit, side, **how)
+    lines, columns = np.flatnonzero(share.any(1)), np.flatnonzero(share.any(0))
+    share = share[lines[0] : lines[-1] + 1, columns[0] : columns[-1] + 1]
+    canvas = np.zeros((height, width))
+    margin = int(room * min(height, width))
+    top = random.integers(margin, max(margin, height - margin - share.shape[0]) + 1)
+    left = random.integers(margin, max(margin, width - margin - share.shape[1]) + 1)
+    share = share[: height - top, : width - left]
+    canvas[top : top + share.shape[0], left : left + share.shape[1]] = share
+    return canvas
+
+
+def on(paper: Any, ink: Any, share: Field) -> Field:
+    """`ink` over `paper`."""
+    return paper * (1 - share) + ink * share
+
+
+def levels(random: Random) -> tuple[float, float]:
+    """Brightness of light paper and of dark ink."""
+    return random.uniform(190, 255), random.uniform(0, 80)
+
+
+def shading(random: Random, shape: tuple[int, int], most: float = 0.35) -> Field:
+    """Uneven light: what share of itself each pixel keeps."""
+    y, x = np.mgrid[0 : 1 : complex(0, shape[0]), 0 : 1 : complex(0, shape[1])]
+    angle = random.uniform(0, 2 * np.pi)
+    along = x * np.cos(angle) + y * np.sin(angle)
+    curve = random.uniform(-0.3, 0.3) * (x - random.uniform(0, 1)) ** 2
+    light = along + curve
+    light = (light - light.min()) / max(float(np.ptp(light)), 1e-9)
+    return 1 - random.uniform(0.1, most) * light
+
+
+# Right before frames and ruling were removed.
+
+
+def plain(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(on(255, 0, drawn(digit, random)))
+
+
+def large(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(on(255, 0, drawn(digit, random, size=(900, 1400))))
+
+
+def off_centre(digit: Any, random: Random) -> tuple[bytes, str]:
+    side = int(random.integers(300, 500))
+    small = drawn(digit, random, size=(side // 4, side // 3))
+    share = np.zeros((side, side))
+    top, left = random.integers(0, [side - small.shape[0], side - small.shape[1]])
+    share[top : top + small.shape[0], left : left + small.shape[1]] = small
+    return encoded(on(255, 0, share))
+
+
+def dark_on_light(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(on(*levels(random), drawn(digit, random)))
+
+
+def light_on_dark(digit: Any, random: Random) -> tuple[bytes, str]:
+    paper, ink = levels(random)
+    return encoded(on(ink, paper, drawn(digit, random)))
+
+
+def thick(digit: Any, random: Random) -> tuple[bytes, str]:
+    share = drawn(digit, random, threshold=random.uniform(0.12, 0.25))
+    return encoded(on(*levels(random)[:: random.choice((1, -1))], share))
+
+
+def thin(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(on(*levels(random), drawn(digit, random, threshold=random.uniform(0.6, 0.7))))
+
+
+def noisy(digit: Any, random: Random) -> tuple[bytes, str]:
+    picture = on(*levels(random), drawn(digit, random))
+    return encoded(picture + random.normal(0, random.uniform(3, 12), picture.shape))
+
+
+def uneven_light(digit: Any, random: Random) -> tuple[bytes, str]:
+    picture = on(*levels(random), drawn(digit, random))
+    return encoded(picture * shading(random, picture.shape))
+
+
+def slanted(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(on(*levels(random), drawn(digit, random, slant=random.uniform(-0.25, 0.25))))
+
+
+def turned(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(on(*levels(random), drawn(digit, random, degrees=random.uniform(-12, 12))))
+
+
+def photographed(digit: Any, random: Random) -> tuple[bytes, str]:
+    return photograph(
+        on(random.uniform(170, 230), random.uniform(20, 90), drawn(digit, random)), random
+    )
+
+
+def photograph(picture: Field, random: Random) -> tuple[bytes, str]:
+    """A JPEG of uneven light, a tint, blur and noise."""
+    picture = picture * shading(random, picture.shape)
+    image = Image.fromarray(picture.clip(0, 255).astype(np.uint8))
+    picture = np.asarray(image.filter(ImageFilter.GaussianBlur(random.uniform(0, 1.2)))) + 0.0
+    picture += random.normal(0, random.uniform(2, 6), picture.shape)
+    tint = np.array([1, random.uniform(0.9, 1), random.uniform(0.75, 1)])
+    return encoded(picture[..., np.newaxis] * tint, "JPEG", quality=int(random.integers(60, 95)))
+
+
+def tight(digit: Any, random: Random) -> tuple[bytes, str]:
+    """Cut at the digit's own box, dark or light, in a thick pen."""
+    share = drawn(digit, random, room=0.2, threshold=random.uniform(0.2, 0.5))
+    lines, columns = np.flatnonzero(share.any(1)), np.flatnonzero(share.any(0))
+    share = share[lines[0] : lines[-1] + 1, columns[0] : columns[-1] + 1]
+    return encoded(on(*levels(random)[:: random.choice((1, -1))], share))
+
+
+def one_side_dark(digit: Any, random: Random) -> tuple[bytes, str]:
+    return dark_sides(digit, random, 1)
+
+
+# Dark edges.
+
+
+def bordered(digit: Any, random: Random) -> tuple[bytes, str]:
+    """A border of one colour all round."""
+    paper, ink = levels(random)
+    picture = on(paper, ink, drawn(digit, random, room=0.09))
+    width = int(random.integers(1, 13))
+    level = random.uniform(0, 130)
+    framed = np.full_like(picture, level)
+    framed[width:-width, width:-width] = picture[width:-width, width:-width]
+    return encoded(framed)
+
+
+def box_cut_at_its_line(digit: Any, random: Random) -> tuple[bytes, str]:
+    """A scanned box: lines of another width on each side, not quite straight, and noise."""
+    paper, ink = levels(random)
+    picture = on(paper, ink, drawn(digit, random, room=0.1))
+    height, width = picture.shape
+    box = Image.new("L", (4 * width, 4 * height), 255)
+    inside = [
+        (4 * random.uniform(0.5, 10), 4 * random.uniform(0.5, 10)),
+        (4 * (width - random.uniform(0.5, 10)), 4 * random.uniform(0.5, 10)),
+        (4 * (width - random.uniform(0.5, 10)), 4 * (height - random.uniform(0.5, 10))),
+        (4 * random.uniform(0.5, 10), 4 * (height - random.uniform(0.5, 10))),
+    ]
+    ImageDraw.Draw(box).polygon(inside, fill=0)
+    share = np.asarray(box.resize((width, height), Image.Resampling.BOX)) / 255
+    picture = on(picture, random.uniform(0, 110), share)
+    return encoded(picture + random.normal(0, random.uniform(0, 6), picture.shape))
+
+
+def dark_sides(digit: Any, random: Random, count: int) -> tuple[bytes, str]:
+    paper, ink = levels(random)
+    picture = on(paper, ink, drawn(digit, random, room=0.13))
+    level = random.uniform(0, 120)
+    for side in random.permutation(4)[:count]:
+        width = int(random.integers(1, max(2, int(0.1 * min(picture.shape)))))
+        np.rot90(picture, side)[:width] = level
+    return encoded(picture + random.normal(0, random.choice((0, 4)), picture.shape))
+
+
+def two_sides_dark(digit: Any, random: Random) -> tuple[bytes, str]:
+    return dark_sides(digit, random, 2)
+
+
+def three_sides_dark(digit: Any, random: Random) -> tuple[bytes, str]:
+    return dark_sides(digit, random, 3)
+
+
+def sheet_on(
+    picture: Field, random: Random, *, sides: int = 4, level: float | None = None
+) -> Field:
+    """The sheet `picture`, turned and in perspective, on a table that is seen at some sides."""
+    height, width = picture.shape
+    reach = int(random.uniform(0.08, 0.35) * min(height, width))
+    size = (width + 2 * reach, height + 2 * reach)
+    turn = np.deg2rad(random.uniform(-10, 10) if sides > 2 else random.uniform(-4, 4))
+    corners = np.array([(0, 0), (0, height), (width, height), (width, 0)], float)
+    middle = np.array([width, height]) / 2
+    rotation = np.array([[np.cos(turn), -np.sin(turn)], [np.sin(turn), np.cos(turn)]])
+    seen = (corners - middle) @ rotation.T * 0.97 + random.normal(0, 0.012 * width, (4, 2))
+    seen += np.array(size) / 2
+    system, wanted = [], []
+    for (x, y), (u, v) in zip(seen, corners, strict=True):
+        system += [[x, y, 1, 0, 0, 0, -u * x, -u * y], [0, 0, 0, x, y, 1, -v * x, -v * y]]
+        wanted += [u, v]
+    mapping = tuple(np.linalg.solve(np.array(system), np.array(wanted)))
+    perspective, smooth = Image.Transform.PERSPECTIVE, Image.Resampling.BILINEAR
+    sheet = Image.fromarray(picture.clip(0, 255).astype(np.uint8))
+    shown = np.asarray(sheet.transform(size, perspective, mapping, smooth)) + 0.0
+    mask = Image.new("L", sheet.size, 255).transform(size, perspective, mapping, smooth)
+    share = np.asarray(mask) / 255
+    table = random.uniform(10, 110) if level is None else level
+    wood = random.normal(0, random.uniform(0, 8), (size[1], 1)) * random.choice((0, 1))
+    # `shown` is dark beyond the sheet, and at its border in part.
+    photo = shown + (table + wood) * (1 - share)
+    if sides < 4:
+        kept = random.permutation(4)[: 4 - sides]
+        for side in kept:  # cut within the sheet
+            cut = int(reach * 1.0 + 0.06 * min(height, width))
+            photo = np.rot90(np.rot90(photo, side)[cut:], -side)
+    return photo
+
+
+def paper_on_a_table(digit: Any, random: Random) -> tuple[bytes, str]:
+    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=0.12))
+    return photograph(sheet_on(paper, random), random)
+
+
+def paper_on_a_table_at_two_sides(digit: Any, random: Random) -> tuple[bytes, str]:
+    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=0.2))
+    return photograph(sheet_on(paper, random, sides=2), random)
+
+
+def paper_on_a_table_at_three_sides(digit: Any, random: Random) -> tuple[bytes, str]:
+    paper = on(random.uniform(170, 235), random.uniform(10, 80), drawn(digit, random, room=0.2))
+    return photograph(sheet_on(paper, random, sides=3), random)
+
+
+def dark_canvas_on_a_light_page(digit: Any, random: Random) -> tuple[bytes, str]:
+    paper, ink = levels(random)
+    picture = on(ink, paper, drawn(digit, random, room=0.09))
+    width = int(random.integers(1, 40))
+    return encoded(np.pad(picture, width, constant_values=random.uniform(200, 255)))
+
+
+def box_inside(digit: Any, random: Random) -> tuple[bytes, str]:
+    """A box drawn around the digit, away from the picture's edge."""
+    paper, ink = levels(random)
+    share = drawn(digit, random, room=0.16)
+    image = Image.fromarray(share)
+    gap, line = int(0.03 * min(share.shape)), int(random.integers(1, 9))
+    box = (gap, gap, share.shape[1] - 1 - gap, share.shape[0] - 1 - gap)
+    ImageDraw.Draw(image).rectangle(box, outline=1.0, width=line)
+    return encoded(on(paper, ink, np.asarray(image)))
+
+
+# Lines.
+
+_LINE_COLOURS = (
+    *((140, 160, 220), (170, 185, 225), (200, 210, 235), (150, 150, 150), (100, 180, 120)),
+    *((230, 150, 150), (110, 120, 160), (90, 90, 90), (60, 110, 190), (190, 160, 120)),
+)
+
+
+def lined(
+    share: Field,
+    random: Random,
+    *,
+    squared: bool,
+    colour: Sequence[float] | None = None,
+    spacing: tuple[float, float] = (0.04, 0.2),
+    widest: int = 3,
+) -> Field:
+    """A sheet with lines below the ink, (height, width, 3); also along the edge at times."""
+    height, width = share.shape
+    side = min(height, width)
+    if colour is None:
+        colour = _LINE_COLOURS[random.integers(len(_LINE_COLOURS))]
+    sheet = np.full((height, width, 3), random.uniform(225, 255))
+    step = max(8.0, side * random.uniform(*spacing))
+    line = int(random.integers(1, widest + 1))
+    line = max(1, min(line, int(step / 6), round(side / 100)))
+    begin = 0.0 if random.random() < 0.3 else random.uniform(0, step)
+    for at in np.arange(begin, height, step).astype(int):
+        sheet[at : at + line] = colour
+    if squared:
+        begin = 0.0 if random.random() < 0.3 else random.uniform(0, step)
+        for at in np.arange(begin, width, step).astype(int):
+            sheet[:, at : at + line] = colour
+    elif random.random() < 0.3:  # a margin
+        at = int(width * random.uniform(0.05, 0.95))
+        sheet[:, at : at + line] = (225, 120, 120)
+    ink = np.array([random.uniform(0, 60), random.uniform(0, 60), random.uniform(0, 130)])
+    return on(sheet, ink, share[..., np.newaxis])
+
+
+def squared_paper(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(lined(drawn(digit, random), random, squared=True))
+
+
+def ruled_paper(digit: Any, random: Random) -> tuple[bytes, str]:
+    return encoded(lined(drawn(digit, random), random, squared=False))
+
+
+def lines_as_dark_as_the_ink(digit: Any, random: Random) -> tuple[bytes, str]:
+    squared = bool(random.integers(2))
+    share = drawn(digit, random)
+    return encoded(lined(share, random, squared=squared, colour=(20, 20, 40), widest=2))
+
+
+def thin_pen_on_squared_paper(digit: Any, random: Random) -> tuple[bytes, str]:
+    share = drawn(digit, random, threshold=random.uniform(0.55, 0.65))
+    return encoded(lined(share, random, squared=True, widest=2))
+
+
+def fine_squares(digit: Any, random: Random) -> tuple[bytes, str]:
+    """Millimetre paper."""
+    return encoded(
+        lined(drawn(digit, random), random, squared=True, spacing=(0.02, 0.04), widest=1)
+    )
+
+
+def lines_photographed(digit: Any, random: Random) -> tuple[bytes, str]:
+    squared = bool(random.integers(2))
+    sheet = lined(drawn(digit, random, room=0.2), random, squared=squared, widest=2)
+    grey = sheet @ np.array([0.299, 0.587, 0.114])
+    photo = sheet_on(grey, random)
+    inner = int(0.22 * min(photo.shape))
+    return photograph(photo[inner:-inner, inner:-inner], random)
+
+
+def lines_on_a_table(digit: Any, random: Random) -> tuple[bytes, str]:
+    squared = bool(random.integers(2))
+    sheet = lined(drawn(digit, random, room=0.12), random, squared=squared, widest=2)
+    return photograph(sheet_on(sheet @ np.array([0.299, 0.587, 0.114]), random), random)
+
+
+def lines_and_a_border(digit: Any, random: Random) -> tuple[bytes, str]:
+    squared = bool(random.integers(2))
+    sheet = lined(drawn(digit, random, room=0.1), random, squared=squared)
+    width = int(random.integers(1, 10))
+    framed = np.full_like(sheet, random.uniform(0, 110))
+    framed[width:-width, width:-width] = sheet[width:-width, width:-width]
+    return encoded(framed)
+
+
+# Transparent canvases.
+
+
+def clear_canvas(
+    digit: Any, random: Random, *, light: bool, kind: str = "PNG"
+) -> tuple[bytes, str]:
+    """Ink of one colour on transparent pixels."""
+    share = drawn(digit, random)
+    colour = random.uniform(190, 255, 3) if light else random.uniform(0, 90, 3)
+    pixels = np.broadcast_to(colour, (*share.shape, 3))
+    return encoded(
+        np.dstack([pixels, 255 * share]), kind, **({"lossless": True} if kind == "WEBP" else {})
+    )
+
+
+def light_ink_on_transparent(digit: Any, random: Random) -> tuple[bytes, str]:
+    return clear_canvas(digit, random, light=True)
+
+
+def dark_ink_on_transparent(digit: Any, random: Random) -> tuple[bytes, str]:
+    return clear_canvas(digit, random, light=False)
+
+
+RIGHT_BEFORE: tuple[Kind, ...] = (
+    *(plain, large, off_centre, dark_on_light, light_on_dark, thick, thin, noisy, uneven_light),
+    *(slanted, turned, photographed, tight, one_side_dark, dark_ink_on_transparent),
+)
+ADDED: tuple[Kind, ...] = (
+    *(bordered, box_cut_at_its_line, two_sides_dark, three_sides_dark, paper_on_a_table),
+    *(paper_on_a_table_at_two_sides, paper_on_a_table_at_three_sides),
+    *(dark_canvas_on_a_light_page, box_inside, squared_paper, ruled_paper),
+    *(lines_as_dark_as_the_ink, thin_pen_on_squared_paper, fine_squares, lines_photographed),
+    *(lines_on_a_table, lines_and_a_border, light_ink_on_transparent),
+)
+KINDS = {kind.__name__: kind for kind in RIGHT_BEFORE + ADDED}
+
+
+# Several digits, and none.
+
+
+def number(digits: Sequence[Any], random: Random, *, rows: int = 1) -> tuple[bytes, str]:
+    """Digits in a row, or in several, of about the same size."""
+    side = int(random.integers(60, 150))
+    per_row = -(-len(digits) // rows)
+    height, width = int(rows * side * 1.25) + side, int(per_row * side * 0.95) + side
+    share = np.zeros((height, width))
+    for i, digit in enumerate(digits):
+        row, column = divmod(i, per_row)
+        one = strokes(digit, int(side * random.uniform(0.9, 1.1)))
+        top = int((0.5 + 1.25 * row) * side + random.uniform(-0.06, 0.06) * side)
+        left = int((0.5 + 0.95 * column) * side + random.uniform(-0.03, 0.03) * side)
+        at = share[top : top + one.shape[0], left : left + one.shape[1]]
+        np.maximum(at, one[: at.shape[0], : at.shape[1]], out=at)
+    return encoded(on(*levels(random)[:: random.choice((1, -1))], share))
+
+
+def letter(random: Random) -> tuple[bytes, str]:
+    """A printed letter that no digit looks like."""
+    font = ImageFont.load_default(int(random.integers(80, 200)))
+    image = Image.new("L", (300, 300), 255)
+    text = "ACEFHKMNPRTWXadefhkmnrtwx"[random.integers(25)]
+    ImageDraw.Draw(image).text((150, 150), text, fill=0, font=font, anchor="mm")
+    return encoded(image)
+
+
+def noise(random: Random) -> tuple[bytes, str]:
+    side = int(random.choice((28, 64, 200)))
+    return encoded(random.uniform(0, 255, (side, side)))
+
+
+def texture(random: Random) -> tuple[bytes, str]:
+    """Blurred noise, as of cloth or stone."""
+    side = int(random.integers(100, 300))
+    image = Image.fromarray(random.integers(0, 256, (side, side)).astype(np.uint8))
+    soft = np.asarray(image.filter(ImageFilter.GaussianBlur(random.uniform(2, 5)))) + 0.0
+    return encoded((soft - soft.min()) * 255 / np.ptp(soft))
+
+
+def scribble(random: Random) -> tuple[bytes, str]:
+    """A long curve that crosses itself many times."""
+    image = Image.new("L", (300, 300), 255)
+    points = np.clip(150 + np.cumsum(random.normal(0, 45, (40, 2)), 0) % 200 - 100, 40, 260)
+    ImageDraw.Draw(image).line([tuple(p) for p in points], fill=0, width=7, joint="curve")
+    return encoded(image)
+
+
+def blot(random: Random) -> tuple[bytes, str]:
+    """A filled disc or rectangle."""
+    image = Image.new("L", (300, 300), 255)
+    x, y = random.integers(30, 120, 2)
+    draw = ImageDraw.Draw(image)
+    shape = draw.ellipse if random.integers(2) else draw.rectangle
+    shape((x, y, x + random.integers(80, 150), y + random.integers(80, 150)), fill=0)
+    return encoded(image)
+
+
+NO_DIGITS: dict[str, Callable[[Random], tuple[bytes, str]]] = {
+    kind.__name__: kind for kind in (letter, noise, texture, scribble, blot)
+}
