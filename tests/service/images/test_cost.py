@@ -26,6 +26,9 @@ def test_the_size_of_a_picture_is_read_from_its_header(options):
     jpeg = encoded(wide, "JPEG", **options)
     for content in (
         encoded(wide),
+        *(encoded(wide, kind) for kind in ("WEBP", "GIF", "BMP")),
+        encoded(wide, "WEBP", lossless=True),
+        encoded(wide, "WEBP", exif=b"x"),
         jpeg,
         with_exif(jpeg, 60_000),
         jpeg[:2] + b"\xff" * 9 + jpeg[2:],
@@ -35,12 +38,12 @@ def test_the_size_of_a_picture_is_read_from_its_header(options):
         assert stated_size(bytearray(content)) == (50, 30)
 
 
-@pytest.mark.parametrize("kind", ["PNG", "JPEG"])
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
 def test_no_size_is_made_up_when_a_header_is_cut_or_damaged(kind):
     content = encoded(BLANK, kind)
     for end in range(200):
         assert stated_size(content[:end]) in (None, (1000, 1000))
-    for begin in (b"", b"\xff\xd8\xff", b"\xff\xd8" + b"\xff\xe0\0\0" * 100, b"GIF89a" + bytes(99)):
+    for begin in (b"", b"\xff\xd8\xff", b"\xff\xd8" + b"\xff\xe0\0\0" * 100, b"GIF89a\0"):
         assert stated_size(begin) is None
 
 
@@ -55,6 +58,7 @@ CHEAP = {
 COSTLY = {
     "16 megapixels": (PNG, encoded(np.zeros((4096, 4096), np.uint8))),
     "a megapixel in many scans": (JPEG, encoded(BLANK, "JPEG", progressive=True)),
+    "four megapixels of WebP": ("image/webp", encoded(np.zeros((2000, 2000), np.uint8), "WEBP")),
     "a JPEG without a size": (JPEG, b"\xff\xd8\xff" + bytes(1000)),
     "a form of one large picture": (FORM, form(encoded(np.zeros((2000, 2000), np.uint8)))),
     "a form of many pictures": (FORM, long_form(200)),
