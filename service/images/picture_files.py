@@ -397,38 +397,47 @@ def _gif_blocks_end(body: bytes, at: int) -> int:
 
 
 def _open_bmp(body: bytes) -> _Opened:
-    (compression,) = struct.unpack_from("<I", body, 30) if body[14] >= 40 else (0,)
-    if compression in (1, 2):
-        body = _without_run_lengths(body, four_bits=compression == 2)
+    if body[14] >= 40:
+        body = _plain_bmp(body)
     return _Opened(BmpImageFile(io.BytesIO(body)))
 
 
-def _without_run_lengths(body: bytes, *, four_bits: bool) -> bytes:
-    """The BMP with 8 bits a pixel. Pillow decodes run lengths pixel by pixel, in Python."""
+def _plain_bmp(body: bytes) -> bytes:
+    """The BMP as Pillow reads it right.
+
+    Pillow decodes run lengths pixel by pixel, in Python: here they become 8 bits a pixel. And it
+    takes black and white of 4 or 8 bits for pixels of 1 bit, which a longer palette prevents.
+    """
     (start,) = struct.unpack_from("<I", body, 10)
     header_bytes, width, height = struct.unpack_from("<Iii", body, 14)
-    planes, bits = struct.unpack_from("<HH", body, 26)
+    bits, compression = struct.unpack_from("<HI", body, 28)
     (colours,) = struct.unpack_from("<I", body, 46)
-    if bits != (4 if four_bits else 8) or height < 0:
+    if bits not in (4, 8) or not (compression in (1, 2) or (compression == 0 and 0 < colours <= 2)):
+        return body
+    palette_at = 14 + header_bytes
+    palette = body[palette_at : min(palette_at + 4 * min(colours or 256, 256), start)]
+    if compression == 0:
+        rows: bytes | bytearray = body[start:]
+    elif bits != (4 if compression == 2 else 8) or height < 0:
         raise ValueError(f"its run lengths are not of {bits} bits a pixel, from below")
-    if len(body) - start > _MAX_RLE_BYTES:
+    elif len(body) - start > _MAX_RLE_BYTES:
         raise ValueError(
             f"its run lengths have {len(body) - start} bytes, expected at most {_MAX_RLE_BYTES}; "
             "save it as PNG"
         )
-    palette_at = 14 + header_bytes
-    palette = body[palette_at : min(palette_at + 4 * min(colours or 1 << bits, 256), start)]
-    stride = (width + 3) & ~3
-    rows = _run_lengths(memoryview(body)[start:], width, height, stride, four_bits)
+    else:
+        rows = _run_lengths(memoryview(body)[start:], width, height, bits == 4)
+        bits = 8
+    palette = palette.ljust(4 << bits, b"\0")
     offset = 54 + len(palette)
     head = struct.pack("<2sIII", b"BM", offset + len(rows), 0, offset)
-    count = len(palette) // 4
-    info = struct.pack("<IiiHHIIiiII", 40, width, height, planes, 8, 0, 0, 0, 0, count, count)
+    info = struct.pack("<IiiHHIIiiII", 40, width, height, 1, bits, 0, 0, 0, 0, 1 << bits, 0)
     return b"".join((head, info, palette, rows))
 
 
-def _run_lengths(data: memoryview, width: int, height: int, stride: int, four: bool) -> bytearray:
-    """The rows, `stride` bytes each, one byte a pixel. Raises: ValueError, IndexError."""
+def _run_lengths(data: memoryview, width: int, height: int, four: bool) -> bytearray:
+    """The rows, a byte for each pixel. Raises: ValueError, IndexError."""
+    stride = (width + 3) & ~3
     rows = bytearray(stride * height)
     x = y = at = 0
     while y < height:

@@ -1,4 +1,4 @@
-"""PNG and JPEG bodies, compared with a plain decoder of PNG and with Pillow on the whole file."""
+"""Pictures: PNG beside a plain decoder of its own, the others beside Pillow on the whole file."""
 
 from __future__ import annotations
 
@@ -317,8 +317,11 @@ def _luminance(
             levels = levels[..., :-1]
         rgb = np.broadcast_to(levels, (*levels.shape[:2], 3))
     luma = (rgb @ np.array([19_595, 38_470, 7_471]) + 0x8000) >> 16
-    over_white = np.rint((luma * alpha + 255 * (255 - alpha)) / 255)
-    return over_white.astype(np.uint8)
+    visible = luma[alpha > 0]
+    # Light ink on transparent pixels is taken for ink on black.
+    light = visible.size < 0.5 * alpha.size and visible.sum() > 160 * visible.size
+    paper = 0 if light else 255
+    return np.rint((luma * alpha + paper * (255 - alpha)) / 255).astype(np.uint8)
 
 
 _PLAIN_EXIF = tuple(samples.exif(orientation, order) for orientation in range(10) for order in "<>")
@@ -388,3 +391,122 @@ class JpegTarget(_PictureTarget):
             return bytes((0xFF, marker)) + length.to_bytes(2, "big") + content
 
         return b"\xff\xd8" + b"".join(mutate_list(segments, rng, change))
+
+
+class _WholeFileTarget(_PictureTarget):
+    """What is accepted is what Pillow makes of the first frame of the whole file."""
+
+    format = ""
+
+    def run(self, data: bytes) -> None:
+        found = self.decode(data)
+        if isinstance(found, ServiceError):
+            return
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                with Image.open(io.BytesIO(data), formats=(self.format,)) as picture:
+                    size = picture.size
+                    again = self.decode_plain(picture)
+        except Exception:  # noqa: BLE001 - broken metadata or frames, which we leave away
+            return
+        if size[0] * size[1] > LIMITS.max_picture_pixels:
+            raise Finding(f"accepted {size}")
+        if again is None:
+            return
+        if isinstance(again, ServiceError):
+            raise Finding(f"accepted, and as PNG refused: {again.message}")
+        if not np.array_equal(found, again):
+            raise Finding("other pixels than Pillow's of the whole file")
+
+    def decode_plain(self, picture: Image.Image) -> Images | ServiceError | None:
+        """What is decoded from Pillow's pixels; None if it reads them in another way than we do."""
+        plain = io.BytesIO()
+        transparent = picture.mode in ("RGBA", "LA") or "transparency" in picture.info
+        picture.convert("RGBA" if transparent else "RGB").save(plain, "PNG")
+        return decoded(plain.getvalue(), "image/png")
+
+
+class WebpTarget(_WholeFileTarget):
+    """`image/webp`."""
+
+    kind, format = "image/webp", "WEBP"
+
+    def run(self, data: bytes) -> None:
+        # Pillow blends a first frame with the background, and leaves orientation to its caller.
+        if b"ANMF" in data or b"EXIF" in data:
+            self.decode(data)
+        else:
+            super().run(data)
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.webp_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.2 or len(data) < 20:
+            return mutate(data)
+        chunks, at = [], 12
+        while at + 8 <= len(data):
+            length = int.from_bytes(data[at + 4 : at + 8], "little")
+            chunks.append(data[at : at + 4] + data[at + 8 : at + 8 + length])
+            at += 8 + length + (length & 1)
+
+        def change(chunk: bytes) -> bytes:
+            kind = chunk[:4].ljust(4)
+            if rng.random() < 0.2:
+                kind = rng.choice((b"VP8X", b"VP8 ", b"VP8L", b"ALPH", b"ANMF", b"ANIM", b"EXIF"))
+            return kind + mutate(chunk[4:])
+
+        return samples.webp_of(*mutate_list(chunks, rng, change))
+
+
+class GifTarget(_WholeFileTarget):
+    """`image/gif`."""
+
+    kind, format = "image/gif", "GIF"
+
+    def decode_plain(self, picture: Image.Image) -> Images | ServiceError | None:
+        # Pillow fills the rest of the canvas with a colour, or makes the canvas larger.
+        tiles = getattr(picture, "tile", ())
+        if not tiles or tuple(tiles[0][1]) != (0, 0, *picture.size):
+            return None
+        return super().decode_plain(picture)
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.gif_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.5:
+            return mutate(data)
+        at = data.find(b",")
+        if at < 0 or rng.random() < 0.5:
+            return data[:6] + mutate(data[6:])
+        return data[:at] + mutate(data[at : at + 12]) + data[at + 12 :]
+
+
+class BmpTarget(_WholeFileTarget):
+    """`image/bmp`."""
+
+    kind, format = "image/bmp", "BMP"
+
+    def decode_plain(self, picture: Image.Image) -> Images | ServiceError | None:
+        # Pillow reads run lengths that leave their row in another way, and 2 colours of 8 bits.
+        if picture.info.get("compression") in (1, 2) or picture.mode == "1":
+            return None
+        return super().decode_plain(picture)
+
+    def seeds(self) -> dict[str, bytes]:
+        return samples.bmp_bodies()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if rng.random() < 0.3 or len(data) < 54:
+            return mutate(data)
+        if rng.random() < 0.5:
+            return data[:54] + mutate(data[54:])
+        head = bytearray(data[:54])
+        at, form = rng.choice(
+            ((10, "<I"), (14, "<I"), (18, "<i"), (22, "<i"), (28, "<H"), (30, "<I"))
+        )
+        number = rng.choice((0, 1, 2, 3, 4, 8, 12, 16, 24, 32, 40, 108, 124, 255, 20_000))
+        struct.pack_into(form, head, at, -number if form == "<i" and rng.random() < 0.3 else number)
+        return bytes(head) + data[54:]

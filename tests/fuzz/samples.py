@@ -342,6 +342,141 @@ def jpeg_bodies() -> dict[str, bytes]:
     return found
 
 
+def saved(grey: np.ndarray[Any, Any], kind: str, mode: str = "L", **options: Any) -> bytes:
+    """A picture's file as Pillow writes it."""
+    buffer = io.BytesIO()
+    Image.fromarray(grey).convert(mode).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def clear(light: bool) -> Image.Image:
+    """A stroke of light or dark ink on transparent pixels."""
+    share = Image.fromarray(stroke())
+    ink = Image.new("L", share.size, 255 if light else 0)
+    return Image.merge("LA", [ink, share]).convert("RGBA")
+
+
+def webp_of(*chunks: bytes) -> bytes:
+    """A WebP of chunks, each its type and then its content."""
+    body = b"WEBP"
+    for one in chunks:
+        size = len(one) - 4
+        body += one[:4] + struct.pack("<I", size) + one[4:] + b"\0" * (size & 1)
+    return b"RIFF" + struct.pack("<I", len(body)) + body
+
+
+def webp_bodies() -> dict[str, bytes]:
+    """Bodies of `image/webp`."""
+    drawn = stroke(16, 12)
+    lossy = saved(drawn, "WEBP", "RGB", quality=50)
+    lossless = saved(drawn, "WEBP", "RGB", lossless=True)
+    buffers = {light: io.BytesIO() for light in (False, True)}
+    for light, buffer in buffers.items():
+        clear(light).save(buffer, "WEBP", quality=50, lossless=light, exact=True)
+    frame = lossless[12:]
+    sides = b"\x1f\0\0\x1f\0\0"
+    head = b"\1\0\0\2\0\0\x0b\0\0\x0f\0\0" + bytes(4)
+    canvas = b"VP8X\2\0\0\0" + sides
+    animation = webp_of(canvas, b"ANIM" + bytes(6), b"ANMF" + head + frame)
+    return {
+        "empty": b"",
+        "magic-alone": b"RIFF\4\0\0\0WEBP",
+        "a-png": png(drawn),
+        "another-riff": b"RIFF\4\0\0\0WAVE",
+        "lossy": lossy,
+        "lossless": lossless,
+        "dark-and-light": saved(two_strokes(), "WEBP", "RGB", lossless=True),
+        "transparent": buffers[False].getvalue(),
+        "light-on-transparent": buffers[True].getvalue(),
+        "metadata": saved(drawn, "WEBP", "RGB", icc_profile=b"x" * 9, xmp=b"x", exif=exif(6)[4:]),
+        "animation": animation,
+        "a-frame-beyond-its-canvas": animation.replace(sides, b"\3\0\0\3\0\0"),
+        "two-frames": webp_of(*(lossless[12:16] + lossless[20:],) * 2),
+        "no-frame": webp_of(canvas),
+        "cut": lossy[:-9],
+        "cut-in-a-header": lossy[:26],
+        "too-large": lossless[:21] + b"\xff\xff\xff\x0f" + lossless[25:],
+        "a-length-beyond": lossless[:16] + b"\xff\xff\xff\x7f" + lossless[20:],
+        "bytes-behind-the-end": lossy + b"more",
+    }
+
+
+def gif_bodies() -> dict[str, bytes]:
+    """Bodies of `image/gif`."""
+    drawn = stroke(16, 12)
+    grey = saved(drawn, "GIF")
+    buffer = io.BytesIO()
+    clear(light=True).save(buffer, "GIF")
+    at = grey.index(b",")
+    return {
+        "empty": b"",
+        "magic-alone": b"GIF89a",
+        "a-png": png(drawn),
+        "grey": grey,
+        "version-87": b"GIF87a" + grey[6:],
+        "palette": saved(drawn, "GIF", "P"),
+        "interlaced": saved(drawn, "GIF", interlace=1),
+        "dark-and-light": saved(two_strokes(), "GIF"),
+        "light-on-transparent": buffer.getvalue(),
+        "animation": saved(
+            drawn, "GIF", save_all=True, append_images=[Image.fromarray(255 - drawn)]
+        ),
+        "comment": saved(drawn, "GIF", comment=b"x" * 300),
+        "a-larger-canvas": grey[:6] + struct.pack("<HH", 40, 40) + grey[10:],
+        "a-smaller-canvas": grey[:6] + struct.pack("<HH", 4, 4) + grey[10:],
+        "too-large": grey[:6] + struct.pack("<HH", 9999, 9999) + grey[10:],
+        "no-pixels": grey[: at + 5] + bytes(4) + grey[at + 9 :],
+        "no-frame": grey[:at] + b";",
+        "no-palette": grey[:10] + b"\0" + grey[11:13] + grey[at:],
+        "cut": grey[:-9],
+        "cut-in-a-header": grey[:11],
+        "codes-of-15-bits": grey[: at + 10] + b"\x0f" + grey[at + 11 :],
+        "bytes-behind-the-end": grey + b"more",
+    }
+
+
+def bmp_of(
+    bits: int, compression: int, rows: bytes, size: tuple[int, int], palette: bytes = b""
+) -> bytes:
+    """A BMP with the header of 40 bytes."""
+    offset = 54 + len(palette)
+    head = struct.pack("<2sIII", b"BM", offset + len(rows), 0, offset)
+    numbers = (40, *size, 1, bits, compression, len(rows), 0, 0, len(palette) // 4, 0)
+    return head + struct.pack("<IiiHHIIiiII", *numbers) + palette + rows
+
+
+def bmp_bodies() -> dict[str, bytes]:
+    """Bodies of `image/bmp`."""
+    drawn = stroke(16, 12)
+    grey = saved(drawn, "BMP")
+    two = bytes(4) + b"\xff\xff\xff\0"
+    runs = b"\4\0\3\1\5\0\0\0" * 8 + b"\0\2\1\1\0\3\1\1\1\0\0\1"
+    return {
+        "empty": b"",
+        "magic-alone": b"BM",
+        "a-png": png(drawn),
+        "grey": grey,
+        "1-bit": saved(drawn, "BMP", "1"),
+        "palette": saved(drawn, "BMP", "P"),
+        "colour": saved(drawn, "BMP", "RGB"),
+        "32-bit": saved(drawn, "BMP", "RGBA"),
+        "dark-and-light": saved(two_strokes(), "BMP"),
+        "from-above": grey[:22] + struct.pack("<i", -16) + grey[26:],
+        "two-colours-of-8-bits": bmp_of(8, 0, drawn[:, :8].tobytes(), (8, 16), two),
+        "runs": bmp_of(8, 1, runs, (12, 16), two),
+        "runs-of-4-bits": bmp_of(4, 2, runs, (12, 16), two),
+        "runs-without-an-end": bmp_of(8, 1, runs[:20], (12, 16), two),
+        "16-bit": bmp_of(16, 0, np.repeat(drawn, 2, 1).tobytes(), (12, 16)),
+        "bit-fields": bmp_of(16, 3, struct.pack("<3I", 0xF800, 0x7E0, 0x1F) + bytes(384), (12, 16)),
+        "jpeg-within": bmp_of(24, 4, jpeg(drawn), (12, 16)),
+        "old-header": grey[:14] + struct.pack("<IHHHH", 12, 12, 16, 1, 24) + bytes(600),
+        "no-pixels": grey[:18] + bytes(8) + grey[26:],
+        "too-large": grey[:18] + struct.pack("<ii", 1 << 20, 1 << 20) + grey[26:],
+        "cut": grey[:-9],
+        "cut-in-a-header": grey[:30],
+    }
+
+
 # multipart
 
 PART_HEADERS = (
@@ -367,6 +502,7 @@ def multipart_bodies() -> dict[str, bytes]:
     picture = part(png(stroke()), b"Content-Type: image/png")
     first = b"; boundary=x\n"
     named = part(npy(np.zeros((2, 784), np.uint8)))
+    small = [part(saved(stroke(16, 12), kind)) for kind in ("WEBP", "GIF", "BMP")]
     photograph = part(jpeg(stroke(16, 12), quality=20), b"Content-Type: image/jpeg; a=b")
     return {
         "empty": first,
@@ -380,6 +516,7 @@ def multipart_bodies() -> dict[str, bytes]:
         "pixels": first + pixels + end,
         "a-part-of-each": first + picture + pixels + named + photograph + end,
         "no-content-type": first + part(png(stroke())) + end,
+        "pictures-of-other-types": first + b"".join(small) + end,
         "an-empty-part": first + part(b"") + end,
         "text": first + part(b"7", b"Content-Type: text/plain") + end,
         "json": first + part(b"{}", b"Content-Type: application/json") + end,
@@ -409,10 +546,19 @@ def sniffed(content: bytes) -> str:
         (PNG_MAGIC, "image/png"),
         (b"\xff\xd8\xff", "image/jpeg"),
         (b"\x93NUMPY", "application/x-npy"),
+        (b"GIF87a", "image/gif"),
+        (b"GIF89a", "image/gif"),
     ):
         if content.startswith(start):
             return kind
+    if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
+        return "image/webp"
+    if content[:2] == b"BM" and content[15:18] == bytes(3) and content[14] in BMP_HEADERS:
+        return "image/bmp"
     return "application/octet-stream"
+
+
+BMP_HEADERS = (12, 40, 52, 56, 64, 108, 124)
 
 
 def picture_pixels(content: bytes) -> int:
@@ -422,6 +568,9 @@ def picture_pixels(content: bytes) -> int:
         width, height = struct.unpack(">II", content[16:24])
     elif kind == "image/jpeg" and (frame := _JPEG_FRAME.search(content)):
         height, width = struct.unpack(">HH", frame[1])
+    elif kind in ("image/webp", "image/gif", "image/bmp"):
+        with Image.open(io.BytesIO(content)) as picture:
+            width, height = picture.size
     else:
         return 0
     return int(width * height)

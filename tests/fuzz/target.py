@@ -71,14 +71,22 @@ class Target:
         self.undo.close()
 
 
+_PICTURE = (
+    *("service.images.picture", "service.images.picture_files", "service.images.headers"),
+    *("service.images.ink", "service.images.shapes"),
+)
+
 MODULES = MappingProxyType(
     {
         "json": ("bodies", "JsonTarget", ("service.images.json",)),
         "octets": ("bodies", "OctetsTarget", ("service.images",)),
         "npy": ("bodies", "NpyTarget", ("service.images",)),
         "multipart": ("bodies", "MultipartTarget", ("service.images", "python_multipart")),
-        "png": ("pictures", "PngTarget", ("service.images.picture", "PIL.PngImagePlugin")),
-        "jpeg": ("pictures", "JpegTarget", ("service.images.picture", "PIL.JpegImagePlugin")),
+        "png": ("pictures", "PngTarget", (*_PICTURE, "PIL.PngImagePlugin")),
+        "jpeg": ("pictures", "JpegTarget", (*_PICTURE, "PIL.JpegImagePlugin")),
+        "webp": ("pictures", "WebpTarget", (*_PICTURE, "PIL.WebPImagePlugin")),
+        "gif": ("pictures", "GifTarget", (*_PICTURE, "PIL.GifImagePlugin")),
+        "bmp": ("pictures", "BmpTarget", (*_PICTURE, "PIL.BmpImagePlugin")),
         "connection": ("connection", "ConnectionTarget", ("service.http",)),
         "head": (
             "head",

@@ -158,7 +158,11 @@ async def test_a_class_with_a_name_is_named(open_app, tmp_path, tiny, one):
         ("noisy=dense1&noise=-1", "noise", "got '-1'"),
         ("noisy=dense1&noise=%C2%B2", "noise", "got "),
         ("noise=0&noise=0", "noise", "given twice"),
-        ("layer=1", "layer", "one each of model, version, invert, digits, index, biases, noisy, noise"),
+        (
+            "layer=1",
+            "layer",
+            "one each of model, version, invert, digits, index, biases, noisy, noise",
+        ),
     ],
 )
 async def test_a_wrong_parameter_is_a_400_that_names_it(
