@@ -93,7 +93,7 @@ def test_every_truncation_is_refused(kind):
     body = encoded(INK, kind.removeprefix("image/").upper())
     for size in range(1, len(body) - 1, max(1, len(body) // 60)):
         message = refused(body[:size], kind)
-        assert "not a readable" in message or "got bytes that begin" in message
+        assert "not a readable" in message or "got " in message
 
 
 @pytest.mark.parametrize("kind", [WEBP, GIF, BMP])
