@@ -48,7 +48,7 @@ _SEARCH_SIDE = 256
 _SAMPLES = 10_000
 """Pixels of which a median is taken."""
 
-_MOST_RUNS = 6000
+MOST_RUNS = 6000
 """Horizontal runs of a mask whose shapes are looked at. A mask with more is noise."""
 
 _OPENINGS = (1, 2, 3, 4, 5, 7, 10)
@@ -194,7 +194,7 @@ def _is_cut(drawing: Drawing) -> bool:
     if factor > 1:
         ink = np.asarray(Image.fromarray(ink).reduce(factor))
     marks = ink > 0.35 * ink.max() if min(ink.shape) > _SURFACE_SIDE else drawing.drawn
-    if count_runs(marks) > _MOST_RUNS:
+    if count_runs(marks) > MOST_RUNS:
         return False
     found = shapes(marks)
     main = int(found.area.argmax())
@@ -240,14 +240,14 @@ def _searched(grey: Grey, invert: Invert) -> Drawing | None:
                 whole = Image.fromarray(paper)
                 paper = np.asarray(whole.resize(grey.shape[::-1], Image.Resampling.BILINEAR))
             ink = sign * (grey.astype(np.float32) - paper)
-            ink[~enlarged(keep, factor, grey.shape)] = 0
+            ink[~_enlarged(keep, factor, grey.shape)] = 0
             strongest = float(ink.max())
             if strongest >= _FAINTEST:
                 return Drawing(_clean(ink, noise, strongest), noise)
     return None
 
 
-def enlarged(mask: Mask, factor: int, shape: tuple[int, ...]) -> Mask:
+def _enlarged(mask: Mask, factor: int, shape: tuple[int, ...]) -> Mask:
     """The mask of a picture from that of a copy reduced by `factor`."""
     return np.repeat(np.repeat(mask, factor, 0), factor, 1)[: shape[0], : shape[1]]
 
@@ -381,7 +381,7 @@ def _opened_until_free(marks: Mask, outside: Mask) -> tuple[Mask, Mask, int] | N
 
 def _inner(marks: Mask, size: int, outside: Mask) -> tuple[Mask, Mask, int] | None:
     """As `_opened_until_free`, of marks that were opened by `size`; None if no digit is apart."""
-    if count_runs(marks) > _MOST_RUNS:
+    if count_runs(marks) > MOST_RUNS:
         return None
     found = shapes(marks)
     longest = np.maximum(found.height, found.width)
