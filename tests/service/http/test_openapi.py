@@ -154,6 +154,6 @@ async def test_every_parameter_that_is_documented_is_taken(api, served, one):
         assert parameter["description"]
         place = query if parameter["in"] == "query" else headers
         place[name] = schema.get("default") or values[name]
-    assert set(query) == {"model", "version", "invert"}
+    assert set(query) == {"model", "version", "invert", "digits"}
     response = await served.client.post("/predict", content=one, params=query, headers=headers)
     assert response.status_code == 200
