@@ -292,7 +292,7 @@ def _webp_pixels(body: bytes) -> tuple[bytes, int, tuple[Size, Size] | None]:
         elif kind == b"EXIF":
             orientation = _orientation(body[start:stop].removeprefix(b"Exif\0\0"))
     size = stated_size(b"RIFF    WEBP" + frame)
-    if size is None:
+    if size is None or not all(size):
         raise ValueError("it has no frame")
     if place is None and canvas not in (None, size):
         raise ValueError(f"its frame is not of the size {canvas} that it states")

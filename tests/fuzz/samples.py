@@ -396,6 +396,7 @@ def webp_bodies() -> dict[str, bytes]:
         "a-frame-beyond-its-canvas": animation.replace(sides, b"\3\0\0\3\0\0"),
         "two-frames": webp_of(*(lossless[12:16] + lossless[20:],) * 2),
         "no-frame": webp_of(canvas),
+        "no-width": lossy[:26] + bytes(2) + lossy[28:],
         "cut": lossy[:-9],
         "cut-in-a-header": lossy[:26],
         "too-large": lossless[:21] + b"\xff\xff\xff\x0f" + lossless[25:],
