@@ -11,6 +11,8 @@ CHEAP_S = 0.03
 
 # One core of a Xeon at 2.1 GHz, 2026-11-22.
 _PICTURE_S = 3e-4
+_SMALL_PICTURE_S = 1e-3
+"""In a small form: 0.3 ms, and up to 6 ms where surroundings are searched for."""
 _PIXEL_S = 1.2e-8
 _WEBP_PIXEL_S = 3e-8
 _BODY_BYTE_S = 1.8e-8
@@ -81,4 +83,4 @@ def _multipart_s(content_type: str, body: bytes, size: int, max_picture_pixels: 
             return _PIXEL_S * max_picture_pixels
         pixel_s = _WEBP_PIXEL_S if found[0].startswith(b"RIFF") else _PIXEL_S
         pixels_s += pixel_s * stated[0] * stated[1]
-    return _PICTURE_S * pictures + pixels_s * max(1, body.count(_SCAN))
+    return _SMALL_PICTURE_S * pictures + pixels_s * max(1, body.count(_SCAN))

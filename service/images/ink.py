@@ -48,13 +48,15 @@ _SEARCH_SIDE = 256
 _SAMPLES = 10_000
 """Pixels of which a median is taken."""
 
-_MOST_RUNS = 6000
+MOST_RUNS = 6000
 """Horizontal runs of a mask whose shapes are looked at. A mask with more is noise."""
 
 _OPENINGS = (1, 2, 3, 4, 5, 7, 10)
 """Sides of the squares that remove ruling, in pixels of that copy. 1 removes nothing."""
 
 _SMALLEST_SEARCHED = 8
+_TWO_LEVELS = 0.85
+"""Share of the variance that is between light and dark. Normal noise has 0.64, uniform 0.75."""
 _SMALLEST_CLOSED = 64
 """In a smaller picture strokes are as thin as ruling, which is then not removed before the fit."""
 
@@ -94,8 +96,30 @@ def find_ink(grey: Grey, invert: Invert) -> Drawing:
         if not poor and (_is_alone(drawing) or _is_cut(drawing)):
             return drawing
     if (poor or drawing.ink.any()) and min(grey.shape) >= _SMALLEST_SEARCHED:
-        return _searched(grey, invert) or drawing
+        found = _searched(grey, invert)
+        if found is None and not drawing.ink.any():
+            # Where the edge is half ink, it says nothing of the paper.
+            found = _of_two_levels(grey, invert)
+        return found or drawing
     return drawing
+
+
+def _of_two_levels(grey: Grey, invert: Invert) -> Drawing | None:
+    """The ink where paper and ink have a level each, and there is more paper."""
+    light = grey > _threshold(grey)
+    share = float(light.mean())
+    if share in (0.0, 1.0) or invert == ("false" if share > 0.5 else "true"):
+        return None
+    apart = float(grey[light].mean()) - float(grey[~light].mean())
+    if share * (1 - share) * apart * apart < _TWO_LEVELS * float(grey.var()):
+        return None
+    paper = light if share > 0.5 else ~light
+    level = float(np.median(_sample(grey[paper])))
+    ink = (grey.astype(np.float32) - level) * (-1 if share > 0.5 else 1)
+    noise, strongest = _noise(ink[paper]), float(ink.max())
+    if strongest < max(_FAINTEST, 6 * noise):
+        return None
+    return Drawing(_clean(ink, noise, strongest), noise)
 
 
 def _clean(ink: Ink, noise: float, strongest: float) -> Ink:
@@ -194,7 +218,7 @@ def _is_cut(drawing: Drawing) -> bool:
     if factor > 1:
         ink = np.asarray(Image.fromarray(ink).reduce(factor))
     marks = ink > 0.35 * ink.max() if min(ink.shape) > _SURFACE_SIDE else drawing.drawn
-    if count_runs(marks) > _MOST_RUNS:
+    if count_runs(marks) > MOST_RUNS:
         return False
     found = shapes(marks)
     main = int(found.area.argmax())
@@ -240,14 +264,14 @@ def _searched(grey: Grey, invert: Invert) -> Drawing | None:
                 whole = Image.fromarray(paper)
                 paper = np.asarray(whole.resize(grey.shape[::-1], Image.Resampling.BILINEAR))
             ink = sign * (grey.astype(np.float32) - paper)
-            ink[~enlarged(keep, factor, grey.shape)] = 0
+            ink[~_enlarged(keep, factor, grey.shape)] = 0
             strongest = float(ink.max())
             if strongest >= _FAINTEST:
                 return Drawing(_clean(ink, noise, strongest), noise)
     return None
 
 
-def enlarged(mask: Mask, factor: int, shape: tuple[int, ...]) -> Mask:
+def _enlarged(mask: Mask, factor: int, shape: tuple[int, ...]) -> Mask:
     """The mask of a picture from that of a copy reduced by `factor`."""
     return np.repeat(np.repeat(mask, factor, 0), factor, 1)[: shape[0], : shape[1]]
 
@@ -381,7 +405,7 @@ def _opened_until_free(marks: Mask, outside: Mask) -> tuple[Mask, Mask, int] | N
 
 def _inner(marks: Mask, size: int, outside: Mask) -> tuple[Mask, Mask, int] | None:
     """As `_opened_until_free`, of marks that were opened by `size`; None if no digit is apart."""
-    if count_runs(marks) > _MOST_RUNS:
+    if count_runs(marks) > MOST_RUNS:
         return None
     found = shapes(marks)
     longest = np.maximum(found.height, found.width)

@@ -28,6 +28,9 @@ BOX = 20
 MAX_DIGITS = 64
 """In one picture."""
 
+_FLAT = 14
+"""Rows of a prepared image. Nearly all digits have 20."""
+
 _CENTRE = 14.0
 """MNIST's centre of mass, as a pixel index: with it 59,998 of the 60,000 training images keep their
 position, with 13.5 (the middle of the image) 25 % do."""
@@ -83,7 +86,9 @@ def prepare(
     doubts: list[tuple[int, Doubt]] = []
     for index, image in enumerate(images):
         shape = silhouette(image)
-        if digits == "one" and count_shapes(shape) > 1 and len(separate(drawing)) > 1:
+        # A long number is so small that its digits may have become one shape.
+        several = count_shapes(shape) > 1 or np.count_nonzero(image.any(1)) < _FLAT
+        if digits == "one" and several and len(separate(drawing)) > 1:
             doubts.append((index, "several_shapes"))
         elif is_no_digit(shape):
             doubts.append((index, "not_a_digit"))

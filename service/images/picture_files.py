@@ -275,10 +275,12 @@ def _webp_pixels(body: bytes) -> tuple[bytes, int, tuple[Size, Size] | None]:
     if end > len(body):
         raise ValueError(f"it has {len(body)} bytes, and states {end}")
     alpha = frame = b""
+    flags = 0x10
     canvas = place = None
     orientation = 1
     for kind, start, stop in _webp_chunks(body, 12, end):
         if kind == b"VP8X" and stop - start >= 10:
+            flags = body[start]
             canvas = _uint24(body, start + 4) + 1, _uint24(body, start + 7) + 1
         elif kind == b"ANMF" and not frame:
             if stop - start < 16:
@@ -297,14 +299,14 @@ def _webp_pixels(body: bytes) -> tuple[bytes, int, tuple[Size, Size] | None]:
         elif kind == b"EXIF":
             orientation = _orientation(body[start:stop].removeprefix(b"Exif\0\0"))
     size = stated_size(b"RIFF    WEBP" + frame)
-    if size is None:
+    if size is None or not all(size):
         raise ValueError("it has no frame")
     if place is None and canvas not in (None, size):
         raise ValueError(f"its frame is not of the size {canvas} that it states")
     if place is not None and canvas is None:
         raise ValueError("it is an animation without a canvas")
     parts = frame
-    if alpha and frame.startswith(b"VP8 "):
+    if alpha and flags & 0x10 and frame.startswith(b"VP8 "):
         sides = b"".join((side - 1).to_bytes(3, "little") for side in size)
         parts = b"VP8X\x0a\0\0\0\x10\0\0\0" + sides + _even(alpha) + frame
     pixels = b"RIFF" + (4 + len(_even(parts))).to_bytes(4, "little") + b"WEBP" + _even(parts)

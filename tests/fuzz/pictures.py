@@ -356,8 +356,10 @@ class JpegTarget(_PictureTarget):
         # Of repeated or broken metadata Pillow reads the orientation in another way.
         metadata = len(re.findall(rb"(?i)exif|tiff|photoshop|MPF\0", data))
         plain = metadata == data[2:].startswith(_PLAIN_EXIF)
-        # Metadata within a scan is damage, which libjpeg conceals by the bytes around it.
-        plain &= not re.search(rb"\xff[\xe1-\xef\xfe]", data[data.find(b"\xff\xda") :])
+        # What we leave out of a scan is damage, which libjpeg conceals by the bytes around it.
+        plain &= not re.search(rb"\xff[\x01-\xbf\xe1-\xfe]", data[data.find(b"\xff\xda") :])
+        # After a second end marker a damaged scan is concealed in another way.
+        plain &= data.count(b"\xff\xd9") < 2
         if plain and not np.array_equal(found, again):
             raise Finding("other pixels than Pillow's of the whole file")
 
@@ -464,6 +466,14 @@ class GifTarget(_WholeFileTarget):
     """`image/gif`."""
 
     kind, format = "image/gif", "GIF"
+
+    def run(self, data: bytes) -> None:
+        # Pillow skips what follows an empty extension, and keeps transparency that one takes back.
+        head = data[: data.find(b",")]
+        if re.search(rb"!.\0", head, re.DOTALL) or head.count(b"!\xf9") > 1:
+            self.decode(data)
+        else:
+            super().run(data)
 
     def decode_plain(self, picture: Image.Image) -> Images | ServiceError | None:
         # Pillow fills the rest of the canvas with a colour, or makes the canvas larger.

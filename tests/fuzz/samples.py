@@ -389,10 +389,14 @@ def webp_bodies() -> dict[str, bytes]:
         "transparent": buffers[False].getvalue(),
         "light-on-transparent": buffers[True].getvalue(),
         "metadata": saved(drawn, "WEBP", "RGB", icc_profile=b"x" * 9, xmp=b"x", exif=exif(6)[4:]),
+        "transparency-that-is-not-stated": buffers[False]
+        .getvalue()
+        .replace(b"VP8X\x0a\0\0\0\x10", b"VP8X\x0a\0\0\0\0"),
         "animation": animation,
         "a-frame-beyond-its-canvas": animation.replace(sides, b"\3\0\0\3\0\0"),
         "two-frames": webp_of(*(lossless[12:16] + lossless[20:],) * 2),
         "no-frame": webp_of(canvas),
+        "no-width": lossy[:26] + bytes(2) + lossy[28:],
         "cut": lossy[:-9],
         "cut-in-a-header": lossy[:26],
         "too-large": lossless[:21] + b"\xff\xff\xff\x0f" + lossless[25:],

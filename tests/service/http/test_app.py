@@ -99,6 +99,72 @@ async def test_images_get_their_predictions_in_order_in_every_form(
         assert prediction.confidence == max(prediction.probabilities)
 
 
+def bars(count, kind="PNG"):
+    """Thick bars of ink beside each other, of several heights."""
+    pixels = np.full((100, 40 * count + 40), 255, np.uint8)
+    for i in range(count):
+        pixels[40 - 2 * (i % 10) : 80, 40 * i + 30 : 40 * i + 40] = 0
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, kind)
+    return file.getvalue()
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "BMP"])
+async def test_a_picture_of_every_type_is_answered_without_a_warning(served, kind):
+    response = await served.post(picture(kind), f"image/{kind.lower()}")
+    assert response.status_code == 200
+    assert list(response.json()) == ["model", "version", "predictions"]
+
+
+async def test_each_digit_of_a_picture_has_a_prediction_when_there_are_several(served):
+    answer = (await served.post(bars(4), PNG, query="?digits=several")).json()
+    alone = [(await served.post(bars(1), PNG)).json()["predictions"][0]]
+    assert len(answer["predictions"]) == 4
+    assert answer["predictions"][0] == alone[0]
+    assert "warnings" not in answer
+    body = form((PNG, bars(3)), (RAW, bytes(784)), (PNG, bars(2)))
+    answer = (await served.post(body, FORM, query="?digits=several")).json()
+    assert len(answer["predictions"]) == 6
+
+
+async def test_several_digits_are_warned_of_where_one_was_expected(served):
+    body = form((PNG, bars(1)), (RAW, bytes(784)), (PNG, bars(2)))
+    answer = PredictResponse.model_validate_json((await served.post(body, FORM)).content)
+    assert len(answer.predictions) == 3
+    (warning,) = answer.warnings
+    assert (warning.image, warning.code) == (2, "several_shapes")
+    assert "?digits=several" in warning.message
+
+
+async def test_a_shape_unlike_any_digit_is_warned_of(served):
+    pixels = np.full((100, 100), 255, np.uint8)
+    pixels[20:80, 20:80] = 0
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "PNG")
+    (warning,) = (await served.post(file.getvalue(), PNG)).json()["warnings"]
+    assert (warning["image"], warning["code"]) == (0, "not_a_digit")
+
+
+async def test_a_large_answer_and_one_in_bytes_are_as_without_warnings(served):
+    body = form((RAW, bytes(784 * 600)), (PNG, bars(2)))
+    answer = PredictResponse.model_validate_json((await served.post(body, FORM)).content)
+    assert len(answer.predictions) == 601
+    assert answer.warnings[0].image == 600
+    binary = await served.post(body, FORM, accept=RAW)
+    assert len(binary.content) == 601 * 40
+
+
+async def test_more_digits_than_allowed_are_a_413(served, refusal):
+    error = refusal(await served.post(bars(65), PNG, query="?digits=several"), 413, "too_large")
+    assert "65 digits, expected at most 64 in a picture" in error.message
+
+
+async def test_digits_make_no_difference_to_pixels(served, one):
+    assert (await served.post(one, query="?digits=several")).content == (
+        await served.post(one)
+    ).content
+
+
 @pytest.mark.parametrize("rows", [1, 300])  # answered at once, and in pieces
 async def test_classes_with_names_are_named(open_app, tmp_path, tiny, rows):
     names = ("circle", "0", "2", 'a "line"', "お")
@@ -342,6 +408,7 @@ async def test_one_image_too_many_is_a_413(open_app, refusal, images):
         ("?model=tiny&model=tiny", "model", "given twice"),
         ("?invert=yes", "invert", "'yes', expected one of auto, true, false"),
         ("?invert=", "invert", "''"),
+        ("?digits=2", "digits", "'2', expected one of one, several"),
         ("?%ff=%00", "\ufffd", "is unknown"),
         ("?" + "x" * 5000, "x" * 40, "is unknown"),
     ],

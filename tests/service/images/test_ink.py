@@ -1,0 +1,181 @@
+"""What is ink, on drawings whose digit is known to the pixel; `test_kinds.py` has photographs."""
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from service.images.ink import find_ink
+from service.images.separate import separate
+
+PAPER, INK = 230, 40
+
+
+def seven(height=300, width=260, paper=PAPER, ink=INK):
+    """A 7 of straight strokes, 20 pixels wide."""
+    grey = np.full((height, width), paper, np.uint8)
+    grey[70:90, 70:190] = ink
+    grey[90:230, 170:190] = ink
+    return grey
+
+
+WHERE = seven() == INK
+
+
+def drawn(grey, invert="auto"):
+    return find_ink(np.ascontiguousarray(grey), invert).drawn
+
+
+def stays(grey, where=WHERE, reach=0, invert="auto"):
+    """All of the digit is ink, and nothing but what is `reach` pixels from it."""
+    found = drawn(grey, invert)
+    near = np.asarray(where)
+    for axis in (0, 1):
+        near = np.logical_or.reduce([np.roll(near, i, axis) for i in range(-reach, reach + 1)])
+    return bool(found[where].all() and not found[~near].any())
+
+
+@pytest.mark.parametrize("level", [0, 90, 150])
+@pytest.mark.parametrize("width", [1, 2, 5, 12, 40])
+def test_a_border_is_not_ink(width, level):
+    grey = seven()
+    framed = np.full_like(grey, level)
+    framed[width:-width, width:-width] = grey[width:-width, width:-width]
+    assert stays(framed)
+    assert stays(255 - framed)
+
+
+@pytest.mark.parametrize("invert", ["true", "auto"])
+def test_a_border_is_not_ink_whatever_is_known_of_the_ink(invert):
+    framed = np.pad(seven()[5:-5, 5:-5], 5)
+    assert stays(framed, invert=invert)
+
+
+@pytest.mark.parametrize("sides", range(1, 16))
+@pytest.mark.parametrize("width", [1, 25])
+def test_dark_sides_are_not_ink(sides, width):
+    grey = seven()
+    for side in range(4):
+        if sides >> side & 1:
+            np.rot90(grey, side)[:width] = 20
+    assert stays(grey)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+@pytest.mark.parametrize("step", [12, 30, 64])
+@pytest.mark.parametrize("level", [INK, 150, 200])
+@pytest.mark.parametrize("crossing", [False, True])
+def test_ruling_is_not_ink_and_strokes_that_it_crosses_stay_whole(width, step, level, crossing):
+    grey = np.full((300, 260), PAPER, np.uint8)
+    for at in range(0, 300, step):
+        grey[at : at + width] = level
+        if crossing:
+            grey[:, at : at + width] = level
+    grey[WHERE] = INK
+    # Ends of lines stay, less than a stroke long.
+    assert stays(grey, reach=16)
+
+
+@pytest.mark.parametrize("degrees", [-9, 4, 30])
+def test_ruling_may_run_in_any_direction(degrees):
+    lines = Image.new("L", (600, 600), PAPER)
+    pixels = np.asarray(lines).copy()
+    pixels[::37] = pixels[1::37] = 120
+    turned = np.asarray(Image.fromarray(pixels).rotate(degrees, fillcolor=PAPER))[150:450, 170:430]
+    grey = turned.copy()
+    grey[WHERE] = INK
+    assert stays(grey, reach=16)
+
+
+@pytest.mark.parametrize(
+    "strokes",
+    [
+        (slice(60, 240), slice(120, 140)),  # a 1
+        (slice(0, 300), slice(120, 140)),  # from edge to edge
+        (slice(140, 155), slice(0, 260)),  # a bar from edge to edge
+        (slice(0, 20), slice(60, 200)),  # along the edge
+        (slice(145, 147), slice(40, 220)),  # thin
+    ],
+)
+def test_a_straight_stroke_is_ink_where_it_is_all_that_is_there(strokes):
+    where = np.zeros((300, 260), bool)
+    where[strokes] = True
+    assert stays(np.where(where, INK, PAPER).astype(np.uint8), where)
+    assert stays(np.where(where, PAPER, INK).astype(np.uint8), where)
+
+
+@pytest.mark.parametrize("cut", [(80, 0, 0, 0), (0, 80, 0, 0), (0, 0, 80, 0), (0, 0, 0, 80)])
+@pytest.mark.parametrize("to_the_box", [False, True])
+def test_a_digit_that_the_edge_cuts_or_touches_stays(cut, to_the_box):
+    top, bottom, left, right = (70, 70, 70, 70) if to_the_box else cut
+    part = np.s_[top : 300 - bottom, left : 260 - right]
+    assert stays(seven()[part], WHERE[part])
+
+
+def test_a_box_around_the_digit_is_not_ink():
+    grey = seven()
+    box = np.zeros_like(WHERE)
+    box[15:285, 15:245] = True
+    box[21:279, 21:239] = False
+    grey[box] = INK
+    assert stays(grey)
+
+
+def test_a_zero_of_straight_strokes_is_no_box():
+    zero = np.zeros((300, 260), bool)
+    zero[60:240, 80:180] = True
+    zero[85:215, 105:155] = False
+    assert stays(np.where(zero, INK, PAPER).astype(np.uint8), zero)
+    assert stays(np.where(zero, PAPER, INK).astype(np.uint8), zero)
+
+
+@pytest.mark.parametrize("size", [(3, 3), (8, 8), (8, 300), (300, 8), (64, 64), (65, 65), (512, 9)])
+def test_every_size_is_searched_without_an_error(size):
+    random = np.random.default_rng(1)
+    for share in (0.02, 0.3, 0.7):
+        drawing = find_ink(np.where(random.random(size) < share, 0, 255).astype(np.uint8), "auto")
+        assert drawing.ink.shape == size
+        assert np.isfinite(drawing.ink).all()
+
+
+# Several digits
+
+
+def bars(*boxes):
+    grey = np.full((300, 400), PAPER, np.uint8)
+    for top, bottom, left, right in boxes:
+        grey[top:bottom, left:right] = INK
+    return find_ink(grey, "auto")
+
+
+def places(drawing):
+    found = []
+    for one in separate(drawing):
+        rows, columns = np.flatnonzero(one.drawn.any(1)), np.flatnonzero(one.drawn.any(0))
+        found.append(tuple(map(int, (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1))))
+    return found
+
+
+def test_digits_are_in_reading_order():
+    first = [(50, 110, 40, 55), (40, 100, 100, 115), (62, 118, 170, 185), (70, 125, 240, 255)]
+    second = [(170, 230, 30, 45), (165, 225, 120, 135), (180, 240, 200, 215)]
+    assert places(bars(*second[::-1], *first[::-1])) == first + second
+
+
+def test_a_short_stroke_belongs_to_the_digit_beside_it():
+    five, bar, other = (60, 160, 60, 75), (60, 72, 82, 120), (60, 160, 200, 215)
+    assert places(bars(five, bar, other)) == [(60, 160, 60, 120), other]
+
+
+def test_specks_are_no_digits():
+    one, other = (60, 160, 60, 75), (60, 160, 200, 215)
+    assert places(bars(one, other, (100, 106, 130, 136), (250, 254, 300, 304))) == [one, other]
+
+
+def test_a_lying_digit_is_a_digit():
+    one, lying = (60, 160, 60, 75), (110, 125, 150, 220)
+    assert places(bars(one, lying)) == [one, lying]
+
+
+def test_a_digit_alone_is_left_as_it_is():
+    drawing = bars((60, 160, 60, 75))
+    assert separate(drawing) == [drawing]
