@@ -8,6 +8,7 @@ decompression bomb, and Pillow's EXIF reader warns through Python's process-wide
 from __future__ import annotations
 
 import io
+import math
 import re
 import struct
 import zlib
@@ -25,7 +26,7 @@ from PIL.JpegImagePlugin import JpegImageFile
 from PIL.PngImagePlugin import PngImageFile
 from PIL.WebPImagePlugin import WebPImageFile
 
-from service.errors import InvalidInput, invalid, shown
+from service.errors import InvalidInput, TooLarge, invalid, shown
 from service.images.headers import (
     PNG_MAGIC,
     Invert,
@@ -73,6 +74,9 @@ _EXIF_TRANSPOSE = {
 }
 """By EXIF orientation; 1 is upright."""
 
+MAX_WEBP_PIXELS = 1 << 23
+"""Pixels of a WebP: its decoder takes 18 bytes for each, twice as many as the others."""
+
 Size: TypeAlias = tuple[int, int]
 """Width and height."""
 
@@ -110,6 +114,13 @@ def read_grey(
             if stated is None:
                 raise ValueError("it ends within its header")
             check_size(*stated, field, max_pixels, used_pixels)
+            if found == "image/webp" and math.prod(stated) > MAX_WEBP_PIXELS:
+                width, height = stated
+                raise TooLarge(
+                    f"{field}: got {width} x {height} pixels in WebP, expected at most "
+                    f"{MAX_WEBP_PIXELS}; scale the picture down, or send it as PNG or JPEG",
+                    field=field,
+                )
         opened = _OPEN[found](body)
         width, height = opened.canvas[0] if opened.canvas else opened.picture.size
         check_size(width, height, field, max_pixels, used_pixels)

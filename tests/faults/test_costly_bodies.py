@@ -198,6 +198,10 @@ def test_the_largest_picture_fits_into_the_memory_of_a_decoder(start):
         (data,) = [line.split()[3] for line in limits if line.startswith("Max data size")]
         assert int(data) == 256 * MIB + 2_000_000
         assert post(client, encoded(np.zeros((4097, 4096), np.uint8)), PNG)[0] == 413
+        webp = encoded(broad[:2097], "WEBP", lossless=True, quality=0)
+        assert post(client, webp, "image/webp")[0] == 200, "the largest WebP fits"
+        status, message, _ = post(client, encoded(broad[:2098], "WEBP", quality=0), "image/webp")
+        assert (status, b"expected at most 8388608" in message) == (413, True)
         assert decoders(service) == [pid]
 
 

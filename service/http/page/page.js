@@ -399,7 +399,8 @@ async function readable(file) {
   } catch {
     return [file.type || "application/octet-stream", file]; // The service says what is wrong with it.
   }
-  if (PICTURES.includes(file.type) && bitmap.width * bitmap.height <= MOST_PIXELS) return [file.type, file];
+  const most = file.type === "image/webp" ? MOST_PIXELS / 2 : MOST_PIXELS;
+  if (PICTURES.includes(file.type) && bitmap.width * bitmap.height <= most) return [file.type, file];
   const scale = Math.min(1, Math.sqrt(MOST_PIXELS / (bitmap.width * bitmap.height)));
   const canvas = make("canvas", { width: Math.round(bitmap.width * scale), height: Math.round(bitmap.height * scale) });
   canvas.getContext("2d").drawImage(bitmap, 0, 0, canvas.width, canvas.height);

@@ -361,10 +361,10 @@ async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, im
     steps = predict._json_steps
     begun = asyncio.Event()
 
-    def never_ending(request):
+    def never_ending(request, end):
         while True:
             begun.set()
-            yield next(steps(request))
+            yield next(steps(request, end))
 
     monkeypatch.setattr(predict, "_json_steps", never_ending)
     async with listen(max_batch_rows=64, max_images=2500) as served:
