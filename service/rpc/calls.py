@@ -8,7 +8,11 @@ gRPC announces no message's size. Until its handler reads, a call holds at most 
 its message; then all of it. So `_AT_ONCE` calls read at a time, and more when a tick of 20 ms shows
 that the memory of the process hardly grew. A message that is not there after some ticks is slow.
 Slow messages may go on while there is room for them: a few because they may be the largest, more as
-long as the process has not grown by what the budget has left.
+long as the process has not grown by what the budget has left. Growth by what the budget holds, such
+as bodies over HTTP, keeps no message from beginning.
+
+Messages of other methods than ModelInfer are small, and wait for no others. One that is slow while
+the process has grown is ended.
 """
 
 from __future__ import annotations
@@ -90,6 +94,9 @@ tick, makes room for the next."""
 
 _GROWN_BYTES = 8 * 1024 * 1024
 """If the process has grown by more, messages that take long keep others from beginning."""
+
+_HELD_UP_TICKS = 25
+"""The longest that growth keeps messages from beginning: half a second. Then it counts no more."""
 
 _CALL_BYTES = 32 * 1024
 """Of an open call without its message, with a margin: 1,080 silent ones took 22 MB."""
@@ -191,15 +198,16 @@ class OpenCall:
 
     # Initial values, all immutable; setting each of them in every instance would take time.
     held_bytes = 0
-    line: _Line
     beginning = False
-    """Whether it is one of `_AT_ONCE` of its line."""
+    """Whether it is one of `_AT_ONCE`."""
     moved_s = 0.0
     """Of a stream for inference: when its client last sent or read, in `time.monotonic()`."""
     waits = False
     """Whether its next message may come at any time."""
     computing = False
     """Whether the next answer of a stream for inference is not there yet."""
+    small = False
+    """Whether its message is small, as those of all methods but ModelInfer."""
     stream: Stream | None = None
     """The kind of a call that lasts until someone ends it, at the latest a stop."""
     ended: ServiceError | None = None
@@ -221,57 +229,6 @@ class OpenCall:
         return self._began_s + min(self._timeout_s, MESSAGE_S)
 
 
-class _Line:
-    """Calls whose message is not read yet, by connection. Connections take turns."""
-
-    def __init__(self) -> None:
-        self._waiting: dict[str, dict[OpenCall, asyncio.Future[None]]] = {}
-        self._beginning = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._waiting)
-
-    @property
-    def calls(self) -> list[OpenCall]:
-        """All that wait."""
-        return [call for line in self._waiting.values() for call in line]
-
-    def enter(self, call: OpenCall) -> asyncio.Future[None] | None:
-        """None if the message of `call` may be read now; else what is done when it may."""
-        if self._beginning < _AT_ONCE:
-            self._beginning += 1
-            call.beginning = True
-            return None
-        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(call.context.peer(), {})[call] = turn
-        return turn
-
-    def leave(self, call: OpenCall) -> None:
-        """Its message is there, or will not come."""
-        connection = call.context.peer()
-        line = self._waiting.get(connection, {})
-        if line.pop(call, None) is not None and not line:
-            del self._waiting[connection]
-        self.begin_next(call)
-
-    def begin_next(self, call: OpenCall) -> None:
-        """Let others begin in the place of `call`, if it has one."""
-        if call.beginning:
-            call.beginning = False
-            self._beginning -= 1
-        while self._waiting and self._beginning < _AT_ONCE:
-            connection, line = next(iter(self._waiting.items()))
-            del self._waiting[connection]
-            other, turn = next(iter(line.items()))
-            del line[other]
-            if line:
-                self._waiting[connection] = line  # as the last
-            if not turn.done():
-                self._beginning += 1
-                other.beginning = True
-                turn.set_result(None)
-
-
 class Calls:
     """The open calls of one server. Belongs to the running event loop."""
 
@@ -291,12 +248,18 @@ class Calls:
         self._open: set[OpenCall] = set()
         self._receiving: dict[OpenCall, int] = {}
         """Calls whose message is awaited, oldest first, with the tick at which that began."""
-        self._line, self._small_line = _Line(), _Line()
-        """Of messages for inference, and of others: probes never wait for an image."""
+        self._beginning = 0
+        self._lines: dict[str, dict[OpenCall, asyncio.Future[None]]] = {}
+        """Calls that are not read yet, by connection. Connections take turns."""
         self._ticks = 0
         self._ticking = False
+        self._resident_bytes = resident_bytes()
+        """Of the process when no message was slow: the baseline of its growth."""
+        self._baseline_held_bytes = budget.held_bytes
+        self._accepted_bytes = 0
+        """Growth since the baseline that keeps no message from beginning any more."""
+        self._held_up_ticks = 0
         self._held_bytes = 0
-        self._resident_bytes = self._own_bytes()
         self._quiet_ticks = 0
         self._large_bytes = 0
         """Of messages that arrived or were given up since memory was returned."""
@@ -329,7 +292,6 @@ class Calls:
         task = asyncio.current_task()
         assert task is not None, "bug: outside a task"
         call = OpenCall(context, task, began_s, timeout_s)
-        call.line = self._small_line if spare else self._line
         self._open.add(call)
         return call
 
@@ -373,7 +335,7 @@ class Calls:
         """The next message of a stream, as `receive`; None if the client sends no more."""
         call.begin_again()
         if call.stream != "inference":
-            return await self._receive(call)
+            return await self._receive(call, small=True)
         if self._goaway is not None and self._goaway.is_set():
             raise stopping()
         call.waits = True
@@ -386,8 +348,8 @@ class Calls:
             await asyncio.sleep(_CANCEL_S)
         return message
 
-    async def receive(self, call: OpenCall) -> bytes:
-        """The message of `call`. `release` it once it is decoded.
+    async def receive(self, call: OpenCall, *, small: bool = False) -> bytes:
+        """The message of `call`. `release` it once it is decoded. A `small` one waits in no line.
 
         Raises:
             Overloaded: there is no room for it.
@@ -395,7 +357,7 @@ class Calls:
             Unavailable: the server stops.
             InvalidInput: the client sent none.
         """
-        message = await self._receive(call)
+        message = await self._receive(call, small)
         if message is None:
             # A call that was cancelled, or whose message is too large, ends here, too: grpc cancels
             # this task in one of the next turns.
@@ -403,21 +365,29 @@ class Calls:
             raise InvalidInput("message: got none, expected a request", field="message")
         return message
 
-    async def _receive(self, call: OpenCall) -> bytes | None:
+    async def _receive(self, call: OpenCall, small: bool) -> bytes | None:
         if self._goaway is not None:
             await self._goaway.wait()
             raise stopping()
         try:
-            turn = call.line.enter(call)
+            if small:
+                call.small = True
+            elif self._beginning < _AT_ONCE:
+                self._beginning += 1
+                call.beginning = True
+            else:
+                await self._wait_in_line(call)
+            self._receiving[call] = self._ticks
             if not self._ticking:
                 self._start_ticking()
-            if turn is not None:
-                await turn
-            self._receiving[call] = self._ticks
             return await self._read(call)
         finally:
             self._receiving.pop(call, None)
-            call.line.leave(call)
+            if call.beginning:
+                call.beginning = False
+                self._beginning -= 1
+                if self._lines:
+                    self._begin_next()
 
     async def _read(self, call: OpenCall) -> bytes | None:
         """The next message, held in the budget; None if there is none."""
@@ -521,11 +491,38 @@ class Calls:
         else:
             call.task.cancel()
 
+    async def _wait_in_line(self, call: OpenCall) -> None:
+        connection = call.context.peer()
+        line = self._lines.setdefault(connection, {})
+        line[call] = turn = self._loop.create_future()
+        if not self._ticking:
+            self._start_ticking()
+        try:
+            await turn
+        finally:
+            if line.pop(call, None) is not None and not line:
+                self._lines.pop(connection, None)
+
+    def _begin_next(self) -> None:
+        while self._lines and self._beginning < _AT_ONCE:
+            connection, line = next(iter(self._lines.items()))
+            del self._lines[connection]
+            call, turn = next(iter(line.items()))
+            del line[call]
+            if line:
+                self._lines[connection] = line  # as the last
+            if not turn.done():
+                self._beginning += 1
+                call.beginning = True
+                turn.set_result(None)
+
     def _let_others_begin(self) -> None:
         """Messages that take longer than a tick do not keep others from beginning."""
-        for call, began in tuple(self._receiving.items()):
-            if began < self._ticks and call.beginning and call.line is self._line:
-                self._line.begin_next(call)
+        for call, began in self._receiving.items():
+            if began < self._ticks and call.beginning:
+                call.beginning = False
+                self._beginning -= 1
+        self._begin_next()
 
     def _slow(self) -> list[OpenCall]:
         """Calls with a slow message, oldest first."""
@@ -558,14 +555,13 @@ class Calls:
     def _tick(self) -> None:
         self._ticks += 1
         self._tick_now()
-        waiting = self._receiving or self._line or self._small_line
-        self._ticking = bool(waiting) or self._large_bytes > 0
+        self._ticking = bool(self._receiving or self._lines) or self._large_bytes > 0
         if self._ticking:
             self._loop.call_later(_TICK_S, self._tick)
 
     def _tick_now(self) -> None:
         if self._goaway is not None and self._goaway.is_set():
-            waiting = [*self._line.calls, *self._small_line.calls]
+            waiting = [call for line in self._lines.values() for call in line]
             # The others have a request of which they learn that it is the last.
             streams = [
                 call
@@ -575,12 +571,13 @@ class Calls:
             for call in (*self._slow(), *waiting, *streams):
                 self._end(call, stopping())
             return
-        resident = self._own_bytes()
+        resident = resident_bytes()
         grown = resident - self._resident_bytes - _CALL_BYTES * len(self._open)
         began = next(iter(self._receiving.values()), self._ticks)
         quick = began >= self._ticks - 1
-        if resident < self._resident_bytes or (quick and not self._line and not self._large_bytes):
-            self._resident_bytes, grown = resident, 0
+        if resident < self._resident_bytes or (quick and not self._lines and not self._large_bytes):
+            self._resident_bytes, self._baseline_held_bytes = resident, self._budget.held_bytes
+            grown = self._accepted_bytes = 0
         if self._large_bytes and not self._receiving and not self._held_bytes:
             self._quiet_ticks += 1
             if self._quiet_ticks in _TRIM_TICKS:
@@ -589,13 +586,28 @@ class Calls:
             self._quiet_ticks = 0
         if not quick:
             self._end_slow(grown)
-        if self._line and grown < _GROWN_BYTES:
+        if self._lines:
+            self._let_some_begin(grown)
+
+    def _uncounted(self, grown: int) -> int:
+        """The part of a growth that is not in the budget, perhaps of messages that arrive."""
+        return grown - max(0, self._budget.held_bytes - self._baseline_held_bytes)
+
+    def _let_some_begin(self, grown: int) -> None:
+        """Let others begin unless messages that take long made the process grow."""
+        uncounted = self._uncounted(grown)
+        if uncounted - self._accepted_bytes < _GROWN_BYTES:
+            self._held_up_ticks = 0
             self._let_others_begin()
-        if self._small_line:
-            # Small messages come with their headers. One that does not gives its place to others.
-            for call in self._slow():
-                if call.line is self._small_line:
-                    self._end(call, _slow_overloaded())
+            return
+        self._held_up_ticks += 1
+        if self._held_up_ticks >= _HELD_UP_TICKS and grown < self._room_bytes():
+            self._held_up_ticks, self._accepted_bytes = 0, uncounted
+
+    def _room_bytes(self) -> int:
+        """How far the process may grow from the baseline, which holds a part of the budget."""
+        limit = self._budget.limit_bytes(self.max_message_bytes)
+        return limit - self._baseline_held_bytes
 
     def _end_slow(self, grown: int) -> None:
         """End slow calls that are late, or that the process has no room for."""
@@ -603,18 +615,17 @@ class Calls:
         for call in self._slow():
             if call.due_s <= now_s:
                 self._end(call, BodyTimeout("message: it did not arrive in time", field="message"))
+            elif call.small and self._uncounted(grown) >= _GROWN_BYTES:
+                self._end(call, _slow_overloaded())
         limit = self._budget.limit_bytes(self.max_message_bytes)
         slow = self._slow()
         excess = len(slow) - max(1, limit // self.max_message_bytes)
-        if excess > 0 and grown > limit - (self._budget.held_bytes - self._held_bytes):
+        # The growth holds what the budget got since the baseline: bodies over HTTP, too.
+        if excess > 0 and grown > self._room_bytes():
             # The newest half: what the others hold is not known before the next tick.
             for call in slow[-((excess + 1) // 2) :]:
                 self._end(call, _slow_overloaded())
             self._large_bytes += self.max_message_bytes
-
-    def _own_bytes(self) -> int:
-        """The resident memory of the process without what requests over HTTP hold."""
-        return resident_bytes() - (self._budget.held_bytes - self._held_bytes)
 
     def _return_memory(self) -> None:
         """Return memory that large messages took, once a burst of them is over."""

@@ -164,7 +164,7 @@ class _Methods:
         calls = self._calls
 
         async def work(call: OpenCall) -> bytes:
-            found = answer(_parsed(request, await calls.receive(call)))
+            found = answer(_parsed(request, await calls.receive(call, small=True)))
             response: Message = await found if isawaitable(found) else found
             return response.SerializeToString()
 

@@ -100,6 +100,60 @@ async def test_few_messages_may_be_slow_when_the_process_has_grown(house, monkey
         assert house.requests("overloaded") == 5
 
 
+class Resident:
+    """The memory of a process, as the test says, and how often it was looked at."""
+
+    def __init__(self, monkeypatch):
+        self.size, self.looks = 1 << 30, 0
+        monkeypatch.setattr(calls, "resident_bytes", self._look)
+
+    def _look(self):
+        self.looks += 1
+        return self.size
+
+    async def looked_at(self, times=10):
+        looks = self.looks + times
+        await until(lambda: self.looks >= looks)
+
+
+async def test_bodies_over_http_end_no_slow_messages_while_the_budget_has_room(house, monkeypatch):
+    resident = Resident(monkeypatch)
+    async with house.connect() as stub:  # large messages may have 3 MiB of the budget
+        streams = [asyncio.ensure_future(silent(stub)) for _ in range(5)]
+        await resident.looked_at()
+        house.budget.hold(1_800_000, 1_800_000)
+        resident.size += 1_800_000
+        await resident.looked_at()
+        assert not any(stream.done() for stream in streams)
+        resident.size += 1_800_000  # of messages
+        await until(lambda: any(stream.done() for stream in streams))
+        for stream in streams:
+            stream.cancel()
+
+
+@pytest.mark.parametrize("counted", [True, False], ids=["counted", "not counted"])
+async def test_others_are_answered_beside_silent_calls_when_the_process_has_grown(
+    house, raw_request, monkeypatch, counted
+):
+    house.budget = Budget(1 << 26)
+    resident = Resident(monkeypatch)
+    async with house.connect() as stub:
+        streams = [asyncio.ensure_future(silent(stub)) for _ in range(8)]
+        await resident.looked_at()
+        if counted:
+            house.budget.hold(9 << 20, 9 << 20)
+            monkeypatch.setattr(calls, "_HELD_UP_TICKS", 1 << 30)
+        resident.size += 9 << 20
+        await resident.looked_at()
+        check = stub.channel.unary_unary("/grpc.health.v1.Health/Check")
+        await check(b"", timeout=5)  # the silent calls last for 10 s
+        await stub.ServerMetadata(pb.ServerMetadataRequest(), timeout=5)
+        await stub.ModelInfer(raw_request(), timeout=5)
+        assert not any(stream.done() for stream in streams)
+        for stream in streams:
+            stream.cancel()
+
+
 async def test_an_empty_stream_is_an_error(stub, house, caplog):
     empty = stub.channel.stream_unary(METHOD)
     code, _, details = await failure(empty(iter(())))
@@ -212,45 +266,3 @@ async def test_refused_messages_are_freed_when_the_collector_is_off(
         tracemalloc.stop()
     # Each call leaves about 10 KB, mostly the client's, but no message.
     assert left < 20 * size / 2
-
-
-async def test_probes_do_not_wait_for_messages_that_do_not_come(house, monkeypatch):
-    monkeypatch.setattr(calls, "_GROWN_BYTES", -(1 << 60))  # as in a process that has grown
-    async with house.connect() as stub:
-        streams = [asyncio.ensure_future(silent(stub)) for _ in range(9)]
-        await until(lambda: len(stub.server._calls._open) == 9)
-        for _ in range(9):
-            assert (await stub.ServerLive(pb.ServerLiveRequest(), timeout=5)).live
-        await asyncio.gather(*map(_left, streams))
-
-
-async def test_a_probe_whose_message_does_not_come_gives_its_place_to_others(house):
-    live = METHOD.replace("ModelInfer", "ServerLive")
-    async with house.connect() as stub:
-        streams = [
-            asyncio.ensure_future(failure(stub.channel.stream_unary(live)())) for _ in range(8)
-        ]
-        await until(lambda: len(stub.server._calls._open) == 8)
-        assert (await stub.ServerLive(pb.ServerLiveRequest(), timeout=5)).live
-        for stream in streams:
-            assert (await stream)[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-
-
-async def test_bodies_over_http_are_not_taken_for_slow_messages(house, raw_request, monkeypatch):
-    base = calls.resident_bytes()
-    monkeypatch.setattr(calls, "resident_bytes", lambda: base + house.budget.held_bytes)
-    async with house.connect() as stub:
-        streams = [asyncio.ensure_future(silent(stub)) for _ in range(8)]
-        await until(lambda: len(stub.server._calls._receiving) == 8)
-        house.budget.add(house.budget.limit_bytes(1 << 20) * 3 // 4)
-        answer = await stub.ModelInfer(raw_request(), timeout=5)  # which eight others keep waiting
-        assert answer.outputs
-        await asyncio.sleep(0.1)  # in which they are slow
-        assert not any(stream.done() for stream in streams)
-        await asyncio.gather(*map(_left, streams))
-        house.budget.release(house.budget.held_bytes)
-
-
-async def _left(stream):
-    stream.cancel()
-    await asyncio.wait((stream,))
