@@ -15,31 +15,42 @@ export function showInside(place, layers) {
   });
 }
 
-function valuesOf({ data, values, low, high }) {
-  if (values) return values;
-  return Array.from(atob(data), (character) => low + character.charCodeAt(0) * (high - low) / 255);
+/** The bytes of a layer, 0 for its lowest value and 255 for its highest. */
+function bytesOf({ data, values, low, high }) {
+  return values ? values.map((value) => Math.round(255 * (value - low) / (high - low || 1)))
+    : Uint8Array.from(atob(data), (character) => character.charCodeAt(0));
 }
+
+const valuesOf = (layer) => layer.values ?? Array.from(bytesOf(layer), (byte) => layer.low + byte * (layer.high - layer.low) / 255);
 
 /** Filters and maps as a row of small pictures, units as cells: a pixel each, which CSS enlarges. */
 function paint(canvas, layer) {
-  const values = valuesOf(layer), { shape, kind } = layer, flat = shape.length === 1;
+  const { shape, kind } = layer, flat = shape.length === 1;
+  const low = layer.low ?? Math.min(...layer.values), high = layer.high ?? Math.max(...layer.values);
+  const bytes = bytesOf({ ...layer, low, high });
   const [tall, wide] = flat ? [1, 1] : shape.slice(-2), gap = flat ? 0 : 1;
-  const maps = values.length / (tall * wide);
+  const maps = bytes.length / (tall * wide);
   const zoom = flat ? 14 : Math.max(2, Math.min(10, Math.round(56 / wide)));
   const across = Math.min(maps, Math.max(1, Math.floor(1060 / zoom / (wide + gap))));
-  canvas.width = across * (wide + gap);
-  canvas.height = Math.ceil(maps / across) * (tall + gap);
-  canvas.style.width = `${canvas.width * zoom}px`;
-  const context = canvas.getContext("2d"), image = context.createImageData(canvas.width, canvas.height);
-  const low = Math.min(...values), high = Math.max(...values), most = Math.max(-low, high, 1e-9);
-  const signed = kind === "filters" || kind === "logits", bottom = Math.min(low, 0);
-  values.forEach((value, i) => {
-    const map = Math.floor(i / (tall * wide)), at = i % (tall * wide);
-    const x = (map % across) * (wide + gap) + at % wide;
-    const y = Math.floor(map / across) * (tall + gap) + Math.floor(at / wide);
-    const colour = signed ? diverging(value / most) : rising((value - bottom) / (high - bottom || 1));
-    image.data.set([...colour, 255], 4 * (y * canvas.width + x));
+  const width = across * (wide + gap), height = Math.ceil(maps / across) * (tall + gap);
+  canvas.width = width;
+  canvas.height = height;
+  canvas.style.width = `${width * zoom}px`;
+  const signed = kind === "filters" || kind === "logits";
+  const most = Math.max(-low, high, 1e-9), bottom = Math.min(low, 0);
+  const palette = Uint32Array.from({ length: 256 }, (_, byte) => {
+    const value = low + byte * (high - low) / 255;
+    const [red, green, blue] = signed ? diverging(value / most) : rising((value - bottom) / (high - bottom || 1));
+    return (255 << 24 | blue << 16 | green << 8 | red) >>> 0;
   });
+  const context = canvas.getContext("2d"), image = context.createImageData(width, height);
+  const pixels = new Uint32Array(image.data.buffer);
+  for (let map = 0, i = 0; map < maps; map++) {
+    const left = (map % across) * (wide + gap), top = Math.floor(map / across) * (tall + gap);
+    for (let y = 0; y < tall; y++) {
+      for (let x = 0; x < wide; x++, i++) pixels[(top + y) * width + left + x] = palette[bytes[i]];
+    }
+  }
   context.putImageData(image, 0, 0);
 }
 

@@ -8,7 +8,7 @@ import { showInside } from "./inside.js";
 import { watch } from "./service.js";
 
 const STAGES = ["network", "decode", "queue", "compute", "encode"];
-const LATER_MS = 100;
+const REST_MS = 100, LATEST_MS = 1000;
 const ANSWERS = 120; // Kept of those before, for "How it changed its mind".
 
 let info; // The answer of /info.
@@ -129,7 +129,7 @@ function changed() {
 // Asking: one request at a time, always for the newest strokes
 
 let images = []; // Of the request that was answered last.
-let later; // The timer of what may wait, so that the bars need not.
+let later, waiting; // The timer of what may wait, and since when something does.
 
 function current() {
   const found = pixels.length ? pixels : digitsOf(strokes).slice(0, 64).map((digit) => imageOf(digit, damage.width)).filter(Boolean);
@@ -147,12 +147,16 @@ const predict = newest(async () => {
   images = wanted;
   chosen = Math.min(chosen, images.length - 1);
   showAnswer(answer);
-  later ??= setTimeout(() => {
-    later = undefined;
+  // The rest comes when the pen rests, at the latest after a second: the bars must not wait for it.
+  const now = performance.now();
+  clearTimeout(later);
+  waiting ??= now;
+  later = setTimeout(() => {
+    waiting = undefined;
     showSnippet();
     compare();
     explain();
-  }, LATER_MS);
+  }, Math.max(0, Math.min(REST_MS, waiting + LATEST_MS - now)));
 });
 
 /** What a model says to images: its answer, and milliseconds by stage. */
