@@ -3,8 +3,8 @@ PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
 LONG_MODULE := 500
-PROTO := service/rpc/open_inference
-ONNX := lenet/onnx_subset
+PROTOS := service/rpc/open_inference service/rpc/health service/rpc/reflection lenet/onnx_subset
+PROTOC = $(BIN)/python -m grpc_tools.protoc -I.
 PYTEST := $(BIN)/python -m pytest -n 2
 ABOUT_TESTS := This takes 6 minutes on two idle cores, 13 on busy ones. Tests that need a GPU, MNIST or \
   a program that is not installed are skipped; the last lines say why.
@@ -67,10 +67,8 @@ check: .venv/dev.stamp ## format, lint, types, import contracts, spelling, gener
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/codespell $$(git ls-files)
-	@folder=$$(mktemp -d) && $(BIN)/python -m grpc_tools.protoc -I. --python_out=$$folder \
-	  --pyi_out=$$folder --grpc_python_out=$$folder $(PROTO).proto && \
-	  $(BIN)/python -m grpc_tools.protoc -I. --python_out=$$folder --pyi_out=$$folder $(ONNX).proto && \
-	  for file in $(PROTO)_pb2.py $(PROTO)_pb2.pyi $(PROTO)_pb2_grpc.py $(ONNX)_pb2.py $(ONNX)_pb2.pyi; do \
+	@folder=$$(mktemp -d) && $(PROTOC) --python_out=$$folder --pyi_out=$$folder $(PROTOS:=.proto) && \
+	  for file in $(PROTOS:=_pb2.py) $(PROTOS:=_pb2.pyi); do \
 	  diff -u $$file $$folder/$$file || { echo 'the generated code is out of date: run make proto'; exit 1; }; done; rm -r $$folder
 	@wc -l $$(git ls-files 'lenet/*.py' 'service/*.py' 'trainer/*.py' | grep -v _pb2) | \
 	  awk '$$2 != "total" && $$1 > $(LONG_MODULE) {print $$2 " has " $$1 " lines: does it hold one idea?"}'
@@ -81,8 +79,7 @@ format: .venv/dev.stamp ## format the code and fix what the linter can
 	$(BIN)/ruff check --fix .
 
 proto: .venv/dev.stamp ## regenerate the code of the .proto files
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. $(PROTO).proto
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. $(ONNX).proto
+	$(PROTOC) --python_out=. --pyi_out=. $(PROTOS:=.proto)
 
 dist: .venv/dev.stamp ## build sdist and wheel of the last commit into dist, and check them
 	rm -rf dist build/release

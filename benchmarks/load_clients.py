@@ -18,8 +18,8 @@ import httpx
 import numpy as np
 
 from benchmarks.digits import PreparedRequest, Verdict, error_kind, judge, judge_tensors
+from benchmarks.grpc_stub import Stub
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 TIMEOUT_S = 35.0
 """For a service that hangs; the service itself gives up after 30 s."""
@@ -103,7 +103,7 @@ class GrpcConnection:
         # Without this, channels to one target share a connection.
         options = (("grpc.use_local_subchannel_pool", 1),)
         self._channel = grpc.aio.insecure_channel(target, options=options)
-        self._infer = GRPCInferenceServiceStub(self._channel).ModelInfer
+        self._infer = Stub(self._channel).ModelInfer
         self._model = model
         self._timeout_s = TIMEOUT_S if timeout_ms is None else timeout_ms / 1e3
 

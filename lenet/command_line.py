@@ -85,6 +85,11 @@ def parse(
     if unknown:
         word = unknown[0].partition("=")[0]
         hint = "; settings begin with --"
+        if words and not word.startswith("-"):
+            parser.error(
+                f"got {word} behind {' '.join(words).upper()}, expected {len(words)} "
+                f"argument{'s' * (len(words) > 1)}{hint}"
+            )
         if word.startswith("--"):
             hint = _did_you_mean(word, map(_flag, schemas), "--")
         parser.error(f"{word} is unknown{hint}")

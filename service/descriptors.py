@@ -56,8 +56,8 @@ def raise_limit() -> int:
     return soft
 
 
-def connections() -> tuple[int, int]:
-    """The most connections of HTTP and of gRPC, so that clients never take the last descriptor.
+def connections() -> int:
+    """The most connections, so that clients never take the last descriptor.
 
     Without any, libuv tries to accept again and again, with a whole core, once another library has
     taken the spare descriptor that it frees for a moment (uvloop 0.23).
@@ -65,8 +65,7 @@ def connections() -> tuple[int, int]:
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     if limit == resource.RLIM_INFINITY:
         limit = _WANTED
-    clients = max(4, limit - max(_RESERVED, limit // 8))
-    return clients - clients // 4, clients // 4
+    return max(4, limit - max(_RESERVED, limit // 8))
 
 
 def too_few(limit: int, workers: int = 0) -> str:

@@ -41,19 +41,6 @@ def listen(host: str, port: int, *, shared: bool) -> tuple[socket.socket, ...]:
     return tuple(sockets)
 
 
-def probe(host: str, port: int, *, shared: bool) -> tuple[str, ...]:
-    """The numeric addresses of `host`, which another server can bind now.
-
-    Raises:
-        CannotListen: as `listen`.
-    """
-    addresses = []
-    for listener in listen(host, port, shared=shared):
-        with listener:
-            addresses.append(listener.getsockname()[0])
-    return tuple(addresses)
-
-
 @contextlib.contextmanager
 def reserve(host: str, port: int) -> Iterator[int]:
     """Keep a port for workers that share it, without taking connections; yields its number.

@@ -48,6 +48,7 @@ from service.http.connection import FrontDoor
 from service.http.explain import ExplainRoute
 from service.http.gate import Gate
 from service.http.head import FastRoute, FastRoutes
+from service.http.http2_head import Methods
 from service.http.infer import InferRoute
 from service.http.openapi import InfoResponse, LoadedModel
 from service.http.predict import PredictRoute
@@ -58,9 +59,11 @@ from service.http.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.images import Limits
 from service.images.decoders import Decoders
 from service.keys import Keys
-from service.listener import at, listen, probe
+from service.listener import at, listen
 from service.metrics import NO_MODEL, Metrics
-from service.rpc.server import GrpcServer, serve
+from service.rpc.infer import InferRoute as GrpcInferRoute
+from service.rpc.methods import methods
+from service.rpc.servicer import InferenceServicer
 from service.settings import Settings
 from service.signals import Signals
 from service.stopping import Stop
@@ -78,15 +81,14 @@ LAST_ANSWERS_S = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An open service: gRPC listens, `app` and `fast_routes` are to be served over HTTP."""
+    """An open service: `app`, `fast_routes` and the `methods` of gRPC are to be served."""
 
     models: Models
     repository: Repository
-    metrics: Metrics
     app: FastAPI
     fast_routes: FastRoutes
+    methods: Methods
     budget: Budget
-    grpc: GrpcServer
     gate: Gate
     access: AccessLog | None
     faults: Faults | None
@@ -97,19 +99,17 @@ class Service:
 async def open_service(
     settings: Settings,
     *,
-    certificate: ServedCertificate | None = None,
+    grpc_port: int,
     shared: bool = False,
     folder: Path | None = None,
 ) -> AsyncIterator[Service]:
-    """Open everything but the HTTP listener, and close it on leaving.
+    """Open everything but the listeners, and close it on leaving.
 
-    gRPC uses TLS if there is a `certificate`. `shared`: this is a worker of a supervisor; others
-    may open the same gRPC port, and share `folder`, if there is one.
+    `shared`: this is a worker of a supervisor; others may share `folder`, if there is one.
 
     Raises:
         InvalidWeightFile, GoldenMismatch: the weights must not be served.
         BackendUnavailable, DeviceError: the device cannot be used.
-        CannotListen: gRPC's address is taken.
     """
     async with AsyncExitStack() as stack:
         metrics = Metrics(CollectorRegistry())
@@ -164,26 +164,6 @@ async def open_service(
             (key.get_secret_value() for key in settings.api_keys),
             (key.get_secret_value() for key in settings.admin_keys),
         )
-        grpc = await stack.enter_async_context(
-            serve(
-                models,
-                repository,
-                metrics,
-                decoders,
-                budget,
-                host=settings.host,
-                port=settings.grpc_port,
-                shared=shared,
-                keys=keys,
-                access=access,
-                certificate=certificate,
-                max_body_bytes=settings.max_body_bytes,
-                max_images=settings.max_images,
-                max_connections=descriptors.connections()[1],
-                timeout_s=timeout_s,
-                stop_timeout_s=settings.drain_timeout_s,
-            )
-        )
         parts = (
             models,
             metrics,
@@ -195,6 +175,7 @@ async def open_service(
             timeout_s,
         )
         predict, infer = PredictRoute(*parts), InferRoute(*parts)
+        servicer = InferenceServicer(models, repository, metrics, settings.max_images)
         tensorflow = TensorflowRoute(*parts)
         explain: ExplainRoute | None = None
         if settings.explain == "on":
@@ -210,7 +191,7 @@ async def open_service(
             tensorflow=tensorflow,
             explain=explain,
             keys=keys,
-            info=partial(_info, settings, grpc.port, placement, models, version),
+            info=partial(_info, settings, grpc_port, placement, models, version),
         )
         fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
         if explain is not None:
@@ -226,7 +207,15 @@ async def open_service(
         models.ready = True
         try:
             yield Service(
-                models, repository, metrics, app, fast_routes, budget, grpc, gate, access, faults
+                models=models,
+                repository=repository,
+                app=app,
+                fast_routes=fast_routes,
+                methods=methods(GrpcInferRoute(*parts), servicer, models, keys),
+                budget=budget,
+                gate=gate,
+                access=access,
+                faults=faults,
             )
         finally:
             models.ready = False
@@ -348,7 +337,6 @@ async def _serve(
     stop = asyncio.Event()
     service: Service | None = None
     reload_requested = False
-    renewing: set[asyncio.Task[None]] = set()
     files = settings.certificate
     certificate = None if files is None else ServedCertificate(files)
 
@@ -365,21 +353,22 @@ async def _serve(
         service.models.request_reload()
         service.repository.request_changes()
         if certificate is not None:
-            task = loop.create_task(_renew(certificate, service.grpc))
-            renewing.add(task)
-            task.add_done_callback(renewing.discard)
+            _renew(certificate)
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
     try:
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
-            probe(settings.host, settings.grpc_port, shared=shared)  # gRPC binds its own
             listeners = listen(settings.host, settings.port, shared=shared)
-            for listener in listeners:
+            grpc_listeners = listeners
+            if not settings.one_port:
+                grpc_listeners = listen(settings.host, settings.grpc_port, shared=shared)
+            for listener in {*listeners, *grpc_listeners}:
                 stack.enter_context(listener)
+            grpc_port = grpc_listeners[0].getsockname()[1]
             async with open_service(
-                settings, certificate=certificate, shared=shared, folder=folder
+                settings, grpc_port=grpc_port, shared=shared, folder=folder
             ) as service:
                 if reload_requested:
                     on_hangup()
@@ -391,7 +380,8 @@ async def _serve(
                 pid = os.getppid() if shared else os.getpid()
                 if heartbeat is not None:
                     Heartbeat(heartbeat).start()
-                await _answer(service, listeners, stop, settings, certificate, pid)
+                ports = listeners, grpc_listeners
+                await _answer(service, ports, stop, settings, certificate, pid)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
@@ -399,27 +389,27 @@ async def _serve(
             raise
 
 
-async def _renew(certificate: ServedCertificate, grpc: GrpcServer) -> None:
-    before = certificate.contents
+def _renew(certificate: ServedCertificate) -> None:
     try:
         certificate.renew()
     except InvalidCertificate as exc:
         _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
-        return
-    if certificate.contents != before:
-        await grpc.renew()
-    _log.info("certificate: read again")
+    else:
+        _log.info("certificate: read again")
 
 
 async def _answer(
     service: Service,
-    listeners: Sequence[socket.socket],
+    ports: tuple[Sequence[socket.socket], Sequence[socket.socket]],
     stop: asyncio.Event,
     settings: Settings,
     certificate: ServedCertificate | None,
     pid: int,
 ) -> None:
-    """Serve HTTP until `stop`, then stop HTTP, gRPC and the queues within the drain timeout."""
+    """Serve until `stop`, then stop the connections and the queues within the drain timeout.
+
+    `ports`: the listeners for HTTP and for gRPC. Both speak both; they may be the same.
+    """
     _settle()
     door = FrontDoor(
         service.fast_routes,
@@ -427,12 +417,14 @@ async def _answer(
         gate=service.gate,
         access=service.access,
         certificate=certificate,
-        max_connections=descriptors.connections()[0],
+        max_connections=descriptors.connections(),
+        methods=service.methods,
     )
     server = HttpServer(service.app, door, settings.drain_timeout_s)
-    sockets = server.listen(listeners)  # so that whoever reads "ready" can connect
-    host, port = listeners[0].getsockname()[:2]
-    grpc_at = at(host, service.grpc.port)
+    both = [*ports[0], *(one for one in ports[1] if one not in ports[0])]
+    sockets = server.listen(both)  # so that whoever reads "ready" can connect
+    (host, port), (_, grpc_port) = (one[0].getsockname()[:2] for one in ports)
+    grpc_at = at(host, grpc_port)
     scheme = "http" if certificate is None else "https"
     _log.info("ready: HTTP on %s://%s, gRPC on %s, pid %d", scheme, at(host, port), grpc_at, pid)
     serving = asyncio.create_task(server.serve(sockets))
@@ -446,7 +438,7 @@ async def _answer(
     deadline_s = loop.time() + settings.drain_timeout_s
     door.stop()
     server.should_exit = True
-    await asyncio.gather(serving, service.grpc.stop(settings.drain_timeout_s))
+    await serving
     door.give_up(
         Unavailable(
             "the service stopped before the answer; send this to another instance", retry_after_s=1

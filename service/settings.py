@@ -182,6 +182,11 @@ class Settings(BaseSettings):
         return 0 if self.versions == "all" else int(self.versions.partition(":")[2] or 1)
 
     @property
+    def one_port(self) -> bool:
+        """Whether HTTP and gRPC have the same port."""
+        return self.port == self.grpc_port != 0
+
+    @property
     def certificate(self) -> CertificateFiles | None:
         """The files for TLS, None without it."""
         if self.tls_certificate is None or self.tls_key is None:
@@ -254,11 +259,6 @@ class Settings(BaseSettings):
             verb = "is" if len(missing) == 1 else "are"
             raise ValueError(
                 f"{' and '.join(missing)} {verb} missing: {min(given)} alone makes no TLS"
-            )
-        if self.port == self.grpc_port != 0:
-            raise ValueError(
-                f"--grpc-port is {self.grpc_port}, expected another port than --port: "
-                "HTTP and gRPC cannot share one"
             )
         if len(set(self.devices)) < len(self.devices):
             raise ValueError(

@@ -82,10 +82,10 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             settings = settings.model_copy(update=same)
             if settings.certificate is not None:
                 settings.certificate.context()
-            ports = {
-                name: stack.enter_context(reserve(settings.host, port))
-                for name, port in (("port", settings.port), ("grpc_port", settings.grpc_port))
-            }
+            port = stack.enter_context(reserve(settings.host, settings.port))
+            ports = {"port": port, "grpc_port": port}
+            if not settings.one_port:
+                ports["grpc_port"] = stack.enter_context(reserve(settings.host, settings.grpc_port))
             stack.enter_context(metrics_files.shared_folder(settings.workers))
             shared_gpu = False
             if settings.mps == "auto" and mps.wanted(settings.device, settings.workers):

@@ -32,7 +32,7 @@ class CertificateFiles:
         key, certificate, _ = self.contents()
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
-        context.set_alpn_protocols(["http/1.1"])
+        context.set_alpn_protocols(["h2", "http/1.1"])
         try:
             # Without a password, OpenSSL would ask for one on the terminal.
             context.load_cert_chain(self.certificate, self.key, password="")

@@ -49,6 +49,9 @@ from service.http.exchange import BUFFERED_BYTES, AsgiExchange, Exchange
 from service.http.gate import Gate
 from service.http.handshake import Handshake
 from service.http.head import FastCall, FastRoutes, Head, Refused
+from service.http.http2 import PREFACE, literals, status_field
+from service.http.http2_connection import Http2Connection
+from service.http.http2_head import Http2Head, Methods
 from service.http.receiver import BodyReceiver
 from service.tls import ServedCertificate
 
@@ -107,8 +110,11 @@ class FrontDoor:
         header_timeout_s: float = 10.0,
         keep_alive_s: float = 75.0,
         write_timeout_s: float = 30.0,
+        methods: Methods | None = None,
     ) -> None:
         self.routes = routes
+        self.methods = methods or {}
+        """Of gRPC, by path."""
         self.budget = budget
         self.gate = gate or Gate()
         self.access = access
@@ -121,7 +127,9 @@ class FrontDoor:
         self.write_timeout_s = write_timeout_s
         self.known: dict[bytes, Head] = {}
         """By header section, as it came: clients send the same one again and again."""
-        self.connections: set[Connection] = set()
+        self.known_blocks: dict[bytes, Http2Head] = {}
+        """The same of HTTP/2, by header block."""
+        self.connections: set[Connection | Http2Connection] = set()
         self.handshakes: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._sweeping = False
@@ -129,6 +137,8 @@ class FrontDoor:
         self._common: list[tuple[bytes, bytes]] = []
         self._common_lines = b""
         self._starts: dict[tuple[int, bytes, int], bytes] = {}
+        self._common_block = b""
+        self._blocks: dict[tuple[int, bytes, int], bytes] = {}
 
     def __call__(
         self,
@@ -153,7 +163,9 @@ class FrontDoor:
         if self._common is not state.default_headers:
             self._common = state.default_headers
             self._common_lines = b"".join(b"%s: %s\r\n" % header for header in self._common)
+            self._common_block = literals((name.lower(), value) for name, value in self._common)
             self._starts.clear()
+            self._blocks.clear()
         return self._common_lines
 
     def answer_start(
@@ -173,6 +185,25 @@ class FrontDoor:
                 length,
             )
         return start
+
+    def common_block(self, state: ServerState) -> bytes:
+        """The same as a header block of HTTP/2."""
+        self.common_headers(state)
+        return self._common_block
+
+    def answer_block(
+        self, state: ServerState, status: int, media_type: bytes, length: int
+    ) -> bytes:
+        """As `answer_start`, a header block of HTTP/2."""
+        common = self.common_block(state)
+        key = status, media_type, length
+        block = self._blocks.get(key)
+        if block is None:
+            if len(self._blocks) >= _KNOWN_STARTS:
+                self._blocks.clear()
+            fields = ((b"content-type", media_type), (b"content-length", b"%d" % length))
+            block = self._blocks[key] = status_field(status) + common + literals(fields)
+        return block
 
     def stop(self) -> None:
         """Connections made from now on answer one request, too."""
@@ -222,6 +253,7 @@ class Connection(asyncio.Protocol):
         self._pairs: list[tuple[bytes, bytes]] = []
         self._in_headers = False
         self._used = False
+        self._preface = b""  # of HTTP/2, as far as it has come
         self._began_now = self._completed_now = False  # a message, in the latest data
         self._opened: Head | None = None  # the first in the latest data
         self._body_left = 0  # of a body that bypasses the parser
@@ -284,6 +316,10 @@ class Connection(asyncio.Protocol):
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
+        if not self._used and self._becomes_http2(data):
+            return
+        if self._preface:
+            data, self._preface = self._preface + data, b""
         if len(data) > _LARGE_READ_BYTES:
             self._rest()
         arriving = self._arriving
@@ -310,6 +346,26 @@ class Connection(asyncio.Protocol):
         else:
             self._unparsed, self._parsed_bytes = data, 0
             self._parse_slice()
+
+    def _becomes_http2(self, data: bytes) -> bool:
+        """Whether the connection's first bytes are the preface of HTTP/2, or may become it."""
+        begun = self._preface + data
+        if begun.startswith(PREFACE):
+            self.door.connections.discard(self)
+            self.state.connections.discard(self)
+            self._closing = True
+            connection = Http2Connection(self)
+            self.door.connections.add(connection)
+            self.state.connections.add(connection)  # type: ignore[arg-type]
+            self.transport.set_protocol(connection)
+            connection.data_received(begun)
+            if self._stopping:
+                connection.shutdown()
+            return True
+        if PREFACE.startswith(begun):
+            self._preface = begun
+            return True
+        return False
 
     def _receive(self, head: Head, data: bytes, start: int) -> None:
         """A request whose header section is one that was parsed before; its body is in `data`.

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import logging
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
 from service.errors import ServiceError
 from service.http.answer import INTERNAL_ERROR, Answer, status_line
+from service.http.asgi import AsgiRequest
 from service.http.head import Head
 from service.ids import Ids
 from service.listener import at
 
 if TYPE_CHECKING:
     from service.http.connection import Connection, FrontDoor
-
-_log = logging.getLogger(__name__)
 
 BUFFERED_BYTES = 64 * 1024
 """Bytes of a body that an application has not asked for before reading pauses."""
@@ -131,12 +127,15 @@ class AsgiExchange(Exchange):
 
     def __init__(self, connection: Connection, head: Head) -> None:
         super().__init__(connection, head)
-        self._body: list[bytes] = []
-        self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
-        self._chunked = self._gone = self._handed_over = False
-        self._sent_bytes = 0
-        self._response: Mapping[str, Any] | None = None
-        self._task: asyncio.Task[None] | None = None
+        self._request = AsgiRequest(self, connection.app)
+        self._pieces: list[bytes] = []
+        self._chunked = False
+        self._sent_bytes = self._status = 0
+
+    @property
+    def buffered_bytes(self) -> int:  # type: ignore[override]
+        """Of the body, not taken by the application."""
+        return self._request.buffered_bytes
 
     def open(self) -> None:
         self.note_beginning()
@@ -144,33 +143,29 @@ class AsgiExchange(Exchange):
             self.start()
 
     def data(self, data: bytes) -> None:
-        self._body.append(data)
-        self.buffered_bytes += len(data)
-        self._arrived.set()
+        self._request.data(data)
         self.connection.touch()
 
     def end(self) -> None:
         self.whole = True
-        self._arrived.set()
+        self._request.end()
 
     def cancel(self) -> None:
-        self._gone = True
-        self._arrived.set()
+        self._request.cancel()
 
     def start(self) -> None:
-        if self._task is None and self.connection.is_read():
-            task = self._task = self.connection.loop.create_task(self._run())
-            tasks = self.connection.state.tasks
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
+        if self.connection.is_read():
+            self._request.start(self.connection.loop, self.connection.state.tasks)
 
-    async def _run(self) -> None:
+    # What the application's run calls.
+
+    def scope(self) -> dict[str, Any]:
         connection, head = self.connection, self.head
-        scope = {
+        return {
             "type": "http",
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": head.version,
-            # The answer to HEAD is that to GET without its body, which `_send` leaves out.
+            # The answer to HEAD is that to GET without its body, which `write` leaves out.
             "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
             "scheme": connection.door.scheme.decode(),
             "path": unquote(head.path.decode("latin-1")),
@@ -182,75 +177,20 @@ class AsgiExchange(Exchange):
             "server": connection.server,
             "state": connection.app_state.copy(),
         }
-        try:
-            await connection.app(scope, self._receive, self._send)
-        except asyncio.CancelledError:
-            connection.transport.abort()
-            raise
-        except Exception:  # noqa: BLE001 - the application's edge: the client gets an answer
-            _log.exception("%s failed%s", self.request, f": {head.ids}" if head.ids else "")
-        if self._gone or self.answer is not None:
-            return
-        if self.begun:  # the answer is incomplete, and nothing else can say so
-            connection.transport.abort()
-            return
-        self.close = connection.will_close(self)
-        self.answer = connection.encode(head, INTERNAL_ERROR, self.close)
-        self.log(INTERNAL_ERROR.status, len(INTERNAL_ERROR.body))
-        connection.flush()
 
-    async def _receive(self) -> dict[str, Any]:
-        if not self._body and not self.whole:
-            self.ask_for_body()
-        while not self._gone and self.answer is None:
-            if self._body or (self.whole and not self._handed_over):
-                body = b"".join(self._body)
-                self._body.clear()
-                self.buffered_bytes = 0
-                self.connection.body_was_taken()
-                self._handed_over = self.whole
-                return {"type": "http.request", "body": body, "more_body": not self.whole}
-            self._arrived.clear()
-            await self._arrived.wait()
-        return {"type": "http.disconnect"}
+    def name(self) -> str:
+        return f"{self.request}: {self.head.ids}" if self.head.ids else self.request
 
-    async def _send(self, message: Mapping[str, Any]) -> None:
-        if self._gone:
-            return
-        if message["type"] == "http.response.start":
-            self._response = message
-            return
-        body, more = message.get("body", b""), message.get("more_body", False)
-        pieces = []
-        if not self.begun:
-            self.begun = True
-            pieces.append(self._encode_head(len(body), more))
-        if self.head.method != b"HEAD":
-            if self._chunked:
-                pieces += [b"%x\r\n%s\r\n" % (len(body), body)] if body else []
-                pieces += [] if more else [b"0\r\n\r\n"]
-            else:
-                pieces.append(body)
-        data = b"".join(pieces)
-        self._sent_bytes += len(body)
-        if more:
-            self.connection.write(data)
-        else:
-            self.answer = data
-            assert self._response is not None, "bug: an end before its start"
-            self.log(self._response["status"], self._sent_bytes)
-            self._arrived.set()
-            self.connection.flush()
-        await self.connection.drained()
+    def took(self, size: int) -> None:
+        self.connection.body_was_taken()
 
-    def _encode_head(self, length: int, more: bool) -> bytes:
-        connection, response = self.connection, self._response
-        assert response is not None, "bug: a body before its start"
-        headers = [(name.lower(), value) for name, value in response["headers"]]
-        self.close = connection.will_close(self)
-        bodiless = response["status"] in (204, 304)
+    def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
+        self.begun = True
+        self._status = status
+        self.close = self.connection.will_close(self)
+        bodiless = status in (204, 304)
         if not bodiless and all(name != b"content-length" for name, _ in headers):
-            if not more:
+            if length is not None:
                 headers.append((b"content-length", b"%d" % length))
             elif self.head.version == "1.1":
                 self._chunked = True
@@ -261,7 +201,39 @@ class AsgiExchange(Exchange):
             headers.append((b"connection", b"close"))
         elif self.head.version == "1.0":
             headers.append((b"connection", b"keep-alive"))
+        connection = self.connection
         lines = [b"%s: %s\r\n" % header for header in headers]
         common = connection.door.common_headers(connection.state)
-        extra = self.head.extra
-        return b"".join((status_line(response["status"]), common, *lines, extra, b"\r\n"))
+        self._pieces = [status_line(status), common, *lines, self.head.extra, b"\r\n"]
+
+    def write(self, body: bytes, more: bool) -> None:
+        pieces, self._pieces = self._pieces, []
+        if self.head.method != b"HEAD":
+            if self._chunked:
+                pieces += [b"%x\r\n%s\r\n" % (len(body), body)] if body else []
+                pieces += [] if more else [b"0\r\n\r\n"]
+            else:
+                pieces.append(body)
+        self._sent_bytes += len(body)
+        if more:
+            self.connection.write(b"".join(pieces))
+        else:
+            self.answer = b"".join(pieces)
+            self.log(self._status, self._sent_bytes)
+            self.connection.flush()
+
+    async def drained(self) -> None:
+        await self.connection.drained()
+
+    def failed(self, begun: bool) -> None:
+        connection = self.connection
+        if begun:  # the answer is incomplete, and nothing else can say so
+            connection.transport.abort()
+            return
+        self.close = connection.will_close(self)
+        self.answer = connection.encode(self.head, INTERNAL_ERROR, self.close)
+        self.log(INTERNAL_ERROR.status, len(INTERNAL_ERROR.body))
+        connection.flush()
+
+    def aborted(self) -> None:
+        self.connection.transport.abort()

@@ -18,7 +18,7 @@ from service.ids import Ids
 _LENGTH_DIGITS = 20
 """Of 2^64, which the parser does not exceed; but it takes any number of leading zeros."""
 
-_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
+HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
 class FastCall(Protocol):
@@ -79,7 +79,7 @@ FastRoutes: TypeAlias = Mapping[tuple[bytes, bytes], FastRoute]
 """By method and path, which may have placeholders, as in /v2/models/{model}/infer."""
 
 
-def _find(
+def find(
     routes: FastRoutes, method: bytes, path: bytes
 ) -> tuple[FastRoute | None, Mapping[str, str]]:
     """The route for a path, and the values of its placeholders."""
@@ -161,7 +161,7 @@ class Head:
         if len(hosts) > 1 or (not hosts and version == "1.1"):
             found = f"{len(hosts)} Host headers" if hosts else "no Host header"
             raise Refused(400, f"host: got {found}, expected exactly one")
-        if hosts and not _HOST.fullmatch(hosts[0]):
+        if hosts and not HOST.fullmatch(hosts[0]):
             raise Refused(400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name")
         codings = [value for name, value in self.headers if name == b"transfer-encoding"]
         self.chunked = bool(codings)
@@ -191,7 +191,7 @@ class Head:
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
         self.route: FastRoute | None
-        self.route, values = _find(routes, method, unquote_to_bytes(self.path))
+        self.route, values = find(routes, method, unquote_to_bytes(self.path))
         self.error: ServiceError | None = None
         self.wanted: Any = None
         self.known_length = 0

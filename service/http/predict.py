@@ -49,7 +49,7 @@ from service.http.answer import JSON, Answer, error_answer
 from service.http.openapi import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
 from service.images import Digits, Doubt, Invert, Limits, decoder, media_type
 from service.images.decoders import Body, BodySource, Decoded, Decoders, Job, Source
-from service.metrics import NO_MODEL, Metrics, ModelKey
+from service.metrics import NO_MODEL, Metrics, ModelKey, Transport
 
 _log = logging.getLogger(__name__)
 
@@ -115,6 +115,9 @@ class ImageRoute:
     deadlines: Deadlines
     timeout_s: float
 
+    protocol: ClassVar[Transport] = "http"
+    """In metrics."""
+
     def length_of(self, headers: Mapping[str, str]) -> int | None:
         """The announced length of the body, None if none is.
 
@@ -148,12 +151,12 @@ class ImageRoute:
 
     def refuse(self, error: ServiceError) -> Answer:
         """The answer to a request that `read` rejected."""
-        self.metrics.request_done(NO_MODEL, "http", error.code)
+        self.metrics.request_done(NO_MODEL, self.protocol, error.code)
         return self.error(error)
 
     def count(self, model: ModelKey, times_s: tuple[float, ...]) -> None:
         """Count an answer: seconds of decode, queue, compute and encode, and in all."""
-        self.metrics.predicted("http", model, times_s)
+        self.metrics.predicted(self.protocol, model, times_s)
 
     def error(self, error: ServiceError) -> Answer:
         """The answer that reports `error`."""
@@ -216,6 +219,12 @@ class ImageCall:
     _held_bytes = 0
     _watched = _transferring = False
     done = False
+    part = "body"
+    """What is received, in messages."""
+    copied = True
+    """Whether the content of a small body matters, and not where it is."""
+    timed = True
+    """Whether the answer has header lines about its times."""
     _body: bytes | bytearray | memoryview = b""
     _job: Job | None = None
     _batcher: Batcher | Explainer | None = None
@@ -225,6 +234,7 @@ class ImageCall:
 
     def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
         self._route, self._wanted, self._reply = route, wanted, reply
+        self._length = wanted.length
         self._started_s = time.monotonic()
         self.deadline_s = self._started_s + wanted.timeout_s
         self._range = nvtx.begin("request")
@@ -239,7 +249,7 @@ class ImageCall:
         if self.done:
             return
         self.moved_bytes += len(data)
-        if self._wanted.length is None and self.moved_bytes > self._route.max_body_bytes:
+        if self._length is None and self.moved_bytes > self._route.max_body_bytes:
             raise self._route.too_large("more")
         body = self._body
         if type(body) is memoryview:
@@ -259,12 +269,12 @@ class ImageCall:
 
     def room(self) -> memoryview | None:
         """Memory for a body of announced length. It is taken as it is written to."""
-        wanted = self._wanted
-        if self.done or wanted.length is None:
+        length = self._length
+        if self.done or length is None:
             return None
-        in_place = wanted.inline_bytes == IN_PLACE
-        room = self._route.models.room(wanted.length) if in_place else None
-        self._body = room = room or np.empty(wanted.length, np.uint8).data
+        in_place = self._wanted.inline_bytes == IN_PLACE
+        room = self._route.models.room(length) if in_place else None
+        self._body = room = room or np.empty(length, np.uint8).data
         return room
 
     def arrived(self, size: int) -> None:
@@ -303,8 +313,11 @@ class ImageCall:
             if self._model is NO_MODEL and (wanted.model or wanted.version):
                 # Before its body: of two mistakes the unknown model is the one to know first.
                 self._route.models.get(wanted.model, wanted.version)
-            # Another buffer is as good where nothing but its content matters.
-            if type(body) is memoryview and IN_PLACE > wanted.inline_bytes >= len(body):
+            if (
+                self.copied
+                and type(body) is memoryview
+                and IN_PLACE > wanted.inline_bytes >= len(body)
+            ):
                 body = bytes(body)
             if self.moved_bytes <= wanted.inline_bytes and self.is_quick(body):
                 if self._held_bytes:
@@ -407,7 +420,8 @@ class ImageCall:
                 now_s - began_s,
                 now_s - self._started_s,
             )
-            lines += _timing(request.version.version, request.batch_rows, *times_s)
+            if self.timed:
+                lines += _timing(request.version.version, request.batch_rows, *times_s)
             answer = Answer(200, kind, body, lines, rest)
             self._route.count(self._model, times_s)
             if self._range is not None:
@@ -453,9 +467,9 @@ class ImageCall:
             return
         self.fail(
             BodyTimeout(
-                f"body: got {self.moved_bytes} bytes in {self._wanted.timeout_s:g} s, "
-                "expected the whole body",
-                field="body",
+                f"{self.part}: got {self.moved_bytes} bytes in {self._wanted.timeout_s:g} s, "
+                f"expected the whole {self.part}",
+                field=self.part,
             )
         )
 
@@ -474,9 +488,9 @@ class ImageCall:
         """The body arrives slowly, and others need the memory."""
         self.fail(
             BodyTimeout(
-                f"body: got {self.moved_bytes} bytes, and little in the last second, while "
+                f"{self.part}: got {self.moved_bytes} bytes, and little in the last second, while "
                 "other requests need the memory; send it faster",
-                field="body",
+                field=self.part,
             )
         )
 
@@ -485,7 +499,7 @@ class ImageCall:
 
         Returns: how many bytes the body has, as far as is known.
         """
-        whole = self._wanted.length or self.moved_bytes
+        whole = self._length or self.moved_bytes
         more = self.moved_bytes - self._held_bytes
         self._route.budget.hold(more, whole)
         if self.done:  # evicted, to make room for itself
@@ -524,7 +538,7 @@ class ImageCall:
         self._body = b""
         self._encoding = None
         try:
-            self._route.metrics.request_done(self._model, "http", outcome)
+            self._route.metrics.request_done(self._model, self._route.protocol, outcome)
         except Exception:  # noqa: BLE001 - the transport's edge: the client is answered all the same
             _log.exception("an answer was not counted")
         nvtx.end(self._range)

@@ -299,7 +299,8 @@ def _no_file(part: _Part, field: str) -> InvalidInput:
     text = recognise(part.content)[0]
     if b"filename" not in options and text.startswith("the text "):
         name = shown(options.get(b"name", b"").decode("utf-8", "replace"))
-        return invalid(field, f"the field {name} with {text}", "files alone; leave it away")
+        expected = "files alone; with curl: -F image=@FILE, and leave out other fields"
+        return invalid(field, f"the field {name} with {text}", expected)
     return _no_pixels(part.content, field)
 
 
@@ -349,7 +350,8 @@ def _parts(
         raise InvalidInput(f"body: not multipart/form-data: {exc}", field="body") from exc
     if not ends or not parts:
         got = f"{len(parts)} parts" + ("" if ends else " and no closing boundary")
-        raise invalid("body", got, "at least one part and a boundary after the last")
+        expected = "at least one file and a boundary after the last; with curl: -F image=@FILE"
+        raise invalid("body", got, expected)
     for part, content in zip(parts, contents, strict=True):
         part.content = bytes(content)
     return parts
@@ -359,7 +361,7 @@ _CONVERT = "; convert it to PNG or JPEG"
 _WITH_CURL = "; with curl: -H 'Content-Type: image/png'"
 _TYPES = {
     "": _WITH_CURL,
-    "application/x-www-form-urlencoded": _WITH_CURL,
+    "application/x-www-form-urlencoded": f"{_WITH_CURL}, or application/json for numbers",
     "application/pdf": _CONVERT,
     "application/zip": "; save one array with np.save",
     "application/gzip": "; send it uncompressed",
@@ -373,7 +375,7 @@ def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> Unsupporte
     got = shown(kind) if kind else "nothing"
     hint = _TYPES.get(kind, "")
     if kind == "text/plain" and field != "content-type":
-        hint = "; leave text fields away"
+        hint = "; leave out fields of text"
     elif kind.startswith("image/"):
         hint = _CONVERT
     elif not hint:

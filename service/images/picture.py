@@ -73,7 +73,7 @@ def prepare(
     drawing = find_ink(grey, invert)
     if not drawing.ink.any():
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
-        message = f"{field}: no digit found: the picture is blank or its ink too faint{hint}"
+        message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
         raise InvalidInput(message, field=field)
     drawings = separate(drawing) if digits == "several" else [drawing]
     if len(drawings) > MAX_DIGITS:

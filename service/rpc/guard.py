@@ -65,7 +65,7 @@ def read_infer_request(message: bytes) -> pb.ModelInferRequest | InvalidInput:
     return invalid("message", f"more than {excess}", expected)
 
 
-def split(message: bytes) -> tuple[list[memoryview], list[memoryview]] | None:
+def split(message: bytes | memoryview) -> tuple[list[memoryview], list[memoryview]] | None:
     """The fields of `message` without its raw_input_contents, and the values of those, as views.
 
     None if it is malformed or has more than `MAX_FIELDS` fields: `read_infer_request` says which.
@@ -126,7 +126,7 @@ def _excess(message: bytes) -> str | None:
     return None
 
 
-def _value(message: bytes, position: int, wire_type: int) -> tuple[int, int]:
+def _value(message: bytes | memoryview, position: int, wire_type: int) -> tuple[int, int]:
     """Start, after its size, and end of the value at `position`."""
     match wire_type:
         case 0:
@@ -142,7 +142,7 @@ def _value(message: bytes, position: int, wire_type: int) -> tuple[int, int]:
             raise DecodeError("a group")
 
 
-def _varint(message: bytes, position: int) -> tuple[int, int]:
+def _varint(message: bytes | memoryview, position: int) -> tuple[int, int]:
     """The number at `position`, seven bits a byte, lowest first, and the position after it."""
     value = 0
     for shift, byte in enumerate(message[position : position + _LONGEST_VARINT_BYTES]):

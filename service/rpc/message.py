@@ -37,7 +37,7 @@ _MOST_US = 2**53
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Asked:
     """What a request asks for besides its pixels."""
 
     model: str
@@ -50,19 +50,19 @@ class Wanted:
     """How long the request may take, 0 without a limit of its own."""
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Wanted:
+    def from_json(cls, values: Mapping[str, Any]) -> Asked:
         """From the fields of another, as JSON brings them."""
         outputs = tuple(RequestedOutput(**one) for one in values["outputs"])
         return cls(**{**values, "outputs": outputs})
 
 
-def decode_inline(message: bytes, max_images: int) -> tuple[Images, Wanted] | None:
+def decode_inline(message: bytes | memoryview, max_images: int) -> tuple[Images, Asked] | None:
     """As `decode_message`, without copying raw images; None if that would take more than 2 ms."""
     if len(message) <= _INLINE_BYTES:
-        return decode_message(message, max_images)
+        return decode_message(bytes(message), max_images)
     parts = split(message)
     if parts is None:
-        return decode_message(message, max_images)  # says what is wrong
+        return decode_message(bytes(message), max_images)  # says what is wrong
     others, raw = parts
     if sum(map(len, others)) > _INLINE_BYTES:
         return None
@@ -75,7 +75,7 @@ def decode_inline(message: bytes, max_images: int) -> tuple[Images, Wanted] | No
     return decode_request(request, raw, max_images)
 
 
-def decode_message(message: bytes, max_images: int) -> tuple[Images, Wanted]:
+def decode_message(message: bytes, max_images: int) -> tuple[Images, Asked]:
     """The images of a serialized request, uint8 (n, 28, 28), and what else it asks for.
 
     Raises: InvalidInput, TooLarge.
@@ -89,14 +89,14 @@ def decode_message(message: bytes, max_images: int) -> tuple[Images, Wanted]:
 @span("decode")
 def decode_request(
     request: pb.ModelInferRequest, raw: Sequence[bytes | memoryview], max_images: int
-) -> tuple[Images, Wanted]:
+) -> tuple[Images, Asked]:
     """What `decode_message` does, of a request that is parsed, and its raw_input_contents."""
     images = read_images(_inputs(request, raw), max_images)
     outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
     if len(request.id) > MAX_ID_CHARACTERS:
         raise invalid("id", shown(request.id), f"at most {MAX_ID_CHARACTERS} characters")
     model, version = request.model_name, request.model_version
-    return images, Wanted(
+    return images, Asked(
         model, version, request.id, outputs, raw=bool(raw), timeout_us=_timeout_us(request)
     )
 

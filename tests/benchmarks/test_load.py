@@ -17,6 +17,10 @@ import httpx
 import numpy as np
 import orjson
 import pytest
+from service.rpc.open_inference_pb2_grpc import (
+    GRPCInferenceServiceServicer,
+    add_GRPCInferenceServiceServicer_to_server,
+)
 
 from benchmarks.load import (
     WRONG_LABEL,
@@ -32,10 +36,6 @@ from benchmarks.load import (
 from benchmarks.load_clients import HttpConnection, KeptConnection, server_timing
 from benchmarks.load_report import summarise
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import (
-    GRPCInferenceServiceServicer,
-    add_GRPCInferenceServiceServicer_to_server,
-)
 
 CLOSED = closed_loop("http://service", connections=4, duration_s=0.1)
 OPEN = Load("http://service", "open", (Stage(200, 200, 0.1),), connections=4)

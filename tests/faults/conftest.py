@@ -8,7 +8,7 @@ from functools import partial
 import grpc
 import pytest
 
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from benchmarks.grpc_stub import Stub
 from tests.faults.checks import unharmed
 from tests.faults.clients import TIMEOUT_S
 from tests.faults.digits import WEIGHTS, Digits
@@ -69,4 +69,4 @@ def stub(served):
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
         # So that its connection is no descriptor that an experiment leaves open.
         grpc.channel_ready_future(channel).result(TIMEOUT_S)
-        yield GRPCInferenceServiceStub(channel)
+        yield Stub(channel)

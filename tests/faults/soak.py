@@ -32,7 +32,7 @@ import grpc
 import numpy as np
 from PIL import Image
 
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from benchmarks.grpc_stub import Stub
 from tests.faults.checks import (
     NO_TRACE,
     decoding,
@@ -551,7 +551,7 @@ class Soak:
             (self.hurried, 0.1, 2),
         )
         async with grpc.aio.insecure_channel(target) as channel:
-            self.stub = GRPCInferenceServiceStub(channel)
+            self.stub = Stub(channel)
             await self.learn_pictures()
             began_s = time.monotonic()
             async with asyncio.TaskGroup() as group:

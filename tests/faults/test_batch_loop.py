@@ -15,8 +15,8 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.faults.checks import unharmed
 from tests.faults.clients import RAW, ROUNDING, AsyncConnection, ask, infer_request, request
 
@@ -63,7 +63,7 @@ class Clients:
     async def _run(self, requests):
         target = f"127.0.0.1:{self.service.grpc_port}"
         async with grpc.aio.insecure_channel(target) as channel:
-            stub = GRPCInferenceServiceStub(channel)
+            stub = Stub(channel)
             await asyncio.gather(
                 *(self._over_http(requests, b"Accept: " + RAW) for _ in range(4)),
                 *(self._over_http(requests, b"Accept: application/json") for _ in range(4)),

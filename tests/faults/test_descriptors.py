@@ -18,10 +18,10 @@ import grpc
 import pytest
 from PIL import Image
 
+from benchmarks.grpc_stub import Stub
 from service.descriptors import LEAST, LEAST_PER_WORKER
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.service_process import PATIENCE_S, PROGRAM
 
 
@@ -100,7 +100,7 @@ def test_everything_works_with_as_few_descriptors_as_are_asked_for(start, second
         grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel,
     ):
         assert_answering(connection)
-        assert GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest()).live
+        assert Stub(channel).ServerLive(pb.ServerLiveRequest()).live
         second_version()
         service.signal(signal.SIGHUP)
         service.wait_for("version 2 .* replaced", workers)

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import grpc
 import pytest
+from service.rpc.calls import MAX_CALLS
+from service.rpc.server import MAX_STREAMS_OF_A_CONNECTION
 
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.calls import MAX_CALLS
-from service.rpc.server import MAX_STREAMS_OF_A_CONNECTION
 from tests.faults import http2
 from tests.faults.checks import resident_bytes
 from tests.service.test_every_route import Certificates

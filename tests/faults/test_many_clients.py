@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
+from benchmarks.grpc_stub import Stub
 from tests.faults.checks import samples, total
 from tests.faults.clients import (
     RAW,
@@ -59,7 +59,7 @@ class Mix:
     async def _run(self, clients):
         target = f"127.0.0.1:{self.service.grpc_port}"
         async with grpc.aio.insecure_channel(target) as channel, asyncio.TaskGroup() as group:
-            stub = GRPCInferenceServiceStub(channel)
+            stub = Stub(channel)
             for number in range(clients):
                 group.create_task(self._over_grpc(stub) if number % 4 == 0 else self._over_http())
 
@@ -193,7 +193,7 @@ def test_one_image_and_many_are_admitted_alike_when_the_queue_is_almost_full(sta
         await asyncio.to_thread(service.wait_for, "injecting fault")
         waiting[1].writer.write(request(bytes(60 * 784)))  # of 64
         with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
+            stub = Stub(channel)
             while True:  # until the 60 are read
                 refused = await asyncio.to_thread(ask, service.port, request(bytes(64 * 784)))
                 if refused.status == 429:

@@ -12,12 +12,12 @@ from http.client import HTTPConnection
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 from prometheus_client.parser import text_string_to_metric_families
 
+from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
+from service.rpc import health_pb2
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 PATIENCE_S = 30.0
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
@@ -134,7 +134,7 @@ def test_whoever_runs_or_waits_is_answered_when_a_batch_hangs(start):
         ThreadPoolExecutor(12) as threads,
         grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
     ):
-        stub = GRPCInferenceServiceStub(channel)
+        stub = Stub(channel)
         assert stub.ServerReady(pb.ServerReadyRequest()).ready
         callers = [stack.enter_context(Caller(service)) for _ in range(11)]
         probe = stack.enter_context(Caller(service))

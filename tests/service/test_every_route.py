@@ -20,10 +20,11 @@ import time
 import grpc
 import pytest
 import trustme
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 
+from benchmarks.grpc_stub import health_stub
 from service.errors import ExitCode
+from service.rpc import health_pb2
 from service.rpc import open_inference_pb2 as pb
 from tests.service_process import grpc_call
 
@@ -231,7 +232,7 @@ def test_a_key_that_is_not_text_is_refused_and_not_logged(start):
     names = health_pb2.HealthCheckRequest(service="none")
     with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
         with pytest.raises(grpc.RpcError, match="expected one of inference") as caught:
-            health_pb2_grpc.HealthStub(channel).Check(names, timeout=10)
+            health_stub(channel).Check(names, timeout=10)
         assert "lenet" not in caught.value.details()
     service.signal()
     assert service.wait() == ExitCode.STOPPED
@@ -496,7 +497,7 @@ def test_a_stream_that_its_client_ends_is_in_the_access_log(start, tmp_path):
         next(answers)
         answers.cancel()
         ended.set()
-        watch = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest())
         next(watch)
         watch.cancel()
         until_s = time.monotonic() + 20

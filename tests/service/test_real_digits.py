@@ -10,9 +10,9 @@ import numpy as np
 import orjson
 import pytest
 
+from benchmarks.grpc_stub import Stub
 from lenet.weightfile import WeightFile
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 ROOT = Path(__file__).parents[2]
 BATCH = 500
@@ -40,7 +40,7 @@ def over_http(port, images, content_type, accept):
 
 def over_grpc(port, images):
     with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
-        stub = GRPCInferenceServiceStub(channel)
+        stub = Stub(channel)
         for start in range(0, len(images), BATCH):
             part = images[start : start + BATCH]
             tensor = pb.ModelInferRequest.InferInputTensor(

@@ -12,11 +12,11 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.grpc_stub import Stub
 from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 RELOADS = 60
 """`benchmarks/reload.py` does 1,000."""
@@ -76,7 +76,7 @@ class Callers:
             raw_input_contents=[IMAGES[start:stop].tobytes()],
         )
         with grpc.insecure_channel(f"127.0.0.1:{self.service.grpc_port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
+            stub = Stub(channel)
             while not self.over.is_set():
                 try:
                     answer = stub.ModelInfer(request)

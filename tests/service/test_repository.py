@@ -13,11 +13,11 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.grpc_stub import Stub
 from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 USER, ADMIN = "a-key-of-somebody", "a-key-of-an-administrator"
 RAW = "application/octet-stream"
@@ -63,7 +63,7 @@ class OverGrpc(Administrator):
         address = f"127.0.0.1:{self.service.grpc_port}"
         metadata = tuple(self.headers.items())
         with grpc.insecure_channel(address) as channel:
-            call = getattr(GRPCInferenceServiceStub(channel), method)
+            call = getattr(Stub(channel), method)
             try:
                 return "OK", call(request, metadata=metadata, timeout=30)
             except grpc.RpcError as exc:

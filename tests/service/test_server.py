@@ -15,13 +15,13 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.budget import Budget
 from service.errors import CannotListen, ExitCode, Unavailable
 from service.http.server import ACCEPTED_AT_ONCE, HttpServer
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from service.server import open_service
 from service.settings import Settings
 from service.signals import SAME_STOP_S, Signals
@@ -70,7 +70,7 @@ async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):
         assert len(threads()) == 2
         assert (await predict(service)).model == "tiny"
         async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc.port}") as channel:
-            stub = GRPCInferenceServiceStub(channel)
+            stub = Stub(channel)
             assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert not service.models.ready
     assert not threads()
@@ -297,7 +297,7 @@ def test_grpc_refuses_new_calls_when_http_is_still_being_answered(start):
         grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
         service.in_flight() as slow,
     ):
-        stub = GRPCInferenceServiceStub(channel)
+        stub = Stub(channel)
 
         def call_while_it_lives():
             while service.process.poll() is None:
@@ -325,7 +325,7 @@ def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
         service.in_flight() as stuck,
     ):
         call = channel.stream_unary("/inference.GRPCInferenceService/ModelInfer").future(never())
-        assert GRPCInferenceServiceStub(channel).ServerLive(pb.ServerLiveRequest()).live
+        assert Stub(channel).ServerLive(pb.ServerLiveRequest()).live
         service.signal()
         answer = received(stuck)
         assert answer.startswith("HTTP/1.1 503 ")

@@ -377,6 +377,10 @@ const MOST_PIXELS = 12e6; // The service takes a little more; telephones make mo
 
 async function take(file) {
   if (!file) return;
+  if (file.type && !file.type.startsWith("image/")) {
+    note(`${file.name} is no picture; expected PNG, JPEG, WebP, GIF or BMP`, true);
+    return;
+  }
   await attempt(async () => {
     note("Reading the picture…");
     const [type, body] = await readable(file);

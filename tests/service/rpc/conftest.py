@@ -4,28 +4,56 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import threading
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
 import grpc
 import numpy as np
 import pytest
+from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from lenet.context import Target
+from benchmarks.grpc_stub import Stub
+from lenet.context import ExecutionContext, Target
 from service.budget import Budget
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.repository import Repository
 from service.engine.versions import WeightsFolder
+from service.errors import Unavailable
+from service.http.connection import FrontDoor
+from service.http.server import HttpServer
+from service.images import Limits
 from service.images.decoders import Decoders
+from service.keys import Keys
+from service.listener import listen
 from service.metrics import Metrics
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
-from service.rpc.server import serve
+from service.rpc.infer import InferRoute
+from service.rpc.methods import methods
+from service.rpc.servicer import InferenceServicer
 
 MAX_IMAGES = 64
+
+
+class Gate:
+    """Holds batches up while it is closed."""
+
+    def __init__(self):
+        self._open = threading.Event()
+        self._open.set()
+        self.set, self.clear = self._open.set, self._open.clear
+
+    def hold(self, monkeypatch):
+        run = ExecutionContext.run
+
+        def held_run(context, images):
+            assert self._open.wait(20), "nobody opened the gate"
+            return run(context, images)
+
+        monkeypatch.setattr(ExecutionContext, "run", held_run)
 
 
 class WatchedModels(Models):
@@ -35,8 +63,7 @@ class WatchedModels(Models):
         super().__init__(*arguments)
         self.entered = asyncio.Event()
         self.left = asyncio.Event()
-        self.gate = asyncio.Event()
-        self.gate.set()
+        self.gate = Gate()
         self.error = None
         self.timeouts_s = []
 
@@ -54,17 +81,22 @@ class WatchedBatcher:
     def __getattr__(self, name):
         return getattr(self._batcher, name)
 
-    async def submit(self, images, timeout_s):
+    def enqueue(self, images, deadline_s, on_answer):
         models = self._models
-        models.timeouts_s.append(timeout_s)
+        models.timeouts_s.append(deadline_s - asyncio.get_running_loop().time())
         models.entered.set()
-        try:
-            await models.gate.wait()
-            if models.error is not None:
-                raise models.error
-            return await self._batcher.submit(images, timeout_s)
-        finally:
+        if models.error is not None:
+            raise models.error
+
+        def answered(request, error):
             models.left.set()
+            on_answer(request, error)
+
+        return self._batcher.enqueue(images, deadline_s, answered)
+
+    def cancel(self, request):
+        self._models.left.set()
+        self._batcher.cancel(request)
 
 
 class House:
@@ -73,6 +105,7 @@ class House:
     def __init__(self, models, metrics, registry, decoders, timeout_s):
         self.models = models
         self.decoders = decoders
+        self.deadlines = Deadlines()
         self.timeout_s = timeout_s
         self.budget = Budget(1 << 22)
         self.metrics = metrics
@@ -101,36 +134,72 @@ class House:
             and sample.labels["protocol"] == "grpc"
         }
 
-    def serve(self, **changes):
+    @asynccontextmanager
+    async def serve(self, **changes) -> AsyncIterator[Server]:
+        """A server on a port of its own; its `port`, and `stop(timeout_s)`."""
         options = {
-            "host": "127.0.0.1",
-            "port": 0,
-            "shared": False,
             "max_body_bytes": 1 << 20,
             "max_images": MAX_IMAGES,
-            "max_connections": 1000,
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
+            "keys": Keys(),
+            **changes,
         }
-        repository = Repository(self.models)
-        parts = self.models, repository, self.metrics, self.decoders, self.budget
-        return serve(*parts, **{**options, **changes})
+        route = InferRoute(
+            self.models,
+            self.metrics,
+            Limits(options["max_images"]),
+            options["max_body_bytes"],
+            self.budget,
+            self.decoders,
+            self.deadlines,
+            options["timeout_s"],
+        )
+        servicer = InferenceServicer(
+            self.models, Repository(self.models), self.metrics, options["max_images"]
+        )
+        found = methods(route, servicer, self.models, options["keys"])
+        door = FrontDoor({}, self.budget, methods=found)
+        server = Server(door, options["stop_timeout_s"])
+        (listener,) = listen("127.0.0.1", 0, shared=False)
+        with listener:
+            listener.listen()
+            server.port = listener.getsockname()[1]
+            server.serving = asyncio.create_task(server.serve([listener]))
+            try:
+                yield server
+            finally:
+                await server.stop(options["stop_timeout_s"])
 
     @asynccontextmanager
-    async def connect(self, **changes) -> AsyncIterator[GRPCInferenceServiceStub]:
+    async def connect(self, **changes) -> AsyncIterator[Stub]:
         """A client of a server of its own; `stub.channel` and `stub.port` go with it."""
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(self.serve(**changes))
             channel = await stack.enter_async_context(
                 grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
             )
-            stub = GRPCInferenceServiceStub(channel)
+            stub = Stub(channel)
             stub.channel, stub.server, stub.port = channel, server, server.port
             yield stub
 
 
+class Server(HttpServer):
+    """The real one without an application, which says where it is."""
+
+    def __init__(self, door, stop_timeout_s):
+        super().__init__(FastAPI(), door, stop_timeout_s)
+
+    async def stop(self, timeout_s):
+        self._door.stop()
+        self.should_exit = True
+        await asyncio.wait((self.serving,), timeout=timeout_s)
+        self._door.give_up(Unavailable("the service stopped before the answer"))
+        await self.serving
+
+
 @pytest.fixture
-def open_house(tmp_path, tiny, random_weights):
+def open_house(tmp_path, tiny, random_weights, monkeypatch):
     """`open_house(timeout_s=30.0, max_queue_rows=256)` serves the models tiny and mlp."""
 
     @asynccontextmanager
@@ -152,6 +221,7 @@ def open_house(tmp_path, tiny, random_weights):
         parts = folder, versions, "tiny", config, metrics, Deadlines()
         async with WatchedModels(*parts) as models:
             models.ready = True
+            models.gate.hold(monkeypatch)
             with Decoders(metrics, 2, 320 << 20) as decoders:
                 yield House(models, metrics, registry, decoders, timeout_s)
 

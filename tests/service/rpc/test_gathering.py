@@ -2,9 +2,9 @@ import asyncio
 import time
 
 import pytest
+from service.rpc.gathering import Gathering
 
 from service.rpc import gathering
-from service.rpc.gathering import Gathering
 
 
 class Call:

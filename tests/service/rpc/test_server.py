@@ -8,12 +8,11 @@ from contextlib import AsyncExitStack
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2
 
+from benchmarks.grpc_stub import Stub
 from service.errors import CannotListen
+from service.rpc import health_pb2, server
 from service.rpc import open_inference_pb2 as pb
-from service.rpc import server
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 from tests.service_process import grpc_call
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -117,7 +116,7 @@ async def test_a_running_call_is_answered_when_the_server_stops(house, raw_reque
         opened = AsyncExitStack()
         port = (await opened.enter_async_context(house.serve())).port
         stubs = [
-            GRPCInferenceServiceStub(
+            Stub(
                 await clients.enter_async_context(
                     grpc.aio.insecure_channel(
                         f"127.0.0.1:{port}", (("grpc.use_local_subchannel_pool", 1),)
@@ -146,7 +145,7 @@ async def test_a_path_that_is_not_text_stops_nothing(house, raw_request, caplog)
         async def new_stub():
             address = f"127.0.0.1:{server.port}"
             channel = await clients.enter_async_context(grpc.aio.insecure_channel(address, options))
-            return GRPCInferenceServiceStub(channel)
+            return Stub(channel)
 
         house.models.gate.clear()
         running = (await new_stub()).ModelInfer(raw_request())
@@ -180,7 +179,7 @@ async def test_a_stuck_call_is_cut_off_when_the_stop_takes_too_long(house, raw_r
     async with AsyncExitStack() as clients:
         async with house.serve(stop_timeout_s=0.05) as server:
             channel = grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
-            stub = GRPCInferenceServiceStub(await clients.enter_async_context(channel))
+            stub = Stub(await clients.enter_async_context(channel))
             call = stub.ModelInfer(raw_request())
             await asyncio.wait_for(house.models.entered.wait(), 5)
         with pytest.raises(grpc.aio.AioRpcError) as caught:

@@ -10,11 +10,11 @@ import grpc
 import numpy as np
 import pytest
 
+from benchmarks.grpc_stub import Stub
 from service import allocator
 from service.keys import Keys
 from service.rpc import calls, servicer
 from service.rpc import open_inference_pb2 as pb
-from service.rpc.open_inference_pb2_grpc import GRPCInferenceServiceStub
 
 
 def probabilities(answer):
@@ -164,7 +164,7 @@ async def test_a_client_that_does_not_read_loses_its_stream_to_another(
 
     async with house.connect() as stub, AsyncExitStack() as stack:
         deaf, other = [
-            GRPCInferenceServiceStub(
+            Stub(
                 await stack.enter_async_context(
                     grpc.aio.insecure_channel(f"127.0.0.1:{stub.port}", windows)
                 )

@@ -8,14 +8,15 @@ import grpc
 import pytest
 from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import (
     ProtoReflectionDescriptorDatabase,
 )
-
-from service.errors import ExitCode
 from service.rpc.calls import MAX_STREAMS
+
+from benchmarks.grpc_stub import health_stub
+from service.errors import ExitCode
+from service.rpc import health_pb2
 
 SERVICE = "inference.GRPCInferenceService"
 Status = health_pb2.HealthCheckResponse.ServingStatus
@@ -72,7 +73,7 @@ async def test_reflection_answers_in_both_versions_and_says_what_is_unknown(star
 async def test_watchers_hear_of_each_change_also_when_others_leave(start):
     service = start("--grace-s", "3").ready()
     async with channel(service) as found:
-        stub = health_pb2_grpc.HealthStub(found)
+        stub = health_stub(found)
         names = ("", SERVICE, "lenet", "lenet", "nothing")
         watches = [stub.Watch(health_pb2.HealthCheckRequest(service=name)) for name in names]
         expected = ["SERVING"] * 4 + ["SERVICE_UNKNOWN"]
@@ -86,7 +87,7 @@ async def test_watchers_hear_of_each_change_also_when_others_leave(start):
 async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(start):
     service = start("--drain-timeout-s", "20").ready()
     async with channel(service) as found:
-        watch = health_pb2_grpc.HealthStub(found).Watch(health_pb2.HealthCheckRequest())
+        watch = health_stub(found).Watch(health_pb2.HealthCheckRequest())
         assert await next_status(watch) == "SERVING"
         service.signal()
         assert await asyncio.wait_for(watch.code(), 10) is grpc.StatusCode.UNAVAILABLE
@@ -98,7 +99,7 @@ async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(start):
 async def test_streams_are_bounded_and_leave_room_for_calls(start):
     service = start().ready()
     async with channel(service) as found:
-        stub = health_pb2_grpc.HealthStub(found)
+        stub = health_stub(found)
         request = health_pb2.HealthCheckRequest()
         watches = [stub.Watch(request) for _ in range(MAX_STREAMS)]
         for watch in watches:

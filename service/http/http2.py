@@ -1,0 +1,861 @@
+"""The server's side of an HTTP/2 connection (RFC 9113): bytes in, calls of a handler and bytes out.
+
+No socket, clock or event loop. `Http2.receive` parses what a client sent and calls its `Handler`;
+what is to be sent collects in `Http2.out`.
+
+Header blocks are decoded by the package hpack. The client is asked for a table of size 0, so that
+a block means the same on every connection: equal blocks are decoded once, see `Http2.known`. Our
+own header blocks hold literals alone and need no table either.
+
+    client                          server
+    HEADERS (+ CONTINUATION) --->   Handler.opened(stream, head, end)
+    DATA ... DATA            --->   Handler.received(stream, data, end)    taken() opens its window
+    RST_STREAM               --->   Handler.cancelled(stream)
+                             <---   headers(), write(), trailers() or reset()
+
+What is wrong with a stream resets the stream. What is wrong with the connection ends it: GOAWAY is
+written, and `failed` is set. What costs the server work without a request that gets its answer
+(PING, SETTINGS, resets, empty frames, large new header blocks) takes `_credit`, which answers and
+`refill` give back; without credit the connection ends with ENHANCE_YOUR_CALM.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from enum import IntEnum
+from struct import Struct
+from typing import Any, Protocol, TypeAlias
+
+from hpack import Decoder, HPACKError, OversizedHeaderListError
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+"""The first bytes of a client."""
+
+MAX_STREAMS = 200
+"""Requests of a connection that are open at a time. Clients wait with further ones."""
+
+FRAME_BYTES = 256 * 1024
+"""The largest frame that is received. A DATA frame is handed on as it arrives."""
+
+STREAM_WINDOW = 64 * 1024 - 1
+"""What a client may send of a request before any of it is taken."""
+
+GROWN_WINDOW = 1024 * 1024
+"""The same, once a part of the request is taken: a round trip then brings up to so much."""
+
+CONNECTION_WINDOW = 1024 * 1024
+"""What a client may send on all its requests together beyond what is taken."""
+
+MAX_HEADER_BYTES = 16 * 1024
+"""A header list of more, counted as RFC 9113, 6.5.2 does, is refused."""
+
+_MOST_HEADER_BYTES = 2 * MAX_HEADER_BYTES
+"""A header block or list of more ends the connection: it is not decoded to its end."""
+
+_CONTROL_BYTES = 16 * 1024
+"""The largest frame of settings."""
+
+_CREDIT = 1000
+_REFILL = 50
+_FREE_BLOCK_BYTES = 1024
+"""Header blocks up to this size cost no credit; others one for each so many bytes."""
+_TINY_BYTES = 16
+"""DATA frames below this size cost credit unless they end the request."""
+
+_FRAMES_AT_ONCE = 256
+_NEW_BLOCK_BYTES_AT_ONCE = 4096
+"""What one call of `receive` handles: 1 ms of work. Other connections come in between."""
+
+_KNOWN_BLOCKS = 512
+_KNOWN_BLOCK_BYTES = 2048
+_RESET_STREAMS = 256
+"""How many streams that were reset are remembered: frames for them may be on their way."""
+
+_MOST_WINDOW = 2**31 - 1
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
+CONTINUATION = 9
+END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 0x1, 0x1, 0x4, 0x8, 0x20
+_ENDS = END_HEADERS | END_STREAM
+TABLE_SIZE, ENABLE_PUSH, STREAMS, INITIAL_WINDOW, FRAME_SIZE, HEADER_LIST = range(1, 7)
+
+_FRAME = Struct(">HBBBI")  # length in two parts, type, flags, stream
+_SETTING = Struct(">HI")
+_WORD = Struct(">I")
+
+Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
+
+
+class ErrorCode(IntEnum):
+    """RFC 9113, 7."""
+
+    NO_ERROR = 0
+    PROTOCOL_ERROR = 1
+    INTERNAL_ERROR = 2
+    FLOW_CONTROL_ERROR = 3
+    SETTINGS_TIMEOUT = 4
+    STREAM_CLOSED = 5
+    FRAME_SIZE_ERROR = 6
+    REFUSED_STREAM = 7
+    CANCEL = 8
+    COMPRESSION_ERROR = 9
+    CONNECT_ERROR = 10
+    ENHANCE_YOUR_CALM = 11
+
+
+class ConnectionFault(Exception):
+    """What the client sent ends the connection."""
+
+    def __init__(self, code: ErrorCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code, self.reason = code, reason
+
+
+class Malformed(Exception):
+    """The header fields of a request break the rules of RFC 9113, 8."""
+
+
+class Head(Protocol):
+    """A checked header section, see `Handler.read`."""
+
+    length: int | None
+    """Of the body, as announced."""
+    once: bool
+    """Whether it is not worth being remembered."""
+
+
+class Stream:
+    """One request and its answer. `exchange` is the handler's."""
+
+    __slots__ = (
+        "buffered",
+        "end",
+        "exchange",
+        "left",
+        "number",
+        "receive_window",
+        "receiving",
+        "send_window",
+        "sending",
+        "taken",
+        "unsent",
+        "window",
+    )
+
+    def __init__(self, number: int, send_window: int, left: int | None) -> None:
+        self.number = number
+        self.exchange: Any = None
+        self.receiving = self.sending = True
+        self.left = left
+        """What has to come of a body of announced length."""
+        self.receive_window = self.window = STREAM_WINDOW
+        self.buffered = 0
+        """Received, and not taken."""
+        self.taken = 0
+        """Taken, and not given back to the client's window."""
+        self.send_window = send_window
+        self.unsent: deque[memoryview] = deque()
+        """What the client's windows have no room for."""
+        self.end: bytes | None = None
+        """What ends the answer behind `unsent`: trailers, or nothing more."""
+
+    @property
+    def unsent_bytes(self) -> int:
+        """Bytes of the answer that wait for the client's windows."""
+        return sum(map(len, self.unsent))
+
+
+class Handler(Protocol):
+    """What `Http2` calls."""
+
+    def read(self, fields: Fields) -> Head:
+        """Check the fields of a request. Raises: Malformed."""
+        ...
+
+    def opened(self, stream: Stream, head: Any, end: bool) -> None:
+        """A request; `end`: it has no body."""
+        ...
+
+    def received(self, stream: Stream, data: bytes, end: bool) -> None:
+        """A piece of its body, to be taken by `Http2.taken`; `end`: the last."""
+        ...
+
+    def cancelled(self, stream: Stream) -> None:
+        """The client wants no answer any more, or the request broke the rules."""
+        ...
+
+    def sent(self, stream: Stream) -> None:
+        """The client's windows have taken all that was written."""
+        ...
+
+    def output(self) -> None:
+        """`Http2.out` was empty, and is not any more."""
+        ...
+
+
+class Http2:
+    """The state of one connection.
+
+    Args:
+        handler: gets requests.
+        known: heads by header block, shared by connections whose `Handler.read` is the same.
+    """
+
+    def __init__(self, handler: Handler, known: dict[bytes, Any]) -> None:
+        self._handler, self.known = handler, known
+        self.out: list[bytes] = []
+        self.streams: dict[int, Stream] = {}
+        self.failed: ConnectionFault | None = None
+        self.opening = True
+        """Whether the client's preface and first SETTINGS are not complete."""
+        self.in_block = False
+        """Whether a header block is not complete."""
+        self.pings = 0
+        """Acknowledged by the client."""
+        self.blocked: dict[int, Stream] = {}
+        """Streams that wait for the client's windows, the one that waits longest first."""
+        self.unsent_bytes = 0
+        """Bytes of all answers that wait for the client's windows."""
+        self._last = 0
+        """The highest number of a stream that the client opened."""
+        self._final: int | None = None
+        """The last stream that is answered, once the second GOAWAY is written."""
+        self._buffer = b""
+        self._position = 0
+        self._skip = 0
+        self._data: tuple[Stream | None, int, int, bool] | None = None
+        """The DATA frame that is arriving: stream, bytes left, padding behind, whether it ends."""
+        self._block: list[bytes] = []
+        self._block_bytes = self._block_stream = 0
+        self._block_ends = False
+        self._new_block_bytes = 0
+        self._decoder = Decoder(_MOST_HEADER_BYTES)
+        self._table_is_empty = False
+        self._receive_window = CONNECTION_WINDOW
+        self._taken = 0
+        self._send_window = 65_535
+        self._initial_window = 65_535
+        self._frame_bytes = 16_384
+        self._credit = _CREDIT
+        self._reset: dict[int, bool] = {}
+        """Streams that were reset lately; whether by the client."""
+        self._settings_sent = 1
+        settings = (
+            (TABLE_SIZE, 0),
+            (STREAMS, MAX_STREAMS),
+            (INITIAL_WINDOW, STREAM_WINDOW),
+            (FRAME_SIZE, FRAME_BYTES),
+            (HEADER_LIST, MAX_HEADER_BYTES),
+        )
+        self._write(_frame(SETTINGS, 0, 0, b"".join(_SETTING.pack(*one) for one in settings)))
+        self._write(_window_update(0, CONNECTION_WINDOW - 65_535))
+
+    # Bytes of the client.
+
+    def receive(self, data: bytes) -> bool:
+        """Parse `data`; whether to call again with nothing, before more is read."""
+        if self._position < len(self._buffer):
+            data = self._buffer[self._position :] + data
+        self._buffer, self._position = data, 0
+        if self.failed is not None:
+            return False
+        try:
+            return self._parse()
+        except ConnectionFault as exc:
+            self._fail(exc)
+            return False
+
+    def _fail(self, fault: ConnectionFault) -> None:
+        self.failed = fault
+        self._buffer = b""
+        reason = fault.reason.encode("ascii", "replace")
+        payload = _WORD.pack(self._last) + _WORD.pack(fault.code) + reason
+        self._write(_frame(GOAWAY, 0, 0, payload))
+
+    def _parse(self) -> bool:
+        if self.opening and not self._greet():
+            return False
+        data, size = self._buffer, len(self._buffer)
+        position = self._position
+        frames = _FRAMES_AT_ONCE
+        self._new_block_bytes = 0
+        while True:
+            if self._data is not None:
+                position = self._receive_data(data, position)
+            if self._skip:
+                skipped = min(self._skip, size - position)
+                self._skip -= skipped
+                position += skipped
+            if size - position < 9:
+                break
+            frames -= 1
+            if not frames or self._new_block_bytes > _NEW_BLOCK_BYTES_AT_ONCE:
+                self._position = position
+                return True
+            high, low, kind, flags, number = _FRAME.unpack_from(data, position)
+            length, number = high << 8 | low, number & _MOST_WINDOW
+            if length > FRAME_BYTES:
+                expected = f"at most {FRAME_BYTES}"
+                raise _size_error(f"a frame of {length} bytes, expected {expected}")
+            if self.in_block and (kind != CONTINUATION or number != self._block_stream):
+                raise _protocol_error("a frame within a header block")
+            if kind == DATA:
+                if length and flags & PADDED and size - position < 10:
+                    break
+                position = self._begin_data(data, position + 9, flags, number, length)
+                continue
+            if kind > CONTINUATION or kind in (PRIORITY, GOAWAY):
+                self._ignore(kind, number, length)
+                self._skip, position = length, position + 9
+                continue
+            if length > (most := _MOST_BYTES.get(kind, _MOST_HEADER_BYTES)):
+                if kind in (HEADERS, CONTINUATION):
+                    raise _too_much(f"a header block of {length} bytes, expected at most {most}")
+                raise _size_error(f"a frame of {length} bytes, expected at most {most}")
+            end = position + 9 + length
+            if end > size:
+                break
+            payload = data[position + 9 : end]
+            position = end
+            if kind == HEADERS:
+                self._headers(flags, number, payload)
+            elif kind == WINDOW_UPDATE:
+                self._window_update(number, payload)
+            elif kind == RST_STREAM:
+                self._client_reset(number, payload)
+            elif kind == CONTINUATION:
+                self._continuation(flags, number, payload)
+            elif kind == SETTINGS:
+                self._settings(flags, number, payload)
+            elif kind == PING:
+                self._ping(flags, number, payload)
+            else:
+                raise _protocol_error("PUSH_PROMISE from a client")
+        self._position = position
+        if position == size:
+            self._buffer, self._position = b"", 0
+        return False
+
+    def _greet(self) -> bool:
+        """Whether the preface and the head of a SETTINGS frame are there."""
+        data = self._buffer
+        if not PREFACE.startswith(data[: len(PREFACE)]):
+            raise _protocol_error("expected the preface of HTTP/2")
+        start = len(PREFACE)
+        if len(data) < start + 9:
+            return False
+        *_, kind, flags, _ = _FRAME.unpack_from(data, start)
+        if kind != SETTINGS or flags & ACK:
+            raise _protocol_error("expected SETTINGS as the first frame")
+        self.opening = False
+        self._position = start
+        return True
+
+    def _spend(self, credit: int = 1) -> None:
+        self._credit -= credit
+        if self._credit < 0:
+            raise _too_much("more frames without a request than a client needs")
+
+    def refill(self) -> None:
+        """To be called about once a second."""
+        self._credit = min(_CREDIT, self._credit + _REFILL)
+
+    def _ignore(self, kind: int, number: int, length: int) -> None:
+        self._spend()
+        if kind == PRIORITY and not number:
+            raise _protocol_error("PRIORITY on stream 0")
+        if kind == PRIORITY and length != 5:
+            if number not in self.streams:
+                raise _size_error("a PRIORITY frame without 5 bytes")
+            self._break(self.streams[number], ErrorCode.FRAME_SIZE_ERROR)
+        if kind == GOAWAY and number:
+            raise _protocol_error("GOAWAY on a stream")
+        if kind == GOAWAY and length < 8:
+            raise _size_error("GOAWAY of less than 8 bytes")
+
+    # DATA
+
+    def _begin_data(self, data: bytes, start: int, flags: int, number: int, length: int) -> int:
+        if not number:
+            raise _protocol_error("DATA on stream 0")
+        self._receive_window -= length
+        if self._receive_window < 0:
+            raise ConnectionFault(
+                ErrorCode.FLOW_CONTROL_ERROR, "more DATA than the connection's window"
+            )
+        padding, size = 0, length
+        if flags & PADDED:
+            if not length or data[start] >= length:
+                raise _protocol_error("padding as long as its frame")
+            padding = data[start]
+            size, start = length - 1 - padding, start + 1
+            self._spend()
+        stream = self.streams.get(number)
+        if stream is None or not stream.receiving:
+            self._check_closed(number)  # reset here: what is on its way is dropped
+            stream = None
+        elif length > stream.receive_window:
+            self._break(stream, ErrorCode.FLOW_CONTROL_ERROR)
+            stream = None
+        end = bool(flags & END_STREAM)
+        if stream is not None:
+            stream.receive_window -= length
+            stream.buffered += size
+            if size < _TINY_BYTES and not end:
+                self._spend()
+        self._give_back(length - size if stream is not None else length)
+        self._data = stream, size, padding, end
+        return self._receive_data(data, start) if start < len(data) or not size else start
+
+    def _receive_data(self, data: bytes, start: int) -> int:
+        assert self._data is not None, "bug: no DATA frame"
+        stream, left, padding, end = self._data
+        size = min(left, len(data) - start)
+        left -= size
+        if left:
+            self._data = stream, left, padding, end
+        else:
+            self._data, self._skip = None, padding
+        if stream is None or not stream.receiving:
+            return start + size
+        last = end and not left
+        if stream.left is not None:
+            stream.left -= size
+            if stream.left < 0 or (last and stream.left):
+                self._break(stream, ErrorCode.PROTOCOL_ERROR)
+                return start + size
+        if last:
+            stream.receiving = False
+        if size or last:
+            piece = data if size == len(data) else data[start : start + size]
+            self._handler.received(stream, piece, last)
+        return start + size
+
+    def taken(self, stream: Stream, size: int, more: bool = True) -> None:
+        """The handler has no more use for `size` bytes of the body; `more` may come if so said."""
+        stream.buffered -= size
+        self._give_back(size)
+        if not (stream.receiving and more):
+            return
+        stream.taken += size
+        if stream.window < GROWN_WINDOW:
+            stream.taken += GROWN_WINDOW - stream.window
+            stream.window = GROWN_WINDOW
+        if 2 * stream.taken >= stream.window or stream.receive_window < STREAM_WINDOW // 2:
+            self._write(_window_update(stream.number, stream.taken))
+            stream.receive_window += stream.taken
+            stream.taken = 0
+
+    def _give_back(self, size: int) -> None:
+        self._taken += size
+        if 2 * self._taken >= CONNECTION_WINDOW:
+            self._write(_window_update(0, self._taken))
+            self._receive_window += self._taken
+            self._taken = 0
+
+    # HEADERS
+
+    def _headers(self, flags: int, number: int, payload: bytes) -> None:
+        if not number:
+            raise _protocol_error("HEADERS on stream 0")
+        if flags & (PADDED | PRIORITIZED):
+            start = (1 if flags & PADDED else 0) + (5 if flags & PRIORITIZED else 0)
+            if len(payload) < start:
+                raise _size_error("HEADERS shorter than its fields")
+            padding = payload[0] if flags & PADDED else 0
+            if start + padding > len(payload):
+                raise _protocol_error("padding as long as its frame")
+            payload = payload[start : len(payload) - padding]
+        ends = bool(flags & END_STREAM)
+        if flags & END_HEADERS:
+            self._request(number, ends, payload)
+            return
+        self.in_block, self._block_stream, self._block_ends = True, number, ends
+        self._block, self._block_bytes = [payload], len(payload)
+
+    def _continuation(self, flags: int, number: int, payload: bytes) -> None:
+        if not self.in_block:
+            raise _protocol_error("CONTINUATION without HEADERS")
+        self._spend()
+        self._block.append(payload)
+        self._block_bytes += len(payload)
+        if self._block_bytes > _MOST_HEADER_BYTES:
+            raise _too_much(f"a header block of more than {_MOST_HEADER_BYTES} bytes")
+        if flags & END_HEADERS:
+            self.in_block = False
+            block, self._block = b"".join(self._block), []
+            self._request(number, self._block_ends, block)
+
+    def _request(self, number: int, ends: bool, block: bytes) -> None:
+        stream = self.streams.get(number)
+        if stream is not None or number <= self._last or not number & 1:
+            self._other_headers(stream, number, ends, block)
+            return
+        head = self.known.get(block) if self._table_is_empty else None
+        if head is None:
+            fields = self._decode(block)
+            try:
+                head = self._handler.read(fields)
+            except Malformed:
+                self._last = number
+                self._spend()
+                self._write_reset(number, ErrorCode.PROTOCOL_ERROR)
+                return
+            if self._table_is_empty and len(block) <= _KNOWN_BLOCK_BYTES and not head.once:
+                if len(self.known) >= _KNOWN_BLOCKS:
+                    self.known.clear()
+                self.known[block] = head
+        self._last = number
+        if self._final is not None:
+            return  # the client has not read of it yet, and asks elsewhere
+        if len(self.streams) >= MAX_STREAMS:
+            self._spend()
+            self._write_reset(number, ErrorCode.REFUSED_STREAM)
+            return
+        if ends and head.length:
+            self._spend()
+            self._write_reset(number, ErrorCode.PROTOCOL_ERROR)
+            return
+        stream = self.streams[number] = Stream(number, self._initial_window, head.length)
+        stream.receiving = not ends
+        self._handler.opened(stream, head, ends)
+
+    def _other_headers(self, stream: Stream | None, number: int, ends: bool, block: bytes) -> None:
+        """Trailers, or headers where none may be."""
+        if not number & 1:
+            raise _protocol_error("an even stream, which only a server opens")
+        if stream is None or not stream.receiving:
+            self._check_closed(number)
+            self._decode(block)  # on its way when the stream was reset
+            return
+        fields = self._decode(block)
+        if not ends or any(name.startswith(b":") for name, _ in fields) or stream.left:
+            self._break(stream, ErrorCode.PROTOCOL_ERROR)
+            return
+        stream.receiving = False
+        self._handler.received(stream, b"", True)
+
+    def _decode(self, block: bytes) -> Fields:
+        if len(block) > _FREE_BLOCK_BYTES:
+            self._spend(len(block) // _FREE_BLOCK_BYTES)
+        self._new_block_bytes += len(block)
+        try:
+            fields: Fields = list(self._decoder.decode(block, raw=True))
+        except OversizedHeaderListError:
+            raise _too_much(f"headers of more than {_MOST_HEADER_BYTES} bytes") from None
+        except (HPACKError, IndexError) as exc:
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, str(exc)) from exc
+        self._table_is_empty = not self._decoder.header_table_size
+        return fields
+
+    def _check_closed(self, number: int) -> None:
+        """Raises: ConnectionFault, unless the stream was reset here."""
+        if number > self._last or not number & 1:
+            raise _protocol_error(f"a frame on stream {number}, which is idle")
+        by_client = self._reset.get(number)
+        if by_client:
+            self._spend()
+            self._write_reset(number, ErrorCode.STREAM_CLOSED)
+        elif by_client is None and (self._final is None or number <= self._final):
+            raise ConnectionFault(
+                ErrorCode.STREAM_CLOSED, f"a frame on stream {number}, which is closed"
+            )
+
+    # Other frames
+
+    def _client_reset(self, number: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise _size_error("RST_STREAM without 4 bytes")
+        if not number or number > self._last:
+            raise _protocol_error(f"RST_STREAM on stream {number}, which is idle")
+        self._spend()
+        if (stream := self.streams.get(number)) is not None:
+            self._forget(stream)
+            self._remember_reset(number, True)
+            self._handler.cancelled(stream)
+
+    def _settings(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise _protocol_error("SETTINGS on a stream")
+        if flags & ACK:
+            if payload:
+                raise _size_error("an acknowledgement with settings")
+            if self._settings_sent:
+                self._settings_sent = 0
+                self._decoder.max_allowed_table_size = 0
+            else:
+                self._spend()
+            return
+        if len(payload) % 6:
+            raise _size_error("SETTINGS of a length that 6 does not divide")
+        self._spend(1 + len(payload) // 64)
+        for name, value in _SETTING.iter_unpack(payload):
+            if name == ENABLE_PUSH and value > 1:
+                raise _protocol_error("ENABLE_PUSH is neither 0 nor 1")
+            if name == FRAME_SIZE:
+                if not 16_384 <= value < 1 << 24:
+                    raise _protocol_error("MAX_FRAME_SIZE is not 16384 to 16777215")
+                self._frame_bytes = min(value, FRAME_BYTES)
+            elif name == INITIAL_WINDOW:
+                self._set_initial_window(value)
+        self._write(_frame(SETTINGS, ACK, 0))
+        self._send_more()
+
+    def _set_initial_window(self, size: int) -> None:
+        if size > _MOST_WINDOW:
+            raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
+        more, self._initial_window = size - self._initial_window, size
+        for stream in self.streams.values():
+            stream.send_window += more
+            if stream.send_window > _MOST_WINDOW:
+                raise _window_error("a window over 2^31-1")
+
+    def _ping(self, flags: int, number: int, payload: bytes) -> None:
+        if number:
+            raise _protocol_error("PING on a stream")
+        if len(payload) != 8:
+            raise _size_error("PING without 8 bytes")
+        if flags & ACK:
+            self.pings += 1
+        else:
+            self._write(_frame(PING, ACK, 0, payload))
+        self._spend()
+
+    def _window_update(self, number: int, payload: bytes) -> None:
+        if len(payload) != 4:
+            raise _size_error("WINDOW_UPDATE without 4 bytes")
+        more = _WORD.unpack(payload)[0] & _MOST_WINDOW
+        if not number:
+            if not more:
+                raise _protocol_error("WINDOW_UPDATE by 0")
+            self._send_window += more
+            if self._send_window > _MOST_WINDOW:
+                raise _window_error("a window over 2^31-1")
+            self._spend_update(more)
+            self._send_more()
+            return
+        if number > self._last or not number & 1:
+            raise _protocol_error(f"WINDOW_UPDATE on stream {number}, which is idle")
+        self._spend_update(more)
+        stream = self.streams.get(number)
+        if stream is None:
+            return
+        stream.send_window += more
+        if not more or stream.send_window > _MOST_WINDOW:
+            code = ErrorCode.FLOW_CONTROL_ERROR if more else ErrorCode.PROTOCOL_ERROR
+            self._break(stream, code)
+        elif stream.unsent:
+            self.blocked.pop(number, None)
+            self._go_on(stream)
+
+    def _spend_update(self, more: int) -> None:
+        """An honest client gives back what it has read, and not byte by byte."""
+        if more < _TINY_BYTES:
+            self._spend()
+
+    # What is sent.
+
+    def headers(self, stream: Stream, block: bytes, end: bool = False) -> None:
+        """Begin the answer with a header block; `end`: it is all of it."""
+        self._write(_frame(HEADERS, END_HEADERS | end, stream.number, block))
+        if end:
+            self._close(stream)
+
+    def answer(self, stream: Stream, block: bytes, body: bytes, trailers: bytes | None) -> None:
+        """A whole answer: header block, body, and trailers unless None."""
+        number, size = stream.number, len(body)
+        if size > min(stream.send_window, self._send_window, self._frame_bytes):
+            self.headers(stream, block)
+            self.write(stream, (body,))
+            self.finish(stream, trailers)
+            return
+        self._send_window -= size
+        ends = END_STREAM if trailers is None else 0
+        begin = _FRAME.pack(len(block) >> 8, len(block) & 255, HEADERS, END_HEADERS, number)
+        middle = _FRAME.pack(size >> 8, size & 255, DATA, ends, number)
+        end = b"" if trailers is None else _frame(HEADERS, _ENDS, number, trailers)
+        self._write(b"".join((begin, block, middle, body, end)))
+        self._close(stream)
+
+    def write(self, stream: Stream, pieces: Iterable[bytes]) -> None:
+        """The next pieces of the answer's body. What the windows have no room for waits."""
+        for piece in pieces:
+            if piece:
+                stream.unsent.append(memoryview(piece))
+                self.unsent_bytes += len(piece)
+        if stream.unsent and stream.number not in self.blocked:
+            self._send(stream)
+
+    def finish(self, stream: Stream, trailers: bytes | None = None) -> None:
+        """End the answer, with a block of trailers unless None."""
+        stream.end = b"" if trailers is None else trailers
+        if not stream.unsent:
+            self._end(stream)
+
+    def reset(self, stream: Stream, code: ErrorCode) -> None:
+        """Give the stream up."""
+        if stream.number in self.streams:
+            self._write_reset(stream.number, code)
+            self._forget(stream)
+
+    def _send(self, stream: Stream) -> None:
+        """Send what the windows have room for."""
+        unsent = stream.unsent
+        while unsent:
+            piece = unsent[0]
+            size = min(len(piece), stream.send_window, self._send_window, self._frame_bytes)
+            if size <= 0:
+                self.blocked[stream.number] = stream
+                return
+            ends = size == len(piece) and len(unsent) == 1 and stream.end == b""
+            self._write(_frame(DATA, END_STREAM * ends, stream.number, bytes(piece[:size])))
+            stream.send_window -= size
+            self._send_window -= size
+            self.unsent_bytes -= size
+            if size == len(piece):
+                unsent.popleft()
+            else:
+                unsent[0] = piece[size:]
+            if ends:
+                self._close(stream)
+                return
+        if stream.end is not None:
+            self._end(stream)
+
+    def _end(self, stream: Stream) -> None:
+        if stream.end:
+            self._write(_frame(HEADERS, _ENDS, stream.number, stream.end))
+        else:
+            self._write(_frame(DATA, END_STREAM, stream.number))
+        self._close(stream)
+
+    def _send_more(self) -> None:
+        """The client's windows have grown: go on with the streams that wait."""
+        blocked, self.blocked = self.blocked, {}
+        for stream in blocked.values():
+            if self._send_window <= 0 and stream.send_window > 0:
+                self.blocked[stream.number] = stream
+            else:
+                self._go_on(stream)
+
+    def _go_on(self, stream: Stream) -> None:
+        self._send(stream)
+        if not stream.unsent:
+            self._handler.sent(stream)
+
+    def _close(self, stream: Stream) -> None:
+        """The answer is complete."""
+        self._credit = min(_CREDIT, self._credit + 1)
+        if stream.receiving:  # the rest of the request is not wanted: RFC 9113, 8.1
+            self._write_reset(stream.number, ErrorCode.NO_ERROR)
+        self._forget(stream)
+
+    def _break(self, stream: Stream, code: ErrorCode) -> None:
+        """What the client sent ends the stream."""
+        self._spend()
+        self.reset(stream, code)
+        self._handler.cancelled(stream)
+
+    def _forget(self, stream: Stream) -> None:
+        stream.receiving = stream.sending = False
+        self.streams.pop(stream.number, None)
+        self.blocked.pop(stream.number, None)
+        self.unsent_bytes -= stream.unsent_bytes
+        stream.unsent.clear()
+        if stream.buffered:
+            self._give_back(stream.buffered)
+            stream.buffered = 0
+
+    def _write_reset(self, number: int, code: ErrorCode) -> None:
+        self._write(_frame(RST_STREAM, 0, number, _WORD.pack(code)))
+        self._remember_reset(number, False)
+
+    def _remember_reset(self, number: int, by_client: bool) -> None:
+        if len(self._reset) >= _RESET_STREAMS:
+            del self._reset[next(iter(self._reset))]
+        self._reset[number] = by_client
+
+    def ping(self) -> None:
+        """Ask whether the client is there; `pings` counts its answers."""
+        self._write(_frame(PING, 0, 0, bytes(8)))
+
+    def announce_end(self) -> None:
+        """Tell the client to open no more requests. Those on their way are answered."""
+        self._write(_frame(GOAWAY, 0, 0, _WORD.pack(_MOST_WINDOW) + _WORD.pack(0)))
+
+    def end(self) -> None:
+        """Answer no requests after those that have come."""
+        if self._final is None and self.failed is None:
+            self._final = self._last
+            self._write(_frame(GOAWAY, 0, 0, _WORD.pack(self._last) + _WORD.pack(0)))
+
+    @property
+    def ending(self) -> bool:
+        """Whether no further requests are answered."""
+        return self._final is not None
+
+    def _write(self, frame: bytes) -> None:
+        self.out.append(frame)
+        if len(self.out) == 1:
+            self._handler.output()
+
+
+_MOST_BYTES = {RST_STREAM: 4, PING: 8, WINDOW_UPDATE: 4, SETTINGS: _CONTROL_BYTES}
+"""The largest payload by kind of frame; header blocks have a limit of their own."""
+
+
+def _frame(kind: int, flags: int, number: int, payload: bytes = b"") -> bytes:
+    size = len(payload)
+    return _FRAME.pack(size >> 8, size & 255, kind, flags, number) + payload
+
+
+def _window_update(number: int, more: int) -> bytes:
+    return _frame(WINDOW_UPDATE, 0, number, _WORD.pack(more))
+
+
+def _protocol_error(reason: str) -> ConnectionFault:
+    return ConnectionFault(ErrorCode.PROTOCOL_ERROR, reason)
+
+
+def _size_error(reason: str) -> ConnectionFault:
+    return ConnectionFault(ErrorCode.FRAME_SIZE_ERROR, reason)
+
+
+def _window_error(reason: str) -> ConnectionFault:
+    return ConnectionFault(ErrorCode.FLOW_CONTROL_ERROR, reason)
+
+
+def _too_much(reason: str) -> ConnectionFault:
+    return ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, reason)
+
+
+def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """A header block of `fields` that needs no table (RFC 7541, 6.2.2); names in lower case."""
+    return b"".join(
+        b"\0%b%b%b%b" % (_length(name), name, _length(value), value) for name, value in fields
+    )
+
+
+def lines_block(lines: bytes) -> bytes:
+    """The same of header lines as HTTP/1.1 has them, each with its line end."""
+    return literals(line.split(b": ", 1) for line in lines.split(b"\r\n") if line)  # type: ignore[misc]
+
+
+def _length(text: bytes) -> bytes:
+    """RFC 7541, 5.1, with a prefix of 7 bits and without Huffman's code."""
+    size = len(text)
+    if size < 127:
+        return bytes((size,))
+    size -= 127
+    found = bytearray((127,))
+    while size >= 128:
+        found.append(size & 127 | 128)
+        size >>= 7
+    found.append(size)
+    return bytes(found)
+
+
+def status_field(status: int) -> bytes:
+    """The field :status."""
+    return b"\x88" if status == 200 else b"\x08\x03%d" % status
