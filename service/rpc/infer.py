@@ -32,7 +32,13 @@ from service.http.head import FastCall
 from service.http.predict import IN_PLACE, ImageCall, ImageRoute, Reply, Wanted
 from service.images.decoders import Body, Decoded, InferSource
 from service.metrics import NO_MODEL, Transport
-from service.open_inference import MAX_ID_CHARACTERS, RequestedOutput, answer, output_metadata
+from service.open_inference import (
+    MAX_ID_CHARACTERS,
+    RequestedOutput,
+    answer,
+    output_metadata,
+    output_values,
+)
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.guard import read_infer_request, split
 from service.rpc.message import Asked, decode_inline, decode_request
@@ -203,36 +209,77 @@ def _asked_of_one_image(head: bytes) -> Asked | None:
 
 @span("encode")
 def _encode(asked: Asked, request: Request) -> bytes:
-    batch, version = cast("BatchAnswer", request.batch), request.version
+    batch, version, cut_s = cast("BatchAnswer", request.batch), request.version, request.first_cut_s
+    queue_us = round(1e6 * (cut_s - request.arrived_s))
+    compute_us = round(1e6 * (request.answered_s - cut_s))
+    if asked.raw and not any(output.classes for output in asked.outputs):
+        return _encode_raw(asked, request, batch, queue_us, compute_us)
     probabilities = batch.probabilities[request.row : request.row + request.rows]
     tensors = answer(probabilities, asked.outputs, version.weights.training.labels)
-    response = pb.ModelInferResponse(id=asked.id)
-    parameters, cut_s = response.parameters, request.first_cut_s
-    parameters["queue_us"].int64_param = round(1e6 * (cut_s - request.arrived_s))
-    parameters["compute_us"].int64_param = round(1e6 * (request.answered_s - cut_s))
-    if asked.raw:
-        response.raw_output_contents.extend([tensor.to_bytes() for tensor in tensors])
-        head = _raw_head(version.name, version.version, asked.outputs, probabilities.shape)
-        # Serialized messages that follow each other are one message with the fields of both.
-        return head + response.SerializeToString()
-    response.model_name, response.model_version = version.name, version.version
+    response = pb.ModelInferResponse(
+        model_name=version.name, model_version=version.version, id=asked.id
+    )
+    response.parameters["queue_us"].int64_param = queue_us
+    response.parameters["compute_us"].int64_param = compute_us
     for output in tensors:
         tensor = response.outputs.add(
             name=output.name, datatype=output.datatype, shape=output.shape
         )
+        if asked.raw:
+            response.raw_output_contents.append(output.to_bytes())
+            continue
         values = output.values
         contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
         contents.extend(values if isinstance(values, list) else values.ravel().tolist())
     return response.SerializeToString()
 
 
-@lru_cache(maxsize=64)
+def _encode_raw(
+    asked: Asked, request: Request, batch: BatchAnswer, queue_us: int, compute_us: int
+) -> bytes:
+    """The frequent answer, assembled from parts: bytes that follow each other are one message.
+
+    The numbers of a batch are written once, for all its requests.
+    """
+    version, rows, first = request.version, request.rows, request.row
+    count, classes = batch.probabilities.shape
+    pieces = [
+        _raw_head(version.name, version.version, asked.outputs, rows, classes),
+        _parameter("queue_us", queue_us),
+        _parameter("compute_us", compute_us),
+    ]
+    if asked.id:
+        pieces.append(pb.ModelInferResponse(id=asked.id).SerializeToString())
+    for output in asked.outputs:
+        content: bytes | None = batch.encoded.get(output.name)
+        if content is None:
+            values = output_values(output.name, batch.probabilities)
+            content = batch.encoded[output.name] = values.tobytes()
+        size = len(content) // count
+        pieces += [_raw_prefix(size * rows), content[first * size : (first + rows) * size]]
+    return b"".join(pieces)
+
+
+@lru_cache(maxsize=8192)
+def _parameter(name: str, value: int) -> bytes:
+    parameters = {name: pb.InferParameter(int64_param=value)}
+    return pb.ModelInferResponse(parameters=parameters).SerializeToString()
+
+
+@lru_cache(maxsize=256)
+def _raw_prefix(size: int) -> bytes:
+    """What precedes raw contents of so many bytes."""
+    found = pb.ModelInferResponse(raw_output_contents=[bytes(size)]).SerializeToString()
+    return found[: len(found) - size]
+
+
+@lru_cache(maxsize=256)
 def _raw_head(
-    model: str, version: str, outputs: tuple[RequestedOutput, ...], shape: tuple[int, int]
+    model: str, version: str, outputs: tuple[RequestedOutput, ...], rows: int, classes: int
 ) -> bytes:
     """What all raw answers with probabilities of this shape have in common."""
     response = pb.ModelInferResponse(model_name=model, model_version=version)
-    for output in output_metadata(outputs, *shape):
+    for output in output_metadata(outputs, rows, classes):
         response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
     return response.SerializeToString()
 
