@@ -76,9 +76,21 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
+class Unimplemented(ServiceError):
+    """There is no such method, or it does not understand the call."""
+
+    code = "unimplemented"
+
+
+class HeadersTooLarge(TooLarge):
+    """The metadata of a call exceeds its limit."""
+
+
 _CODES: dict[type[ServiceError], StatusCode] = {
     InvalidInput: StatusCode.INVALID_ARGUMENT,
     TooLarge: StatusCode.INVALID_ARGUMENT,
+    HeadersTooLarge: StatusCode.RESOURCE_EXHAUSTED,
+    Unimplemented: StatusCode.UNIMPLEMENTED,
     Unauthorized: StatusCode.UNAUTHENTICATED,
     Forbidden: StatusCode.PERMISSION_DENIED,
     UnsupportedMediaType: StatusCode.INVALID_ARGUMENT,
@@ -164,20 +176,6 @@ def timeout_s_of(headers: Mapping[str, str]) -> float | None:
             field="grpc-timeout",
         )
     return int(found[1]) * _UNITS_S[found[2]]
-
-
-class Unimplemented(ServiceError):
-    """There is no such method, or it does not understand the call."""
-
-    code = "unimplemented"
-
-
-class HeadersTooLarge(TooLarge):
-    """The metadata of a call exceeds its limit."""
-
-
-_CODES[Unimplemented] = StatusCode.UNIMPLEMENTED
-_CODES[HeadersTooLarge] = StatusCode.RESOURCE_EXHAUSTED
 
 
 class Method(Protocol):

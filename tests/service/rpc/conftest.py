@@ -47,12 +47,16 @@ class Gate:
         self.set, self.clear = self._open.set, self._open.clear
 
     def hold(self, monkeypatch):
-        run = ExecutionContext.run
+        launch, run = ExecutionContext.launch, ExecutionContext.run
 
-        def held_run(context, images):
+        def launch_if_open(context, images):
+            return launch(context, images) if self._open.is_set() else None
+
+        def held_run(context, images):  # on the context's thread
             assert self._open.wait(20), "nobody opened the gate"
             return run(context, images)
 
+        monkeypatch.setattr(ExecutionContext, "launch", launch_if_open)
         monkeypatch.setattr(ExecutionContext, "run", held_run)
 
 
@@ -191,11 +195,12 @@ class Server(HttpServer):
         super().__init__(FastAPI(), door, stop_timeout_s)
 
     async def stop(self, timeout_s):
+        """As the service does; what is not answered after `timeout_s` is given up."""
         self._door.stop()
         self.should_exit = True
-        await asyncio.wait((self.serving,), timeout=timeout_s)
-        self._door.give_up(Unavailable("the service stopped before the answer"))
+        self.config.timeout_graceful_shutdown = timeout_s
         await self.serving
+        self._door.give_up(Unavailable("the service stopped before the answer"))
 
 
 @pytest.fixture
@@ -223,7 +228,10 @@ def open_house(tmp_path, tiny, random_weights, monkeypatch):
             models.ready = True
             models.gate.hold(monkeypatch)
             with Decoders(metrics, 2, 320 << 20) as decoders:
-                yield House(models, metrics, registry, decoders, timeout_s)
+                try:
+                    yield House(models, metrics, registry, decoders, timeout_s)
+                finally:
+                    models.gate.set()
 
     return open_
 
