@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import grpc
 import numpy as np
@@ -90,7 +90,7 @@ class WatchedBatcher:
         models.timeouts_s.append(deadline_s - asyncio.get_running_loop().time())
         models.entered.set()
         if models.error is not None:
-            raise models.error
+            raise models.error.with_traceback(None)  # that of the last call holds its message
 
         def answered(request, error):
             models.left.set()
@@ -146,6 +146,7 @@ class House:
             "max_images": MAX_IMAGES,
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
+            "write_timeout_s": 30.0,
             "keys": Keys(),
             **changes,
         }
@@ -163,7 +164,9 @@ class House:
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
         found = methods(route, servicer, self.models, options["keys"])
-        door = FrontDoor({}, self.budget, methods=found)
+        door = FrontDoor(
+            {}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"]
+        )
         server = Server(door, options["stop_timeout_s"])
         (listener,) = listen("127.0.0.1", 0, shared=False)
         with listener:
@@ -177,15 +180,19 @@ class House:
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[Stub]:
-        """A client of a server of its own; `stub.channel` and `stub.port` go with it."""
-        async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(self.serve(**changes))
-            channel = await stack.enter_async_context(
-                grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
-            )
-            stub = Stub(channel)
-            stub.channel, stub.server, stub.port = channel, server, server.port
+        """A client of a server of its own, `stub.server`."""
+        async with self.serve(**changes) as server, client(server) as stub:
             yield stub
+
+
+@asynccontextmanager
+async def client(server, *options) -> AsyncIterator[Stub]:
+    """A client with a connection of its own; `channel`, `server` and `port` go with it."""
+    options = ("grpc.use_local_subchannel_pool", 1), *options
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options) as channel:
+        stub = Stub(channel)
+        stub.channel, stub.server, stub.port = channel, server, server.port
+        yield stub
 
 
 class Server(HttpServer):

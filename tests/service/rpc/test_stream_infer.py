@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import grpc
 import numpy as np
 import pytest
 
 from service.rpc import open_inference_pb2 as pb
+from tests.service.rpc.conftest import client
 
 
 def probabilities(answer):
@@ -48,8 +50,10 @@ async def test_a_stream_goes_on_after_a_request_that_is_too_large(house, raw_req
             raw_request(1, id="last"),
         ]
         answers = [answer async for answer in stub.ModelStreamInfer(iter(requests))]
-    assert [answer.infer_response.id for answer in answers] == [one.id for one in requests]
     *_, large, many, last = answers
+    assert large.infer_response.id == "", "it is not read"
+    requests[20].id = ""
+    assert [answer.infer_response.id for answer in answers] == [one.id for one in requests]
     assert "expected at most 100000 bytes; send fewer" in large.error_message
     assert "got 100 images, expected at most 64" in many.error_message
     assert not last.error_message
@@ -140,25 +144,46 @@ async def test_streams_that_wait_end_at_once_when_the_server_stops(house, raw_re
     assert not caplog.records
 
 
-async def test_a_client_that_does_not_read_is_read_no_further(stub, house, raw_request):
-    """Its answers fill the windows of HTTP/2, then the server takes no more of its requests."""
-    stream = stub.ModelStreamInfer()
-    sent = 0
-    while True:
+SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+
+
+async def fill(stream, raw_request):
+    """Write requests and read no answers until no more are taken: their number, the last write."""
+    for sent in itertools.count(1):
         writing = asyncio.ensure_future(stream.write(raw_request(5, id=f"{sent:0128}")))
         done, _ = await asyncio.wait([writing], timeout=1)
-        sent += 1
         if not done:
-            break
-    computed = house.requests("ok")
-    assert 0 < computed < sent
-    assert (await stub.ModelInfer(raw_request(1))).model_name == "tiny"
-    assert house.requests("ok") == computed + 1
-    for number in range(sent):
-        answer = await asyncio.wait_for(stream.read(), 10)
-        assert (answer.error_message, answer.infer_response.id) == ("", f"{number:0128}")
-    await writing
-    stream.cancel()
+            return sent, writing
+
+
+async def test_a_client_that_does_not_read_is_read_no_further(house, raw_request):
+    """Its answers fill the windows of HTTP/2, then the server takes no more of its requests."""
+    async with house.serve() as server, client(server, *SMALL_WINDOWS) as deaf:
+        stream = deaf.ModelStreamInfer()
+        sent, writing = await fill(stream, raw_request)
+        computed = house.requests("ok")
+        assert 0 < computed < sent
+        async with client(server) as other:
+            assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
+        assert house.requests("ok") == computed + 1
+        for number in range(1, sent + 1):
+            answer = await asyncio.wait_for(stream.read(), 10)
+            assert (answer.error_message, answer.infer_response.id) == ("", f"{number:0128}")
+        await writing
+        stream.cancel()
+
+
+async def test_a_client_that_does_not_read_in_time_loses_its_stream(house, raw_request):
+    async with (
+        house.serve(write_timeout_s=0.1) as server,
+        client(server, *SMALL_WINDOWS) as deaf,
+    ):
+        stream = deaf.ModelStreamInfer()
+        async with asyncio.timeout(20):
+            with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+                while True:
+                    await stream.write(raw_request(5, id="i" * 128))
+        assert await stream.code() is grpc.StatusCode.CANCELLED
 
 
 async def test_a_request_that_the_budget_refuses_costs_no_other_its_answer(house, raw_request):
@@ -176,7 +201,8 @@ async def test_a_request_that_the_budget_refuses_costs_no_other_its_answer(house
                 await asyncio.sleep(0.005)
         house.models.gate.set()
         for number in range(3):
-            assert (await stream.read()).infer_response.id == str(number)
+            answer = await stream.read()
+            assert (answer.error_message, answer.infer_response.id) == ("", str(number))
         assert "in flight" in (await stream.read()).error_message
         house.budget.release(taken)
         await stream.write(raw_request(1, id="later"))
@@ -184,3 +210,18 @@ async def test_a_request_that_the_budget_refuses_costs_no_other_its_answer(house
         stream.cancel()
     assert house.budget.held_bytes == 0
     assert house.requests("overloaded") == 1
+
+
+async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(house, raw_request):
+    compressed = {"compression": grpc.Compression.Gzip}
+    async with house.connect(max_body_bytes=500_000) as stub:
+        requests = [
+            raw_request(1, id="first"),
+            raw_request(1, raw_input_contents=[bytes(1 << 25)]),  # 32 KB compressed
+            raw_request(1, id="last"),
+        ]
+        answers = [answer async for answer in stub.ModelStreamInfer(iter(requests), **compressed)]
+    assert [answer.infer_response.id for answer in answers] == ["first", "", "last"]
+    assert [bool(answer.error_message) for answer in answers] == [False, True, False]
+    assert house.requests("too_large") == 1
+    assert house.budget.held_bytes == 0
