@@ -77,13 +77,11 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
-class Unimplemented(ServiceError):
+class Unimplemented(InvalidInput):
     """There is no such method, or it does not understand the call."""
 
-    code = "unimplemented"
 
-
-class HeadersTooLarge(TooLarge):
+class HeadersTooLarge(InvalidInput):
     """The metadata of a call exceeds its limit."""
 
 
