@@ -9,7 +9,6 @@ import pytest
 
 from service import logs
 
-
 _QUIETED = ("uvicorn.error", "python_multipart", "PIL", "hpack")
 
 

@@ -19,7 +19,7 @@ from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.budget import Budget
-from service.errors import CannotListen, ExitCode, Unavailable
+from service.errors import ExitCode, Unavailable
 from service.http.server import ACCEPTED_AT_ONCE, HttpServer
 from service.rpc import open_inference_pb2 as pb
 from service.server import open_service

@@ -164,9 +164,7 @@ class House:
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
         found = methods(route, servicer, self.models, options["keys"])
-        door = FrontDoor(
-            {}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"]
-        )
+        door = FrontDoor({}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"])
         server = Server(door, options["stop_timeout_s"])
         (listener,) = listen("127.0.0.1", 0, shared=False)
         with listener:

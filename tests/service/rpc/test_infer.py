@@ -536,10 +536,13 @@ async def test_a_call_without_exactly_one_message_is_refused(stub, house, raw_re
     )
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert metadata["lenet-error-field"] == "message"
-    assert details == {
-        0: "message: got none, expected a request",
-        2: "message: got a second, expected one request",
-    }[count]
+    assert (
+        details
+        == {
+            0: "message: got none, expected a request",
+            2: "message: got a second, expected one request",
+        }[count]
+    )
     assert house.requests("invalid_input") == 1
 
 

@@ -164,10 +164,13 @@ async def test_a_call_without_exactly_one_question_is_refused(stub, count):
         stub.channel.stream_unary(f"/{SERVICE}/ModelStatistics")(iter([b""] * count))
     )
     assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == {
-        0: "message: got none, expected a request",
-        2: "message: got a second ModelStatisticsRequest, expected one",
-    }[count]
+    assert (
+        error.details()
+        == {
+            0: "message: got none, expected a request",
+            2: "message: got a second ModelStatisticsRequest, expected one",
+        }[count]
+    )
 
 
 async def test_a_stream_that_says_nothing_ends(stub):
