@@ -210,12 +210,13 @@ def test_every_request_needs_a_key_but_those_for_health_and_pages(start, certifi
         assert key not in service.log
 
 
-@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "TLS"])
+@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "TLS, two workers"])
 def test_one_port_carries_http_1_and_2_and_grpc(start, certificates, encrypted):
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    workers = 1 + encrypted
     flags = certificates.flags if encrypted else ()
-    service = start(*flags, port=port, grpc_port=port).ready()
+    service = start("--workers", str(workers), *flags, port=port, grpc_port=port).ready(workers)
     assert (service.port, service.grpc_port) == (port, port)
     context = certificates.context() if encrypted else None
     scheme = "https" if encrypted else "http"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import importlib.metadata
 import signal
 import socket
@@ -112,6 +113,7 @@ def test_the_ports_are_checked_before_the_work_of_the_start(tmp_path, caplog):
         for ports in ({"port": 0, "grpc_port": port}, {"port": port, "grpc_port": 0}):
             assert run(Settings(weights=tmp_path / "nowhere", **ports)) is ExitCode.ADDRESS
             assert f"127.0.0.1:{port}" in caplog.messages[-1]
+    gc.collect()  # warns of a listener that was left open
 
 
 def test_a_start_that_fails_is_one_line_and_a_code(tmp_path, caplog):
