@@ -77,19 +77,9 @@ class StatusCode(IntEnum):
     UNAUTHENTICATED = 16
 
 
-class Unimplemented(InvalidInput):
-    """There is no such method, or it does not understand the call."""
-
-
-class HeadersTooLarge(InvalidInput):
-    """The metadata of a call exceeds its limit."""
-
-
 _CODES: dict[type[ServiceError], StatusCode] = {
     InvalidInput: StatusCode.INVALID_ARGUMENT,
     TooLarge: StatusCode.INVALID_ARGUMENT,
-    HeadersTooLarge: StatusCode.RESOURCE_EXHAUSTED,
-    Unimplemented: StatusCode.UNIMPLEMENTED,
     Unauthorized: StatusCode.UNAUTHENTICATED,
     Forbidden: StatusCode.PERMISSION_DENIED,
     UnsupportedMediaType: StatusCode.INVALID_ARGUMENT,
@@ -175,6 +165,18 @@ def timeout_s_of(headers: Mapping[str, str]) -> float | None:
             field="grpc-timeout",
         )
     return int(found[1]) * _UNITS_S[found[2]]
+
+
+class Unimplemented(InvalidInput):
+    """There is no such method, or it does not understand the call."""
+
+
+class HeadersTooLarge(InvalidInput):
+    """The metadata of a call exceeds its limit."""
+
+
+_CODES[Unimplemented] = StatusCode.UNIMPLEMENTED
+_CODES[HeadersTooLarge] = StatusCode.RESOURCE_EXHAUSTED
 
 
 class Method(Protocol):
