@@ -150,6 +150,7 @@ async def fill(stream, raw_request):
     """Write requests and read no answers until no more are taken: their number, the last write."""
     sent, stalled = 0, False
     while not stalled:
+        assert sent < 20_000, "the server reads on"
         sent += 1
         writing = asyncio.ensure_future(stream.write(raw_request(5, id=f"{sent:0128}")))
         _, stalled = await asyncio.wait([writing], timeout=1)
