@@ -1,6 +1,6 @@
 """Errors of a request and of the start, independent of a transport.
 
-Each transport maps `ServiceError.code` to its own status; see `http.answer` and `rpc.calls`.
+Each transport maps `ServiceError.code` to its own status; see `http.answer` and `http.grpc`.
 
 ServiceError
 ├── InvalidInput            malformed bytes or values; `field` names which

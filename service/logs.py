@@ -9,16 +9,11 @@ _LIBRARIES = {
     "uvicorn.error": "WARNING",  # its start and stop repeat ours
     "python_multipart": "ERROR",  # a warning for each malformed body: a bad client fills the log
     "PIL": "INFO",  # two lines a picture at debug
+    "hpack": "INFO",  # every header at debug, keys included
 }
 
 
 _OF_CLIENTS = (
-    # A call that its client ended while the answer was being sent: twice in 1.6 million exchanges.
-    "ExecuteBatchError raised in core",
-    # Metadata that is not UTF-8, the authorization included.
-    "Invalid encoding on",
-    # A method's path that is not UTF-8; `rpc.server` logs it.
-    "'utf-8' codec can't decode byte",
     # A client that is gone in the middle of the TLS handshake.
     "unable to perform operation on <TCPTransport closed=True",
 )
@@ -36,8 +31,7 @@ def configure(level: str) -> None:
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name, least in _LIBRARIES.items():
         logging.getLogger(name).setLevel(least)
-    for name in ("grpc._cython.cygrpc", "asyncio"):
-        logging.getLogger(name).addFilter(_is_a_fault)
+    logging.getLogger("asyncio").addFilter(_is_a_fault)
 
 
 def _is_a_fault(record: logging.LogRecord) -> bool:

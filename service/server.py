@@ -361,11 +361,13 @@ async def _serve(
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
             listeners = listen(settings.host, settings.port, shared=shared)
+            for listener in listeners:
+                stack.enter_context(listener)
             grpc_listeners = listeners
             if not settings.one_port:
                 grpc_listeners = listen(settings.host, settings.grpc_port, shared=shared)
-            for listener in {*listeners, *grpc_listeners}:
-                stack.enter_context(listener)
+                for listener in grpc_listeners:
+                    stack.enter_context(listener)
             grpc_port = grpc_listeners[0].getsockname()[1]
             async with open_service(
                 settings, grpc_port=grpc_port, shared=shared, folder=folder

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, Protocol
 
 from service.errors import (
@@ -166,13 +167,11 @@ def timeout_s_of(headers: Mapping[str, str]) -> float | None:
     return int(found[1]) * _UNITS_S[found[2]]
 
 
-class Unimplemented(ServiceError):
+class Unimplemented(InvalidInput):
     """There is no such method, or it does not understand the call."""
 
-    code = "unimplemented"
 
-
-class HeadersTooLarge(TooLarge):
+class HeadersTooLarge(InvalidInput):
     """The metadata of a call exceeds its limit."""
 
 
@@ -341,7 +340,7 @@ class GrpcExchange:
     def wait(self) -> None:
         """What was read of the connection is handed on, and the request is not complete."""
         if self._message is not None:
-            self._guarded(self._message.wait_for_body)
+            self.guard_message(self._message.wait_for_body)
         elif self._call is not None:
             self._guarded(self._call.wait)
 
@@ -351,6 +350,18 @@ class GrpcExchange:
         except ServiceError as exc:
             if self._call is not None:
                 self._call.fail(exc)
+
+    def guard_message(self, step: Callable[[], None]) -> None:
+        """Run `step`. Its error is that of the message, which is read to its end and dropped."""
+        message = self._message
+        assert message is not None, "bug: no message"
+        try:
+            step()
+        except ServiceError as exc:
+            if self._inflater is not None:
+                self._inflater = None
+                self.read_on()
+            message.fail(exc)
 
     def read_on(self) -> None:
         """Take the messages that waited while the call was ahead."""
@@ -374,7 +385,7 @@ class GrpcExchange:
                 piece = data[position : position + self._left]
                 position += len(piece)
                 self._left -= len(piece)
-                self._receive(piece)
+                self.guard_message(partial(self._receive, piece))
                 if self._left and position == len(data):
                     break
         finally:
@@ -439,8 +450,14 @@ class GrpcExchange:
         self._read()
 
     def later(self, step: Callable[[], None]) -> None:
-        """Go on in the next turn of the event loop."""
-        self._answers.soon(lambda: self._guarded(step))
+        """Go on with the decompressor in the next turn of the event loop, if it is still wanted."""
+        inflater = self._inflater
+
+        def go_on() -> None:
+            if self._inflater is inflater:
+                self._guarded(step)
+
+        self._answers.soon(go_on)
 
     # What is answered.
 
@@ -553,6 +570,6 @@ class _Inflater:
             self.complete = True
 
     def _go_on(self) -> None:
-        self._step()
+        self._exchange.guard_message(self._step)
         if not self.busy:
             self._exchange.inflated()

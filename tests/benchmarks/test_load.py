@@ -17,10 +17,6 @@ import httpx
 import numpy as np
 import orjson
 import pytest
-from service.rpc.open_inference_pb2_grpc import (
-    GRPCInferenceServiceServicer,
-    add_GRPCInferenceServiceServicer_to_server,
-)
 
 from benchmarks.load import (
     WRONG_LABEL,
@@ -281,14 +277,14 @@ def test_two_processes_send_one_load(mode, requests, service):
         assert len(service.scopes) == 30
 
 
-class FakeInference(GRPCInferenceServiceServicer):
+class FakeInference:
     """Answers known images, and fails the first request."""
 
     def __init__(self, requests):
         self._labels = {request.body: request.own_labels for request in requests}
         self._numbers = itertools.count()
 
-    def ModelInfer(self, request, context):
+    def infer(self, request, context):
         if next(self._numbers) == 0:
             context.set_trailing_metadata((("lenet-error-code", "overloaded"),))
             context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "later")
@@ -309,7 +305,15 @@ class FakeInference(GRPCInferenceServiceServicer):
 @pytest.mark.parametrize("mode", ["closed", "open"])
 def test_grpc_is_loaded_and_checked_like_http(mode, requests):
     server = grpc.server(ThreadPoolExecutor(2))
-    add_GRPCInferenceServiceServicer_to_server(FakeInference(requests), server)
+    infer = grpc.unary_unary_rpc_method_handler(
+        FakeInference(requests).infer,
+        pb.ModelInferRequest.FromString,
+        pb.ModelInferResponse.SerializeToString,
+    )
+    service = grpc.method_handlers_generic_handler(
+        "inference.GRPCInferenceService", {"ModelInfer": infer}
+    )
+    server.add_generic_rpc_handlers((service,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     try:

@@ -18,13 +18,13 @@ import threading
 import time
 
 import grpc
+import httpx
 import pytest
 import trustme
-from grpc_reflection.v1alpha import reflection_pb2
 
 from benchmarks.grpc_stub import health_stub
 from service.errors import ExitCode
-from service.rpc import health_pb2
+from service.rpc import health_pb2, reflection_pb2
 from service.rpc import open_inference_pb2 as pb
 from tests.service_process import grpc_call
 
@@ -210,14 +210,29 @@ def test_every_request_needs_a_key_but_those_for_health_and_pages(start, certifi
         assert key not in service.log
 
 
-def test_a_path_that_is_not_text_is_one_line_in_the_log(start):
-    service = start().ready()
-    before = len(service.lines)
-    grpc_call(service.grpc_port, b"/x\xff").close()
-    service.wait_for("gRPC stopped accepting calls, starting it anew")
-    time.sleep(0.5)
-    assert call(service, "ServerLive", pb.ServerLiveRequest()) == "OK"
-    assert len(service.lines) == before + 1
+@pytest.mark.parametrize("encrypted", [False, True], ids=["clear", "TLS, two workers"])
+def test_one_port_carries_http_1_and_2_and_grpc(start, certificates, encrypted):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    workers = 1 + encrypted
+    flags = certificates.flags if encrypted else ()
+    service = start("--workers", str(workers), *flags, port=port, grpc_port=port).ready(workers)
+    assert (service.port, service.grpc_port) == (port, port)
+    context = certificates.context() if encrypted else None
+    scheme = "https" if encrypted else "http"
+    # In the clear a client has to know that there is HTTP/2; TLS says so.
+    for version, first in (("HTTP/1.1", {}), ("HTTP/2", {"http1": encrypted, "http2": True})):
+        with httpx.Client(verify=context or False, **first) as client:
+            address = f"{scheme}://localhost:{port}"
+            answers = [
+                client.post(f"{address}/predict", content=SEVEN, headers=BYTES),
+                client.get(f"{address}/info"),
+            ]
+        assert [(one.http_version, one.status_code) for one in answers] == [(version, 200)] * 2
+        assert answers[0].json()["model"] == "lenet"
+        assert answers[1].json()["grpc_port"] == port
+    credentials = certificates.credentials() if encrypted else None
+    assert call(service, "ModelInfer", CALLS["ModelInfer"], credentials=credentials) == "OK"
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     assert "Traceback" not in service.log

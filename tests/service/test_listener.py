@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from service.errors import CannotListen
-from service.listener import listen, probe, reserve
+from service.listener import listen, reserve
 
 
 def bound(host="127.0.0.1", port=0, shared=False):
@@ -70,22 +70,20 @@ def test_every_address_of_a_name_is_listened_on_at_one_port(monkeypatch):
     with first, second:
         assert {first.family, second.family} == {socket.AF_INET, socket.AF_INET6}
         assert first.getsockname()[1] == second.getsockname()[1]
-    assert probe("localhost", 0, shared=False) == ("127.0.0.1", "::1")
     with (  # while ::1 is free
         socket.create_server(("127.0.0.1", 0)) as other,
         pytest.raises(CannotListen, match="in use"),
     ):
-        probe("localhost", other.getsockname()[1], shared=False)
+        listen("localhost", other.getsockname()[1], shared=False)
 
 
 def test_one_address_is_enough_when_a_name_has_another_that_is_not_here(monkeypatch):
     monkeypatch.setattr(socket, "getaddrinfo", resolving_to(IPV4, ELSEWHERE))
     with bound("name") as listener:
-        assert probe("name", 0, shared=False) == ("127.0.0.1",)
         listener.listen()
         port = listener.getsockname()[1]
         with pytest.raises(CannotListen, match="in use"):
-            probe("name", port, shared=False)
+            bound("name", port)
 
 
 def test_the_port_of_another_service_is_not_shared_with_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import gc
 import importlib.metadata
 import signal
 import socket
@@ -19,7 +20,7 @@ from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.budget import Budget
-from service.errors import CannotListen, ExitCode, Unavailable
+from service.errors import ExitCode, Unavailable
 from service.http.server import ACCEPTED_AT_ONCE, HttpServer
 from service.rpc import open_inference_pb2 as pb
 from service.server import open_service
@@ -65,13 +66,10 @@ async def predict(service):
 
 
 async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):
-    async with open_service(settings) as service:
+    async with open_service(settings, grpc_port=0) as service:
         assert service.models.ready
         assert len(threads()) == 2
         assert (await predict(service)).model == "tiny"
-        async with grpc.aio.insecure_channel(f"127.0.0.1:{service.grpc.port}") as channel:
-            stub = Stub(channel)
-            assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
     assert not service.models.ready
     assert not threads()
     with pytest.raises(Unavailable):
@@ -79,7 +77,7 @@ async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):
 
 
 async def test_only_the_asked_for_models_are_loaded_when_some_are_named(settings):
-    async with open_service(settings.model_copy(update={"models": ("tiny",)})):
+    async with open_service(settings.model_copy(update={"models": ("tiny",)}), grpc_port=0):
         assert len(threads()) == 1
 
 
@@ -88,22 +86,13 @@ async def test_a_broken_weight_file_is_refused_before_any_context_is_made(settin
     path.write_bytes(path.read_bytes()[:-1])
     monkeypatch.setattr(module, "Models", lambda *_: pytest.fail("a context was made"))
     with pytest.raises(InvalidWeightFile, match=r"mlp/1.safetensors: "):
-        async with open_service(settings):
+        async with open_service(settings, grpc_port=0):
             pytest.fail("it opened")
-
-
-async def test_contexts_are_closed_when_the_grpc_port_is_taken(settings):
-    with socket.create_server(("127.0.0.1", 0)) as other:
-        port = other.getsockname()[1]
-        with pytest.raises(CannotListen, match=str(port)):
-            async with open_service(settings.model_copy(update={"grpc_port": port})):
-                pytest.fail("it opened")
-    assert not threads()
 
 
 async def test_everything_is_closed_when_what_runs_inside_fails(settings):
     with pytest.raises(RuntimeError, match="inside"):
-        async with open_service(settings) as service:
+        async with open_service(settings, grpc_port=0) as service:
             raise RuntimeError("inside")
     assert not service.models.ready
     assert not threads()
@@ -114,7 +103,7 @@ async def test_the_version_is_0_when_the_distribution_is_not_installed(settings,
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "version", missing)
-    async with open_service(settings) as service:
+    async with open_service(settings, grpc_port=0) as service:
         assert service.app.version == "0"
 
 
@@ -124,6 +113,7 @@ def test_the_ports_are_checked_before_the_work_of_the_start(tmp_path, caplog):
         for ports in ({"port": 0, "grpc_port": port}, {"port": port, "grpc_port": 0}):
             assert run(Settings(weights=tmp_path / "nowhere", **ports)) is ExitCode.ADDRESS
             assert f"127.0.0.1:{port}" in caplog.messages[-1]
+    gc.collect()  # warns of a listener that was left open
 
 
 def test_a_start_that_fails_is_one_line_and_a_code(tmp_path, caplog):

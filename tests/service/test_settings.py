@@ -130,7 +130,6 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
         ({"versions": "latest:0"}, "versions"),
         ({"versions": "2"}, "versions"),
         ({"api_keys": " , "}, "--api-keys: got an empty list"),
-        ({"port": 8001}, "--grpc-port is 8001, expected another port than --port"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused(changes, words):
@@ -140,6 +139,8 @@ def test_settings_that_contradict_each_other_are_refused(changes, words):
 
 def test_limits_and_ports_may_be_equal():
     assert Settings(max_images=10, max_queue_rows=10, port=0, grpc_port=0)
+    assert Settings(port=8001, grpc_port=8001).one_port
+    assert not Settings(port=0, grpc_port=0).one_port, "two free ones"
     assert Settings(models="mlp,lenet", default_model="mlp")
 
 

@@ -75,7 +75,7 @@ def open_app(weights):
     async def open_(**changes):
         options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
         settings = Settings(port=0, grpc_port=0, **options)
-        async with open_service(settings) as service:
+        async with open_service(settings, grpc_port=0) as service:
             transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
             async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
                 yield Served(service, settings, client)

@@ -28,6 +28,7 @@ from service.errors import Overloaded, ServiceError, Unavailable
 from service.http.answer import STATUS
 from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.images import ACCEPTED
+from service.metrics import Metrics
 from tests.conftest import draw_weights
 from tests.service.http.doors import until
 
@@ -826,7 +827,7 @@ async def test_metrics_are_prometheus_text_when_scraped(served, images, one):
 
 
 async def test_an_error_in_another_route_is_a_500_in_the_same_shape(served, monkeypatch, refusal):
-    monkeypatch.setattr(served.service.metrics, "exposition", None)
+    monkeypatch.setattr(Metrics, "exposition", None)
     refusal(await served.client.get("/metrics"), 500, "internal")
 
 

@@ -172,8 +172,9 @@ async def test_a_known_request_is_answered_alike_wherever_it_is_cut(server):
         client.send(GET)
         assert (await client.answer())[0] == 200
         client.writer.close()
-    # Cut within its header section, it is parsed.
-    assert server.route.reads == 2 * (HEAD_BYTES - 1)
+    # Cut within its header section, it is parsed, but for the first P of a connection: until the
+    # rest comes it may be that of HTTP/2's preface.
+    assert server.route.reads == 2 * (HEAD_BYTES - 1) - 1
 
 
 async def test_a_known_request_may_come_byte_by_byte(server):

@@ -537,7 +537,7 @@ def test_another_content_type_is_answered_with_what_to_send(kind):
 @pytest.mark.parametrize(
     ("kind", "advice"),
     [
-        ("application/x-www-form-urlencoded", "with curl: -H 'Content-Type: image/png'"),
+        ("application/x-www-form-urlencoded", "image/png', or application/json for numbers"),
         ("image/heic", "; convert it to PNG or JPEG"),
         ("image/svg+xml", "; convert it to PNG or JPEG"),
         ("application/pdf", "; convert it to PNG or JPEG"),

@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import threading
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import asynccontextmanager
 
 import grpc
 import numpy as np
@@ -47,12 +47,16 @@ class Gate:
         self.set, self.clear = self._open.set, self._open.clear
 
     def hold(self, monkeypatch):
-        run = ExecutionContext.run
+        launch, run = ExecutionContext.launch, ExecutionContext.run
 
-        def held_run(context, images):
+        def launch_if_open(context, images):
+            return launch(context, images) if self._open.is_set() else None
+
+        def held_run(context, images):  # on the context's thread
             assert self._open.wait(20), "nobody opened the gate"
             return run(context, images)
 
+        monkeypatch.setattr(ExecutionContext, "launch", launch_if_open)
         monkeypatch.setattr(ExecutionContext, "run", held_run)
 
 
@@ -86,7 +90,7 @@ class WatchedBatcher:
         models.timeouts_s.append(deadline_s - asyncio.get_running_loop().time())
         models.entered.set()
         if models.error is not None:
-            raise models.error
+            raise models.error.with_traceback(None)  # that of the last call holds its message
 
         def answered(request, error):
             models.left.set()
@@ -142,6 +146,7 @@ class House:
             "max_images": MAX_IMAGES,
             "timeout_s": self.timeout_s,
             "stop_timeout_s": 5.0,
+            "write_timeout_s": 30.0,
             "keys": Keys(),
             **changes,
         }
@@ -159,7 +164,7 @@ class House:
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
         found = methods(route, servicer, self.models, options["keys"])
-        door = FrontDoor({}, self.budget, methods=found)
+        door = FrontDoor({}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"])
         server = Server(door, options["stop_timeout_s"])
         (listener,) = listen("127.0.0.1", 0, shared=False)
         with listener:
@@ -173,15 +178,19 @@ class House:
 
     @asynccontextmanager
     async def connect(self, **changes) -> AsyncIterator[Stub]:
-        """A client of a server of its own; `stub.channel` and `stub.port` go with it."""
-        async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(self.serve(**changes))
-            channel = await stack.enter_async_context(
-                grpc.aio.insecure_channel(f"127.0.0.1:{server.port}")
-            )
-            stub = Stub(channel)
-            stub.channel, stub.server, stub.port = channel, server, server.port
+        """A client of a server of its own, `stub.server`."""
+        async with self.serve(**changes) as server, client(server) as stub:
             yield stub
+
+
+@asynccontextmanager
+async def client(server, *options) -> AsyncIterator[Stub]:
+    """A client with a connection of its own; `channel`, `server` and `port` go with it."""
+    options = ("grpc.use_local_subchannel_pool", 1), *options
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options) as channel:
+        stub = Stub(channel)
+        stub.channel, stub.server, stub.port = channel, server, server.port
+        yield stub
 
 
 class Server(HttpServer):
@@ -191,11 +200,12 @@ class Server(HttpServer):
         super().__init__(FastAPI(), door, stop_timeout_s)
 
     async def stop(self, timeout_s):
+        """As the service does; what is not answered after `timeout_s` is given up."""
         self._door.stop()
         self.should_exit = True
-        await asyncio.wait((self.serving,), timeout=timeout_s)
-        self._door.give_up(Unavailable("the service stopped before the answer"))
+        self.config.timeout_graceful_shutdown = timeout_s
         await self.serving
+        self._door.give_up(Unavailable("the service stopped before the answer"))
 
 
 @pytest.fixture
@@ -223,7 +233,10 @@ def open_house(tmp_path, tiny, random_weights, monkeypatch):
             models.ready = True
             models.gate.hold(monkeypatch)
             with Decoders(metrics, 2, 320 << 20) as decoders:
-                yield House(models, metrics, registry, decoders, timeout_s)
+                try:
+                    yield House(models, metrics, registry, decoders, timeout_s)
+                finally:
+                    models.gate.set()
 
     return open_
 

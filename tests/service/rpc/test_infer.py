@@ -1,0 +1,687 @@
+"""ModelInfer: one request, one answer."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import re
+import tracemalloc
+
+import grpc
+import numpy as np
+import pytest
+from google.protobuf.message import DecodeError
+
+from lenet import reference
+from service import errors
+from service.errors import InvalidInput
+from service.images import Limits, decoders
+from service.rpc import open_inference_pb2 as pb
+from service.rpc.message import decode_request
+from tests.pictures import FORM, long_form
+from tests.service_process import grpc_call
+
+Tensor = pb.ModelInferRequest.InferInputTensor
+Output = pb.ModelInferRequest.InferRequestedOutputTensor
+Parameter = pb.InferParameter
+
+METHOD = "/inference.GRPCInferenceService/ModelInfer"
+
+
+def expected(weights, images):
+    return reference.softmax(reference.logits(weights.model, weights.tensors, images))
+
+
+def typed_request(contents, datatype="UINT8", shape=(5, 28, 28), **fields):
+    tensor = Tensor(name="image", datatype=datatype, shape=shape, contents=contents)
+    return pb.ModelInferRequest(inputs=[tensor], **fields)
+
+
+async def failure(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    error = caught.value
+    return error.code(), dict(error.trailing_metadata()), error.details()
+
+
+async def test_raw_images_get_raw_answers_when_inferred(
+    stub, house, raw_request, images, tiny, random_weights
+):
+    response = await stub.ModelInfer(raw_request(id="a request", model_name="tiny"))
+    assert (response.model_name, response.model_version) == ("tiny", "3")
+    assert response.id == "a request"
+    share, label = response.outputs
+    assert (share.name, share.datatype, list(share.shape)) == ("probabilities", "FP32", [5, 10])
+    assert (label.name, label.datatype, list(label.shape)) == ("label", "INT64", [5])
+    assert not share.HasField("contents")
+    raw_share, raw_label = response.raw_output_contents
+    probabilities = np.frombuffer(raw_share, "<f4").reshape(5, 10)
+    np.testing.assert_allclose(probabilities, expected(random_weights(tiny), images), atol=1e-5)
+    assert np.frombuffer(raw_label, "<i8").tolist() == probabilities.argmax(axis=1).tolist()
+    assert set(response.parameters) == {"queue_us", "compute_us"}
+    assert response.parameters["compute_us"].int64_param > 0
+    assert house.requests("ok") == 1
+    for stage in ("decode", "queue", "compute", "encode"):
+        name = "lenet_stage_duration_seconds_count"
+        assert house.value(name, stage=stage) == 1
+
+
+@pytest.mark.parametrize("form", ["UINT8 contents", "FP32 contents", "FP32 raw", "flat"])
+async def test_the_answer_is_the_same_when_the_images_come_in_another_form(
+    stub, raw_request, images, form
+):
+    reference_response = await stub.ModelInfer(raw_request())
+    pixels = images.ravel().tolist()
+    request = {
+        "UINT8 contents": typed_request(pb.InferTensorContents(uint_contents=pixels)),
+        "FP32 contents": typed_request(pb.InferTensorContents(fp32_contents=pixels), "FP32"),
+        "FP32 raw": typed_request(
+            None, "FP32", raw_input_contents=[images.astype("<f4").tobytes()]
+        ),
+        "flat": typed_request(None, shape=(5, 784), raw_input_contents=[images.tobytes()]),
+    }[form]
+    response = await stub.ModelInfer(request)
+    raw_share, raw_label = reference_response.raw_output_contents
+    if request.raw_input_contents:
+        assert list(response.raw_output_contents) == [raw_share, raw_label]
+    else:
+        assert not response.raw_output_contents
+        share, label = (output.contents for output in response.outputs)
+        assert np.array(share.fp32_contents, "<f4").tobytes() == raw_share
+        assert np.array(label.int64_contents, "<i8").tobytes() == raw_label
+
+
+async def test_the_named_model_answers_when_several_are_loaded(
+    stub, raw_request, images, random_weights
+):
+    response = await stub.ModelInfer(raw_request(model_name="mlp", model_version="3"))
+    assert response.model_name == "mlp"
+    probabilities = np.frombuffer(response.raw_output_contents[0], "<f4").reshape(5, 10)
+    np.testing.assert_allclose(probabilities, expected(random_weights("mlp"), images), atol=1e-5)
+
+
+async def test_only_the_outputs_asked_for_come_back_when_named(stub, raw_request):
+    response = await stub.ModelInfer(raw_request(outputs=[Output(name="label")]))
+    assert [output.name for output in response.outputs] == ["label"]
+    assert len(response.raw_output_contents) == 1
+
+
+LATER_FIELDS = {
+    "in a longer field": b"\xfa\x07\x93\x06",  # field 127, delimited, 787 bytes
+    "in a longer image": b"\x3a\x93\x06",
+    "after another image": b"\x3a\x90\x06" + bytes(784),
+    "after an unknown field": b"\xf8\x07\x01",
+    "after nothing": b"",
+    "after a field that ends in it": b"\x1a\x7f",
+}
+
+
+@pytest.mark.parametrize("between", LATER_FIELDS.values(), ids=LATER_FIELDS)
+@pytest.mark.parametrize("rows", [0, 1])
+async def test_the_last_784_bytes_are_the_image_when_protobuf_says_so(
+    stub, house, raw_request, images, random_weights, tiny, between, rows
+):
+    head = raw_request(1, raw_input_contents=[images[4].tobytes()] * rows).SerializeToString()
+    message = head + between + b"\x3a\x90\x06" + images[0].tobytes()
+    infer = stub.channel.unary_unary(METHOD)
+    for _ in range(2):  # the second time its beginning is known
+        try:
+            raw = list(pb.ModelInferRequest.FromString(message).raw_input_contents)
+        except DecodeError:
+            raw = []
+        if len(raw) == 1 and len(raw[0]) == 784:
+            response = pb.ModelInferResponse.FromString(await infer(message))
+            pixels = np.frombuffer(raw[0], np.uint8).reshape(1, 28, 28)
+            share = np.frombuffer(response.raw_output_contents[0], "<f4")
+            np.testing.assert_allclose(share, expected(random_weights(tiny), pixels)[0], atol=1e-5)
+        else:
+            code, _, _ = await failure(infer(message))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+async def test_what_a_call_asks_for_counts_when_its_image_is_the_same(stub, raw_request):
+    fields = [
+        {"id": "a", "model_name": "tiny"},
+        {"id": "b", "model_name": "tiny", "outputs": [Output(name="label")]},
+        {"id": "b", "model_name": "mlp"},
+        {"outputs": [Output(name="label"), Output(name="probabilities")]},
+    ]
+    for one in fields * 2:
+        response = await stub.ModelInfer(raw_request(1, **one))
+        assert response.id == one.get("id", "")
+        assert response.model_name == one.get("model_name", "tiny")
+        names = [output.name for output in one.get("outputs", ())] or ["probabilities", "label"]
+        assert [output.name for output in response.outputs] == names
+        sizes = {"probabilities": 40, "label": 8}
+        assert [len(raw) for raw in response.raw_output_contents] == [sizes[n] for n in names]
+
+
+def contents(**fields):
+    return pb.InferTensorContents(**fields)
+
+
+MALFORMED = {
+    "no input": (lambda make: pb.ModelInferRequest(), "inputs"),
+    "fewer raw entries than inputs": (
+        lambda make: make(inputs=[Tensor(name="image")] * 2),
+        "raw_input_contents",
+    ),
+    "more raw entries than inputs": (
+        lambda make: make(raw_input_contents=[b"", b""]),
+        "raw_input_contents",
+    ),
+    "raw and typed": (
+        lambda make: typed_request(
+            contents(uint_contents=[1]), shape=(1, 28, 28), raw_input_contents=[bytes(784)]
+        ),
+        "inputs[0].contents",
+    ),
+    "no data": (lambda make: typed_request(None), "inputs[0].contents"),
+    "the wrong contents": (
+        lambda make: typed_request(contents(int_contents=[0] * 784)),
+        "inputs[0].contents",
+    ),
+    "two contents": (
+        lambda make: typed_request(contents(uint_contents=[0] * 784, fp32_contents=[0])),
+        "inputs[0].contents",
+    ),
+    "typed contents of a strange datatype": (
+        lambda make: typed_request(contents(bytes_contents=[b""]), "BYTES"),
+        "inputs[0].datatype",
+    ),
+    "a classification of labels": (
+        lambda make: make(
+            outputs=[Output(name="label", parameters={"classification": Parameter(int64_param=3)})]
+        ),
+        "outputs[0].parameters.classification",
+    ),
+    "a long id": (lambda make: make(id="x" * 1025), "id"),
+    "a timeout of a text": (
+        lambda make: make(parameters={"timeout": Parameter(string_param="5")}),
+        "parameters.timeout",
+    ),
+    "a negative timeout": (
+        lambda make: make(parameters={"timeout": Parameter(int64_param=-1)}),
+        "parameters.timeout",
+    ),
+    "a classification of no class": (
+        lambda make: make(
+            outputs=[
+                Output(
+                    name="probabilities", parameters={"classification": Parameter(int64_param=0)}
+                )
+            ]
+        ),
+        "outputs[0].parameters.classification",
+    ),
+    "shared memory": (
+        lambda make: pb.ModelInferRequest(
+            inputs=[
+                Tensor(
+                    name="image",
+                    parameters={"shared_memory_region": Parameter(string_param="region")},
+                )
+            ]
+        ),
+        "inputs[0].parameters.shared_memory_region",
+    ),
+}
+
+
+@pytest.mark.parametrize(("make", "field"), MALFORMED.values(), ids=MALFORMED)
+async def test_a_malformed_request_is_an_error_that_names_the_field(
+    stub, house, raw_request, make, field
+):
+    code, metadata, details = await failure(stub.ModelInfer(make(raw_request)))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-code"] == "invalid_input"
+    assert metadata["lenet-error-field"] == field
+    assert details.startswith(field)
+    assert house.requests("invalid_input") == 1
+
+
+@pytest.mark.parametrize("name", ["uint_contents", "fp32_contents"])
+def test_numbers_are_refused_unread_when_they_are_more_than_the_shape_claims(name):
+    datatype = {"uint_contents": "UINT8", "fp32_contents": "FP32"}[name]
+    request = typed_request(contents(**{name: [1] * 200_000}), datatype, shape=(1, 28, 28))
+    tracemalloc.start()
+    with pytest.raises(InvalidInput, match="got 200000 numbers, expected 784"):
+        decode_request(request, [], 64)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 100_000  # one object of 8 bytes for each would be more
+
+
+@pytest.fixture
+def busy_decoder(monkeypatch):
+    """Inside `busy_decoder(house)` the only decoder is busy."""
+    monkeypatch.setattr(decoders, "CHEAP_S", -1.0)
+
+    @contextlib.contextmanager
+    def busy(house):
+        source = decoders.BodySource(FORM, "auto", "one", Limits(16_384))
+        job = house.decoders.start(source, long_form(), print)
+        yield
+        house.decoders.cancel(job)
+
+    return busy
+
+
+def typed(rows):
+    return typed_request(
+        pb.InferTensorContents(uint_contents=[1] * rows * 784), shape=(rows, 28, 28)
+    )
+
+
+async def test_only_large_typed_messages_wait_for_a_decoder(house, images, busy_decoder):
+    flat = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
+    many = np.resize(images, (100, 28, 28))
+    raw = typed_request(None, shape=many.shape, raw_input_contents=[many.tobytes()])
+    async with house.connect(max_images=100) as stub:
+        with busy_decoder(house):
+            for request, rows in ((typed(80), 80), (flat, 1), (raw, 100)):
+                assert list((await stub.ModelInfer(request)).outputs[1].shape) == [rows]
+            waiting = asyncio.ensure_future(stub.ModelInfer(typed(90)))
+            done, _ = await asyncio.wait([waiting], timeout=0.05)
+            assert not done
+        assert list((await waiting).outputs[1].shape) == [90]
+
+
+async def test_the_call_ends_in_time_when_no_decoder_is_free(open_house, busy_decoder):
+    async with open_house(timeout_s=0.05) as house, house.connect(max_images=100) as stub:
+        with busy_decoder(house):
+            code, _, details = await failure(stub.ModelInfer(typed(90)))
+            assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
+            assert house.requests("deadline_exceeded") == 1
+
+
+@pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
+async def test_large_messages_are_answered_alike_in_each_form(open_house, images, datatype):
+    many = np.resize(images, (400, 28, 28))
+    dtype, name = {"UINT8": ("u1", "uint_contents"), "FP32": ("<f4", "fp32_contents")}[datatype]
+    in_raw = many.astype(dtype).tobytes()
+    raw = typed_request(None, datatype, many.shape, raw_input_contents=[in_raw])
+    as_numbers = contents(**{name: many.ravel().tolist()})
+    async with (
+        open_house(max_queue_rows=400) as house,
+        house.connect(max_images=400, max_body_bytes=1 << 23) as stub,
+    ):
+        first = await stub.ModelInfer(typed_request(as_numbers, datatype, many.shape))
+        other = await stub.ModelInfer(raw)
+        for broken in (raw.SerializeToString()[:-1], raw.SerializeToString() + b"\x3a\x02\x00"):
+            infer = stub.channel.unary_unary(METHOD)
+            code, _, _ = await failure(infer(broken))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+    probabilities = np.frombuffer(other.raw_output_contents[0], "<f4")
+    # Batches of other sizes are summed in another order.
+    np.testing.assert_allclose(first.outputs[0].contents.fp32_contents, probabilities, atol=1e-5)
+
+
+async def test_too_many_images_are_refused_as_an_argument_when_over_the_limit(stub, house):
+    request = typed_request(None, shape=(65, 28, 28), raw_input_contents=[bytes(65 * 784)])
+    code, metadata, _ = await failure(stub.ModelInfer(request))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-code"] == "too_large"
+    assert house.requests("too_large") == 1
+
+
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x2a\x7f", b"\x0a\x01\xff"])
+async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house, caplog, message):
+    infer = stub.channel.unary_unary(METHOD)
+    code, metadata, details = await failure(infer(message))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-field"] == "message"
+    assert details == "message: not a ModelInferRequest"
+    assert house.requests("invalid_input") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize("names", [{"model_name": "x" * 10_000}, {"model_version": "\u00e9" * 999}])
+async def test_a_model_is_not_found_when_it_is_not_loaded(stub, house, raw_request, names):
+    code, metadata, _ = await failure(stub.ModelInfer(raw_request(**names)))
+    assert code is grpc.StatusCode.NOT_FOUND
+    assert metadata["lenet-error-code"] == "unknown_model"
+    assert house.requests("unknown_model") == 1
+
+
+async def test_the_call_is_exhausted_with_a_delay_when_the_queue_is_full(open_house, raw_request):
+    async with open_house(max_queue_rows=4) as house, house.connect() as stub:
+        code, metadata, _ = await failure(stub.ModelInfer(raw_request()))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert metadata["lenet-error-code"] == "overloaded"
+        assert metadata["grpc-retry-pushback-ms"] == "1000"
+        assert house.requests("overloaded") == 1
+
+
+@pytest.fixture
+async def busy(house):
+    """The only context of the default model is taken, so requests wait in the queue."""
+    pool = house.models.get().pool
+    worker = pool.acquire()
+    yield house
+    pool.release(worker)
+
+
+@pytest.mark.parametrize("requested_s", [None, 60.0])
+async def test_the_call_ends_in_time_when_the_service_has_a_limit_of_its_own(
+    open_house, raw_request, requested_s
+):
+    async with open_house(timeout_s=0.05) as house, house.connect() as stub:
+        pool = house.models.get().pool
+        worker = pool.acquire()
+        code, _, details = await failure(stub.ModelInfer(raw_request(), timeout=requested_s))
+        pool.release(worker)
+        assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
+        assert house.requests("deadline_exceeded") == 1
+
+
+async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_request):
+    code, _, _ = await failure(stub.ModelInfer(raw_request(), timeout=0.1))
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(busy.models.left.wait(), 5)
+    (timeout_s,) = busy.models.timeouts_s
+    assert 0 < timeout_s < 0.2  # the header carries it rounded up
+    # Whichever comes first, our timer or gRPC's: one outcome, no row left behind.
+    assert busy.requests("deadline_exceeded") + busy.requests("cancelled") == 1
+    assert dropped_rows(busy) == 5
+
+
+@pytest.mark.parametrize("kind", ["int64_param", "uint64_param"])
+async def test_a_timeout_of_the_request_counts_as_its_deadline(stub, busy, raw_request, kind):
+    request = raw_request(parameters={"timeout": Parameter(**{kind: 100_000})})
+    code, _, details = await failure(stub.ModelInfer(request))
+    assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 100 ms")
+    (timeout_s,) = busy.models.timeouts_s
+    assert 0 < timeout_s <= 0.1
+    assert busy.requests("deadline_exceeded") == 1
+
+
+async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_request, caplog):
+    call = stub.ModelInfer(raw_request())
+    await asyncio.wait_for(busy.models.entered.wait(), 5)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await asyncio.wait_for(busy.models.left.wait(), 5)
+    assert dropped_rows(busy) == 5
+    assert busy.requests("cancelled") == 1
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+
+
+@pytest.mark.parametrize(
+    ("error", "fields", "model", "outcome"),
+    [
+        (None, {}, "tiny", "ok"),
+        (None, {"model_name": "mlp"}, "mlp", "ok"),
+        (None, {"model_name": "vgg"}, "none", "unknown_model"),
+        (None, {"raw_input_contents": [b"1"]}, "tiny", "invalid_input"),
+        (None, {"raw_input_contents": [b"1"], "model_name": "vgg"}, "none", "unknown_model"),
+        (errors.Overloaded("full"), {}, "tiny", "overloaded"),
+        (errors.DeadlineExceeded("late"), {"model_name": "mlp"}, "mlp", "deadline_exceeded"),
+        (RuntimeError("a bug"), {}, "tiny", "internal"),
+        ("cancel", {}, "tiny", "cancelled"),
+    ],
+)
+async def test_a_call_has_one_outcome_and_one_range_however_it_ends(
+    stub, house, raw_request, ranges, error, fields, model, outcome
+):
+    if error == "cancel":
+        house.models.gate.clear()
+    else:
+        house.models.error = error
+    call = stub.ModelInfer(raw_request(**fields))
+    if error == "cancel":
+        await asyncio.wait_for(house.models.entered.wait(), 5)
+        call.cancel()
+    (answer,) = await asyncio.gather(call, return_exceptions=True)
+    assert isinstance(answer, pb.ModelInferResponse) == (outcome == "ok")
+    began, ended = ranges
+    async with asyncio.timeout(5):  # the client may be faster than the end of the call
+        while not house.outcomes() or len(ended) < len(began):  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+    assert house.outcomes() == {(model, outcome): 1}
+    timed = house.value("lenet_request_duration_seconds_count", protocol="grpc")
+    assert timed == (outcome == "ok")
+    assert began.count("request") == 1
+    assert sorted(ended) == list(range(1, len(began) + 1))
+
+
+def dropped_rows(house):
+    name = "lenet_rows_dropped_total"
+    return sum(house.value(name, reason=why) for why in ("cancelled", "late"))
+
+
+async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_request):
+    house.models.gate.clear()
+    calls = [stub.ModelInfer(raw_request(id=str(number))) for number in range(4)]
+    await asyncio.wait_for(house.models.entered.wait(), 5)
+    calls[1].cancel()
+    house.models.gate.set()
+    answers = await asyncio.gather(*calls, return_exceptions=True)
+    assert isinstance(answers.pop(1), asyncio.CancelledError)
+    assert [answer.id for answer in answers] == ["0", "2", "3"]
+
+
+CODES = {
+    errors.InvalidInput: "INVALID_ARGUMENT",
+    errors.TooLarge: "INVALID_ARGUMENT",
+    errors.UnsupportedMediaType: "INVALID_ARGUMENT",
+    errors.UnknownModel: "NOT_FOUND",
+    errors.Unauthorized: "UNAUTHENTICATED",
+    errors.Forbidden: "PERMISSION_DENIED",
+    errors.Overloaded: "RESOURCE_EXHAUSTED",
+    errors.Cancelled: "CANCELLED",
+    errors.Unavailable: "UNAVAILABLE",
+    errors.InferenceFailed: "INTERNAL",
+}
+
+
+@pytest.mark.parametrize(("kind", "code"), CODES.items())
+async def test_an_error_keeps_its_sentence_and_its_code(stub, house, raw_request, kind, code):
+    house.models.error = kind("the sentence", field="inputs", retry_after_s=2)
+    status, metadata, details = await failure(stub.ModelInfer(raw_request()))
+    assert (status, details) == (grpc.StatusCode[code], "the sentence")
+    assert metadata["lenet-error-code"] == kind.code
+    assert metadata["lenet-error-field"] == "inputs"
+    assert metadata["grpc-retry-pushback-ms"] == "2000"
+    assert house.requests(kind.code) == 1
+
+
+def test_every_error_of_the_service_has_a_status():
+    kinds = {
+        kind for kind in errors.ServiceError.__subclasses__() if kind.__module__ == errors.__name__
+    }
+    assert set(CODES) == kinds - {errors.DeadlineExceeded}
+
+
+async def test_a_sentence_is_cut_when_it_would_not_fit_the_trailer(stub, house, raw_request):
+    house.models.error = errors.UnknownModel("\U0001f600" * 10_000)
+    _, _, details = await failure(stub.ModelInfer(raw_request()))
+    assert len(details) == 500
+    assert details.endswith("...")
+
+
+async def test_an_unexpected_error_is_logged_and_hidden(stub, house, raw_request, caplog):
+    house.models.error = RuntimeError("secret of /srv")
+    code, metadata, details = await failure(stub.ModelInfer(raw_request()))
+    assert code is grpc.StatusCode.INTERNAL
+    assert metadata["lenet-error-code"] == "internal"
+    assert details == "internal error; see the server log"
+    assert house.requests("internal") == 1
+    assert "secret of /srv" in caplog.text
+
+
+async def test_a_field_that_quotes_the_client_fits_the_trailer(stub, house, raw_request):
+    house.models.error = InvalidInput("wrong", field="parameters.'file:\u00e9'")
+    _, metadata, _ = await failure(stub.ModelInfer(raw_request()))
+    assert metadata["lenet-error-field"] == r"parameters.'file:\xe9'"
+
+
+async def test_a_message_that_does_not_come_is_waited_for_as_long_as_an_answer(house):
+    async with house.connect(timeout_s=0.1) as stub:
+        code, metadata, details = await failure(stub.channel.stream_unary(METHOD)())
+    assert code is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert metadata["lenet-error-code"] == "body_timeout"
+    assert details == "message: got 0 bytes in 0.1 s, expected the whole message"
+    assert house.requests("body_timeout") == 1
+
+
+@pytest.mark.parametrize("count", [0, 2])
+async def test_a_call_without_exactly_one_message_is_refused(stub, house, raw_request, count):
+    house.models.gate.clear()
+    message = raw_request().SerializeToString()
+    code, metadata, details = await failure(
+        stub.channel.stream_unary(METHOD)(iter([message] * count))
+    )
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-field"] == "message"
+    assert (
+        details
+        == {
+            0: "message: got none, expected a request",
+            2: "message: got a second, expected one request",
+        }[count]
+    )
+    assert house.requests("invalid_input") == 1
+
+
+@pytest.mark.parametrize("size", [4097, 5 << 20])
+async def test_a_message_over_the_limit_is_refused(house, raw_request, size):
+    async with house.connect(max_body_bytes=4096) as stub:
+        await stub.ModelInfer(raw_request())
+        code, metadata, details = await failure(
+            stub.ModelInfer(raw_request(raw_input_contents=[bytes(size)]))
+        )
+        assert code is grpc.StatusCode.INVALID_ARGUMENT, "a retry would not help"
+        assert re.match(r"message: got \d+ bytes, expected at most 4096 bytes; send", details)
+        assert metadata["lenet-error-code"] == "too_large"
+        assert metadata["lenet-error-field"] == "message"
+        await stub.ModelInfer(raw_request())
+    assert (house.requests("ok"), house.requests("too_large")) == (2, 1)
+
+
+@pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
+async def test_a_compressed_message_is_answered_as_any_other(stub, raw_request, compression):
+    expected = await stub.ModelInfer(raw_request())
+    found = await stub.ModelInfer(raw_request(), compression=compression)
+    assert found.raw_output_contents == expected.raw_output_contents
+
+
+async def test_a_compressed_message_is_limited_by_its_size_decompressed(stub, house, raw_request):
+    bomb = raw_request(raw_input_contents=[bytes(1 << 26)])  # 64 KB compressed
+    code, metadata, _ = await failure(stub.ModelInfer(bomb, compression=grpc.Compression.Gzip))
+    assert code is grpc.StatusCode.INVALID_ARGUMENT
+    assert metadata["lenet-error-code"] == "too_large"
+    assert house.budget.held_bytes == 0
+    await stub.ModelInfer(raw_request())
+
+
+async def test_a_message_is_refused_when_the_budget_has_no_room(house, raw_request):
+    house.budget.hold(house.budget.max_bytes - 4096, 0)
+    async with house.connect() as stub:
+        await stub.ModelInfer(raw_request(5))
+        wrong = raw_request(raw_input_contents=[bytes(100_000)])
+        code, metadata, _ = await failure(stub.ModelInfer(wrong))
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert metadata["lenet-error-code"] == "overloaded"
+        assert house.requests("overloaded") == 1
+    assert house.budget.held_bytes == house.budget.max_bytes - 4096
+
+
+async def test_a_message_holds_as_much_of_the_budget_as_has_arrived(house, raw_request):
+    message = raw_request(raw_input_contents=[bytes(300_000)]).SerializeToString()
+    async with house.connect() as stub:
+        with grpc_call(stub.port, METHOD.encode()) as connection:
+            part = b"\0" + len(message).to_bytes(4, "big") + message[:10_000]
+            connection.sendall(len(part).to_bytes(3, "big") + bytes((0, 0, 0, 0, 0, 1)) + part)
+            await until(lambda: house.budget.held_bytes == 10_000)
+        await until(lambda: house.requests("cancelled") == 1)
+    assert house.budget.held_bytes == 0
+
+
+async def until(condition):
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - the other side is a socket
+            await asyncio.sleep(0.005)
+
+
+async def test_concurrent_calls_share_batches(house, stub, raw_request):
+    await asyncio.gather(*(stub.ModelInfer(raw_request(1)) for _ in range(16)))
+    assert house.value("lenet_batch_rows_sum") == 16
+    assert house.value("lenet_batch_rows_count") < 16
+
+
+REFUSALS = {
+    "wrong": (None, "INVALID_ARGUMENT"),
+    "overloaded": (errors.Overloaded("full"), "RESOURCE_EXHAUSTED"),
+    "late": (errors.DeadlineExceeded("late"), "DEADLINE_EXCEEDED"),
+}
+
+
+@pytest.mark.parametrize(("error", "code"), REFUSALS.values(), ids=REFUSALS)
+async def test_refused_messages_are_freed_when_the_collector_is_off(
+    house, stub, raw_request, error, code
+):
+    tensor = Tensor(name="image", datatype="UINT8", shape=(64, 28, 28))
+    size = 64 * 784 if error else 900_000
+    message = raw_request(inputs=[tensor], raw_input_contents=[bytes(size)]).SerializeToString()
+    infer = stub.channel.unary_unary(METHOD)
+    house.models.error = error
+
+    async def refused():
+        found, _, _ = await failure(infer(message))
+        assert found.name == code
+
+    await refused()
+    gc.collect()
+    gc.disable()
+    try:
+        tracemalloc.start()
+        for _ in range(20):
+            await refused()
+        left, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+    finally:
+        gc.enable()
+    # Each call leaves about 10 KB, mostly the client's, but no message.
+    assert left < 20 * size / 2
+
+
+async def test_a_running_call_is_answered_when_the_server_stops(house, raw_request):
+    house.models.gate.clear()
+    async with house.connect() as stub:
+        accepted = stub.ModelInfer(raw_request())
+        await asyncio.wait_for(house.models.entered.wait(), 5)
+        stopping = asyncio.create_task(stub.server.stop(10.0))
+        code = grpc.StatusCode.OK
+        async with asyncio.timeout(5):
+            while code is grpc.StatusCode.OK:
+                code = await stub.ServerLive(pb.ServerLiveRequest()).code()
+        assert code is grpc.StatusCode.UNAVAILABLE
+        assert not stopping.done()
+        house.models.gate.set()
+        assert (await accepted).model_name == "tiny"
+        await asyncio.wait_for(stopping, 5)
+
+
+async def test_a_stuck_call_is_cut_off_when_the_stop_takes_too_long(house, raw_request):
+    house.models.gate.clear()
+    async with house.connect() as stub:
+        call = stub.ModelInfer(raw_request())
+        await asyncio.wait_for(house.models.entered.wait(), 5)
+        await stub.server.stop(0.05)
+        code, _, details = await failure(call)
+    assert code is grpc.StatusCode.UNAVAILABLE
+    assert details == "the service stopped before the answer"
+    assert house.requests("unavailable") == 1
+
+
+async def test_a_path_that_is_not_text_is_unknown(stub, raw_request, caplog):
+    with grpc_call(stub.port, b"/x\xff") as connection:
+        answered = b""
+        while b"grpc-status" not in answered:
+            answered += await asyncio.to_thread(connection.recv, 1000)
+    assert b"grpc-status\x0212" in answered
+    assert (await stub.ModelInfer(raw_request())).model_name == "tiny"
+    assert not caplog.records

@@ -1,0 +1,214 @@
+"""Which methods there are, who may call them, and those of health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+import pytest
+from google.protobuf.descriptor_pb2 import FileDescriptorProto
+from google.protobuf.descriptor_pool import DescriptorPool
+from google.protobuf.message_factory import GetMessageClass
+
+from benchmarks.grpc_stub import health_stub
+from service.keys import Keys
+from service.rpc import health_pb2, reflection_pb2
+from service.rpc import open_inference_pb2 as pb
+
+SERVICE = "inference.GRPCInferenceService"
+Check = health_pb2.HealthCheckRequest
+Status = health_pb2.HealthCheckResponse.ServingStatus
+Question = reflection_pb2.ServerReflectionRequest
+
+
+async def failure(call):
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await call
+    return caught.value
+
+
+async def health(stub, service=""):
+    return Status.Name((await health_stub(stub.channel).Check(Check(service=service))).status)
+
+
+async def next_status(watch):
+    return Status.Name((await asyncio.wait_for(anext(aiter(watch)), 10)).status)
+
+
+def reflect(stub, version="v1", **options):
+    return stub.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
+        Question.SerializeToString,
+        reflection_pb2.ServerReflectionResponse.FromString,
+    )(**options)
+
+
+@pytest.mark.parametrize("service", ["", SERVICE, "tiny", "mlp"])
+async def test_health_follows_readiness_when_checked(stub, house, service):
+    assert await health(stub, service) == "SERVING"
+    house.models.ready = False
+    assert await health(stub, service) == "NOT_SERVING"
+
+
+async def test_health_is_not_found_when_the_name_is_unknown(stub):
+    error = await failure(health(stub, "vgg"))
+    assert error.code() is grpc.StatusCode.NOT_FOUND
+    assert error.details() == f"service: got 'vgg', expected one of {SERVICE}, mlp, tiny"
+
+
+async def test_watchers_hear_of_each_change_also_when_others_leave(stub, house):
+    names = ("", SERVICE, "tiny", "tiny", "nothing")
+    watches = [health_stub(stub.channel).Watch(Check(service=name)) for name in names]
+    expected = ["SERVING"] * 4 + ["SERVICE_UNKNOWN"]
+    assert [await next_status(watch) for watch in watches] == expected
+    watches[2].cancel()
+    house.models.ready = False
+    for number in (0, 1, 3):
+        assert await next_status(watches[number]) == "NOT_SERVING"
+
+
+async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(house, caplog):
+    async with house.connect() as stub:
+        watch, reflection = health_stub(stub.channel).Watch(Check()), reflect(stub)
+        assert await next_status(watch) == "SERVING"
+        await reflection.write(Question(list_services=""))
+        await reflection.read()
+        began_s = asyncio.get_running_loop().time()
+        await stub.server.stop(20.0)
+        assert asyncio.get_running_loop().time() - began_s < 5
+        for stream in (watch, reflection):
+            assert await stream.code() is grpc.StatusCode.UNAVAILABLE
+    assert not caplog.records
+
+
+async def test_a_client_that_knows_nothing_finds_the_calls_and_makes_one(stub):
+    stream = reflect(stub, timeout=10)
+
+    async def ask(**question):
+        await stream.write(Question(**question))
+        return await stream.read()
+
+    listed = (await ask(list_services="")).list_services_response.service
+    assert {one.name for one in listed} >= {SERVICE, "grpc.health.v1.Health"}
+    pool = DescriptorPool()
+    known = set()
+
+    async def add(answer):
+        for content in answer.file_descriptor_response.file_descriptor_proto:
+            file = FileDescriptorProto.FromString(content)
+            for name in {*file.dependency} - known:
+                await add(await ask(file_by_filename=name))
+            known.add(file.name)
+            pool.Add(file)
+
+    await add(await ask(file_containing_symbol=SERVICE))
+    method = pool.FindServiceByName(SERVICE).FindMethodByName("ModelInfer")
+    request = GetMessageClass(method.input_type)(model_name="tiny")
+    request.inputs.add(name="image", datatype="UINT8", shape=(1, 784))
+    request.raw_input_contents.append(bytes(784))
+    call = stub.channel.unary_unary(
+        f"/{SERVICE}/{method.name}",
+        lambda message: message.SerializeToString(),
+        GetMessageClass(method.output_type).FromString,
+    )
+    assert (await call(request)).model_name == "tiny"
+
+
+@pytest.mark.parametrize("version", ["v1", "v1alpha"])
+async def test_reflection_answers_in_both_versions_and_says_what_is_unknown(stub, version):
+    questions = [
+        (Question(file_containing_symbol=SERVICE), "file_descriptor_response"),
+        (Question(file_containing_symbol="none.Such"), "error_response"),
+        (Question(file_by_filename="none.proto"), "error_response"),
+        (
+            Question(all_extension_numbers_of_type="inference.ModelInferRequest"),
+            "all_extension_numbers_response",
+        ),
+        (Question(all_extension_numbers_of_type="none.Such"), "error_response"),
+        (Question(), "error_response"),
+    ]
+    stream = reflect(stub, version, timeout=10)
+    for question, kind in questions:
+        await stream.write(question)
+        answer = await stream.read()
+        assert answer.WhichOneof("message_response") == kind
+        assert answer.original_request == question
+        if kind == "error_response":
+            assert answer.error_response.error_code == grpc.StatusCode.NOT_FOUND.value[0]
+            assert answer.error_response.error_message
+    await stream.done_writing()
+    assert await stream.read() is grpc.aio.EOF
+    assert await stream.code() is grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("message", [b"\xff\xff\xff", bytes(5000)])
+@pytest.mark.parametrize(
+    "method",
+    [
+        f"{SERVICE}/ModelReady",
+        "grpc.health.v1.Health/Check",
+        "grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+    ],
+)
+async def test_a_question_is_refused_when_it_is_not_one(stub, caplog, method, message):
+    error = await failure(stub.channel.unary_unary(f"/{method}")(message))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert dict(error.trailing_metadata())["lenet-error-field"] == "message"
+    assert error.details().startswith("message: ")
+    assert not caplog.records
+
+
+async def test_a_call_without_a_question_is_refused(stub):
+    error = await failure(stub.channel.stream_unary(f"/{SERVICE}/ModelStatistics")(iter(())))
+    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert error.details() == "message: got none, expected a request"
+
+
+async def test_a_stream_that_says_nothing_ends(stub):
+    silent = reflect(stub)
+    assert await asyncio.wait_for(silent.code(), 15) is grpc.StatusCode.DEADLINE_EXCEEDED
+    assert await silent.details() == "message: it did not arrive in time"
+
+
+async def test_an_unexpected_error_is_logged_and_hidden(stub, house, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("secret of /srv")
+
+    monkeypatch.setattr(type(house.models), "served", property(fail))
+    for call in (
+        stub.ModelStatistics(pb.ModelStatisticsRequest()),
+        health(stub),
+        anext(aiter(health_stub(stub.channel).Watch(Check()))),
+    ):
+        error = await failure(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert error.details() == "internal error; see the server log"
+    assert caplog.text.count("RuntimeError: secret of /srv") == 3
+
+
+async def test_a_key_is_needed_where_there_are_keys(house, raw_request):
+    user, admin = "u" * 16, "a" * 16
+    async with house.connect(keys=Keys([user], [admin])) as stub:
+
+        async def codes(key=None):
+            metadata = (("authorization", f"Bearer {key}"),) if key else ()
+            stream = stub.ModelStreamInfer(metadata=metadata)
+            await stream.done_writing()
+            calls = (
+                stub.ServerReady(pb.ServerReadyRequest(), metadata=metadata),
+                health_stub(stub.channel).Check(Check(), metadata=metadata),
+                stub.ModelInfer(raw_request(1), metadata=metadata),
+                stream,
+                reflect(stub, request_iterator=iter(()), metadata=metadata),
+                stub.RepositoryIndex(pb.RepositoryIndexRequest(), metadata=metadata),
+            )
+            return [(await call.code()).name for call in calls]
+
+        refused = "UNAUTHENTICATED"
+        assert await codes() == ["OK", "OK", refused, refused, refused, refused]
+        assert await codes("x" * 16) == ["OK", "OK", refused, refused, refused, refused]
+        assert await codes(user) == ["OK"] * 4 + ["INVALID_ARGUMENT", "PERMISSION_DENIED"]
+        assert await codes(admin) == ["OK"] * 4 + ["INVALID_ARGUMENT", "OK"]
+        error = await failure(health(stub, "vgg"))
+        assert error.details() == f"service: got 'vgg', expected one of {SERVICE}"
+    assert house.requests("unauthorized") == 4
