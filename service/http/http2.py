@@ -21,6 +21,7 @@ written, and `failed` is set. What costs the server work without a request that 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -270,7 +271,8 @@ class Http2:
         self.failed = fault
         self._buffer = b""
         reason = fault.reason.encode("ascii", "replace")
-        payload = _WORD.pack(self._last) + _WORD.pack(fault.code) + reason
+        last = self._last if self._final is None else self._final
+        payload = _WORD.pack(last) + _WORD.pack(fault.code) + reason
         self._write(_frame(GOAWAY, 0, 0, payload))
 
     def _parse(self) -> bool:
@@ -386,7 +388,9 @@ class Http2:
             )
         padding, size = 0, length
         if flags & PADDED:
-            if not length or data[start] >= length:
+            if not length:
+                raise _size_error("padded DATA without the length of its padding")
+            if data[start] >= length:
                 raise _protocol_error("padding as long as its frame")
             padding = data[start]
             size, start = length - 1 - padding, start + 1
@@ -402,8 +406,8 @@ class Http2:
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
-            if size < _TINY_BYTES and not end:
-                self._spend()
+        if size < _TINY_BYTES and not (end and stream is not None):
+            self._spend()
         self._give_back(length - size if stream is not None else length)
         self._data = stream, size, padding, end
         return self._receive_data(data, start) if start < len(data) or not size else start
@@ -508,6 +512,7 @@ class Http2:
                 self.known[block] = head
         self._last = number
         if self._final is not None:
+            self._spend()
             return  # the client has not read of it yet, and asks elsewhere
         if len(self.streams) >= MAX_STREAMS:
             self._spend()
@@ -527,10 +532,11 @@ class Http2:
             raise _protocol_error("an even stream, which only a server opens")
         if stream is None or not stream.receiving:
             self._check_closed(number)
+            self._spend()
             self._decode(block)  # on its way when the stream was reset
             return
         fields = self._decode(block)
-        if not ends or any(name.startswith(b":") for name, _ in fields) or stream.left:
+        if not ends or stream.left or not all(is_field(*field) for field in fields):
             self._break(stream, ErrorCode.PROTOCOL_ERROR)
             return
         stream.receiving = False
@@ -544,8 +550,9 @@ class Http2:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
             raise _too_much(f"headers of more than {_MOST_HEADER_BYTES} bytes") from None
-        except (HPACKError, IndexError) as exc:
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, str(exc)) from exc
+        except (HPACKError, IndexError) as exc:  # its text may quote the whole block
+            reason = "a header block that cannot be decoded"
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, reason) from exc
         self._table_is_empty = not self._decoder.header_table_size
         return fields
 
@@ -567,7 +574,7 @@ class Http2:
     def _client_reset(self, number: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise _size_error("RST_STREAM without 4 bytes")
-        if not number or number > self._last:
+        if number > self._last or not number & 1:
             raise _protocol_error(f"RST_STREAM on stream {number}, which is idle")
         self._spend()
         if (stream := self.streams.get(number)) is not None:
@@ -629,11 +636,13 @@ class Http2:
         if not number:
             if not more:
                 raise _protocol_error("WINDOW_UPDATE by 0")
+            was_closed = self._send_window <= 0
             self._send_window += more
             if self._send_window > _MOST_WINDOW:
                 raise _window_error("a window over 2^31-1")
             self._spend_update(more)
-            self._send_more()
+            if was_closed:
+                self._send_more()
             return
         if number > self._last or not number & 1:
             raise _protocol_error(f"WINDOW_UPDATE on stream {number}, which is idle")
@@ -732,11 +741,12 @@ class Http2:
 
     def _send_more(self) -> None:
         """The client's windows have grown: go on with the streams that wait."""
-        blocked, self.blocked = self.blocked, {}
-        for stream in blocked.values():
-            if self._send_window <= 0 and stream.send_window > 0:
-                self.blocked[stream.number] = stream
-            else:
+        if not self.blocked:
+            return
+        for number, stream in tuple(self.blocked.items()):
+            if self._send_window <= 0:
+                return
+            if stream.send_window > 0 and self.blocked.pop(number, None) is not None:
                 self._go_on(stream)
 
     def _go_on(self, stream: Stream) -> None:
@@ -828,6 +838,26 @@ def _window_error(reason: str) -> ConnectionFault:
 
 def _too_much(reason: str) -> ConnectionFault:
     return ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, reason)
+
+
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_VALUE = re.compile(rb"[^\0\r\n \t]([^\0\r\n]*[^\0\r\n \t])?|")
+_OF_CONNECTIONS = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
+"""Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
+
+
+def is_value(value: bytes) -> bool:
+    """Whether a field may have this value: RFC 9113, 8.2.1."""
+    return _VALUE.fullmatch(value) is not None
+
+
+def is_field(name: bytes, value: bytes) -> bool:
+    """Whether a header section or trailers may have this field: RFC 9113, 8.2."""
+    if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or not is_value(value):
+        return False
+    return name != b"te" or value.lower() == b"trailers"
 
 
 def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
