@@ -149,7 +149,7 @@ class Stream:
         self.exchange: Any = None
         self.receiving = self.sending = True
         self.left = left
-        """What has to come of a body of announced length."""
+        """What has to come of a body of announced length, behind the frame that arrives."""
         self.receive_window = self.window = STREAM_WINDOW
         self.buffered = 0
         """Received, and not taken."""
@@ -395,6 +395,7 @@ class Http2:
             padding = data[start]
             size, start = length - 1 - padding, start + 1
             self._spend()
+        end = bool(flags & END_STREAM)
         stream = self.streams.get(number)
         if stream is None or not stream.receiving:
             self._check_closed(number)  # reset here: what is on its way is dropped
@@ -402,7 +403,11 @@ class Http2:
         elif length > stream.receive_window:
             self._break(stream, ErrorCode.FLOW_CONTROL_ERROR)
             stream = None
-        end = bool(flags & END_STREAM)
+        elif stream.left is not None:
+            stream.left -= size
+            if stream.left < 0 or (stream.left and end):
+                self._break(stream, ErrorCode.PROTOCOL_ERROR)
+                stream = None
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
@@ -424,11 +429,6 @@ class Http2:
         if stream is None or not stream.receiving:
             return start + size
         last = end and not left
-        if stream.left is not None:
-            stream.left -= size
-            if stream.left < 0 or (last and stream.left):
-                self._break(stream, ErrorCode.PROTOCOL_ERROR)
-                return start + size
         if last:
             stream.receiving = False
         if size or last:
@@ -623,11 +623,11 @@ class Http2:
             raise _protocol_error("PING on a stream")
         if len(payload) != 8:
             raise _size_error("PING without 8 bytes")
+        self._spend()
         if flags & ACK:
             self.pings += 1
         else:
             self._write(_frame(PING, ACK, 0, payload))
-        self._spend()
 
     def _window_update(self, number: int, payload: bytes) -> None:
         if len(payload) != 4:
