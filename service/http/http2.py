@@ -597,6 +597,7 @@ class Http2:
         if len(payload) % 6:
             raise _size_error("SETTINGS of a length that 6 does not divide")
         self._spend(1 + len(payload) // 64)
+        window = self._initial_window
         for name, value in _SETTING.iter_unpack(payload):
             if name == ENABLE_PUSH and value > 1:
                 raise _protocol_error("ENABLE_PUSH is neither 0 nor 1")
@@ -605,13 +606,15 @@ class Http2:
                     raise _protocol_error("MAX_FRAME_SIZE is not 16384 to 16777215")
                 self._frame_bytes = min(value, FRAME_BYTES)
             elif name == INITIAL_WINDOW:
-                self._set_initial_window(value)
+                if value > _MOST_WINDOW:
+                    raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
+                window = value
+        if window != self._initial_window:
+            self._set_initial_window(window)
         self._write(_frame(SETTINGS, ACK, 0))
         self._send_more()
 
     def _set_initial_window(self, size: int) -> None:
-        if size > _MOST_WINDOW:
-            raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
         more, self._initial_window = size - self._initial_window, size
         for stream in self.streams.values():
             stream.send_window += more

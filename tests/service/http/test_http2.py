@@ -887,6 +887,10 @@ HPACK = {
     ),
     "7541 5.1 a number without an end": (headers(block() + b"\xff" * 2000), *NOT_DECODED),
     "7541 5.1 a number of many zeros": (headers(block() + b"\xff" + b"\x80" * 2000 + b"\0"), *NOT_DECODED),
+    "7541 5.1 a length without an end": (
+        headers(block() + b"\0\x7f" + b"\xff" * 2000 + b"\1"),
+        *NOT_DECODED,
+    ),
     "7541 5.1 a number that is cut": (headers(block() + b"\xff"), *NOT_DECODED),
     "7541 5.2 a name that is cut": (headers(block() + b"\0\5abc"), *NOT_DECODED),
     "7541 5.2 a value that is missing": (headers(block() + b"\0\1a"), *NOT_DECODED),
