@@ -50,8 +50,6 @@ class Server:
         self.cancelled_streams: list[int] = []
         self.is_malformed = False
         """Whether the last new header section was."""
-        self.is_short = False
-        """Whether the last stream that was reset had less of a body than announced."""
         self.written = b""
         self.http2 = Http2(self, known)
 
@@ -96,7 +94,6 @@ class Server:
         if stream.receiving or stream.sending:
             raise Finding("cancelled a stream that is open")
         self.cancelled_streams.append(stream.number)
-        self.is_short = bool(stream.left)
 
     def sent(self, stream: Stream) -> None:
         if stream.unsent:
@@ -124,7 +121,8 @@ class Other:
         self.h2.update_settings({SettingCodes.HEADER_TABLE_SIZE: 0})
         self._open: dict[int, list[bytes]] = {}
         self.complete: list[Request] = []
-        self.has_reset = False
+        self.has_reset = self.lies = False
+        self._lengths: dict[int, int] = {}
 
     def feed(self, data: bytes) -> None:
         """Raises: ProtocolError."""
@@ -137,6 +135,7 @@ class Other:
             fields = dict(event.headers)
             found = [fields[b":method"], fields.get(b":path", b"").partition(b"#")[0], b""]
             self._open[event.stream_id] = found
+            self._lengths[event.stream_id] = int(fields.get(b"content-length", b"0"))
             if found[1].startswith(b"/early"):
                 self._answer(event.stream_id)
         elif isinstance(event, DataReceived):
@@ -147,6 +146,7 @@ class Other:
         elif isinstance(event, StreamEnded) and event.stream_id in self._open:
             found = self._open.pop(event.stream_id)
             self.complete.append(Request(event.stream_id, *found))
+            self.lies = self._lengths[event.stream_id] not in (0, len(found[2]))
             if not found[1].startswith((b"/hold", b"/early")):
                 self._answer(event.stream_id)
 
@@ -228,6 +228,8 @@ _EXPLAINED = (
     "does not have an :authority or Host header",
     # RFC 9113, 5.3.2 has no use for priorities, which RFC 7540 checks.
     "depends on itself",
+    # Behind a client's GOAWAY, which is about streams of the server's: RFC 9113, 6.8.
+    "in state ConnectionState.CLOSED",
 )
 
 
@@ -276,7 +278,7 @@ class Http2Target(Target):
         read = 0
         for frame in frames(data[at:]):
             encoded, before = frame.encoded(), len(server.complete)
-            server.is_malformed = server.is_short = False
+            server.is_malformed = False
             server.feed(encoded)
             if server.http2.failed is None and frame.size is None:
                 windows.heard(frame)
@@ -309,7 +311,7 @@ class Http2Target(Target):
             return False
         if refuses or server.http2.failed is not None:
             early = all(one.path.startswith(b"/early") for one in (*new, *theirs))
-            if theirs and not early and not _is_stricter(server, frame):
+            if theirs and not early and not _is_stricter(server, other, frame):
                 raise Finding(f"{theirs!r:.200} for h2, refused here: {server.http2.failed}")
             return False
         if new != theirs:
@@ -346,13 +348,13 @@ class Http2Target(Target):
         return PREFACE + b"".join(items)
 
 
-def _is_stricter(server: Server, frame: Frame) -> bool:
+def _is_stricter(server: Server, other: Other, frame: Frame) -> bool:
     """Whether it is known why the frame that completes a request for h2 is refused here."""
     failed = server.http2.failed
-    if failed is None:
-        # Before trailers h2 does not compare the body with its announced length.
-        return server.is_malformed or (server.is_short and frame.kind != DATA)
-    return any(reason in failed.reason for reason in _STRICTER)
+    if failed is not None:
+        return any(reason in failed.reason for reason in _STRICTER)
+    # h2 compares the body with its announced length only where DATA ends it.
+    return server.is_malformed or (frame.kind != DATA and other.lies)
 
 
 _STRICTER = (
@@ -515,10 +517,18 @@ def seeds() -> dict[str, bytes]:
             *(headers(block(path=b"/now"), stream, WHOLE) for stream in (1, 3)),
             *(body(b"abc", 1, 0), body(b"de", 3, 0), body(b"f", 1), body(b"", 3)),
         ),
+        "a-short-body-before-trailers": (
+            headers(block(field(b"content-length", b"3")), 1, WHOLE),
+            headers(field(b"a", b"b")),
+        ),
+        "a-length-without-a-body": (headers(block(field(b"content-length", b"3"))),),
+        "behind-goaway": (post, Frame(GOAWAY, 0, 0, bytes(8)).encoded(), body(b"abc")),
+        "no-authority": (headers(field(b":method", b"GET") + b"\x86\x84"),),
         "connect": (headers(field(b":method", b"CONNECT") + field(b":authority", b"a:1")),),
     }
     return {
         "empty": b"",
+        "no-settings": PREFACE + headers(GET),
         "http-1.1": b"GET / HTTP/1.1\r\n\r\n",
         **{name: PREFACE + settings() + b"".join(sent) for name, sent in found.items()},
     }
