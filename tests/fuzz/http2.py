@@ -23,7 +23,7 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
 from service.http.gate import Gate
-from service.http.http2 import MAX_STREAMS, PREFACE, Fields, Http2, Malformed, Stream
+from service.http.http2 import MAX_STREAMS, PREFACE, Fields, Http2, Stream
 from service.http.http2_head import Http2Head
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 
@@ -476,7 +476,10 @@ def seeds() -> dict[str, bytes]:
         "get": (headers(GET),),
         "post": (post, body(b"abc", 1, 0), body(b"def")),
         "post-with-trailers": (post, body(b"abc", 1, 0), headers(field(b"a", b"b"))),
-        "post-with-a-length": (headers(block(field(b"content-length", b"3")), 1, WHOLE), body(b"abc")),
+        "post-with-a-length": (
+            headers(block(field(b"content-length", b"3")), 1, WHOLE),
+            body(b"abc"),
+        ),
         "padding": (post, body(b"\2abc\0\0", 1, PADDED | END)),
         "three-frames": (
             headers(GET[:4], 1, END),
@@ -510,7 +513,10 @@ def seeds() -> dict[str, bytes]:
             *(body(b"abc", 1, 0), body(b"def")),
         ),
         "reset": (post, reset(), body(b"abc"), headers(GET, 3)),
-        "ping-and-others": (*FRAMES[:2], *(Frame(PING, 0, 0, bytes(8)).encoded() for _ in range(3))),
+        "ping-and-others": (
+            *FRAMES[:2],
+            *(Frame(PING, 0, 0, bytes(8)).encoded() for _ in range(3)),
+        ),
         "closed": (headers(block(path=b"/now")), body(b"abc")),
         "idle": (body(b"abc", 5),),
         "two-bodies": (
@@ -544,40 +550,28 @@ def plain_request(
     pseudo: dict[bytes, bytes] = {}
     others: list[tuple[bytes, bytes]] = []
     for name, value in fields:
-        if any(byte in b"\0\r\n" for byte in value) or value[:1] in (b" ", b"\t"):
-            return None
-        if value[-1:] in (b" ", b"\t"):
+        if any(byte in b"\0\r\n" for byte in value) or value != value.strip(b" \t"):
             return None
         if name[:1] == b":":
-            if others or name in pseudo:
-                return None
-            if name not in (b":method", b":scheme", b":path", b":authority"):
+            if others or name in pseudo or name not in _PSEUDO:
                 return None
             pseudo[name] = value
             continue
-        if not name or any(not (chr(byte).isalnum() or byte in _MARKS) for byte in name):
+        if not _consists_of(name, _MARKS) or name != name.lower() or name in _OF_CONNECTIONS:
             return None
-        if not name.isascii() or name != name.lower():
-            return None
-        if name in (b"connection", b"keep-alive", b"proxy-connection", b"upgrade"):
-            return None
-        if name == b"transfer-encoding" or (name == b"te" and value.lower() != b"trailers"):
+        if name == b"te" and value.lower() != b"trailers":
             return None
         others.append((name, value))
-    method, path = pseudo.get(b":method", b""), pseudo.get(b":path")
-    if not method or any(not (chr(byte).isalnum() or byte in _MARKS) for byte in method):
-        return None
-    if not method.isascii():
+    method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    if not _consists_of(method, _MARKS):
         return None
     if method == b"CONNECT":
         if set(pseudo) != {b":method", b":authority"}:
             return None
-    elif not path or not pseudo.get(b":scheme"):
-        return None
-    elif path[:1] != b"/" and (method, path) != (b"OPTIONS", b"*"):
-        return None
-    elif any(not 0x20 < byte < 0x7F for byte in path):
-        return None
+    else:
+        has_path = path[:1] == b"/" and all(0x20 < byte < 0x7F for byte in path)
+        if not (has_path or (method, path) == (b"OPTIONS", b"*")) or not pseudo.get(b":scheme"):
+            return None
     hosts = [value for name, value in others if name == b"host"]
     lengths = [value for name, value in others if name == b"content-length"]
     if len(hosts) > 1 or len(lengths) > 1:
@@ -585,20 +579,24 @@ def plain_request(
     if any(not size or len(size) > 20 or not set(size) <= set(b"0123456789") for size in lengths):
         return None
     authority = pseudo.get(b":authority")
-    if authority is not None:
-        if hosts and hosts[0] != authority:
-            return None
-        if not hosts:
-            others.insert(0, (b"host", authority))
-    host = authority or (hosts[0] if hosts else b"")
-    if any(not (chr(byte).isalnum() or byte in b"._~!$&'()*+,;=%:[]-") for byte in host):
+    if authority is not None and not hosts:
+        hosts = [authority]
+        others.insert(0, (b"host", authority))
+    if authority is not None and hosts[0] != authority:
         return None
-    if not host.isascii():
+    if hosts and hosts[0] and not _consists_of(hosts[0], b"._~!$&'()*+,;=%:[]-"):
         return None
-    return method, path or b"", others
+    return method, path, others
+
+
+def _consists_of(text: bytes, marks: bytes) -> bool:
+    """Whether `text` is some letters and digits of ASCII and `marks`."""
+    return text.isascii() and text != b"" and all(chr(b).isalnum() or b in marks for b in text)
 
 
 _MARKS = b"!#$%&'*+.^_`|~-"
+_PSEUDO = (b":method", b":scheme", b":path", b":authority")
+_OF_CONNECTIONS = tuple(b"connection keep-alive proxy-connection transfer-encoding upgrade".split())
 
 
 class HeaderBlocksTarget(Target):
