@@ -359,6 +359,9 @@ class Http2:
         if self._credit < 0:
             raise _too_much("more frames without a request than a client needs")
 
+    def _earn(self) -> None:
+        self._credit = min(_CREDIT, self._credit + 1)
+
     def refill(self) -> None:
         """To be called about once a second."""
         self._credit = min(_CREDIT, self._credit + _REFILL)
@@ -692,6 +695,7 @@ class Http2:
 
     def write(self, stream: Stream, pieces: Iterable[bytes]) -> None:
         """The next pieces of the answer's body. What the windows have no room for waits."""
+        self._earn()  # clients of gRPC may send a PING for each message that they get
         for piece in pieces:
             if piece:
                 stream.unsent.append(memoryview(piece))
@@ -759,7 +763,7 @@ class Http2:
 
     def _close(self, stream: Stream) -> None:
         """The answer is complete."""
-        self._credit = min(_CREDIT, self._credit + 1)
+        self._earn()
         if stream.receiving:  # the rest of the request is not wanted: RFC 9113, 8.1
             self._write_reset(stream.number, ErrorCode.NO_ERROR)
         self._forget(stream)

@@ -228,6 +228,8 @@ _EXPLAINED = (
     "does not have an :authority or Host header",
     # RFC 9113, 5.3.2 has no use for priorities, which RFC 7540 checks.
     "depends on itself",
+    # h2 reads content-length in trailers, too. In headers, the other target compares it.
+    "content-length header",
     # Behind a client's GOAWAY, which is about streams of the server's: RFC 9113, 6.8.
     "in state ConnectionState.CLOSED",
 )

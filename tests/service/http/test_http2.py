@@ -124,7 +124,7 @@ class Client:
     """Feeds a connection, and notes what its handler is told and what is written.
 
     What becomes of a request is in its path: /take uses up each 100 bytes of its body, /answer is
-    answered when it is complete, /early at once, /large with 100,000 bytes, /trailers with some.
+    answered when it is complete, /early at once, /large with 100,000 bytes, /trailers with some, /echo with what comes.
     """
 
     def __init__(self):
@@ -147,6 +147,8 @@ class Client:
         self.heard.append(f"{stream.number} {head.method.decode()} {head.path.decode()}")
         self.paths[stream.number] = head.path
         stream.exchange = self
+        if head.path == b"/echo":
+            self.http2.headers(stream, b"\x88")
         if head.path == b"/early":
             self.http2.answer(stream, b"\x88", b"ok", None)
         self._complete(stream, end)
@@ -163,6 +165,8 @@ class Client:
             while self.used >= 100:
                 self.used -= 100
                 self.http2.taken(stream, 100)
+        elif self.paths[stream.number] == b"/echo":
+            self.http2.write(stream, (data,))
         self._complete(stream, end)
 
     def _complete(self, stream, end):
@@ -240,6 +244,8 @@ def outcome(actions, step, begun=True):
     heard, written = ", ".join(client.heard), client.answers()
     http2 = client.http2
     failed = http2.failed is not None
+    assert http2.blocked.keys() <= http2.streams.keys()
+    assert http2.unsent_bytes == sum(stream.unsent_bytes for stream in http2.streams.values())
     assert failed == any("goaway" in one and "NO_ERROR" not in one for one in written)
     client.heard = []
     if failed or not (http2.opening or http2.in_block or http2.ending):
@@ -964,6 +970,10 @@ FLOODS = {
                 f"pong, headers {number}, body {number} 2 end" for number in range(1, 2200, 2)
             ),
         ),
+    ),
+    "10.5 PING between the messages of one answer": (
+        post(path=b"/echo") + (data(1, bytes(20)) + ping()) * 1100,
+        *("1 POST /echo, 1 data 22000", "headers 1" + ", body 1 20, pong" * 1100),
     ),
     "10.5 acknowledgements": (ping(flags=ACK) * 1001, "", CALM),
     "10.5 acknowledged settings": (ACKED * 1002, "", CALM),
