@@ -748,8 +748,6 @@ class Http2:
 
     def _send_more(self) -> None:
         """The client's windows have grown: go on with the streams that wait."""
-        if not self.blocked:
-            return
         for number, stream in tuple(self.blocked.items()):
             if self._send_window <= 0:
                 return
