@@ -10,6 +10,7 @@ Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -269,10 +270,6 @@ class Answers(Protocol):
         """Whether the client takes what is written."""
         ...
 
-    async def drained(self) -> None:
-        """Wait until the client has taken what is written."""
-        ...
-
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the next turn of the event loop, unless the stream has ended."""
         ...
@@ -292,6 +289,7 @@ class GrpcExchange:
         "_answers",
         "_begun",
         "_call",
+        "_drained",
         "_ended",
         "_inflater",
         "_left",
@@ -313,6 +311,7 @@ class GrpcExchange:
         self._inflater: _Inflater | None = None
         self._unread = bytearray()
         """Received, and not used: less than a prefix, or what waits for the call."""
+        self._drained: asyncio.Event | None = None
         self._ended = self._begun = self.answered = False
         self._sent_bytes = 0
 
@@ -479,7 +478,9 @@ class GrpcExchange:
 
     async def drained(self) -> None:
         """Wait until the client has taken what is written."""
-        await self._answers.drained()
+        while not self.answered and not self._answers.is_read():
+            self._drained = event = asyncio.Event()
+            await event.wait()
 
     def end(self, status: Status = OK) -> None:
         """End the call."""
@@ -522,6 +523,8 @@ class GrpcExchange:
 
     def sent(self) -> None:
         """The client has taken what was written."""
+        if self._drained is not None:
+            self._drained.set()
         if self._call is not None and self._unread:
             self.read_on()
 

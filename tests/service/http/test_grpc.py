@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gzip
 import math
 import zlib
@@ -52,7 +53,7 @@ class Answers:
 
     def __init__(self):
         self.written, self.used, self.later, self.most_held = [], 0, [], 0
-        self.has_ended = False
+        self.has_ended, self.reads = False, True
 
     def begin(self, block, end):
         fields = decoded(block)
@@ -77,10 +78,7 @@ class Answers:
         self.used += size
 
     def is_read(self):
-        return True
-
-    async def drained(self):
-        pass
+        return self.reads
 
     def soon(self, call):
         self.later.append(call)
@@ -710,3 +708,21 @@ def test_a_call_waits_while_a_message_is_not_complete():
     exchange.data(message(b"abc")[:6], False)
     exchange.wait()
     assert method.heard == ["wait"]
+
+
+def test_a_call_that_answers_waits_for_a_client_that_does_not_read():
+    async def run():
+        answers, exchange = opened(Calls(many=True))
+        await exchange.drained()
+        answers.reads = False
+        waits = asyncio.ensure_future(exchange.drained())
+        await asyncio.sleep(0)
+        exchange.sent()  # by the stream's window, and the connection still does not write
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert not waits.done()
+        answers.reads = True
+        exchange.sent()
+        await waits
+
+    asyncio.run(run())
