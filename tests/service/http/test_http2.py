@@ -123,8 +123,9 @@ def word(payload):
 class Client:
     """Feeds a connection, and notes what its handler is told and what is written.
 
-    What becomes of a request is in its path: /take uses up each 100 bytes of its body, /answer is
-    answered when it is complete, /early at once, /large with 100,000 bytes, /trailers with some, /echo with what comes.
+    What becomes of a request is in its path: /take uses up each 100 bytes of its body, /echo is
+    answered with what comes, /answer when it is complete, /early at once, /large with 100,000
+    bytes, /trailers with some.
     """
 
     def __init__(self):
