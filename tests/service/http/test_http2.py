@@ -9,6 +9,7 @@ import pytest
 from service.http.gate import Gate
 from service.http.http2 import Http2
 from service.http.http2_head import Http2Head
+from service.keys import Keys
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)
@@ -179,6 +180,8 @@ class Client:
             self.http2.answer(stream, b"\x88", b"ok", None)
         elif path == b"/trailers":
             self.http2.answer(stream, b"\x88", b"ok", field(b"a", b"b"))
+        elif path == b"/echo":
+            self.http2.finish(stream)
         elif path == b"/empty":
             self.http2.headers(stream, b"\x88", end=True)
         elif path == b"/large":
@@ -416,6 +419,10 @@ DATA_FRAMES = {
     "6.1 a body in frames": (
         post() + data(1, bytes(20)) * 3 + data(1, b"", END),
         *(f"{OPEN}, 1 data 60, 1 end", ""),
+    ),
+    "6.1 an answer to each piece of a body": (
+        post(path=b"/echo") + data(1, bytes(20)) + data(1, b"abc", END),
+        *("1 POST /echo, 1 data 23, 1 end", "headers 1, body 1 23 end"),
     ),
     "6.1 an empty body": (post() + data(1, b"", END), f"{OPEN}, 1 end", ""),
     "6.1 two bodies in turns": (
@@ -1150,3 +1157,31 @@ def test_frames_do_what_their_row_says_in_one_piece_and_byte_by_byte(sent, heard
     size = sum(len(one) for one in sent if isinstance(one, bytes))
     assert outcome(sent, 1 << 20) == (heard, written)
     assert outcome(sent, 1 if size < 100_000 else 101) == (heard, written)
+
+
+def test_few_heads_are_remembered_and_none_with_ids_of_its_own():
+    client = Client()
+    client.feed(START + ACKED + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)
+    known = client.http2.known
+    for stream in range(3, 4003, 2):
+        client.feed(get(stream, (b"a", b"%d" % stream), path=b"/answer"), 1 << 20)
+        assert known
+        assert sum(map(len, known)) < 2**20
+    before = len(known)
+    client.feed(get(5001, (b"x-request-id", b"1"), path=b"/answer"), 1 << 20)
+    client.feed(get(5003, (b"a", b"b" * 4000), path=b"/answer"), 1 << 20)
+    assert len(known) == before
+    assert client.heard[-2:] == ["5003 GET /answer", "5003 end"]
+
+
+def test_each_request_without_its_key_is_counted_though_its_headers_are_known():
+    refused = []
+
+    class Guarded(Client):
+        def read(self, fields):
+            return Http2Head(fields, {}, {}, Gate(Keys(["a-key"]), refused=refused.append))
+
+    client = Guarded()
+    client.feed(START + ACKED + headers(NO_TABLE + block(path=b"/x")), 1 << 20)
+    client.feed(get(3, path=b"/x") + get(5, path=b"/x"), 1 << 20)
+    assert len(refused) == 3
