@@ -10,6 +10,7 @@ Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import re
@@ -126,7 +127,7 @@ _BEGIN = status_field(200) + literals(
 
 
 def _percent_encoded(text: str) -> bytes:
-    data = text.encode("utf-8", "replace")
+    data = text.strip().encode("utf-8", "replace")
     return b"".join(
         b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte for byte in data
     )
@@ -140,7 +141,7 @@ def status_of(error: ServiceError) -> Status:
     """
     metadata = [("lenet-error-code", error.code)]
     if error.field:
-        field = error.field.encode("ascii", "backslashreplace").decode()  # it may quote the client
+        field = error.field.encode("unicode_escape").decode()  # it may quote the client
         metadata.append(("lenet-error-field", field))
     if error.retry_after_s is not None:
         metadata.append(("grpc-retry-pushback-ms", str(1000 * error.retry_after_s)))
@@ -175,8 +176,13 @@ class HeadersTooLarge(InvalidInput):
     """The metadata of a call exceeds its limit."""
 
 
+class WrongCompressedFlag(InvalidInput):
+    """A message is marked as compressed, and its call has no encoding. A code of the protocol's."""
+
+
 _CODES[Unimplemented] = StatusCode.UNIMPLEMENTED
 _CODES[HeadersTooLarge] = StatusCode.RESOURCE_EXHAUSTED
+_CODES[WrongCompressedFlag] = StatusCode.INTERNAL
 
 
 class Method(Protocol):
@@ -263,10 +269,6 @@ class Answers(Protocol):
         """Whether the client takes what is written."""
         ...
 
-    async def drained(self) -> None:
-        """Wait until the client has taken what is written."""
-        ...
-
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the next turn of the event loop, unless the stream has ended."""
         ...
@@ -286,6 +288,7 @@ class GrpcExchange:
         "_answers",
         "_begun",
         "_call",
+        "_drained",
         "_ended",
         "_inflater",
         "_left",
@@ -305,7 +308,9 @@ class GrpcExchange:
         self._left = 0
         """What has to come of it."""
         self._inflater: _Inflater | None = None
-        self._unread = b""
+        self._unread = bytearray()
+        """Received, and not used: less than a prefix, or what waits for the call."""
+        self._drained: asyncio.Event | None = None
         self._ended = self._begun = self.answered = False
         self._sent_bytes = 0
 
@@ -332,7 +337,7 @@ class GrpcExchange:
                     call.half_close()
                 return
             self._ended = end
-            self._unread = self._unread + data if self._unread else data
+            self._unread += data
             self._read()
         except ServiceError as exc:
             call.fail(exc)
@@ -372,41 +377,44 @@ class GrpcExchange:
         data = memoryview(self._unread)
         position = 0
         try:
-            while self._call is not None:
-                if self._inflater is not None and self._inflater.busy:
-                    break
+            while self._call is not None and not self._waits():
                 if self._message is None:
-                    if len(data) - position < PREFIX_BYTES or self._call.is_ahead():
+                    if len(data) - position < PREFIX_BYTES:
                         break
-                    self._begin(data[position : position + PREFIX_BYTES])
+                    self._begin(bytes(data[position : position + PREFIX_BYTES]))
                     position += PREFIX_BYTES
-                if self._message is None:
-                    continue
-                piece = data[position : position + self._left]
+                piece = bytes(data[position : position + self._left])
                 position += len(piece)
                 self._left -= len(piece)
                 self.guard_message(partial(self._receive, piece))
                 if self._left and position == len(data):
                     break
         finally:
+            data.release()
             self._answers.took(position)
-            self._unread = self._unread[position:]
+            del self._unread[:position]
         if self._call is None:
             self._answers.took(len(self._unread))
-            self._unread = b""
+            self._unread.clear()
             return
         if not self._ended:
             return
         if self._message is None and not self._unread:
             self._ended = False
             self._call.half_close()
-        elif self._left or (self._message is None and not self._call.is_ahead()):
+        elif not self._waits():
             missing = self._left or PREFIX_BYTES - len(self._unread)
             raise InvalidInput(
                 f"message: the request ended {missing} bytes before its message", field="message"
             )
 
-    def _begin(self, prefix: memoryview) -> None:
+    def _waits(self) -> bool:
+        """Whether the call, or the decompressor, takes nothing for now."""
+        if self._message is None:
+            return self._call is not None and self._call.is_ahead()
+        return self._inflater is not None and self._inflater.busy
+
+    def _begin(self, prefix: bytes) -> None:
         compressed, size = prefix[0], int.from_bytes(prefix[1:], "big")
         assert self._call is not None, "bug: no call"
         if compressed > 1:
@@ -415,7 +423,7 @@ class GrpcExchange:
         if not compressed:
             self._message, self._left = self._call.message(size), size
         elif self.encoding == "identity":
-            raise InvalidInput(
+            raise WrongCompressedFlag(
                 "message: got a compressed message, expected grpc-encoding to say how",
                 field="grpc-encoding",
             )
@@ -423,15 +431,15 @@ class GrpcExchange:
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self, self._message, self.encoding)
 
-    def _receive(self, piece: memoryview) -> None:
+    def _receive(self, piece: bytes) -> None:
         message = self._message
         assert message is not None, "bug: no message"
         if self._inflater is not None:
-            self._inflater.take(bytes(piece), last=not self._left)
+            self._inflater.take(piece, last=not self._left)
             self._end_inflated()
             return
         if piece:
-            message.data(bytes(piece))
+            message.data(piece)
         if not self._left:
             self._message = None
             message.end()
@@ -487,7 +495,9 @@ class GrpcExchange:
 
     async def drained(self) -> None:
         """Wait until the client has taken what is written."""
-        await self._answers.drained()
+        while not self.answered and not self._answers.is_read():
+            self._drained = event = asyncio.Event()
+            await event.wait()
 
     def end(self, status: Status = OK) -> None:
         """End the call."""
@@ -530,6 +540,8 @@ class GrpcExchange:
 
     def sent(self) -> None:
         """The client has taken what was written."""
+        if self._drained is not None:
+            self._drained.set()
         if self._call is not None and self._unread:
             self.read_on()
 
@@ -555,6 +567,8 @@ class _Inflater:
         except zlib.error:
             message = "message: not compressed as grpc-encoding says"
             raise InvalidInput(message, field="message") from None
+        if self._decompressor.unused_data:
+            raise InvalidInput("message: bytes behind its compressed end", field="message")
         self._input = self._decompressor.unconsumed_tail
         if found:
             self._message.data(found)

@@ -21,6 +21,7 @@ written, and `failed` is set. What costs the server work without a request that 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
@@ -148,7 +149,7 @@ class Stream:
         self.exchange: Any = None
         self.receiving = self.sending = True
         self.left = left
-        """What has to come of a body of announced length."""
+        """What has to come of a body of announced length, behind the frame that arrives."""
         self.receive_window = self.window = STREAM_WINDOW
         self.buffered = 0
         """Received, and not taken."""
@@ -270,7 +271,8 @@ class Http2:
         self.failed = fault
         self._buffer = b""
         reason = fault.reason.encode("ascii", "replace")
-        payload = _WORD.pack(self._last) + _WORD.pack(fault.code) + reason
+        last = self._last if self._final is None else self._final
+        payload = _WORD.pack(last) + _WORD.pack(fault.code) + reason
         self._write(_frame(GOAWAY, 0, 0, payload))
 
     def _parse(self) -> bool:
@@ -357,6 +359,9 @@ class Http2:
         if self._credit < 0:
             raise _too_much("more frames without a request than a client needs")
 
+    def _earn(self) -> None:
+        self._credit = min(_CREDIT, self._credit + 1)
+
     def refill(self) -> None:
         """To be called about once a second."""
         self._credit = min(_CREDIT, self._credit + _REFILL)
@@ -386,11 +391,14 @@ class Http2:
             )
         padding, size = 0, length
         if flags & PADDED:
-            if not length or data[start] >= length:
+            if not length:
+                raise _size_error("padded DATA without the length of its padding")
+            if data[start] >= length:
                 raise _protocol_error("padding as long as its frame")
             padding = data[start]
             size, start = length - 1 - padding, start + 1
             self._spend()
+        end = bool(flags & END_STREAM)
         stream = self.streams.get(number)
         if stream is None or not stream.receiving:
             self._check_closed(number)  # reset here: what is on its way is dropped
@@ -398,12 +406,16 @@ class Http2:
         elif length > stream.receive_window:
             self._break(stream, ErrorCode.FLOW_CONTROL_ERROR)
             stream = None
-        end = bool(flags & END_STREAM)
+        elif stream.left is not None:
+            stream.left -= size
+            if stream.left < 0 or (stream.left and end):
+                self._break(stream, ErrorCode.PROTOCOL_ERROR)
+                stream = None
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
-            if size < _TINY_BYTES and not end:
-                self._spend()
+        if size < _TINY_BYTES and not (end and stream is not None):
+            self._spend()
         self._give_back(length - size if stream is not None else length)
         self._data = stream, size, padding, end
         return self._receive_data(data, start) if start < len(data) or not size else start
@@ -420,11 +432,6 @@ class Http2:
         if stream is None or not stream.receiving:
             return start + size
         last = end and not left
-        if stream.left is not None:
-            stream.left -= size
-            if stream.left < 0 or (last and stream.left):
-                self._break(stream, ErrorCode.PROTOCOL_ERROR)
-                return start + size
         if last:
             stream.receiving = False
         if size or last:
@@ -508,6 +515,7 @@ class Http2:
                 self.known[block] = head
         self._last = number
         if self._final is not None:
+            self._spend()
             return  # the client has not read of it yet, and asks elsewhere
         if len(self.streams) >= MAX_STREAMS:
             self._spend()
@@ -527,10 +535,11 @@ class Http2:
             raise _protocol_error("an even stream, which only a server opens")
         if stream is None or not stream.receiving:
             self._check_closed(number)
+            self._spend()
             self._decode(block)  # on its way when the stream was reset
             return
         fields = self._decode(block)
-        if not ends or any(name.startswith(b":") for name, _ in fields) or stream.left:
+        if not ends or stream.left or not all(is_field(*field) for field in fields):
             self._break(stream, ErrorCode.PROTOCOL_ERROR)
             return
         stream.receiving = False
@@ -544,8 +553,9 @@ class Http2:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
             raise _too_much(f"headers of more than {_MOST_HEADER_BYTES} bytes") from None
-        except (HPACKError, IndexError) as exc:
-            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, str(exc)) from exc
+        except (HPACKError, IndexError) as exc:  # its text may quote the whole block
+            reason = "a header block that cannot be decoded"
+            raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, reason) from exc
         self._table_is_empty = not self._decoder.header_table_size
         return fields
 
@@ -567,7 +577,7 @@ class Http2:
     def _client_reset(self, number: int, payload: bytes) -> None:
         if len(payload) != 4:
             raise _size_error("RST_STREAM without 4 bytes")
-        if not number or number > self._last:
+        if number > self._last or not number & 1:
             raise _protocol_error(f"RST_STREAM on stream {number}, which is idle")
         self._spend()
         if (stream := self.streams.get(number)) is not None:
@@ -590,6 +600,7 @@ class Http2:
         if len(payload) % 6:
             raise _size_error("SETTINGS of a length that 6 does not divide")
         self._spend(1 + len(payload) // 64)
+        window = self._initial_window
         for name, value in _SETTING.iter_unpack(payload):
             if name == ENABLE_PUSH and value > 1:
                 raise _protocol_error("ENABLE_PUSH is neither 0 nor 1")
@@ -598,13 +609,15 @@ class Http2:
                     raise _protocol_error("MAX_FRAME_SIZE is not 16384 to 16777215")
                 self._frame_bytes = min(value, FRAME_BYTES)
             elif name == INITIAL_WINDOW:
-                self._set_initial_window(value)
+                if value > _MOST_WINDOW:
+                    raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
+                window = value
+        if window != self._initial_window:
+            self._set_initial_window(window)
         self._write(_frame(SETTINGS, ACK, 0))
         self._send_more()
 
     def _set_initial_window(self, size: int) -> None:
-        if size > _MOST_WINDOW:
-            raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
         more, self._initial_window = size - self._initial_window, size
         for stream in self.streams.values():
             stream.send_window += more
@@ -616,11 +629,11 @@ class Http2:
             raise _protocol_error("PING on a stream")
         if len(payload) != 8:
             raise _size_error("PING without 8 bytes")
+        self._spend()
         if flags & ACK:
             self.pings += 1
         else:
             self._write(_frame(PING, ACK, 0, payload))
-        self._spend()
 
     def _window_update(self, number: int, payload: bytes) -> None:
         if len(payload) != 4:
@@ -629,11 +642,13 @@ class Http2:
         if not number:
             if not more:
                 raise _protocol_error("WINDOW_UPDATE by 0")
+            was_closed = self._send_window <= 0
             self._send_window += more
             if self._send_window > _MOST_WINDOW:
                 raise _window_error("a window over 2^31-1")
             self._spend_update(more)
-            self._send_more()
+            if was_closed:
+                self._send_more()
             return
         if number > self._last or not number & 1:
             raise _protocol_error(f"WINDOW_UPDATE on stream {number}, which is idle")
@@ -680,6 +695,7 @@ class Http2:
 
     def write(self, stream: Stream, pieces: Iterable[bytes]) -> None:
         """The next pieces of the answer's body. What the windows have no room for waits."""
+        self._earn()  # clients of gRPC may send a PING for each message that they get
         for piece in pieces:
             if piece:
                 stream.unsent.append(memoryview(piece))
@@ -732,11 +748,10 @@ class Http2:
 
     def _send_more(self) -> None:
         """The client's windows have grown: go on with the streams that wait."""
-        blocked, self.blocked = self.blocked, {}
-        for stream in blocked.values():
-            if self._send_window <= 0 and stream.send_window > 0:
-                self.blocked[stream.number] = stream
-            else:
+        for number, stream in tuple(self.blocked.items()):
+            if self._send_window <= 0:
+                return
+            if stream.send_window > 0 and self.blocked.pop(number, None) is not None:
                 self._go_on(stream)
 
     def _go_on(self, stream: Stream) -> None:
@@ -746,7 +761,7 @@ class Http2:
 
     def _close(self, stream: Stream) -> None:
         """The answer is complete."""
-        self._credit = min(_CREDIT, self._credit + 1)
+        self._earn()
         if stream.receiving:  # the rest of the request is not wanted: RFC 9113, 8.1
             self._write_reset(stream.number, ErrorCode.NO_ERROR)
         self._forget(stream)
@@ -828,6 +843,26 @@ def _window_error(reason: str) -> ConnectionFault:
 
 def _too_much(reason: str) -> ConnectionFault:
     return ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, reason)
+
+
+_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
+_VALUE = re.compile(rb"[^\0\r\n \t]([^\0\r\n]*[^\0\r\n \t])?|")
+_OF_CONNECTIONS = frozenset(
+    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
+)
+"""Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
+
+
+def is_value(value: bytes) -> bool:
+    """Whether a field may have this value: RFC 9113, 8.2.1."""
+    return _VALUE.fullmatch(value) is not None
+
+
+def is_field(name: bytes, value: bytes) -> bool:
+    """Whether a header section or trailers may have this field: RFC 9113, 8.2."""
+    if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or not is_value(value):
+        return False
+    return name != b"te" or value.lower() == b"trailers"
 
 
 def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -12,17 +12,19 @@ from service.http.answer import Answer, refusal
 from service.http.gate import Gate
 from service.http.grpc import ENCODINGS, HeadersTooLarge, Method, Unimplemented
 from service.http.head import HOST, FastRoute, FastRoutes, find
-from service.http.http2 import MAX_HEADER_BYTES, Fields, Malformed, lines_block
+from service.http.http2 import (
+    MAX_HEADER_BYTES,
+    Fields,
+    Malformed,
+    is_field,
+    is_value,
+    lines_block,
+)
 from service.ids import Ids
 
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
-_VALUE = re.compile(rb"[^\0\r\n \t]([^\0\r\n]*[^\0\r\n \t])?|")
+_METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_PATH = re.compile(rb"/[!-~]*")
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
-_OF_CONNECTIONS = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
-)
-"""Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
-
 _FIELD_BYTES = 32
 """Added to each field's own: RFC 9113, 6.5.2."""
 
@@ -102,6 +104,7 @@ class Http2Head:
             self.answer = refusal(501, "invalid_input", message)
             return
         self.answer = gate.check(self.method, self.path, named)
+        self.once = self.once or self.answer is not None  # the gate counts each
         self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
         if self.answer is None and self.route is not None:
             try:
@@ -144,23 +147,19 @@ def _checked(fields: Fields) -> tuple[dict[bytes, bytes], list[tuple[bytes, byte
     pseudo: dict[bytes, bytes] = {}
     headers: list[tuple[bytes, bytes]] = []
     for name, value in fields:
-        if not _VALUE.fullmatch(value):
-            raise Malformed
         if name.startswith(b":"):
-            if headers or name not in _PSEUDO or name in pseudo:
+            if headers or name not in _PSEUDO or name in pseudo or not is_value(value):
                 raise Malformed
             pseudo[name] = value
-        else:
-            if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS:
-                raise Malformed
-            if name == b"te" and value.lower() != b"trailers":
-                raise Malformed
+        elif is_field(name, value):
             headers.append((name, value))
-    method = pseudo.get(b":method")
-    if not method:
+        else:
+            raise Malformed
+    method = pseudo.get(b":method", b"")
+    if not _METHOD.fullmatch(method):
         raise Malformed
     path = pseudo.get(b":path", b"")
-    has_target = path.startswith(b"/") or (method, path) == (b"OPTIONS", b"*")
+    has_target = bool(_PATH.fullmatch(path)) or (method, path) == (b"OPTIONS", b"*")
     if method == b"CONNECT":
         has_target = pseudo.keys() == {b":method", b":authority"}
     if not has_target or (method != b"CONNECT" and not pseudo.get(b":scheme")):

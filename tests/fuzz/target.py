@@ -93,6 +93,12 @@ MODULES = MappingProxyType(
             "HeadTarget",
             ("service.http.head", "service.http.predict", "service.http.explain"),
         ),
+        "http2": ("http2", "Http2Target", ("service.http.http2", "service.http.http2_head")),
+        "header_blocks": (
+            "http2",
+            "HeaderBlocksTarget",
+            ("service.http.http2", "service.http.http2_head"),
+        ),
         "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
         "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
         "frames": ("frames", "FrameTarget", ("service.images.decoders",)),

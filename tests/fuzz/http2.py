@@ -1,0 +1,730 @@
+"""HTTP/2 connections and header blocks, beside the packages h2 and hpack as second readings.
+
+Frames go to `Http2` and to h2 one by one. Up to the first frame that one of them refuses, both have
+to have read the same complete requests; where one refuses what completes a request for the other,
+`_EXPLAINED` says why. The same bytes are sent again in pieces to a connection that knows the header
+blocks by then, with the same outcome. What is answered has to fit the client's windows.
+"""
+
+from __future__ import annotations
+
+import random
+import struct
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import hpack
+from h2.config import H2Configuration
+from h2.connection import H2Connection
+from h2.events import DataReceived, Event, RequestReceived, StreamEnded, StreamReset
+from h2.exceptions import ProtocolError
+from h2.settings import SettingCodes, Settings
+
+from service.http.gate import Gate
+from service.http.http2 import MAX_STREAMS, PREFACE, Fields, Http2, Stream
+from service.http.http2_head import Http2Head
+from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
+
+DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)
+END, ACK, WHOLE, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
+_ANSWER_BYTES = 70_000
+"""Of an answer to `/large`: more than the windows that a client begins with."""
+
+
+class Request(NamedTuple):
+    """A complete request."""
+
+    stream: int
+    method: bytes
+    path: bytes
+    body: bytes
+
+
+class Server:
+    """Our connection. Answers what is complete, except below `/hold`; `/early` at its headers."""
+
+    def __init__(self, known: dict[bytes, Any]) -> None:
+        self.complete: list[Request] = []
+        self.cancelled_streams: list[int] = []
+        self.is_malformed = False
+        """Whether the last new header section was."""
+        self.written = b""
+        self.http2 = Http2(self, known)
+
+    def feed(self, data: bytes) -> None:
+        """Parse all of `data`."""
+        more = self.http2.receive(data)
+        while more:
+            more = self.http2.receive(b"")
+        self.written += b"".join(self.http2.out)
+        self.http2.out.clear()
+
+    def read(self, fields: Fields) -> Http2Head:
+        self.is_malformed = plain_request(fields) is None
+        return Http2Head(fields, {}, {}, Gate())
+
+    def opened(self, stream: Stream, head: Http2Head, end: bool) -> None:
+        path = head.path + b"?" * bool(head.query) + head.query
+        stream.exchange = [head.method, path, b""]
+        if path.startswith(b"/early"):
+            self._answer(stream, path)
+        if end:
+            self._complete(stream)
+
+    def received(self, stream: Stream, data: bytes, end: bool) -> None:
+        stream.exchange[2] += data
+        self.http2.taken(stream, len(data))
+        if end:
+            self._complete(stream)
+
+    def _complete(self, stream: Stream) -> None:
+        found = Request(stream.number, *stream.exchange)
+        self.complete.append(found)
+        if stream.sending and not found.path.startswith(b"/hold"):
+            self._answer(stream, found.path)
+
+    def _answer(self, stream: Stream, path: bytes) -> None:
+        body = bytes(_ANSWER_BYTES) if path.startswith(b"/large") else b"#"
+        trailers = b"\0\1a\1b" if path.startswith(b"/trailers") else None
+        self.http2.answer(stream, b"\x88", body, trailers)
+
+    def cancelled(self, stream: Stream) -> None:
+        if stream.receiving or stream.sending:
+            raise Finding("cancelled a stream that is open")
+        self.cancelled_streams.append(stream.number)
+
+    def sent(self, stream: Stream) -> None:
+        if stream.unsent:
+            raise Finding("not all is sent")
+
+    def output(self) -> None:
+        """Nothing to plan here."""
+
+
+class Other:
+    """The connection of h2, with the same settings."""
+
+    def __init__(self) -> None:
+        self.h2 = H2Connection(H2Configuration(client_side=False, header_encoding=None))
+        values = {
+            SettingCodes.MAX_CONCURRENT_STREAMS: MAX_STREAMS,
+            SettingCodes.MAX_FRAME_SIZE: 256 * 1024,
+            SettingCodes.MAX_HEADER_LIST_SIZE: 32 * 1024,
+            SettingCodes.INITIAL_WINDOW_SIZE: 65_535,
+        }
+        self.h2.local_settings = Settings(client=False, initial_values=values)
+        self.h2.max_inbound_frame_size = 256 * 1024
+        self.h2.decoder.max_header_list_size = 32 * 1024
+        self.h2.initiate_connection()
+        self.h2.update_settings({SettingCodes.HEADER_TABLE_SIZE: 0})
+        self._open: dict[int, list[bytes]] = {}
+        self.complete: list[Request] = []
+        self.has_reset = self.lies = False
+        self._lengths: dict[int, int] = {}
+
+    def feed(self, data: bytes) -> None:
+        """Raises: ProtocolError."""
+        for event in self.h2.receive_data(data):
+            self._read(event)
+        self.has_reset |= b"\0\0\4\3\0" in self.h2.data_to_send()
+
+    def _read(self, event: Event) -> None:
+        if isinstance(event, RequestReceived):
+            fields = dict(event.headers)
+            found = [fields[b":method"], fields.get(b":path", b"").partition(b"#")[0], b""]
+            self._open[event.stream_id] = found
+            self._lengths[event.stream_id] = int(fields.get(b"content-length", b"0"))
+            if found[1].startswith(b"/early"):
+                self._answer(event.stream_id)
+        elif isinstance(event, DataReceived):
+            if event.stream_id in self._open:
+                self._open[event.stream_id][2] += event.data
+        elif isinstance(event, StreamReset):
+            self._open.pop(event.stream_id, None)
+        elif isinstance(event, StreamEnded) and event.stream_id in self._open:
+            found = self._open.pop(event.stream_id)
+            self.complete.append(Request(event.stream_id, *found))
+            self.lies = self._lengths[event.stream_id] not in (0, len(found[2]))
+            if not found[1].startswith((b"/hold", b"/early")):
+                self._answer(event.stream_id)
+
+    def _answer(self, stream: int) -> None:
+        with suppress(ProtocolError):  # reset in the same bytes
+            self.h2.send_headers(stream, [(b":status", b"200")], end_stream=True)
+
+
+class Windows:
+    """What the client may be sent, as its frames and ours say."""
+
+    def __init__(self) -> None:
+        self.connection = self.initial = 65_535
+        self.streams: dict[int, int] = {}
+
+    def heard(self, frame: Frame) -> None:
+        """The client sent `frame`, which was accepted."""
+        if frame.kind == SETTINGS and not frame.flags & ACK:
+            for name, value in struct.iter_unpack(">HI", frame.payload):
+                if name == 4:
+                    self.initial, before = value, self.initial
+                    for stream in self.streams:
+                        self.streams[stream] += value - before
+        elif frame.kind == UPDATE:
+            more = int.from_bytes(frame.payload, "big") & 0x7FFFFFFF
+            if not frame.stream:
+                self.connection += more
+            elif frame.stream in self.streams:
+                self.streams[frame.stream] += more
+        elif frame.kind == HEADERS and frame.stream not in self.streams:
+            self.streams[frame.stream] = self.initial
+
+    def wrote(self, frame: Frame) -> None:
+        """The server sent `frame`."""
+        if frame.kind != DATA or not frame.payload:
+            return
+        self.connection -= len(frame.payload)
+        self.streams[frame.stream] -= len(frame.payload)
+        if min(self.connection, self.streams[frame.stream]) < 0:
+            raise Finding("wrote more than the client's window")
+
+
+class Frame(NamedTuple):
+    """One frame; `payload` may be cut."""
+
+    kind: int
+    flags: int
+    stream: int
+    payload: bytes
+    size: int | None = None
+
+    def encoded(self) -> bytes:
+        """As it is sent, with its true length unless `size` is one that lies."""
+        size = len(self.payload) if self.size is None else self.size
+        return struct.pack(">I", size % 2**24)[1:] + (
+            struct.pack(">BBI", self.kind, self.flags, self.stream) + self.payload
+        )
+
+
+def frames(data: bytes) -> Iterator[Frame]:
+    """The frames of `data`; the last may be cut, and is dropped if its head is."""
+    at = 0
+    while at + 9 <= len(data):
+        size = int.from_bytes(data[at : at + 3], "big")
+        kind, flags, stream = struct.unpack(">BBI", data[at + 3 : at + 9])
+        payload = data[at + 9 : at + 9 + size]
+        cut = size if len(payload) < size else None
+        yield Frame(kind, flags, stream & 0x7FFFFFFF, payload, cut)
+        at += 9 + size
+
+
+def _is_explained(frame: Frame, theirs: str) -> bool:
+    """Whether it is known why h2 refuses what completes a request here."""
+    return any(reason in theirs for reason in _EXPLAINED)
+
+
+_EXPLAINED = (
+    # A request may have no authority: RFC 9113, 8.3.1.
+    "does not have an :authority or Host header",
+    # RFC 9113, 5.3.2 has no use for priorities, which RFC 7540 checks.
+    "depends on itself",
+    # h2 reads content-length in trailers, too. In headers, the other target compares it.
+    "content-length header",
+    # Behind a client's GOAWAY, which is about streams of the server's: RFC 9113, 6.8.
+    "in state ConnectionState.CLOSED",
+)
+
+
+class Http2Target(Target):
+    """A client's bytes, from its preface on."""
+
+    def run(self, data: bytes) -> None:
+        known: dict[bytes, Any] = {}
+        first = self._in_step(data, known)
+        seed = zlib.crc32(data)
+        rng = random.Random(seed)
+        server = Server(known)
+        server.feed(b"")
+        at = 0
+        while at < len(data):
+            size = rng.choice((1, 2, 8, 9, 10, 30, 1000, 20_000))
+            server.feed(data[at : at + size])
+            at += size
+        self._same(first, server, "in pieces")
+        server = Server(known)
+        server.feed(data)
+        self._same(first, server, "in one piece")
+
+    def _same(self, first: Server, other: Server, how: str) -> None:
+        if first.complete != other.complete:
+            raise Finding(f"{first.complete!r:.300} frame by frame, {other.complete!r:.300} {how}")
+        if first.cancelled_streams != other.cancelled_streams:
+            raise Finding(f"cancelled {first.cancelled_streams}, {other.cancelled_streams} {how}")
+        a = [one for one in frames(first.written) if one.kind != UPDATE]
+        b = [one for one in frames(other.written) if one.kind != UPDATE]
+        if a != b:
+            raise Finding(f"wrote {a!r:.500} frame by frame, {b!r:.500} {how}")
+
+    def _in_step(self, data: bytes, known: dict[bytes, Any]) -> Server:
+        server, other = Server(known), Other()
+        windows = Windows()
+        together = True
+        at = min(len(data), len(PREFACE))
+        server.feed(data[:at])
+        try:
+            other.feed(data[:at])
+        except ProtocolError as exc:
+            together = False
+            if server.http2.failed is None:
+                raise Finding("h2 refuses the preface") from exc
+        read = 0
+        for frame in frames(data[at:]):
+            encoded, before = frame.encoded(), len(server.complete)
+            server.is_malformed = False
+            server.feed(encoded)
+            if server.http2.failed is None and frame.size is None:
+                windows.heard(frame)
+            new = list(frames(server.written[read:]))
+            read = len(server.written)
+            for one in new:
+                windows.wrote(one)
+            if together and frame.size is None:  # the last may be cut
+                refuses = any(one.kind in (RST_STREAM, GOAWAY) for one in new)
+                together = self._compare(server, other, frame, before, refuses)
+        self._check_kept(server)
+        tail = data[at + sum(len(one.encoded()) for one in frames(data[at:])) :]
+        server.feed(tail)
+        return server
+
+    def _compare(
+        self, server: Server, other: Other, frame: Frame, before: int, refuses: bool
+    ) -> bool:
+        """Whether both are in the same state behind `frame`."""
+        theirs_before = len(other.complete)
+        refused = ""
+        try:
+            other.feed(frame.encoded())
+        except ProtocolError as exc:
+            refused = str(exc) or type(exc).__name__
+        new, theirs = server.complete[before:], other.complete[theirs_before:]
+        if refused:
+            if new and not _is_explained(frame, refused):
+                raise Finding(f"h2 refuses what completes {new!r:.200}: {refused}")
+            return False
+        if refuses or server.http2.failed is not None:
+            early = all(one.path.startswith(b"/early") for one in (*new, *theirs))
+            if theirs and not early and not _is_stricter(server, other, frame):
+                raise Finding(f"{theirs!r:.200} for h2, refused here: {server.http2.failed}")
+            return False
+        if new != theirs:
+            raise Finding(f"{new!r:.200} here, {theirs!r:.200} for h2")
+        return not other.has_reset
+
+    def _check_kept(self, server: Server) -> None:
+        http2 = server.http2
+        if len(http2.streams) > MAX_STREAMS:
+            raise Finding(f"{len(http2.streams)} streams are kept")
+        if http2.unsent_bytes != sum(one.unsent_bytes for one in http2.streams.values()):
+            raise Finding(f"{http2.unsent_bytes} bytes are said to wait")
+        if not http2.blocked.keys() <= http2.streams.keys():
+            raise Finding("a stream waits that is closed")
+
+    def seeds(self) -> dict[str, bytes]:
+        return seeds()
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        if not data.startswith(PREFACE) or rng.random() < 0.02:
+            return mutate(data)
+        if rng.random() < 0.1:
+            other = rng.choice(list(seeds().values()))
+            return data + other[len(PREFACE) :]
+        items = [one.encoded() for one in frames(data[len(PREFACE) :])]
+
+        def change(item: bytes) -> bytes:
+            if rng.random() < 0.4 or len(item) < 9:
+                return pick(rng, FRAMES)
+            return changed(next(frames(item)), rng, mutate).encoded()
+
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            items = mutate_list(items, rng, change)
+        return PREFACE + b"".join(items)
+
+
+def _is_stricter(server: Server, other: Other, frame: Frame) -> bool:
+    """Whether it is known why the frame that completes a request for h2 is refused here."""
+    failed = server.http2.failed
+    if failed is not None:
+        return any(reason in failed.reason for reason in _STRICTER)
+    # h2 compares the body with its announced length only where DATA ends it.
+    return server.is_malformed or (frame.kind != DATA and other.lies)
+
+
+_STRICTER = (
+    # h2 reads other frames before the first settings: RFC 9113, 3.4.
+    "expected SETTINGS as the first frame",
+    "more frames without a request",
+)
+
+
+def changed(frame: Frame, rng: random.Random, mutate: MutateBytes) -> Frame:
+    """`frame` with one part changed."""
+    match rng.randrange(6):
+        case 0:
+            return frame._replace(kind=rng.choice((*range(10), 0x16)))
+        case 1:
+            return frame._replace(flags=frame.flags ^ rng.choice((1, 4, 8, 32, 64)))
+        case 2:
+            return frame._replace(stream=rng.choice((0, 1, 2, 3, 5, 7, 9, 101, 2**31 - 1)))
+        case 3 if frame.kind in (HEADERS, CONTINUATION):
+            extra = pick(rng, FIELDS)
+            payload = extra + frame.payload if rng.random() < 0.3 else frame.payload + extra
+            return frame._replace(payload=payload)
+        case 4 if rng.random() < 0.1:
+            return frame._replace(size=rng.choice((0, 1, 4, 5, 8, 16_384, 2**18, 2**24 - 1)))
+    return frame._replace(payload=mutate(frame.payload))
+
+
+# Inputs
+
+
+def field(name: bytes, value: bytes, first: bytes = b"\0") -> bytes:
+    """A literal of at most 126 bytes each."""
+    return b"%b%c%b%c%b" % (first, len(name), name, len(value), value)
+
+
+def block(*more: bytes, method: bytes = b"POST", path: bytes = b"/hold") -> bytes:
+    """A request's."""
+    fields = (field(b":method", method), b"\x86", field(b":path", path), field(b":authority", b"a"))
+    return b"".join((*fields, *more))
+
+
+def headers(payload: bytes, stream: int = 1, flags: int = WHOLE | END) -> bytes:
+    return Frame(HEADERS, flags, stream, payload).encoded()
+
+
+def body(payload: bytes, stream: int = 1, flags: int = END) -> bytes:
+    return Frame(DATA, flags, stream, payload).encoded()
+
+
+def update(more: int, stream: int = 0) -> bytes:
+    return Frame(UPDATE, 0, stream, struct.pack(">I", more)).encoded()
+
+
+def reset(stream: int = 1) -> bytes:
+    return Frame(RST_STREAM, 0, stream, struct.pack(">I", 8)).encoded()
+
+
+def settings(*pairs: tuple[int, int], flags: int = 0) -> bytes:
+    payload = b"".join(struct.pack(">HI", *pair) for pair in pairs)
+    return Frame(SETTINGS, flags, 0, payload).encoded()
+
+
+ACKED = settings(flags=ACK)
+GET = block(method=b"GET", path=b"/x?y#z")
+
+FIELDS = (
+    *(field(b"a", b"b"), field(b"x", b"y", b"\x40"), field(b"x", b"y", b"\x10"), b"\xbe", b"\xbf"),
+    *(b"\x20", b"\x3f\xe1\x1f", b"\x3f\x45", b"\x82", b"\x83", b"\x84", b"\x86", b"\x88", b"\x80"),
+    *(field(b"X", b"y"), field(b"", b"y"), field(b"a b", b""), field(b"a", b" b"), b"\0\x81\x1f\0"),
+    *(field(b"a", b"b\n"), field(b"a", b"b\0"), field(b"a", b"\xff"), field(b"te", b"trailers")),
+    *(field(b"te", b"gzip"), field(b"connection", b"close"), field(b"upgrade", b"h2c")),
+    *(field(b"host", b"a"), field(b"host", b"b"), field(b":authority", b"b"), field(b":a", b"b")),
+    *(field(b"content-length", b"%d" % size) for size in (0, 3, 6, 10**15)),
+    *(field(b"content-length", text) for text in (b"+3", b"03", b"", b"3, 3", b"x")),
+    *(field(b":path", path) for path in (b"*", b"", b"x", b"/\xff", b"/ ", b"/early", b"/large")),
+    *(field(b":path", path) for path in (b"/trailers", b"/now")),
+    *(field(b":method", method) for method in (b"CONNECT", b"OPTIONS", b"G T", b"")),
+    *(field(b":scheme", b""), field(b":scheme", b"https"), field(b":protocol", b"websocket")),
+    *(field(b"expect", b"100-continue"), field(b"x-request-id", b"1"), field(b"a", b"b" * 126)),
+    *(b"\xff" * 12, b"\0\x84\xff\xff\xff\xff\0", b"\x7f\xff\xff\xff\x7f"),
+)
+
+FRAMES = (
+    *(settings(), ACKED, settings((4, 0)), settings((4, 10)), settings((4, 2**31 - 1))),
+    *(settings((1, 0)), settings((2, 0)), settings((2, 2)), settings((3, 0)), settings((5, 2**14))),
+    *(settings((5, 1)), settings((4, 2**31)), settings((9, 9), (4, 70_000))),
+    *(headers(GET, stream) for stream in (1, 3, 5, 7, 9, 11)),
+    *(headers(block(), stream, WHOLE) for stream in (1, 3, 5, 7)),
+    *(headers(block(path=b"/now"), stream, WHOLE) for stream in (1, 3)),
+    *(headers(block(path=b"/early"), stream, WHOLE) for stream in (1, 3)),
+    *(headers(block(path=b"/large"), stream) for stream in (1, 3, 5)),
+    *(headers(block(path=b"/trailers"), stream) for stream in (1, 3)),
+    *(headers(block(field(b"content-length", b"3")), stream, WHOLE) for stream in (1, 3)),
+    *(headers(field(b"a", b"b"), stream) for stream in (1, 3)),
+    *(headers(block(), 5, END), headers(b"\x20" + block(), 7), headers(GET, 2), headers(b"", 1)),
+    *(headers(b"\2" + GET + b"\0\0", 9, WHOLE | END | PADDED), headers(b"\xff", 9, WHOLE | PADDED)),
+    *(headers(bytes(5) + GET, 9, WHOLE | END | PRIORITIZED), headers(b"", 11, WHOLE | PRIORITIZED)),
+    *(body(b"abc", stream) for stream in (0, 1, 3, 5)),
+    *(body(b"abc", stream, 0) for stream in (1, 3, 5)),
+    *(body(b"", stream) for stream in (1, 3)),
+    *(body(b"\2abc\0\0", 1, PADDED), body(b"\3abc", 3, PADDED | END), body(b"\7abc", 1, PADDED)),
+    *(body(bytes(5000), 1, 0), body(b"", 1, PADDED)),
+    *(update(1), update(1, 1), update(70_000), update(70_000, 1), update(70_000, 3), update(0)),
+    *(update(0, 1), update(2**31 - 1), update(2**31 - 1, 1), update(16, 3)),
+    *(reset(stream) for stream in (0, 1, 2, 3, 5)),
+    *(Frame(PING, flags, 0, bytes(8)).encoded() for flags in (0, ACK)),
+    *(Frame(PRIORITY, 0, stream, struct.pack(">IB", 1, 1)).encoded() for stream in (0, 1, 3)),
+    *(Frame(GOAWAY, 0, 0, bytes(8)).encoded(), Frame(PUSH, WHOLE, 1, bytes(4)).encoded()),
+    *(Frame(CONTINUATION, flags, 5, field(b"a", b"b")).encoded() for flags in (0, WHOLE)),
+    *(Frame(0x16, 0, 0, b"abc").encoded(), Frame(0x10, 0, 0, bytes(8)).encoded()),
+)
+
+
+def seeds() -> dict[str, bytes]:
+    """Connections by what their client does."""
+    post = headers(block(), 1, WHOLE)
+    found = {
+        "nothing": (),
+        "get": (headers(GET),),
+        "post": (post, body(b"abc", 1, 0), body(b"def")),
+        "post-with-trailers": (post, body(b"abc", 1, 0), headers(field(b"a", b"b"))),
+        "post-with-a-length": (
+            headers(block(field(b"content-length", b"3")), 1, WHOLE),
+            body(b"abc"),
+        ),
+        "padding": (post, body(b"\2abc\0\0", 1, PADDED | END)),
+        "padding-that-is-cut": (post, body(b"\2abc\0\0", 1, PADDED | END)[:-1]),
+        "three-frames": (
+            headers(GET[:4], 1, END),
+            Frame(CONTINUATION, 0, 1, GET[4:10]).encoded(),
+            Frame(CONTINUATION, WHOLE, 1, GET[10:]).encoded(),
+        ),
+        "a-table": (
+            headers(block(field(b"x", b"y", b"\x40"))),
+            *(headers(block(b"\xbe"), stream) for stream in (3, 5)),
+        ),
+        "no-table": (ACKED, headers(b"\x20" + block()), headers(GET, 3), headers(GET, 5)),
+        "a-table-that-comes-and-goes": (
+            headers(b"\x20" + GET, 1),
+            headers(b"\x3f\x45" + block(field(b"x", b"y", b"\x40")), 3),
+            headers(GET, 5),
+            headers(b"\x20" + GET, 7),
+            headers(GET, 9),
+        ),
+        "known-blocks": (ACKED, headers(b"\x20" + GET), *(headers(GET, n) for n in (3, 5, 7))),
+        "answers-that-wait": (
+            *(headers(block(path=b"/large"), stream) for stream in (1, 3)),
+            *(update(20_000, 1), update(20_000), update(200_000), update(200_000, 3)),
+        ),
+        "no-windows": (
+            settings((4, 0)),
+            headers(block(path=b"/trailers")),
+            settings((4, 100)),
+        ),
+        "answered-before-its-body": (
+            headers(block(path=b"/early"), 1, WHOLE),
+            *(body(b"abc", 1, 0), body(b"def")),
+        ),
+        "reset": (post, reset(), body(b"abc"), headers(GET, 3)),
+        "ping-and-others": (
+            *FRAMES[:2],
+            *(Frame(PING, 0, 0, bytes(8)).encoded() for _ in range(3)),
+        ),
+        "closed": (headers(block(path=b"/now")), body(b"abc")),
+        "idle": (body(b"abc", 5),),
+        "two-bodies": (
+            *(headers(block(path=b"/now"), stream, WHOLE) for stream in (1, 3)),
+            *(body(b"abc", 1, 0), body(b"de", 3, 0), body(b"f", 1), body(b"", 3)),
+        ),
+        "a-short-body-before-trailers": (
+            headers(block(field(b"content-length", b"3")), 1, WHOLE),
+            headers(field(b"a", b"b")),
+        ),
+        "a-length-without-a-body": (headers(block(field(b"content-length", b"3"))),),
+        "behind-goaway": (post, Frame(GOAWAY, 0, 0, bytes(8)).encoded(), body(b"abc")),
+        "no-authority": (headers(field(b":method", b"GET") + b"\x86\x84"),),
+        "connect": (headers(field(b":method", b"CONNECT") + field(b":authority", b"a:1")),),
+    }
+    return {
+        "empty": b"",
+        "no-settings": PREFACE + headers(GET),
+        "http-1.1": b"GET / HTTP/1.1\r\n\r\n",
+        **{name: PREFACE + settings() + b"".join(sent) for name, sent in found.items()},
+    }
+
+
+# Header blocks
+
+
+def plain_request(
+    fields: Sequence[tuple[bytes, bytes]],
+) -> tuple[bytes, bytes, list[tuple[bytes, bytes]]] | None:
+    """Method, target and other fields by the rules of RFC 9113, 8; None if they are malformed."""
+    pseudo: dict[bytes, bytes] = {}
+    others: list[tuple[bytes, bytes]] = []
+    for name, value in fields:
+        if any(byte in b"\0\r\n" for byte in value) or value != value.strip(b" \t"):
+            return None
+        if name[:1] == b":":
+            if others or name in pseudo or name not in _PSEUDO:
+                return None
+            pseudo[name] = value
+            continue
+        if not _consists_of(name, _MARKS) or name != name.lower() or name in _OF_CONNECTIONS:
+            return None
+        if name == b"te" and value.lower() != b"trailers":
+            return None
+        others.append((name, value))
+    method, path = pseudo.get(b":method", b""), pseudo.get(b":path", b"")
+    if not _consists_of(method, _MARKS):
+        return None
+    if method == b"CONNECT":
+        if set(pseudo) != {b":method", b":authority"}:
+            return None
+    else:
+        has_path = path[:1] == b"/" and all(0x20 < byte < 0x7F for byte in path)
+        if not (has_path or (method, path) == (b"OPTIONS", b"*")) or not pseudo.get(b":scheme"):
+            return None
+    hosts = [value for name, value in others if name == b"host"]
+    lengths = [value for name, value in others if name == b"content-length"]
+    if len(hosts) > 1 or len(lengths) > 1:
+        return None
+    if any(not size or len(size) > 20 or not set(size) <= set(b"0123456789") for size in lengths):
+        return None
+    authority = pseudo.get(b":authority")
+    if authority is not None and not hosts:
+        hosts = [authority]
+        others.insert(0, (b"host", authority))
+    if authority is not None and hosts[0] != authority:
+        return None
+    if hosts and hosts[0] and not _consists_of(hosts[0], b"._~!$&'()*+,;=%:[]-"):
+        return None
+    return method, path, others
+
+
+def _consists_of(text: bytes, marks: bytes) -> bool:
+    """Whether `text` is some letters and digits of ASCII and `marks`."""
+    return text.isascii() and text != b"" and all(chr(b).isalnum() or b in marks for b in text)
+
+
+_MARKS = b"!#$%&'*+.^_`|~-"
+_PSEUDO = (b":method", b":scheme", b":path", b":authority")
+_OF_CONNECTIONS = tuple(b"connection keep-alive proxy-connection transfer-encoding upgrade".split())
+
+
+class HeaderBlocksTarget(Target):
+    """Header blocks of one connection: each a byte of flags, a length of 2 bytes, and the block.
+
+    The first flag says that our settings are acknowledged before it.
+    """
+
+    def run(self, data: bytes) -> None:
+        known: dict[bytes, Any] = {}
+        for _ in range(2):  # the second connection knows the blocks of the first
+            self._run(data, known)
+
+    def _run(self, data: bytes, known: dict[bytes, Any]) -> None:
+        decoder = hpack.Decoder(32 * 1024)
+        server = _HeadServer(known)
+        http2 = server.http2
+        http2.receive(PREFACE + settings())
+        stream = 1
+        for flags, one in blocks(data):
+            if flags & 1:
+                http2.receive(ACKED)
+                decoder.max_allowed_table_size = 0
+            server.found = None
+            http2.refill()
+            again = http2.receive(headers(one, stream))
+            while again:
+                again = http2.receive(b"")
+            try:
+                fields = list(decoder.decode(one, raw=True))
+            except hpack.HPACKError:
+                if http2.failed is None:
+                    raise Finding("accepted a block that hpack refuses") from None
+                return
+            expected = plain_request(fields)
+            if http2.failed is not None:
+                raise Finding(f"{http2.failed.reason}; {expected!r:.300}")
+            length = dict(fields).get(b"content-length", b"0")
+            if expected is not None and int(length):
+                expected = None  # the request has no body
+            if server.found != expected:
+                raise Finding(f"got {server.found!r:.300}, expected {expected!r:.300}")
+            stream += 2
+
+    def seeds(self) -> dict[str, bytes]:
+        table = field(b"x", b"y", b"\x40")
+        found = {
+            "a-request": ((0, GET),),
+            "equal-requests": ((1, b"\x20" + GET), (0, GET), (0, GET)),
+            "a-table": ((0, block(table)), (0, block(b"\xbe"))),
+            "a-table-that-is-gone": ((0, block(table)), (1, b"\x20" + GET), (0, block(b"\xbe"))),
+            "a-table-that-comes": ((0, b"\x20" + GET), (0, b"\x3f\x45" + block(table)), (0, GET)),
+            "static-fields": ((0, b"\x82\x86\x84\x41\1a"),),
+            "of-hpack": ((0, hpack.Encoder().encode(_COMMON)),),
+            **{f"field-{index:02}": ((0, block(one)),) for index, one in enumerate(FIELDS)},
+        }
+        return {name: b"".join(framed(*one) for one in sent) for name, sent in found.items()}
+
+    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
+        def change(item: bytes) -> bytes:
+            flags, one = next(blocks(item), (0, b""))
+            match rng.randrange(5):
+                case 0:
+                    return framed(flags ^ 1, one)
+                case 1:
+                    return framed(flags, one + pick(rng, FIELDS))
+                case 2:
+                    return framed(flags, pick(rng, FIELDS) + one)
+                case 3:
+                    return framed(flags, block(*(rng.choices(FIELDS, k=rng.randrange(3)))))
+            return framed(flags, mutate(one))
+
+        return b"".join(mutate_list([framed(*one) for one in blocks(data)], rng, change))
+
+
+class _HeadServer:
+    """A connection whose requests have no bodies."""
+
+    def __init__(self, known: dict[bytes, Any]) -> None:
+        self.found: tuple[bytes, bytes, list[tuple[bytes, bytes]]] | None = None
+        self.http2 = Http2(self, known)
+
+    def read(self, fields: Fields) -> Http2Head:
+        head = Http2Head(fields, {}, {}, Gate())
+        head.wanted = dict(fields).get(b":path", b"")
+        return head
+
+    def opened(self, stream: Stream, head: Http2Head, end: bool) -> None:
+        self.found = head.method, head.wanted, head.headers
+        self.http2.headers(stream, b"\x88", end=True)
+
+    def received(self, stream: Stream, data: bytes, end: bool) -> None:
+        raise Finding("a body")
+
+    def cancelled(self, stream: Stream) -> None:
+        raise Finding("a stream that was answered is cancelled")
+
+    def sent(self, stream: Stream) -> None:
+        raise Finding("nothing waits")
+
+    def output(self) -> None:
+        """Nobody reads it."""
+
+
+def framed(flags: int, one: bytes) -> bytes:
+    """A block of an input."""
+    return struct.pack(">BH", flags & 255, len(one[:65_535])) + one[:65_535]
+
+
+def blocks(data: bytes) -> Iterator[tuple[int, bytes]]:
+    """The blocks of an input; the last may be cut."""
+    at = 0
+    while at + 3 <= len(data):
+        flags, size = struct.unpack(">BH", data[at : at + 3])
+        yield flags, data[at + 3 : at + 3 + size]
+        at += 3 + size
+
+
+_COMMON = (
+    (":method", "POST"),
+    (":scheme", "https"),
+    (":path", "/inference.GRPCInferenceService/ModelInfer"),
+    (":authority", "a.example:8000"),
+    ("te", "trailers"),
+    ("content-type", "application/grpc"),
+    ("user-agent", "grpc-python/1.70.0"),
+    ("grpc-accept-encoding", "identity, deflate, gzip"),
+)
