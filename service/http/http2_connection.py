@@ -19,12 +19,13 @@ import asyncio
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from service.errors import BodyTimeout, ServiceError, stopping
-from service.http.answer import INTERNAL_ERROR, STATUS, Answer
+from service.errors import BodyTimeout, Overloaded, ServiceError, stopping
+from service.http.answer import INTERNAL_ERROR, STATUS, Answer, error_answer
 from service.http.asgi import AsgiRequest
 from service.http.grpc import GrpcExchange, Status, StatusCode, status_of
 from service.http.head import FastCall
@@ -53,6 +54,58 @@ _FAILURES = (STATUS["internal"], STATUS["unavailable"])
 _LOGGED_CHARACTERS = 200
 _REFUSED_BODY_BYTES = 64 * 1024
 
+MAX_OPEN_STREAMS = 8192
+"""Requests that are open at a time on all connections of the process. Of 200 silent calls on each
+of 400 connections all would take 200 MB."""
+
+_RUNS = 4
+"""Requests of a connection that the application answers at a time; over HTTP/1.1 it is one."""
+
+
+class OpenStreams:
+    """The requests of all connections: how many, and which may give way to others.
+
+    Beyond `most` the one gives way that waits longest for its client, or for others of its
+    connection; a new one is refused if none does. Requests that are worked on are not ended.
+    """
+
+    def __init__(self, most: int = MAX_OPEN_STREAMS) -> None:
+        self._most = most
+        self.count = 0
+        self._waiting: dict[Exchange, None] = {}
+
+    def wait(self, exchange: Exchange) -> None:
+        """It waits from now on."""
+        self._waiting.pop(exchange, None)
+        self._waiting[exchange] = None
+
+    def go_on(self, exchange: Exchange) -> None:
+        """It does not wait any more."""
+        self._waiting.pop(exchange, None)
+
+    def close(self, exchange: Exchange) -> None:
+        """It is over."""
+        self.count -= 1
+        self._waiting.pop(exchange, None)
+
+    def open(self) -> bool:
+        """Count another one. Returns: whether there is room for it."""
+        self.count += 1
+        if self.count <= self._most:
+            return True
+        if not self._waiting:
+            return False
+        first = next(iter(self._waiting))
+        del self._waiting[first]
+        first.give_way(too_many_open())
+        return True
+
+
+def too_many_open() -> Overloaded:
+    """The error of a request that is one too many."""
+    message = "requests: too many are open over HTTP/2; try again later"
+    return Overloaded(message, retry_after_s=1)
+
 
 class Http2Connection(asyncio.Protocol):
     """Serves the requests of one connection. `origin` is the protocol whose place it takes."""
@@ -68,6 +121,9 @@ class Http2Connection(asyncio.Protocol):
         """Opened or continued by what was read, and not complete."""
         self._reading = True
         self._parsing_waits = False
+        self._pending: deque[AsgiExchange] = deque()
+        """Requests that the application has not begun to answer."""
+        self._runs = 0
         self._ended = False
         self._stopping = False
         self._closing = False
@@ -98,6 +154,7 @@ class Http2Connection(asyncio.Protocol):
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
             if exchange.stream.receiving:
+                self.door.open_streams.wait(exchange)
                 exchange.wait()
         if self.http2.failed is not None:
             self._fail()
@@ -114,35 +171,50 @@ class Http2Connection(asyncio.Protocol):
             self._set_reading()
 
     def eof_received(self) -> bool:
-        """A client that sends no more may still read: its answers are due."""
+        """A client that sends no more may still read: what its windows have room for is due."""
         self._ended = True
-        return self.door.certificate is None and bool(self.http2.streams)
+        if self.door.certificate is not None:
+            return False
+        for stream in tuple(self.http2.streams.values()):
+            if stream.receiving:
+                self._drop(stream)
+        self._drop_blocked()
+        return bool(self.http2.streams)
+
+    def _drop(self, stream: Stream) -> None:
+        stream.exchange.cancel()
+        self.http2.reset(stream, ErrorCode.CANCEL)
+
+    def _drop_blocked(self) -> None:
+        for stream in tuple(self.http2.blocked.values()):
+            self._drop(stream)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self.door.connections.discard(self)
         self.state.connections.discard(self)
         self._closing = True
-        for stream in tuple(self.http2.streams.values()):
-            stream.exchange.cancel()
-        self.http2.streams.clear()
+        self._cancel_all()
         self._hold()
         self.resume_writing()
+
+    def _cancel_all(self) -> None:
+        streams = tuple(self.http2.streams.values())
+        self.http2.streams.clear()
+        for stream in streams:
+            stream.exchange.cancel()
+            self.door.open_streams.close(stream.exchange)
 
     def pause_writing(self) -> None:
         """The client does not read."""
         self._blocked_since_s = self.loop.time()
         self._drained = asyncio.Event()
-        self._written_bytes = self._unread()
         self._hold()
-        self.door.budget.watch(self)
         self._set_reading()
 
     def resume_writing(self) -> None:
         """It has read."""
-        if self._blocked_since_s:
-            self._blocked_since_s = 0.0
-            self.door.budget.unwatch(self)
+        self._blocked_since_s = 0.0
         if self._held_bytes:
             self._hold()
         if self._drained is not None:
@@ -170,8 +242,11 @@ class Http2Connection(asyncio.Protocol):
         elif head.route is not None or head.answer is not None:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
+        has_room = self.door.open_streams.open()
         try:
             exchange.open()
+            if not has_room and exchange.is_limited:
+                exchange.fail(too_many_open())
             if end:
                 exchange.data(b"", True)
             else:
@@ -183,6 +258,8 @@ class Http2Connection(asyncio.Protocol):
         """Hand on a piece of its body."""
         exchange: Exchange = stream.exchange
         try:
+            if end and not exchange.may_give_way:
+                self.door.open_streams.go_on(exchange)
             exchange.data(data, end)
             if not end:
                 exchange.since_s = self._active_s
@@ -200,9 +277,49 @@ class Http2Connection(asyncio.Protocol):
         stream.exchange.cancel()
         self._look_for_end()
 
+    def blocked(self, stream: Stream) -> None:
+        """What is answered waits for the client's windows."""
+        self.door.open_streams.wait(stream.exchange)
+        if self._ended:  # which will not grow
+            self.loop.call_soon(self._drop_blocked)
+
     def sent(self, stream: Stream) -> None:
         """What waited for its windows is written."""
-        stream.exchange.sent()
+        exchange: Exchange = stream.exchange
+        if not exchange.may_give_way:
+            self.door.open_streams.go_on(exchange)
+        exchange.sent()
+        self.run_next()
+
+    def closed(self, stream: Stream) -> None:
+        """The stream is over."""
+        self.door.open_streams.close(stream.exchange)
+        if self._pending:
+            self.run_next()
+
+    # The application: few requests at a time, and none while much of an answer is not sent.
+
+    def run(self, exchange: AsgiExchange) -> None:
+        """Have a request answered when those before it are."""
+        self._pending.append(exchange)
+        self.door.open_streams.wait(exchange)
+        self.run_next()
+
+    def run_next(self) -> None:
+        """Begin with the requests that may be answered now."""
+        pending = self._pending
+        while pending and self._runs < _RUNS and self.http2.unsent_bytes <= _UNREAD_BYTES:
+            exchange = pending.popleft()
+            if exchange.stream.sending:
+                self._runs += 1
+                exchange.start()
+                if not exchange.stream.receiving:
+                    self.door.open_streams.go_on(exchange)
+
+    def run_ended(self) -> None:
+        """The application has answered one of them."""
+        self._runs -= 1
+        self.run_next()
 
     def output(self) -> None:
         """Write in the next turn of the event loop, with what else is answered in this one."""
@@ -256,7 +373,13 @@ class Http2Connection(asyncio.Protocol):
             if self.http2.unsent_bytes > _UNREAD_BYTES:
                 unread += self.http2.unsent_bytes
         held, self._held_bytes = self._held_bytes, unread
-        self.door.budget.add(unread - held)
+        budget = self.door.budget
+        budget.add(unread - held)
+        if unread and not held:
+            self._written_bytes = self._unread()
+            budget.watch(self)
+        elif held and not unread:
+            budget.unwatch(self)
 
     @property
     def moved_bytes(self) -> int:
@@ -292,9 +415,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _fail(self) -> None:
         """The client broke the rules: GOAWAY is written, nothing more is read."""
-        for stream in tuple(self.http2.streams.values()):
-            stream.exchange.cancel()
-        self.http2.streams.clear()
+        self._cancel_all()
         self._finish()
 
     def _finish(self) -> None:
@@ -384,8 +505,7 @@ class Http2Connection(asyncio.Protocol):
                 if unsent != exchange.unsent_bytes or not exchange.blocked_since_s:
                     exchange.unsent_bytes, exchange.blocked_since_s = unsent, now_s
                 elif now_s - exchange.blocked_since_s > write_s:
-                    exchange.cancel()
-                    self.http2.reset(stream, ErrorCode.CANCEL)
+                    self._drop(stream)
             else:
                 exchange.blocked_since_s = 0.0
 
@@ -406,6 +526,11 @@ class Exchange:
 
     blocked_since_s = 0.0
     unsent_bytes = 0
+    is_limited = True
+    """Whether it is refused where too many are open."""
+    may_give_way = False
+    """Whether it gives way to others though its request is complete."""
+    _sent: asyncio.Event | None = None
 
     def __init__(self, connection: Http2Connection, stream: Stream, head: Http2Head) -> None:
         self.connection, self.stream, self.head = connection, stream, head
@@ -425,6 +550,24 @@ class Exchange:
 
     def sent(self) -> None:
         """The client takes what is written again."""
+        if self._sent is not None:
+            self._sent.set()
+            self._sent = None
+
+    async def drained(self) -> None:
+        """Wait until the client's windows, and its connection, have taken what is written."""
+        if self.stream.unsent:
+            self._sent = self._sent or asyncio.Event()
+            await self._sent.wait()
+        await self.connection.drained()
+
+    def give_way(self, error: ServiceError) -> None:
+        """It waits, and others need its place."""
+        if self.stream.number in self.http2.blocked:  # in the middle of its answer
+            self.cancel()
+            self.http2.reset(self.stream, ErrorCode.CANCEL)
+        else:
+            self.fail(error)
 
     def stop(self, error: ServiceError) -> None:
         """The service stops: what has begun is answered."""
@@ -555,14 +698,20 @@ class FastExchange(Exchange):
 class AsgiExchange(Exchange):
     """A request for the ASGI application."""
 
+    is_limited = False  # a probe may be one
+    may_give_way = True
+
     def open(self) -> None:
-        """Run the application."""
-        connection = self.connection
-        self._request = AsgiRequest(self, connection.app)
+        """Have it answered when its time has come."""
+        self._request = AsgiRequest(self, self.connection.app)
         self._is_head = self.head.method == b"HEAD"
         self._sent_bytes = self._status = 0
-        self._waits: asyncio.Event | None = None
-        self._request.start(connection.loop, connection.state.tasks)
+        self.connection.run(self)
+
+    def start(self) -> None:
+        """Run the application."""
+        connection, self.may_give_way = self.connection, False
+        self._request.start(connection.loop, connection.state.tasks, connection.run_ended)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on. The stream's window limits what the application has not taken."""
@@ -576,17 +725,14 @@ class AsgiExchange(Exchange):
         self._request.cancel()
         self.sent()
 
-    def sent(self) -> None:
-        """The application goes on."""
-        if self._waits is not None:
-            self._waits.set()
-            self._waits = None
-
     def fail(self, error: ServiceError) -> None:
-        """Its body does not come; at a stop its task is cancelled."""
-        if isinstance(error, BodyTimeout):
-            self.cancel()
+        """Answer with `error`, or give the stream up in the middle of its answer."""
+        begun = self._request.begun
+        self.cancel()
+        if begun:
             self.http2.reset(self.stream, ErrorCode.CANCEL)
+        else:
+            self._answer(error_answer(error))
 
     # What the application's run calls.
 
@@ -645,21 +791,16 @@ class AsgiExchange(Exchange):
             if not more:
                 self.http2.finish(self.stream)
 
-    async def drained(self) -> None:
-        """Wait until the client's windows have taken what is written."""
-        if self.stream.unsent:
-            self._waits = waits = asyncio.Event()
-            await waits.wait()
-        await self.connection.drained()
-
     def failed(self, begun: bool) -> None:
         """Answer with an error, or give the stream up in the middle of its answer."""
         if not self.stream.sending:
             return
         if begun:
             self.http2.reset(self.stream, ErrorCode.INTERNAL_ERROR)
-            return
-        answer = INTERNAL_ERROR
+        else:
+            self._answer(INTERNAL_ERROR)
+
+    def _answer(self, answer: Answer) -> None:
         self.begin(answer.status, [(b"content-type", answer.media_type)], len(answer.body))
         self.write(answer.body, False)
 
@@ -673,6 +814,12 @@ class GrpcStream(Exchange):
 
     _call: GrpcExchange | None = None
 
+    @property
+    def is_limited(self) -> bool:  # type: ignore[override]
+        """Probes are not."""
+        method = self.head.method_of_grpc
+        return method is not None and method.is_limited
+
     def open(self) -> None:
         """Begin the call."""
         head = self.head
@@ -684,6 +831,9 @@ class GrpcStream(Exchange):
         assert head.method_of_grpc is not None, "bug: neither a method nor an error"
         self._call = GrpcExchange(self, head.encoding)
         self._call.open(head.method_of_grpc, head.wanted)
+        if head.method_of_grpc.is_endless:
+            self.may_give_way = True
+            self.connection.door.open_streams.wait(self)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on."""
@@ -699,6 +849,7 @@ class GrpcStream(Exchange):
 
     def sent(self) -> None:
         """The client takes what is written again."""
+        super().sent()
         if self._call is not None:
             self._call.sent()
 
@@ -715,6 +866,7 @@ class GrpcStream(Exchange):
     def cancel(self) -> None:
         """The client is gone."""
         call, self._call = self._call, None
+        super().sent()
         if call is not None:
             call.cancel()
             self.log("CANCELLED", 0, self._method, "grpc")
@@ -758,10 +910,6 @@ class GrpcStream(Exchange):
         """Whether the client takes what is written."""
         return not self.stream.unsent and self.connection.is_read()
 
-    async def drained(self) -> None:
-        """Wait until the connection takes more."""
-        await self.connection.drained()
-
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the next turn of the event loop."""
         self.connection.loop.call_soon(self._run, call)
@@ -769,6 +917,10 @@ class GrpcStream(Exchange):
     def _run(self, call: Callable[[], None]) -> None:
         if self._call is not None:
             call()
+
+    def in_turn(self, step: Callable[[], bool]) -> None:
+        """Call once in each turn of the event loop, when the work before it is done."""
+        self.connection.door.turns.add(lambda: self._call is not None and step())
 
     def ended(self, status: Status, size: int) -> None:
         """The answer is complete."""

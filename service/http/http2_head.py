@@ -12,7 +12,7 @@ from service.http.answer import Answer, refusal
 from service.http.gate import Gate
 from service.http.grpc import ENCODINGS, HeadersTooLarge, Method, Unimplemented
 from service.http.head import HOST, FastRoute, FastRoutes, find
-from service.http.http2 import MAX_HEADER_BYTES, Fields, Malformed, lines_block
+from service.http.http2 import MAX_HEADER_BYTES, Fields, Malformed, lines_block, list_bytes
 from service.ids import Ids
 
 _NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
@@ -22,9 +22,6 @@ _OF_CONNECTIONS = frozenset(
     (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
 )
 """Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
-
-_FIELD_BYTES = 32
-"""Added to each field's own: RFC 9113, 6.5.2."""
 
 _LENGTH = re.compile(rb"[0-9]{1,20}")
 
@@ -83,7 +80,7 @@ class Http2Head:
         self.answer: Answer | None = None
         self.route: FastRoute | None = None
         self.method_of_grpc: Method | None = None
-        size = sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
+        size = list_bytes(fields)
         if self.is_grpc:
             self._read_call(named, methods, size)
         else:

@@ -30,8 +30,8 @@ from service.open_inference import (
 )
 from service.rpc import open_inference_pb2 as pb
 from service.rpc.guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
-from service.rpc.message import Wanted, decode_message
-from service.rpc.servicer import _read_one_image
+from service.rpc.infer import _read_one_image
+from service.rpc.message import Asked, decode_message
 from tests.fuzz import samples
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
@@ -247,7 +247,7 @@ def _tensor_documents() -> dict[str, Any]:
 # Messages
 
 
-def decode(message: bytes) -> tuple[Images, Wanted]:
+def decode(message: bytes) -> tuple[Images, Asked]:
     """As the servicer does: the short way for one raw image, or guard, protobuf and decoding."""
     return _read_one_image(message) or decode_message(message, MAX_IMAGES)
 
@@ -284,7 +284,7 @@ class GrpcTarget(Target):
             given = request.parameters["timeout"]
             timeout_us = given.int64_param or given.uint64_param
         who = request.model_name, request.model_version, request.id
-        asked = Wanted(*who, names, raw, timeout_us)
+        asked = Asked(*who, names, raw, timeout_us)
         if wanted != asked:
             raise Finding(f"read {wanted}, expected {asked}")
 
