@@ -159,7 +159,11 @@ def _requests(block, content, count=200):
     )
 
 
-SILENT = b"".join(frame(HEADERS, END_HEADERS, 2 * n + 1, call_headers()) for n in range(199))
+SILENT_CALLS = 199
+SILENT = b"".join(
+    frame(HEADERS, END_HEADERS, 2 * number + 1, call_headers()) for number in range(SILENT_CALLS)
+)
+"""Calls that send nothing."""
 DOCUMENTS = _requests(request_headers(b"GET", b"/openapi.json"), b"")
 
 
