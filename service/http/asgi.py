@@ -108,9 +108,10 @@ class AsgiRequest:
         if not (self._gone or self.complete):
             self.complete = True
             output.failed(self.begun)
+        del self._output  # they refer to each other: its answer would wait for the collector
 
     async def _receive(self) -> dict[str, Any]:
-        if not self._body and not self._whole:
+        if not (self._body or self._whole or self._gone or self.complete):
             self._output.ask_for_body()
         while not self._gone and not self.complete:
             if self._body or (self._whole and not self._handed_over):

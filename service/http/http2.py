@@ -600,8 +600,10 @@ class Http2:
             raise _size_error("RST_STREAM without 4 bytes")
         if not number or number > self._last:
             raise _protocol_error(f"RST_STREAM on stream {number}, which is idle")
-        self._spend()
-        if (stream := self.streams.get(number)) is not None:
+        stream = self.streams.get(number)
+        if stream is None or stream.receiving:
+            self._spend()
+        if stream is not None:
             self._forget(stream)
             self._remember_reset(number, True)
             self._handler.cancelled(stream)

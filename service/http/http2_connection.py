@@ -536,7 +536,9 @@ class Http2Connection(asyncio.Protocol):
 
     def _check_client(self, now_s: float) -> None:
         """Find out whether a client that says nothing is there."""
-        if self._pinged_s:
+        if self._ended:  # it cannot answer, but if it has closed, what is sent to it fails
+            self.http2.ping()
+        elif self._pinged_s:
             if self.http2.pings != self._pings:
                 self._pinged_s = 0.0
             elif now_s - self._pinged_s > _PING_S:

@@ -88,7 +88,7 @@ def _parsed(message: bytes) -> pb.ModelInferRequest:
         try:
             raise request
         finally:
-            del request  # the error and its frames, which hold the message, would refer to each other
+            del request  # else the error and this frame would keep each other, and the message
     return request
 
 

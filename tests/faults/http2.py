@@ -182,7 +182,7 @@ def unread_predictions():
         for start in range(0, length, 15_680):
             ends = END_STREAM * (start + 15_680 == length)
             yield frame(DATA, ends, stream, bytes(15_680))
-        yield 0.005
+        yield 0.02
 
 
 def unread_reflection():

@@ -31,7 +31,7 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MB = 1e6
 BUDGET_BYTES = 128 * 1024 * 1024
 OK, EXHAUSTED, UNAVAILABLE = "OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE"
-INVALID = "INVALID_ARGUMENT"
+INVALID, LATE = "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"
 
 
 def message(rows, pixels=None):
@@ -147,7 +147,8 @@ async def test_memory_is_bounded_when_many_large_messages_come_at_once(start):
         for _ in range(2):
             with Watch(service) as watch:
                 found = await statuses(channels, 64, large)
-            assert set(found) <= {OK, EXHAUSTED}
+            # Those that arrive slowly, while others need the memory, are late.
+            assert set(found) <= {OK, EXHAUSTED, LATE}
             assert found[OK] >= 2
             # Beside the budget: what arrives while the event loop copies messages that are there
             # (20 ms each), three copies of one, and two messages in the queue of images. Measured
@@ -170,15 +171,12 @@ async def test_memory_is_bounded_when_many_small_messages_are_large_ones_compres
             found = await statuses(channels, 32, large, compression=gzip)
         assert set(found) <= {OK, EXHAUSTED}
         assert found[OK] >= 2
-        assert watch.peak - watch.before < BUDGET_BYTES + 200 * MB  # 48 to 57 MB measured
+        assert watch.peak - watch.before < 100 * MB  # one after another is decompressed
         assert watch.grown_after(60 * MB) < 60 * MB
-        # Larger than a message may be; the larger one, by so much that gRPC itself refuses it.
-        for size, refusals in ((33_600_000, {INVALID, EXHAUSTED}), (40_000_000, {EXHAUSTED})):
-            with Watch(service) as watch:
-                found = await statuses(channels, 8, message(9, size), compression=gzip)
-            assert set(found) <= refusals
-            assert watch.peak - watch.before < BUDGET_BYTES + 200 * MB
-            assert watch.grown_after(60 * MB) < 60 * MB
+        with Watch(service) as watch:  # larger than a message may be
+            found = await statuses(channels, 8, message(9, 40_000_000), compression=gzip)
+        assert set(found) <= {INVALID, EXHAUSTED}
+        assert watch.peak - watch.before < 60 * MB
 
 
 async def test_refused_messages_leave_nothing_behind(start):
@@ -203,7 +201,7 @@ async def test_every_call_is_answered_and_counted_when_ten_thousand_come_at_once
 
 
 async def test_other_calls_are_answered_when_silent_ones_take_every_place(start):
-    service = start("--request-timeout-ms", "8000").ready()
+    service = start().ready()
     count = MAX_OPEN_STREAMS // MAX_STREAMS + 2
     with contextlib.ExitStack() as stack:
         silent = [stack.enter_context(http2.connect(service.grpc_port)) for _ in range(count)]
@@ -212,16 +210,18 @@ async def test_other_calls_are_answered_when_silent_ones_take_every_place(start)
                 connection.sendall(http2.OPENING + http2.SILENT)
                 assert await statuses(channels, 1, ONE_IMAGE, timeout_s=5) == {OK: 1}
             assert service.get("/healthz")[0] == 200
-            first = silent[0].recv(1 << 16)
-            assert http2.literal(b"grpc-status", b"8") in first, "who waits longest gives way"
-            await asyncio.sleep(9)
-            assert await statuses(channels, 1, ONE_IMAGE, timeout_s=5) == {OK: 1}
-    sent = count * http2.SILENT_CALLS
+            first = b""
+            while http2.literal(b"grpc-status", b"8") not in first:  # who waits longest gives way
+                data = silent[0].recv(1 << 16)
+                assert data
+                first += data
+        silent_calls = count * http2.SILENT_CALLS
+        until_s = time.monotonic() + SETTLE_S
+        while counted(service)["overloaded"] < silent_calls - MAX_OPEN_STREAMS:
+            assert time.monotonic() < until_s
     found = counted(service)
-    assert found["overloaded"] >= sent - MAX_OPEN_STREAMS
-    assert found == {"ok": count + 1, "overloaded": found["overloaded"]} | {
-        "body_timeout": sent - found["overloaded"]
-    }
+    assert found["overloaded"] + found["cancelled"] == silent_calls
+    assert set(found) == {"ok", "overloaded", "cancelled"}
 
 
 async def test_nothing_is_logged_when_deadlines_pass_as_clients_leave(start):
@@ -242,8 +242,8 @@ async def test_nothing_is_logged_when_deadlines_pass_as_clients_leave(start):
             for some in await asyncio.gather(*(outcomes(n) for n in range(64)))
             for outcome in some
         )
-    assert found["DEADLINE_EXCEEDED"]
-    assert set(found) <= {OK, "DEADLINE_EXCEEDED"}
+    assert found[LATE]
+    assert set(found) <= {OK, LATE}
     assert service.lines[before:] == []
 
 
@@ -263,7 +263,7 @@ async def stop_under_load(service):
             while service.process.poll() is None:
                 timeout_s, late = (3, True) if signalled else (30, False)
                 outcome = await status(channel.unary_unary(METHOD)(ONE_IMAGE, timeout=timeout_s))
-                if late and outcome == "DEADLINE_EXCEEDED":
+                if late and outcome == LATE:
                     lost[channel] += 1
                     continue
                 found[outcome] += 1
@@ -419,13 +419,19 @@ def test_clients_that_come_and_go_over_tls_do_not_end_the_process(
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_no_call_and_no_request_is_lost_when_the_certificate_is_renewed(start, tmp_path, workers):
+def test_no_call_is_lost_when_the_certificate_is_renewed(start, tmp_path, workers):
     certificates = Certificates(tmp_path)
     service = start(*certificates.flags, "--workers", str(workers)).ready(workers)
     ended, failures, answered = threading.Event(), [], collections.Counter()
 
+    def wait_for_answers(count):
+        until_s = time.monotonic() + SETTLE_S
+        while answered["fresh"] < count and not failures:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
     def clients(kept):
-        """Calls and requests, on connections that are kept, or on a new one each."""
+        """Calls on one connection, or on a new one each."""
         target, credentials = f"localhost:{service.grpc_port}", certificates.credentials()
         options = [("grpc.use_local_subchannel_pool", 1)]
         channel = None
@@ -449,9 +455,9 @@ def test_no_call_and_no_request_is_lost_when_the_certificate_is_renewed(start, t
         certificates.renew()
         service.signal(signal.SIGHUP)
         service.wait_for("certificate: read again", workers * number)
+        wait_for_answers(answered["fresh"] + 2)
     ended.set()
     for thread in threads:
         thread.join()
     assert failures == []
-    assert min(answered["kept"], answered["fresh"]) > 20
     assert "Traceback" not in service.log
