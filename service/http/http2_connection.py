@@ -19,7 +19,6 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
@@ -127,7 +126,7 @@ class Http2Connection(asyncio.Protocol):
         """Opened or continued by what was read, and not complete."""
         self._reading = True
         self._parsing_waits = False
-        self._pending: deque[AsgiExchange] = deque()
+        self._pending: dict[AsgiExchange, None] = {}
         """Requests that the application has not begun to answer."""
         self._runs = 0
         self._run_planned = False
@@ -309,13 +308,14 @@ class Http2Connection(asyncio.Protocol):
         """The stream is over."""
         self.door.open_streams.close(stream.exchange)
         if self._pending:
+            self._pending.pop(stream.exchange, None)
             self.run_next()
 
     # The application: few requests at a time, and none while much of an answer is not sent.
 
     def run(self, exchange: AsgiExchange) -> None:
         """Have a request answered when those before it are."""
-        self._pending.append(exchange)
+        self._pending[exchange] = None
         self.door.open_streams.wait(exchange)
         self.run_next()
 
@@ -330,11 +330,9 @@ class Http2Connection(asyncio.Protocol):
 
     def _run_one(self) -> None:
         self._run_planned = False
-        pending = self._pending
-        while pending and not pending[0].stream.sending:
-            pending.popleft()
-        if pending and self._may_run():
-            exchange = pending.popleft()
+        if self._pending and self._may_run() and not self._closing:
+            exchange = next(iter(self._pending))
+            del self._pending[exchange]
             self._runs += 1
             exchange.start()
             if not exchange.stream.receiving:
