@@ -82,12 +82,19 @@ class AsgiRequest:
         self._gone = True
         self._arrived.set()
 
-    def start(self, loop: asyncio.AbstractEventLoop, tasks: set[asyncio.Task[None]]) -> None:
-        """Run the application, in one of `tasks`; may be called again."""
+    def start(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        tasks: set[asyncio.Task[None]],
+        ended: Callable[[], None] | None = None,
+    ) -> None:
+        """Run the application, in one of `tasks`, and call `ended` then; may be called again."""
         if self._task is None:
             self._task = task = loop.create_task(self._run())
             tasks.add(task)
             task.add_done_callback(tasks.discard)
+            if ended is not None:
+                task.add_done_callback(lambda _: ended())
 
     async def _run(self) -> None:
         output = self._output
@@ -101,9 +108,10 @@ class AsgiRequest:
         if not (self._gone or self.complete):
             self.complete = True
             output.failed(self.begun)
+        del self._output  # they refer to each other: its answer would wait for the collector
 
     async def _receive(self) -> dict[str, Any]:
-        if not self._body and not self._whole:
+        if not (self._body or self._whole or self._gone or self.complete):
             self._output.ask_for_body()
         while not self._gone and not self.complete:
             if self._body or (self._whole and not self._handed_over):

@@ -50,9 +50,10 @@ from service.http.gate import Gate
 from service.http.handshake import Handshake
 from service.http.head import FastCall, FastRoutes, Head, Refused
 from service.http.http2 import PREFACE, literals, status_field
-from service.http.http2_connection import Http2Connection
+from service.http.http2_connection import Http2Connection, OpenStreams
 from service.http.http2_head import Http2Head, Methods
 from service.http.receiver import BodyReceiver
+from service.http.turns import Turns
 from service.tls import ServedCertificate
 
 _log = logging.getLogger(__name__)
@@ -129,6 +130,8 @@ class FrontDoor:
         """By header section, as it came: clients send the same one again and again."""
         self.known_blocks: dict[bytes, Http2Head] = {}
         """The same of HTTP/2, by header block."""
+        self.open_streams = OpenStreams()
+        self.turns = Turns()
         self.connections: set[Connection | Http2Connection] = set()
         self.handshakes: set[asyncio.Task[None]] = set()
         self.stopping = False

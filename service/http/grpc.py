@@ -50,6 +50,9 @@ _COPIED_BYTES = 16 * 1024
 _INFLATED_BYTES = 128 * 1024
 """What a compressed message becomes in one turn of the event loop: 0.3 ms."""
 
+_FIRST_BYTES = 16 * 1024
+"""What it becomes when it arrives. The rest of all messages is made one after another."""
+
 _MOST_MESSAGE_CHARACTERS = 500
 """Of an error's text. Clients drop metadata over 8 KiB, and each character may take 12 bytes."""
 
@@ -188,6 +191,16 @@ _CODES[WrongCompressedFlag] = StatusCode.INTERNAL
 class Method(Protocol):
     """One method of a service."""
 
+    @property
+    def is_limited(self) -> bool:
+        """Whether its calls wait for a batch, and are refused where too many are open."""
+        ...
+
+    @property
+    def is_endless(self) -> bool:
+        """Whether its calls may go on for ever, and give way where too many are open."""
+        ...
+
     def read(self, headers: Mapping[str, str]) -> Any:
         """What a call's headers, with names in lower case, ask for. Equal ones are read once.
 
@@ -271,6 +284,13 @@ class Answers(Protocol):
 
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the next turn of the event loop, unless the stream has ended."""
+        ...
+
+    def in_turn(self, step: Callable[[], bool]) -> None:
+        """Call once in each turn of the event loop, when the work before it is done.
+
+        Ends when `step` returns False, or the stream.
+        """
         ...
 
     def ended(self, status: Status, size: int) -> None:
@@ -391,7 +411,8 @@ class GrpcExchange:
                     break
         finally:
             data.release()
-            self._answers.took(position)
+            waiting = 0 if self._inflater is None or position == 0 else self._inflater.input_bytes
+            self._answers.took(position - waiting)
             del self._unread[:position]
         if self._call is None:
             self._answers.took(len(self._unread))
@@ -429,14 +450,17 @@ class GrpcExchange:
             )
         else:
             self._message, self._left = self._call.message(None), size
-            self._inflater = _Inflater(self, self._message, self.encoding)
+            self._inflater = _Inflater(self._message, self.encoding)
 
     def _receive(self, piece: bytes) -> None:
         message = self._message
         assert message is not None, "bug: no message"
         if self._inflater is not None:
             self._inflater.take(piece, last=not self._left)
-            self._end_inflated()
+            if self._inflater.busy:
+                self._answers.in_turn(self._inflate)
+            else:
+                self._end_inflated()
             return
         if piece:
             message.data(piece)
@@ -452,20 +476,23 @@ class GrpcExchange:
             self._message = self._inflater = None
             message.end()
 
-    def inflated(self) -> None:
+    def _inflate(self) -> bool:
+        """Decompress a part; whether more is to be done."""
+        inflater = self._inflater
+        if inflater is None or not inflater.busy:
+            return False
+        before = inflater.input_bytes
+        self.guard_message(partial(inflater.step, _INFLATED_BYTES))
+        failed = self._inflater is not inflater
+        self._answers.took(before - (0 if failed else inflater.input_bytes))
+        if not failed and not inflater.busy:
+            self._guarded(self._inflated)
+        return self._inflater is inflater and inflater.busy
+
+    def _inflated(self) -> None:
         """The decompressor has no more to do for now. Raises: ServiceError."""
         self._end_inflated()
         self._read()
-
-    def later(self, step: Callable[[], None]) -> None:
-        """Go on with the decompressor in the next turn of the event loop, if it is still wanted."""
-        inflater = self._inflater
-
-        def go_on() -> None:
-            if self._inflater is inflater:
-                self._guarded(step)
-
-        self._answers.soon(go_on)
 
     # What is answered.
 
@@ -547,23 +574,32 @@ class GrpcExchange:
 
 
 class _Inflater:
-    """Turns a compressed message into the bytes of the message, a part in each turn of the loop."""
+    """Turns a compressed message into the bytes of the message, a part at a time."""
 
-    def __init__(self, exchange: GrpcExchange, message: FastCall, encoding: str) -> None:
-        self._exchange, self._message = exchange, message
+    def __init__(self, message: FastCall, encoding: str) -> None:
+        self._message = message
         self._decompressor = zlib.decompressobj(_WINDOW_BITS[encoding])
         self._input = b""
         self._last = False
-        self.busy = self.complete = False
+        self.busy = False
+        """Whether `step` has to be called before more is taken."""
+        self.complete = False
+
+    @property
+    def input_bytes(self) -> int:
+        """What is not decompressed, and stays in the windows."""
+        return len(self._input)
 
     def take(self, piece: bytes, last: bool) -> None:
         """The next bytes. Raises: ServiceError."""
         self._input, self._last = self._input + piece, last
-        self._step()
+        self.step(_FIRST_BYTES)
 
-    def _step(self) -> None:
+    def step(self, most_bytes: int) -> None:
+        """Make up to `most_bytes` of the message. Raises: ServiceError."""
+        self.busy = False
         try:
-            found = self._decompressor.decompress(self._input, _INFLATED_BYTES)
+            found = self._decompressor.decompress(self._input, most_bytes)
         except zlib.error:
             message = "message: not compressed as grpc-encoding says"
             raise InvalidInput(message, field="message") from None
@@ -573,17 +609,10 @@ class _Inflater:
         if found:
             self._message.data(found)
         self._message.wait_for_body()
-        self.busy = bool(self._input) or len(found) == _INFLATED_BYTES
-        if self.busy and not self._decompressor.eof:
-            self._exchange.later(self._go_on)
-            return
-        self.busy = False
-        if self._last:
+        if self._decompressor.eof:
+            self._input = b""
+        self.busy = bool(self._input) or (len(found) == most_bytes and not self._decompressor.eof)
+        if self._last and not self.busy:
             if not self._decompressor.eof:
                 raise InvalidInput("message: its compressed bytes end too early", field="message")
             self.complete = True
-
-    def _go_on(self) -> None:
-        self._exchange.guard_message(self._step)
-        if not self.busy:
-            self._exchange.inflated()

@@ -59,21 +59,33 @@ _CONTROL_BYTES = 16 * 1024
 
 _CREDIT = 1000
 _REFILL = 50
-_FREE_BLOCK_BYTES = 1024
-"""Header blocks up to this size cost no credit; others one for each so many bytes."""
+_FREE_LIST_BYTES = 4096
+"""New header lists up to this size, counted as `MAX_HEADER_BYTES`, cost no credit; others one for
+each so many bytes. A list of it that is all small fields takes 0.4 ms."""
 _TINY_BYTES = 16
 """DATA frames below this size cost credit unless they end the request."""
 
 _FRAMES_AT_ONCE = 256
-_NEW_BLOCK_BYTES_AT_ONCE = 4096
+_FRAMES_OF_A_REQUEST = 4
+"""A request counts as so many of them."""
+_LIST_BYTES_AT_ONCE = 4096
 """What one call of `receive` handles: 1 ms of work. Other connections come in between."""
+
+_MANY_FIELDS = 64
+"""After a new header list of more fields, the connection rests: 500 of them take 2 ms."""
+
+_UPDATES_PER_FRAME = 2
+"""Windows that a client may open for each DATA frame and each request without credit: the stream's
+and the connection's."""
 
 _KNOWN_BLOCKS = 512
 _KNOWN_BLOCK_BYTES = 2048
+_KNOWN_FIELDS = 48
 _RESET_STREAMS = 256
 """How many streams that were reset are remembered: frames for them may be on their way."""
 
 _MOST_WINDOW = 2**31 - 1
+_FIELD_BYTES = 32
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
@@ -186,8 +198,16 @@ class Handler(Protocol):
         """The client wants no answer any more, or the request broke the rules."""
         ...
 
+    def blocked(self, stream: Stream) -> None:
+        """The client's windows have no room for what was written."""
+        ...
+
     def sent(self, stream: Stream) -> None:
-        """The client's windows have taken all that was written."""
+        """They have taken it."""
+        ...
+
+    def closed(self, stream: Stream) -> None:
+        """The stream is over. Not called for those that are open when the connection ends."""
         ...
 
     def output(self) -> None:
@@ -212,6 +232,8 @@ class Http2:
         """Whether the client's preface and first SETTINGS are not complete."""
         self.in_block = False
         """Whether a header block is not complete."""
+        self.rests = False
+        """Whether the latest call of `receive` took long, and the next should come later."""
         self.pings = 0
         """Acknowledged by the client."""
         self.blocked: dict[int, Stream] = {}
@@ -230,7 +252,10 @@ class Http2:
         self._block: list[bytes] = []
         self._block_bytes = self._block_stream = 0
         self._block_ends = False
-        self._new_block_bytes = 0
+        self._list_bytes = 0
+        """Of the header lists that the latest call of `receive` has decoded."""
+        self._updates = 0
+        """Windows that the client may open without credit."""
         self._decoder = Decoder(_MOST_HEADER_BYTES)
         self._table_is_empty = False
         self._receive_window = CONNECTION_WINDOW
@@ -259,6 +284,7 @@ class Http2:
         if self._position < len(self._buffer):
             data = self._buffer[self._position :] + data
         self._buffer, self._position = data, 0
+        self.rests = False
         if self.failed is not None:
             return False
         try:
@@ -281,7 +307,7 @@ class Http2:
         data, size = self._buffer, len(self._buffer)
         position = self._position
         frames = _FRAMES_AT_ONCE
-        self._new_block_bytes = 0
+        self._list_bytes = 0
         while True:
             if self._data is not None:
                 position = self._receive_data(data, position)
@@ -292,7 +318,7 @@ class Http2:
             if size - position < 9:
                 break
             frames -= 1
-            if not frames or self._new_block_bytes > _NEW_BLOCK_BYTES_AT_ONCE:
+            if frames <= 0 or self.rests or self._list_bytes > _LIST_BYTES_AT_ONCE:
                 self._position = position
                 return True
             high, low, kind, flags, number = _FRAME.unpack_from(data, position)
@@ -321,6 +347,7 @@ class Http2:
             payload = data[position + 9 : end]
             position = end
             if kind == HEADERS:
+                frames -= _FRAMES_OF_A_REQUEST
                 self._headers(flags, number, payload)
             elif kind == WINDOW_UPDATE:
                 self._window_update(number, payload)
@@ -509,7 +536,8 @@ class Http2:
                 self._spend()
                 self._write_reset(number, ErrorCode.PROTOCOL_ERROR)
                 return
-            if self._table_is_empty and len(block) <= _KNOWN_BLOCK_BYTES and not head.once:
+            small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
+            if self._table_is_empty and small and not head.once:
                 if len(self.known) >= _KNOWN_BLOCKS:
                     self.known.clear()
                 self.known[block] = head
@@ -527,6 +555,7 @@ class Http2:
             return
         stream = self.streams[number] = Stream(number, self._initial_window, head.length)
         stream.receiving = not ends
+        self._updates += _UPDATES_PER_FRAME
         self._handler.opened(stream, head, ends)
 
     def _other_headers(self, stream: Stream | None, number: int, ends: bool, block: bytes) -> None:
@@ -546,9 +575,6 @@ class Http2:
         self._handler.received(stream, b"", True)
 
     def _decode(self, block: bytes) -> Fields:
-        if len(block) > _FREE_BLOCK_BYTES:
-            self._spend(len(block) // _FREE_BLOCK_BYTES)
-        self._new_block_bytes += len(block)
         try:
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
@@ -557,6 +583,11 @@ class Http2:
             reason = "a header block that cannot be decoded"
             raise ConnectionFault(ErrorCode.COMPRESSION_ERROR, reason) from exc
         self._table_is_empty = not self._decoder.header_table_size
+        size = list_bytes(fields)
+        self._list_bytes += size
+        self.rests = len(fields) > _MANY_FIELDS
+        if size > _FREE_LIST_BYTES:
+            self._spend(size // _FREE_LIST_BYTES)
         return fields
 
     def _check_closed(self, number: int) -> None:
@@ -579,8 +610,10 @@ class Http2:
             raise _size_error("RST_STREAM without 4 bytes")
         if number > self._last or not number & 1:
             raise _protocol_error(f"RST_STREAM on stream {number}, which is idle")
-        self._spend()
-        if (stream := self.streams.get(number)) is not None:
+        stream = self.streams.get(number)
+        if stream is None or stream.receiving:
+            self._spend()
+        if stream is not None:
             self._forget(stream)
             self._remember_reset(number, True)
             self._handler.cancelled(stream)
@@ -613,7 +646,7 @@ class Http2:
                     raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
                 window = value
         if window != self._initial_window:
-            self._set_initial_window(window)
+            self._set_initial_window(window)  # once: it is a step for each stream
         self._write(_frame(SETTINGS, ACK, 0))
         self._send_more()
 
@@ -666,7 +699,9 @@ class Http2:
 
     def _spend_update(self, more: int) -> None:
         """An honest client gives back what it has read, and not byte by byte."""
-        if more < _TINY_BYTES:
+        if self._updates and more >= _TINY_BYTES:
+            self._updates -= 1
+        else:
             self._spend()
 
     # What is sent.
@@ -686,6 +721,7 @@ class Http2:
             self.finish(stream, trailers)
             return
         self._send_window -= size
+        self._updates += _UPDATES_PER_FRAME
         ends = END_STREAM if trailers is None else 0
         begin = _FRAME.pack(len(block) >> 8, len(block) & 255, HEADERS, END_HEADERS, number)
         middle = _FRAME.pack(size >> 8, size & 255, DATA, ends, number)
@@ -723,11 +759,13 @@ class Http2:
             size = min(len(piece), stream.send_window, self._send_window, self._frame_bytes)
             if size <= 0:
                 self.blocked[stream.number] = stream
+                self._handler.blocked(stream)
                 return
             ends = size == len(piece) and len(unsent) == 1 and stream.end == b""
             self._write(_frame(DATA, END_STREAM * ends, stream.number, bytes(piece[:size])))
             stream.send_window -= size
             self._send_window -= size
+            self._updates += _UPDATES_PER_FRAME
             self.unsent_bytes -= size
             if size == len(piece):
                 unsent.popleft()
@@ -774,10 +812,13 @@ class Http2:
 
     def _forget(self, stream: Stream) -> None:
         stream.receiving = stream.sending = False
-        self.streams.pop(stream.number, None)
-        self.blocked.pop(stream.number, None)
-        self.unsent_bytes -= stream.unsent_bytes
-        stream.unsent.clear()
+        if self.streams.pop(stream.number, None) is None:
+            return
+        if stream.unsent:
+            self.blocked.pop(stream.number, None)
+            self.unsent_bytes -= stream.unsent_bytes
+            stream.unsent.clear()
+        self._handler.closed(stream)
         if stream.buffered:
             self._give_back(stream.buffered)
             stream.buffered = 0
@@ -863,6 +904,11 @@ def is_field(name: bytes, value: bytes) -> bool:
     if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or not is_value(value):
         return False
     return name != b"te" or value.lower() == b"trailers"
+
+
+def list_bytes(fields: Fields) -> int:
+    """Size of a header list (RFC 9113, 6.5.2)."""
+    return sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
 
 
 def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -23,8 +23,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 from urllib.parse import unquote
 
-from service.errors import BodyTimeout, ServiceError, stopping
-from service.http.answer import INTERNAL_ERROR, STATUS, Answer
+from service.errors import BodyTimeout, Overloaded, ServiceError, stopping
+from service.http.answer import INTERNAL_ERROR, STATUS, Answer, error_answer
 from service.http.asgi import AsgiRequest
 from service.http.grpc import GrpcExchange, Status, StatusCode, status_of
 from service.http.head import FastCall
@@ -46,12 +46,70 @@ _STOP_S = 1.0
 _LAST_CALLS_S = 0.1
 """From the first GOAWAY to the second: what a client sends before it reads of the stop comes."""
 _LINGER_S = 0.5
-"""How long what a client still sends is read and dropped after the last answer."""
+_LINGER_BYTES = 2 * 1024 * 1024
+"""How long, and how much of, what a client still sends is read and dropped after the last answer.
+Its windows have room for 1 MiB."""
+_REST_S = 0.01
+"""After a request with many header fields, others come first for so long."""
+_LARGE_READ_BYTES = 128 * 1024
+"""After such a read others come first, as over HTTP/1.1."""
 _PING_AFTER_S = 60.0
 _PING_S = 20.0
 _FAILURES = (STATUS["internal"], STATUS["unavailable"])
 _LOGGED_CHARACTERS = 200
 _REFUSED_BODY_BYTES = 64 * 1024
+
+MAX_OPEN_STREAMS = 8192
+"""Requests that are open at a time on all connections of the process. Of 200 silent calls on each
+of 400 connections all would take 200 MB."""
+
+_RUNS = 4
+"""Requests of a connection that the application answers at a time; over HTTP/1.1 it is one."""
+
+
+class OpenStreams:
+    """The requests of all connections: how many, and which may give way to others.
+
+    Beyond `most` the one gives way that waits longest for its client, or for others of its
+    connection; a new one is refused if none does. Requests that are worked on are not ended.
+    """
+
+    def __init__(self, most: int = MAX_OPEN_STREAMS) -> None:
+        self._most = most
+        self.count = 0
+        self._waiting: dict[Exchange, None] = {}
+
+    def wait(self, exchange: Exchange) -> None:
+        """It waits from now on."""
+        self._waiting.pop(exchange, None)
+        self._waiting[exchange] = None
+
+    def go_on(self, exchange: Exchange) -> None:
+        """It does not wait any more."""
+        self._waiting.pop(exchange, None)
+
+    def close(self, exchange: Exchange) -> None:
+        """It is over."""
+        self.count -= 1
+        self._waiting.pop(exchange, None)
+
+    def open(self) -> bool:
+        """Count another one. Returns: whether there is room for it."""
+        self.count += 1
+        if self.count <= self._most:
+            return True
+        if not self._waiting:
+            return False
+        first = next(iter(self._waiting))
+        del self._waiting[first]
+        first.give_way(too_many_open())
+        return True
+
+
+def too_many_open() -> Overloaded:
+    """The error of a request that is one too many."""
+    message = "requests: too many are open over HTTP/2; try again later"
+    return Overloaded(message, retry_after_s=1)
 
 
 class Http2Connection(asyncio.Protocol):
@@ -68,6 +126,10 @@ class Http2Connection(asyncio.Protocol):
         """Opened or continued by what was read, and not complete."""
         self._reading = True
         self._parsing_waits = False
+        self._pending: dict[AsgiExchange, None] = {}
+        """Requests that the application has not begun to answer."""
+        self._runs = 0
+        self._run_planned = False
         self._ended = False
         self._stopping = False
         self._closing = False
@@ -83,6 +145,7 @@ class Http2Connection(asyncio.Protocol):
         self._drained: asyncio.Event | None = None
         self._closed_since_s = 0.0
         self._linger_until_s = 0.0
+        self._lingered_bytes = 0
 
     # The transport's calls.
 
@@ -90,59 +153,81 @@ class Http2Connection(asyncio.Protocol):
         """Serve what came."""
         self._active_s = self.loop.time()
         if self._closing:
+            self._lingered_bytes += len(data)
+            if self._lingered_bytes > _LINGER_BYTES:
+                self.transport.abort()
             return
         more = self.http2.receive(data)
-        self._after_reading(more)
+        self._after_reading(more or self.http2.rests or len(data) > _LARGE_READ_BYTES)
 
     def _after_reading(self, more: bool) -> None:
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
             if exchange.stream.receiving:
+                self.door.open_streams.wait(exchange)
                 exchange.wait()
         if self.http2.failed is not None:
             self._fail()
             return
         self._parsing_waits = more
-        if more:
+        if more and self.http2.rests:
+            self.loop.call_later(_REST_S, self._go_on)
+        elif more:
             self.loop.call_soon(self._go_on)
         self._set_reading()
 
     def _go_on(self) -> None:
         if not self._closing and self._parsing_waits and not self._blocked_since_s:
-            self._after_reading(self.http2.receive(b""))
+            more = self.http2.receive(b"")
+            self._after_reading(more or self.http2.rests)
         elif self._blocked_since_s:
             self._set_reading()
 
     def eof_received(self) -> bool:
-        """A client that sends no more may still read: its answers are due."""
+        """A client that sends no more may still read: what its windows have room for is due."""
         self._ended = True
-        return self.door.certificate is None and bool(self.http2.streams)
+        if self.door.certificate is not None:
+            return False
+        for stream in tuple(self.http2.streams.values()):
+            if stream.receiving:
+                self._drop(stream)
+        self._drop_blocked()
+        return bool(self.http2.streams)
+
+    def _drop(self, stream: Stream) -> None:
+        stream.exchange.cancel()
+        self.http2.reset(stream, ErrorCode.CANCEL)
+
+    def _drop_blocked(self) -> None:
+        for stream in tuple(self.http2.blocked.values()):
+            self._drop(stream)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
         self.door.connections.discard(self)
         self.state.connections.discard(self)
         self._closing = True
-        for stream in tuple(self.http2.streams.values()):
-            stream.exchange.cancel()
-        self.http2.streams.clear()
+        self._cancel_all()
         self._hold()
         self.resume_writing()
+
+    def _cancel_all(self) -> None:
+        streams = tuple(self.http2.streams.values())
+        self.http2.streams.clear()
+        for stream in streams:
+            stream.exchange.cancel()
+            self.door.open_streams.close(stream.exchange)
 
     def pause_writing(self) -> None:
         """The client does not read."""
         self._blocked_since_s = self.loop.time()
         self._drained = asyncio.Event()
-        self._written_bytes = self._unread()
         self._hold()
-        self.door.budget.watch(self)
         self._set_reading()
 
     def resume_writing(self) -> None:
         """It has read."""
-        if self._blocked_since_s:
-            self._blocked_since_s = 0.0
-            self.door.budget.unwatch(self)
+        self._blocked_since_s = 0.0
         if self._held_bytes:
             self._hold()
         if self._drained is not None:
@@ -170,8 +255,11 @@ class Http2Connection(asyncio.Protocol):
         elif head.route is not None or head.answer is not None:
             kind = FastExchange
         stream.exchange = exchange = kind(self, stream, head)
+        has_room = self.door.open_streams.open()
         try:
             exchange.open()
+            if not has_room and exchange.is_limited:
+                exchange.fail(too_many_open())
             if end:
                 exchange.data(b"", True)
             else:
@@ -183,6 +271,8 @@ class Http2Connection(asyncio.Protocol):
         """Hand on a piece of its body."""
         exchange: Exchange = stream.exchange
         try:
+            if end and not exchange.may_give_way:
+                self.door.open_streams.go_on(exchange)
             exchange.data(data, end)
             if not end:
                 exchange.since_s = self._active_s
@@ -200,9 +290,59 @@ class Http2Connection(asyncio.Protocol):
         stream.exchange.cancel()
         self._look_for_end()
 
+    def blocked(self, stream: Stream) -> None:
+        """What is answered waits for the client's windows."""
+        self.door.open_streams.wait(stream.exchange)
+        if self._ended:  # which will not grow
+            self.loop.call_soon(self._drop_blocked)
+
     def sent(self, stream: Stream) -> None:
         """What waited for its windows is written."""
-        stream.exchange.sent()
+        exchange: Exchange = stream.exchange
+        if not exchange.may_give_way:
+            self.door.open_streams.go_on(exchange)
+        exchange.sent()
+        self.run_next()
+
+    def closed(self, stream: Stream) -> None:
+        """The stream is over."""
+        self.door.open_streams.close(stream.exchange)
+        if self._pending:
+            self._pending.pop(stream.exchange, None)
+            self.run_next()
+
+    # The application: few requests at a time, and none while much of an answer is not sent.
+
+    def run(self, exchange: AsgiExchange) -> None:
+        """Have a request answered when those before it are."""
+        self._pending[exchange] = None
+        self.door.open_streams.wait(exchange)
+        self.run_next()
+
+    def run_next(self) -> None:
+        """Begin with another request in the next turn of the event loop, if one may begin."""
+        if self._pending and not self._run_planned and self._may_run():
+            self._run_planned = True
+            self.loop.call_soon(self._run_one)
+
+    def _may_run(self) -> bool:
+        return self._runs < _RUNS and self.http2.unsent_bytes <= _UNREAD_BYTES
+
+    def _run_one(self) -> None:
+        self._run_planned = False
+        if self._pending and self._may_run() and not self._closing:
+            exchange = next(iter(self._pending))
+            del self._pending[exchange]
+            self._runs += 1
+            exchange.start()
+            if not exchange.stream.receiving:
+                self.door.open_streams.go_on(exchange)
+            self.run_next()
+
+    def run_ended(self) -> None:
+        """The application has answered one of them."""
+        self._runs -= 1
+        self.run_next()
 
     def output(self) -> None:
         """Write in the next turn of the event loop, with what else is answered in this one."""
@@ -256,7 +396,13 @@ class Http2Connection(asyncio.Protocol):
             if self.http2.unsent_bytes > _UNREAD_BYTES:
                 unread += self.http2.unsent_bytes
         held, self._held_bytes = self._held_bytes, unread
-        self.door.budget.add(unread - held)
+        budget = self.door.budget
+        budget.add(unread - held)
+        if unread and not held:
+            self._written_bytes = self._unread()
+            budget.watch(self)
+        elif held and not unread:
+            budget.unwatch(self)
 
     @property
     def moved_bytes(self) -> int:
@@ -292,9 +438,7 @@ class Http2Connection(asyncio.Protocol):
 
     def _fail(self) -> None:
         """The client broke the rules: GOAWAY is written, nothing more is read."""
-        for stream in tuple(self.http2.streams.values()):
-            stream.exchange.cancel()
-        self.http2.streams.clear()
+        self._cancel_all()
         self._finish()
 
     def _finish(self) -> None:
@@ -384,14 +528,15 @@ class Http2Connection(asyncio.Protocol):
                 if unsent != exchange.unsent_bytes or not exchange.blocked_since_s:
                     exchange.unsent_bytes, exchange.blocked_since_s = unsent, now_s
                 elif now_s - exchange.blocked_since_s > write_s:
-                    exchange.cancel()
-                    self.http2.reset(stream, ErrorCode.CANCEL)
+                    self._drop(stream)
             else:
                 exchange.blocked_since_s = 0.0
 
     def _check_client(self, now_s: float) -> None:
         """Find out whether a client that says nothing is there."""
-        if self._pinged_s:
+        if self._ended:  # it cannot answer, but if it has closed, what is sent to it fails
+            self.http2.ping()
+        elif self._pinged_s:
             if self.http2.pings != self._pings:
                 self._pinged_s = 0.0
             elif now_s - self._pinged_s > _PING_S:
@@ -406,6 +551,11 @@ class Exchange:
 
     blocked_since_s = 0.0
     unsent_bytes = 0
+    is_limited = True
+    """Whether it is refused where too many are open."""
+    may_give_way = False
+    """Whether it gives way to others though its request is complete."""
+    _sent: asyncio.Event | None = None
 
     def __init__(self, connection: Http2Connection, stream: Stream, head: Http2Head) -> None:
         self.connection, self.stream, self.head = connection, stream, head
@@ -425,6 +575,24 @@ class Exchange:
 
     def sent(self) -> None:
         """The client takes what is written again."""
+        if self._sent is not None:
+            self._sent.set()
+            self._sent = None
+
+    async def drained(self) -> None:
+        """Wait until the client's windows, and its connection, have taken what is written."""
+        if self.stream.unsent:
+            self._sent = self._sent or asyncio.Event()
+            await self._sent.wait()
+        await self.connection.drained()
+
+    def give_way(self, error: ServiceError) -> None:
+        """It waits, and others need its place."""
+        if self.stream.number in self.http2.blocked:  # in the middle of its answer
+            self.cancel()
+            self.http2.reset(self.stream, ErrorCode.CANCEL)
+        else:
+            self.fail(error)
 
     def stop(self, error: ServiceError) -> None:
         """The service stops: what has begun is answered."""
@@ -555,14 +723,20 @@ class FastExchange(Exchange):
 class AsgiExchange(Exchange):
     """A request for the ASGI application."""
 
+    is_limited = False  # a probe may be one
+    may_give_way = True
+
     def open(self) -> None:
-        """Run the application."""
-        connection = self.connection
-        self._request = AsgiRequest(self, connection.app)
+        """Have it answered when its time has come."""
+        self._request = AsgiRequest(self, self.connection.app)
         self._is_head = self.head.method == b"HEAD"
         self._sent_bytes = self._status = 0
-        self._waits: asyncio.Event | None = None
-        self._request.start(connection.loop, connection.state.tasks)
+        self.connection.run(self)
+
+    def start(self) -> None:
+        """Run the application."""
+        connection, self.may_give_way = self.connection, False
+        self._request.start(connection.loop, connection.state.tasks, connection.run_ended)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on. The stream's window limits what the application has not taken."""
@@ -576,17 +750,14 @@ class AsgiExchange(Exchange):
         self._request.cancel()
         self.sent()
 
-    def sent(self) -> None:
-        """The application goes on."""
-        if self._waits is not None:
-            self._waits.set()
-            self._waits = None
-
     def fail(self, error: ServiceError) -> None:
-        """Its body does not come; at a stop its task is cancelled."""
-        if isinstance(error, BodyTimeout):
-            self.cancel()
+        """Answer with `error`, or give the stream up in the middle of its answer."""
+        begun = self._request.begun
+        self.cancel()
+        if begun:
             self.http2.reset(self.stream, ErrorCode.CANCEL)
+        else:
+            self._answer(error_answer(error))
 
     # What the application's run calls.
 
@@ -645,21 +816,16 @@ class AsgiExchange(Exchange):
             if not more:
                 self.http2.finish(self.stream)
 
-    async def drained(self) -> None:
-        """Wait until the client's windows have taken what is written."""
-        if self.stream.unsent:
-            self._waits = waits = asyncio.Event()
-            await waits.wait()
-        await self.connection.drained()
-
     def failed(self, begun: bool) -> None:
         """Answer with an error, or give the stream up in the middle of its answer."""
         if not self.stream.sending:
             return
         if begun:
             self.http2.reset(self.stream, ErrorCode.INTERNAL_ERROR)
-            return
-        answer = INTERNAL_ERROR
+        else:
+            self._answer(INTERNAL_ERROR)
+
+    def _answer(self, answer: Answer) -> None:
         self.begin(answer.status, [(b"content-type", answer.media_type)], len(answer.body))
         self.write(answer.body, False)
 
@@ -673,6 +839,12 @@ class GrpcStream(Exchange):
 
     _call: GrpcExchange | None = None
 
+    @property
+    def is_limited(self) -> bool:  # type: ignore[override]
+        """Probes are not."""
+        method = self.head.method_of_grpc
+        return method is not None and method.is_limited
+
     def open(self) -> None:
         """Begin the call."""
         head = self.head
@@ -684,6 +856,9 @@ class GrpcStream(Exchange):
         assert head.method_of_grpc is not None, "bug: neither a method nor an error"
         self._call = GrpcExchange(self, head.encoding)
         self._call.open(head.method_of_grpc, head.wanted)
+        if head.method_of_grpc.is_endless:
+            self.may_give_way = True
+            self.connection.door.open_streams.wait(self)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on."""
@@ -699,6 +874,7 @@ class GrpcStream(Exchange):
 
     def sent(self) -> None:
         """The client takes what is written again."""
+        super().sent()
         if self._call is not None:
             self._call.sent()
 
@@ -715,6 +891,7 @@ class GrpcStream(Exchange):
     def cancel(self) -> None:
         """The client is gone."""
         call, self._call = self._call, None
+        super().sent()
         if call is not None:
             call.cancel()
             self.log("CANCELLED", 0, self._method, "grpc")
@@ -758,10 +935,6 @@ class GrpcStream(Exchange):
         """Whether the client takes what is written."""
         return not self.stream.unsent and self.connection.is_read()
 
-    async def drained(self) -> None:
-        """Wait until the connection takes more."""
-        await self.connection.drained()
-
     def soon(self, call: Callable[[], None]) -> None:
         """Call in the next turn of the event loop."""
         self.connection.loop.call_soon(self._run, call)
@@ -769,6 +942,10 @@ class GrpcStream(Exchange):
     def _run(self, call: Callable[[], None]) -> None:
         if self._call is not None:
             call()
+
+    def in_turn(self, step: Callable[[], bool]) -> None:
+        """Call once in each turn of the event loop, when the work before it is done."""
+        self.connection.door.turns.add(lambda: self._call is not None and step())
 
     def ended(self, status: Status, size: int) -> None:
         """The answer is complete."""

@@ -19,14 +19,13 @@ from service.http.http2 import (
     is_field,
     is_value,
     lines_block,
+    list_bytes,
 )
 from service.ids import Ids
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
-_FIELD_BYTES = 32
-"""Added to each field's own: RFC 9113, 6.5.2."""
 
 _LENGTH = re.compile(rb"[0-9]{1,20}")
 
@@ -85,7 +84,7 @@ class Http2Head:
         self.answer: Answer | None = None
         self.route: FastRoute | None = None
         self.method_of_grpc: Method | None = None
-        size = sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
+        size = list_bytes(fields)
         if self.is_grpc:
             self._read_call(named, methods, size)
         else:

@@ -246,11 +246,11 @@ class ImageCall:
             TooLarge: it is longer than allowed.
             Overloaded: all bodies together are.
         """
-        if self.done:
-            return
         self.moved_bytes += len(data)
         if self._length is None and self.moved_bytes > self._route.max_body_bytes:
             raise self._route.too_large("more")
+        if self.done:
+            return
         body = self._body
         if type(body) is memoryview:
             body[self.moved_bytes - len(data) : self.moved_bytes] = data

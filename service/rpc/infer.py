@@ -289,6 +289,8 @@ class ModelInfer:
     """The method with one request and one answer."""
 
     route: InferRoute
+    is_limited: ClassVar[bool] = True
+    is_endless: ClassVar[bool] = False
 
     def read(self, headers: Mapping[str, str]) -> Wanted:
         """See `InferRoute.read`."""
@@ -341,7 +343,9 @@ class _Single(InferCall):
         return False
 
     def stop(self, error: ServiceError) -> None:
-        """It is answered."""
+        """It is answered, if it has begun."""
+        if not self._received:
+            self.fail(error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +353,8 @@ class ModelStreamInfer:
     """The method with a stream of requests, answered in their order, errors included."""
 
     route: InferRoute
+    is_limited: ClassVar[bool] = True
+    is_endless: ClassVar[bool] = False
 
     def read(self, headers: Mapping[str, str]) -> Wanted:
         """See `InferRoute.read`."""

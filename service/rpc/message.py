@@ -69,10 +69,7 @@ def decode_inline(message: bytes | memoryview, max_images: int) -> tuple[Images,
     head = b"".join(others)
     if len(message) > _INLINE_FLOAT_BYTES and b"FP32" in head:
         return None
-    request = read_infer_request(head)
-    if isinstance(request, InvalidInput):
-        raise request
-    return decode_request(request, raw, max_images)
+    return decode_request(_parsed(head), raw, max_images)
 
 
 def decode_message(message: bytes, max_images: int) -> tuple[Images, Asked]:
@@ -80,10 +77,19 @@ def decode_message(message: bytes, max_images: int) -> tuple[Images, Asked]:
 
     Raises: InvalidInput, TooLarge.
     """
+    request = _parsed(message)
+    return decode_request(request, request.raw_input_contents, max_images)
+
+
+def _parsed(message: bytes) -> pb.ModelInferRequest:
+    """Raises: InvalidInput."""
     request = read_infer_request(message)
     if isinstance(request, InvalidInput):
-        raise request
-    return decode_request(request, request.raw_input_contents, max_images)
+        try:
+            raise request
+        finally:
+            del request  # else the error and this frame would keep each other, and the message
+    return request
 
 
 @span("decode")

@@ -49,7 +49,7 @@ _EARLIER_REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 """The messages of both are the same on the wire."""
 
 _WATCH_S = 0.2
-"""How often a watched status is looked at."""
+"""How often watched statuses are looked at."""
 
 _MESSAGE_S = 10.0
 """How long a message of a method without images may take."""
@@ -109,6 +109,16 @@ class _Guarded:
     keys: Keys
     admin: bool
 
+    @property
+    def is_limited(self) -> bool:
+        """As `method`."""
+        return self.method.is_limited
+
+    @property
+    def is_endless(self) -> bool:
+        """As `method`."""
+        return self.method.is_endless
+
     def read(self, headers: Mapping[str, str]) -> Any:
         """As `method`. Raises: Unauthorized, Forbidden."""
         if self.keys or self.admin:
@@ -136,6 +146,7 @@ class HealthServicer:
     def __init__(self, models: Models, *, tells_names: bool) -> None:
         self._models = models
         self._tells_names = tells_names
+        self._change: asyncio.Task[None] | None = None
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """SERVING while the server is ready."""
@@ -154,10 +165,21 @@ class HealthServicer:
         request = await anext(requests, health_pb2.HealthCheckRequest())
         last = None
         while True:
-            found = self._status(request.service)
-            if found != last:
+            if (found := self._status(request.service)) != last:
                 yield health_pb2.HealthCheckResponse(status=found)
-            last = found
+                last = found
+            else:
+                await self._changed()
+
+    async def _changed(self) -> None:
+        """Wait for a change, with all others that do: one timer for all."""
+        if self._change is None or self._change.done():
+            self._change = asyncio.ensure_future(self._wait_for_change())
+        await asyncio.shield(self._change)
+
+    async def _wait_for_change(self) -> None:
+        before = self._models.ready, self._known()
+        while before == (self._models.ready, self._known()):  # noqa: ASYNC110 - no event of the models
             await asyncio.sleep(_WATCH_S)
 
     def _known(self) -> set[str]:
@@ -209,6 +231,8 @@ def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> N
 class _Small:
     """What methods have in common whose messages are small."""
 
+    is_limited = is_endless = False
+
     def __init__(self, answer: Any, request: type[Message], tasks: set[asyncio.Task[None]]) -> None:
         self.answer, self.request, self.tasks = answer, request, tasks
 
@@ -234,6 +258,7 @@ class _Stream(_Small):
     """A method with a stream of answers to a stream of requests."""
 
     answer: _Many
+    is_endless = True
 
     def open(self, wanted: float | None, exchange: GrpcExchange) -> Call:
         """Begin a call."""
@@ -318,7 +343,9 @@ class _SmallCall:
         return False
 
     def stop(self, error: ServiceError) -> None:
-        """It is answered."""
+        """It is answered, if it has begun."""
+        if not self._received:
+            self.fail(error)
 
     def fail(self, error: ServiceError) -> None:
         """End the call with `error`."""

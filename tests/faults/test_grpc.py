@@ -1,4 +1,4 @@
-"""Attacks on the gRPC port of a real process: memory, floods, silence, deadlines, stops."""
+"""Attacks on gRPC and HTTP/2 of a real process: memory, floods, silence, deadlines, stops."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import collections
 import contextlib
 import itertools
 import re
+import signal
 import socket
 import ssl
 import threading
@@ -15,13 +16,14 @@ from pathlib import Path
 
 import grpc
 import pytest
-from service.rpc.calls import MAX_CALLS
-from service.rpc.server import MAX_STREAMS_OF_A_CONNECTION
 
 from service.errors import ExitCode
+from service.http.http2 import MAX_STREAMS
+from service.http.http2_connection import MAX_OPEN_STREAMS
 from service.rpc import open_inference_pb2 as pb
 from tests.faults import http2
-from tests.faults.checks import resident_bytes
+from tests.faults.checks import SETTLE_S, resident_bytes, samples, total
+from tests.faults.clients import Pinger
 from tests.service.test_every_route import Certificates
 from tests.service_process import grpc_call
 
@@ -29,7 +31,7 @@ METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MB = 1e6
 BUDGET_BYTES = 128 * 1024 * 1024
 OK, EXHAUSTED, UNAVAILABLE = "OK", "RESOURCE_EXHAUSTED", "UNAVAILABLE"
-INVALID = "INVALID_ARGUMENT"
+INVALID, LATE = "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"
 
 
 def message(rows, pixels=None):
@@ -145,7 +147,8 @@ async def test_memory_is_bounded_when_many_large_messages_come_at_once(start):
         for _ in range(2):
             with Watch(service) as watch:
                 found = await statuses(channels, 64, large)
-            assert set(found) <= {OK, EXHAUSTED}
+            # Those that arrive slowly, while others need the memory, are late.
+            assert set(found) <= {OK, EXHAUSTED, LATE}
             assert found[OK] >= 2
             # Beside the budget: what arrives while the event loop copies messages that are there
             # (20 ms each), three copies of one, and two messages in the queue of images. Measured
@@ -168,15 +171,12 @@ async def test_memory_is_bounded_when_many_small_messages_are_large_ones_compres
             found = await statuses(channels, 32, large, compression=gzip)
         assert set(found) <= {OK, EXHAUSTED}
         assert found[OK] >= 2
-        assert watch.peak - watch.before < BUDGET_BYTES + 200 * MB  # 48 to 57 MB measured
+        assert watch.peak - watch.before < 100 * MB  # one after another is decompressed
         assert watch.grown_after(60 * MB) < 60 * MB
-        # Larger than a message may be; the larger one, by so much that gRPC itself refuses it.
-        for size, refusals in ((33_600_000, {INVALID, EXHAUSTED}), (40_000_000, {EXHAUSTED})):
-            with Watch(service) as watch:
-                found = await statuses(channels, 8, message(9, size), compression=gzip)
-            assert set(found) <= refusals
-            assert watch.peak - watch.before < BUDGET_BYTES + 200 * MB
-            assert watch.grown_after(60 * MB) < 60 * MB
+        with Watch(service) as watch:  # larger than a message may be
+            found = await statuses(channels, 8, message(9, 40_000_000), compression=gzip)
+        assert set(found) <= {INVALID, EXHAUSTED}
+        assert watch.peak - watch.before < 60 * MB
 
 
 async def test_refused_messages_leave_nothing_behind(start):
@@ -200,26 +200,28 @@ async def test_every_call_is_answered_and_counted_when_ten_thousand_come_at_once
     assert outcomes == +collections.Counter(ok=found[OK], overloaded=found[EXHAUSTED])
 
 
-async def test_other_calls_are_answered_when_a_thousand_streams_send_nothing(start):
+async def test_other_calls_are_answered_when_silent_ones_take_every_place(start):
     service = start().ready()
-    async with connections(service, 9) as (*channels, other):
-        streams = [channels[n % 8].stream_unary(METHOD)() for n in range(MAX_CALLS + 56)]
-        ends = [asyncio.create_task(status(stream)) for stream in streams]
-        began_s = time.monotonic()
-        # Until the last of them is there, it may take the place that another call has just left.
-        for end in itertools.islice(asyncio.as_completed(ends), 56):
-            await end
-        refused = True
-        while not all(end.done() for end in ends):
-            found = await statuses([other], 1, ONE_IMAGE, timeout_s=5)
-            # None gives way before it is slow, which takes 60 ms of a quiet event loop.
-            refused = refused and found == {EXHAUSTED: 1} and time.monotonic() - began_s < 1
-            assert found == {EXHAUSTED if refused else OK: 1}
-            await asyncio.sleep(0.05)
-            assert time.monotonic() - began_s < 20, "10 s, and what a busy machine adds"
-        found = collections.Counter(end.result() for end in ends)
-        assert set(found) <= {"DEADLINE_EXCEEDED", EXHAUSTED}
-    assert set(counted(service)) == {"ok", "body_timeout", "overloaded"}
+    count = MAX_OPEN_STREAMS // MAX_STREAMS + 2
+    with contextlib.ExitStack() as stack:
+        silent = [stack.enter_context(http2.connect(service.grpc_port)) for _ in range(count)]
+        async with connections(service, 1) as channels:
+            for connection in silent:
+                connection.sendall(http2.OPENING + http2.SILENT)
+                assert await statuses(channels, 1, ONE_IMAGE, timeout_s=5) == {OK: 1}
+            assert service.get("/healthz")[0] == 200
+            first = b""
+            while http2.literal(b"grpc-status", b"8") not in first:  # who waits longest gives way
+                data = silent[0].recv(1 << 16)
+                assert data
+                first += data
+        silent_calls = count * http2.SILENT_CALLS
+        until_s = time.monotonic() + SETTLE_S
+        while counted(service)["overloaded"] < silent_calls - MAX_OPEN_STREAMS:
+            assert time.monotonic() < until_s
+    found = counted(service)
+    assert found["overloaded"] + found["cancelled"] == silent_calls
+    assert set(found) == {"ok", "overloaded", "cancelled"}
 
 
 async def test_nothing_is_logged_when_deadlines_pass_as_clients_leave(start):
@@ -240,7 +242,8 @@ async def test_nothing_is_logged_when_deadlines_pass_as_clients_leave(start):
             for some in await asyncio.gather(*(outcomes(n) for n in range(64)))
             for outcome in some
         )
-    assert found["DEADLINE_EXCEEDED"]
+    assert found[LATE]
+    assert set(found) <= {OK, LATE}
     assert service.lines[before:] == []
 
 
@@ -260,7 +263,7 @@ async def stop_under_load(service):
             while service.process.poll() is None:
                 timeout_s, late = (3, True) if signalled else (30, False)
                 outcome = await status(channel.unary_unary(METHOD)(ONE_IMAGE, timeout=timeout_s))
-                if late and outcome == "DEADLINE_EXCEEDED":
+                if late and outcome == LATE:
                     lost[channel] += 1
                     continue
                 found[outcome] += 1
@@ -327,25 +330,46 @@ def attacked(service, kind, connections, seconds):
     return largest - before
 
 
-@pytest.mark.parametrize("kind", ["headers-1200", "headers-150", "reset", "hpack"])
-def test_calls_with_many_headers_take_little_memory(start, kind):
-    service = start("--api-keys", "a-key-that-nobody-knows").ready()
-    assert attacked(service, kind, connections=2, seconds=3) < 200 * MB  # were 700 in 3 s
+SHORT = ("bombs", "new-headers-480", "open", "reset", "unread-reflection", "window-settings")
 
 
-def test_what_a_client_says_when_it_leaves_is_not_logged(start):
-    service = start().ready()
-    before = len(service.lines)
-    attacked(service, "goaway", connections=2, seconds=1)
-    service.catch_up()
-    assert service.lines[before:] == []
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in SHORT else pytest.param(kind, marks=pytest.mark.long)
+        for kind in http2.ATTACKS
+    ],
+)
+def test_a_client_that_attacks_takes_little_memory_and_nobodys_time(served, digits, intact, kind):
+    with (
+        intact(moved=None, rss_bytes=60_000_000),
+        Pinger(served.port, digits.images[0], digits.probabilities[:1]) as pinger,
+    ):
+        ended = threading.Event()
+
+        def ping():
+            while not ended.is_set():
+                pinger.run(0.1, every_s=0.005)
+
+        thread = threading.Thread(target=ping)
+        thread.start()
+        grown = attacked(served, kind, connections=2, seconds=1.5)
+        ended.set()
+        thread.join()
+        assert set(pinger.statuses) == {200}
+        assert max(pinger.times_s) < 1
+        assert grown < 60_000_000
+    until_s = time.monotonic() + SETTLE_S
+    while total(samples(served), "lenet_in_flight_bytes"):
+        assert time.monotonic() < until_s, "bytes are held for clients that have left"
+        time.sleep(0.05)
 
 
 def test_a_connection_is_told_how_many_calls_it_may_open(start):
     service = start().ready()
     with grpc_call(service.grpc_port) as connection:
         settings = connection.recv(9) + connection.recv(4096)
-    wanted = b"\0\3" + MAX_STREAMS_OF_A_CONNECTION.to_bytes(4, "big")
+    wanted = b"\0\3" + MAX_STREAMS.to_bytes(4, "big")
     assert settings[3] == http2.SETTINGS
     assert wanted in settings
 
@@ -392,3 +416,48 @@ def test_clients_that_come_and_go_over_tls_do_not_end_the_process(
         assert pb.ServerLiveResponse.FromString(live(b"", timeout=20)).live
     assert service.process.poll() is None
     assert len(service.started_workers()) == (workers if workers > 1 else 0)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_no_call_is_lost_when_the_certificate_is_renewed(start, tmp_path, workers):
+    certificates = Certificates(tmp_path)
+    service = start(*certificates.flags, "--workers", str(workers)).ready(workers)
+    ended, failures, answered = threading.Event(), [], collections.Counter()
+
+    def wait_for_answers(count):
+        until_s = time.monotonic() + SETTLE_S
+        while answered["fresh"] < count and not failures:
+            assert time.monotonic() < until_s
+            time.sleep(0.01)
+
+    def clients(kept):
+        """Calls on one connection, or on a new one each."""
+        target, credentials = f"localhost:{service.grpc_port}", certificates.credentials()
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        channel = None
+        while not ended.is_set():
+            channel = channel or grpc.secure_channel(target, credentials, options)
+            try:
+                channel.unary_unary(METHOD)(ONE_IMAGE, timeout=20)
+            except grpc.RpcError as error:
+                failures.append(error)
+            answered["kept" if kept else "fresh"] += 1
+            if not kept:
+                channel.close()
+                channel = None
+        if channel is not None:
+            channel.close()
+
+    threads = [threading.Thread(target=clients, args=(kept,)) for kept in (True, True, False)]
+    for thread in threads:
+        thread.start()
+    for number in range(1, 11):
+        certificates.renew()
+        service.signal(signal.SIGHUP)
+        service.wait_for("certificate: read again", workers * number)
+        wait_for_answers(answered["fresh"] + 2)
+    ended.set()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert "Traceback" not in service.log
