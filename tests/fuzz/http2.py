@@ -95,6 +95,14 @@ class Server:
             raise Finding("cancelled a stream that is open")
         self.cancelled_streams.append(stream.number)
 
+    def blocked(self, stream: Stream) -> None:
+        if not stream.unsent:
+            raise Finding("nothing waits")
+
+    def closed(self, stream: Stream) -> None:
+        if stream.receiving or stream.sending:
+            raise Finding("closed a stream that is open")
+
     def sent(self, stream: Stream) -> None:
         if stream.unsent:
             raise Finding("not all is sent")
@@ -696,6 +704,12 @@ class _HeadServer:
 
     def cancelled(self, stream: Stream) -> None:
         raise Finding("a stream that was answered is cancelled")
+
+    def blocked(self, stream: Stream) -> None:
+        raise Finding("nothing waits")
+
+    def closed(self, stream: Stream) -> None:
+        """It is answered."""
 
     def sent(self, stream: Stream) -> None:
         raise Finding("nothing waits")

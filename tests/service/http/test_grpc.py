@@ -83,6 +83,13 @@ class Answers:
     def soon(self, call):
         self.later.append(call)
 
+    def in_turn(self, step):
+        def again():
+            if step():
+                self.later.append(again)
+
+        self.later.append(again)
+
     def ended(self, status, size):
         assert not self.has_ended
         self.has_ended = True

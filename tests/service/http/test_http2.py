@@ -192,8 +192,14 @@ class Client:
     def cancelled(self, stream):
         self.heard.append(f"{stream.number} cancelled")
 
+    def blocked(self, stream):
+        pass
+
     def sent(self, stream):
         self.heard.append(f"{stream.number} sent")
+
+    def closed(self, stream):
+        pass
 
     def output(self):
         pass
@@ -1018,7 +1024,7 @@ FLOODS = {
         FAST + update(1, 1) * 1002,
         *(DONE, f"{ANSWERED}, {CALM_1}"),
     ),
-    "10.5 WINDOW_UPDATE by 16": (update(0, 16) * 1100, "", ""),
+    "10.5 WINDOW_UPDATE by 16": (update(0, 16) * 1100, "", CALM),
     "10.5 requests that are reset": (
         b"".join(post(number) + reset(number) for number in range(1, 2002, 2)),
         *(
@@ -1072,11 +1078,11 @@ FLOODS = {
     "10.5.1 many empty fields": (headers(block() + b"\0\0\0" * 1100), "", CALM),
     "10.5.1 large new blocks": (
         b"".join(
-            headers(block((b"a", b"b" * 15_000)), stream=number) for number in range(1, 160, 2)
+            headers(block((b"a", b"b" * 30_000)), stream=number) for number in range(1, 300, 2)
         ),
         *(
-            ", ".join(f"{number} GET /, {number} end" for number in range(1, 143, 2)),
-            "goaway 141 ENHANCE_YOUR_CALM",
+            ", ".join(f"{number} GET /, {number} end" for number in range(1, 285, 2)),
+            "goaway 283 ENHANCE_YOUR_CALM",
         ),
     ),
 }

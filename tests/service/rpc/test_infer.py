@@ -677,11 +677,9 @@ async def test_a_stuck_call_is_cut_off_when_the_stop_takes_too_long(house, raw_r
     assert house.requests("unavailable") == 1
 
 
-async def test_a_path_that_is_not_text_is_unknown(stub, raw_request, caplog):
-    with grpc_call(stub.port, b"/x\xff") as connection:
-        answered = b""
-        while b"grpc-status" not in answered:
-            answered += await asyncio.to_thread(connection.recv, 1000)
-    assert b"grpc-status\x0212" in answered
+async def test_a_path_that_is_not_text_stops_nothing(stub, raw_request, caplog):
+    for _ in range(3):
+        grpc_call(stub.port, b"/x\xff").close()
+        await asyncio.sleep(0.05)
     assert (await stub.ModelInfer(raw_request())).model_name == "tiny"
     assert not caplog.records
