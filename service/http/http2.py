@@ -74,9 +74,8 @@ _LIST_BYTES_AT_ONCE = 4096
 _MANY_FIELDS = 64
 """After a new header list of more fields, the connection rests: 500 of them take 2 ms."""
 
-_UPDATES_PER_FRAME = 2
-"""Windows that a client may open for each DATA frame and each request without credit: the stream's
-and the connection's."""
+_UPDATES_PER_FRAME = 4
+"""Windows that a client may open for each DATA frame and each request without credit."""
 
 _KNOWN_BLOCKS = 512
 _KNOWN_BLOCK_BYTES = 2048
@@ -679,13 +678,13 @@ class Http2:
             self._send_window += more
             if self._send_window > _MOST_WINDOW:
                 raise _window_error("a window over 2^31-1")
-            self._spend_update(more)
+            self._spend_update()
             if was_closed:
                 self._send_more()
             return
         if number > self._last or not number & 1:
             raise _protocol_error(f"WINDOW_UPDATE on stream {number}, which is idle")
-        self._spend_update(more)
+        self._spend_update()
         stream = self.streams.get(number)
         if stream is None:
             return
@@ -697,9 +696,9 @@ class Http2:
             self.blocked.pop(number, None)
             self._go_on(stream)
 
-    def _spend_update(self, more: int) -> None:
-        """An honest client gives back what it has read, and not byte by byte."""
-        if self._updates and more >= _TINY_BYTES:
+    def _spend_update(self) -> None:
+        """An honest client gives back what it has read. C-core does so in several parts."""
+        if self._updates:
             self._updates -= 1
         else:
             self._spend()
@@ -765,7 +764,8 @@ class Http2:
             self._write(_frame(DATA, END_STREAM * ends, stream.number, bytes(piece[:size])))
             stream.send_window -= size
             self._send_window -= size
-            self._updates += _UPDATES_PER_FRAME
+            if size >= _TINY_BYTES:
+                self._updates += _UPDATES_PER_FRAME
             self.unsent_bytes -= size
             if size == len(piece):
                 unsent.popleft()

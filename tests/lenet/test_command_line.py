@@ -129,10 +129,15 @@ def test_a_word_stands_for_its_flag_wherever_it_is(line, recipe):
     ("line", "message"),
     [
         ("--heat 90", "FILE is missing: oven FILE"),
-        ("rye oat", "got oat behind RECIPE, expected 1 argument; settings begin with --"),
+        (
+            "rye oat",
+            "got oat behind RECIPE, expected 1 argument; settings begin with -- "
+            "(--help lists every setting)",
+        ),
         (
             "--recipe rye oat",
-            "got oat behind RECIPE, expected 1 argument; settings begin with --",
+            "got oat behind RECIPE, expected 1 argument; settings begin with -- "
+            "(--help lists every setting)",
         ),
         ("rye --haet 90", "--haet is unknown; did you mean --heat? (--help lists every setting)"),
     ],

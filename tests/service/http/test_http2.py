@@ -1021,7 +1021,7 @@ FLOODS = {
     ),
     "10.5 WINDOW_UPDATE by 1": (update(0, 1) * 1001, "", CALM),
     "10.5 WINDOW_UPDATE by 1 on a closed stream": (
-        FAST + update(1, 1) * 1002,
+        FAST + update(1, 1) * 1010,
         *(DONE, f"{ANSWERED}, {CALM_1}"),
     ),
     "10.5 WINDOW_UPDATE by 16": (update(0, 16) * 1100, "", CALM),
