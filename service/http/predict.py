@@ -620,7 +620,7 @@ def prefers(kind: str, accept: str) -> bool:
         found_kind, *parameters = (part.strip() for part in choice.split(";"))
         quality = 1.0
         for parameter in parameters:
-            if found := re.fullmatch(r"q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)", parameter):
+            if found := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
                 quality = float(found[1])
         ranges[found_kind] = quality
     for wanted in qualities:
