@@ -357,6 +357,9 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
+    heart = None if heartbeat is None else Heartbeat(heartbeat)
+    if heart is not None:
+        heart.start()
     try:
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
@@ -380,8 +383,8 @@ async def _serve(
                     loop.add_signal_handler(signal.SIGUSR1, service.faults.inject, "hang")
                 # SIGHUP to a supervisor reaches all workers, to a worker only that one.
                 pid = os.getppid() if shared else os.getpid()
-                if heartbeat is not None:
-                    Heartbeat(heartbeat).start()
+                if heart is not None:
+                    heart.serve()
                 ports = listeners, grpc_listeners
                 await _answer(service, ports, stop, settings, certificate, pid)
             if service.models.lost.is_set():  # in the last of the stop
