@@ -90,6 +90,7 @@ class Service:
     methods: Methods
     budget: Budget
     gate: Gate
+    metrics: Metrics
     access: AccessLog | None
     faults: Faults | None
     """With `--fault-injection`."""
@@ -214,6 +215,7 @@ async def open_service(
                 methods=methods(GrpcInferRoute(*parts), servicer, models, keys),
                 budget=budget,
                 gate=gate,
+                metrics=metrics,
                 access=access,
                 faults=faults,
             )
@@ -425,7 +427,8 @@ async def _answer(
         max_connections=descriptors.connections(),
         methods=service.methods,
     )
-    server = HttpServer(service.app, door, settings.drain_timeout_s)
+    refused = service.metrics.connection_refused
+    server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
     both = [*ports[0], *(one for one in ports[1] if one not in ports[0])]
     sockets = server.listen(both)  # so that whoever reads "ready" can connect
     (host, port), (_, grpc_port) = (one[0].getsockname()[:2] for one in ports)
