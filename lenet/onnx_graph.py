@@ -52,9 +52,10 @@ _TILE_HEIGHT, _TILE_WIDTHS = 4, (8, 4)
 are wrong by 2e-6 with tiles of 4 x 8, by 5e-7 with 4 x 4, and by 1e-5 with 8 x 8, which would take
 another 5 % less time (AMD EPYC, 2026-11-23)."""
 
-_LEAST_FILTERS = 256
-"""With fewer pairs of an input and an output channel, what surrounds the products costs more than
-they save: lenet-6-16, with 96, takes longer."""
+_LEAST_INPUTS = 16
+"""With fewer input channels, what surrounds the products may cost more than they save: of 5 x 5
+filters, batches of 8 and more take up to 1.3 times as long with 4 inputs, 0.9 to 1.25 times with 8,
+and 0.35 to 1.0 times from 16 on (AMD EPYC with AVX-512, 2026-11-24)."""
 
 
 def onnx_model(
@@ -64,8 +65,9 @@ def onnx_model(
 
     Input `images` uint8 (n, 28, 28); outputs `logits` and `probabilities` float32 (n, classes).
 
-    The channels between layers are padded to a multiple of `channel_multiple`, with which some
-    runtimes are faster. Nothing reads what they hold: their weights in the next layer are 0.
+    At least `channel_multiple` channels between two layers are padded to a multiple of it, with
+    which some runtimes are faster. Nothing reads what they hold: their weights in the next layer
+    are 0.
 
     With `use_winograd`, the convolutions that `suits_winograd` names are computed by Winograd's
     algorithm, out of matrix products. They read and write channels that are not padded.
@@ -125,14 +127,14 @@ def suits_winograd(block: Block, shape: BlockShape) -> bool:
     """Whether `block` can be computed by Winograd's algorithm.
 
     So can the convolutions of LeNet after the first, and those like them: the outputs are whole
-    tiles, no pooling window lies in two, and there are enough channels.
+    tiles, no pooling window lies in two, and there are enough input channels.
     """
     return (
         isinstance(block, ConvBlock)
         and block.kernel in {(3, 3), (4, 4), (5, 5)}
         and (block.stride, block.padding, block.dilation) == ((1, 1), (0, 0), (1, 1))
         and block.pool == Pool("max")
-        and shape.input[0] * block.channels >= _LEAST_FILTERS
+        and shape.input[0] >= _LEAST_INPUTS
         and shape.linear[1] % _TILE_HEIGHT == 0
         and shape.linear[2] % min(_TILE_WIDTHS) == 0
     )
@@ -175,7 +177,7 @@ def _padded(
         if isinstance(block, ConvBlock) and not is_winograd:
             weight = tensors[f"{shape.name}.weight"]
             channels = len(weight)
-            more = -channels % channel_multiple
+            more = -channels % channel_multiple if channels >= channel_multiple else 0
             tensors[f"{shape.name}.weight"] = np.pad(weight, ((0, more), *[(0, 0)] * 3))
             tensors[f"{shape.name}.bias"] = np.pad(tensors[f"{shape.name}.bias"], (0, more))
             # (out, in, height, width), or (out, in x height x width) where a dense layer follows.

@@ -17,7 +17,12 @@ BEAT_S = 1.0
 """Between two beats, and between two checks."""
 
 _LEAST_MISSED = 3
+_MISSED_AT_START = 60
+"""Before a worker serves: its event loop runs while contexts are opened in threads, for minutes on
+a GPU, but reading weights and opening a device block it for seconds."""
+
 _READ_BYTES = 65_536
+_STARTING, _SERVING = b"s", b"\0"
 
 
 class Heartbeat:
@@ -25,26 +30,35 @@ class Heartbeat:
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
+        self._beat = _STARTING
         os.set_blocking(pipe.fileno(), False)
 
     def start(self) -> None:
         """Beat now and every `BEAT_S`."""
+        self._write()
+        asyncio.get_running_loop().call_later(BEAT_S, self.start)
+
+    def serve(self) -> None:
+        """The start is over: report that, and miss few beats from now on."""
+        self._beat = _SERVING
+        self._write()
+
+    def _write(self) -> None:
         # Full: the supervisor is stopped. Broken: it was killed, and the worker is about to stop.
         with contextlib.suppress(BlockingIOError, BrokenPipeError):
-            os.write(self._pipe.fileno(), b"\0")
-        asyncio.get_running_loop().call_later(BEAT_S, self.start)
+            os.write(self._pipe.fileno(), self._beat)
 
 
 class Watch:
     """The supervisor's view of one worker, to be asked every `BEAT_S`.
 
-    Nothing is expected before the first beat: a first start on a GPU takes minutes.
+    `allowed`: how many beats may be missed in a row; more before the worker serves.
     """
 
     def __init__(self, pipe: Connection, hang_timeout_s: float) -> None:
-        self.allowed = max(_LEAST_MISSED, math.ceil(hang_timeout_s / BEAT_S))
+        self._allowed_serving = max(_LEAST_MISSED, math.ceil(hang_timeout_s / BEAT_S))
+        self.allowed = max(_MISSED_AT_START, self._allowed_serving)
         self._pipe = pipe
-        self._began = False
         self._missed = 0
         os.set_blocking(pipe.fileno(), False)
 
@@ -54,10 +68,9 @@ class Watch:
             beats = os.read(self._pipe.fileno(), _READ_BYTES)
         except BlockingIOError:
             beats = b""
-        if beats:
-            self._began, self._missed = True, 0
-        elif self._began:
-            self._missed += 1
+        if _SERVING in beats:
+            self.allowed = self._allowed_serving
+        self._missed = 0 if beats else self._missed + 1
         return self._missed >= self.allowed
 
     def close(self) -> None:

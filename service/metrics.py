@@ -284,6 +284,10 @@ class Metrics:
             "Decoding processes that ended: idle, killed for work that was cancelled, or died.",
             "reason",
         )
+        self._connections_refused = self._counter(
+            "lenet_connections_refused",
+            "Connections that were closed at once because as many as are allowed were open.",
+        )
         self._dropped = self._counter(
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
@@ -333,6 +337,7 @@ class Metrics:
         _show(self._stage_duration, get_args(Stage))
         _show(self._losses, get_args(LossReason))
         _show(self._decoder_ends, get_args(DecoderEnd))
+        _show(self._connections_refused)
 
     def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
@@ -370,6 +375,10 @@ class Metrics:
     def decoder_ended(self, reason: DecoderEnd) -> None:
         """Count a decoding process that ended while serving."""
         self._decoder_ends[reason,].inc()
+
+    def connection_refused(self) -> None:
+        """Count a connection beyond the limit."""
+        self._connections_refused[()].inc()
 
     def rows_dropped(self, rows: int, reason: DropReason) -> None:
         """Waiting rows left the queue without a batch."""

@@ -90,6 +90,7 @@ class Service:
     methods: Methods
     budget: Budget
     gate: Gate
+    metrics: Metrics
     access: AccessLog | None
     faults: Faults | None
     """With `--fault-injection`."""
@@ -214,6 +215,7 @@ async def open_service(
                 methods=methods(GrpcInferRoute(*parts), servicer, models, keys),
                 budget=budget,
                 gate=gate,
+                metrics=metrics,
                 access=access,
                 faults=faults,
             )
@@ -357,6 +359,9 @@ async def _serve(
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
+    heart = None if heartbeat is None else Heartbeat(heartbeat)
+    if heart is not None:
+        heart.start()
     try:
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
@@ -380,8 +385,8 @@ async def _serve(
                     loop.add_signal_handler(signal.SIGUSR1, service.faults.inject, "hang")
                 # SIGHUP to a supervisor reaches all workers, to a worker only that one.
                 pid = os.getppid() if shared else os.getpid()
-                if heartbeat is not None:
-                    Heartbeat(heartbeat).start()
+                if heart is not None:
+                    heart.serve()
                 ports = listeners, grpc_listeners
                 await _answer(service, ports, stop, settings, certificate, pid)
             if service.models.lost.is_set():  # in the last of the stop
@@ -422,7 +427,8 @@ async def _answer(
         max_connections=descriptors.connections(),
         methods=service.methods,
     )
-    server = HttpServer(service.app, door, settings.drain_timeout_s)
+    refused = service.metrics.connection_refused
+    server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
     both = [*ports[0], *(one for one in ports[1] if one not in ports[0])]
     sockets = server.listen(both)  # so that whoever reads "ready" can connect
     (host, port), (_, grpc_port) = (one[0].getsockname()[:2] for one in ports)

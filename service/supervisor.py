@@ -152,6 +152,7 @@ class _Supervisor:
                 self._forget(worker)
                 if not self._stopping:
                     outcome = self._after_death(worker)
+                worker.close()
             now_s = time.monotonic()
             if now_s >= check_at_s:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend

@@ -150,7 +150,7 @@ class Models:
         found = versions[0].version.name
         if flag := self._folder.flag_for(found, version):
             expected += f"; it is in the weights folder, and {flag} loads it"
-        elif not version.isdecimal():
+        elif not (version.isascii() and version.isdecimal()):
             expected += "; a request without a version gets the latest"
         raise UnknownModel(
             f"version {shown(version)} of model {found!r} is not loaded, expected {expected}",

@@ -103,7 +103,7 @@ class WeightsFolder:
             files = _listed(self._path, "*.safetensors")
             found = f"{files[0].name}, but no" if files else "no"
             hint = ""
-            if files and files[0].stem.isdigit():
+            if files and files[0].stem.isascii() and files[0].stem.isdigit():
                 hint = f", as {self._path.resolve().parent}"
             elif files:
                 hint = ", or move a file there, as lenet/1.safetensors"

@@ -75,8 +75,6 @@ class InferCall(ImageCall):
     def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
         super().__init__(route, wanted, reply)
         self._source = cast("TensorsSource", wanted.source)
-        if (served := route.models.find(wanted.model, wanted.version)) is not None:
-            self._model = served.version.key  # whose failures are counted from here on
 
     def is_quick(self, body: Body) -> bool:
         """Raw bytes are, however many; numbers to convert are limited."""

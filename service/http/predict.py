@@ -72,6 +72,10 @@ _INLINE = {BINARY: IN_PLACE, "application/json": 192 * 1024, "application/x-npy"
 to 3 ms that JSON of 192 KiB, 64 images and more, takes, and the transposition of an npy array in
 Fortran's order (one Xeon core, 2026-11-22)."""
 
+_DROPPED_BYTES = 64 * 1024
+"""Bodies of unknown models up to this size are received and dropped, so that the connection can be
+kept. A larger one is refused at the headers."""
+
 ENCODED_ROWS = 256
 """Rows of a JSON answer that are written in one turn of the event loop, which takes 0.3 ms."""
 
@@ -225,6 +229,9 @@ class ImageCall:
     """Whether the content of a small body matters, and not where it is."""
     timed = True
     """Whether the answer has header lines about its times."""
+    names_model = True
+    """Whether the path or the query names the model, and not the message."""
+    _model_is_unknown = False
     _body: bytes | bytearray | memoryview = b""
     _job: Job | None = None
     _batcher: Batcher | Explainer | None = None
@@ -238,6 +245,11 @@ class ImageCall:
         self._started_s = time.monotonic()
         self.deadline_s = self._started_s + wanted.timeout_s
         self._range = nvtx.begin("request")
+        if self.names_model:
+            if (served := route.models.find(wanted.model, wanted.version)) is None:
+                self._model_is_unknown = True
+            else:
+                self._model = served.version.key  # whose failures are counted from here on
 
     def data(self, data: bytes) -> None:
         """The next piece of the body.
@@ -288,9 +300,12 @@ class ImageCall:
         """The body has not arrived whole: from here on its time and memory are limited.
 
         Raises:
+            UnknownModel: nothing would be done with a body that is large, or may become so.
             Overloaded: there is no room for it.
         """
         if not self._watched and not self.done:
+            if self._model_is_unknown and (self._length is None or self._length > _DROPPED_BYTES):
+                self._check_model()
             self._watch()
             self._hold_arrived()
 
@@ -310,9 +325,9 @@ class ImageCall:
                     self._end_transfer()
             else:
                 self.moved_bytes = len(body)
-            if self._model is NO_MODEL and (wanted.model or wanted.version):
+            if self._model_is_unknown:
                 # Before its body: of two mistakes the unknown model is the one to know first.
-                self._route.models.get(wanted.model, wanted.version)
+                self._check_model()
             if (
                 self.copied
                 and type(body) is memoryview
@@ -343,6 +358,11 @@ class ImageCall:
         """The client is gone."""
         if not self.done:
             self._end(Cancelled.code)
+
+    def _check_model(self) -> None:
+        """Raises: UnknownModel, unless the model was loaded meanwhile."""
+        served = self._route.models.get(self._wanted.model, self._wanted.version)
+        self._model, self._model_is_unknown = served.version.key, False
 
     # What differs between routes.
 
@@ -600,7 +620,7 @@ def prefers(kind: str, accept: str) -> bool:
         found_kind, *parameters = (part.strip() for part in choice.split(";"))
         quality = 1.0
         for parameter in parameters:
-            if found := re.fullmatch(r"q=(0(?:\.\d{0,3})?|1(?:\.0{0,3})?)", parameter):
+            if found := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
                 quality = float(found[1])
         ranges[found_kind] = quality
     for wanted in qualities:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
+import math
 import resource
 import select
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 
-from service.http.connection import FrontDoor
+from service.http.connection import Connection, FrontDoor
 from service.listener import cannot_listen
+
+_log = logging.getLogger(__name__)
 
 ACCEPTED_AT_ONCE = 16
 """New connections in one turn of the event loop. libuv accepts one a turn from each descriptor that
@@ -22,17 +27,27 @@ it watches: under load the last of 512 waited 3 s, with so many duplicates of on
 _QUEUED_S = 0.25
 """How long connections in the accept queue are accepted at a stop."""
 
+_LOGGED_EVERY_S = 60.0
+"""At most one line about refused connections."""
+
 
 class HttpServer(uvicorn.Server):
     """uvicorn without its signal handlers, which would end the process before the contexts close.
 
     Overrides two methods that uvicorn does not document; pyproject.toml bounds the version.
+    `refused` is called for each connection beyond the limit of `door`.
     """
 
-    def __init__(self, app: FastAPI, door: FrontDoor, stop_timeout_s: float) -> None:
+    def __init__(
+        self,
+        app: FastAPI,
+        door: FrontDoor,
+        stop_timeout_s: float,
+        refused: Callable[[], None] = lambda: None,
+    ) -> None:
         config = uvicorn.Config(
             app,
-            http=door,  # type: ignore[arg-type]  # called as a class is
+            http=self._connect,  # type: ignore[arg-type]  # called as a class is
             ws="none",
             lifespan="off",
             log_config=None,
@@ -45,6 +60,26 @@ class HttpServer(uvicorn.Server):
         )
         super().__init__(config)
         self._door = door
+        self._refused = refused
+        self._refusals = 0
+        """Since the last line about them."""
+        self._logged_s = -math.inf
+
+    def _connect(self, *args: Any, **kwargs: Any) -> Connection:
+        """A connection of `door`, which closes it if too many are open."""
+        door = self._door
+        if len(door.connections) >= door.max_connections:
+            self._refused()
+            self._refusals += 1
+            now_s = asyncio.get_running_loop().time()
+            if now_s - self._logged_s >= _LOGGED_EVERY_S:
+                _log.warning(
+                    "connections: %d refused, as %d are open, the limit: raise that of open files, "
+                    "see lenet_connections_refused_total",
+                    *(self._refusals, door.max_connections),
+                )
+                self._refusals, self._logged_s = 0, now_s
+        return door(*args, **kwargs)
 
     def listen(self, listeners: Sequence[socket.socket]) -> list[socket.socket]:
         """Let clients connect; returns the sockets to `serve`. Raises: CannotListen."""
@@ -83,7 +118,8 @@ class HttpServer(uvicorn.Server):
         loop = asyncio.get_running_loop()
         for connection in late:
             await loop.connect_accepted_socket(
-                lambda: self._door(self.config, self.server_state, self.lifespan.state), connection
+                lambda: self._connect(self.config, self.server_state, self.lifespan.state),
+                connection,
             )
         await super().shutdown(sockets)
 

@@ -69,11 +69,6 @@ class TensorflowCall(ImageCall):
 
     _columnar = False
 
-    def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
-        super().__init__(route, wanted, reply)
-        if (served := route.models.find(wanted.model, wanted.version)) is not None:
-            self._model = served.version.key  # whose failures are counted from here on
-
     def is_quick(self, body: Body) -> bool:
         """Each list takes time, and with a channel axis each number is in one."""
         return bytes(body).count(b"[") <= _INLINE_LISTS

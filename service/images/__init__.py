@@ -46,7 +46,8 @@ _NPY_MAX_HEADER = 1024
 _NPY_ITEM = re.compile(
     r"'descr':'(?P<descr>[^']*)'"
     r"|'fortran_order':(?P<order>True|False)"
-    r"|'shape':\((?P<shape>\d{1,20},(?:\d{1,20},){0,8}(?:\d{1,20})?)\)"
+    r"|'shape':\((?P<shape>\d{1,20},(?:\d{1,20},){0,8}(?:\d{1,20})?)\)",
+    re.ASCII,
 )
 _NPY_DTYPES = {np.dtype(code).str[1:]: np.dtype(code) for code in "?bhilBHILefdFD"}
 _MULTIPART_SLICE_BYTES = 64 * 1024

@@ -282,7 +282,7 @@ def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
         or (len(sizes) == 2 and sizes[1] in advice.CHANNELS)
     ):
         got = f"shape ({rows}, {', '.join(map(str, sizes))})"
-        number = int(rows) if rows.isdigit() else 0
+        number = int(rows) if rows.isascii() and rows.isdigit() else 0
         raise invalid("images", got, _SHAPES + advice.for_shape([number, *sizes]))
     if len(sizes) > 2:
         raise invalid(field, f"shape {tuple(sizes)}", _SHAPES + advice.for_shape(sizes))

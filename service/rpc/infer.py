@@ -99,7 +99,7 @@ class InferRoute(ImageRoute):
 class InferCall(ImageCall):
     """One request for inference."""
 
-    timed = copied = False
+    timed = copied = names_model = False
     part = "message"
     asked: Asked | None = None
     """What the message asks for besides its pixels."""

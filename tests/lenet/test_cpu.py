@@ -77,20 +77,17 @@ def test_a_session_answers_right_when_two_threads_run_it(random_weights):
     assert all((answer == expected).all() for answer in found)
 
 
-def test_each_network_is_timed_once_with_winograds_algorithm_and_without(
+def test_a_network_has_one_graph_so_that_all_workers_compute_the_same_bits(
     random_weights, monkeypatch
 ):
-    timed = []
+    opened, open_ = [], CpuBackend.open
 
-    def fastest(sessions):
-        timed.append(tuple(sessions))
-        return next(iter(sessions))
+    def record(backend, content):
+        opened.append(content)
+        return open_(backend, content)
 
-    monkeypatch.setattr("lenet.cpu._fastest_of", fastest)
-    monkeypatch.setattr(CpuBackend, "_channel_multiple", 1)
-    monkeypatch.setattr(CpuBackend, "_use_winograd", {})
-    lenet = random_weights("lenet")
-    wide = Model("wide", (ConvBlock(30, (5, 5), pool=Pool("max")), *lenet.model.blocks[1:]))
-    for weights in (lenet, random_weights(wide), random_weights("lenet", seed=1)):
-        CpuBackend().load(weights)
-    assert timed == [(False, True)] * 2
+    monkeypatch.setattr(CpuBackend, "open", record)
+    lenet = random_weights("lenet").model
+    wide = Model("wide", (ConvBlock(30, (5, 5), pool=Pool("max")), *lenet.blocks[1:]))
+    CpuBackend().load(random_weights(wide))
+    assert len(opened) == 1, "none is chosen by a measurement"

@@ -20,15 +20,21 @@ def pipe():
 async def beat(heartbeat, times=1):
     for _ in range(times):
         heartbeat.start()
+    heartbeat.serve()
 
 
 def stuck_in(watch, checks):
     return [watch.is_stuck() for _ in range(checks)]
 
 
-async def test_nothing_is_expected_before_the_first_beat(pipe):
-    _, watch, _ = pipe
-    assert not any(stuck_in(watch, 100))
+@pytest.mark.parametrize("beats", [0, 1], ids=["before its first beat", "in its start"])
+async def test_a_worker_is_stuck_after_sixty_missed_beats_when_it_does_not_serve_yet(pipe, beats):
+    heartbeat, watch, _ = pipe
+    for _ in range(beats):
+        assert not any(stuck_in(watch, 59))
+        heartbeat.start()
+        assert not watch.is_stuck()
+    assert stuck_in(watch, 61) == [*[False] * 59, True, True]
 
 
 async def test_a_worker_is_stuck_after_three_missed_beats_when_the_hang_timeout_is_short(pipe):
@@ -48,7 +54,10 @@ async def test_missed_beats_are_forgiven_when_one_comes(pipe):
 def test_the_hang_timeout_says_how_many_may_be_missed(hang_timeout_s, checks):
     beats, heartbeat = multiprocessing.Pipe(duplex=False)
     with beats, heartbeat:
-        assert Watch(beats, hang_timeout_s).allowed == checks
+        watch = Watch(beats, hang_timeout_s)
+        Heartbeat(heartbeat).serve()
+        assert not watch.is_stuck()
+        assert watch.allowed == checks
 
 
 async def test_a_worker_is_not_held_up_when_its_supervisor_reads_nothing_for_days(pipe):
@@ -77,7 +86,9 @@ def test_the_beats_follow_each_other_on_the_event_loop(run_virtually):
         watch = Watch(beats, hang_timeout_s=0.1)
 
         async def run(loop):
-            Heartbeat(end).start()
+            heartbeat = Heartbeat(end)
+            heartbeat.start()
+            heartbeat.serve()
             for _ in range(10):
                 await asyncio.sleep(1.01 * BEAT_S)
                 assert not watch.is_stuck()

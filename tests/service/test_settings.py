@@ -117,6 +117,8 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
         ({"devices": "1,0,1"}, "--devices is 1,0,1, expected each GPU once"),
         ({"api_keys": ""}, "--api-keys: got an empty list"),
         ({"admin_keys": "short"}, "--admin-keys: key 1 of 1 has 5 characters"),
+        ({"api_keys": "k" * 16 + "\n" + "l" * 16}, "key 1 of 1 has a space or line break within"),
+        ({"api_keys": "\tk" * 16 + "\r\n"}, "key 1 of 1 has a space or line break within"),
         ({"models": "lenet:"}, "--models: got 'lenet:', expected NAME or NAME:VERSION"),
         ({"models": "lenet:01"}, "--models: got 'lenet:01', expected NAME or NAME:VERSION"),
         ({"models": ":1"}, "--models: got ':1', expected NAME or NAME:VERSION"),

@@ -77,6 +77,17 @@ def test_workers_count_together_and_a_killed_one_is_replaced_and_its_live_gauges
     assert service.wait() == ExitCode.STOPPED
 
 
+def test_the_supervisor_has_as_many_descriptors_as_before_when_a_dead_worker_is_replaced(start_two):
+    service = start_two().ready(workers=2)
+    descriptors = Path(f"/proc/{service.process.pid}/fd")
+    before = len(list(descriptors.iterdir()))
+    os.kill(service.started_workers()[0], signal.SIGKILL)
+    service.ready(workers=3)
+    assert len(list(descriptors.iterdir())) == before
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
 def test_weights_that_fail_their_validation_end_all_with_3_and_nobody_tries_again(
     start_two, tiny_weights, tiny, random_weights
 ):
@@ -222,6 +233,9 @@ class Puppet:
 
     def is_alive(self):
         return False
+
+    def close(self):
+        pass
 
 
 @pytest.fixture

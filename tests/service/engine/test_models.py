@@ -57,6 +57,7 @@ async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house
         (("a:3",), "1", "expected '3'; it is in the weights folder, and --models with a:1 loads"),
         ((), "2", "expected '3'$"),
         ((), "latest", "expected '3'; a request without a version gets the latest"),
+        ((), "\u0663", "expected '3'; a request without a version gets the latest"),
     ],
 )
 async def test_a_version_that_was_left_out_is_answered_with_its_flag(

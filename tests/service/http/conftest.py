@@ -105,7 +105,8 @@ def listen(open_app):
     async def listen_(**changes):
         async with open_app(**changes) as served:
             served.door = FrontDoor(served.service.fast_routes, served.service.budget)
-            server = HttpServer(served.app, served.door, served.settings.drain_timeout_s)
+            refused = served.service.metrics.connection_refused
+            server = HttpServer(served.app, served.door, served.settings.drain_timeout_s, refused)
             (listener,) = bind("127.0.0.1", 0, shared=False)
             with listener:
                 listener.listen()

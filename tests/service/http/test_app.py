@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import io
 import json
@@ -579,16 +580,16 @@ async def leave_the_queue(call, body, pool, **_):
     ("end", "query", "model", "outcome"),
     [
         (succeed, b"", "tiny", "ok"),
-        (be_malformed, b"", "none", "invalid_input"),
+        (be_malformed, b"", "tiny", "invalid_input"),
         (succeed, b"model=vgg", "none", "unknown_model"),
         (be_refused, b"", "tiny", "overloaded"),
         (find_a_bug, b"", "tiny", "internal"),
         (fail_with_the_batch, b"", "tiny", "inference_failed"),
         (find_a_bug_at_the_end, b"", "tiny", "internal"),
         (be_late, b"", "tiny", "deadline_exceeded"),
-        (be_slow, b"", "none", "body_timeout"),
-        (find_no_room, b"", "none", "overloaded"),
-        (leave, b"", "none", "cancelled"),
+        (be_slow, b"", "tiny", "body_timeout"),
+        (find_no_room, b"", "tiny", "overloaded"),
+        (leave, b"", "tiny", "cancelled"),
         (leave_the_queue, b"", "tiny", "cancelled"),
     ],
 )
@@ -883,6 +884,20 @@ async def test_head_has_the_headers_of_get_and_no_body(listen):
             assert response.content == b""
             assert int(response.headers["content-length"]) > 20
         assert (await served.client.head("/predict")).status_code == 405
+
+
+async def test_connections_beyond_the_limit_are_counted_and_logged_once_a_minute(listen, caplog):
+    async with listen() as served:
+        assert await served.value("lenet_connections_refused_total") == 0
+        served.door.max_connections = len(served.door.connections)
+        for _ in range(3):
+            with contextlib.suppress(ConnectionResetError):
+                reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+                assert await reader.read() == b""
+            writer.close()
+        assert await served.value("lenet_connections_refused_total") == 3
+        lines = [one.getMessage() for one in caplog.records if one.levelname == "WARNING"]
+        assert [line.partition(":")[0] for line in lines] == ["connections"]
 
 
 async def test_a_path_that_is_escaped_is_the_same_path(listen, one):

@@ -82,6 +82,21 @@ async def test_a_body_over_the_limit_is_refused_before_any_of_it_is_sent(
     assert quiet(caplog)
 
 
+@pytest.mark.parametrize(
+    "target",
+    ["/predict?model=vgg", "/explain?version=9", "/v2/models/vgg/infer", "/v1/models/vgg:predict"],
+)
+async def test_an_unknown_model_is_a_404_before_any_of_a_large_body_is_sent(listen, target):
+    async with listen() as served:
+        for _ in range(2):  # the second finds its header section known
+            async with connect(served) as (reader, writer):
+                section = head(b"Content-Length: 9999999\r\n")
+                writer.write(section.replace(b"/predict", target.encode()))
+                async with asyncio.timeout(5):
+                    assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
+        assert await served.requests("unknown_model") == 2
+
+
 async def test_a_body_in_chunks_is_refused_at_the_chunk_that_passes_the_limit(listen, caplog):
     chunk = b"3e8\r\n" + bytes(1000) + b"\r\n"
     async with listen(max_body_bytes=2000) as served:
