@@ -239,9 +239,9 @@ class Settings(BaseSettings):
         for name, keys in (("api", self.api_keys), ("admin", self.admin_keys)):
             for number, key in enumerate(keys, 1):  # never shown
                 text = key.get_secret_value()
-                if len(text.split()) > 1:
+                if set(text) & set("\t\r\n"):
                     raise ValueError(
-                        f"--{name}-keys: key {number} of {len(keys)} has a space or line break "
+                        f"--{name}-keys: key {number} of {len(keys)} has a tab or line break "
                         "within, which no client can send; expected a comma between two keys, and "
                         "a key on one line"
                     )
