@@ -50,7 +50,12 @@ from service.http.gate import Gate
 from service.http.handshake import Handshake
 from service.http.head import FastCall, FastRoutes, Head, Refused
 from service.http.http2 import PREFACE, literals, status_field
-from service.http.http2_connection import Http2Connection, OpenStreams
+from service.http.http2_connection import (
+    MAX_ENDLESS_CALLS,
+    MAX_OPEN_STREAMS,
+    Http2Connection,
+    OpenStreams,
+)
 from service.http.http2_head import Http2Head, Methods
 from service.http.receiver import BodyReceiver
 from service.http.turns import Turns
@@ -130,7 +135,9 @@ class FrontDoor:
         """By header section, as it came: clients send the same one again and again."""
         self.known_blocks: dict[bytes, Http2Head] = {}
         """The same of HTTP/2, by header block."""
-        self.open_streams = OpenStreams()
+        self.open_streams = OpenStreams(MAX_OPEN_STREAMS)
+        self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
+        self.head_turns = Turns()
         self.turns = Turns()
         self.connections: set[Connection | Http2Connection] = set()
         self.handshakes: set[asyncio.Task[None]] = set()

@@ -60,8 +60,10 @@ _LOGGED_CHARACTERS = 200
 _REFUSED_BODY_BYTES = 64 * 1024
 
 MAX_OPEN_STREAMS = 8192
-"""Requests that are open at a time on all connections of the process. Of 200 silent calls on each
-of 400 connections all would take 200 MB."""
+"""Requests that are open at a time on all connections of the process."""
+
+MAX_ENDLESS_CALLS = 1024
+"""Likewise calls that watch the health or use reflection: each has a task of its own, 10 KB."""
 
 _RUNS = 4
 """Requests of a connection that the application answers at a time; over HTTP/1.1 it is one."""
@@ -74,7 +76,7 @@ class OpenStreams:
     connection; a new one is refused if none does. Requests that are worked on are not ended.
     """
 
-    def __init__(self, most: int = MAX_OPEN_STREAMS) -> None:
+    def __init__(self, most: int) -> None:
         self._most = most
         self.count = 0
         self._waiting: dict[Exchange, None] = {}
@@ -171,10 +173,15 @@ class Http2Connection(asyncio.Protocol):
             return
         self._parsing_waits = more
         if more and self.http2.rests:
-            self.loop.call_later(_REST_S, self._go_on)
+            # Not more than one such request in a turn of the event loop, over all connections.
+            self.loop.call_later(_REST_S, self.door.head_turns.add, self._go_on_once)
         elif more:
             self.loop.call_soon(self._go_on)
         self._set_reading()
+
+    def _go_on_once(self) -> bool:
+        self._go_on()
+        return False
 
     def _go_on(self) -> None:
         if not self._closing and self._parsing_waits and not self._blocked_since_s:
@@ -216,7 +223,7 @@ class Http2Connection(asyncio.Protocol):
         self.http2.streams.clear()
         for stream in streams:
             stream.exchange.cancel()
-            self.door.open_streams.close(stream.exchange)
+            stream.exchange.closed()
 
     def pause_writing(self) -> None:
         """The client does not read."""
@@ -306,7 +313,7 @@ class Http2Connection(asyncio.Protocol):
 
     def closed(self, stream: Stream) -> None:
         """The stream is over."""
-        self.door.open_streams.close(stream.exchange)
+        stream.exchange.closed()
         if self._pending:
             self._pending.pop(stream.exchange, None)
             self.run_next()
@@ -453,6 +460,11 @@ class Http2Connection(asyncio.Protocol):
         if out:
             self.transport.write(b"".join(out))
             out.clear()
+        if self.plain is not None and self.http2.failed is not None:
+            # To close it would mean to decrypt what the client sends until it says goodbye.
+            self.plain.pause_reading()
+            self.loop.call_later(_LINGER_S, self.plain.abort)
+            return
         if self._ended or not self.transport.can_write_eof():
             self.transport.close()
             return
@@ -578,6 +590,10 @@ class Exchange:
         if self._sent is not None:
             self._sent.set()
             self._sent = None
+
+    def closed(self) -> None:
+        """The stream is over."""
+        self.connection.door.open_streams.close(self)
 
     async def drained(self) -> None:
         """Wait until the client's windows, and its connection, have taken what is written."""
@@ -858,7 +874,16 @@ class GrpcStream(Exchange):
         self._call.open(head.method_of_grpc, head.wanted)
         if head.method_of_grpc.is_endless:
             self.may_give_way = True
-            self.connection.door.open_streams.wait(self)
+            door = self.connection.door
+            door.endless_calls.open()
+            for places in (door.endless_calls, door.open_streams):
+                places.wait(self)
+
+    def closed(self) -> None:
+        """The stream is over."""
+        super().closed()
+        if self.may_give_way:
+            self.connection.door.endless_calls.close(self)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from inspect import isawaitable
+from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeAlias
 
 from google.protobuf.descriptor_pool import Default
@@ -361,15 +361,15 @@ class _SmallCall:
         if self._task is not None:
             self._task.cancel()
 
-    def run(self, work: Awaitable[None]) -> None:
+    def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Answer in a task."""
         self._task = task = asyncio.ensure_future(self._run(work))
         self._method.tasks.add(task)
         task.add_done_callback(self._method.tasks.discard)
 
-    async def _run(self, work: Awaitable[None]) -> None:
+    async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
-            await work
+            await work()
         except ServiceError as exc:
             self._exchange.end(status_of(exc))
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -384,6 +384,9 @@ class _UnaryCall(_SmallCall):
 
     def received(self, request: Message) -> None:
         """Answer it."""
+        if iscoroutinefunction(self._method.answer):
+            self.run(lambda: self._reply(request))
+            return
         try:
             found = self._method.answer(request)
         except ServiceError as exc:
@@ -392,13 +395,10 @@ class _UnaryCall(_SmallCall):
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
             self._exchange.end(internal_error(exc))
             return
-        if isawaitable(found):
-            self.run(self._reply(found))
-        else:
-            self._write(found)
+        self._write(found)
 
-    async def _reply(self, found: Awaitable[Message]) -> None:
-        self._write(await found)
+    async def _reply(self, request: Message) -> None:
+        self._write(await self._method.answer(request))
 
     def _write(self, found: Message) -> None:
         if self._timer is not None:
@@ -418,7 +418,7 @@ class _StreamCall(_SmallCall):
         """Have it answered."""
         self._requests.put_nowait(request)
         if self._task is None:
-            self.run(self._answer())
+            self.run(self._answer)
 
     def half_close(self) -> None:
         """There are no further requests."""

