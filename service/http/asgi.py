@@ -63,7 +63,7 @@ class AsgiRequest:
         self._response: Mapping[str, Any] | None = None
         self._task: asyncio.Task[None] | None = None
         self.buffered_bytes = 0
-        """Of the body, not taken by the application."""
+        """Bytes of the body that the application has not taken."""
         self.begun = self.complete = False
 
     def data(self, data: bytes) -> None:

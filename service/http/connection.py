@@ -120,7 +120,7 @@ class FrontDoor:
     ) -> None:
         self.routes = routes
         self.methods = methods or {}
-        """Of gRPC, by path."""
+        """Methods of gRPC by path."""
         self.budget = budget
         self.gate = gate or Gate()
         self.access = access
@@ -134,7 +134,7 @@ class FrontDoor:
         self.known: dict[bytes, Head] = {}
         """By header section, as it came: clients send the same one again and again."""
         self.known_blocks: dict[bytes, Http2Head] = {}
-        """The same of HTTP/2, by header block."""
+        """Heads of HTTP/2 requests by header block."""
         self.open_streams = OpenStreams(MAX_OPEN_STREAMS)
         self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
         self.head_turns = Turns()
@@ -197,14 +197,14 @@ class FrontDoor:
         return start
 
     def common_block(self, state: ServerState) -> bytes:
-        """The same as a header block of HTTP/2."""
+        """Date and the other common headers as a header block of HTTP/2."""
         self.common_headers(state)
         return self._common_block
 
     def answer_block(
         self, state: ServerState, status: int, media_type: bytes, length: int
     ) -> bytes:
-        """As `answer_start`, a header block of HTTP/2."""
+        """The header block of an HTTP/2 answer up to its own headers, kept for a second."""
         common = self.common_block(state)
         key = status, media_type, length
         block = self._blocks.get(key)

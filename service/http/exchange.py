@@ -134,7 +134,7 @@ class AsgiExchange(Exchange):
 
     @property
     def buffered_bytes(self) -> int:  # type: ignore[override]
-        """Of the body, not taken by the application."""
+        """Bytes of the body that the application has not taken."""
         return self._request.buffered_bytes
 
     def open(self) -> None:

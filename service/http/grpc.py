@@ -54,13 +54,13 @@ _FIRST_BYTES = 16 * 1024
 """What it becomes when it arrives. The rest of all messages is made one after another."""
 
 _MOST_MESSAGE_CHARACTERS = 500
-"""Of an error's text. Clients drop metadata over 8 KiB, and each character may take 12 bytes."""
+"""The longest text of an error: clients drop metadata over 8 KiB, and a character may take 12."""
 
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
 _WINDOW_BITS = {"gzip": 31, "deflate": 15}
-"""Of zlib, by `grpc-encoding`."""
+"""The argument `wbits` of zlib for each `grpc-encoding`."""
 
 ENCODINGS = ("identity", *_WINDOW_BITS)
 

@@ -43,7 +43,7 @@ STREAM_WINDOW = 64 * 1024 - 1
 """What a client may send of a request before any of it is taken."""
 
 GROWN_WINDOW = 1024 * 1024
-"""The same, once a part of the request is taken: a round trip then brings up to so much."""
+"""The window of a stream once a part of its request is taken: what a round trip may bring."""
 
 CONNECTION_WINDOW = 1024 * 1024
 """What a client may send on all its requests together beyond what is taken."""
@@ -132,7 +132,7 @@ class Head(Protocol):
     """A checked header section, see `Handler.read`."""
 
     length: int | None
-    """Of the body, as announced."""
+    """Announced length of the body in bytes, None if it has none."""
     once: bool
     """Whether it is not worth being remembered."""
 
@@ -252,7 +252,7 @@ class Http2:
         self._block_bytes = self._block_stream = 0
         self._block_ends = False
         self._list_bytes = 0
-        """Of the header lists that the latest call of `receive` has decoded."""
+        """Size of the header lists that the latest call of `receive` has decoded."""
         self._updates = 0
         """Windows that the client may open without credit."""
         self._decoder = Decoder(_MOST_HEADER_BYTES)
@@ -919,7 +919,7 @@ def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
 
 
 def lines_block(lines: bytes) -> bytes:
-    """The same of header lines as HTTP/1.1 has them, each with its line end."""
+    """A header block of `lines`, header lines as in HTTP/1.1, each with its line end."""
     return literals(line.split(b": ", 1) for line in lines.split(b"\r\n") if line)  # type: ignore[misc]
 
 

@@ -63,7 +63,7 @@ MAX_OPEN_STREAMS = 8192
 """Requests that are open at a time on all connections of the process."""
 
 MAX_ENDLESS_CALLS = 1024
-"""Likewise calls that watch the health or use reflection: each has a task of its own, 10 KB."""
+"""Open calls that watch the health or use reflection: each has a task of its own, 10 KB."""
 
 _RUNS = 4
 """Requests of a connection that the application answers at a time; over HTTP/1.1 it is one."""
@@ -252,7 +252,10 @@ class Http2Connection(asyncio.Protocol):
     def read(self, fields: Fields) -> Http2Head:
         """Check the fields of a request. Raises: Malformed."""
         door = self.door
-        return Http2Head(fields, door.routes, door.methods, door.gate)
+        head = Http2Head(fields, door.routes, door.methods, door.gate)
+        if head.is_grpc or head.route is not None or head.answer is not None:
+            head.headers = []  # only the application reads them: up to 40 KB of a silent call
+        return head
 
     def opened(self, stream: Stream, head: Http2Head, end: bool) -> None:
         """Begin the exchange of a request."""
@@ -641,7 +644,7 @@ class Exchange:
             )
 
     def log_http(self, status: int, size: int) -> None:
-        """The same of an answer with an HTTP status; and a failure of ours with its ids."""
+        """Log an answer with an HTTP status, and the ids of a request that failed on our side."""
         if status in _FAILURES and self.head.ids:
             request = self.request[:_LOGGED_CHARACTERS]
             _log.error("%s was answered with %d: %s", request, status, self.head.ids)

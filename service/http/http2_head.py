@@ -89,8 +89,6 @@ class Http2Head:
             self._read_call(named, methods, size)
         else:
             self._read_request(named, routes, gate, size)
-        if self.is_grpc or self.route is not None or self.answer is not None:
-            self.headers = []  # which only the application reads: up to 40 KB of a silent call
 
     def _read_request(
         self, named: Mapping[str, str], routes: FastRoutes, gate: Gate, size: int

@@ -133,7 +133,7 @@ class InferCall(ImageCall):
         self._accept(images)
 
     def take(self, outcome: Decoded) -> None:
-        """The same from a decoding process."""
+        """Continue with what a decoding process sent."""
         self.asked = Asked.from_json(outcome.wanted)
         self._accept(outcome.images)
 
@@ -285,8 +285,8 @@ def _raw_head(
 
 
 @dataclass(frozen=True, slots=True)
-class ModelInfer:
-    """The method with one request and one answer."""
+class _InferMethod:
+    """What the two methods of inference share."""
 
     route: InferRoute
     is_limited: ClassVar[bool] = True
@@ -299,6 +299,12 @@ class ModelInfer:
     def refused(self, error: ServiceError) -> None:
         """Count it."""
         self.route.metrics.request_done(NO_MODEL, "grpc", error.code)
+
+
+class ModelInfer(_InferMethod):
+    """The method with one request and one answer."""
+
+    __slots__ = ()
 
     def open(self, wanted: Wanted, exchange: GrpcExchange) -> Call:
         """Begin a call."""
@@ -348,21 +354,10 @@ class _Single(InferCall):
             self.fail(error)
 
 
-@dataclass(frozen=True, slots=True)
-class ModelStreamInfer:
+class ModelStreamInfer(_InferMethod):
     """The method with a stream of requests, answered in their order, errors included."""
 
-    route: InferRoute
-    is_limited: ClassVar[bool] = True
-    is_endless: ClassVar[bool] = False
-
-    def read(self, headers: Mapping[str, str]) -> Wanted:
-        """See `InferRoute.read`."""
-        return self.route.read(b"", headers)
-
-    def refused(self, error: ServiceError) -> None:
-        """Count it."""
-        self.route.metrics.request_done(NO_MODEL, "grpc", error.code)
+    __slots__ = ()
 
     def open(self, wanted: Wanted, exchange: GrpcExchange) -> Call:
         """Begin a call."""
@@ -374,7 +369,7 @@ class _Slot:
     """The place of an answer."""
 
     count: int
-    """As how many requests it counts."""
+    """How many requests it counts as."""
     message: bytes | None = None
     call: InferCall | None = field(default=None, repr=False)
 
