@@ -12,9 +12,9 @@ import logging
 import os
 import struct
 import time
-from collections import Counter as Counted
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,7 +22,6 @@ from itertools import product
 from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import numpy as np
-from numpy.typing import ArrayLike
 from prometheus_client import (
     CollectorRegistry,
     Counter,
@@ -43,8 +42,9 @@ from service import metrics_files
 _log = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 1.0
-_COUNTED_TOGETHER = 1024
-"""Requests, or batches, that are counted at once: one by one that takes 2 us each."""
+_COUNTED_TOGETHER = 128
+"""Requests that are counted at once, in 23 us: 0.21 us each, instead of 0.53 one by one (one core
+of an AMD EPYC, 2026-11-24). 1,024 held the event loop for 0.4 ms."""
 
 Transport: TypeAlias = Literal["http", "grpc"]
 Stage: TypeAlias = Literal["decode", "queue", "compute", "encode"]
@@ -78,10 +78,13 @@ _REQUEST_BOUNDS_S = tuple(
     for mantissa in (1, 1.5, 2, 3, 5, 7)
     if 5e-5 <= mantissa * 10.0**exponent <= 5
 )
-_STAGE_BOUNDS_S = (1e-5, 2e-5, 3e-5, *_REQUEST_BOUNDS_S)
-_Ended: TypeAlias = tuple[int, CutReason, float, int | None, bool, float | None]
-"""A batch: its rows, why cut, seconds from its cut; then of its result, None if it failed, the rows
-computed, whether a captured graph was replayed, and seconds on the device."""
+_BELOW_S = (1e-5, 2e-5, 3e-5)
+_STAGE_BOUNDS_S = (*_BELOW_S, *_REQUEST_BOUNDS_S)
+_STAGE_BOUNDS = np.array(_STAGE_BOUNDS_S)
+_STAGE_BINS = len(_STAGE_BOUNDS_S) + 1
+_TIMES = len(get_args(Stage)) + 1
+"""Of a predicted request: in each stage, and in all."""
+_FIRST_BINS = _STAGE_BINS * np.arange(_TIMES)
 _SIZED = (*_MODEL, "rows")
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
 _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
@@ -141,17 +144,19 @@ class BufferedHistogram:
     __slots__ = ("_bounds", "_counts", "_series", "_sum")
 
     def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
-        self._series, self._bounds = series, np.array(bounds)
+        self._series, self._bounds = series, bounds
         self._counts = [0] * (len(bounds) + 1)
         self._sum = 0.0
 
-    def observe_all(self, values: ArrayLike) -> None:
-        """Count one event for each of `values`."""
-        counts, values = self._counts, np.asarray(values, np.float64)
-        bins = np.bincount(np.searchsorted(self._bounds, values), minlength=len(counts))
-        for index in np.flatnonzero(bins).tolist():
-            counts[index] += int(bins[index])
-        self._sum += float(values.sum())
+    def observe(self, value: float) -> None:
+        """Count one event."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Count events: how many between each two bounds, and the sum of their values."""
+        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
+        self._sum += total
 
     def flush(self) -> None:
         """See `Buffered`.
@@ -188,6 +193,70 @@ class Family(dict[_Labels, B], Generic[B]):
         """See `Buffered`."""
         for series in self.values():
             series.flush()
+
+
+class _Predictions:
+    """Predicted requests of a model over a protocol since the last flush."""
+
+    __slots__ = ("_bins", "_seconds", "times_s")
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        """Of requests that are not counted yet, those of one after those of another."""
+        self._bins = np.zeros((_TIMES, _STAGE_BINS), np.int64)
+        self._seconds = np.zeros(_TIMES)
+
+    def count(self) -> None:
+        """Count the requests that are not counted yet."""
+        times_s = np.array(self.times_s).reshape(-1, _TIMES)
+        self.times_s.clear()
+        bins = _STAGE_BOUNDS.searchsorted(times_s) + _FIRST_BINS
+        self._bins += np.bincount(bins.ravel(), minlength=self._bins.size).reshape(_TIMES, -1)
+        self._seconds += times_s.sum(axis=0)
+
+    def take(self) -> tuple[list[list[int]], list[float]]:
+        """For each stage and for all of them: requests between the bounds, and seconds."""
+        self.count()
+        return self._bins.tolist(), self._seconds.tolist()
+
+
+class _Batches:
+    """Batches of a model since the last flush."""
+
+    __slots__ = (
+        *("computed_rows", "device", "device_s", "duration", "failed", "failed_rows", "images"),
+        *("kinds", "sizes_s"),
+    )
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[int, CutReason, bool], int] = defaultdict(int)
+        """By the exponent of the next power of two, why cut, and whether a graph was replayed."""
+        self.sizes_s = [0.0] * len(_POWERS)
+        """By that exponent."""
+        self.images = self.computed_rows = 0
+        self.duration, self.device = [0] * _STAGE_BINS, [0] * _STAGE_BINS
+        self.device_s = 0.0
+        self.failed: dict[tuple[int, CutReason], int] = defaultdict(int)
+        self.failed_rows = 0
+
+    def add(
+        self, rows: int, reason: CutReason, compute_s: float, result: BatchResult | None
+    ) -> None:
+        """See `Metrics.batch_ended`."""
+        exponent = (rows - 1).bit_length()
+        if result is None:
+            self.failed[exponent, reason] += 1
+            self.failed_rows += rows
+            return
+        self.kinds[exponent, reason, result.captured] += 1
+        self.sizes_s[exponent] += compute_s
+        self.images += rows
+        self.computed_rows += result.computed_rows
+        self.duration[bisect_left(_STAGE_BOUNDS_S, compute_s)] += 1
+        device_s = result.device_s
+        if device_s is not None:
+            self.device[bisect_left(_STAGE_BOUNDS_S, device_s)] += 1
+            self.device_s += device_s
 
 
 class Metrics:
@@ -327,10 +396,9 @@ class Metrics:
             "Reloads of a model: ok if the newest file is served afterwards.",
             *("model", "outcome"),
         )
-        self._timed: dict[tuple[Transport, ModelKey], list[tuple[float, ...]]] = defaultdict(list)
-        """Times of predicted requests that are not counted yet, by protocol and model."""
-        self._ended: dict[ModelKey, list[_Ended]] = defaultdict(list)
-        """Batches that are not counted yet, by model."""
+        self._predictions: dict[tuple[Transport, ModelKey], _Predictions]
+        self._predictions = defaultdict(_Predictions)
+        self._ended: dict[ModelKey, _Batches] = defaultdict(_Batches)
         self._loads: dict[ModelKey, Callable[[], Load]] = {}
         self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
         _show(self._request_duration, get_args(Transport))
@@ -345,14 +413,15 @@ class Metrics:
 
     def predicted(self, protocol: Transport, model: ModelKey, times_s: tuple[float, ...]) -> None:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
-        timed = self._timed[protocol, model]
-        timed.append(times_s)
-        if len(timed) >= _COUNTED_TOGETHER:
-            self._count_timed(protocol, model, timed)
+        predictions = self._predictions[protocol, model]
+        times = predictions.times_s
+        times += times_s
+        if len(times) >= _COUNTED_TOGETHER * _TIMES:
+            predictions.count()
 
     def explained(self, seconds: float) -> None:
         """A request for an explanation was answered: seconds in all."""
-        self._explanation_duration[()].observe_all([seconds])
+        self._explanation_duration[()].observe(seconds)
 
     def batch_ended(
         self,
@@ -363,14 +432,7 @@ class Metrics:
         result: BatchResult | None,
     ) -> None:
         """A batch of `rows` ended, `compute_s` after its cut; without `result` it failed."""
-        ended = self._ended[model]
-        if result is None:
-            ended.append((rows, reason, compute_s, None, False, None))
-        else:
-            computed, captured, device_s = result.computed_rows, result.captured, result.device_s
-            ended.append((rows, reason, compute_s, computed, captured, device_s))
-        if len(ended) >= _COUNTED_TOGETHER:
-            self._count_ended(model, ended)
+        self._ended[model].add(rows, reason, compute_s, result)
 
     def decoder_ended(self, reason: DecoderEnd) -> None:
         """Count a decoding process that ended while serving."""
@@ -458,10 +520,12 @@ class Metrics:
     def flush(self) -> None:
         """Put everything that happened so far into the library's metrics."""
         self._in_flight[()].set(self._in_flight_bytes())
-        for (protocol, model), timed in self._timed.items():
-            self._count_timed(protocol, model, timed)
-        for model, ended in self._ended.items():
-            self._count_ended(model, ended)
+        for (protocol, model), predictions in self._predictions.items():
+            self._add_predictions(protocol, model, predictions)
+        self._predictions.clear()
+        for model, batches in self._ended.items():
+            self._add_batches(model, batches)
+        self._ended.clear()
         for model, load in self._loads.items():
             waiting_rows, busy = load()
             self._queue_rows[model].set(waiting_rows)
@@ -469,47 +533,39 @@ class Metrics:
         for buffer in self._buffers:
             buffer.flush()
 
-    def _count_timed(
-        self, protocol: Transport, model: ModelKey, timed: list[tuple[float, ...]]
+    def _add_predictions(
+        self, protocol: Transport, model: ModelKey, predictions: _Predictions
     ) -> None:
-        if timed:
-            self._requests[*model, protocol, "ok"].inc(len(timed))
-            self._last_prediction[model].set(time.time())
-            *stages, total = np.array(timed).T
-            timed.clear()
-            for stage, seconds in zip(get_args(Stage), stages, strict=True):
-                self._stage_duration[stage,].observe_all(seconds)
-                self._stage_seconds[*model, stage].inc(float(seconds.sum()))
-            self._request_duration[protocol,].observe_all(total)
-            self._stage_seconds[*model, _TOTAL].inc(float(total.sum()))
+        (*bins, total_bins), (*seconds, total_s) = predictions.take()
+        self._requests[*model, protocol, "ok"].inc(sum(total_bins))
+        self._last_prediction[model].set(time.time())
+        for stage, stage_bins, stage_s in zip(get_args(Stage), bins, seconds, strict=True):
+            self._stage_duration[stage,].add(stage_bins, stage_s)
+            self._stage_seconds[*model, stage].inc(stage_s)
+        first = len(_BELOW_S) + 1
+        request_bins = [sum(total_bins[:first]), *total_bins[first:]]
+        self._request_duration[protocol,].add(request_bins, total_s)
+        self._stage_seconds[*model, _TOTAL].inc(total_s)
 
-    def _count_ended(self, model: ModelKey, ended: list[_Ended]) -> None:
-        if not ended:
-            return
-        batches_ended = ended[:]
-        ended.clear()
-        all_rows, reasons, *_ = zip(*batches_ended, strict=True)
-        self._batch_rows[()].observe_all(all_rows)
-        for reason, count in Counted(reasons).items():
+    def _add_batches(self, model: ModelKey, batches: _Batches) -> None:
+        row_bins = [0] * (len(_ROW_BOUNDS) + 1)
+        largest = len(_ROW_BOUNDS)
+        for (exponent, reason), count in batches.failed.items():
+            row_bins[min(exponent, largest)] += count
             self._batches[*model, reason].inc(count)
-        done = [one for one in batches_ended if one[3] is not None]
-        if not done:
-            return
-        all_rows, _, all_compute_s, computed_rows, captured, device_s = zip(*done, strict=True)
-        self._batch_duration[()].observe_all(all_compute_s)
-        on_device_s = [seconds for seconds in device_s if seconds is not None]
-        self._device_duration[()].observe_all(on_device_s)
-        self._images[model].inc(sum(all_rows))
-        self._padding_rows[model].inc(sum(computed_rows) - sum(all_rows))
-        for hit, count in Counted(captured).items():
-            self._replays[*model, "hit" if hit else "miss"].inc(count)
-        exponents = [(rows - 1).bit_length() for rows in all_rows]
-        batches = np.bincount(exponents)
-        seconds = np.bincount(exponents, weights=all_compute_s)
-        for exponent in np.flatnonzero(batches).tolist():
-            sized = *model, _POWERS[exponent]
-            self._sized[sized].inc(int(batches[exponent]))
-            self._sized_seconds[sized].inc(float(seconds[exponent]))
+        for (exponent, reason, captured), count in batches.kinds.items():
+            row_bins[min(exponent, largest)] += count
+            self._batches[*model, reason].inc(count)
+            self._replays[*model, "hit" if captured else "miss"].inc(count)
+            self._sized[*model, _POWERS[exponent]].inc(count)
+        for exponent, seconds in enumerate(batches.sizes_s):
+            if seconds:
+                self._sized_seconds[*model, _POWERS[exponent]].inc(seconds)
+        self._batch_rows[()].add(row_bins, batches.images + batches.failed_rows)
+        self._batch_duration[()].add(batches.duration, sum(batches.sizes_s))
+        self._device_duration[()].add(batches.device, batches.device_s)
+        self._images[model].inc(batches.images)
+        self._padding_rows[model].inc(batches.computed_rows - batches.images)
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:
