@@ -21,7 +21,7 @@ from PIL import Image
 from lenet.cpu import CpuBackend
 from lenet.pixels import PIXELS, Images
 from lenet.weightfile import WeightFile
-from service.images import Limits, decode
+from service.forms.body import Limits, decode
 from trainer.mnist import load
 
 Format: TypeAlias = Literal["json", "raw", "npy", "png", "grpc"]

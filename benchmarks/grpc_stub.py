@@ -6,7 +6,8 @@ from typing import Any
 
 from google.protobuf.message_factory import GetMessageClass
 
-from service.rpc import health_pb2, open_inference_pb2
+from service.api import health_pb2
+from service.forms import open_inference_pb2
 
 
 def health_stub(channel: Any) -> Stub:

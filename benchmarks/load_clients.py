@@ -19,7 +19,7 @@ import numpy as np
 
 from benchmarks.digits import PreparedRequest, Verdict, error_kind, judge, judge_tensors
 from benchmarks.grpc_stub import Stub
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 TIMEOUT_S = 35.0
 """For a service that hangs; the service itself gives up after 30 s."""

@@ -31,7 +31,7 @@ import numpy as np
 
 from benchmarks.command import commit, explained, measured, positive_int
 from lenet.model import ARCHITECTURES, named
-from service.mps import shared_gpu
+from service.process.mps import shared_gpu
 from trainer.checkpoint import Checkpoint
 from trainer.devices import choose, on_devices
 from trainer.mnist import Dataset, load

@@ -42,7 +42,7 @@ from benchmarks.wrk import WrkFailed, find_wrk, run_wrk, write_script
 from lenet.errors import LeNetError
 from lenet.files import write_atomically
 from lenet.weightfile import WeightFile
-from service.mps import PIPE, wanted
+from service.process.mps import PIPE, wanted
 from trainer.errors import TrainerError
 
 _WARM_UP_S = 1

@@ -9,8 +9,8 @@ import os
 import sys
 from collections.abc import Sequence
 
-from service import allocator, descriptors
-from service.signals import Signals
+from service.process import allocator, descriptors
+from service.process.signals import Signals
 
 _OTHERS = ("LENET_TRAINER_", "LENET_TEST_", "LENET_BIND")
 """Variables of the trainer, the tests and the Compose file."""

@@ -31,9 +31,18 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_version
-from service import allocator, descriptors
-from service.access_log import AccessLog, access_log
+from service.api.app import create_app
+from service.api.explain import ExplainRoute
+from service.api.grpc_infer import InferRoute as GrpcInferRoute
+from service.api.grpc_methods import methods
+from service.api.infer import InferRoute
+from service.api.openapi import InfoResponse, LoadedModel
+from service.api.servicer import InferenceServicer
+from service.api.tensorflow import PREFIX as TENSORFLOW
+from service.api.tensorflow import TensorflowRoute
+from service.api.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.budget import Budget
+from service.decode.pool import Decoders
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.explainer import Explainer
@@ -42,32 +51,23 @@ from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavailable, exit_code
-from service.heartbeat import Heartbeat
-from service.http.app import create_app
-from service.http.connection import FrontDoor
-from service.http.explain import ExplainRoute
-from service.http.gate import Gate
-from service.http.head import FastRoute, FastRoutes
-from service.http.http2_head import Methods
-from service.http.infer import InferRoute
-from service.http.openapi import InfoResponse, LoadedModel
-from service.http.predict import PredictRoute
-from service.http.server import HttpServer
-from service.http.tensorflow import PREFIX as TENSORFLOW
-from service.http.tensorflow import TensorflowRoute
-from service.http.v2 import MODEL, MODEL_VERSION, PREFIX
-from service.images import Limits
-from service.images.decoders import Decoders
-from service.keys import Keys
-from service.listener import at, listen
-from service.metrics import NO_MODEL, Metrics
-from service.rpc.infer import InferRoute as GrpcInferRoute
-from service.rpc.methods import methods
-from service.rpc.servicer import InferenceServicer
+from service.forms.body import Limits
+from service.observe.access_log import AccessLog, access_log
+from service.observe.metrics import NO_MODEL, Metrics
+from service.process import allocator, descriptors
+from service.process.heartbeat import Heartbeat
+from service.process.keys import Keys
+from service.process.listener import at, listen
+from service.process.signals import Signals
+from service.process.stopping import Stop
+from service.process.tls import ServedCertificate
+from service.request import PredictRoute
 from service.settings import Settings
-from service.signals import Signals
-from service.stopping import Stop
-from service.tls import ServedCertificate
+from service.transport.connection import FrontDoor
+from service.transport.gate import Gate
+from service.transport.head import FastRoute, FastRoutes
+from service.transport.http2_head import Methods
+from service.transport.server import HttpServer
 
 _log = logging.getLogger(__name__)
 

@@ -30,13 +30,15 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 
-from service import allocator, logs, metrics_files, mps
+from service import logs
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, exit_code
-from service.heartbeat import BEAT_S, Watch
-from service.listener import reserve
+from service.observe import metrics_files
+from service.process import allocator, mps
+from service.process.heartbeat import BEAT_S, Watch
+from service.process.listener import reserve
+from service.process.signals import SIGNALS, Signals
 from service.settings import Settings
-from service.signals import SIGNALS, Signals
 
 _log = logging.getLogger(__name__)
 

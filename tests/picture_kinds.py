@@ -27,7 +27,7 @@ from PIL import Image, ImageDraw, ImageFilter, ImageFont
 from lenet.reference import logits
 from lenet.weightfile import WeightFile
 from service.errors import InvalidInput
-from service.images import Digits, Doubts, Limits, decode
+from service.forms.body import Digits, Doubts, Limits, decode
 from trainer.mnist import load
 
 Random = np.random.Generator

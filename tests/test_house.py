@@ -17,10 +17,10 @@ import lenet
 import service
 import trainer
 from service.errors import ExitCode
-from service.http.answer import STATUS
-from service.mps import STOP_TIMEOUT_S
+from service.process.mps import STOP_TIMEOUT_S
 from service.settings import Settings
 from service.supervisor import STOP_LIMIT_S
+from service.transport.answer import STATUS
 
 ROOT = Path(__file__).parents[1]
 GPU = {"cupy", "cupyx", "cudnn"}

@@ -12,8 +12,8 @@ from typing import Any
 import grpc
 import uvloop
 
-from service.rpc import open_inference_pb2 as pb
-from service.rpc.methods import SERVICE
+from service.api.grpc_methods import SERVICE
+from service.forms import open_inference_pb2 as pb
 
 ANSWER = pb.ModelInferResponse(
     model_name="lenet",

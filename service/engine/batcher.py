@@ -22,7 +22,7 @@ from service.errors import (
     Unavailable,
     stopping,
 )
-from service.metrics import Load, Metrics
+from service.observe.metrics import Load, Metrics
 
 _log = logging.getLogger(__name__)
 

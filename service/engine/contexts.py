@@ -21,7 +21,7 @@ from lenet.errors import DeviceError
 from lenet.nvtx import span
 from lenet.pixels import Images, joined
 from lenet.weightfile import WeightFile
-from service.metrics import LossReason
+from service.observe.metrics import LossReason
 
 _log = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from service.engine.faults import Faults, FaultyContext
 from service.engine.queue import BatchQueue
 from service.engine.versions import Listed, ModelVersion, WeightsFolder
 from service.errors import InvalidInput, Unavailable, UnknownModel, shown, stopping
-from service.metrics import LossReason, Metrics
+from service.observe.metrics import LossReason, Metrics
 
 _log = logging.getLogger(__name__)
 

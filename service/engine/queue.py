@@ -17,7 +17,7 @@ from lenet import nvtx
 from lenet.pixels import Images, Probabilities
 from service.engine.versions import ModelVersion
 from service.errors import Overloaded, ServiceError
-from service.metrics import CutReason
+from service.observe.metrics import CutReason
 
 _PATIENCE = 1 / 8
 """How much later than in strict order a split request may be, as a part of the queue's limit. Of

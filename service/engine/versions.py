@@ -19,7 +19,7 @@ from lenet.errors import InvalidWeightFile
 from lenet.weightfile import WeightFile
 
 if TYPE_CHECKING:
-    from service.metrics import ModelKey
+    from service.observe.metrics import ModelKey
 
 _log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from benchmarks.digits import (
     prepare_requests,
     read_digits,
 )
-from service.images import Limits, decode
+from service.forms.body import Limits, decode
 from trainer.errors import DatasetUnavailable
 
 REQUEST = PreparedRequest(b"", "", own_labels=(1, 2, 3), true_labels=(1, 2, 4))

@@ -31,7 +31,7 @@ from benchmarks.load import (
 )
 from benchmarks.load_clients import HttpConnection, KeptConnection, server_timing
 from benchmarks.load_report import summarise
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 CLOSED = closed_loop("http://service", connections=4, duration_s=0.1)
 OPEN = Load("http://service", "open", (Stage(200, 200, 0.1),), connections=4)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import grpc
 import numpy as np
 
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 RAW = b"application/octet-stream"
 TIMEOUT_S = 30.0

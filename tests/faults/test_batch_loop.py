@@ -38,12 +38,12 @@ sys.exit(main())
 
 CALLBACKS = {
     "images of a batch": ("service.engine.queue", "module.Cut", "images"),
-    "metrics of a batch": ("service.metrics", "module.Metrics", "batch_ended"),
-    "metrics of a request": ("service.metrics", "module.Metrics", "predicted"),
-    "metrics of a failure": ("service.metrics", "module.Metrics", "request_done"),
-    "JSON of an answer": ("service.http.predict", "module", "_as_json"),
-    "bytes of an answer": ("service.http.predict", "module", "_as_bytes"),
-    "message of an answer": ("service.rpc.servicer", "module", "_encode"),
+    "metrics of a batch": ("service.observe.metrics", "module.Metrics", "batch_ended"),
+    "metrics of a request": ("service.observe.metrics", "module.Metrics", "predicted"),
+    "metrics of a failure": ("service.observe.metrics", "module.Metrics", "request_done"),
+    "JSON of an answer": ("service.request", "module", "_as_json"),
+    "bytes of an answer": ("service.request", "module", "_as_bytes"),
+    "message of an answer": ("service.api.servicer", "module", "_encode"),
     "delivery of rows": ("service.engine.queue", "module.Request", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }

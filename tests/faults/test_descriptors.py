@@ -19,9 +19,9 @@ import pytest
 from PIL import Image
 
 from benchmarks.grpc_stub import Stub
-from service.descriptors import LEAST, LEAST_PER_WORKER
 from service.errors import ExitCode
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
+from service.process.descriptors import LEAST, LEAST_PER_WORKER
 from tests.service_process import PATIENCE_S, PROGRAM
 
 

@@ -16,7 +16,7 @@ from service.errors import ExitCode
 
 NOWHERE = """
 import resource, sys
-from service import metrics_files
+from service.observe import metrics_files
 metrics_files._SHARED_MEMORY = "/nowhere"
 from service.__main__ import main
 sys.exit(main())

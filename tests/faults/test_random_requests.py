@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.errors import ServiceError
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 from tests.fuzz.infer import InferBodyTarget, reference
 from tests.fuzz.rpc import MAX_IMAGES, GrpcTarget, decode
 

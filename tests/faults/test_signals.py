@@ -15,7 +15,7 @@ import pytest
 
 from service.engine.contexts import CLOSE_TIMEOUT_S
 from service.errors import ExitCode
-from service.signals import SAME_STOP_S
+from service.process.signals import SAME_STOP_S
 from tests.service_process import PATIENCE_S, PROGRAM
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)

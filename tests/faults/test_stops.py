@@ -25,10 +25,11 @@ REQUESTS = {
 
 COUNTING = """
 import os
-from service import metrics_files, supervisor
+from service import supervisor
+from service.observe import metrics_files
 
 def count_reads():
-    from service.http.connection import Connection
+    from service.transport.connection import Connection
     receive = Connection.data_received
     reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     def data_received(self, data):

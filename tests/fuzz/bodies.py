@@ -15,8 +15,8 @@ import orjson
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
-from service.http.answer import error_answer
-from service.images import Limits, decode
+from service.forms.body import Limits, decode
+from service.transport.answer import error_answer
 from tests.fuzz import samples
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick, quiet
 

@@ -21,8 +21,8 @@ from uvicorn.server import ServerState
 
 from service.budget import Budget
 from service.errors import InvalidInput, Overloaded, TooLarge
-from service.http.answer import Answer, error_answer
-from service.http.connection import FrontDoor
+from service.transport.answer import Answer, error_answer
+from service.transport.connection import FrontDoor
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 from tests.fuzz.turns import Turns
 

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import orjson
 
+from service.decode.frames import HEAD
+from service.decode.pool import BodySource, Decoded, Job, _Decoder
 from service.errors import ServiceError
-from service.images import Limits
-from service.images.decoders import BodySource, Decoded, Job, _Decoder
-from service.images.frames import HEAD
+from service.forms.body import Limits
 from tests.fuzz.target import Finding, MutateBytes, Target
 
 MAX_IMAGES = 3

@@ -10,12 +10,12 @@ from urllib.parse import unquote_plus
 
 import httptools
 
+from service.api.explain import ExplainRoute, ExplainWanted
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
-from service.http.explain import ExplainRoute, ExplainWanted
-from service.http.gate import Gate
-from service.http.head import FastRoutes, Head, Refused
-from service.http.predict import PredictRoute, PredictWanted, prefers
-from service.images import ACCEPTED, Limits
+from service.forms.body import ACCEPTED, Limits
+from service.request import PredictRoute, PredictWanted, prefers
+from service.transport.gate import Gate
+from service.transport.head import FastRoutes, Head, Refused
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 

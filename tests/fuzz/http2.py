@@ -22,9 +22,9 @@ from h2.events import DataReceived, Event, RequestReceived, StreamEnded, StreamR
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
-from service.http.gate import Gate
-from service.http.http2 import MAX_STREAMS, PREFACE, Fields, Http2, Stream
-from service.http.http2_head import Http2Head
+from service.transport.gate import Gate
+from service.transport.http2 import MAX_STREAMS, PREFACE, Fields, Http2, Stream
+from service.transport.http2_head import Http2Head
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)

@@ -12,8 +12,11 @@ import numpy as np
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge
-from service.http.infer_body import Asked, read_infer_body
-from service.open_inference import CLASSIFIED, OUTPUTS
+from service.forms.oip_json import Asked, read_infer_body
+from service.forms.tensors import (
+    CLASSIFIED,
+    OUTPUTS,
+)
 from tests.fuzz.bodies import check_error, check_images, has_surrogate
 from tests.fuzz.rpc import MAX_IMAGES, Tensor, changed, plain_images
 from tests.fuzz.target import Finding, MutateBytes, Target

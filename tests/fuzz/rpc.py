@@ -17,8 +17,12 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from lenet.pixels import Images
+from service.api.grpc_infer import _read_one_image
 from service.errors import InvalidInput, ServiceError, TooLarge
-from service.open_inference import (
+from service.forms import open_inference_pb2 as pb
+from service.forms.oip_proto import Asked, decode_message
+from service.forms.proto_guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
+from service.forms.tensors import (
     ALL_OUTPUTS,
     CLASSIFIED,
     INPUT,
@@ -28,10 +32,6 @@ from service.open_inference import (
     read_images,
     requested_outputs,
 )
-from service.rpc import open_inference_pb2 as pb
-from service.rpc.guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
-from service.rpc.infer import _read_one_image
-from service.rpc.message import Asked, decode_message
 from tests.fuzz import samples
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list

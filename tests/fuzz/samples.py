@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from service.http.openapi import example_seven
+from service.api.openapi import example_seven
 
 PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 

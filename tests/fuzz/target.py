@@ -72,41 +72,45 @@ class Target:
 
 
 _PICTURE = (
-    *("service.images.picture", "service.images.picture_files", "service.images.headers"),
-    *("service.images.ink", "service.images.shapes"),
+    *("service.pictures.picture", "service.pictures.picture_files", "service.pictures.headers"),
+    *("service.pictures.ink", "service.pictures.shapes"),
 )
 
 MODULES = MappingProxyType(
     {
-        "json": ("bodies", "JsonTarget", ("service.images.json",)),
-        "octets": ("bodies", "OctetsTarget", ("service.images",)),
-        "npy": ("bodies", "NpyTarget", ("service.images",)),
-        "multipart": ("bodies", "MultipartTarget", ("service.images", "python_multipart")),
+        "json": ("bodies", "JsonTarget", ("service.forms.pixel_json",)),
+        "octets": ("bodies", "OctetsTarget", ("service.forms",)),
+        "npy": ("bodies", "NpyTarget", ("service.forms",)),
+        "multipart": ("bodies", "MultipartTarget", ("service.forms", "python_multipart")),
         "png": ("pictures", "PngTarget", (*_PICTURE, "PIL.PngImagePlugin")),
         "jpeg": ("pictures", "JpegTarget", (*_PICTURE, "PIL.JpegImagePlugin")),
         "webp": ("pictures", "WebpTarget", (*_PICTURE, "PIL.WebPImagePlugin")),
         "gif": ("pictures", "GifTarget", (*_PICTURE, "PIL.GifImagePlugin")),
         "bmp": ("pictures", "BmpTarget", (*_PICTURE, "PIL.BmpImagePlugin")),
-        "connection": ("connection", "ConnectionTarget", ("service.http",)),
+        "connection": ("connection", "ConnectionTarget", ("service.transport",)),
         "head": (
             "head",
             "HeadTarget",
-            ("service.http.head", "service.http.predict", "service.http.explain"),
+            ("service.transport.head", "service.request", "service.api.explain"),
         ),
-        "http2": ("http2", "Http2Target", ("service.http.http2", "service.http.http2_head")),
+        "http2": (
+            "http2",
+            "Http2Target",
+            ("service.transport.http2", "service.transport.http2_head"),
+        ),
         "header_blocks": (
             "http2",
             "HeaderBlocksTarget",
-            ("service.http.http2", "service.http.http2_head"),
+            ("service.transport.http2", "service.transport.http2_head"),
         ),
-        "grpc": ("rpc", "GrpcTarget", ("service.rpc", "service.open_inference")),
-        "tensors": ("rpc", "TensorsTarget", ("service.open_inference",)),
-        "frames": ("frames", "FrameTarget", ("service.images.decoders",)),
-        "tensorflow": ("tensorflow", "TensorflowBodyTarget", ("service.http.tensorflow_body",)),
+        "grpc": ("rpc", "GrpcTarget", ("service.forms", "service.api")),
+        "tensors": ("rpc", "TensorsTarget", ("service.forms.tensors",)),
+        "frames": ("frames", "FrameTarget", ("service.decode.pool",)),
+        "tensorflow": ("tensorflow", "TensorflowBodyTarget", ("service.forms.tensorflow",)),
         "infer": (
             "infer",
             "InferBodyTarget",
-            ("service.http.infer_body", "service.open_inference"),
+            ("service.forms.oip_json", "service.forms.tensors"),
         ),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),

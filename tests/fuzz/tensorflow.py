@@ -13,7 +13,7 @@ import numpy as np
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, TooLarge
-from service.http.tensorflow_body import read_tensorflow_body
+from service.forms.tensorflow import read_tensorflow_body
 from tests.fuzz.bodies import check_images
 from tests.fuzz.infer import Refused, check_refusal, loaded
 from tests.fuzz.rpc import MAX_IMAGES, changed

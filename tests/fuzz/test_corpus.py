@@ -46,7 +46,7 @@ def test_every_input_of_the_corpus_is_read_as_expected_within_its_bounds(target,
 def test_a_target_fails_when_its_parser_accepts_too_much(target, monkeypatch):
     many = (CORPUS / "octets" / "too-many-images").read_bytes()
     target.run(many)
-    monkeypatch.setattr("service.images.check_count", lambda *_: None)
+    monkeypatch.setattr("service.forms.body.check_count", lambda *_: None)
     with pytest.raises(Finding):
         target.run(many)
 

@@ -4,8 +4,8 @@ import resource
 
 import pytest
 
-from service import descriptors
-from service.descriptors import LEAST, LEAST_PER_WORKER, connections, raise_limit, too_few
+from service.process import descriptors
+from service.process.descriptors import LEAST, LEAST_PER_WORKER, connections, raise_limit, too_few
 
 INFINITE = resource.RLIM_INFINITY
 

@@ -15,9 +15,9 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from benchmarks.grpc_stub import Stub
+from service.api import health_pb2
 from service.errors import ExitCode
-from service.rpc import health_pb2
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 PATIENCE_S = 30.0
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1

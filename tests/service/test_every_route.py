@@ -23,9 +23,9 @@ import pytest
 import trustme
 
 from benchmarks.grpc_stub import health_stub
+from service.api import health_pb2, reflection_pb2
 from service.errors import ExitCode
-from service.rpc import health_pb2, reflection_pb2
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 from tests.service_process import grpc_call
 
 KEY, OTHER = "a-key-that-nobody-knows", "another/key+that=nobody"

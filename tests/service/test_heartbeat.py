@@ -6,7 +6,7 @@ import multiprocessing
 
 import pytest
 
-from service.heartbeat import BEAT_S, Heartbeat, Watch
+from service.process.heartbeat import BEAT_S, Heartbeat, Watch
 
 
 @pytest.fixture

@@ -5,7 +5,7 @@ import socket
 import pytest
 
 from service.errors import CannotListen
-from service.listener import listen, reserve
+from service.process.listener import listen, reserve
 
 
 def bound(host="127.0.0.1", port=0, shared=False):

@@ -14,8 +14,8 @@ from service import logs, server, supervisor
 from service.__main__ import start as start_service
 from service.engine import devices
 from service.errors import ExitCode
+from service.process.signals import Signals
 from service.settings import Settings
-from service.signals import Signals
 
 HEAP_BYTES = 64 << 20
 

@@ -20,9 +20,9 @@ from lenet import distribution_version
 from lenet.backend import BatchResult
 from lenet.model import ARCHITECTURES
 from service import errors
-from service import metrics as module
 from service.errors import ServiceError
-from service.metrics import (
+from service.observe import metrics as module
+from service.observe.metrics import (
     CONTENT_TYPE,
     FLUSH_INTERVAL_S,
     NO_MODEL,
@@ -437,11 +437,11 @@ def sharing(folder):
 
 WORKER = """
 import asyncio, sys
-from service import metrics_files
+from service.observe import metrics_files
 metrics_files.prepare()
 from prometheus_client import CollectorRegistry
 from lenet.backend import BatchResult
-from service.metrics import Metrics
+from service.observe.metrics import Metrics
 rows = int(sys.argv[1])
 metrics = Metrics(CollectorRegistry())
 if rows:

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from service import metrics_files
-from service.metrics_files import VARIABLE, are_there, prepare, remove_live, shared_folder
+from service.observe import metrics_files
+from service.observe.metrics_files import VARIABLE, are_there, prepare, remove_live, shared_folder
 
 ROOT = Path(__file__).parents[2]
 
@@ -26,12 +26,12 @@ def place(tmp_path, monkeypatch):
 
 
 WORKER = """
-from service import metrics_files
+from service.observe import metrics_files
 metrics_files.prepare()
 import asyncio, os
 from prometheus_client import CollectorRegistry
 from lenet.backend import BatchResult
-from service.metrics import Metrics
+from service.observe.metrics import Metrics
 def sizes():
     folder = os.environ[metrics_files.VARIABLE]
     return {entry.name: entry.stat().st_size for entry in os.scandir(folder)}

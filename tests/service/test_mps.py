@@ -9,11 +9,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from service import mps, supervisor
+from service import supervisor
 from service.errors import ExitCode
-from service.mps import LOG, PIPE, shared_gpu, wanted
+from service.process import mps
+from service.process.mps import LOG, PIPE, shared_gpu, wanted
+from service.process.signals import Signals
 from service.settings import Settings
-from service.signals import Signals
 
 # Like NVIDIA's: a daemon in the foreground with -f, else one command from standard input.
 CONTROL = """\

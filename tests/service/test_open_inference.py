@@ -8,7 +8,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from service.errors import InvalidInput, ServiceError, TooLarge
-from service.open_inference import (
+from service.forms.tensors import (
     InputTensor,
     RequestedOutput,
     answer,

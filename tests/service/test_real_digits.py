@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.grpc_stub import Stub
 from lenet.weightfile import WeightFile
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 ROOT = Path(__file__).parents[2]
 BATCH = 500

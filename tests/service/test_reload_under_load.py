@@ -16,7 +16,7 @@ from benchmarks.grpc_stub import Stub
 from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 RELOADS = 60
 """`benchmarks/reload.py` does 1,000."""

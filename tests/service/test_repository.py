@@ -17,7 +17,7 @@ from benchmarks.grpc_stub import Stub
 from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 
 USER, ADMIN = "a-key-of-somebody", "a-key-of-an-administrator"
 RAW = "application/octet-stream"

@@ -21,12 +21,12 @@ from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
 from service.budget import Budget
 from service.errors import ExitCode, Unavailable
-from service.http.server import ACCEPTED_AT_ONCE, HttpServer
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
+from service.process.signals import SAME_STOP_S, Signals
+from service.process.stopping import Stop
 from service.server import open_service
 from service.settings import Settings
-from service.signals import SAME_STOP_S, Signals
-from service.stopping import Stop
+from service.transport.server import ACCEPTED_AT_ONCE, HttpServer
 
 PATIENCE_S = 30.0
 ONE = np.zeros((1, 28, 28), np.uint8)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from service.signals import Signals
+from service.process.signals import Signals
 
 ROOT = Path(__file__).parents[2]
 
@@ -46,7 +46,7 @@ def test_signals_to_stop_that_come_at_the_same_time_are_one(times_s, received):
 
 UNBLOCKED = """
 import itertools, os, signal, threading
-from service.signals import SIGNALS, Signals
+from service.process.signals import SIGNALS, Signals
 signals, arrived = Signals(clock=itertools.count().__next__), threading.Event()
 signals.start()
 received = []

@@ -18,8 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from lenet.model import Model
 from service import supervisor
 from service.errors import ExitCode
+from service.process.signals import SAME_STOP_S, Signals
 from service.settings import Settings
-from service.signals import SAME_STOP_S, Signals
 from service.supervisor import RESTARTS, SAME_FAULT_S
 
 LONG_S = 30.0

@@ -5,7 +5,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from service.errors import InvalidCertificate
-from service.tls import CertificateFiles
+from service.process.tls import CertificateFiles
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.versions import WeightsFolder
-from service.metrics import Metrics
+from service.observe.metrics import Metrics
 
 CPU = (Target("cpu"),)
 

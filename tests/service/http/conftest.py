@@ -14,13 +14,13 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.context import ExecutionContext
+from service.api.openapi import ErrorResponse
 from service.engine.batcher import Batcher
-from service.http.connection import FrontDoor
-from service.http.openapi import ErrorResponse
-from service.http.server import HttpServer
-from service.listener import listen as bind
+from service.process.listener import listen as bind
 from service.server import open_service
 from service.settings import Settings
+from service.transport.connection import FrontDoor
+from service.transport.server import HttpServer
 from tests.service.http.doors import until
 
 

@@ -23,13 +23,13 @@ from lenet.context import ExecutionContext
 from lenet.cpu import Computed
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
+from service.api.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
 from service.engine.batcher import Batcher
 from service.engine.queue import BatchQueue
 from service.errors import Overloaded, ServiceError, Unavailable
-from service.http.answer import STATUS
-from service.http.openapi import ErrorResponse, Health, InfoResponse, PredictResponse
-from service.images import ACCEPTED
-from service.metrics import Metrics
+from service.forms.body import ACCEPTED
+from service.observe.metrics import Metrics
+from service.transport.answer import STATUS
 from tests.conftest import draw_weights
 from tests.service.http.doors import until
 
@@ -343,7 +343,7 @@ async def test_small_bodies_start_no_decoding_process_however_their_type_is_writ
     def start(*_):
         raise AssertionError("a decoding process is started")
 
-    monkeypatch.setattr("service.images.decoders._start", start)
+    monkeypatch.setattr("service.decode.pool._start", start)
     async with open_app() as served:
         for kind in (RAW, RAW.upper(), f"{RAW}; a=b", JSON.title(), f"{JSON};charset=UTF-8"):
             body = as_json([[0] * 784]) if "json" in kind.lower() else bytes(784)
@@ -538,7 +538,7 @@ async def fail_with_the_batch(call, body, monkeypatch, **_):
 
 
 async def find_a_bug_at_the_end(call, body, monkeypatch, **_):
-    monkeypatch.setattr("service.http.predict._as_json", lambda _: 1 / 0)
+    monkeypatch.setattr("service.request._as_json", lambda _: 1 / 0)
     call.end(body)
 
 

@@ -12,8 +12,8 @@ import pytest
 from lenet.cpu import CpuBackend, CpuPlan
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, joined
 from lenet.staging import Staging
-from service.http import predict
-from service.images import decoders
+from service import request as predict
+from service.decode import pool as decoders
 from tests.pictures import FORM, PNG, long_form, seven
 
 TYPE = b"Content-Type: application/octet-stream\r\n"

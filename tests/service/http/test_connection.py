@@ -14,10 +14,10 @@ import pytest
 import trustme
 import uvloop
 
+from service.api.openapi import ErrorResponse
 from service.errors import Overloaded, TooLarge, Unavailable
-from service.http import connection
-from service.http.openapi import ErrorResponse
-from service.tls import CertificateFiles, ServedCertificate
+from service.process.tls import CertificateFiles, ServedCertificate
+from service.transport import connection
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, MEBIBYTE, running, until
 
@@ -1202,7 +1202,7 @@ async def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_
 
 
 async def test_a_half_closed_client_of_http_1_0_gets_no_interim_answer(server, monkeypatch):
-    monkeypatch.setattr("service.http.connection._PROBE_S", 0.2)
+    monkeypatch.setattr("service.transport.connection._PROBE_S", 0.2)
     server.route.hold = True
     client = await server.open()
     old = post(b"2", b"/fast", b"Connection: keep-alive").replace(b"1.1", b"1.0", 1)

@@ -11,8 +11,8 @@ import pytest
 from lenet.explanation import Change, explain
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
+from service.api.openapi import ExplainResponse, InfoResponse
 from service.engine import explainer
-from service.http.openapi import ExplainResponse, InfoResponse
 from tests.conftest import draw_weights
 from tests.service.engine.test_explainer import Held
 from tests.service.http.doors import until

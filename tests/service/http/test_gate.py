@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from service.http.gate import Gate
+from service.transport.gate import Gate
 
 
 @pytest.mark.parametrize(

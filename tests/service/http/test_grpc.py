@@ -24,10 +24,10 @@ from service.errors import (
     UnknownModel,
     UnsupportedMediaType,
 )
-from service.http.gate import Gate
-from service.http.grpc import GrpcExchange, Status, StatusCode, status_of, timeout_s_of
-from service.http.http2 import Malformed
-from service.http.http2_head import Http2Head
+from service.transport.gate import Gate
+from service.transport.grpc import GrpcExchange, Status, StatusCode, status_of, timeout_s_of
+from service.transport.http2 import Malformed
+from service.transport.http2_head import Http2Head
 
 MOST = 1_000_000
 """Bytes of a message that the calls below take."""

@@ -6,10 +6,10 @@ import struct
 
 import pytest
 
-from service.http.gate import Gate
-from service.http.http2 import Http2
-from service.http.http2_head import Http2Head
-from service.keys import Keys
+from service.process.keys import Keys
+from service.transport.gate import Gate
+from service.transport.http2 import Http2
+from service.transport.http2_head import Http2Head
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)

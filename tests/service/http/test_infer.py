@@ -9,7 +9,7 @@ import struct
 import numpy as np
 import pytest
 
-from service.http.infer import _INLINE_JSON_BYTES
+from service.api.infer import _INLINE_JSON_BYTES
 from tests.service.http.doors import until
 
 URL = "/v2/models/tiny/infer"

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from service.http.answer import STATUS
-from service.http.openapi import (
+from service.api.openapi import (
     ErrorResponse,
     ExplainResponse,
     PredictResponse,
     example_seven,
 )
-from service.images import ACCEPTED
+from service.forms.body import ACCEPTED
+from service.transport.answer import STATUS
 
 ROOT = Path(__file__).parents[3]
 SEVEN = 7

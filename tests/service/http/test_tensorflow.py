@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from service.errors import InvalidInput, TooLarge
-from service.http.tensorflow_body import read_tensorflow_body
+from service.forms.tensorflow import read_tensorflow_body
 
 PREDICT = "/v1/models/tiny:predict"
 RANDOM = np.random.default_rng(1)

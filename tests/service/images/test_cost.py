@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from service.errors import TooLarge
-from service.images.cost import CHEAP_S, body_cost_s, message_cost_s
-from service.images.headers import stated_size
+from service.forms.cost import CHEAP_S, body_cost_s, message_cost_s
+from service.pictures.headers import stated_size
 from tests.pictures import FORM, PNG, encoded, form, long_form, seven
 
 PIXELS = 16_777_216

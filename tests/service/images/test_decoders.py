@@ -17,6 +17,9 @@ import orjson
 import pytest
 from prometheus_client import CollectorRegistry
 
+from service.decode import pool as decoders
+from service.decode.frames import HEAD
+from service.decode.pool import BodySource, Decoders, InferSource, TensorsSource
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -27,12 +30,12 @@ from service.errors import (
     Unavailable,
     UnsupportedMediaType,
 )
-from service.images import Limits, decode, decoders
-from service.images.decoders import BodySource, Decoders, InferSource, TensorsSource
-from service.images.frames import HEAD
-from service.metrics import Metrics
-from service.open_inference import ALL_OUTPUTS
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
+from service.forms.body import Limits, decode
+from service.forms.tensors import (
+    ALL_OUTPUTS,
+)
+from service.observe.metrics import Metrics
 from tests.pictures import FORM, PNG, encoded, form, long_form, seven
 
 LIMITS = Limits(16_384)

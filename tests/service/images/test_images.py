@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from service.errors import InvalidInput, ServiceError, TooLarge, UnsupportedMediaType
-from service.images import ACCEPTED, Limits, decode
-from service.images import json as json_images
+from service.forms import pixel_json as json_images
+from service.forms.body import ACCEPTED, Limits, decode
 
 LIMITS = Limits(max_images=8, max_picture_pixels=1_000_000)
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"

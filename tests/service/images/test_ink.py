@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from service.images.ink import find_ink
-from service.images.separate import separate
+from service.pictures.ink import find_ink
+from service.pictures.separate import separate
 
 PAPER, INK = 230, 40
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from PIL import Image, ImageFile, PngImagePlugin
 
 from service.errors import InvalidInput, TooLarge
-from service.images import Limits, decode
+from service.forms.body import Limits, decode
 
 LIMITS = Limits(max_images=1, max_picture_pixels=4_000_000)
 PNG, JPEG = "image/png", "image/jpeg"

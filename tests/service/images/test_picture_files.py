@@ -9,8 +9,8 @@ from PIL import Image, ImageFile
 from PIL.BmpImagePlugin import BmpRleDecoder
 
 from service.errors import InvalidInput, TooLarge
-from service.images import Limits, decode
-from service.images.picture_files import read_grey
+from service.forms.body import Limits, decode
+from service.pictures.picture_files import read_grey
 from tests.pictures import FORM, encoded, form, seven
 
 WEBP, GIF, BMP = "image/webp", "image/gif", "image/bmp"

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import array_shapes, arrays
 
-from service.images.shapes import dilated, opened, shapes
+from service.pictures.shapes import dilated, opened, shapes
 
 MASKS = arrays(bool, array_shapes(min_dims=2, max_dims=2, max_side=12))
 

@@ -16,24 +16,24 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.grpc_stub import Stub
 from lenet.context import ExecutionContext, Target
+from service.api.grpc_infer import InferRoute
+from service.api.grpc_methods import methods
+from service.api.servicer import InferenceServicer
 from service.budget import Budget
+from service.decode.pool import Decoders
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.repository import Repository
 from service.engine.versions import WeightsFolder
 from service.errors import Unavailable
-from service.http.connection import FrontDoor
-from service.http.server import HttpServer
-from service.images import Limits
-from service.images.decoders import Decoders
-from service.keys import Keys
-from service.listener import listen
-from service.metrics import Metrics
-from service.rpc import open_inference_pb2 as pb
-from service.rpc.infer import InferRoute
-from service.rpc.methods import methods
-from service.rpc.servicer import InferenceServicer
+from service.forms import open_inference_pb2 as pb
+from service.forms.body import Limits
+from service.observe.metrics import Metrics
+from service.process.keys import Keys
+from service.process.listener import listen
+from service.transport.connection import FrontDoor
+from service.transport.server import HttpServer
 
 MAX_IMAGES = 64
 

@@ -5,9 +5,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from service.errors import InvalidInput
-from service.rpc import guard
-from service.rpc import open_inference_pb2 as pb
-from service.rpc.guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request
+from service.forms import open_inference_pb2 as pb
+from service.forms import proto_guard as guard
+from service.forms.proto_guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request
 
 
 def test_a_request_is_read_when_it_is_one(raw_request):

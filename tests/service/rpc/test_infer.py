@@ -15,10 +15,11 @@ from google.protobuf.message import DecodeError
 
 from lenet import reference
 from service import errors
+from service.decode import pool as decoders
 from service.errors import InvalidInput
-from service.images import Limits, decoders
-from service.rpc import open_inference_pb2 as pb
-from service.rpc.message import decode_request
+from service.forms import open_inference_pb2 as pb
+from service.forms.body import Limits
+from service.forms.oip_proto import decode_request
 from tests.pictures import FORM, long_form
 from tests.service_process import grpc_call
 

@@ -11,9 +11,9 @@ from google.protobuf.descriptor_pool import DescriptorPool
 from google.protobuf.message_factory import GetMessageClass
 
 from benchmarks.grpc_stub import health_stub
-from service.keys import Keys
-from service.rpc import health_pb2, reflection_pb2
-from service.rpc import open_inference_pb2 as pb
+from service.api import health_pb2, reflection_pb2
+from service.forms import open_inference_pb2 as pb
+from service.process.keys import Keys
 
 SERVICE = "inference.GRPCInferenceService"
 Check = health_pb2.HealthCheckRequest

@@ -7,8 +7,8 @@ import dataclasses
 import grpc
 import pytest
 
-from service.rpc import open_inference_pb2 as pb
-from service.rpc import servicer
+from service.api import servicer
+from service.forms import open_inference_pb2 as pb
 
 
 async def failure(call):

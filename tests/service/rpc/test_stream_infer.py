@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
-from service.rpc import open_inference_pb2 as pb
+from service.forms import open_inference_pb2 as pb
 from tests.service.rpc.conftest import client
 
 

@@ -1,0 +1,1 @@
+"""What is offered: paths of HTTP and methods of gRPC."""

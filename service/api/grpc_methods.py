@@ -1,0 +1,445 @@
+"""The methods that are offered over gRPC: who may call them, and how each is answered.
+
+Besides the inference service these are the health protocol's and reflection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from inspect import iscoroutinefunction
+from typing import Any, Literal, TypeAlias
+
+from google.protobuf.descriptor_pool import Default
+from google.protobuf.message import DecodeError, Message
+
+from service.api import health_pb2, reflection_pb2
+from service.api.grpc_infer import InferRoute, ModelInfer, ModelStreamInfer
+from service.api.servicer import InferenceServicer
+from service.engine.models import Models
+from service.errors import (
+    BodyTimeout,
+    DeadlineExceeded,
+    InvalidInput,
+    ServiceError,
+    UnknownModel,
+    invalid,
+    shown,
+)
+from service.forms import open_inference_pb2 as pb
+from service.process.keys import Keys
+from service.transport.grpc import (
+    Call,
+    GrpcExchange,
+    Method,
+    Status,
+    StatusCode,
+    internal_error,
+    status_of,
+    timeout_s_of,
+)
+from service.transport.head import FastCall
+
+SERVICE = "inference.GRPCInferenceService"
+
+_HEALTH = "grpc.health.v1.Health"
+_REFLECTION = "grpc.reflection.v1.ServerReflection"
+_EARLIER_REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
+"""The messages of both are the same on the wire."""
+
+_WATCH_S = 0.2
+"""How often watched statuses are looked at."""
+
+_MESSAGE_S = 10.0
+"""How long a message of a method without images may take."""
+
+_STREAM_AHEAD = 16
+"""Messages of a stream that wait to be answered."""
+
+_MAX_SMALL_BYTES = 4096
+"""Limit of a message without images. That of a load may hold a model's files, which are not taken
+from it."""
+
+Access: TypeAlias = Literal["public", "user", "admin"]
+"""Who may make a call: anybody, whoever has a key where there are keys, or an administrator."""
+
+_SMALL_METHODS: dict[str, Access] = {
+    **dict.fromkeys(("ServerLive", "ServerReady"), "public"),  # probes have no keys
+    **dict.fromkeys(("ModelReady", "ServerMetadata", "ModelMetadata"), "user"),
+    **dict.fromkeys(("ModelConfig", "ModelStatistics"), "user"),
+    **dict.fromkeys(("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"), "admin"),
+}
+"""Methods of the inference service that take no images."""
+
+_One: TypeAlias = Callable[[Any], Message | Awaitable[Message]]
+_Many: TypeAlias = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
+
+
+def methods(
+    route: InferRoute, inference: InferenceServicer, models: Models, keys: Keys
+) -> dict[bytes, Method]:
+    """All methods, by the path of a call."""
+    tasks: set[asyncio.Task[None]] = set()
+    health = HealthServicer(models, tells_names=not keys)
+    check = health_pb2.HealthCheckRequest
+    reflect = _Stream(answer_reflection, reflection_pb2.ServerReflectionRequest, tasks)
+    found: dict[str, tuple[Access, Method]] = {
+        f"/{SERVICE}/ModelInfer": ("user", ModelInfer(route)),
+        f"/{SERVICE}/ModelStreamInfer": ("user", ModelStreamInfer(route)),
+        f"/{_HEALTH}/Check": ("public", _Unary(health.check, check, tasks)),
+        f"/{_HEALTH}/Watch": ("public", _Stream(health.watch, check, tasks)),
+        f"/{_REFLECTION}/ServerReflectionInfo": ("user", reflect),
+        f"/{_EARLIER_REFLECTION}/ServerReflectionInfo": ("user", reflect),
+    }
+    for name, access in _SMALL_METHODS.items():
+        unary = _Unary(getattr(inference, name), getattr(pb, f"{name}Request"), tasks)
+        found[f"/{SERVICE}/{name}"] = access, unary
+    return {
+        path.encode(): method if access == "public" else _Guarded(method, keys, access == "admin")
+        for path, (access, method) in found.items()
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Guarded:
+    """A method that needs a key where there are keys; `admin`: in any case, an administrator's."""
+
+    method: Method
+    keys: Keys
+    admin: bool
+
+    @property
+    def is_limited(self) -> bool:
+        """As `method`."""
+        return self.method.is_limited
+
+    @property
+    def is_endless(self) -> bool:
+        """As `method`."""
+        return self.method.is_endless
+
+    def read(self, headers: Mapping[str, str]) -> Any:
+        """As `method`. Raises: Unauthorized, Forbidden."""
+        if self.keys or self.admin:
+            error = self.keys.check(headers.get("authorization"), admin=self.admin)
+            if error is not None:
+                raise error
+        return self.method.read(headers)
+
+    def refused(self, error: ServiceError) -> None:
+        """Count it."""
+        self.method.refused(error)
+
+    def open(self, wanted: Any, exchange: GrpcExchange) -> Call:
+        """Begin a call."""
+        return self.method.open(wanted, exchange)
+
+
+class HealthServicer:
+    """The health protocol, for grpc-health-probe, Kubernetes and clients that watch.
+
+    It knows "", the inference service and each model by its name, which it tells nobody unless
+    `tells_names`.
+    """
+
+    def __init__(self, models: Models, *, tells_names: bool) -> None:
+        self._models = models
+        self._tells_names = tells_names
+        self._change: asyncio.Task[None] | None = None
+
+    def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
+        """SERVING while the server is ready."""
+        found = self._status(request.service)
+        if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
+            known = self._known() if self._tells_names else {SERVICE}
+            names = ", ".join(sorted(known - {""}))
+            message = f"service: got {shown(request.service)}, expected one of {names}"
+            raise UnknownModel(message, field="service")
+        return health_pb2.HealthCheckResponse(status=found)
+
+    async def watch(
+        self, requests: AsyncIterator[health_pb2.HealthCheckRequest]
+    ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
+        """The same now, and at each change; SERVICE_UNKNOWN while the name is not known."""
+        request = await anext(requests, health_pb2.HealthCheckRequest())
+        last = None
+        while True:
+            if (found := self._status(request.service)) != last:
+                yield health_pb2.HealthCheckResponse(status=found)
+                last = found
+            else:
+                await self._changed()
+
+    async def _changed(self) -> None:
+        """Wait for a change, with all others that do: one timer for all."""
+        if self._change is None or self._change.done():
+            self._change = asyncio.ensure_future(self._wait_for_change())
+        await asyncio.shield(self._change)
+
+    async def _wait_for_change(self) -> None:
+        before = self._models.ready, self._known()
+        while before == (self._models.ready, self._known()):  # noqa: ASYNC110 - no event of the models
+            await asyncio.sleep(_WATCH_S)
+
+    def _known(self) -> set[str]:
+        return {"", SERVICE, *(model.version.name for model in self._models.served)}
+
+    def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
+        if name not in self._known():
+            return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        if self._models.ready:
+            return health_pb2.HealthCheckResponse.SERVING
+        return health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+async def answer_reflection(
+    requests: AsyncIterator[reflection_pb2.ServerReflectionRequest],
+) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
+    """Which services there are, and the files that describe them."""
+    pool: Any = Default()
+    async for request in requests:
+        response = reflection_pb2.ServerReflectionResponse(
+            valid_host=request.host, original_request=request
+        )
+        try:
+            match request.WhichOneof("message_request"):
+                case "list_services":
+                    for name in (SERVICE, _HEALTH, _REFLECTION):
+                        response.list_services_response.service.add(name=name)
+                case "file_by_filename":
+                    _describe(response, pool.FindFileByName(request.file_by_filename))
+                case "file_containing_symbol":
+                    symbol = request.file_containing_symbol
+                    _describe(response, pool.FindFileContainingSymbol(symbol))
+                case "all_extension_numbers_of_type":  # proto3 has no extensions
+                    name = request.all_extension_numbers_of_type
+                    pool.FindMessageTypeByName(name)
+                    response.all_extension_numbers_response.base_type_name = name
+                case _:
+                    raise KeyError("no such request")
+        except KeyError as exc:
+            response.error_response.error_code = StatusCode.NOT_FOUND
+            response.error_response.error_message = str(exc.args[0])[:200]
+        yield response
+
+
+def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> None:
+    response.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
+
+
+class _Small:
+    """What methods have in common whose messages are small."""
+
+    is_limited = is_endless = False
+
+    def __init__(self, answer: Any, request: type[Message], tasks: set[asyncio.Task[None]]) -> None:
+        self.answer, self.request, self.tasks = answer, request, tasks
+
+    def read(self, headers: Mapping[str, str]) -> float | None:
+        """The time that the call has. Raises: InvalidInput."""
+        return timeout_s_of(headers)
+
+    def refused(self, error: ServiceError) -> None:
+        """Requests without images are not counted."""
+
+
+class _Unary(_Small):
+    """A method with one answer to one request."""
+
+    answer: _One
+
+    def open(self, wanted: float | None, exchange: GrpcExchange) -> Call:
+        """Begin a call."""
+        return _UnaryCall(self, wanted, exchange)
+
+
+class _Stream(_Small):
+    """A method with a stream of answers to a stream of requests."""
+
+    answer: _Many
+    is_endless = True
+
+    def open(self, wanted: float | None, exchange: GrpcExchange) -> Call:
+        """Begin a call."""
+        return _StreamCall(self, wanted, exchange)
+
+
+class _SmallCall:
+    """A call of such a method: collects its messages, and runs a task that answers."""
+
+    patience_s = _MESSAGE_S
+
+    def __init__(self, method: Any, timeout_s: float | None, exchange: GrpcExchange) -> None:
+        self._method, self._exchange = method, exchange
+        self._body = b""
+        self._received = 0
+        self._task: asyncio.Task[None] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        if timeout_s is not None:
+            late = DeadlineExceeded(f"no answer within {round(timeout_s * 1e3, 3):g} ms")
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_later(timeout_s, self.fail, late)
+
+    # The message that arrives.
+
+    def message(self, size: int | None) -> FastCall:
+        """A message begins."""
+        name = self._method.request.DESCRIPTOR.name
+        if size is not None and size > _MAX_SMALL_BYTES:
+            raise self._too_large(f"{size} bytes")
+        if self._received and isinstance(self, _UnaryCall):
+            raise InvalidInput(f"message: got a second {name}, expected one", field="message")
+        self._received += 1
+        self._body = b""
+        return self
+
+    def data(self, data: bytes) -> None:
+        """The next piece of it."""
+        self._body += data
+        if len(self._body) > _MAX_SMALL_BYTES:
+            raise self._too_large("more")
+
+    def room(self) -> None:
+        """There is none: messages are small."""
+
+    def arrived(self, size: int) -> None:
+        """Not called."""
+
+    def wait_for_body(self) -> None:
+        """See `patience_s`."""
+
+    def end(self, body: bytes | memoryview | None = None) -> None:
+        """It is complete."""
+        try:
+            request = self._method.request.FromString(self._body if body is None else bytes(body))
+        except DecodeError:
+            name = self._method.request.DESCRIPTOR.name
+            raise InvalidInput(f"message: not a {name}", field="message") from None
+        self.received(request)
+
+    def _too_large(self, found: str) -> InvalidInput:
+        expected = f"at most {_MAX_SMALL_BYTES} of a {self._method.request.DESCRIPTOR.name}"
+        if self._method.request is pb.RepositoryModelLoadRequest:
+            expected += "; models are read from the folder, and not from requests"
+        return invalid("message", found, expected)
+
+    def received(self, request: Message) -> None:
+        """The next request is there."""
+        raise NotImplementedError
+
+    # The call.
+
+    def half_close(self) -> None:
+        """A request has to be there by now."""
+        if not self._received:
+            raise InvalidInput("message: got none, expected a request", field="message")
+
+    def wait(self) -> None:
+        """See `patience_s`."""
+
+    def is_ahead(self) -> bool:
+        """One answer never is."""
+        return False
+
+    def stop(self, error: ServiceError) -> None:
+        """It is answered, if it has begun."""
+        if not self._received:
+            self.fail(error)
+
+    def fail(self, error: ServiceError) -> None:
+        """End the call with `error`."""
+        if isinstance(error, BodyTimeout):
+            error = BodyTimeout("message: it did not arrive in time", field="message")
+        self.cancel()
+        self._exchange.end(status_of(error))
+
+    def cancel(self) -> None:
+        """The client is gone."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    def run(self, work: Callable[[], Awaitable[None]]) -> None:
+        """Answer in a task."""
+        self._task = task = asyncio.ensure_future(self._run(work))
+        self._method.tasks.add(task)
+        task.add_done_callback(self._method.tasks.discard)
+
+    async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
+        try:
+            await work()
+        except ServiceError as exc:
+            self._exchange.end(status_of(exc))
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._exchange.end(internal_error(exc))
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
+
+
+class _UnaryCall(_SmallCall):
+    """A call with one request and one answer."""
+
+    def received(self, request: Message) -> None:
+        """Answer it."""
+        if iscoroutinefunction(self._method.answer):
+            self.run(lambda: self._reply(request))
+            return
+        try:
+            found = self._method.answer(request)
+        except ServiceError as exc:
+            self.fail(exc)
+            return
+        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
+            self._exchange.end(internal_error(exc))
+            return
+        self._write(found)
+
+    async def _reply(self, request: Message) -> None:
+        self._write(await self._method.answer(request))
+
+    def _write(self, found: Message) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._exchange.reply(found.SerializeToString())
+
+
+class _StreamCall(_SmallCall):
+    """A call with streams of requests and answers."""
+
+    def __init__(self, method: _Stream, timeout_s: float | None, exchange: GrpcExchange) -> None:
+        super().__init__(method, timeout_s, exchange)
+        self._requests: asyncio.Queue[Message | None] = asyncio.Queue()
+        self._drained = asyncio.Event()
+
+    def received(self, request: Message) -> None:
+        """Have it answered."""
+        self._requests.put_nowait(request)
+        if self._task is None:
+            self.run(self._answer)
+
+    def half_close(self) -> None:
+        """There are no further requests."""
+        super().half_close()
+        self._requests.put_nowait(None)
+
+    def is_ahead(self) -> bool:
+        """Whether many requests wait."""
+        return self._requests.qsize() >= _STREAM_AHEAD
+
+    def stop(self, error: ServiceError) -> None:
+        """A stream has no end of its own."""
+        self.fail(error)
+
+    async def _answer(self) -> None:
+        async for answer in self._method.answer(self._next()):
+            self._exchange.write(answer.SerializeToString())
+            await self._exchange.drained()
+        self._exchange.end(Status(StatusCode.OK))
+
+    async def _next(self) -> AsyncIterator[Message]:
+        while (request := await self._requests.get()) is not None:
+            self._exchange.read_on()
+            yield request

@@ -1,0 +1,1 @@
+"""Processes that decode what is large."""

@@ -1,0 +1,113 @@
+"""The body of a predict request of TensorFlow Serving's REST API.
+
+    {"instances": [IMAGE, ...]}      answered as {"predictions": [...]}, by row
+    {"inputs": [IMAGE, ...]}         answered as {"outputs": {...}}, by column
+
+An image is 28 rows of 28 numbers, each of which may be a list of one, or 784 numbers, or
+`{"b64": ...}` of 784 bytes. It may have its name before it: by row each `{"image": IMAGE}`, by
+column all of them, `{"image": [...]}`.
+
+Needs no server and no model, so that a decoding process does it for large bodies.
+Source: https://www.tensorflow.org/tfx/serving/api_rest
+"""
+
+from __future__ import annotations
+
+import binascii
+import re
+from itertools import islice
+from typing import Any
+
+from lenet.nvtx import span
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from service.errors import InvalidInput, invalid, shown
+from service.forms.oip_json import Body, json_document, numbers
+from service.forms.pixel_json import check_count, lengths
+from service.forms.tensors import (
+    INPUT,
+    InputTensor,
+    check_form,
+    read_images,
+)
+from service.pictures.headers import recognise
+
+_SIGNATURES = ("", "serving_default")
+_EXPONENT = re.compile(rb"[0-9][eE]")
+
+
+@span("decode")
+def read_tensorflow_body(body: Body, max_images: int) -> tuple[Images, bool]:
+    """The images, uint8 (n, 28, 28), and whether the answer is by column.
+
+    Raises: InvalidInput, TooLarge, MemoryError (JSON that takes more than there is).
+    """
+    text = bytes(body)
+    document = json_document(
+        text,
+        '{"instances": [...]}',
+        objects=2 * max_images + 2,  # {"image": {"b64": ...}}
+        lists=(1 + HEIGHT + PIXELS) * max_images + 2,  # each number may be in one
+    )
+    signature = document.pop("signature_name", "")
+    if signature not in _SIGNATURES:
+        raise invalid("signature_name", shown(signature), f"none, or {_SIGNATURES[1]!r}")
+    if len(document) != 1 or not document.keys() <= {"instances", "inputs"}:
+        names = " and ".join(sorted(map(shown, islice(document, 3)))) or "nothing"
+        hint = "; images as /predict takes them go there" if "images" in document else ""
+        raise invalid("body", names[:100], f'"instances" or "inputs"{hint}')
+    ((field, values),) = document.items()
+    columnar = field == "inputs"
+    if columnar and type(values) is dict:
+        values = _only(values, "image", field)
+    if type(values) is not list or not values:
+        found = shown(values) if type(values) is not list else "no image"
+        raise invalid(field, found, "a list of images")
+    if type(values[0]) is dict and "image" in values[0]:
+        values = [
+            _only(one, "image", f"{field}[{number}]", ", as the first")
+            for number, one in enumerate(values)
+        ]
+    check_count(len(values), field, max_images)
+    if type(values[0]) is dict:
+        content = b"".join(_bytes(one, f"{field}[{number}]") for number, one in enumerate(values))
+        tensor = InputTensor(INPUT, "UINT8", [len(values), HEIGHT, WIDTH], content, field)
+        return read_images([tensor], max_images), columnar
+    sizes = lengths(values)
+    shape = sizes[:-1] if sizes[1:] == [HEIGHT, WIDTH, 1] else sizes
+    if len(shape) == 1 or shape == [HEIGHT, WIDTH]:
+        expected = "a list of images, also for one: put it in another list"
+        raise invalid(field, f"lists nested as {sizes}", expected)
+    datatype = "FP32" if b"." in text else "UINT8"  # whether any number may be a float
+    check_form(datatype, shape, field, max_images)
+    booleans = b"true" in text or b"false" in text
+    flat: Any
+    try:
+        flat = numbers(values, datatype, sizes, field, booleans)
+    except InvalidInput:
+        if datatype == "FP32" or not _EXPONENT.search(text):
+            raise
+        datatype = "FP32"  # 1e2
+        flat = numbers(values, datatype, sizes, field, booleans)
+    return read_images([InputTensor(INPUT, datatype, shape, flat, field)], max_images), columnar
+
+
+def _only(value: Any, key: str, field: str, also: str = "") -> Any:
+    """The value of `key`, the only one; an error adds what is expected `also`."""
+    if type(value) is not dict or value.keys() != {key}:
+        found = ", ".join(map(shown, list(value)[:3])) if type(value) is dict else shown(value)
+        raise invalid(field, found or "nothing", f'{{"{key}": ...}}{also}')
+    return value[key]
+
+
+def _bytes(value: Any, field: str) -> bytes:
+    text = _only(value, "b64", field, ' or a list, each alone or as {"image": ...}')
+    try:
+        content = binascii.a2b_base64(text, strict_mode=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise invalid(f"{field}.b64", shown(text), "a base64 string of 784 bytes") from None
+    if len(content) != PIXELS:
+        found = recognise(content)[0]
+        hint = "; pictures go to /predict" if found.startswith("image/") else ""
+        got = f"{len(content)} bytes{', ' * bool(found)}{found}"
+        raise invalid(f"{field}.b64", got, f"{PIXELS}: 28 rows of 28{hint}")
+    return content

@@ -1,1 +1,0 @@
-"""HTTP: reads requests and writes answers."""

@@ -1,0 +1,761 @@
+"""Every series of the service, its unit and its buckets.
+
+A request or a batch pays for an addition in plain Python. The sums are flushed to prometheus_client
+once a second and before each exposition: in the files that several workers share, the library took
+21 us of a lone request (two cores, 2026-11-20).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import struct
+import time
+from bisect import bisect_left
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import product
+from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
+
+import numpy as np
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.metrics_core import Metric
+from prometheus_client.multiprocess import MultiProcessCollector
+from prometheus_client.samples import Sample
+
+from lenet import distribution_version
+from lenet.backend import BatchResult
+from service.observe import metrics_files
+
+_log = logging.getLogger(__name__)
+
+FLUSH_INTERVAL_S = 1.0
+_COUNTED_TOGETHER = 128
+"""Requests that are counted at once, in 23 us: 0.21 us each, instead of 0.53 one by one (one core
+of an AMD EPYC, 2026-11-24). 1,024 held the event loop for 0.4 ms."""
+
+Transport: TypeAlias = Literal["http", "grpc"]
+Stage: TypeAlias = Literal["decode", "queue", "compute", "encode"]
+CutReason: TypeAlias = Literal["full", "idle", "waited", "drain"]
+DropReason: TypeAlias = Literal["cancelled", "late"]
+ReloadOutcome: TypeAlias = Literal["ok", "refused"]
+LossReason: TypeAlias = Literal["sticky", "hang"]
+DecoderEnd: TypeAlias = Literal["idle", "cancelled", "died"]
+
+_TOTAL = "total"
+"""Beside the stages: from the arrival of a request to its answer."""
+
+ModelKey: TypeAlias = tuple[str, str]
+"""Name and version of a model: the labels `model` and `version`."""
+
+Load: TypeAlias = tuple[int, int]
+"""What a model has to do: rows that wait, and contexts with a batch."""
+
+NO_MODEL: ModelKey = ("none", "")
+"""Of a request that failed before its model was found."""
+
+_MODEL = ("model", "version")
+_KEPT = ("lenet_last_prediction_timestamp_seconds",)
+"""Gauges of a version that stay when it is unloaded."""
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_REQUEST_BOUNDS_S = tuple(
+    round(mantissa * 10.0**exponent, 9)
+    for exponent in (-5, -4, -3, -2, -1, 0)
+    for mantissa in (1, 1.5, 2, 3, 5, 7)
+    if 5e-5 <= mantissa * 10.0**exponent <= 5
+)
+_BELOW_S = (1e-5, 2e-5, 3e-5)
+_STAGE_BOUNDS_S = (*_BELOW_S, *_REQUEST_BOUNDS_S)
+_STAGE_BOUNDS = np.array(_STAGE_BOUNDS_S)
+_STAGE_BINS = len(_STAGE_BOUNDS_S) + 1
+_TIMES = len(get_args(Stage)) + 1
+"""Of a predicted request: in each stage, and in all."""
+_FIRST_BINS = _STAGE_BINS * np.arange(_TIMES)
+_SIZED = (*_MODEL, "rows")
+_POWERS = tuple(str(1 << exponent) for exponent in range(32))
+_ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
+
+
+class Buffered(Protocol):
+    """What happened to a metric since the last flush."""
+
+    def flush(self) -> None:
+        """Add it to the library's metric."""
+        ...
+
+
+class BufferedCounter:
+    """Buffers increments of one series."""
+
+    __slots__ = ("_amount", "_series")
+
+    def __init__(self, series: Counter) -> None:
+        self._series = series
+        self._amount = 0.0
+
+    def inc(self, amount: float = 1) -> None:
+        """Count `amount` more."""
+        self._amount += amount
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        if self._amount:
+            self._series.inc(self._amount)
+            self._amount = 0.0
+
+
+class BufferedGauge:
+    """Buffers the last value of one series."""
+
+    __slots__ = ("_changed", "_series", "_value")
+
+    def __init__(self, series: Gauge) -> None:
+        self._series = series
+        self._value, self._changed = 0.0, False
+
+    def set(self, value: float) -> None:
+        """Replace the value."""
+        self._value, self._changed = value, True
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        if self._changed:
+            self._series.set(self._value)
+            self._changed = False
+
+
+class BufferedHistogram:
+    """Buffers observations of one series with upper bounds `bounds` and infinity."""
+
+    __slots__ = ("_bounds", "_counts", "_series", "_sum")
+
+    def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
+        self._series, self._bounds = series, bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        """Count one event."""
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def add(self, counts: Sequence[int], total: float) -> None:
+        """Count events: how many between each two bounds, and the sum of their values."""
+        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
+        self._sum += total
+
+    def flush(self) -> None:
+        """See `Buffered`.
+
+        The only use of private attributes of prometheus_client: its public interface takes one
+        event a call. pyproject.toml bounds the version.
+        """
+        if any(self._counts):
+            for index, count in enumerate(self._counts):
+                if count:
+                    self._series._buckets[index].inc(count)
+                    self._counts[index] = 0
+            self._series._sum.inc(self._sum)
+            self._sum = 0.0
+
+
+B = TypeVar("B", bound=Buffered)
+_Labels: TypeAlias = tuple[str, ...]
+
+
+class Family(dict[_Labels, B], Generic[B]):
+    """The buffered series of one metric by the values of its labels, made when first used."""
+
+    def __init__(self, metric: Counter | Gauge | Histogram, buffer: Callable[[Any], B]) -> None:
+        super().__init__()
+        self.metric = metric
+        self._buffer = buffer
+
+    def __missing__(self, labels: _Labels) -> B:
+        series = self[labels] = self._buffer(self.metric.labels(*labels) if labels else self.metric)
+        return series
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        for series in self.values():
+            series.flush()
+
+
+class _Predictions:
+    """Predicted requests of a model over a protocol since the last flush."""
+
+    __slots__ = ("_bins", "_seconds", "times_s")
+
+    def __init__(self) -> None:
+        self.times_s: list[float] = []
+        """Of requests that are not counted yet, those of one after those of another."""
+        self._bins = np.zeros((_TIMES, _STAGE_BINS), np.int64)
+        self._seconds = np.zeros(_TIMES)
+
+    def count(self) -> None:
+        """Count the requests that are not counted yet."""
+        times_s = np.array(self.times_s).reshape(-1, _TIMES)
+        self.times_s.clear()
+        bins = _STAGE_BOUNDS.searchsorted(times_s) + _FIRST_BINS
+        self._bins += np.bincount(bins.ravel(), minlength=self._bins.size).reshape(_TIMES, -1)
+        self._seconds += times_s.sum(axis=0)
+
+    def take(self) -> tuple[list[list[int]], list[float]]:
+        """For each stage and for all of them: requests between the bounds, and seconds."""
+        self.count()
+        return self._bins.tolist(), self._seconds.tolist()
+
+
+class _Batches:
+    """Batches of a model since the last flush."""
+
+    __slots__ = (
+        *("computed_rows", "device", "device_s", "duration", "failed", "failed_rows", "images"),
+        *("kinds", "sizes_s"),
+    )
+
+    def __init__(self) -> None:
+        self.kinds: dict[tuple[int, CutReason, bool], int] = defaultdict(int)
+        """By the exponent of the next power of two, why cut, and whether a graph was replayed."""
+        self.sizes_s = [0.0] * len(_POWERS)
+        """By that exponent."""
+        self.images = self.computed_rows = 0
+        self.duration, self.device = [0] * _STAGE_BINS, [0] * _STAGE_BINS
+        self.device_s = 0.0
+        self.failed: dict[tuple[int, CutReason], int] = defaultdict(int)
+        self.failed_rows = 0
+
+    def add(
+        self, rows: int, reason: CutReason, compute_s: float, result: BatchResult | None
+    ) -> None:
+        """See `Metrics.batch_ended`."""
+        exponent = (rows - 1).bit_length()
+        if result is None:
+            self.failed[exponent, reason] += 1
+            self.failed_rows += rows
+            return
+        self.kinds[exponent, reason, result.captured] += 1
+        self.sizes_s[exponent] += compute_s
+        self.images += rows
+        self.computed_rows += result.computed_rows
+        self.duration[bisect_left(_STAGE_BOUNDS_S, compute_s)] += 1
+        device_s = result.device_s
+        if device_s is not None:
+            self.device[bisect_left(_STAGE_BOUNDS_S, device_s)] += 1
+            self.device_s += device_s
+
+
+class Metrics:
+    """The service's metrics, in `registry`."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]
+        self._registry = registry
+        self._buffers: list[Buffered] = []
+        # Set by the supervisor, before prometheus_client is imported in a worker.
+        self._shared = metrics_files.VARIABLE in os.environ
+        self._alone = False  # with files that were lost, which is reported
+        if self._shared:
+            self._buffers.append(_WorkerProcess(registry))
+        else:
+            ProcessCollector(registry=registry)
+        build = self._gauge(
+            "lenet_build_info", "1, with the version as a label.", "version", mode="livemax"
+        )
+        build[distribution_version(),].set(1)
+        self._requests = self._counter(
+            "lenet_requests",
+            "Requests answered, by outcome: ok, except for explanations, or the code of the error. "
+            "The model is none if the request failed before its model was found.",
+            *(*_MODEL, "protocol", "outcome"),
+        )
+        self._request_duration = self._histogram(
+            "lenet_request_duration_seconds",
+            "From the first byte of a request read to its answer made; predictions only.",
+            _REQUEST_BOUNDS_S,
+            "protocol",
+        )
+        self._explanation_duration = self._histogram(
+            "lenet_explanation_duration_seconds",
+            "From the first byte of a request for an explanation read to its answer made.",
+            _REQUEST_BOUNDS_S,
+        )
+        self._stage_duration = self._histogram(
+            "lenet_stage_duration_seconds",
+            "Time of a predicted request in each stage.",
+            _STAGE_BOUNDS_S,
+            "stage",
+        )
+        self._batch_rows = self._histogram("lenet_batch_rows", "Rows in a batch.", _ROW_BOUNDS)
+        self._batch_duration = self._histogram(
+            "lenet_batch_duration_seconds",
+            "From the cut of a batch to its result.",
+            _STAGE_BOUNDS_S,
+        )
+        self._device_duration = self._histogram(
+            "lenet_device_duration_seconds",
+            "Time of one batch by the device's clock, where it is read.",
+            _STAGE_BOUNDS_S,
+        )
+        self._batches = self._counter("lenet_batches", "Batches, by why cut.", *_MODEL, "reason")
+        self._images = self._counter("lenet_images", "Images classified.", *_MODEL)
+        self._padding_rows = self._counter(
+            "lenet_padding_rows", "Rows computed only to fill a batch up.", *_MODEL
+        )
+        self._stage_seconds = self._counter(
+            "lenet_stage_seconds",
+            "Time of all predicted requests in each stage, and in all.",
+            *(*_MODEL, "stage"),
+        )
+        self._sized = self._counter(
+            "lenet_sized_batches", "Batches by the next power of two of their rows.", *_SIZED
+        )
+        self._sized_seconds = self._counter(
+            "lenet_sized_batch_seconds", "From the cut of these batches to their results.", *_SIZED
+        )
+        self._last_prediction = self._gauge(
+            "lenet_last_prediction_timestamp_seconds",
+            "When a request was last predicted, to a second; 0 before the first.",
+            *_MODEL,
+            mode="max",
+        )
+        self._replays = self._counter(
+            "lenet_graph_replays",
+            "Batches; hit if a captured graph computed it. The CPU captures none.",
+            *(*_MODEL, "result"),
+        )
+        self._losses = self._counter(
+            "lenet_device_losses",
+            "Processes that ended because their device was lost: a sticky error, or a hang.",
+            "reason",
+        )
+        self._in_flight = self._gauge(
+            "lenet_in_flight_bytes",
+            "Bodies being received or decoded, and answers waiting to be sent.",
+        )
+        self._in_flight_bytes: Callable[[], int] = lambda: 0
+        self._decoder_ends = self._counter(
+            "lenet_decoder_ends",
+            "Decoding processes that ended: idle, killed for work that was cancelled, or died.",
+            "reason",
+        )
+        self._connections_refused = self._counter(
+            "lenet_connections_refused",
+            "Connections that were closed at once because as many as are allowed were open.",
+        )
+        self._dropped = self._counter(
+            "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
+        )
+        self._queue_rows = self._gauge("lenet_queue_rows", "Rows waiting.", *_MODEL)
+        self._contexts = self._gauge("lenet_contexts", "Execution contexts.", *_MODEL)
+        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", *_MODEL)
+        self._device_bytes = self._gauge(
+            "lenet_device_bytes", "Device memory of all contexts.", *_MODEL
+        )
+        self._workspace_bytes = self._gauge(
+            "lenet_workspace_bytes", "The part of lenet_device_bytes that is scratch.", *_MODEL
+        )
+        self._golden_error = self._gauge(
+            "lenet_golden_error",
+            "Largest golden logit difference at the self-test, relative to the largest logit.",
+            *_MODEL,
+            mode="livemax",
+        )
+        self._of_loaded = (
+            *(self._queue_rows, self._contexts, self._busy),
+            *(self._device_bytes, self._workspace_bytes, self._golden_error),
+        )
+        self._start_phase = self._gauge(
+            "lenet_start_phase_seconds",
+            "Time of each phase of the start; contexts holds most of device and all of warm_up.",
+            "phase",
+            mode="max",
+        )
+        self._model = self._gauge(
+            "lenet_model_info",
+            "1 for each loaded version of a model.",
+            *(*_MODEL, "sha256"),
+            mode="livemax",
+        )
+        self._reloads = self._counter(
+            "lenet_reloads",
+            "Reloads of a model: ok if the newest file is served afterwards.",
+            *("model", "outcome"),
+        )
+        self._predictions: dict[tuple[Transport, ModelKey], _Predictions]
+        self._predictions = defaultdict(_Predictions)
+        self._ended: dict[ModelKey, _Batches] = defaultdict(_Batches)
+        self._loads: dict[ModelKey, Callable[[], Load]] = {}
+        self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
+        _show(self._request_duration, get_args(Transport))
+        _show(self._stage_duration, get_args(Stage))
+        _show(self._losses, get_args(LossReason))
+        _show(self._decoder_ends, get_args(DecoderEnd))
+        _show(self._connections_refused)
+
+    def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
+        """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
+        self._requests[*model, protocol, outcome].inc()
+
+    def predicted(self, protocol: Transport, model: ModelKey, times_s: tuple[float, ...]) -> None:
+        """A request was answered: seconds of decode, queue, compute and encode, and in all."""
+        predictions = self._predictions[protocol, model]
+        times = predictions.times_s
+        times += times_s
+        if len(times) >= _COUNTED_TOGETHER * _TIMES:
+            predictions.count()
+
+    def explained(self, seconds: float) -> None:
+        """A request for an explanation was answered: seconds in all."""
+        self._explanation_duration[()].observe(seconds)
+
+    def batch_ended(
+        self,
+        model: ModelKey,
+        rows: int,
+        reason: CutReason,
+        compute_s: float,
+        result: BatchResult | None,
+    ) -> None:
+        """A batch of `rows` ended, `compute_s` after its cut; without `result` it failed."""
+        self._ended[model].add(rows, reason, compute_s, result)
+
+    def decoder_ended(self, reason: DecoderEnd) -> None:
+        """Count a decoding process that ended while serving."""
+        self._decoder_ends[reason,].inc()
+
+    def connection_refused(self) -> None:
+        """Count a connection beyond the limit."""
+        self._connections_refused[()].inc()
+
+    def rows_dropped(self, rows: int, reason: DropReason) -> None:
+        """Waiting rows left the queue without a batch."""
+        self._dropped[reason,].inc(rows)
+
+    def started(self, phase: str, seconds: float) -> None:
+        """A phase of the start took `seconds`."""
+        self._start_phase[phase,].set(seconds)
+        self.flush()
+
+    def model_loaded(
+        self,
+        model: ModelKey,
+        sha256: str,
+        *,
+        contexts: int,
+        golden_error: float,
+        device_bytes: int,
+        workspace_bytes: int,
+        load: Callable[[], Load],
+    ) -> None:
+        """A version is served from now on, on `contexts` contexts, with so much memory in all.
+
+        `load` is asked at each flush until it is unloaded.
+        """
+        name, version = model
+        each = ((name,), (version,))
+        _show(self._requests, *each, get_args(Transport), ("ok",))
+        _show(self._reloads, (name,), get_args(ReloadOutcome))
+        _show(self._batches, *each, get_args(CutReason))
+        _show(self._replays, *each, ("hit", "miss"))
+        _show(self._images, *each)
+        _show(self._stage_seconds, *each, (*get_args(Stage), _TOTAL))
+        _show(self._last_prediction, *each)
+        _show(self._padding_rows, *each)
+        self._contexts[model].set(contexts)
+        _show(self._busy, *each)
+        _show(self._queue_rows, *each)
+        self._device_bytes[model].set(device_bytes)
+        self._workspace_bytes[model].set(workspace_bytes)
+        self._golden_error[model].set(golden_error)
+        if (former := self._loaded.pop(model, None)) is not None:  # another file of the version
+            self._remove(self._model, former)
+        self._loads[model] = load
+        self._loaded[model] = labels = (*model, sha256)
+        self._model[labels].set(1)
+        self.flush()
+
+    def model_unloaded(self, model: ModelKey) -> None:
+        """A version is not served any more. What it did stays counted."""
+        del self._loads[model]
+        self._remove(self._model, self._loaded.pop(model))
+        for family in self._of_loaded:
+            self._remove(family, model)
+        self.flush()
+
+    def _remove(self, family: Family[BufferedGauge], labels: _Labels) -> None:
+        if self._shared:  # where the library cannot remove; `_all_workers` leaves it out
+            family[labels].set(0)
+        elif family.pop(labels, None) is not None:
+            family.metric.remove(*labels)
+
+    def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
+        """Count a reload of a model."""
+        self._reloads[model, outcome].inc()
+        self.flush()
+
+    def device_lost(self, reason: LossReason) -> None:
+        """Count the loss that ends this process, and flush."""
+        self._losses[reason,].inc()
+        self.flush()
+
+    def watch_in_flight(self, in_flight_bytes: Callable[[], int]) -> None:
+        """Expose what `in_flight_bytes` returns at each flush."""
+        self._in_flight_bytes = in_flight_bytes
+
+    def flush(self) -> None:
+        """Put everything that happened so far into the library's metrics."""
+        self._in_flight[()].set(self._in_flight_bytes())
+        for (protocol, model), predictions in self._predictions.items():
+            self._add_predictions(protocol, model, predictions)
+        self._predictions.clear()
+        for model, batches in self._ended.items():
+            self._add_batches(model, batches)
+        self._ended.clear()
+        for model, load in self._loads.items():
+            waiting_rows, busy = load()
+            self._queue_rows[model].set(waiting_rows)
+            self._busy[model].set(busy)
+        for buffer in self._buffers:
+            buffer.flush()
+
+    def _add_predictions(
+        self, protocol: Transport, model: ModelKey, predictions: _Predictions
+    ) -> None:
+        (*bins, total_bins), (*seconds, total_s) = predictions.take()
+        self._requests[*model, protocol, "ok"].inc(sum(total_bins))
+        self._last_prediction[model].set(time.time())
+        for stage, stage_bins, stage_s in zip(get_args(Stage), bins, seconds, strict=True):
+            self._stage_duration[stage,].add(stage_bins, stage_s)
+            self._stage_seconds[*model, stage].inc(stage_s)
+        first = len(_BELOW_S) + 1
+        request_bins = [sum(total_bins[:first]), *total_bins[first:]]
+        self._request_duration[protocol,].add(request_bins, total_s)
+        self._stage_seconds[*model, _TOTAL].inc(total_s)
+
+    def _add_batches(self, model: ModelKey, batches: _Batches) -> None:
+        row_bins = [0] * (len(_ROW_BOUNDS) + 1)
+        largest = len(_ROW_BOUNDS)
+        for (exponent, reason), count in batches.failed.items():
+            row_bins[min(exponent, largest)] += count
+            self._batches[*model, reason].inc(count)
+        for (exponent, reason, captured), count in batches.kinds.items():
+            row_bins[min(exponent, largest)] += count
+            self._batches[*model, reason].inc(count)
+            self._replays[*model, "hit" if captured else "miss"].inc(count)
+            self._sized[*model, _POWERS[exponent]].inc(count)
+        for exponent, seconds in enumerate(batches.sizes_s):
+            if seconds:
+                self._sized_seconds[*model, _POWERS[exponent]].inc(seconds)
+        self._batch_rows[()].add(row_bins, batches.images + batches.failed_rows)
+        self._batch_duration[()].add(batches.duration, sum(batches.sizes_s))
+        self._device_duration[()].add(batches.device, batches.device_s)
+        self._images[model].inc(batches.images)
+        self._padding_rows[model].inc(batches.computed_rows - batches.images)
+
+    @contextmanager
+    def flushed_regularly(self) -> Iterator[None]:
+        """Inside, on the running event loop, flush every `FLUSH_INTERVAL_S` and at the end.
+
+        The other workers read what this one flushed.
+        """
+
+        async def flush_on_and_on() -> None:
+            while True:
+                await asyncio.sleep(FLUSH_INTERVAL_S)
+                try:
+                    self.flush()
+                except Exception:  # noqa: BLE001 - the top of a task: the next flush may work
+                    _log.exception("metrics were not flushed, next try in %g s", FLUSH_INTERVAL_S)
+
+        flushing = asyncio.create_task(flush_on_and_on())
+        try:
+            yield
+        finally:
+            flushing.cancel()
+            self.flush()
+
+    async def totals(self) -> dict[ModelKey, Totals]:
+        """What each version of a model did since the start, in all workers."""
+        self.flush()
+        return await asyncio.to_thread(self._totals)
+
+    def _totals(self) -> dict[ModelKey, Totals]:
+        found: dict[ModelKey, Totals] = defaultdict(Totals)
+        for metric in self._families():
+            for sample in metric.samples:
+                if "version" in sample.labels and "model" in sample.labels:
+                    model = sample.labels["model"], sample.labels["version"]
+                    found[model].add(sample.name, sample.labels, sample.value)
+        return found
+
+    async def exposition(self) -> bytes:
+        """All metrics in the Prometheus text format, of all workers where there are several."""
+        self.flush()
+        return await asyncio.to_thread(self._generate)
+
+    def _generate(self) -> bytes:
+        return generate_latest(_Collected(self._families()))
+
+    def _families(self) -> list[Metric]:
+        """The metrics of all workers; of this one alone if the others' cannot be read."""
+        if self._shared:
+            try:
+                if metrics_files.are_there():
+                    return list(_all_workers())
+                reason = "this worker's files are gone"
+            # The folder, a file of it, or what is in one is not what this program left there.
+            except (OSError, ValueError, RuntimeError, struct.error) as exc:
+                reason = f"{type(exc).__name__}: {exc}"
+            if not self._alone:
+                self._alone = True
+                _log.warning(
+                    "metrics in %s cannot be read (%s): /metrics shows only the worker that "
+                    "answers, until the service is started again",
+                    *(os.environ.get(metrics_files.VARIABLE), reason),
+                )
+        return list(self._registry.collect())
+
+    def _counter(self, name: str, help_text: str, *labels: str) -> Family[BufferedCounter]:
+        counter = Counter(name, help_text, labels, registry=self._registry)
+        return self._buffered(Family(counter, BufferedCounter))
+
+    def _gauge(
+        self,
+        name: str,
+        help_text: str,
+        *labels: str,
+        mode: Literal["livesum", "livemax", "max"] = "livesum",
+    ) -> Family[BufferedGauge]:
+        gauge = Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
+        return self._buffered(Family(gauge, BufferedGauge))
+
+    def _histogram(
+        self, name: str, help_text: str, bounds: tuple[float, ...], *labels: str
+    ) -> Family[BufferedHistogram]:
+        metric = Histogram(name, help_text, labels, buckets=bounds, registry=self._registry)
+        return self._buffered(Family(metric, partial(BufferedHistogram, bounds=bounds)))
+
+    def _buffered(self, family: Family[B]) -> Family[B]:
+        self._buffers.append(family)
+        return family
+
+
+def _show(family: Family[B], *values: tuple[str, ...]) -> None:
+    """Expose the series with each combination of these label values as 0 before the first event."""
+    for labels in product(*values):
+        family[labels]
+
+
+@dataclass(slots=True)
+class Totals:
+    """What one version of a model did: requests, images, batches, and seconds.
+
+    `stages_s`: by stage, and "total". `sized`: number and seconds of batches by the next power of
+    two of their rows.
+    """
+
+    predicted: int = 0
+    failed: int = 0
+    images: int = 0
+    batches: int = 0
+    last_s: float = 0.0
+    """When it last answered, as `time.time()`; 0 if it never did."""
+    stages_s: dict[str, float] = field(default_factory=dict)
+    sized: dict[int, list[float]] = field(default_factory=dict)
+
+    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
+        """Take one sample of the model."""
+        match name:
+            case "lenet_requests_total" if labels["outcome"] == "ok":
+                self.predicted += int(value)
+            case "lenet_requests_total":
+                self.failed += int(value)
+            case "lenet_images_total":
+                self.images += int(value)
+            case "lenet_batches_total":
+                self.batches += int(value)
+            case "lenet_last_prediction_timestamp_seconds":
+                self.last_s = value
+            case "lenet_stage_seconds_total":
+                self.stages_s[labels["stage"]] = value
+            case "lenet_sized_batches_total":
+                self.sized.setdefault(int(labels["rows"]), [0.0, 0.0])[0] = value
+            case "lenet_sized_batch_seconds_total":
+                self.sized.setdefault(int(labels["rows"]), [0.0, 0.0])[1] = value
+
+
+@dataclass(frozen=True, slots=True)
+class _Collected:
+    """What was collected, for the library to write."""
+
+    metrics: list[Metric]
+
+    def collect(self) -> list[Metric]:
+        """As a registry's."""
+        return self.metrics
+
+
+def _all_workers() -> Iterator[Metric]:
+    """The merged series of all workers, without versions that none of them serves any more."""
+    merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
+    metrics = list(merged.collect())  # type: ignore[no-untyped-call]
+    (info,) = [metric for metric in metrics if metric.name == "lenet_model_info"] or [None]
+    loaded = set()
+    if info is not None:
+        info.samples = [sample for sample in info.samples if sample.value]
+        loaded = {_key_of(sample) for sample in info.samples}
+    for metric in metrics:
+        if metric.type == "gauge" and metric.name not in _KEPT:
+            metric.samples = [one for one in metric.samples if _key_of(one) in (*loaded, None)]
+        yield metric
+
+
+def _key_of(sample: Sample) -> ModelKey | None:
+    labels = sample.labels
+    return (labels["model"], labels["version"]) if "model" in labels else None
+
+
+class _WorkerProcess:
+    """Memory, CPU time and open files of this worker, summed over the live workers.
+
+    prometheus_client's own process metrics do not add up over processes.
+    """
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._process = ProcessCollector(registry=None)
+        self._cpu = Counter(
+            "process_cpu_seconds", "User and system CPU time of all workers.", registry=registry
+        )
+        self._cpu_s = 0.0
+        self._gauges = {
+            name: Gauge(name, help_text, multiprocess_mode="livesum", registry=registry)
+            for name, help_text in (
+                ("process_resident_memory_bytes", "Resident memory of all workers."),
+                ("process_open_fds", "Open file descriptors of all workers."),
+            )
+        }
+
+    def flush(self) -> None:
+        """See `Buffered`."""
+        for family in self._process.collect():
+            for sample in family.samples:
+                if sample.name == "process_cpu_seconds_total":
+                    self._cpu.inc(sample.value - self._cpu_s)
+                    self._cpu_s = sample.value
+                elif sample.name in self._gauges:
+                    self._gauges[sample.name].set(sample.value)

@@ -1,0 +1,1 @@
+"""Pictures of digits to images of 28 x 28."""

@@ -1,0 +1,153 @@
+"""A picture of any size -> uint8 (n, 28, 28), each digit normalised like MNIST's images.
+
+Source: Y. LeCun, https://yann.lecun.com/exdb/mnist: "size normalized to fit in a 20x20 pixel box
+while preserving their aspect ratio ... centered in a 28x28 image by computing the center of mass".
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+
+from lenet.pixels import HEIGHT, WIDTH, Images
+from service.errors import InvalidInput, TooLarge
+from service.pictures.doubt import count_shapes, is_no_digit, silhouette
+from service.pictures.headers import Digits, Doubt, Invert
+from service.pictures.ink import Drawing, Ink, find_ink
+from service.pictures.picture_files import read_grey
+from service.pictures.separate import separate
+
+BOX = 20
+"""Longer side of a digit in the 28x28 image, in pixels."""
+
+MAX_DIGITS = 64
+"""In one picture."""
+
+_FLAT = 14
+"""Rows of a prepared image. Nearly all digits have 20."""
+
+_CENTRE = 14.0
+"""MNIST's centre of mass, as a pixel index: with it 59,998 of the 60,000 training images keep their
+position, with 13.5 (the middle of the image) 25 % do."""
+
+_DARK_ENOUGH = 230.0
+"""Fainter ink is stretched to 255. In every MNIST image ink reaches at least 254."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a picture shows: uint8 (n, 28, 28), how many pixels it has, and doubts by image."""
+
+    images: Images
+    pixels: int
+    doubts: Sequence[tuple[int, Doubt]]
+
+
+def prepare(
+    body: bytes,
+    declared: str,
+    *,
+    field: str,
+    invert: Invert,
+    digits: Digits,
+    max_pixels: int,
+    used_pixels: int,
+) -> Prepared:
+    """The digits in a picture, each cropped, scaled and centred like MNIST's.
+
+    `invert`: "true" is dark ink on light paper, "false" light ink on dark paper, "auto" detects
+    which of the two it is. `digits`: "one" takes everything that is drawn for one digit, "several"
+    takes it apart, in reading order. `max_pixels` is the limit of the whole request, of which
+    `used_pixels` are taken.
+
+    Raises: InvalidInput (another type, damaged, no digit), TooLarge (too many pixels or digits).
+    """
+    grey, pixels = read_grey(
+        body, declared, field=field, invert=invert, max_pixels=max_pixels, used_pixels=used_pixels
+    )
+    drawing = find_ink(grey, invert)
+    if not drawing.ink.any():
+        hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
+        message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
+        raise InvalidInput(message, field=field)
+    drawings = separate(drawing) if digits == "several" else [drawing]
+    if len(drawings) > MAX_DIGITS:
+        raise TooLarge(
+            f"{field}: got {len(drawings)} digits, expected at most {MAX_DIGITS} in a picture; "
+            "cut it into several",
+            field=field,
+        )
+    images = np.stack([_centred(_scaled(one)) for one in drawings])
+    doubts: list[tuple[int, Doubt]] = []
+    for index, image in enumerate(images):
+        shape = silhouette(image)
+        # A long number is so small that its digits may have become one shape.
+        several = count_shapes(shape) > 1 or np.count_nonzero(image.any(1)) < _FLAT
+        if digits == "one" and several and len(separate(drawing)) > 1:
+            doubts.append((index, "several_shapes"))
+        elif is_no_digit(shape):
+            doubts.append((index, "not_a_digit"))
+    return Prepared(images, pixels, doubts)
+
+
+def _scaled(drawing: Drawing) -> Ink:
+    """The ink's bounding box, its longer side scaled to `BOX`, and a margin of one pixel.
+
+    A box of 19 to 21 pixels is not resampled, so MNIST's own images stay as they are. Scaling
+    makes thin strokes faint, and pencil is faint already: ink below `_DARK_ENOUGH` is stretched.
+    """
+    ink, drawn = drawing.ink, drawing.drawn
+    rows, columns = np.flatnonzero(drawn.any(1)), np.flatnonzero(drawn.any(0))
+    height, width = int(rows[-1] - rows[0]) + 1, int(columns[-1] - columns[0]) + 1
+    longer = max(height, width)
+    scale = 1.0 if abs(longer - BOX) <= 1 else BOX / longer
+    size_y, size_x = max(1, round(height * scale)), max(1, round(width * scale))
+    step_y, step_x = height / size_y, width / size_x
+    margin = math.ceil(max(step_y, step_x))
+    # The box and its margin, with nothing beyond the picture.
+    top, left = int(rows[0]) - margin, int(columns[0]) - margin
+    padded = np.zeros((height + 2 * margin, width + 2 * margin), np.float32)
+    inside = ink[max(top, 0) : top + padded.shape[0], max(left, 0) : left + padded.shape[1]]
+    first = max(-top, 0), max(-left, 0)
+    padded[first[0] : first[0] + inside.shape[0], first[1] : first[1] + inside.shape[1]] = inside
+    if scale == 1:
+        patch: Ink = padded[margin - 1 : margin + height + 1, margin - 1 : margin + width + 1]
+    else:
+        near = (margin - step_x, margin - step_y)
+        far = (margin + width + step_x, margin + height + step_y)
+        patch = np.asarray(
+            Image.fromarray(padded).resize(
+                (size_x + 2, size_y + 2),
+                Image.Resampling.BOX if scale <= 1 else Image.Resampling.BICUBIC,
+                box=(*near, *far),
+            )
+        )
+    strong = patch[patch > patch.max() / 2]
+    place = 0.9 * (strong.size - 1)
+    below = int(place)
+    # The 90th percentile; NumPy's function takes ten times as long.
+    strong.partition((below, min(below + 1, strong.size - 1)))
+    strokes = float(strong[below])
+    strokes += (float(strong[min(below + 1, strong.size - 1)]) - strokes) * (place - below)
+    if strokes < _DARK_ENOUGH:
+        patch = patch * (255 / strokes)
+    clipped: Ink = np.clip(patch, 0, 255)
+    return clipped
+
+
+def _centred(patch: Ink) -> NDArray[np.uint8]:
+    """uint8 (28, 28) with the patch's centre of mass at its centre, no ink beyond its edge."""
+    height, width = patch.shape
+    total = patch.sum(dtype=np.float64)
+    top = int(np.floor(_CENTRE - patch.sum(1) @ np.arange(height) / total + 0.5))
+    left = int(np.floor(_CENTRE - patch.sum(0) @ np.arange(width) / total + 0.5))
+    # The patch's outermost pixels are its margin and may lie outside.
+    top, left = min(max(top, -1), HEIGHT + 1 - height), min(max(left, -1), WIDTH + 1 - width)
+    field = np.zeros((HEIGHT + 2, WIDTH + 2), np.float32)
+    field[top + 1 : top + 1 + height, left + 1 : left + 1 + width] = patch
+    return np.rint(field[1:-1, 1:-1]).astype(np.uint8)

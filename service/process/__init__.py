@@ -1,0 +1,1 @@
+"""The process: its signals, files, listeners and memory."""

@@ -1,1 +1,0 @@
-"""gRPC. The only package that imports grpc and protobuf."""

@@ -1,0 +1,110 @@
+"""The TLS handshake of a connection that is accepted already.
+
+A server that is made with a TLS context makes its protocol only after the handshake: clients that
+connect and then keep silent would escape the limits of connections and of time. And a request in
+the clear could not be answered, so that its client would see a connection that closes for no
+reason.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    from ssl import SSLContext
+
+    from service.transport.connection import Connection
+
+_UNLIMITED = 1 << 30
+"""`Connection.look_at_unread` decides instead."""
+
+_SHUTDOWN_S = 3600.0
+"""`Connection.check_time` ends it, when the client reads no more."""
+
+
+class Handshake(asyncio.Protocol):
+    """Stands in for `connection` until its transport is encrypted.
+
+    `connection` then has the new transport, or is lost.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self._early: list[bytes] = []
+        self._ended = False
+        self._begun = asyncio.Event()  # to send, or gone
+        # uvloop begins to read when `connection_made` returns, even if it paused the transport.
+        connection.transport.set_protocol(self)
+
+    async def run(self, tls: SSLContext, timeout_s: float) -> None:
+        """Do it, within `timeout_s` of its first byte; for that one `check_time` waits."""
+        connection = self._connection
+        loop, plain = connection.loop, connection.transport
+        await self._begun.wait()
+        if plain.is_closing():
+            return
+        if self._ended:  # before the handshake
+            plain.abort()
+            return
+        if self._early[0][:1].isupper():  # a method; TLS begins with a byte below 32
+            plain.set_protocol(connection)
+            connection.refuse_clear()
+            return
+        securing = loop.create_task(
+            loop.start_tls(
+                plain,
+                self,
+                tls,
+                server_side=True,
+                ssl_handshake_timeout=timeout_s,
+                ssl_shutdown_timeout=_SHUTDOWN_S,
+            )
+        )
+        loop.call_soon(self._hand_on)  # in the same turn, so that nothing comes in between
+        secured: asyncio.Transport | None = None
+        with suppress(OSError):  # another protocol, no right certificate, too late, gone
+            secured = await securing
+        if secured is None or secured.is_closing():
+            plain.abort()
+            connection.connection_lost(None)
+            return
+        secured.set_write_buffer_limits(_UNLIMITED)
+        connection.transport, connection.plain = secured, plain
+        secured.set_protocol(connection)
+        for data in self._early:
+            connection.data_received(data)
+        if self._ended and not connection.eof_received():
+            secured.close()
+
+    def data_received(self, data: bytes) -> None:
+        """Before TLS has taken over, its first bytes; later what came with the last of them."""
+        self._early.append(data)
+        self._begun.set()
+
+    def eof_received(self) -> bool:
+        """The client has said all."""
+        self._ended = True
+        self._begun.set()
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The client is gone."""
+        self._begun.set()
+        self._connection.connection_lost(exc)
+
+    def _hand_on(self) -> None:
+        """Give what came too early to the protocol that `start_tls` has put in this one's place."""
+        found = self._connection.transport.get_protocol()
+        if found is self:
+            return  # it failed
+        protocol = cast("asyncio.BufferedProtocol", found)
+        rest = memoryview(b"".join(self._early))
+        self._early.clear()
+        while rest:
+            buffer = memoryview(protocol.get_buffer(len(rest)))
+            size = min(len(buffer), len(rest))
+            buffer[:size] = rest[:size]
+            protocol.buffer_updated(size)
+            rest = rest[size:]

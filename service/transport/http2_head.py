@@ -1,0 +1,183 @@
+"""The header fields of a request over HTTP/2, checked after RFC 9113, and where they lead to."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import unquote_to_bytes
+
+from service.errors import ServiceError, shown
+from service.observe.ids import Ids
+from service.transport.answer import Answer, refusal
+from service.transport.gate import Gate
+from service.transport.grpc import ENCODINGS, HeadersTooLarge, Method, Unimplemented
+from service.transport.head import HOST, FastRoute, FastRoutes, find
+from service.transport.http2 import (
+    MAX_HEADER_BYTES,
+    Fields,
+    Malformed,
+    is_field,
+    is_value,
+    lines_block,
+    list_bytes,
+)
+
+_METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
+_PATH = re.compile(rb"/[!-~]*")
+_PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
+
+_LENGTH = re.compile(rb"[0-9]{1,20}")
+
+Methods = Mapping[bytes, Method]
+"""The methods of gRPC, by path."""
+
+
+class Http2Head:
+    """The checked fields of a request.
+
+    `method_of_grpc` is what a call of gRPC asks for, if it is one and known; otherwise `answer` is
+    that of a request which may not pass. `error` is what the route or the method found.
+
+    Raises:
+        Malformed: they break HTTP's rules.
+    """
+
+    __slots__ = (
+        "answer",
+        "encoding",
+        "error",
+        "expects_continue",
+        "extra",
+        "headers",
+        "ids",
+        "is_grpc",
+        "length",
+        "method",
+        "method_of_grpc",
+        "once",
+        "path",
+        "query",
+        "route",
+        "wanted",
+    )
+
+    def __init__(self, fields: Fields, routes: FastRoutes, methods: Methods, gate: Gate) -> None:
+        pseudo, self.headers = _checked(fields)
+        self.method = pseudo[b":method"]
+        target = pseudo.get(b":path", b"")
+        self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
+        named: dict[str, str] = {}
+        for name, value in self.headers:
+            named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        self.length = _length(self.headers)
+        self.expects_continue = named.get("expect", "").lower() == "100-continue"
+        self.ids = Ids.read(named)
+        self.once = bool(self.ids) or self.expects_continue
+        self.is_grpc = self.method == b"POST" and named.get("content-type", "").startswith(
+            "application/grpc"
+        )
+        self.extra = b""
+        self.encoding = "identity"
+        self.wanted: Any = None
+        self.error: ServiceError | None = None
+        self.answer: Answer | None = None
+        self.route: FastRoute | None = None
+        self.method_of_grpc: Method | None = None
+        size = list_bytes(fields)
+        if self.is_grpc:
+            self._read_call(named, methods, size)
+        else:
+            self._read_request(named, routes, gate, size)
+
+    def _read_request(
+        self, named: Mapping[str, str], routes: FastRoutes, gate: Gate, size: int
+    ) -> None:
+        self.extra = lines_block(self.ids.line + gate.cors_lines(named))
+        if size > MAX_HEADER_BYTES:
+            message = f"headers: got {size} bytes, expected at most {MAX_HEADER_BYTES}"
+            self.answer = refusal(431, "invalid_input", message)
+            return
+        if self.method == b"CONNECT":
+            message = "method: got CONNECT, expected another; see /docs"
+            self.answer = refusal(501, "invalid_input", message)
+            return
+        self.answer = gate.check(self.method, self.path, named)
+        self.once = self.once or self.answer is not None  # the gate counts each
+        self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
+        if self.answer is None and self.route is not None:
+            try:
+                self.wanted = self.route.read(self.query, named, values)
+            except ServiceError as exc:
+                self.error = _without_frames(exc)
+
+    def _read_call(self, named: Mapping[str, str], methods: Methods, size: int) -> None:
+        self.method_of_grpc = method = methods.get(self.path)
+        self.encoding = named.get("grpc-encoding", "identity")
+        try:
+            if size > MAX_HEADER_BYTES:
+                raise HeadersTooLarge(
+                    f"metadata: got {size} bytes, expected at most {MAX_HEADER_BYTES}",
+                    field="metadata",
+                )
+            if method is None:
+                found = shown(self.path.decode("latin-1"))
+                raise Unimplemented(f"method: got {found}, expected one that reflection lists")
+            kind = named["content-type"]
+            if kind.partition(";")[0] not in ("application/grpc", "application/grpc+proto"):
+                raise Unimplemented(f"content-type: got {shown(kind)}, expected application/grpc")
+            if self.encoding not in ENCODINGS:
+                expected = ", ".join(ENCODINGS)
+                found = shown(self.encoding)
+                raise Unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
+            self.wanted = method.read(named)
+        except ServiceError as exc:
+            self.error = _without_frames(exc)
+
+
+def _without_frames(error: ServiceError) -> ServiceError:
+    """The error without its frames, which hold the connection."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+
+def _checked(fields: Fields) -> tuple[dict[bytes, bytes], list[tuple[bytes, bytes]]]:
+    """The pseudo-header fields, and the others with the authority as `host`. Raises: Malformed."""
+    pseudo: dict[bytes, bytes] = {}
+    headers: list[tuple[bytes, bytes]] = []
+    for name, value in fields:
+        if name.startswith(b":"):
+            if headers or name not in _PSEUDO or name in pseudo or not is_value(value):
+                raise Malformed
+            pseudo[name] = value
+        elif is_field(name, value):
+            headers.append((name, value))
+        else:
+            raise Malformed
+    method = pseudo.get(b":method", b"")
+    if not _METHOD.fullmatch(method):
+        raise Malformed
+    path = pseudo.get(b":path", b"")
+    has_target = bool(_PATH.fullmatch(path)) or (method, path) == (b"OPTIONS", b"*")
+    if method == b"CONNECT":
+        has_target = pseudo.keys() == {b":method", b":authority"}
+    if not has_target or (method != b"CONNECT" and not pseudo.get(b":scheme")):
+        raise Malformed
+    hosts = [value for name, value in headers if name == b"host"]
+    authority = pseudo.get(b":authority")
+    if len(hosts) > 1 or (hosts and authority is not None and hosts[0] != authority):
+        raise Malformed
+    if not HOST.fullmatch(authority or (hosts[0] if hosts else b"")):
+        raise Malformed
+    if authority is not None and not hosts:
+        headers.insert(0, (b"host", authority))
+    return pseudo, headers
+
+
+def _length(headers: list[tuple[bytes, bytes]]) -> int | None:
+    lengths = [value for name, value in headers if name == b"content-length"]
+    if not lengths:
+        return None
+    if len(lengths) > 1 or not _LENGTH.fullmatch(lengths[0]):
+        raise Malformed
+    return int(lengths[0])

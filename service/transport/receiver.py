@@ -1,0 +1,40 @@
+"""Receives the rest of a large body: from the socket to where the body belongs, without a copy."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from service.transport.connection import Connection
+
+_READ_BYTES = 512 * 1024
+"""The most in one read: others wait for it, 0.1 ms."""
+
+
+class BodyReceiver(asyncio.BufferedProtocol):
+    """Takes the place of `connection` at its transport until `room` is full.
+
+    Everything but the data is passed on to the connection.
+    """
+
+    def __init__(self, connection: Connection, room: memoryview) -> None:
+        self._connection, self._room = connection, room
+        # Looked up by the transport at any time.
+        self.connection_lost = connection.connection_lost  # type: ignore[method-assign]
+        self.eof_received = connection.eof_received  # type: ignore[method-assign]
+        self.pause_writing = connection.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes go."""
+        return self._room[:_READ_BYTES]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """They have come."""
+        self._room = self._room[nbytes:]
+        self._connection.body_arrived(nbytes)
+
+    def release(self) -> None:
+        """Forget the body. uvloop keeps this object until another takes its place."""
+        self._room = memoryview(b"")
