@@ -100,7 +100,7 @@ class Request:
     first_cut_s: float = field(default=0.0, init=False)
     parts: dict[int, Probabilities] | None = field(default=None, init=False)
     """By first row: batches of one request finish in any order."""
-    batch: BatchAnswer | None = field(default=None, init=False)
+    batch: BatchAnswer = field(init=False)
     """Where the answers are, once they are complete, from row `row` on."""
     row: int = field(default=0, init=False)
     batch_rows: int = field(default=0, init=False)
@@ -134,9 +134,18 @@ class Request:
         return True
 
     @property
+    def queue_us(self) -> int:
+        """Microseconds until the first rows were cut."""
+        return round(1e6 * (self.first_cut_s - self.arrived_s))
+
+    @property
+    def compute_us(self) -> int:
+        """Microseconds from then until the last were answered."""
+        return round(1e6 * (self.answered_s - self.first_cut_s))
+
+    @property
     def prediction(self) -> Prediction:
         """The answer, after `deliver` returned True."""
-        assert self.batch is not None, "bug: not answered"
         version, cut_s = self.version, self.first_cut_s
         times = cut_s - self.arrived_s, self.answered_s - cut_s
         return Prediction(version, self.rows, *times, self.batch, self.row)
