@@ -187,12 +187,10 @@ async def open_service(
             models=models,
             repository=repository,
             metrics=metrics,
-            predict=predict,
-            infer=infer,
-            tensorflow=tensorflow,
-            explain=explain,
             keys=keys,
             info=partial(_info, settings, grpc_port, placement, models, version),
+            explain=explain is not None,
+            max_images=settings.max_images,
         )
         fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
         if explain is not None:

@@ -505,8 +505,8 @@ async def test_another_model_is_404_whatever_the_body(served, url, message):
         assert answer.json()["error"].startswith(message)
 
 
-async def test_over_a_connection_it_is_answered_without_the_application(listen, images, expected):
-    async with listen() as served:
+async def test_over_a_connection_it_is_answered_without_the_application(open_app, images, expected):
+    async with open_app() as served:
         for url in (URL, "/v2/models/tiny/versions/3/infer", "/v2/models/t%69ny/infer"):
             for form in FORMS.values():
                 content, headers = form(images)
