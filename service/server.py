@@ -36,11 +36,16 @@ from service.api.explain import ExplainRoute
 from service.api.grpc_infer import InferRoute as GrpcInferRoute
 from service.api.grpc_methods import methods
 from service.api.infer import InferRoute
-from service.api.openapi import InfoResponse, LoadedModel
+from service.api.openapi import (
+    MODEL,
+    MODEL_VERSION,
+    PREFIX,
+    TENSORFLOW,
+    InfoResponse,
+    LoadedModel,
+)
 from service.api.servicer import InferenceServicer
-from service.api.tensorflow import PREFIX as TENSORFLOW
 from service.api.tensorflow import TensorflowRoute
-from service.api.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.budget import Budget
 from service.decode.pool import Decoders
 from service.engine.deadlines import Deadlines

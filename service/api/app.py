@@ -1,6 +1,6 @@
 """The FastAPI application: it documents all routes, and answers all but those that take images.
 
-Those are answered on the connection, see `api.documented`.
+Those are answered on the connection, see `api.openapi`.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from functools import cache
 from typing import Any, cast
 
 import orjson
-from fastapi import APIRouter, FastAPI, Request, Response
+from fastapi import FastAPI, Request, Response
 from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
-from service.api.documented import documented_routes
-from service.api.openapi import Health, InfoResponse
+from service.api.openapi import PROTOCOL, Health, InfoResponse, image_routes
 from service.api.page import HTML, Page, StaticFile
 from service.api.tensorflow import status_routes, verb_of
 from service.api.v2 import protocol_routes
@@ -80,9 +80,13 @@ def create_app(
         openapi_url=None,
         redirect_slashes=False,  # the redirect would contain the request's Host header
     )
-    app.include_router(documented_routes(explain=explain))
-    app.include_router(status_routes(models))
-    app.include_router(protocol_routes(models, repository, metrics, keys, max_images))
+    routers = (
+        image_routes(explained=explain),
+        status_routes(models),
+        protocol_routes(models, repository, metrics, keys, max_images),
+    )
+    for router in routers:
+        app.include_router(router)
     _add_operations(app, models, metrics, info)
     _add_pages(app, needs_key=bool(keys))
 
@@ -97,7 +101,6 @@ def create_app(
         return _response(plain_error_answer(cast("ServiceError", error)))
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
-        paths = (*app.openapi()["paths"], "/docs")
         return _routing_error_response(request, cast("HTTPException", error), paths)
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
@@ -106,6 +109,11 @@ def create_app(
             return _response(plain_error(500, "internal error; see the server log"))
         return _response(INTERNAL_ERROR)
 
+    routes = [route for one in (app, *routers) for route in one.routes]
+    paths = [
+        "/docs",
+        *(one.path for one in routes if isinstance(one, APIRoute) and one.include_in_schema),
+    ]
     app.add_exception_handler(ServiceError, on_service_error)
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
@@ -115,30 +123,29 @@ def create_app(
 def _add_operations(
     app: FastAPI, models: Models, metrics: Metrics, info: Callable[[], InfoResponse]
 ) -> None:
-    router = APIRouter(tags=["operations"])
-
-    @router.get("/healthz", summary="Liveness")
-    async def healthz() -> Health:
+    async def live() -> Health:
         """200 while the event loop runs."""
         return Health(live=True, ready=models.ready)
 
-    @router.get("/readyz", summary="Readiness", responses={503: {"model": Health}})
-    async def readyz(response: Response) -> Health:
+    async def ready(response: Response) -> Health:
         """200 from the end of the warm-up to the beginning of the stop, else 503."""
         response.status_code = 200 if models.ready else 503
         return Health(live=True, ready=models.ready)
 
-    @router.get("/metrics", summary="Prometheus metrics", response_class=Response)
+    for path, tag in (("/healthz", "operations"), ("/v2/health/live", PROTOCOL)):
+        app.get(path, tags=[tag], summary="Liveness")(live)
+    for path, tag in (("/readyz", "operations"), ("/v2/health/ready", PROTOCOL)):
+        app.get(path, tags=[tag], summary="Readiness", responses={503: {"model": Health}})(ready)
+
+    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", response_class=Response)
     async def exposition() -> Response:
         """The Prometheus text format, summed over all workers."""
         return Response(await metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
-    @router.get("/info", summary="Models and limits")
+    @app.get("/info", tags=["operations"], summary="Models and limits")
     async def show_info() -> InfoResponse:
         """Models, versions, digests, accuracy, device and limits."""
         return info()
-
-    app.include_router(router)
 
 
 def _add_pages(app: FastAPI, *, needs_key: bool) -> None:

@@ -1,27 +1,36 @@
-"""Models of parameters, bodies and answers: FastAPI generates the OpenAPI document from them.
+"""The OpenAPI document: models of parameters, bodies and answers, and the routes that take images.
 
-Predictions are neither read nor written by these models, which would take too long; tests compare.
+Those routes are answered on the connection, before the application: see `transport.head`. Here
+FastAPI generates their documentation, and the answers to other methods of their paths. Predictions
+are neither read nor written by the models, which would take too long; tests compare.
 """
 
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
-from typing import Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from fastapi import Header, Path
+from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
+from fastapi.routing import APIRoute
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
-from service.forms.body import Digits, Invert
+from service.forms.body import ACCEPTED, Digits, Invert
 from service.forms.oip_json import LENGTH_HEADER
 from service.request import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
+from service.transport.answer import STATUS
+
+PROTOCOL = "open inference protocol"
+PREFIX = "/v2"
+TENSORFLOW = "/v1"
+MODEL = "/models/{model}"
+MODEL_VERSION = f"{MODEL}/versions/{{version}}"
 
 MAX_EXPLAINED_IMAGES = 64
 MAX_NOISE = 10
-
-Responses = dict[int | str, dict[str, Any]]
-"""The answers of a route by status, as FastAPI's `responses`."""
 
 
 def example_seven() -> list[list[int]]:
@@ -39,14 +48,26 @@ _SEVEN = example_seven()
 _FLAT_SEVEN = [pixel for row in _SEVEN for pixel in row]
 _ENCODED_SEVEN = base64.b64encode(bytes(_FLAT_SEVEN)).decode()
 _PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
-_PREDICTION = {"label": 7, "confidence": 0.9998, "probabilities": _PROBABILITIES}
 
 # Parameters
 
-ModelName = Annotated[str, Path(min_length=1, description="The model.")]
-ModelVersion = Annotated[
-    str, Path(min_length=1, description="The version of the model; 404 if it is not loaded.")
-]
+
+_Name = Annotated[str, Path(min_length=1, description="404 if it is not loaded.")]
+
+
+def _model(model: _Name) -> None: ...
+
+
+def _version(version: _Name) -> None: ...
+
+
+OF_MODEL, _OF_VERSION = [Depends(_model)], [Depends(_model), Depends(_version)]
+OWNERS = ((MODEL, OF_MODEL), (MODEL_VERSION, _OF_VERSION))
+"""Paths that name a model, and a version of it, with the dependencies that document these names.
+
+They check nothing; endpoints read `Request.path_params`.
+"""
+
 Timeout = Annotated[
     int,
     Header(
@@ -63,35 +84,18 @@ class PredictQuery(BaseModel):
     """The query of `POST /predict`."""
 
     model: str = Field("", description="The model; the default one without.")
-    version: str = Field(
-        "", description="The version of the model, 404 if it is not loaded; the highest without."
-    )
-    invert: Invert = Field(
-        "auto",
-        description="Whether ink is dark on light paper. auto detects it in pictures and leaves "
-        "raw pixels as they are.",
-    )
-    digits: Digits = Field(
-        "one",
-        description="How many digits each picture shows. With several each separate digit, 64 at "
-        "most, is an image of the request, in reading order. Of no effect on raw pixels.",
-    )
+    version: str = Field("", description="The model's version; the highest without.")
+    invert: Invert = Field("auto", description="auto: ink that is dark in pictures is detected.")
+    digits: Digits = Field("one", description="several: each digit of a picture, 64 at most.")
 
 
 class ExplainQuery(PredictQuery):
     """The query of `POST /explain`."""
 
-    index: int = Field(
-        0, ge=0, le=MAX_EXPLAINED_IMAGES - 1, description="Which image is explained."
-    )
+    index: int = Field(0, ge=0, lt=MAX_EXPLAINED_IMAGES, description="Which image is explained.")
     biases: Literal["on", "off"] = Field("on", description="off computes with all biases 0.")
-    noisy: str = Field(
-        "",
-        description="The layer whose weights get normal noise, always the same; with `noise`.",
-    )
-    noise: float = Field(
-        0, ge=0, le=MAX_NOISE, description="In standard deviations of these weights."
-    )
+    noisy: str = Field("", description="The layer whose weights get normal noise of one seed.")
+    noise: float = Field(0, ge=0, le=MAX_NOISE, description="In deviations of these weights.")
 
 
 # Bodies of requests
@@ -118,11 +122,9 @@ class _Exact(BaseModel):
 
 
 class PredictRequest(_Exact):
-    """Images of 28 x 28 pixels, ink high."""
+    """Images of 28 x 28 pixels, ink high, or one. Pixels have no fraction, not even 1.0."""
 
-    images: _Some[Rows | Flat | Encoded] | Rows | Flat | Encoded = Field(
-        description="A list of images, or one image. Pixels have no fraction, not even 1.0."
-    )
+    images: _Some[Rows | Flat | Encoded] | Rows | Flat | Encoded
 
 
 class EncodedImage(_Exact):
@@ -149,36 +151,29 @@ class NamedEncoded(_Exact):
     image: EncodedImage
 
 
-class NamedImages(_Exact):
-    """Images of one form."""
-
-    image: _Some[Rows] | _Some[Flat] | _Some[EncodedImage]
+_OneForm: TypeAlias = _Some[Rows] | _Some[Flat] | _Some[EncodedImage]
 
 
 class _Signed(_Exact):
     signature_name: Literal["", "serving_default"] = ""
 
 
-class TensorflowRows(_Signed):
-    """Images that are answered by row."""
+class NamedImages(_Exact):
+    """Images of one form."""
 
-    instances: (
-        _Some[Rows]
-        | _Some[Flat]
-        | _Some[EncodedImage]
-        | _Some[NamedRows]
-        | _Some[NamedFlat]
-        | _Some[NamedEncoded]
-    ) = Field(
-        description="Images of one form: 28 rows of 28 pixels, 784 pixels, or their bytes, each "
-        "also as `image` of an object."
-    )
+    image: _OneForm
+
+
+class TensorflowRows(_Signed):
+    """Images of one form that are answered by row."""
+
+    instances: _OneForm | _Some[NamedRows] | _Some[NamedFlat] | _Some[NamedEncoded]
 
 
 class TensorflowColumns(_Signed):
-    """Images that are answered by column."""
+    """Images of one form that are answered by column."""
 
-    inputs: _Some[Rows] | _Some[Flat] | _Some[EncodedImage] | NamedImages
+    inputs: _OneForm | NamedImages
 
 
 class InferInput(BaseModel):
@@ -207,41 +202,16 @@ class InferRequest(BaseModel):
     parameters: dict[str, Any] = {}
 
 
-_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": _FLAT_SEVEN}
-PREDICT_EXAMPLES: dict[str, Any] = {
-    "base64": {"summary": "784 bytes in base64", "value": {"images": [_ENCODED_SEVEN]}},
-    "nested": {"summary": "28 rows of 28", "value": {"images": [_SEVEN]}},
-    "flat": {"summary": "784 integers", "value": {"images": [_FLAT_SEVEN]}},
-    "single": {"summary": "one image without a list", "value": {"images": _SEVEN}},
-}
-INFER_EXAMPLES: dict[str, Any] = {"flat": {"value": {"inputs": [_IMAGE]}}}
-TENSORFLOW_EXAMPLES: dict[str, Any] = {
-    "instances": {"value": {"instances": [_SEVEN]}},
-    "inputs": {"value": {"inputs": [_SEVEN]}},
-    "base64": {"value": {"instances": [{"b64": _ENCODED_SEVEN}]}},
-}
-
 # Answers
-
-
-def _example(**document: Any) -> ConfigDict:
-    return ConfigDict(json_schema_extra={"example": document})
 
 
 class ImagePrediction(BaseModel):
     """The prediction for one image."""
 
     label: int = Field(description="The class with the highest probability.", examples=[7])
-    name: str = Field(
-        "",
-        description="The name of the class; only of a model whose classes have other names than "
-        "their numbers. `/info` has all names.",
-    )
+    name: str = Field("", description="That of the class, absent where it is the class's number.")
     confidence: float = Field(ge=0, le=1, description="Its probability.", examples=[0.9998])
-    probabilities: list[float] = Field(
-        min_length=2,
-        description="Of the classes, of digits 0 to 9; they sum to 1.",
-    )
+    probabilities: list[float] = Field(min_length=2, examples=[_PROBABILITIES])
 
 
 class PredictionWarning(BaseModel):
@@ -259,72 +229,36 @@ class PredictionWarning(BaseModel):
 class PredictResponse(BaseModel):
     """The predictions, in the order of the images."""
 
-    model_config = _example(model="lenet", version="1", predictions=[_PREDICTION])
-
-    model: str
-    version: str
+    model: str = Field(examples=["lenet"])
+    version: str = Field(examples=["1"])
     predictions: list[ImagePrediction]
-    warnings: list[PredictionWarning] = Field(
-        default_factory=list,
-        description="About pictures; absent if there is none. Raw pixels are never warned of. At "
-        "most 256.",
-    )
+    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
 
 
 class ExplainedLayer(BaseModel):
-    """The values of a layer: low + byte * (high - low) / 255 for each byte of `data`."""
+    """The values of a layer: low + byte * (high - low) / 255 for each byte of `data`.
+
+    filters are the weights of a first convolution; the others include bias and activation.
+    """
 
     name: str = Field(description="As its tensors in the weight file.", examples=["conv1"])
-    kind: Literal["filters", "convolution", "pooling", "dense", "logits"] = Field(
-        description="filters are the weights of a first convolution. A convolution and a dense "
-        "layer include bias and activation."
-    )
+    kind: Literal["filters", "convolution", "pooling", "dense", "logits"]
     shape: list[int] = Field(examples=[[20, 24, 24]])
     low: float | None = Field(None, description="The lowest value.")
     high: float | None = Field(None, description="The highest value.")
-    data: str | None = Field(
-        None,
-        description="A byte for each value, in C order, in base64; absent in layers beyond 262,144 "
-        "values together.",
-    )
+    data: str | None = Field(None, description="In base64; absent beyond 262,144 values in all.")
     values: list[float] | None = Field(None, description="Of the logits, instead of the above.")
 
 
 class ExplainResponse(BaseModel):
     """What each layer computes of one image."""
 
-    model_config = _example(
-        model="mlp",
-        version="1",
-        images=[_ENCODED_SEVEN],
-        index=0,
-        prediction=_PREDICTION,
-        layers=[
-            {
-                "name": "dense1",
-                "kind": "dense",
-                "shape": [3],
-                "low": 0.0,
-                "high": 4.1,
-                "data": base64.b64encode(bytes((0, 255, 17))).decode(),
-            },
-            {
-                "name": "dense2",
-                "kind": "logits",
-                "shape": [10],
-                "values": [-1.5, 0.2, 1.1, 0.8, -2.0, -0.9, -5.5, 11.2, -0.1, 1.9],
-            },
-        ],
-    )
-
-    model: str
-    version: str
+    model: str = Field(examples=["lenet"])
+    version: str = Field(examples=["1"])
     images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
     index: int = Field(description="Which of them is explained.")
     prediction: ImagePrediction
-    warnings: list[PredictionWarning] = Field(
-        default_factory=list, description="As those of a prediction; absent if there is none."
-    )
+    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
     layers: list[ExplainedLayer]
 
 
@@ -341,14 +275,7 @@ class InferOutput(BaseModel):
 class InferResponse(BaseModel):
     """The outputs."""
 
-    model_config = _example(
-        model_name="lenet",
-        model_version="1",
-        outputs=[
-            {"name": "probabilities", "datatype": "FP32", "shape": [1, 10], "data": _PROBABILITIES},
-            {"name": "label", "datatype": "INT64", "shape": [1], "data": [7]},
-        ],
-    ) | ConfigDict(protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     model_name: str
     model_version: str
@@ -360,14 +287,12 @@ class InferResponse(BaseModel):
 class TensorflowRow(BaseModel):
     """The outputs for one image."""
 
-    probabilities: list[float]
-    label: int
+    probabilities: list[float] = Field(examples=[_PROBABILITIES])
+    label: int = Field(examples=[7])
 
 
 class TensorflowPredictions(BaseModel):
     """The outputs by row."""
-
-    model_config = _example(predictions=[{"probabilities": _PROBABILITIES, "label": 7}])
 
     predictions: list[TensorflowRow]
 
@@ -382,8 +307,6 @@ class TensorflowTable(BaseModel):
 class TensorflowOutputs(BaseModel):
     """The outputs by column."""
 
-    model_config = _example(outputs={"probabilities": [_PROBABILITIES], "label": [7]})
-
     outputs: TensorflowTable
 
 
@@ -392,10 +315,7 @@ class LoadedModel(BaseModel):
 
     name: str
     version: str
-    device: str = Field(
-        description="What computes it: cpu, or cuda and the numbers of the GPUs.",
-        examples=["cpu", "cuda:0,1"],
-    )
+    device: str = Field(description="cpu, or cuda and numbers.", examples=["cpu", "cuda:0,1"])
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="Number of learned parameters.")
     accuracy: float | None = Field(description="On the test set; null if it was not measured.")
@@ -432,11 +352,8 @@ class ErrorDetail(BaseModel):
     """What went wrong."""
 
     code: str = Field(description="From a closed set.", examples=["invalid_input"])
-    field: str = Field(
-        description='The part of the request that is wrong; "" if no single part is.',
-        examples=["images"],
-    )
-    message: str = Field(description="What was received, what was expected, what to do.")
+    field: str = Field(description='What is wrong; "" if no single part is.', examples=["images"])
+    message: str = Field(examples=["images[0]: got 783 values, expected 28 rows of 28"])
 
 
 class ErrorResponse(BaseModel):
@@ -461,69 +378,163 @@ _ERROR_HEADERS = {
     429: _RETRY_AFTER,
     503: _RETRY_AFTER,
 }
-_ERRORS = {
-    400: ("invalid_input", "images[0]", "images[0]: got 783 values, expected 28 rows of 28, ..."),
-    401: (
-        "unauthorized",
-        "authorization",
-        "authorization: got none, expected 'Bearer KEY' with one of the service's keys",
-    ),
-    403: (
-        "forbidden",
-        "authorization",
-        "authorization: expected one of the administrator's keys",
-    ),
-    404: ("unknown_model", "model", "model 'vgg' is not loaded, expected one of lenet, mlp"),
-    408: ("body_timeout", "body", "body: got 100 bytes in 30 s, expected the whole body"),
-    413: ("too_large", "images", "images: got 20000 images, expected at most 16384 in a request"),
-    415: (
-        "unsupported_media_type",
-        "content-type",
-        "content-type: got 'text/plain', expected one of application/json, ...",
-    ),
-    429: ("overloaded", "", "32768 rows wait and 1 more would pass the limit of 32768"),
-    500: ("internal", "", "internal error; see the server log"),
-    503: ("unavailable", "", "the service is stopping; send this to another instance"),
-    504: ("deadline_exceeded", "", "no answer within 50 ms"),
-}
-OF_PREDICTIONS = tuple(status for status in _ERRORS if status != 403)
+# 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
+_OF_PREDICTIONS = sorted(set(STATUS.values()) - {403, 499})
 OF_REPOSITORY = (400, 401, 403, 413, 503)
 
 
 def errors(
-    model: type[ErrorResponse | ProtocolError], statuses: Sequence[int] = OF_PREDICTIONS
-) -> Responses:
-    """Answers with an error in the shape of `model`, each with its example and headers."""
-    responses: Responses = {}
-    for status in statuses:
-        code, field, message = _ERRORS[status]
-        detail = {"code": code, "field": field, "message": message}
-        example = {"error": detail if model is ErrorResponse else message}
-        responses[status] = {
+    model: type[ErrorResponse | ProtocolError], statuses: Sequence[int] = _OF_PREDICTIONS
+) -> dict[int | str, dict[str, Any]]:
+    """Answers with an error in the shape of `model`, as FastAPI's `responses`."""
+    return {
+        status: {
             "model": model,
-            "content": {"application/json": {"example": example}},
+            "description": " or ".join(code for code, of in STATUS.items() if of == status),
             "headers": _ERROR_HEADERS.get(status, {}),
         }
-    return responses
+        for status in statuses
+    }
 
 
-FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-TIMES = {
+# The routes that take images
+
+_FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+_FILES = {"type": "array", "minItems": 1, "items": _FILE["schema"]}
+*_SINGLE, _FORM = (kind for kind in ACCEPTED if kind != "application/json")
+_IMAGES = {
+    **dict.fromkeys(_SINGLE, _FILE),
+    _FORM: {
+        "schema": {
+            "type": "object",
+            "description": "At least one file, under any name.",
+            "minProperties": 1,
+            "properties": {"image": _FILES},
+            "additionalProperties": _FILES,
+        },
+        "encoding": {"image": {"contentType": ", ".join(_SINGLE)}},
+    },
+}
+_TENSORS = {
+    "schema": {
+        **_FILE["schema"],
+        "description": f"With the header {LENGTH_HEADER}: so many bytes of JSON, then the binary "
+        "tensors; with 0 the bytes of images, UINT8.",
+    }
+}
+_TIMES = {
     "X-Model-Version": _header("The version that computed the whole answer."),
     "Server-Timing": _header(
         "Milliseconds in each stage of the request; `batch;desc` is how many images the batch had "
         "that completed it, those of other requests included."
     ),
 }
-IN_JSON: Responses = {200: {"headers": TIMES}}
-# float32, little-endian, one for each class
-IN_JSON_OR_BYTES: Responses = {200: {"headers": TIMES, "content": {BINARY: FILE}}}
-IN_JSON_AND_BYTES: Responses = {
-    200: {
-        "headers": {
-            LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensors.", "integer"),
-            **TIMES,
-        },
-        "content": {BINARY: FILE},
-    }
-}
+_LENGTH = {LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensors.", "integer")}
+
+
+def _examples(**documents: dict[str, Any]) -> Any:
+    return Body(openapi_examples={name: {"value": one} for name, one in documents.items()})
+
+
+_Images = Annotated[
+    PredictRequest,
+    _examples(
+        base64={"images": [_ENCODED_SEVEN]},
+        nested={"images": [_SEVEN]},
+        flat={"images": [_FLAT_SEVEN]},
+        single={"images": _SEVEN},
+    ),
+]
+_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": _FLAT_SEVEN}
+_Inputs = Annotated[InferRequest, _examples(flat={"inputs": [_IMAGE]})]
+_Instances = Annotated[
+    TensorflowRows | TensorflowColumns,
+    _examples(
+        instances={"instances": [_SEVEN]},
+        inputs={"inputs": [_SEVEN]},
+        base64={"instances": [{"b64": _ENCODED_SEVEN}]},
+    ),
+]
+
+
+_OfPredict = Annotated[PredictQuery, Query()]
+_OfExplain = Annotated[ExplainQuery, Query()]
+_LIMIT = MAX_TIMEOUT_MS
+
+
+class _Documented(APIRoute):
+    """A route whose endpoint is never called; it has the signature to document."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def not_found(_: Request) -> Response:
+            # Starlette takes a path that ends in a line break for the path before it.
+            raise HTTPException(404)
+
+        return not_found
+
+
+def image_routes(*, explained: bool) -> APIRouter:
+    """The routes that take images, with `POST /explain` if it is on."""
+    router = APIRouter(route_class=_Documented)
+    add = partial(router.add_api_route, methods=["POST"])
+
+    def predict(query: _OfPredict, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
+        """One or many images of 28x28 pixels, ink high; or a picture of any size."""
+
+    add(
+        "/predict",
+        predict,
+        tags=["predict"],
+        summary="Recognise digits",
+        operation_id="predict",
+        response_model=PredictResponse,
+        responses=errors(ErrorResponse) | {200: {"headers": _TIMES, "content": {BINARY: _FILE}}},
+        openapi_extra={"requestBody": {"content": _IMAGES}},
+    )
+
+    def explain(query: _OfExplain, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
+        """What each layer computes of one of at most 64 images, in float32 on the CPU."""
+
+    if explained:
+        add(
+            "/explain",
+            explain,
+            tags=["predict"],
+            summary="See inside",
+            operation_id="explain",
+            response_model=ExplainResponse,
+            responses=errors(ErrorResponse) | {200: {"headers": _TIMES}},
+            openapi_extra={"requestBody": {"content": _IMAGES}},
+        )
+
+    def infer(body: _Inputs, timeout_ms: Timeout = _LIMIT) -> None:
+        """JSON, or JSON followed by binary tensors, or the bytes of images."""
+
+    def predict_instances(body: _Instances, timeout_ms: Timeout = _LIMIT) -> None:
+        """Images as `instances`, answered by row, or as `inputs`, by column."""
+
+    outputs = {"headers": _TIMES | _LENGTH, "content": {BINARY: _FILE}}
+    for owner, dependencies in OWNERS:
+        suffix = "_by_version" if owner == MODEL_VERSION else ""
+        add(
+            f"{PREFIX}{owner}/infer",
+            infer,
+            dependencies=dependencies,
+            tags=[PROTOCOL],
+            summary="Inference",
+            operation_id=f"infer{suffix}",
+            response_model=InferResponse,
+            responses=errors(ProtocolError) | {200: outputs},
+            openapi_extra={"requestBody": {"content": {BINARY: _TENSORS}}},
+        )
+        add(
+            f"{TENSORFLOW}{owner}:predict",
+            predict_instances,
+            dependencies=dependencies,
+            tags=["TensorFlow Serving"],
+            summary="Prediction",
+            operation_id=f"predict_instances{suffix}",
+            response_model=TensorflowPredictions | TensorflowOutputs,
+            responses=errors(ProtocolError) | {200: {"headers": _TIMES}},
+        )
+    return router

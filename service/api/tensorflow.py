@@ -11,13 +11,13 @@ from typing import Literal, cast
 
 import orjson
 from fastapi import APIRouter
+from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from lenet.nvtx import span
 from lenet.pixels import Probabilities
-from service.api.openapi import ModelName, ModelVersion, ProtocolError, errors
-from service.api.v2 import MODEL, MODEL_VERSION
+from service.api.openapi import OWNERS, TENSORFLOW, ProtocolError, errors
 from service.decode.pool import Body, Decoded, TensorflowSource
 from service.engine.models import Models
 from service.engine.queue import BatchAnswer, Request
@@ -25,8 +25,6 @@ from service.errors import ServiceError
 from service.forms.tensorflow import read_tensorflow_body
 from service.request import ENCODED_ROWS, ImageCall, ImageRoute, Reply, Wanted
 from service.transport.answer import JSON, Answer, plain_error_answer
-
-PREFIX = "/v1"
 
 _INLINE_BYTES = 128 * 1024
 """What is decoded on the event loop: 2 to 3 ms of JSON."""
@@ -126,7 +124,7 @@ def _parts(probabilities: Probabilities) -> Iterator[Probabilities]:
 
 def verb_of(path: str) -> str:
     """What stands behind the colon of a path of this API, "" if there is none."""
-    if not path.startswith(f"{PREFIX}/"):
+    if not path.startswith(f"{TENSORFLOW}/"):
         return ""
     _, colon, verb = path.rpartition("/")[2].partition(":")
     return verb or "nothing" if colon else ""
@@ -148,29 +146,21 @@ class ModelStatus(BaseModel):
 
 def status_routes(models: Models) -> APIRouter:
     """`GET` of a model: the state of its versions."""
-    router = APIRouter(prefix=PREFIX, tags=["TensorFlow Serving"])
+    router = APIRouter(prefix=TENSORFLOW, tags=["TensorFlow Serving"])
 
-    def states(model: str, version: str = "") -> ModelStatus:
-        if ":" in (version or model) and models.find(model, version) is None:  # of `:predict`
+    async def status(request: HttpRequest) -> ModelStatus:
+        """Its versions; AVAILABLE until the service stops."""
+        name, version = request.path_params["model"], request.path_params.get("version", "")
+        if verb_of(request.scope["path"]) and models.find(name, version) is None:
             raise HTTPException(405, headers={"Allow": "POST"})
         # HTTP begins when they are loaded.
         state: Literal["AVAILABLE", "UNLOADING"] = "AVAILABLE" if models.ready else "UNLOADING"
-        served = models.select(model, version)
+        served = models.select(name, version)
         versions = [VersionStatus(version=one.version.version, state=state) for one in served]
         return ModelStatus(model_version_status=versions)
 
-    async def status(model: ModelName) -> ModelStatus:
-        """Its versions; AVAILABLE until the service stops."""
-        return states(model)
-
-    async def status_of_version(model: ModelName, version: ModelVersion) -> ModelStatus:
-        return states(model, version)
-
-    for owner, endpoint in ((MODEL, status), (MODEL_VERSION, status_of_version)):
-        router.get(
-            owner,
-            summary="Model status",
-            description=status.__doc__,
-            responses=errors(ProtocolError, [404]),
-        )(endpoint)
+    unknown = errors(ProtocolError, [404])
+    for path, dependencies in OWNERS:
+        add = router.get(path, dependencies=dependencies, summary="Model status", responses=unknown)
+        add(status)
     return router

@@ -1,6 +1,6 @@
 """The routes of the Open Inference Protocol besides inference.
 
-These are health, metadata, configuration, statistics and the repository. Inference is
+These are metadata, configuration, statistics and the repository. Inference is
 `api.infer`'s, on the connection itself. Errors are objects with one string, `error`.
 """
 
@@ -23,10 +23,11 @@ from service.api.descriptions import (
     repository_entries,
 )
 from service.api.openapi import (
+    OF_MODEL,
     OF_REPOSITORY,
-    Health,
-    ModelName,
-    ModelVersion,
+    OWNERS,
+    PREFIX,
+    PROTOCOL,
     ProtocolError,
     errors,
 )
@@ -38,10 +39,6 @@ from service.process.keys import Keys
 
 _MAX_BODY_BYTES = 64 * 1024
 """Of requests to the repository."""
-
-PREFIX = "/v2"
-MODEL = "/models/{model}"
-MODEL_VERSION = "/models/{model}/versions/{version}"
 
 
 class ServerMetadata(BaseModel):
@@ -90,7 +87,7 @@ def protocol_routes(
 
     Those of the repository need one of the administrator's `keys`.
     """
-    router = APIRouter(prefix=PREFIX, tags=["open inference protocol"])
+    router = APIRouter(prefix=PREFIX, tags=[PROTOCOL])
 
     @router.get("/", include_in_schema=False)
     @router.get("", summary="Server metadata")
@@ -99,17 +96,6 @@ def protocol_routes(
         return ServerMetadata(
             name=DISTRIBUTION, version=distribution_version(), extensions=list(EXTENSIONS)
         )
-
-    @router.get("/health/live", summary="Liveness")
-    async def live() -> Health:
-        """200 while the event loop runs."""
-        return Health(live=True, ready=models.ready)
-
-    @router.get("/health/ready", summary="Readiness", responses={503: {"model": Health}})
-    async def ready(response: Response) -> Health:
-        """As /readyz."""
-        response.status_code = 200 if models.ready else 503
-        return Health(live=True, ready=models.ready)
 
     async def statistics_of(served: Sequence[ServedModel]) -> dict[str, Any]:
         totals = await metrics.totals()
@@ -154,15 +140,14 @@ def protocol_routes(
         `answer` gets the version, or all of the model, the highest first.
         """
 
-        async def of_model(model: ModelName, response: Response) -> Any:
-            return await answer(models.select(model), response)
+        async def endpoint(request: Request, response: Response) -> Any:
+            named = request.path_params
+            return await answer(models.select(named["model"], named.get("version", "")), response)
 
-        async def of_version(model: ModelName, version: ModelVersion, response: Response) -> Any:
-            return await answer(models.select(model, version), response)
-
-        for owner, endpoint in ((MODEL, of_model), (MODEL_VERSION, of_version)):
+        for owner, dependencies in OWNERS:
             router.get(
                 owner + path,
+                dependencies=dependencies,
                 response_model=kind,
                 summary=summary,
                 description=answer.__doc__,
@@ -186,22 +171,23 @@ def protocol_routes(
         asked = await _administered(request, keys, IndexRequest)
         return repository_entries(await repository.index(), asked.ready)
 
-    async def load(request: Request, model: ModelName) -> Response:
+    async def load(request: Request) -> Response:
         """Load a model, or what its files are now if it is loaded."""
         asked = await _administered(request, keys, ChangeRequest)
         check_repository_parameters(asked.parameters)
-        await repository.load(model)
+        await repository.load(request.path_params["model"])
         return Response()
 
-    async def unload(request: Request, model: ModelName) -> Response:
+    async def unload(request: Request) -> Response:
         """Unload a model; requests that came before are answered."""
         await _administered(request, keys, ChangeRequest)
-        await repository.unload(model)
+        await repository.unload(request.path_params["model"])
         return Response()
 
     for name, endpoint in (("load", load), ("unload", unload)):
         router.post(
             f"/repository/models/{{model}}/{name}",
+            dependencies=OF_MODEL,
             summary=f"{name.capitalize()} a model",
             response_class=Response,
             openapi_extra=_documented(ChangeRequest),

@@ -9,7 +9,6 @@ import pytest
 from pydantic import ValidationError
 
 from service.api.openapi import (
-    ErrorResponse,
     ExplainResponse,
     InferRequest,
     InferResponse,
@@ -109,24 +108,21 @@ async def test_the_documented_bodies_are_those_that_the_service_takes(served):
         assert statuses == {200, 400}
 
 
-@pytest.mark.parametrize("path", ANSWERS)
-async def test_every_answer_is_documented_with_its_headers_and_an_example(api, path):
-    responses = api["paths"][path]["post"]["responses"]
-    # 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
-    assert {int(status) for status in responses} == {200, *STATUS.values()} - {403, 499}
-    assert {"X-Model-Version", "Server-Timing"} <= set(responses.pop("200")["headers"])
-    for status, response in responses.items():
-        assert ("Retry-After" in response.get("headers", ())) == (status in ("429", "503"))
-        content = response["content"][JSON]
-        if path.startswith("/v"):
-            assert content["schema"]["$ref"].endswith("/ProtocolError")
-            continue
-        assert content["schema"]["$ref"].endswith("/ErrorResponse")
-        error = ErrorResponse.model_validate(content["example"], strict=True).error
-        assert STATUS[error.code] == int(status)
-    for model in ANSWERS[path]:
-        schema = api["components"]["schemas"][model.__name__]
-        model.model_validate(schema["example"], strict=True)
+async def test_every_answer_is_documented_with_its_headers(api):
+    for path, models in ANSWERS.items():
+        responses = api["paths"][path]["post"]["responses"]
+        # 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
+        assert {int(status) for status in responses} == {200, *STATUS.values()} - {403, 499}
+        good = responses.pop("200")
+        assert {"X-Model-Version", "Server-Timing"} <= set(good["headers"])
+        assert all(model.__name__ in json.dumps(good["content"][JSON]) for model in models)
+        error = "ProtocolError" if path.startswith("/v") else "ErrorResponse"
+        for status, response in responses.items():
+            assert ("Retry-After" in response["headers"]) == (status in ("429", "503"))
+            assert response["content"][JSON]["schema"]["$ref"].endswith(f"/{error}")
+    assert api["paths"]["/predict"]["post"]["responses"]["500"]["description"] == (
+        "internal or inference_failed"
+    )
 
 
 MODEL_PATHS = ("", "/ready", "/config", "/stats", "/infer")
