@@ -8,7 +8,8 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
 from typing import Any, Self, cast
 
 import orjson
@@ -23,12 +24,12 @@ from service.api.routes import (
     ImageRoute,
     Reply,
     parameters_of,
-    predict_form,
+    read_predict,
 )
 from service.engine import queue
 from service.engine.explainer import Explainer, ExplanationRequest
 from service.errors import InvalidInput, ServiceError, invalid, shown
-from service.forms.form import JSON, Content, Form
+from service.forms.form import JSON, Content
 from service.forms.prediction import warnings
 from service.request import OnDone, Request, Requests, Wanted
 from service.transport.answer import Answer
@@ -42,9 +43,9 @@ _NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 class ExplainWanted(Wanted):
     """What the head of a request asks for, besides."""
 
-    index: int = 0
+    index: int = field(kw_only=True)
     """Which image is explained."""
-    change: Change = Change()
+    change: Change = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class ExplainRoute:
         """A route for fewer images than `requests` allow."""
         most = min(MAX_EXPLAINED_IMAGES, requests.limits.max_images)
         fewer = replace(requests, limits=replace(requests.limits, max_images=most))
-        return cls(ImageRoute(fewer, _read_form), explainer)
+        return cls(ImageRoute(fewer, partial(read_predict, names=_PARAMETERS)), explainer)
 
     def read(
         self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None
@@ -79,12 +80,6 @@ class ExplainRoute:
         """Begin a request whose body is still to come."""
         answers = self.predict.answers(reply)
         return _ExplainRequest(self.predict.requests, wanted, answers, self.explainer)
-
-
-def _read_form(
-    query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
-) -> tuple[Form, str, str]:
-    return predict_form(parameters_of(query, _PARAMETERS), headers, limits)
 
 
 class _ExplainRequest(Request):

@@ -9,6 +9,7 @@ import math
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import ClassVar
 
 from service.errors import InvalidInput, ServiceError
@@ -132,7 +133,7 @@ class _Stream:
     def message(self, size: int | None) -> FastCall:
         """The next request begins."""
         slot = _Slot(1 + (size or 0) // _BYTES_OF_ONE)
-        request = Request(self._requests, self._wanted, lambda outcome: self._answered(slot, outcome))
+        request = Request(self._requests, self._wanted, partial(self._answered, slot))
         slot.request = request
         self._slots.append(slot)
         self._count += slot.count

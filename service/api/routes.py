@@ -11,6 +11,14 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, get_args
 from urllib.parse import parse_qsl
 
+from service.api.openapi import (
+    MAX_TIMEOUT_MS,
+    MODEL,
+    MODEL_VERSION,
+    PREFIX,
+    TENSORFLOW,
+    TIMEOUT_HEADER,
+)
 from service.errors import InvalidInput, ServiceError, UnsupportedMediaType, invalid, shown
 from service.forms.body import OCTETS, ImageForm, Limits
 from service.forms.form import Form
@@ -19,15 +27,7 @@ from service.forms.tensorflow import TensorflowForm
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, Wanted, Written
 from service.transport.answer import Answer, error_answer, plain_error_answer
-from service.transport.head import FastRoute, FastRoutes
-
-MODEL = "/models/{model}"
-MODEL_VERSION = f"{MODEL}/versions/{{version}}"
-OIP = "/v2"
-TENSORFLOW = "/v1"
-
-TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-MAX_TIMEOUT_MS = 3_600_000
+from service.transport.head import FastRoute
 
 PARAMETERS = ("model", "version", "invert", "digits")
 """What the query of `POST /predict` may have."""
@@ -52,7 +52,7 @@ def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], FastRoute]:
     tensorflow = ImageRoute(requests, read_tensorflow, plain_error_answer)
     routes: dict[str, FastRoute] = {"/predict": predict}
     for owner in (MODEL, MODEL_VERSION):
-        routes[f"{OIP}{owner}/infer"] = infer
+        routes[f"{PREFIX}{owner}/infer"] = infer
         routes[f"{TENSORFLOW}{owner}:predict"] = tensorflow
     return {(b"POST", path.encode()): route for path, route in routes.items()}
 
@@ -117,16 +117,17 @@ class ImageRoute:
 
 
 def read_predict(
-    query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
+    query: bytes,
+    headers: Headers,
+    path: Mapping[str, str],
+    limits: Limits,
+    names: Sequence[str] = PARAMETERS,
 ) -> tuple[Form, str, str]:
-    """The head of `POST /predict`. Raises: InvalidInput, UnsupportedMediaType."""
-    return predict_form(parameters_of(query, PARAMETERS), headers, limits)
+    """The head of `POST /predict`; `names` are those that the query may have.
 
-
-def predict_form(
-    parameters: Mapping[str, str], headers: Headers, limits: Limits
-) -> tuple[ImageForm, str, str]:
-    """The form, model and version that such parameters and headers ask for."""
+    Raises: InvalidInput, UnsupportedMediaType.
+    """
+    parameters = parameters_of(query, names)
     form = ImageForm.of(
         headers.get("content-type", ""),
         cast("Invert", _choice(parameters, "invert", _INVERT)),
@@ -146,7 +147,11 @@ def read_infer(
         if not (text.isascii() and text.isdecimal() and len(text) <= len(str(2**63))):
             raise invalid(LENGTH_HEADER, shown(text), "the length of the JSON in bytes")
         json_bytes = int(text)
-    return OipJsonForm(json_bytes, limits.max_images), path.get("model", ""), path.get("version", "")
+    return (
+        OipJsonForm(json_bytes, limits.max_images),
+        path.get("model", ""),
+        path.get("version", ""),
+    )
 
 
 def read_tensorflow(
