@@ -34,7 +34,6 @@ import orjson
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
 from service.decode.frames import CANCEL, HEAD, MAX_HEADER_BYTES, frame
 from service.errors import (
-    DeadlineExceeded,
     InferenceFailed,
     InvalidInput,
     Overloaded,
@@ -302,35 +301,6 @@ class Decoders:
             job.ended()
         elif job.decoder is not None:
             job.decoder.cancel()
-
-    async def run(self, source: Source, body: Body, timeout_s: float) -> Decoded:
-        """As `start`, for a task.
-
-        Raises:
-            Overloaded, TooLarge, Unavailable: as `start`.
-            DeadlineExceeded: the result was not there after `timeout_s`.
-            InvalidInput, UnsupportedMediaType: it cannot be decoded.
-        """
-        future: asyncio.Future[Decoded] = self._loop.create_future()
-
-        def resolve(outcome: Decoded | ServiceError) -> None:
-            if future.done():  # the timeout passed in the same turn
-                return
-            if isinstance(outcome, ServiceError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        if timeout_s <= 0:
-            raise DeadlineExceeded("not decoded in time")
-        job = self.start(source, body, resolve)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as exc:
-            raise DeadlineExceeded("not decoded in time") from exc
-        finally:
-            self.cancel(job)
 
     # What decoders call.
 

@@ -1,35 +1,8 @@
-import httpx
-import orjson
 import pytest
 
-from benchmarks.baselines import torch_serving, torch_step, torch_training
-from benchmarks.baselines.bare_uvicorn import app
-from benchmarks.baselines.model import WEIGHTS_VARIABLE, Model, images_of_json
-from benchmarks.baselines.plain_fastapi import create_app
-from benchmarks.baselines.torch_step import MODES
+from benchmarks.baselines import torch_training
+from benchmarks.baselines.model import WEIGHTS_VARIABLE
 from benchmarks.digits import judge, prepare_requests
-from lenet.model import named
-
-
-@pytest.mark.parametrize("path", ["/predict", "/readyz"])
-async def test_bare_uvicorn_sends_a_well_formed_answer(path, requests):
-    transport = httpx.ASGITransport(app)
-    async with httpx.AsyncClient(transport=transport, base_url="http://bare") as client:
-        response = await client.post(path, content=bytes(784))
-    assert response.status_code == 200
-    assert judge(response.content, requests[0]).error == ""
-
-
-@pytest.mark.parametrize(("form", "path"), [("json", "/predict"), ("raw", "/predict/raw")])
-async def test_plain_fastapi_predicts_the_models_labels(form, path, digits, weights):
-    (request,) = prepare_requests(digits, weights, form, 12)
-    transport = httpx.ASGITransport(create_app(Model(weights)))
-    headers = {"Content-Type": request.content_type}
-    async with httpx.AsyncClient(transport=transport, base_url="http://plain") as client:
-        response = await client.post(path, content=request.body, headers=headers)
-        assert (await client.get("/readyz")).status_code == 200
-    verdict = judge(response.content, request)
-    assert (verdict.error, verdict.wrong_labels) == ("", 0)
 
 
 @pytest.mark.parametrize(("form", "worker"), [("json", "JsonWorker"), ("raw", "RawWorker")])
@@ -47,33 +20,6 @@ def test_mosec_answers_each_request_of_a_batch(
         assert (verdict.error, verdict.wrong_labels) == ("", 0)
     with pytest.raises(plain_mosec.ValidationError):
         one.deserialize(b"1")
-
-
-def test_json_images_are_784_integers_or_28_rows(digits):
-    image = digits.images[0]
-    both = orjson.dumps({"images": [image.ravel().tolist(), image.tolist()]})
-    assert (images_of_json(both) == image).all()
-
-
-@pytest.mark.parametrize(
-    "image", [[0] * 783, [0] * 1568, [256] * 784, [-1] * 784, [[0] * 28] * 27, [[0] * 784] * 28]
-)
-def test_an_image_of_another_shape_or_range_is_rejected(image):
-    with pytest.raises(ValueError, match=r"reshape|range"):
-        images_of_json(orjson.dumps({"images": [image]}))
-
-
-@pytest.mark.parametrize(
-    "variants",
-    [
-        torch_serving.VARIANTS,
-        *(torch_step.variants(named("lenet"), one) for one in ("fp32", "tf32", "mixed")),
-    ],
-)
-def test_the_variants_of_a_mode_have_different_names(variants):
-    assert tuple(variants) == MODES
-    for tried in variants.values():
-        assert len({str(variant) for variant in tried}) == len(tried) > 1
 
 
 def test_the_variant_with_the_smallest_median_counts():

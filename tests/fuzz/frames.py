@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-import orjson
 
 from service.decode.frames import HEAD
 from service.decode.pool import BodySource, Decoded, Job, _Decoder
@@ -100,38 +99,6 @@ class FrameTarget(Target):
                 shape = (1 <= len(images) <= MAX_IMAGES, images.shape[1:])
                 if images.dtype != np.uint8 or shape != (True, (28, 28)):
                     raise Finding(f"accepted {images.dtype} {images.shape}")
-
-    def seeds(self) -> dict[str, bytes]:
-        def reply(content: Any, pixels: int = 0, **claims: int) -> bytes:
-            text = content if isinstance(content, bytes) else orjson.dumps(content)
-            head = HEAD.pack(claims.get("header", len(text)), claims.get("body", pixels))
-            return b"\x03" + head + text + bytes(pixels)
-
-        error = {"code": "invalid_input", "message": "wrong", "field": "body"}
-        one = reply({"wanted": {}}, _PIXELS)
-        return {
-            "an-image": one,
-            "a-byte-at-a-time": b"\0" + one[1:],
-            "three-images": reply({"wanted": {"id": "a"}}, 3 * _PIXELS),
-            "four-images": reply({"wanted": {}}, 4 * _PIXELS),
-            "half-an-image": reply({"wanted": {}}, _PIXELS // 2),
-            "no-images": reply({"wanted": {}}),
-            "an-error": reply({"error": error}),
-            "an-error-with-images": reply({"error": error}, _PIXELS),
-            "an-unknown-error": reply({"error": {**error, "code": "x"}}),
-            "an-error-of-a-word": reply({"error": "x"}),
-            "an-error-without-a-field": reply({"error": {"code": "x", "message": "y"}}),
-            "a-list": reply([]),
-            "a-word": reply("error"),
-            "no-json": reply(b"{"),
-            "deep-json": reply(b"[" * 3000),
-            "wanted-of-a-number": reply({"wanted": 1}, _PIXELS),
-            "a-header-of-nothing": reply(b""),
-            "a-header-too-large": reply({}, header=1 << 31),
-            "content-too-large": reply({}, body=1 << 62),
-            "cut": one[:-1],
-            "empty": b"",
-        }
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         head = 1 + HEAD.size

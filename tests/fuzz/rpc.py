@@ -32,7 +32,6 @@ from service.forms.tensors import (
     read_images,
     requested_outputs,
 )
-from tests.fuzz import samples
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
 
@@ -140,9 +139,6 @@ class TensorsTarget(Target):
         name, datatype = str(entry["name"]), str(entry["datatype"])
         return Tensor(name, datatype, tuple(entry["shape"]), data)
 
-    def seeds(self) -> dict[str, bytes]:
-        return {name: json.dumps(value).encode() for name, value in _tensor_documents().items()}
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         try:
             document = json.loads(data)
@@ -201,47 +197,6 @@ def changed(value: Any, rng: random.Random) -> Any:
             ),
         )
     )
-
-
-def _tensor_documents() -> dict[str, Any]:
-    def document(*inputs: Any, outputs: Sequence[str] = ()) -> Any:
-        return {"inputs": list(inputs), "outputs": list(outputs)}
-
-    def tensor(**fields: Any) -> dict[str, Any]:
-        found = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], **fields}
-        return found if "data" in found else {"raw": [["07", 784]], **found}
-
-    zeros = [0] * 784
-    return {
-        "raw": document(tensor()),
-        "typed": document(tensor(data=zeros)),
-        "raw-float": document(tensor(datatype="FP32", raw=[["0000803f", 784]])),
-        "raw-float-nan": document(tensor(datatype="FP32", raw=[["0000c07f", 784]])),
-        "raw-float-fraction": document(tensor(datatype="FP32", raw=[["0000003f", 784]])),
-        "typed-256": document(tensor(data=[*zeros[1:], 256])),
-        "typed-fraction": document(tensor(datatype="FP32", data=[0.25, *zeros[1:]])),
-        "typed-too-few": document(tensor(data=zeros[1:])),
-        "one-image": document(tensor(shape=[28, 28])),
-        "flat-image": document(tensor(shape=[784])),
-        "channel-axis": document(tensor(shape=[1, 1, 28, 28])),
-        "two-images": document(tensor(shape=[2, 784], raw=[["01", 784], ["ff", 784]])),
-        "no-images": document(tensor(shape=[0, 28, 28], raw=[])),
-        "too-many-images": document(tensor(shape=[9, 784], raw=[["00", 9 * 784]])),
-        "no-shape": document(tensor(shape=[])),
-        "a-shape-of-seven": document(tensor(shape=[1] * 7)),
-        "a-negative-size": document(tensor(shape=[-1, 28, 28])),
-        "a-huge-size": document(tensor(shape=[2**62, 28, 28])),
-        "beyond-int64": document(tensor(shape=[10**30, 28, 28])),
-        "a-size-of-28.0": document(tensor(shape=[1, 28.0, 28])),
-        "a-size-of-true": document(tensor(shape=[True, 28, 28])),
-        "another-name": document(tensor(name="x")),
-        "another-datatype": document(tensor(datatype="INT64")),
-        "two-inputs": document(tensor(), tensor()),
-        "no-input": document(),
-        "each-output": document(tensor(), outputs=OUTPUTS),
-        "an-output-twice": document(tensor(), outputs=("label", "label")),
-        "an-unknown-output": document(tensor(), outputs=("logits",)),
-    }
 
 
 # Messages
@@ -327,9 +282,6 @@ class GrpcTarget(Target):
             if without != plain:
                 raise Finding("split into another message")
         return plain
-
-    def seeds(self) -> dict[str, bytes]:
-        return _messages()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.15:
@@ -487,71 +439,3 @@ def _changed_message(
 
     items = [_serialized(*field) for field in fields]
     return b"".join(mutate_list(items, rng, change))
-
-
-def _messages() -> dict[str, bytes]:
-    pixels = samples.image_bytes()
-
-    def message(raw: bytes | None = pixels, outputs: Any = (), **fields: Any) -> bytes:
-        tensor = {"name": "image", "datatype": "UINT8", "shape": (1, 28, 28), **fields}
-        request = pb.ModelInferRequest(
-            model_name="lenet",
-            id="1",
-            inputs=[pb.ModelInferRequest.InferInputTensor(**tensor)],
-            outputs=[{"name": name} for name in outputs],
-        )
-        if raw is not None:
-            request.raw_input_contents.append(raw)
-        return request.SerializeToString()
-
-    def contents(**numbers: Any) -> pb.InferTensorContents:
-        return pb.InferTensorContents(**numbers)
-
-    whole = message()
-    yes = {"classification": pb.InferParameter(int64_param=3)}
-    return {
-        "empty": b"",
-        "raw": whole,
-        "raw-and-more-behind": whole + _serialized(3, 2, b"id"),
-        "raw-float": message(
-            np.frombuffer(pixels, np.uint8).astype("<f4").tobytes(), datatype="FP32"
-        ),
-        "raw-image-with-label": message(outputs=("label",)),
-        "raw-of-two": message(pixels * 2, shape=(2, 784)),
-        "raw-of-81": message(pixels, shape=(81, 784)),
-        "raw-and-typed": message(contents=contents(uint_contents=[1])),
-        "two-raw": message() + _serialized(7, 2, pixels),
-        "no-data": message(None),
-        "typed": message(None, contents=contents(uint_contents=list(pixels))),
-        "typed-float": message(
-            None, datatype="FP32", contents=contents(fp32_contents=list(pixels))
-        ),
-        "typed-not-packed": _serialized(1, 2, b"lenet")
-        + _serialized(
-            5,
-            2,
-            _serialized(1, 2, b"image")
-            + _serialized(2, 2, b"UINT8")
-            + _serialized(3, 2, b"\x10\x1c\x1c")
-            + _serialized(5, 2, b"".join(b"\x20\x01" for _ in range(784))),
-        ),
-        "typed-in-another-field": message(None, contents=contents(int_contents=[1])),
-        "typed-bytes": message(None, contents=contents(bytes_contents=[b"a"])),
-        "each-output": message(outputs=("probabilities", "label")),
-        "an-unknown-output": message(outputs=("logits",)),
-        "an-output-twice": message(outputs=("label", "label")),
-        "an-unknown-datatype": message(datatype="BOOL"),
-        "the-classification-extension": message(parameters=yes),
-        "an-unknown-parameter": message(parameters={"x": pb.InferParameter(string_param="y")}),
-        "two-inputs": whole + _serialized(5, 2, b"\n\5image"),
-        "empty-inputs": b"\x2a\0" * 1100,
-        "empty-raw": b"\x3a\0" * 1100,
-        "a-group": whole + b"\x4b\x4c",
-        "an-unknown-field": whole + _serialized(100, 2, b"x"),
-        "a-name-that-is-no-utf-8": _serialized(1, 2, b"\xff") + whole,
-        "cut": whole[:-1],
-        "a-size-beyond": whole + b"\x0a\xff\xff\xff\xff\x0f",
-        "a-number-of-eleven-bytes": whole + b"\xff" * 11,
-        "field-0": whole + b"\2\0",
-        "the-image-within-another-field": _serialized(1, 2, b"x\x3a\x90\x06" + pixels),
-    }

@@ -44,12 +44,6 @@ def test_two_sessions_are_kept_and_no_third_when_weights_are_replaced(random_wei
     assert backend.session is not session, "more than two sessions were kept"
 
 
-def test_nothing_is_padded_when_the_cpu_computes(random_weights, tiny):
-    plan = CpuBackend().plan(random_weights(tiny), 8)
-    for rows in (1, 5, 8):
-        assert plan.run(np.zeros((rows, 28, 28), np.uint8)).computed_rows == rows
-
-
 def test_several_threads_give_the_same_answers_when_they_compute_one_batch(random_weights):
     weights = random_weights("lenet-6-16")
     images = weights.golden.images

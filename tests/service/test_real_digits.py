@@ -14,6 +14,8 @@ from benchmarks.grpc_stub import Stub
 from lenet.weightfile import WeightFile
 from service.forms import open_inference_pb2 as pb
 
+pytestmark = pytest.mark.process  # the 10,000 test images
+
 ROOT = Path(__file__).parents[2]
 BATCH = 500
 

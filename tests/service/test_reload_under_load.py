@@ -18,6 +18,8 @@ from lenet.model import Model
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
 
+pytestmark = pytest.mark.process  # files change under load
+
 RELOADS = 60
 """`benchmarks/reload.py` does 1,000."""
 

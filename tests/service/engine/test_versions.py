@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
@@ -31,13 +29,6 @@ def test_every_model_is_found_when_none_is_named(folder, write):
     assert found[0].path == folder / "a" / "2.safetensors"
     assert found[0].weights.model.name == "a"
     assert found[0].sha256 == hashlib.sha256(found[0].path.read_bytes()).hexdigest()
-
-
-def test_the_highest_version_is_a_number_when_there_are_many(folder, write):
-    for version in ("9", "10", "1"):
-        write(f"a/{version}")
-    ((file,)) = read(folder, default="a")
-    assert file.version == "10"
 
 
 @pytest.mark.parametrize(
@@ -114,19 +105,6 @@ def test_a_model_without_a_folder_is_named_with_those_there_are(folder, write, w
     )
 
 
-def test_the_start_is_refused_when_a_wanted_model_has_no_version(folder, write):
-    write("a/1")
-    write("b/latest")
-    message = refusal(folder, ("a", "b"), "a")
-    assert message.startswith(f"{folder / 'b'}: holds no VERSION.safetensors")
-
-
-def test_the_start_is_refused_when_a_file_is_broken(folder, write):
-    path = write("a/1")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert refusal(folder).startswith(f"{path}: is not a valid safetensors file")
-
-
 def test_the_start_is_refused_when_the_folder_bears_another_name(folder, write):
     path = write("a/1", name="b")
     assert refusal(folder) == f"{path}: metadata model is 'b', expected 'a' as its folder"
@@ -151,24 +129,6 @@ def test_a_link_is_followed_when_it_stays_in_the_folder(folder, write):
     path.symlink_to(folder / "kept")
     (file,) = read(folder, default="a")
     assert (file.version, file.path) == ("2", path)
-
-
-def test_a_link_to_itself_is_refused_when_it_is_read(folder):
-    path = folder / "a" / "1.safetensors"
-    path.parent.mkdir()
-    path.symlink_to(path)
-    assert refusal(folder) == f"{path}: cannot be read (Too many levels of symbolic links)"
-
-
-def test_a_folder_that_is_removed_while_it_is_listed_is_refused_by_name(folder, write, monkeypatch):
-    write("a/1")
-
-    def removed(path, pattern):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-
-    monkeypatch.setattr(Path, "glob", removed)
-    with pytest.raises(InvalidWeightFile, match="a: cannot be listed"):
-        WeightsFolder(folder).read("a")
 
 
 def test_the_wanted_versions_are_read_the_highest_first(folder, write):

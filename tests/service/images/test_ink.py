@@ -44,12 +44,6 @@ def test_a_border_is_not_ink(width, level):
     assert stays(255 - framed)
 
 
-@pytest.mark.parametrize("invert", ["true", "auto"])
-def test_a_border_is_not_ink_whatever_is_known_of_the_ink(invert):
-    framed = np.pad(seven()[5:-5, 5:-5], 5)
-    assert stays(framed, invert=invert)
-
-
 @pytest.mark.parametrize("sides", range(1, 16))
 @pytest.mark.parametrize("width", [1, 25])
 def test_dark_sides_are_not_ink(sides, width):
@@ -118,23 +112,6 @@ def test_a_box_around_the_digit_is_not_ink():
     box[21:279, 21:239] = False
     grey[box] = INK
     assert stays(grey)
-
-
-def test_a_zero_of_straight_strokes_is_no_box():
-    zero = np.zeros((300, 260), bool)
-    zero[60:240, 80:180] = True
-    zero[85:215, 105:155] = False
-    assert stays(np.where(zero, INK, PAPER).astype(np.uint8), zero)
-    assert stays(np.where(zero, PAPER, INK).astype(np.uint8), zero)
-
-
-@pytest.mark.parametrize("size", [(3, 3), (8, 8), (8, 300), (300, 8), (64, 64), (65, 65), (512, 9)])
-def test_every_size_is_searched_without_an_error(size):
-    random = np.random.default_rng(1)
-    for share in (0.02, 0.3, 0.7):
-        drawing = find_ink(np.where(random.random(size) < share, 0, 255).astype(np.uint8), "auto")
-        assert drawing.ink.shape == size
-        assert np.isfinite(drawing.ink).all()
 
 
 # Several digits

@@ -119,17 +119,6 @@ def test_an_epilogue_moves_its_running_values_in_training_only():
     )
 
 
-def test_an_epilogue_leaves_its_input_as_it_is():
-    x = np.random.default_rng(0).standard_normal((2, 3, 3, 5))
-    kept = x.copy()
-    for epilogue in (
-        Epilogue(new_norm(2), None, RELU, None),
-        Epilogue(None, np.ones(2), RELU, None),
-    ):
-        OPS.epilogue(x, epilogue, True)
-        np.testing.assert_array_equal(x, kept)
-
-
 def one_batch(count=6, seed=0, steps=9, **limits):
     random = np.random.default_rng(seed)
     images = random.integers(0, 256, (count, 28, 28)).astype(np.uint8)
@@ -189,14 +178,6 @@ def test_softmax_cross_entropy_agrees_with_differences(assert_slope, smoothing):
     assert_slope(dlogits, loss, logits)
 
 
-def test_softmax_cross_entropy_is_finite_for_huge_logits():
-    state = OPS.start(one_batch())
-    logits = np.array([[1e30], [-1e30]], np.float32)
-    saved = OPS.softmax_cross_entropy(logits, np.array([0], np.uint8), state)
-    assert OPS.losses(state, 0, 1)[0] == 0
-    assert np.isfinite(OPS.softmax_cross_entropy_backward(saved)).all()
-
-
 def test_losses_and_correct_answers_are_those_of_the_steps_asked_for():
     state = OPS.start(one_batch(), 2)
     for right in (1, 3):
@@ -240,14 +221,6 @@ def test_sgd_follows_its_formula_over_several_steps(nesterov):
     np.testing.assert_allclose(velocities["a.weight"], velocity["a.weight"])
 
 
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-def test_one_value_that_is_not_finite_is_seen(value):
-    x = np.zeros((3, 4))
-    assert OPS.finite(x)
-    x[1, 2] = value
-    assert not OPS.finite(x)
-
-
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_every_result_has_the_dtype_of_the_operations(dtype):
     ops, model = CpuOps(dtype), named("lenet")
@@ -277,13 +250,3 @@ def test_every_result_has_the_dtype_of_the_operations(dtype):
     found += [velocity, ops.download(model, arrays)["conv1.weight"], ops.losses(state, 0, 1)[0]]
     assert {array.dtype for array in found} == {np.dtype(dtype)}
     assert ops.to_numpy(logits).shape == (2, 10)
-
-
-def test_what_is_uploaded_or_downloaded_is_a_copy():
-    model, given = named("mlp"), {"dense2.bias": np.arange(10, dtype=np.float32)}
-    arrays = OPS.upload(model, given)
-    given["dense2.bias"][:] = 0
-    found = OPS.download(model, arrays)
-    assert found["dense2.bias"].tolist() == list(range(10))
-    found["dense2.bias"][:] = 0
-    assert arrays["dense2.bias"][3] == 3
