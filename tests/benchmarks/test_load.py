@@ -1,10 +1,7 @@
-import itertools
 import time
 from array import array
 from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
-import grpc
 import numpy as np
 import orjson
 import pytest
@@ -19,7 +16,6 @@ from benchmarks.load import (
     send_load,
 )
 from benchmarks.load_report import summarise
-from service.forms import open_inference_pb2 as pb
 
 CLOSED = closed_loop("http://service", connections=4, duration_s=0.1)
 OPEN = Load("http://service", "open", (Stage(200, 200, 0.1),), connections=4)
@@ -113,57 +109,6 @@ def test_two_processes_send_one_load(mode, requests, service):
     assert reports
     if mode == "open":
         assert len(service.scopes) == 30
-
-
-class FakeInference:
-    """Answers known images, and fails the first request."""
-
-    def __init__(self, requests):
-        self._labels = {request.body: request.own_labels for request in requests}
-        self._numbers = itertools.count()
-
-    def infer(self, request, context):
-        if next(self._numbers) == 0:
-            context.set_trailing_metadata((("lenet-error-code", "overloaded"),))
-            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "later")
-        (image,) = request.inputs
-        assert (request.model_name, image.name, image.datatype) == ("lenet", "image", "UINT8")
-        (body,) = request.raw_input_contents
-        labels = np.array(self._labels[body], "<i8")
-        probabilities = np.full((len(labels), 10), 0.01, "<f4")
-        probabilities[np.arange(len(labels)), labels] = 0.91
-        response = pb.ModelInferResponse(model_name="lenet")
-        for name, values in (("label", labels), ("probabilities", probabilities)):
-            response.outputs.add(name=name, shape=values.shape)
-            response.raw_output_contents.append(values.tobytes())
-        response.parameters["queue_us"].int64_param = 1500
-        return response
-
-
-@pytest.mark.parametrize("mode", ["closed", "open"])
-def test_grpc_is_loaded_and_checked_like_http(mode, requests):
-    server = grpc.server(ThreadPoolExecutor(2))
-    infer = grpc.unary_unary_rpc_method_handler(
-        FakeInference(requests).infer,
-        pb.ModelInferRequest.FromString,
-        pb.ModelInferResponse.SerializeToString,
-    )
-    service = grpc.method_handlers_generic_handler(
-        "inference.GRPCInferenceService", {"ModelInfer": infer}
-    )
-    server.add_generic_rpc_handlers((service,))
-    port = server.add_insecure_port("127.0.0.1:0")
-    server.start()
-    try:
-        stages = (Stage(2, 2, 0.3),) if mode == "closed" else (Stage(100, 100, 0.3),)
-        load = Load("", mode, stages, 2, model="lenet", grpc=f"127.0.0.1:{port}")
-        (results,) = send_load(load, requests)
-    finally:
-        server.stop(0).wait()
-    assert results.errors == {"RESOURCE_EXHAUSTED overloaded": 1}
-    summary = summarise(results)
-    assert summary.requests > 2
-    assert summary.server_ms["queue"]["p50"] == 1.5
 
 
 def results(latencies_s=(), **fields):

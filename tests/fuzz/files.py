@@ -1,4 +1,4 @@
-"""Files: weights, IDX datasets and weights of other makers."""
+"""Files: weights and IDX datasets."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ import random
 import shutil
 import struct
 import tempfile
-import zipfile
 import zlib
 from pathlib import Path
 from typing import Any
@@ -19,15 +18,13 @@ from typing import Any
 import numpy as np
 
 from lenet.errors import InvalidWeightFile
-from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model
 from lenet.pixels import PIXELS
 from lenet.weightfile import GOLDEN_IMAGES, WeightFile
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
-from trainer import importing, mnist, tensor_files
+from trainer import mnist
 from trainer.errors import (
     DatasetUnavailable,
     InvalidDataset,
-    InvalidImport,
 )
 
 
@@ -297,69 +294,3 @@ def plain_idx(content: bytes) -> np.ndarray[Any, Any] | None:
     if not all(sizes) or len(rest) != math.prod(sizes):
         return None
     return np.frombuffer(rest, np.uint8).reshape(sizes)
-
-
-# Weights of other makers
-
-
-class ImportTarget(_FileTarget):
-    """safetensors or npz: finite float64 arrays, which are imported or refused in a sentence."""
-
-    traced_bytes = 6 << 20
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.undo.callback(setattr, tensor_files, "MAX_FILE_BYTES", tensor_files.MAX_FILE_BYTES)
-        tensor_files.MAX_FILE_BYTES = 1 << 20
-        blocks = (ConvBlock(2, (3, 3), batch_norm=True), DenseBlock(3, activation=IDENTITY))
-        self._source = importing.Source(Model("mine", blocks, (1, 4, 4)), {})
-
-    def run(self, data: bytes) -> None:
-        path = self.folder / "file"
-        path.write_bytes(data)
-        try:
-            tensors = tensor_files.read_tensors(path)
-        except InvalidImport as exc:
-            _check_message(exc, path, data)
-            return
-        for name, value in tensors.items():
-            if value.dtype.kind not in "fiu" or not np.isfinite(value).all():
-                raise Finding(f"{name} is {value.dtype}, or not finite")
-        try:
-            layout = importing.layout_of(tensors)
-            found = importing.matched(tensors, self._source, layout)
-            importing.table(tensors, found, layout)
-            with np.errstate(all="ignore"):
-                folded = importing.converted(tensors, found, self._source, layout, 1e-5)
-        except InvalidImport as exc:
-            if len(str(exc)) > 1000 + 20 * len(data):
-                raise Finding(f"a message of {len(str(exc))} characters") from exc
-            return
-        expected = self._source.model.folded.parameters()
-        if {name: value.shape for name, value in folded.items()} != expected:
-            raise Finding(f"made {[(name, value.shape) for name, value in folded.items()]}")
-        if not all(np.isfinite(value).all() for value in folded.values()):
-            raise Finding("weights that are not finite")
-
-    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
-        if rng.random() < 0.1:
-            return mutate(data)
-        if (parts := _safetensors(data)) is not None:
-            return _joined(changed_json(parts[0], rng), parts[1])
-        try:
-            with zipfile.ZipFile(io.BytesIO(data)) as archive:
-                members = {name: archive.read(name) for name in archive.namelist()}
-        except Exception:  # noqa: BLE001 - whatever zipfile raises for a broken archive
-            return mutate(data)
-        if members:
-            name = rng.choice(list(members))
-            members[name] = mutate(members[name])
-        return _zipped(members)
-
-
-def _zipped(members: dict[str, bytes]) -> bytes:
-    file = io.BytesIO()
-    with zipfile.ZipFile(file, "w") as archive:
-        for name, content in members.items():
-            archive.writestr(zipfile.ZipInfo(name), content)
-    return file.getvalue()

@@ -5,13 +5,12 @@ Both are compared with the rules in plain Python.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -27,10 +26,7 @@ from service.forms.tensors import (
     CLASSIFIED,
     INPUT,
     OUTPUTS,
-    InputTensor,
     RequestedOutput,
-    read_images,
-    requested_outputs,
 )
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
@@ -81,70 +77,6 @@ def plain_images(tensors: Sequence[Tensor]) -> Images | None:
         if not 0 <= value <= 255 or value != int(value):
             return None
     return np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
-
-
-class TensorsTarget(Target):
-    """A request described by JSON: what another transport could bring.
-
-    `"data"` is a list of numbers; `"raw"` is a list of runs of bytes, each `[byte in hex, count]`.
-    """
-
-    max_bytes = 16 * 1024
-
-    def run(self, data: bytes) -> None:
-        try:
-            document = json.loads(data)
-            tensors = [self._tensor(entry) for entry in document["inputs"]]
-            outputs = [name for name in document["outputs"] if isinstance(name, str)]
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-            return
-        inputs = (
-            InputTensor(one.name, one.datatype, one.shape, cast("Any", one.data), "source")
-            for one in tensors
-        )
-        expected = plain_images(tensors)
-        try:
-            images = read_images(inputs, MAX_IMAGES)
-        except (InvalidInput, TooLarge) as exc:
-            check_error(exc)
-            if expected is not None:
-                raise Finding(f"refused {expected.shape}: {exc.message}") from exc
-        else:
-            if expected is None or not np.array_equal(images, expected):
-                raise Finding(f"got {images.shape}, expected {expected is not None}")
-            if images.dtype != np.uint8 or not images.flags.c_contiguous:
-                raise Finding(f"got {images.dtype}, {images.flags}")
-        valid = all(name in OUTPUTS for name in outputs) and len(set(outputs)) == len(outputs)
-        try:
-            wanted = [one.name for one in requested_outputs(map(RequestedOutput, outputs), 1)]
-        except InvalidInput as exc:
-            check_error(exc)
-            if valid:
-                raise Finding(f"refused the outputs {outputs}") from exc
-        else:
-            if not valid or wanted != outputs:
-                raise Finding(f"got {wanted} for {outputs}")
-
-    def _tensor(self, entry: Any) -> Tensor:
-        if "raw" in entry:
-            runs = [(bytes.fromhex(byte), count) for byte, count in entry["raw"]]
-            if sum(len(byte) * count for byte, count in runs) > 1 << 16:
-                raise ValueError("too long for a case")
-            data: bytes | Sequence[Any] = b"".join(byte * count for byte, count in runs)
-        else:
-            data = [number for number in entry["data"] if type(number) in (int, float)]
-            data = [
-                number for number in data if -(2**31) <= number < 2**32 or type(number) is float
-            ]
-        name, datatype = str(entry["name"]), str(entry["datatype"])
-        return Tensor(name, datatype, tuple(entry["shape"]), data)
-
-    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
-            return mutate(data)
-        return json.dumps(changed(document, rng)).encode()
 
 
 def changed(value: Any, rng: random.Random) -> Any:

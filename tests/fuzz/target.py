@@ -99,8 +99,6 @@ MODULES = MappingProxyType(
             ("service.transport.http2", "service.transport.http2_head"),
         ),
         "grpc": ("rpc", "GrpcTarget", ("service.forms", "service.api")),
-        "tensors": ("rpc", "TensorsTarget", ("service.forms.tensors",)),
-        "frames": ("frames", "FrameTarget", ("service.decode.pool",)),
         "tensorflow": ("tensorflow", "TensorflowBodyTarget", ("service.forms.tensorflow",)),
         "infer": (
             "infer",
@@ -109,7 +107,6 @@ MODULES = MappingProxyType(
         ),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
-        "import": ("files", "ImportTarget", ("trainer.importing", "trainer.tensor_files")),
     }
 )
 """By name: the module below `tests.fuzz`, the class, and the modules whose coverage guides."""

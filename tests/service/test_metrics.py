@@ -125,34 +125,6 @@ def test_the_series_stay_below_600_and_their_labels_are_from_closed_sets(everyth
     }
 
 
-def test_every_series_of_ours_bears_the_name_of_its_unit(everything):
-    exposition = asyncio.run(everything.exposition()).decode()
-    for family in text_string_to_metric_families(exposition):
-        if family.name.startswith("lenet_") and "duration" in family.name:
-            assert family.name.endswith("_seconds")
-        assert family.documentation
-
-
-def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, value):
-    load(metrics, LENET, load=lambda: (7, 1))
-    metrics.batch_ended(LENET, 48, "full", 0.0015, result(64, True, 0.0005))
-    metrics.rows_dropped(5, "late")
-    assert value("lenet_batches_total", {**OF_LENET, "reason": "full"}) == 1
-    assert value("lenet_batch_rows_count") == 1
-    assert value("lenet_batch_rows_sum") == 48
-    assert value("lenet_batch_rows_bucket", {"le": "32.0"}) == 0
-    assert value("lenet_batch_rows_bucket", {"le": "64.0"}) == 1
-    assert value("lenet_batch_duration_seconds_sum") == 0.0015
-    assert value("lenet_images_total", OF_LENET) == 48
-    assert value("lenet_device_duration_seconds_sum") == 0.0005
-    assert value("lenet_padding_rows_total", OF_LENET) == 16
-    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "hit"}) == 1
-    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "miss"}) == 0
-    assert value("lenet_queue_rows", OF_LENET) == 7
-    assert value("lenet_contexts_busy", OF_LENET) == 1
-    assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
-
-
 def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
     load(metrics, MLP, contexts=3, golden_error=2e-7, device_bytes=3000)
     metrics.started("weights", 0.5)

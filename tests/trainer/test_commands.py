@@ -10,7 +10,7 @@ import pytest
 
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
-from trainer import commands, export, loop
+from trainer import commands, export
 from trainer.commands import run
 from trainer.mnist import Dataset, Digits
 from trainer.network import initial_tensors
@@ -76,28 +76,6 @@ def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == command
     assert "GPU 0: 12 MB of memory" in lines
-
-
-@pytest.mark.process
-def test_fit_on_several_gpus_reports_each_epoch_once_and_writes_what_rank_0_has(
-    arguments, tmp_path, capsys, fake_gpus
-):
-    gpus = fake_gpus(2)
-    for number in ("1", "2"):
-        assert main(["fit", *arguments, "--device", "cuda", "--gpus", number]) == 0
-    assert len(gpus.opened) == 1 + 2
-    lines = capsys.readouterr().out.splitlines()
-    second = lines[next(n for n, line in enumerate(lines) if line.endswith(" --gpus 2")) :]
-    assert len([line for line in second if line.startswith("epoch ")]) == 2
-    assert {line for line in second if line.startswith("GPU ")} == {
-        "GPU 0: 12 MB of memory",
-        "GPU 1: 12 MB of memory",
-    }
-    # These GPUs have all of a batch each, so that every rank must end where one alone does.
-    one, two = (WeightFile.read(tmp_path / f"out/mlp/{version}.safetensors") for version in (1, 2))
-    assert two.training.command == f"{one.training.command} --gpus 2"
-    for name, tensor in one.tensors.items():
-        assert (two.tensors[name] == tensor).all()
 
 
 @pytest.mark.process
@@ -294,26 +272,3 @@ def test_an_error_is_one_sentence_and_an_exit_code(no_gpu, capsys, line, code, s
     assert sentence in error
     assert error.count("\n") == 1
     assert out == ""
-
-
-@pytest.mark.parametrize(
-    ("epochs", "message"),
-    [
-        (0, "interrupted before the first epoch was completed; nothing was kept"),
-        (1, "interrupted; the same command resumes after the last completed epoch"),
-    ],
-)
-def test_an_interruption_says_whether_the_run_can_be_resumed(
-    arguments, monkeypatch, capsys, epochs, message
-):
-    evaluate, calls = loop.accuracy, []
-
-    def interrupted(network, digits):
-        calls.append(1)
-        if len(calls) == 2 + epochs:  # the first is before the first epoch
-            raise KeyboardInterrupt
-        return evaluate(network, digits)
-
-    monkeypatch.setattr(loop, "accuracy", interrupted)
-    assert main(arguments) == 130
-    assert capsys.readouterr().err.splitlines()[-1] == message

@@ -3,18 +3,13 @@ import time
 
 import pytest
 
-from lenet.errors import DeviceError, OutOfDeviceMemory
+from lenet.errors import DeviceError
 from trainer import devices
 from trainer.devices import choose, on_devices
-from trainer.errors import DeviceUnavailable
 from trainer.settings import Recipe
 
 WAIT_S = 30.0
 """After which a test that would hang fails instead."""
-
-
-def refuse_to_work(ops, rank):
-    raise AssertionError(f"worked on {ops.name} as rank {rank}")
 
 
 def recipe_on(device, precision="fp32", batch=12):
@@ -25,25 +20,6 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_and_says_so_in_one_short_line(no_
     said = []
     assert choose("auto", said.append) == "cpu"
     assert said == ["training on the CPU: no usable GPU was found (--device cuda says why)"]
-
-
-@pytest.mark.parametrize(
-    ("recipe", "gpus", "message"),
-    [
-        (recipe_on("cpu", "tf32"), 1, "--precision is tf32, expected fp32"),
-        (recipe_on("cpu", "mixed"), 1, "--precision is mixed, expected fp32"),
-        (recipe_on("cpu"), 2, "--gpus is 2, expected 1"),
-        (recipe_on("cuda"), 5, "--gpus is 5, expected at most 4"),
-        (recipe_on("cuda", batch=10), 4, "--batch is 10, expected a multiple of --gpus 4"),
-    ],
-)
-def test_what_a_device_cannot_do_is_refused_before_anything_is_opened(
-    fake_gpus, recipe, gpus, message
-):
-    fake = fake_gpus(4)
-    with pytest.raises(DeviceUnavailable, match=message):
-        on_devices(recipe, gpus, refuse_to_work)
-    assert fake.opened == []
 
 
 def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(fake_gpus):
@@ -134,19 +110,3 @@ def test_a_rank_that_does_not_stop_is_aborted_within_five_seconds(fake_gpus, mon
     assert time.monotonic() - started < 5
     assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]
     assert len(gpus.closed) == 2
-
-
-def test_a_gpu_that_cannot_be_opened_keeps_no_other_rank_waiting(fake_gpus, monkeypatch):
-    gpus = fake_gpus(3)
-    opened = gpus.CudaOps.__init__
-
-    def full(ops, precision, device=0, cache=None, stopping=None):
-        if device == 1:
-            raise OutOfDeviceMemory("GPU 1 is full")
-        opened(ops, precision, device, cache, stopping)
-
-    monkeypatch.setattr(gpus.CudaOps, "__init__", full)
-    with pytest.raises(OutOfDeviceMemory, match="GPU 1 is full"):
-        on_devices(recipe_on("cuda"), 3, refuse_to_work)
-    assert gpus.ranks == []  # NCCL does not wait for a rank that cannot come
-    assert set(gpus.closed) == set(gpus.opened)

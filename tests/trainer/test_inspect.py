@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
+from lenet.model import ARCHITECTURES, named
 from trainer import commands
 from trainer.commands import run
 from trainer.inspect import Measured, Roofline, outline, record_step, report
@@ -38,61 +38,7 @@ def test_a_step_is_a_batch_forward_loss_backward_and_an_update(calls_of, name):
     assert [(call.layer, call.part) for call in calls_of(named(name))] == expected
 
 
-def test_a_convolution_has_padded_channels_last_and_the_operations_of_those(calls_of):
-    calls = calls_of(named("lenet"))
-    forward = of(calls, "conv2", "forward")
-    assert (forward.source, forward.result) == ((256, 12, 12, 32), (256, 8, 8, 64))
-    assert forward.operations == 2 * 256 * 8 * 8 * 64 * 32 * 5 * 5
-    elements = 256 * 12 * 12 * 32 + 256 * 8 * 8 * 64 + 64 * 5 * 5 * 32
-    assert forward.size_bytes == 2 * elements
-    for part, result, direction in (
-        ("input gradient", (256, 12, 12, 32), "data"),
-        ("weight gradient", (64, 5, 5, 32), "filter"),
-    ):
-        gradient = of(calls, "conv2", part)
-        assert (gradient.source, gradient.result) == ((256, 8, 8, 64), result)
-        assert gradient.operations == forward.operations
-        assert gradient.size_bytes == forward.size_bytes
-        assert gradient.convolution.direction == direction
-
-
 X, Y = 4 * 2 * 26 * 26 * 8, 4 * 2 * 13 * 13 * 8
-WIDE = 4 * 2 * 10 * 10 * 8
-
-
-@pytest.mark.parametrize(
-    ("block", "expected"),
-    [
-        (ConvBlock(8, (3, 3), pool=Pool("max")), (X + Y + Y // 4, Y + Y // 4 + 2 * X)),
-        (ConvBlock(8, (3, 3), pool=Pool("average")), (X + Y, Y + 2 * X)),
-        (
-            ConvBlock(8, (3, 3), pool=Pool("max"), batch_norm=True),
-            (2 * X + Y + Y // 4, 2 * (Y + Y // 4 + X) + X),
-        ),
-        (
-            ConvBlock(8, (3, 3), pool=Pool("max", (17, 17), (1, 1))),
-            (X + WIDE + WIDE // 2, WIDE + WIDE // 2 + 2 * X),
-        ),
-        (ConvBlock(8, (3, 3), activation=IDENTITY), (2 * X, X)),
-    ],
-)
-def test_an_epilogue_moves_each_array_once_and_batch_norm_its_input_twice(
-    calls_of, block, expected
-):
-    calls = calls_of(Model("one", (block, DenseBlock(10, activation=IDENTITY))), 2, "fp32")
-    parts = "epilogue forward", "epilogue backward"
-    assert tuple(of(calls, "conv1", part).size_bytes for part in parts) == expected
-
-
-def test_the_outline_has_shape_call_operations_and_bytes():
-    text = outline(named("lenet"), 256, "mixed")
-    assert line_of(text, "conv2", "input gradient").split() == [
-        *("conv2", "input", "gradient", "256x8x8x64", "->", "256x12x12x32"),
-        *("cuDNN", "convolution", "data", "gradient", "1677.7", "4.56"),
-    ]
-    heading, *rows = text.splitlines()
-    assert len(rows) == 22
-    assert {len(heading), *map(len, rows)} == {len(heading)}
 
 
 def line_of(text, layer, part):

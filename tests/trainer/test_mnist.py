@@ -11,17 +11,6 @@ from trainer.errors import InvalidDataset
 from trainer.mnist import FILES, Dataset, Digits, label_names, load, read_idx
 
 
-@pytest.mark.parametrize("packed", [True, False])
-def test_a_dataset_is_read_back_as_it_was_written(tiny, write_idx, packed):
-    folder = write_idx(tiny, packed)
-    found = load(folder)
-    for part in ("train", "test"):
-        for field in ("images", "labels"):
-            written = getattr(getattr(tiny, part), field)
-            np.testing.assert_array_equal(getattr(getattr(found, part), field), written)
-    assert len(found.train) == 400
-
-
 def test_the_digest_is_over_the_uncompressed_files_in_order(tiny, write_idx):
     folder = write_idx(tiny)
     content = b"".join((folder / file.name).read_bytes() for file in FILES)

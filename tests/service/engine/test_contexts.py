@@ -204,19 +204,6 @@ async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stag
 # The pool
 
 
-async def test_batches_spread_over_devices_before_two_share_one(stage):
-    async with stage.pool(2, devices=3) as pool:
-        workers = [pool.acquire() for _ in range(6)]
-        assert [worker.device for worker in workers] == [0, 1, 2, 0, 1, 2]
-        assert len(set(workers)) == 6
-        assert pool.acquire() is None
-        for worker in (workers[4], workers[3], workers[1]):
-            pool.release(worker)
-        assert pool.acquire() is workers[1], "the idle device's, and there the one used last"
-        assert pool.acquire() is workers[3], "the first of those that are as busy"
-        assert pool.acquire() is workers[4]
-
-
 class Puppet:
     """What the pool sees of a worker."""
 

@@ -7,7 +7,7 @@ import pytest
 from lenet.context import Target
 from lenet.errors import BackendUnavailable
 from service.engine import devices
-from service.engine.devices import place
+from service.engine.devices import on_gpu, place
 from service.settings import Settings
 
 
@@ -93,3 +93,12 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_there_are(gpus, wanted, c
     assert str(caught.value) == (
         f"devices is {wanted}, expected numbers of GPUs that are here: {there}"
     )
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "expected"),
+    [("auto", 0, False), ("auto", 1, True), ("cpu", 1, False), ("cuda", 0, True)],
+)
+def test_a_gpu_is_used_where_it_is_asked_for_or_found(gpus, device, count, expected):
+    gpus(count)
+    assert on_gpu(device) is expected

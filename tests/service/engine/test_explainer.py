@@ -16,7 +16,6 @@ from service.engine.explainer import MAX_WAITING, Explainer
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
-    InferenceFailed,
     InvalidInput,
     Overloaded,
     Unavailable,
@@ -88,20 +87,6 @@ def asking(explainer, tiny):
     return Asking(explainer, Model("m", (DenseBlock(3), *tiny.blocks)))
 
 
-async def test_one_is_computed_at_a_time_in_order(asking, held):
-    for name in "abc":
-        asking.ask(name)
-    await until(lambda: held.begun == 1)
-    held.release(2)
-    await asking.answered("a")
-    await until(lambda: held.begun == 2)
-    assert set(asking.answers) == {"a"}
-    held.release()
-    await asking.answered(*"abc")
-    assert list(asking.answers) == ["a", "b", "c"]
-    assert asking.answers["c"] == ["dense", "logits"]
-
-
 async def test_no_more_wait_than_the_limit_and_one_that_leaves_makes_room(asking, held, explainer):
     for number in range(1 + MAX_WAITING):
         asking.ask(number)
@@ -156,13 +141,3 @@ async def test_an_unknown_block_is_refused_and_the_known_ones_are_named(asking):
     error = asking.answers["it"]
     assert isinstance(error, InvalidInput)
     assert error.message == "noisy: got 'conv1', expected one of dense1, dense2"
-
-
-async def test_values_that_are_not_finite_fail_and_the_next_is_computed(asking):
-    weights = asking._version.weights
-    weights.tensors["dense1.bias"] = np.full(3, 3e38, np.float32)
-    weights.tensors["dense2.weight"] = np.full((10, 3), 3e38, np.float32)
-    asking.ask("overflows")
-    await asking.answered("overflows")
-    assert isinstance(asking.answers["overflows"], InferenceFailed)
-    assert "dense2" in asking.answers["overflows"].message

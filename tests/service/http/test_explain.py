@@ -122,39 +122,6 @@ async def test_every_form_of_body_is_explained_as_it_is_predicted(
         assert b"".join(map(base64.b64decode, found.images)) == images.tobytes()
 
 
-@pytest.mark.parametrize(
-    ("query", "field", "words"),
-    [
-        ("index=1", "index", "got 1, expected 0 to 0, as the request has 1 images"),
-        ("index=-1", "index", "got '-1', expected the number of an image"),
-        ("index=", "index", "got ''"),
-        ("index=0000000", "index", "got '0000000'"),
-        ("biases=false", "biases", "got 'false', expected on or off"),
-        ("noisy=conv1&noise=1", "noisy", "got 'conv1', expected one of dense1"),
-        ("noisy=dense1", "noise", "got none"),
-        ("noise=0.1", "noisy", "got none"),
-        ("noisy=dense1&noise=10.001", "noise", "'10.001', expected a number from 0 to 10"),
-        ("noisy=dense1&noise=nan", "noise", "got 'nan'"),
-        ("noisy=dense1&noise=1e999", "noise", "got '1e999'"),
-        ("noisy=dense1&noise=-1", "noise", "got '-1'"),
-        ("noisy=dense1&noise=%C2%B2", "noise", "got "),
-        ("noise=0&noise=0", "noise", "given twice"),
-        (
-            "layer=1",
-            "layer",
-            "one each of model, version, invert, digits, index, biases, noisy, noise",
-        ),
-    ],
-)
-async def test_a_wrong_parameter_is_a_400_that_names_it(
-    served, post, refusal, one, query, field, words
-):
-    error = refusal(await post(one, query=f"?{query}"), 400, "invalid_input")
-    assert error.field == field
-    assert words in error.message
-    assert await served.requests("invalid_input") == 1
-
-
 async def test_more_images_than_the_limit_are_a_413(post, refusal, one):
     assert len(answer(await post(64 * one)).images) == 64
     error = refusal(await post(65 * one), 413, "too_large")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import re
 
-import pytest
-
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 
@@ -38,18 +36,6 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
             names += [name for name in map("".join, found) if name not in names]
     assert {"/page/page.js", "/page/page.css", "/page/prepare.js", "/page/digits.png"} <= set(names)
     assert sum(sizes) < 60_000
-
-
-@pytest.mark.parametrize("path", ["/", "/page/page.js"])
-async def test_a_file_that_the_browser_has_is_not_sent_again(served, path):
-    first = await served.client.get(path, headers={"Accept": BROWSER})
-    etag = first.headers["etag"]
-    for known in (etag, f'"other", W/{etag}'):
-        again = await served.client.get(path, headers={"Accept": BROWSER, "If-None-Match": known})
-        assert (again.status_code, again.content) == (304, b"")
-        assert again.headers["etag"] == etag
-    changed = await served.client.get(path, headers={"Accept": BROWSER, "If-None-Match": '"x"'})
-    assert changed.content == first.content
 
 
 async def test_the_document_says_which_routes_need_a_key_where_there_are_keys(open_app):

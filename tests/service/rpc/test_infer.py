@@ -11,7 +11,6 @@ import tracemalloc
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.message import DecodeError
 
 from lenet import reference
 from service import errors
@@ -23,7 +22,6 @@ from tests.pictures import FORM, long_form
 from tests.service_process import grpc_call
 
 Tensor = pb.ModelInferRequest.InferInputTensor
-Output = pb.ModelInferRequest.InferRequestedOutputTensor
 Parameter = pb.InferParameter
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -92,121 +90,8 @@ async def test_the_answer_is_the_same_when_the_images_come_in_another_form(
         assert np.array(label.int64_contents, "<i8").tobytes() == raw_label
 
 
-LATER_FIELDS = {
-    "in a longer field": b"\xfa\x07\x93\x06",  # field 127, delimited, 787 bytes
-    "in a longer image": b"\x3a\x93\x06",
-    "after another image": b"\x3a\x90\x06" + bytes(784),
-    "after an unknown field": b"\xf8\x07\x01",
-    "after nothing": b"",
-    "after a field that ends in it": b"\x1a\x7f",
-}
-
-
-@pytest.mark.parametrize("between", LATER_FIELDS.values(), ids=LATER_FIELDS)
-@pytest.mark.parametrize("rows", [0, 1])
-async def test_the_last_784_bytes_are_the_image_when_protobuf_says_so(
-    stub, house, raw_request, images, random_weights, tiny, between, rows
-):
-    head = raw_request(1, raw_input_contents=[images[4].tobytes()] * rows).SerializeToString()
-    message = head + between + b"\x3a\x90\x06" + images[0].tobytes()
-    infer = stub.channel.unary_unary(METHOD)
-    for _ in range(2):  # the second time its beginning is known
-        try:
-            raw = list(pb.ModelInferRequest.FromString(message).raw_input_contents)
-        except DecodeError:
-            raw = []
-        if len(raw) == 1 and len(raw[0]) == 784:
-            response = pb.ModelInferResponse.FromString(await infer(message))
-            pixels = np.frombuffer(raw[0], np.uint8).reshape(1, 28, 28)
-            share = np.frombuffer(response.raw_output_contents[0], "<f4")
-            np.testing.assert_allclose(share, expected(random_weights(tiny), pixels)[0], atol=1e-5)
-        else:
-            code, _, _ = await failure(infer(message))
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-
-
 def contents(**fields):
     return pb.InferTensorContents(**fields)
-
-
-MALFORMED = {
-    "no input": (lambda make: pb.ModelInferRequest(), "inputs"),
-    "fewer raw entries than inputs": (
-        lambda make: make(inputs=[Tensor(name="image")] * 2),
-        "raw_input_contents",
-    ),
-    "more raw entries than inputs": (
-        lambda make: make(raw_input_contents=[b"", b""]),
-        "raw_input_contents",
-    ),
-    "raw and typed": (
-        lambda make: typed_request(
-            contents(uint_contents=[1]), shape=(1, 28, 28), raw_input_contents=[bytes(784)]
-        ),
-        "inputs[0].contents",
-    ),
-    "no data": (lambda make: typed_request(None), "inputs[0].contents"),
-    "the wrong contents": (
-        lambda make: typed_request(contents(int_contents=[0] * 784)),
-        "inputs[0].contents",
-    ),
-    "two contents": (
-        lambda make: typed_request(contents(uint_contents=[0] * 784, fp32_contents=[0])),
-        "inputs[0].contents",
-    ),
-    "typed contents of a strange datatype": (
-        lambda make: typed_request(contents(bytes_contents=[b""]), "BYTES"),
-        "inputs[0].datatype",
-    ),
-    "a classification of labels": (
-        lambda make: make(
-            outputs=[Output(name="label", parameters={"classification": Parameter(int64_param=3)})]
-        ),
-        "outputs[0].parameters.classification",
-    ),
-    "a long id": (lambda make: make(id="x" * 1025), "id"),
-    "a timeout of a text": (
-        lambda make: make(parameters={"timeout": Parameter(string_param="5")}),
-        "parameters.timeout",
-    ),
-    "a negative timeout": (
-        lambda make: make(parameters={"timeout": Parameter(int64_param=-1)}),
-        "parameters.timeout",
-    ),
-    "a classification of no class": (
-        lambda make: make(
-            outputs=[
-                Output(
-                    name="probabilities", parameters={"classification": Parameter(int64_param=0)}
-                )
-            ]
-        ),
-        "outputs[0].parameters.classification",
-    ),
-    "shared memory": (
-        lambda make: pb.ModelInferRequest(
-            inputs=[
-                Tensor(
-                    name="image",
-                    parameters={"shared_memory_region": Parameter(string_param="region")},
-                )
-            ]
-        ),
-        "inputs[0].parameters.shared_memory_region",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "field"), MALFORMED.values(), ids=MALFORMED)
-async def test_a_malformed_request_is_an_error_that_names_the_field(
-    stub, house, raw_request, make, field
-):
-    code, metadata, details = await failure(stub.ModelInfer(make(raw_request)))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert metadata["lenet-error-code"] == "invalid_input"
-    assert metadata["lenet-error-field"] == field
-    assert details.startswith(field)
-    assert house.requests("invalid_input") == 1
 
 
 @pytest.fixture
