@@ -113,14 +113,6 @@ def test_a_context_answers_any_number_of_rows_up_to_its_largest(backend, random_
                 context.run(np.zeros((rows, 28, 28), np.uint8))
 
 
-def test_every_bucket_is_planned_before_the_first_request(reference_backend, random_weights, tiny):
-    with ExecutionContext(reference_backend, random_weights(tiny), 6) as context:
-        context.warm_up()
-        assert reference_backend.planned == [6, 4, 2, 1]
-        context.run(np.zeros((3, 28, 28), np.uint8))
-        assert reference_backend.planned == [6, 4, 2, 1]
-
-
 @pytest.mark.parametrize("thread", ["its own", "another"])
 def test_a_launched_batch_has_its_result_on_whichever_thread_it_is_polled(
     launching_backend, random_weights, tiny, thread

@@ -61,14 +61,6 @@ def test_parameters_have_the_shapes_of_the_blocks_when_batch_norm_is_there():
     assert list(model.folded.parameters())[:2] == ["conv1.weight", "conv1.bias"]
 
 
-def test_shapes_name_the_linear_value_when_pooling_follows():
-    (conv, _) = Model("m", (ConvBlock(6, (5, 5), pool=Pool("max")), LOGITS)).shapes()
-    assert (conv.name, conv.input, conv.linear, conv.output) == (
-        *("conv1", (1, 28, 28), (6, 24, 24)),
-        (6, 12, 12),
-    )
-
-
 def places(size, window, stride, padding, dilation):
     """By the definition: every start at which the last tap is still inside the padded axis."""
     reach = dilation * (window - 1) + 1
@@ -237,3 +229,15 @@ def test_a_pool_is_rejected_when_a_window_could_lie_outside_the_image():
         Pool("max", (3, 2), padding=(2, 1))
     with pytest.raises(InvalidModel, match="at most half of size"):
         Pool("average", (2, 3), padding=(0, 2))
+
+
+@pytest.mark.parametrize("parameter", [0, -1.0, float("nan"), float("inf"), 10**400, True, "1"])
+def test_an_activation_is_rejected_when_its_parameter_is_no_positive_number(parameter):
+    with pytest.raises(InvalidModel, match=r"activation elu: parameter is .*, expected a number"):
+        Activation("elu", parameter)
+
+
+@pytest.mark.parametrize("kind", ["median", {}])
+def test_a_pool_is_rejected_when_its_kind_is_unknown(kind):
+    with pytest.raises(InvalidModel, match=r"pool: kind is .* expected one of max, average"):
+        Pool(kind)

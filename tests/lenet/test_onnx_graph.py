@@ -120,18 +120,6 @@ def test_winograds_algorithm_gives_the_logits_of_the_reference(random_weights, n
     assert np.linalg.norm(found - expected) < 2e-5 * np.linalg.norm(expected)
 
 
-def test_winograds_algorithm_gives_the_same_bits_in_every_batch(random_weights):
-    graph = onnx_model(random_weights("lenet"), 16, use_winograd=True)
-    session = InferenceSession(graph.SerializeToString(), providers=["CPUExecutionProvider"])
-    images = np.random.default_rng(7).integers(0, 256, (64, 28, 28), np.uint8)
-    (together,) = session.run([LOGITS], {IMAGES: images})
-    for rows in (1, 2, 3, 7, 16, 33):
-        part = slice(64 - rows, 64)
-        np.testing.assert_array_equal(
-            session.run([LOGITS], {IMAGES: images[part]})[0], together[part]
-        )
-
-
 @pytest.mark.parametrize(
     "changed",
     [

@@ -13,7 +13,6 @@ import os
 import pickle
 import random
 import struct
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -107,15 +106,6 @@ def test_everything_is_read_back_when_it_was_written(random_weights, tmp_path, n
     assert other.digest() == hashlib.sha256(other.to_bytes()).hexdigest() != found.digest()
 
 
-def test_the_bytes_are_the_same_when_written_again(weights, content, tmp_path):
-    assert all(weights.to_bytes() == content for _ in range(20))
-    reordered = dataclasses.replace(
-        weights, tensors={name: weights.tensors[name].copy() for name in reversed(weights.tensors)}
-    )
-    reordered.write(tmp_path / "1.safetensors")
-    assert (tmp_path / "1.safetensors").read_bytes() == content
-
-
 def test_a_file_is_rejected_when_it_says_the_same_in_another_form(content, folder):
     path = folder / "by-hand.safetensors"
     path.write_bytes(signed(content))
@@ -161,14 +151,6 @@ def test_the_old_file_stays_alone_when_writing_fails_in_the_middle(
 
 def test_a_missing_file_is_rejected(folder):
     assert error(folder / "absent.safetensors") == "cannot be read (No such file or directory)"
-
-
-def test_an_unreadable_file_is_rejected(content, folder, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("lenet.weightfile.os.open", refuse)
-    assert error(folder / "any.safetensors") == "cannot be read (Permission denied)"
 
 
 def test_a_fifo_is_rejected_without_waiting_when_nobody_writes_to_it(folder):
@@ -292,43 +274,6 @@ def test_a_file_is_rejected_when_a_tensor_is_missing(content, folder, name):
     assert message == f"tensor {name}: missing"
 
 
-def moved(content, name, change):
-    """The file with the offsets of one tensor changed, and nothing else."""
-    header, data = parts_of(content)
-    header[name]["data_offsets"] = change(*header[name]["data_offsets"])
-    return assembled(header, data)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda start, stop: [start - 4, stop - 4],
-        lambda start, stop: [start + 4, stop + 4],
-        lambda start, stop: [8, 8 + stop - start],
-        lambda start, stop: [stop, start],
-        lambda start, stop: [start, stop + 2**40],
-        lambda start, stop: [-4, stop],
-        lambda start, stop: [start, 2**64 - 1],
-    ],
-)
-@pytest.mark.parametrize("name", ["dense1.bias", "golden.labels"])
-def test_a_file_is_rejected_when_tensors_overlap_or_leave_holes(content, folder, name, change):
-    message = error(folder / "offsets.safetensors", moved(content, name, change))
-    assert message.startswith("is not a valid safetensors file, or truncated (")
-
-
-def test_no_more_memory_is_allocated_than_a_file_has(tiny, random_weights, tmp_path):
-    path = tmp_path / "1.safetensors"
-    random_weights(tiny).write(path)
-    tracemalloc.start()
-    try:
-        WeightFile.read(path)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 1 << 20  # of a file of 40 KB, several copies
-
-
 # --- metadata that is missing, unknown or lies
 
 
@@ -393,12 +338,6 @@ def test_a_file_is_rejected_when_its_model_still_has_batch_norm(random_weights, 
     lie = signed(lenet.to_bytes(), metadata={"model": named("lenet").to_json()})
     message = error(folder / "unfolded.safetensors", lie)
     assert message == "metadata model still has batch norm, expected it folded"
-
-
-def test_a_file_is_rejected_when_it_names_another_model(content, folder):
-    lie = signed(content, metadata={"model": named("mlp").to_json()})
-    message = error(folder / "model.safetensors", lie)
-    assert message == "tensor dense1.weight: has shape (10, 784), expected (500, 784)"
 
 
 @pytest.mark.parametrize("shape", [[1, 14, 14], [1, 56, 56], [3, 28, 28]])

@@ -10,7 +10,7 @@ import pytest
 
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
-from trainer import commands, export
+from trainer import commands, export, loop
 from trainer.commands import run
 from trainer.mnist import Dataset, Digits
 from trainer.network import initial_tensors
@@ -272,3 +272,46 @@ def test_an_error_is_one_sentence_and_an_exit_code(no_gpu, capsys, line, code, s
     assert sentence in error
     assert error.count("\n") == 1
     assert out == ""
+
+
+@pytest.mark.parametrize(
+    ("epochs", "message"),
+    [
+        (0, "interrupted before the first epoch was completed; nothing was kept"),
+        (1, "interrupted; the same command resumes after the last completed epoch"),
+    ],
+)
+def test_an_interruption_says_whether_the_run_can_be_resumed(
+    arguments, monkeypatch, capsys, epochs, message
+):
+    evaluate, calls = loop.accuracy, []
+
+    def interrupted(network, digits):
+        calls.append(1)
+        if len(calls) == 2 + epochs:  # the first is before the first epoch
+            raise KeyboardInterrupt
+        return evaluate(network, digits)
+
+    monkeypatch.setattr(loop, "accuracy", interrupted)
+    assert main(arguments) == 130
+    assert capsys.readouterr().err.splitlines()[-1] == message
+
+
+def test_a_missing_extra_is_one_sentence(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(
+        "import importlib.util as util\n"
+        "find = util.find_spec\n"
+        "util.find_spec = lambda name, *rest: None if name == 'tqdm' else find(name, *rest)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    outcome = subprocess.run(
+        [sys.executable, "-m", "trainer", "fit", "--help"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert outcome.returncode == 1
+    for cure in ("make train", "python -m pip install tqdm httpx", "--build-arg EXTRAS=[train]"):
+        assert cure in outcome.stderr
+    assert outcome.stderr.count("\n") == 1

@@ -184,3 +184,10 @@ def test_obtain_downloads_only_what_is_missing(default, tiny, write_idx, monkeyp
     lines = []
     assert len(obtain(default, lines.append).test) == 60
     assert lines == [FILES[2].name]
+
+
+def test_a_partial_file_that_was_already_whole_is_kept(tmp_path):
+    (tmp_path / f"{FILE.name}.gz.part").write_bytes(PACKED)
+    server = Server()
+    assert fetch(tmp_path, server) == PACKED
+    assert server.asked == [f"bytes={len(PACKED)}-"]

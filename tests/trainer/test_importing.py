@@ -391,3 +391,30 @@ def test_equal_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tm
     assert list(tensors) == list(arrays)
     found = importing.matched(tensors, source, "torch")
     assert found == {f"dense{n + 1}.weight": f"fc{n}.weight" for n in range(13)}
+
+
+@pytest.mark.parametrize(
+    ("mapping", "sentence"),
+    [
+        ([], "expected an object as"),
+        (
+            {"dense3.weight": "fc1.weight"},
+            "the mapping names dense3.weight, expected some of dense1",
+        ),
+        (
+            {"dense1.weight": "fc3.weight"},
+            "from fc3.weight, which the file does not hold: it holds",
+        ),
+        ({"dense1.weight": "fc1.weight"}, "the mapping lacks dense2.weight"),
+        (
+            {"dense1.weight": "fc2.weight", "dense2.weight": "fc1.weight"},
+            "dense1.weight: fc2.weight has shape (10, 30), expected (30, 784)",
+        ),
+    ],
+)
+def test_a_wrong_mapping_is_one_sentence(tmp_path, described, capsys, mapping, sentence):
+    np.savez(tmp_path / "a.npz", **arrays_of())
+    (tmp_path / "names.json").write_text(json.dumps(mapping))
+    line = [*described(MLP), "--mapping", tmp_path / "names.json"]
+    assert main(tmp_path / "a.npz", *line) == 6
+    assert sentence in capsys.readouterr().err

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from trainer.commands import run
+from trainer.errors import InvalidRun
 from trainer.runs import evaluate, read_run
 
 pytestmark = pytest.mark.process  # trains and draws figures
@@ -96,3 +97,21 @@ def test_a_run_of_one_epoch_has_its_numbers_instead_of_curves(fit, tmp_path):
     assert run(["compare", str(one), str(other), "--out", str(both)], {}) == 0
     assert "<svg" not in both.read_text()
     assert f"<td>training loss</td><td>{loss:.4f} nats</td><td>" in both.read_text()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    def refusal(folder):
+        assert run(["compare", str(folder), str(tmp_path)], {}) == 6
+        return capsys.readouterr().err
+
+    assert refusal("nowhere").startswith("nowhere: no such folder; expected that of a run, as ")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: has no settings.json: it is not the folder of a run\n"
+    )
+    (tmp_path / "settings.json").write_text("{")
+    with pytest.raises(InvalidRun, match="is not JSON"):
+        read_run(tmp_path)
+    (tmp_path / "settings.json").write_text("{}")
+    assert refusal(tmp_path) == (
+        f"{tmp_path}: has no summary.json: the run was interrupted, or has not ended yet\n"
+    )

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lenet.cuda.fused_network import CLUSTER, is_supported, pack
+from lenet.cuda.fused_network import CLUSTER, is_supported, macros, pack
 from lenet.model import (
     ARCHITECTURES,
     IDENTITY,
@@ -122,3 +122,19 @@ def test_a_block_finds_its_filters(mma, model):
         assert bias.shape == (8 * len(found[name]),)
         np.testing.assert_array_equal(bias[: len(weight)], tensors[f"{of}.bias"])
         assert not bias[len(weight) :].any()
+
+
+def test_the_parameter_of_the_activations_is_a_macro():
+    pooled = {"pool": HALVED, "activation": Activation("clipped_relu", 6.0)}
+    blocks = (ConvBlock(8, (5, 5), **pooled), ConvBlock(8, (3, 3), pool=HALVED))
+    model = Model("drawn", (*blocks, DenseBlock(30), LOGITS))
+    assert is_supported(model, 90)
+    assert macros(model)["PARAMETER"] == 6.0
+
+
+def test_the_arguments_of_the_kernel_come_in_their_order(mma):
+    convolutions = ["first", "first_bias", "second", "second_bias"]
+    dense = ["hidden", "hidden_bias", "last", "last_bias"]
+    for model in (named("lenet").folded, named("mlp").folded):
+        names = list(pack(model, tensors_of(mma, model)))
+        assert names == (convolutions if len(model.blocks) == 4 else []) + dense

@@ -16,6 +16,7 @@ from service.engine.explainer import MAX_WAITING, Explainer
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
+    InferenceFailed,
     InvalidInput,
     Overloaded,
     Unavailable,
@@ -141,3 +142,13 @@ async def test_an_unknown_block_is_refused_and_the_known_ones_are_named(asking):
     error = asking.answers["it"]
     assert isinstance(error, InvalidInput)
     assert error.message == "noisy: got 'conv1', expected one of dense1, dense2"
+
+
+async def test_values_that_are_not_finite_fail_and_the_next_is_computed(asking):
+    weights = asking._version.weights
+    weights.tensors["dense1.bias"] = np.full(3, 3e38, np.float32)
+    weights.tensors["dense2.weight"] = np.full((10, 3), 3e38, np.float32)
+    asking.ask("overflows")
+    await asking.answered("overflows")
+    assert isinstance(asking.answers["overflows"], InferenceFailed)
+    assert "dense2" in asking.answers["overflows"].message

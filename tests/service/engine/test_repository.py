@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
 
@@ -129,3 +130,29 @@ async def test_the_answer_says_that_others_are_late(worker, tmp_path, monkeypatc
     progress(tmp_path, applied=0)
     with pytest.raises(Unavailable, match=r"not all workers have done it within 0\.1 s"):
         await worker.load("a")
+
+
+async def test_an_unload_that_the_others_were_not_told_of_can_be_asked_for_again(
+    worker, tmp_path, monkeypatch
+):
+    await worker.load("a")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(repository, "_write", full)
+        with pytest.raises(Unavailable, match=r"could not be reached; see .* and ask again"):
+            await worker.unload("a")
+    await worker.unload("a")
+    assert unloaded(tmp_path) == {"a"}
+    with pytest.raises(UnknownModel):
+        await worker.unload("a")
+
+
+async def test_nothing_is_changed_when_the_workers_share_no_folder(models):
+    with pytest.raises(Unavailable, match="the workers share no folder"):
+        await Repository(models, alone=False).load("a")
+    assert models.done == []
+    await Repository(models).load("a")
+    assert models.done == ["load a"]

@@ -48,15 +48,6 @@ def test_a_file_whose_name_is_no_positive_integer_is_ignored_with_one_warning(
     assert caplog.messages == [f"{path}: ignored, its name is not a positive integer"]
 
 
-def test_only_the_wanted_are_read_once_each_when_models_are_named(folder, write):
-    write("a/1")
-    write("b/1")
-    (folder / "broken").mkdir()
-    (folder / "broken" / "1.safetensors").write_bytes(b"not read")
-    found = read(folder, ("b", "a", "b"), "b")
-    assert [file.name for file in found] == ["b", "a"]
-
-
 def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(folder, monkeypatch):
     (folder / "file").write_bytes(b"")
     advice = "set --weights to the folder that holds MODEL/VERSION.safetensors"
@@ -121,14 +112,6 @@ def test_a_link_is_refused_when_it_leaves_the_folder(folder, write, tmp_path, li
         inside.parent.mkdir()
         inside.symlink_to(outside / "1.safetensors")
     assert refusal(folder) == f"{inside}: leads out of {folder} through a symlink: copy the file"
-
-
-def test_a_link_is_followed_when_it_stays_in_the_folder(folder, write):
-    path = write("a/2")
-    path.rename(folder / "kept")
-    path.symlink_to(folder / "kept")
-    (file,) = read(folder, default="a")
-    assert (file.version, file.path) == ("2", path)
 
 
 def test_the_wanted_versions_are_read_the_highest_first(folder, write):

@@ -148,44 +148,6 @@ async def test_a_body_that_ends_early_is_a_cancelled_request_and_no_error(listen
 # Clients that leave
 
 
-async def test_waiting_rows_are_dropped_when_their_client_leaves(listen, hold, caplog, one):
-    async with listen() as served:
-        first = asyncio.create_task(served.post(one))
-        await hold.submitted()
-        await hold.begun()
-        async with connect(served) as (_, writer):
-            writer.write(head(b"Content-Length: 2352\r\n") + 3 * one)
-            await hold.submitted()
-        await hold.left()
-        hold.release()
-        assert (await first).status_code == 200
-        assert await served.value("lenet_rows_dropped_total", reason="cancelled") == 3
-        assert await served.requests("cancelled") == 1
-        assert await served.requests("ok") == 1
-        assert (await served.post(one)).status_code == 200
-        assert await served.value("lenet_images_total", model="tiny", version="3") == 2
-    assert quiet(caplog)
-
-
-async def test_batch_mates_are_answered_when_a_client_leaves_in_the_middle_of_a_batch(
-    listen, hold, caplog, one, images
-):
-    async with listen() as served:
-        async with connect(served) as (_, writer):
-            writer.write(head(b"Content-Length: 784\r\n") + one)
-            await hold.submitted()
-            await hold.begun()
-        await hold.left()
-        other = asyncio.create_task(served.post(images.tobytes()))
-        await hold.submitted()
-        hold.release()
-        assert len((await other).json()["predictions"]) == 5
-        assert await served.requests("cancelled") == 1
-        assert await served.value("lenet_rows_dropped_total", reason="cancelled") == 0
-        assert await served.value("lenet_contexts_busy", model="tiny", version="3") == 0
-    assert quiet(caplog)
-
-
 # Decoding in another process
 
 

@@ -14,7 +14,7 @@ from service.api.openapi import ExplainResponse, InfoResponse
 from service.engine import explainer
 from tests.service.engine.test_explainer import Held
 from tests.service.http.doors import until
-from tests.service.http.test_app import FORM, JPEG, JSON, NPY, PNG, RAW, as_json, form, npy, picture
+from tests.service.http.test_app import JSON, RAW
 
 ROOT = Path(__file__).parents[3]
 LENET = ROOT / "weights/lenet/2.safetensors"
@@ -97,35 +97,6 @@ async def test_a_committed_model_is_explained_as_it_answers(open_app, query, cha
         ("dense1", "dense", [500]),
         ("dense2", "logits", [10]),
     ]
-
-
-BODIES = {
-    "json": (JSON, lambda images: as_json(images.tolist())),
-    "octets": (RAW, lambda images: images.tobytes()),
-    "npy": (NPY, npy),
-    "multipart": (FORM, lambda images: form(*((RAW, image.tobytes()) for image in images))),
-    "png": (PNG, lambda _: picture("PNG")),
-    "jpeg": (JPEG, lambda _: picture("JPEG")),
-}
-
-
-@pytest.mark.parametrize(("content_type", "encode"), BODIES.values(), ids=BODIES)
-async def test_every_form_of_body_is_explained_as_it_is_predicted(
-    served, post, images, content_type, encode
-):
-    body = encode(images)
-    found = answer(await post(body, content_type))
-    (predicted, *others) = (await served.post(body, content_type)).json()["predictions"]
-    assert found.prediction.probabilities == pytest.approx(predicted["probabilities"], abs=1e-5)
-    assert len(found.images) == 1 + len(others)
-    if content_type not in (PNG, JPEG):
-        assert b"".join(map(base64.b64decode, found.images)) == images.tobytes()
-
-
-async def test_more_images_than_the_limit_are_a_413(post, refusal, one):
-    assert len(answer(await post(64 * one)).images) == 64
-    error = refusal(await post(65 * one), 413, "too_large")
-    assert "got 65 images, expected at most 64" in error.message
 
 
 async def test_it_is_404_when_it_is_turned_off(open_app, refusal, one):

@@ -9,6 +9,7 @@ import struct
 import numpy as np
 import pytest
 
+from service.api.infer import _INLINE_JSON_BYTES
 from tests.service.http.doors import until
 
 URL = "/v2/models/tiny/infer"
@@ -261,3 +262,18 @@ async def test_readiness_is_the_service_s(served):
         live = await served.client.get("/v2/health/live")
         assert (live.status_code, live.json()["live"]) == (200, True)
     served.models.ready = True
+
+
+@pytest.mark.parametrize("is_binary", [False, True])
+async def test_many_images_have_one_answer(open_app, images, is_binary):
+    many = np.concatenate([images] * 300)
+    document = {"inputs": [tensor(many)], "parameters": {"binary_data_output": is_binary}}
+    assert len(json.dumps(document)) > _INLINE_JSON_BYTES  # a decoding process reads it
+    async with open_app(max_batch_rows=64) as served:
+        found, _ = outputs(await infer(served, document))
+        small, _ = outputs(await infer(served, {"inputs": [tensor(images)]}))
+    assert found["label"].tolist() == small["label"].tolist() * 300
+    # Batches of other sizes are summed in another order.
+    np.testing.assert_allclose(
+        found["probabilities"], np.concatenate([small["probabilities"]] * 300), atol=1e-5
+    )

@@ -132,17 +132,6 @@ def places(drawing):
     return found
 
 
-def test_digits_are_in_reading_order():
-    first = [(50, 110, 40, 55), (40, 100, 100, 115), (62, 118, 170, 185), (70, 125, 240, 255)]
-    second = [(170, 230, 30, 45), (165, 225, 120, 135), (180, 240, 200, 215)]
-    assert places(bars(*second[::-1], *first[::-1])) == first + second
-
-
-def test_a_short_stroke_belongs_to_the_digit_beside_it():
-    five, bar, other = (60, 160, 60, 75), (60, 72, 82, 120), (60, 160, 200, 215)
-    assert places(bars(five, bar, other)) == [(60, 160, 60, 120), other]
-
-
 def test_specks_are_no_digits():
     one, other = (60, 160, 60, 75), (60, 160, 200, 215)
     assert places(bars(one, other, (100, 106, 130, 136), (250, 254, 300, 304))) == [one, other]

@@ -15,7 +15,6 @@ import pytest
 from lenet import reference
 from service import errors
 from service.decode import pool as decoders
-from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
 from service.forms.body import Limits
 from tests.pictures import FORM, long_form
@@ -148,15 +147,6 @@ async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-async def test_the_call_is_exhausted_with_a_delay_when_the_queue_is_full(open_house, raw_request):
-    async with open_house(max_queue_rows=4) as house, house.connect() as stub:
-        code, metadata, _ = await failure(stub.ModelInfer(raw_request()))
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert metadata["lenet-error-code"] == "overloaded"
-        assert metadata["grpc-retry-pushback-ms"] == "1000"
-        assert house.requests("overloaded") == 1
-
-
 @pytest.fixture
 async def busy(house):
     """The only context of the default model is taken, so requests wait in the queue."""
@@ -275,12 +265,6 @@ async def test_an_unexpected_error_is_logged_and_hidden(stub, house, raw_request
     assert details == "internal error; see the server log"
     assert house.requests("internal") == 1
     assert "secret of /srv" in caplog.text
-
-
-async def test_a_field_that_quotes_the_client_fits_the_trailer(stub, house, raw_request):
-    house.models.error = InvalidInput("wrong", field="parameters.'file:\u00e9'")
-    _, metadata, _ = await failure(stub.ModelInfer(raw_request()))
-    assert metadata["lenet-error-field"] == r"parameters.'file:\xe9'"
 
 
 async def test_a_message_that_does_not_come_is_waited_for_as_long_as_an_answer(house):

@@ -162,3 +162,31 @@ async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(ho
     assert [bool(answer.error_message) for answer in answers] == [False, True, False]
     assert house.requests("too_large") == 1
     assert house.budget.held_bytes == 0
+
+
+async def fill(stream, raw_request):
+    """Write requests and read no answers until no more are taken: their number, the last write."""
+    sent, stalled = 0, False
+    while not stalled:
+        assert sent < 20_000, "the server reads on"
+        sent += 1
+        writing = asyncio.ensure_future(stream.write(raw_request(5, id=f"{sent:0128}")))
+        _, stalled = await asyncio.wait([writing], timeout=1)
+    return sent, writing
+
+
+async def test_a_client_that_does_not_read_is_read_no_further(house, raw_request):
+    """Its answers fill the windows of HTTP/2, then the server takes no more of its requests."""
+    async with house.serve() as server, client(server, *SMALL_WINDOWS) as deaf:
+        stream = deaf.ModelStreamInfer()
+        sent, writing = await fill(stream, raw_request)
+        computed = house.requests("ok")
+        assert 0 < computed < sent
+        async with client(server) as other:
+            assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
+        assert house.requests("ok") == computed + 1
+        for number in range(1, sent + 1):
+            answer = await asyncio.wait_for(stream.read(), 10)
+            assert (answer.error_message, answer.infer_response.id) == ("", f"{number:0128}")
+        await writing
+        stream.cancel()

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import sys
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from lenet.cuda.device import devices, translated
+from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
+
+INSTALL = (
+    "install it in a checkout with .venv/bin/python -m pip install --constraint constraints.txt "
+    "-e '.[cuda{}]', in Docker with --build-arg 'EXTRAS=[cuda{}]'"
+)
+INSTALL_12 = INSTALL.format(12, 12)
+INSTALL_ANY = f"{INSTALL.format(13, 13)}; where nvidia-smi says CUDA 12, take cuda12"
+
+
+class CudaError(RuntimeError):
+    """As CuPy's errors of the runtime and of the driver."""
+
+    def __init__(self, status, message="cudaError: something happened"):
+        super().__init__(message)
+        self.status = status
+
+
+class DriverError(CudaError):
+    pass
+
+
+class OutOfMemory(MemoryError):
+    pass
+
+
+class CompileError(Exception):
+    pass
+
+
+class NotSupported(Exception):
+    pass
+
+
+def found(value):
+    if isinstance(value, Exception):
+        raise value
+    return value
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    """A machine with one GPU, a driver, CuPy 14 and cuDNN 9; an error is raised when asked for."""
+    machine = SimpleNamespace(count=1, driver=13_000, version=91_900, text="9.19.0")
+    machine.memory = 1_500_000, 80_400_000
+    cupy, cudnn = ModuleType("cupy"), ModuleType("cudnn")
+    cupy.cuda = ModuleType("cupy.cuda")
+    cupy.cuda.cublas = object()
+    cupy.cuda.runtime = SimpleNamespace(
+        CUDARuntimeError=CudaError,
+        getDeviceCount=lambda: found(machine.count),
+        runtimeGetVersion=lambda: 13_020,
+        driverGetVersion=lambda: machine.driver,
+        memGetInfo=lambda: found(machine.memory),
+    )
+    cupy.cuda.driver = SimpleNamespace(CUDADriverError=DriverError)
+    cupy.cuda.memory = SimpleNamespace(OutOfMemoryError=OutOfMemory)
+    cupy.cuda.compiler = SimpleNamespace(CompileException=CompileError)
+    cudnn.cudnnGraphNotSupportedError = NotSupported
+    cudnn.backend_version = lambda: found(machine.version)
+    cudnn.backend_version_string = lambda: machine.text
+    for name, module in {"cupy": cupy, "cupy.cuda": cupy.cuda, "cudnn": cudnn}.items():
+        monkeypatch.setitem(sys.modules, name, module)
+    return machine
+
+
+def message():
+    """Of `devices`, without line ends."""
+    with pytest.raises(BackendUnavailable) as caught:
+        devices()
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            {"count": CudaError(35), "driver": 0},
+            "there is no NVIDIA driver, and CuPy needs one for CUDA 13; install it (nvidia-smi "
+            "must list the GPU), or use the cpu device",
+        ),
+        (
+            {"count": CudaError(35), "driver": 12_040},
+            "the NVIDIA driver is for CUDA 12.4, and CuPy needs one for CUDA 13; install a newer "
+            f"driver, or CuPy for this one: {INSTALL_12}",
+        ),
+        (  # there is no extra for it
+            {"count": CudaError(35), "driver": 11_080},
+            "the NVIDIA driver is for CUDA 11.8, and CuPy needs one for CUDA 13; install a newer "
+            "driver",
+        ),
+        (  # its extra is installed
+            {"count": CudaError(35), "driver": 13_000},
+            "the NVIDIA driver is for CUDA 13.0, and CuPy needs one for CUDA 13; install a newer "
+            "driver",
+        ),
+        *(
+            (
+                {"count": count},
+                "there is no NVIDIA GPU; nvidia-smi must list one, or use the cpu device",
+            )
+            for count in (0, CudaError(100))
+        ),
+        (
+            {"count": CudaError(805, "cudaErrorMpsConnectionFailed: no\n  connection")},
+            "the GPUs cannot be counted (cudaErrorMpsConnectionFailed: no connection); see "
+            "nvidia-smi, or use the cpu device",
+        ),
+        *(
+            (
+                {"version": error("Unable to find symbol cudnnGetVersion")},
+                "libcudnn.so.9 cannot be loaded (Unable to find symbol cudnnGetVersion); "
+                f"add its folder to LD_LIBRARY_PATH, or {INSTALL_ANY}",
+            )
+            for error in (OSError, RuntimeError)
+        ),
+        (
+            {"version": 8_907, "text": "8.9.7"},
+            f"found cuDNN 8.9.7, expected major version 9; {INSTALL_ANY}",
+        ),
+        (
+            {"version": 100_100, "text": "10.1.0"},
+            f"found cuDNN 10.1.0, expected major version 9; {INSTALL_ANY}",
+        ),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
+    vars(machine).update(changes)
+    assert message() == expected
+
+
+@pytest.mark.parametrize("error", [CudaError, DriverError])
+@pytest.mark.parametrize(
+    ("status", "sticky"),  # ECC, illegal address, launch failure, unknown; invalid value, ...
+    [(214, True), (700, True), (719, True), (999, True), (1, False), (701, False), (900, False)],
+)
+def test_a_fault_of_the_context_is_sticky_and_a_failed_call_is_not(machine, error, status, sticky):
+    problem = error(status, "cudaErrorIllegalAddress: an illegal access")
+    expected = pytest.raises(DeviceError, match=r"^running conv1: cudaErrorIllegal")
+    with expected as raised, translated("running conv1"):
+        raise problem
+    assert raised.value.sticky == sticky
+    assert raised.value.__cause__ is problem
+    assert not isinstance(raised.value, OutOfDeviceMemory)
+
+
+class NcclError(RuntimeError):
+    status = 700  # not one of CUDA's
+
+
+@pytest.mark.parametrize(
+    "problem",
+    [
+        *(NotSupported("no engine"), CompileError("epilogue.cu(7): error: no")),
+        *(RuntimeError("CUDNN_STATUS_BAD_PARAM"), NcclError("NCCL_ERROR")),
+    ],
+    ids=lambda problem: type(problem).__name__,
+)
+def test_errors_of_other_libraries_are_translated_and_not_sticky(machine, problem):
+    with pytest.raises(DeviceError) as raised, translated("preparing"):
+        raise problem
+    assert type(raised.value) is DeviceError
+    assert str(raised.value) == f"preparing: {problem}"
+    assert not raised.value.sticky
