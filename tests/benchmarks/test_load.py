@@ -1,4 +1,3 @@
-import time
 from array import array
 from collections import Counter
 
@@ -60,32 +59,6 @@ def test_a_correct_service_has_no_errors(load, requests, service):
     assert summary.client_cores > 0
     # The model's mistakes are not the service's.
     assert summary.accuracy < 1
-
-
-@pytest.fixture
-def stalling(service, say):
-    """The service: it stops for 0.4 s, connections included, at its 51st request."""
-
-    def behave(number, labels):
-        if number == 50:
-            time.sleep(0.4)
-        return 200, say(labels), 0.0
-
-    service.behave = behave
-    with service.listening() as url:
-        yield url
-
-
-def test_an_open_loop_reports_a_stall_in_its_percentiles(stalling, requests):
-    stages = (Stage(200, 200, 1),)
-    load = Load(stalling, "open", stages, connections=4, arrivals="constant")
-    (results,) = send_load(load, requests)
-    summary = summarise(results)
-    # 80 of 200 requests are due during the stall and wait for its end: 0.4 s down to 0.
-    assert summary.requests == 200
-    assert summary.latency_ms["max"] >= 380
-    assert summary.latency_ms["p90"] >= 270
-    assert sum(latency_s > 0.1 for latency_s in results.latencies_s) >= 55
 
 
 def test_errors_are_counted_by_kind(requests, service, say):

@@ -1,5 +1,4 @@
 import json
-import shutil
 from array import array
 from collections import Counter
 
@@ -70,17 +69,6 @@ def test_targets_decide_the_exit_code(arguments, code, load_test, golden_service
     golden_service.behave = lambda number, labels: (200 if number else 503, say(labels), 0.0)
     assert load_test(*arguments) == code
     assert ("MISSED" in capsys.readouterr().out) == bool(code)
-
-
-@pytest.mark.skipif(shutil.which("wrk") is None, reason="needs wrk")
-def test_it_agrees_with_wrk_at_a_rate_that_both_can_hold(load_test, golden_service, say, capsys):
-    # Each answer takes 20 ms, of which neither client takes much: about 97 requests/s. One round
-    # is enough to find another unit, or a count of other requests.
-    golden_service.behave = lambda number, labels: (200, say(labels), 0.02)
-    assert load_test("--wrk", "1", "--duration", "1") == 0
-    medians = capsys.readouterr().out.splitlines()[-1].split()
-    assert medians[0] == "medians"
-    assert [float(ratio) for ratio in medians[-2:]] == pytest.approx([1.0, 1.0], abs=0.15)
 
 
 def measured(**fields):
