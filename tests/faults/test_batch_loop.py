@@ -43,7 +43,7 @@ CALLBACKS = {
     "metrics of a failure": ("service.observe.metrics", "module.Metrics", "request_done"),
     "JSON of an answer": ("service.request", "module", "_as_json"),
     "bytes of an answer": ("service.request", "module", "_as_bytes"),
-    "message of an answer": ("service.api.servicer", "module", "_encode"),
+    "message of an answer": ("service.api.grpc_infer", "module", "_encode"),
     "delivery of rows": ("service.engine.queue", "module.Request", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }

@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from lenet.model import ARCHITECTURES, named
+from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool, named
 from trainer import commands
 from trainer.commands import run
 from trainer.inspect import Measured, Roofline, outline, record_step, report
@@ -81,3 +81,30 @@ def test_the_command_prints_the_outline_without_a_gpu_and_the_report_with_one(
     monkeypatch.setattr(commands, "measure", lambda *asked: f"measured {asked[1:]}")
     assert run(["inspect"], {}) == 0
     assert capsys.readouterr().out.splitlines()[1] == "measured (256, 'mixed')"
+
+
+WIDE = 4 * 2 * 10 * 10 * 8
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (ConvBlock(8, (3, 3), pool=Pool("max")), (X + Y + Y // 4, Y + Y // 4 + 2 * X)),
+        (ConvBlock(8, (3, 3), pool=Pool("average")), (X + Y, Y + 2 * X)),
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max"), batch_norm=True),
+            (2 * X + Y + Y // 4, 2 * (Y + Y // 4 + X) + X),
+        ),
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max", (17, 17), (1, 1))),
+            (X + WIDE + WIDE // 2, WIDE + WIDE // 2 + 2 * X),
+        ),
+        (ConvBlock(8, (3, 3), activation=IDENTITY), (2 * X, X)),
+    ],
+)
+def test_an_epilogue_moves_each_array_once_and_batch_norm_its_input_twice(
+    calls_of, block, expected
+):
+    calls = calls_of(Model("one", (block, DenseBlock(10, activation=IDENTITY))), 2, "fp32")
+    parts = "epilogue forward", "epilogue backward"
+    assert tuple(of(calls, "conv1", part).size_bytes for part in parts) == expected
