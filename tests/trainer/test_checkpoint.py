@@ -39,22 +39,6 @@ def values(network, sgd):
     return [(name, value.tobytes()) for name, value in arrays]
 
 
-def test_a_snapshot_brings_back_what_it_took():
-    network, sgd, snapshot = new_state()
-    initial = values(network, sgd)
-    change(network, sgd, 1)
-    snapshot.restore()
-    assert values(network, sgd) == initial
-    assert snapshot.epochs == ()
-    change(network, sgd, 2)
-    taken = values(network, sgd)
-    snapshot.take(EPOCHS)
-    change(network, sgd, 3)
-    snapshot.restore()
-    assert values(network, sgd) == taken
-    assert snapshot.epochs == tuple(EPOCHS)
-
-
 def test_a_snapshot_that_is_interrupted_counts_for_nothing():
     class Interrupting(CpuOps):
         copies = 0
@@ -108,15 +92,6 @@ def test_a_finished_run_leaves_nothing_of_a_write_that_was_killed(tmp_path):
     assert list(tmp_path.iterdir()) == [other.path]
 
 
-def test_another_recipe_or_dataset_has_another_checkpoint(tmp_path):
-    paths = {
-        Checkpoint(tmp_path, recipe, sha256).path
-        for recipe in (RECIPE, RECIPE.model_copy(update={"rate": 0.04}))
-        for sha256 in ("0" * 64, "1" * 64)
-    }
-    assert len(paths) == 4
-
-
 def rewrite(path, **metadata):
     save_file(load_file(path), path, metadata)
 
@@ -145,10 +120,3 @@ def test_a_checkpoint_that_cannot_be_trusted_is_refused(tmp_path, damage, messag
     assert str(caught.value).startswith(str(checkpoint.path))
     assert "delete it" in str(caught.value)
     assert values(network, sgd) == before
-
-
-def test_a_checkpoint_of_other_shapes_is_refused(tmp_path):
-    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64)
-    checkpoint.save(new_state()[2])
-    with pytest.raises(InvalidCheckpoint, match="other tensors"):
-        checkpoint.resume(new_state("mlp")[2])

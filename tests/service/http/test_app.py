@@ -537,7 +537,7 @@ async def fail_with_the_batch(call, body, monkeypatch, **_):
 
 
 async def find_a_bug_at_the_end(call, body, monkeypatch, **_):
-    monkeypatch.setattr("service.request._as_json", lambda _: 1 / 0)
+    monkeypatch.setattr("service.forms.body.prediction_json", lambda _: 1 / 0)
     call.end(body)
 
 
@@ -553,11 +553,11 @@ async def be_slow(call, body, **_):
 
 
 async def find_no_room(call, body, route, **_):
-    route.budget.hold(route.budget.max_bytes, 784)
+    route.requests.budget.hold(route.requests.budget.max_bytes, 784)
     call.data(body[1:])
     with pytest.raises(Overloaded) as refused:
         call.wait_for_body()
-    route.budget.release(route.budget.max_bytes)
+    route.requests.budget.release(route.requests.budget.max_bytes)
     call.fail(refused.value)
 
 
