@@ -151,7 +151,8 @@ def _add_operations(
 def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
     """The page to draw digits on, the OpenAPI document, and the page that shows it.
 
-    The document is made once: it takes 50 ms, and its JSON 1 ms.
+    The document is made by the first request for it, which takes 120 ms of a Xeon core
+    (2026-11-24), and kept as bytes.
     """
     page = Page()
 

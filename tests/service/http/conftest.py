@@ -108,7 +108,9 @@ def listen(open_app):
 async def settled(service):
     """Wait until nothing is left of any request, however it ended."""
     predict = service.fast_routes[b"POST", b"/predict"]
-    await until(lambda: not predict.requests.budget.held_bytes and not predict.requests.deadlines._waiting)
+    await until(
+        lambda: not predict.requests.budget.held_bytes and not predict.requests.deadlines._waiting
+    )
     await until(lambda: not any(model.batcher._unanswered() for model in service.models.served))
 
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 from pathlib import Path
 
 import numpy as np
@@ -12,9 +13,10 @@ from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.api.openapi import ExplainResponse, InfoResponse
 from service.engine import explainer
+from tests.conftest import draw_weights
 from tests.service.engine.test_explainer import Held
 from tests.service.http.doors import until
-from tests.service.http.test_app import JSON, RAW
+from tests.service.http.test_app import FORM, JPEG, JSON, NPY, PNG, RAW, as_json, form, npy, picture
 
 ROOT = Path(__file__).parents[3]
 LENET = ROOT / "weights/lenet/2.safetensors"
@@ -99,6 +101,90 @@ async def test_a_committed_model_is_explained_as_it_answers(open_app, query, cha
     ]
 
 
+BODIES = (
+    (JSON, lambda images: as_json(images.tolist())),
+    (RAW, lambda images: images.tobytes()),
+    (NPY, npy),
+    (FORM, lambda images: form(*((RAW, image.tobytes()) for image in images))),
+    (PNG, lambda _: picture("PNG")),
+    (JPEG, lambda _: picture("JPEG")),
+)
+
+
+async def test_every_form_of_body_is_explained_as_it_is_predicted(served, post, images):
+    for content_type, encode in BODIES:
+        body = encode(images)
+        found = answer(await post(body, content_type))
+        (predicted, *others) = (await served.post(body, content_type)).json()["predictions"]
+        assert found.prediction.probabilities == pytest.approx(predicted["probabilities"], abs=1e-5)
+        assert len(found.images) == 1 + len(others)
+        if content_type not in (PNG, JPEG):
+            assert b"".join(map(base64.b64decode, found.images)) == images.tobytes()
+
+
+async def test_pixels_are_inverted_as_for_a_prediction(post, one):
+    found = answer(await post(one, query="?invert=true&model=tiny&version=3"))
+    assert base64.b64decode(found.images[0]) == bytes(255 - pixel for pixel in one)
+
+
+async def test_a_class_with_a_name_is_named(open_app, tmp_path, tiny, one):
+    weights = draw_weights(tiny)
+    names = tuple(f"class {label}" for label in range(10))
+    (tmp_path / "named/tiny").mkdir(parents=True)
+    training = dataclasses.replace(weights.training, labels=names)
+    dataclasses.replace(weights, training=training).write(tmp_path / "named/tiny/1.safetensors")
+    async with open_app(weights=tmp_path / "named") as served:
+        kind = {"Content-Type": RAW}
+        found = answer(await served.client.post("/explain", content=one, headers=kind))
+    assert found.prediction.name == f"class {found.prediction.label}"
+
+
+WRONG_QUERIES = [
+    ("index=1", "index", "got 1, expected 0 to 0, as the request has 1 images"),
+    ("index=-1", "index", "got '-1', expected the number of an image"),
+    ("index=", "index", "got ''"),
+    ("index=0000000", "index", "got '0000000'"),
+    ("biases=false", "biases", "got 'false', expected on or off"),
+    ("noisy=conv1&noise=1", "noisy", "got 'conv1', expected one of dense1"),
+    ("noisy=dense1", "noise", "got none"),
+    ("noise=0.1", "noisy", "got none"),
+    ("noisy=dense1&noise=10.001", "noise", "'10.001', expected a number from 0 to 10"),
+    ("noisy=dense1&noise=nan", "noise", "got 'nan'"),
+    ("noisy=dense1&noise=1e999", "noise", "got '1e999'"),
+    ("noisy=dense1&noise=-1", "noise", "got '-1'"),
+    ("noisy=dense1&noise=%C2%B2", "noise", "got "),
+    ("noise=0&noise=0", "noise", "given twice"),
+    (
+        "layer=1",
+        "layer",
+        "one each of model, version, invert, digits, index, biases, noisy, noise",
+    ),
+]
+
+
+async def test_a_wrong_parameter_is_a_400_that_names_it(served, post, refusal, one):
+    for query, field, words in WRONG_QUERIES:
+        error = refusal(await post(one, query=f"?{query}"), 400, "invalid_input")
+        assert error.field == field
+        assert words in error.message
+    assert await served.requests("invalid_input") == len(WRONG_QUERIES)
+
+
+async def test_more_images_than_the_limit_are_a_413(post, refusal, one):
+    assert len(answer(await post(64 * one)).images) == 64
+    error = refusal(await post(65 * one), 413, "too_large")
+    assert "got 65 images, expected at most 64" in error.message
+
+
+async def test_an_unknown_model_and_a_broken_body_are_refused_as_for_a_prediction(
+    served, post, one
+):
+    for body, query in ((one, "?model=vgg"), (one[1:], ""), (b"", "")):
+        refused, expected = await post(body, query=query), await served.post(body, query=query)
+        assert refused.status_code in (400, 404)
+        assert (refused.status_code, refused.json()) == (expected.status_code, expected.json())
+
+
 async def test_it_is_404_when_it_is_turned_off(open_app, refusal, one):
     async with open_app(explain="off") as served:
         response = await served.client.post("/explain", content=one, headers={"Content-Type": RAW})
@@ -147,6 +233,14 @@ async def test_too_many_explanations_are_a_429_and_predictions_go_on(
     )
     held.release()
     assert [one.status_code for one in await asyncio.gather(*asked)] == [200, 200]
+
+
+async def test_a_deadline_that_passes_meanwhile_is_a_504(served, post, refusal, held, one):
+    error = refusal(await post(one, x_request_timeout_ms="20"), 504, "deadline_exceeded")
+    assert error.message == "no answer within 20 ms"
+    assert await served.requests("deadline_exceeded") == 1
+    held.release()
+    answer(await post(one))
 
 
 async def test_a_client_that_leaves_ends_its_explanation(served, held, one):

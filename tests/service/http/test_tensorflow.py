@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import base64
+import contextlib
+import json
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from service.errors import InvalidInput, TooLarge
+from service.forms.tensorflow import read_tensorflow_body
 
 PREDICT = "/v1/models/tiny:predict"
 RANDOM = np.random.default_rng(1)
@@ -33,24 +40,32 @@ async def expected(served):
     return answer.json()["predictions"]
 
 
-@pytest.mark.parametrize("form", FORMS)
-async def test_predictions_by_row_are_those_of_predict(served, form):
-    answer = await served.client.post(PREDICT, json={"instances": FORMS[form]})
-    assert answer.status_code == 200, answer.text
-    found = answer.json()["predictions"]
-    for one, other in zip(found, await expected(served), strict=True):
-        assert one == {"label": other["label"], "probabilities": other["probabilities"]}
+async def test_predictions_by_row_are_those_of_predict(served):
+    for form in FORMS.values():
+        answer = await served.client.post(PREDICT, json={"instances": form})
+        assert answer.status_code == 200, answer.text
+        found = answer.json()["predictions"]
+        for one, other in zip(found, await expected(served), strict=True):
+            assert one == {"label": other["label"], "probabilities": other["probabilities"]}
 
 
-@pytest.mark.parametrize("form", ["nested", "flat", "one channel", "floats", "base64", "object"])
-async def test_outputs_by_column_are_those_of_predict(served, form):
-    inputs = {"image": FORMS["nested"]} if form == "object" else FORMS[form]
-    body = {"signature_name": "serving_default", "inputs": inputs}
-    answer = await served.client.post("/v1/models/tiny/versions/3:predict", json=body)
-    assert answer.status_code == 200, answer.text
-    outputs, other = answer.json()["outputs"], await expected(served)
-    assert outputs["label"] == [one["label"] for one in other]
-    assert outputs["probabilities"] == [one["probabilities"] for one in other]
+async def test_a_number_with_an_exponent_is_a_number(served):
+    numbers = [[100] * 784]
+    plain = json.dumps({"instances": numbers})
+    texts = plain, plain.replace("100", "1e2", 1)
+    one, other = [await served.client.post(PREDICT, content=text) for text in texts]
+    assert (one.status_code, one.json()) == (200, other.json())
+
+
+async def test_outputs_by_column_are_those_of_predict(served):
+    columns = [FORMS[form] for form in ("nested", "flat", "one channel", "floats", "base64")]
+    for inputs in (*columns, {"image": FORMS["nested"]}):
+        body = {"signature_name": "serving_default", "inputs": inputs}
+        answer = await served.client.post("/v1/models/tiny/versions/3:predict", json=body)
+        assert answer.status_code == 200, answer.text
+        outputs, other = answer.json()["outputs"], await expected(served)
+        assert outputs["label"] == [one["label"] for one in other]
+        assert outputs["probabilities"] == [one["probabilities"] for one in other]
 
 
 @pytest.mark.parametrize("key", ["instances", "inputs"])
@@ -95,11 +110,10 @@ async def test_many_images_are_decoded_elsewhere_and_answered_in_order(served, k
         ([], "body: got"),
     ],
 )
-async def test_a_wrong_body_is_a_400_that_names_what_is_wrong(served, body, message):
-    answer = await served.client.post(PREDICT, json=body)
-    assert answer.status_code == 400
-    assert list(answer.json()) == ["error"]
-    assert message in answer.json()["error"]
+def test_a_wrong_body_is_refused_by_the_name_of_what_is_wrong(body, message):
+    with pytest.raises(InvalidInput) as refused:
+        read_tensorflow_body(json.dumps(body).encode(), 1000)
+    assert message in refused.value.message
 
 
 async def test_other_faults_have_their_status_in_the_same_form(served):
@@ -116,8 +130,9 @@ async def test_other_faults_have_their_status_in_the_same_form(served):
         answer = await served.client.request(method, f"/v1/models/tiny:{verb}")
         assert answer.status_code == 404
         assert f"'{verb or 'nothing'}' is not offered; predict is" in answer.json()["error"]
-    answer = await served.client.post(PREDICT, json=one, headers={"X-Request-Timeout-Ms": "0"})
-    assert answer.status_code == 400
+    for body, headers in ((one, {"X-Request-Timeout-Ms": "0"}), ({}, {})):
+        answer = await served.client.post(PREDICT, json=body, headers=headers)
+        assert (answer.status_code, list(answer.json())) == (400, ["error"])
 
 
 async def test_the_status_of_a_model_is_that_of_its_versions(served):
@@ -134,3 +149,30 @@ async def test_the_status_of_a_model_is_that_of_its_versions(served):
         }
     for path in ("/v1/models/none", "/v1/models/tiny/versions/9"):
         assert (await served.client.get(path)).status_code == 404
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers(-9, 300) | st.floats() | st.text(max_size=5),
+    lambda inner: (
+        st.lists(inner, max_size=4)
+        | st.dictionaries(st.sampled_from(("b64", "image", "x")), inner, max_size=2)
+    ),
+    max_leaves=20,
+)
+
+
+@settings(max_examples=400, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(st.sampled_from(("instances", "inputs", "signature_name", "x")), VALUES)
+    | st.sampled_from(sorted(FORMS)).flatmap(
+        lambda form: st.tuples(st.integers(0, 2), VALUES).map(
+            lambda put: {"instances": [*FORMS[form][: put[0]], put[1], *FORMS[form][put[0] :]]}
+        )
+    )
+)
+def test_any_json_is_images_or_an_error(document):
+    text = json.dumps(document).encode()
+    with contextlib.suppress(InvalidInput, TooLarge):
+        images, _ = read_tensorflow_body(text, 4)
+        assert images.dtype == np.uint8
+        assert images.shape[1:] == (28, 28)
