@@ -63,7 +63,7 @@ from service.process.stopping import Stop
 from service.process.tls import ServedCertificate
 from service.request import PredictRoute
 from service.settings import Settings
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from service.transport.gate import Gate
 from service.transport.head import FastRoute, FastRoutes
 from service.transport.http2_head import Methods

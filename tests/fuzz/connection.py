@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from service.budget import Budget
 from service.errors import InvalidInput, Overloaded, TooLarge
 from service.transport.answer import Answer, error_answer
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 from tests.fuzz.turns import Turns
 

@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from service.budget import Budget
 from service.errors import InvalidInput, TooLarge
 from service.transport.answer import Answer, error_answer
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 
 MAX_BODY_BYTES = 200_000
 HUGE = bytes(32 << 20)
