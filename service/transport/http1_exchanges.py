@@ -98,7 +98,7 @@ class Http1Exchanges:
                 self.exchange.wait()
             except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
                 self._crash()
-        if connection.ended and not (http1.serving or http1.can_go_on):
+        if connection.ended and not http1.can_go_on and not self.eof():
             connection.finish()
             return
         if http1.can_go_on:
