@@ -178,7 +178,7 @@ class Http1:
         self.idle = self.receiving = False
         self.body_left = 0
         self._buffer, self._position, self._chunks = b"", 0, None
-        self._parser, self._pairs = None, []
+        self._parser, self._pairs, self.header_bytes = None, [], 0
 
     # The header section.
 
@@ -323,16 +323,14 @@ class Http1:
         self._handler.received(piece, not self.receiving)
 
     def _read_chunks(self, chunks: Chunks, data: bytes) -> None:
-        try:
-            body = chunks.decode(data)
-        except Malformed as exc:
-            self.refuse(400, str(exc))
-            return
+        body = chunks.decode(data)
         if chunks.complete:
             self._buffer, self._position = chunks.rest, 0
             self._chunks, self.receiving = None, False
         if body or chunks.complete:
             self._handler.received(body, chunks.complete)
+        if chunks.error and not self.closed:
+            self.refuse(400, chunks.error)
 
     def body_arrived(self, size: int) -> bool:
         """The next `size` bytes of a body are where they belong; whether it is complete."""
@@ -357,10 +355,6 @@ class Http1:
         self._handler.refused(answer)
 
 
-class Malformed(Exception):
-    """A body is not chunked as RFC 9112, 7.1, says."""
-
-
 _TOKEN = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]"
 _TEXT = rb"[\t -~\x80-\xff]"
 _SIZE = rb"([0-9A-Fa-f]{1,16})(;" + _TOKEN + _TEXT + rb"*)?"
@@ -379,6 +373,8 @@ class Chunks:
 
     def __init__(self) -> None:
         self.complete = False
+        self.error = ""
+        """What is malformed behind the bytes that were decoded."""
         self.rest = b""
         """What came behind the body, once it is complete; before, what is not decoded."""
         self._left = 0
@@ -392,12 +388,12 @@ class Chunks:
         return len(self.rest) if self._more else 0
 
     def decode(self, data: bytes) -> bytes:
-        """The body's bytes in `data`; few at a time, see `waiting_bytes`. Raises: Malformed."""
+        """The body's bytes in `data`; few at a time, see `waiting_bytes`."""
         if self.rest:
             data = self.rest + data
         pieces: list[bytes] = []
         position, size, steps = 0, len(data), _CHUNKS_AT_ONCE
-        while not self.complete and steps:
+        while steps and not (self.complete or self.error):
             steps -= 1
             if self._left:
                 piece = data[position : position + self._left]
@@ -416,7 +412,7 @@ class Chunks:
                     self._check_part(_PART_OF_TRAILER, data[position:])
                     break
                 if match[1].lower() in _OF_FRAMING:
-                    raise Malformed(f"trailer: got {match[1].decode()}, expected it as a header")
+                    self.error = f"trailer: got {match[1].decode()}, expected it as a header"
                 self._count(match.end() - position)
                 position = match.end()
             else:
@@ -439,10 +435,10 @@ class Chunks:
         self._framing_bytes += size
         if self._framing_bytes > _FRAMING_BYTES or size > _LINE_BYTES:
             most = f"{_FRAMING_BYTES} bytes beside the body, and {_LINE_BYTES} in a line"
-            raise Malformed(f"chunks: got too many, expected at most {most}")
+            self.error = f"chunks: got too many, expected at most {most}"
 
     def _check_part(self, part: re.Pattern[bytes], rest: bytes) -> None:
-        if len(rest) > _LINE_BYTES:
-            self._count(len(rest))
         if part.fullmatch(rest) is None:
-            raise Malformed("chunks: malformed; expected a size, its bytes and CRLF")
+            self.error = "chunks: malformed; expected a size, its bytes and CRLF"
+        elif len(rest) > _LINE_BYTES:
+            self._count(len(rest))
