@@ -7,18 +7,20 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
-from urllib.parse import unquote
+from typing import TYPE_CHECKING, Any, Protocol
 
 from service.errors import ServiceError
 from service.observe.access_log import AccessLog
 from service.observe.ids import Ids
 from service.process.listener import at
-from service.transport.answer import INTERNAL_ERROR, STATUS, Answer, error_answer
-from service.transport.asgi import App, AsgiRequest
-from service.transport.head import FastCall, FastRoute
+from service.transport.answer import STATUS, Answer
+from service.transport.head import FastCall, Head
+from service.transport.http2_head import Http2Head
+
+if TYPE_CHECKING:
+    from service.transport.asgi import AsgiExchange
 
 _log = logging.getLogger(__name__)
 
@@ -32,25 +34,6 @@ BUFFERED_BYTES = 64 * 1024
 refused request ends the connection, or its stream."""
 
 
-class Head(Protocol):
-    """What exchanges need of a checked header section."""
-
-    method: bytes
-    path: bytes
-    query: bytes
-    version: str
-    headers: Sequence[tuple[bytes, bytes]]
-    length: int | None
-    chunked: bool
-    expects_continue: bool
-    ids: Ids
-    extra: bytes
-    route: FastRoute | None
-    wanted: Any
-    answer: Answer | None
-    error: ServiceError | None
-
-
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Both ends of a connection, and what its requests are served with."""
@@ -59,7 +42,8 @@ class Peer:
     server: tuple[str, int] | None
     scheme: str
     loop: asyncio.AbstractEventLoop
-    app: App
+    app: Callable[..., Any]
+    """The ASGI application."""
     app_state: dict[str, Any]
     tasks: set[asyncio.Task[None]]
     access: AccessLog | None
@@ -227,7 +211,7 @@ class Exchange:
 class FastExchange(Exchange):
     """A request on a fast route, or one that may not pass."""
 
-    head: Head
+    head: Head | Http2Head
     _call: FastCall | None = None
     _refusal: Answer | None = None
     _received_bytes = 0
@@ -343,114 +327,3 @@ class FastExchange(Exchange):
                 writer.peer.loop.call_soon(self._write_next, rest)
             else:
                 writer.finish(self)
-
-
-class AsgiExchange(Exchange):
-    """A request for the ASGI application."""
-
-    head: Head
-    is_limited = False  # a probe may be one
-    may_give_way = True
-
-    def open(self) -> None:
-        """Have it answered when its time has come."""
-        self._request = AsgiRequest(self, self.writer.peer.app)
-        self._sent_bytes = self._status = 0
-        self.writer.run(self)
-
-    def start(self, ended: Any = None) -> None:
-        """Run the application, and call `ended` then."""
-        self.may_give_way = False
-        peer = self.writer.peer
-        self._request.start(peer.loop, peer.tasks, ended)
-
-    @property
-    def buffered_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of the body that the application has not taken."""
-        return self._request.buffered_bytes
-
-    def data(self, data: bytes, end: bool) -> None:
-        """Hand it on."""
-        if data:
-            self.since_s = self.writer.peer.loop.time()
-            self._request.data(data)
-        if end:
-            self._request.end()
-
-    def cancel(self) -> None:
-        """The client is gone."""
-        self._request.cancel()
-        self.sent()
-
-    def fail(self, error: ServiceError) -> None:
-        """Answer with `error`, or give the answer up in its middle."""
-        self.cancel()
-        if self._request.begun:
-            self.writer.reset(self)
-        else:
-            self.answer(error_answer(error))
-
-    # What the application's run calls.
-
-    def scope(self) -> dict[str, Any]:
-        """The ASGI scope."""
-        peer, head = self.writer.peer, self.head
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": head.version,
-            # The answer to HEAD is that to GET without its body, which is not written.
-            "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
-            "scheme": peer.scheme,
-            "path": unquote(head.path.decode("latin-1")),
-            "raw_path": head.path,
-            "query_string": head.query,
-            "root_path": "",
-            "headers": list(head.headers),
-            "client": peer.client,
-            "server": peer.server,
-            "state": peer.app_state.copy(),
-        }
-
-    def name(self) -> str:
-        """The request, for logs."""
-        return f"{self.request}: {self.head.ids}" if self.head.ids else self.request
-
-    def ask_for_body(self) -> None:
-        """The application wants the body."""
-        if self.head.expects_continue:
-            self.writer.ask_for_body(self)
-
-    def took(self, size: int) -> None:
-        """The client may send more."""
-        self.writer.taken(self, size)
-
-    def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
-        """Write the headers of the answer."""
-        self._status = status
-        self.writer.start(self, status, headers, length)
-
-    def write(self, body: bytes, more: bool) -> None:
-        """Write a piece of the answer."""
-        self._sent_bytes += len(body)
-        if not more:
-            self.log_http(self._status, self._sent_bytes)
-        if body:
-            self.writer.write(self, (body,))
-        if not more:
-            self.writer.finish(self)
-
-    async def drained(self) -> None:
-        """Wait until the client has read enough."""
-        await self.writer.drained(self)
-
-    def failed(self, begun: bool) -> None:
-        """Answer with an error, or give the answer up in its middle."""
-        if begun:
-            self.writer.reset(self, fault=True)
-        elif self.writer.is_open(self):
-            self.answer(INTERNAL_ERROR)
-
-    def aborted(self) -> None:
-        """The stop takes too long."""
-        self.writer.reset(self)

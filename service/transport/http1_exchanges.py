@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from service.errors import BodyTimeout
 from service.transport.answer import INTERNAL_ERROR, Answer, status_line
-from service.transport.exchange import BUFFERED_BYTES, AsgiExchange, Exchange, FastExchange
+from service.transport.asgi import AsgiExchange
+from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange
 from service.transport.head import Head
 from service.transport.http1 import Http1
 

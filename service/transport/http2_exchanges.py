@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 
 from service.errors import BodyTimeout, stopping
 from service.transport.answer import Answer
-from service.transport.exchange import AsgiExchange, Exchange, FastExchange
+from service.transport.asgi import AsgiExchange
+from service.transport.exchange import Exchange, FastExchange
 from service.transport.grpc_stream import GrpcStream
 from service.transport.http2 import (
     ErrorCode,

@@ -18,8 +18,10 @@ from service.api.openapi import ErrorResponse
 from service.errors import Overloaded, TooLarge, Unavailable
 from service.process.tls import CertificateFiles, ServedCertificate
 from service.transport import door
+from service.transport.gate import Gate
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, MEBIBYTE, running, until
+from tests.service.http.test_http2 import ACK, GOAWAY, START, frame, get, ping
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -257,7 +259,28 @@ async def test_a_client_that_waits_is_asked_for_its_body(server, path):
     assert (await client.answer())[2] == b"abc"
 
 
+async def test_a_client_that_waits_is_refused_without_being_asked_for_its_body(server):
+    server.route.is_unknown = True
+    client = await server.open()
+    client.send(post(b"abc", b"/fast", b"Expect: 100-continue")[:-3])
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (404, "close")
+    assert await client.rest() == b""
+
+
 # Early answers
+
+
+async def test_a_preflight_keeps_its_connection():
+    preflight = GET.replace(b"GET", b"OPTIONS").replace(
+        b"a\r\n", b"a\r\nOrigin: http://b\r\nAccess-Control-Request-Method: POST\r\n", 1
+    )
+    async with running(gate=Gate(origins=("*",))) as server:
+        client = await server.open()
+        for request in (preflight, GET):
+            client.send(request)
+            status, headers, _ = await client.answer()
+            assert (status, headers.get("connection")) == (200, None)
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 34000000", b"Transfer-Encoding: chunked"])
@@ -395,6 +418,31 @@ async def test_slow_headers_do_not_gain_time_by_coming_byte_by_byte():
 
         with pytest.raises(ConnectionError):
             await asyncio.wait_for(trickle(), 20)
+
+
+async def test_large_headers_count_in_the_budget_while_they_arrive(server):
+    client, connection = await connect(server)
+    client.send(GET[:-2] + b"X: " + b"a" * 60_000)
+    await until(lambda: connection.exchanges.http1.header_bytes > 60_000)
+    assert server.door.budget.held_bytes > 60_000
+    client.send(b"\r\n\r\n")
+    assert (await client.answer())[0] == 200
+    assert server.door.budget.held_bytes == 0
+
+
+async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_its_time(server):
+    client, connection = await connect(server)
+    client.send(START + get(path=b"/"))
+    await until(lambda: server.events["begun"] and not server.door.open_streams.count)
+    asked_s = asyncio.get_running_loop().time()
+    for after_s in (62, 70, 74):
+        client.send(ping(bytes(8), ACK))
+        pings = connection.exchanges.http2.pings
+        await until(lambda before=pings: connection.exchanges.http2.pings > before)
+        connection.check_time(asked_s + after_s)
+        assert not connection.closing
+    connection.check_time(asked_s + 76)
+    assert frame(GOAWAY, 0, 0, b"\0\0\0\1\0\0\0\0") in await client.rest()
 
 
 async def test_an_idle_connection_is_closed_after_its_time():
