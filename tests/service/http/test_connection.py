@@ -106,19 +106,6 @@ async def test_reading_pauses_when_much_waits_behind_a_request(server):
     assert server.door.budget.held_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["fast", "application"])
-async def test_garbage_behind_a_request_is_answered_after_it(server, kind):
-    server.route.hold = True
-    client = await server.open()
-    client.send(post(b"good", b"/fast" if kind == "fast" else b"/") + b"GARBAGE\r\n\r\n")
-    if kind == "fast":
-        await until(lambda: server.route.held)
-        server.route.release()
-    assert (await client.answer())[2] == b"good"
-    assert "malformed" in error(await client.answer(), 400)
-    assert await client.rest() == b""
-
-
 async def test_other_connections_come_between_the_requests_of_a_busy_one(server):
     busy, other = await server.open(), await server.open()
     busy.send(post(b"", b"/fast?x=1") * 4000)
@@ -237,28 +224,6 @@ async def test_a_large_body_is_answered_when_the_stop_takes_too_long(server):
 # Framing
 
 
-async def test_a_trailer_is_never_read_as_a_header(server):
-    head = b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    body = b"3\r\nabc\r\n0\r\nX-Late: 1\r\nContent-Type: text/html\r\n\r\n"
-    client = await server.open()
-    for path in (b"/headers", b"/fast"):
-        client.send(head % path + body)
-        assert b"late" not in (await client.answer())[2].lower()
-    assert "x-late" not in server.route.calls[0].wanted
-    client.send(GET.replace(b"/ ", b"/headers ", 1))
-    assert (await client.answer())[2] == b"host: a", "a trailer went to the next request"
-
-
-@pytest.mark.parametrize("path", [b"/fast", b"/"])
-async def test_a_client_that_waits_is_asked_for_its_body(server, path):
-    data = post(b"abc", path, b"Expect: 100-continue")
-    client = await server.open()
-    client.send(data[:-3])
-    assert (await client.answer())[0] == 100
-    client.send(b"abc")
-    assert (await client.answer())[2] == b"abc"
-
-
 async def test_a_client_that_waits_is_refused_without_being_asked_for_its_body(server):
     server.route.is_unknown = True
     client = await server.open()
@@ -318,15 +283,6 @@ async def test_what_is_drained_after_an_early_answer_is_bounded(server):
         await send_on()
 
 
-async def test_a_refused_request_keeps_its_connection_when_its_body_is_small(server):
-    client = await server.open()
-    client.send(post(b"abc", b"/fast?x=1"))
-    status, headers, _ = await client.answer()
-    assert (status, headers.get("connection")) == (400, None)
-    client.send(GET)
-    assert (await client.answer())[0] == 200
-
-
 async def test_the_body_of_a_refused_request_has_a_limited_time():
     async with running(header_timeout_s=0.2) as server:
         client = await server.open()
@@ -362,15 +318,6 @@ async def test_nothing_is_written_into_an_answer_that_has_begun(server):
     client.send(b"zz\r\n")
     with contextlib.suppress(ConnectionError):
         assert await client.rest() == b""
-
-
-async def test_an_answer_before_the_body_ends_the_connection(server):
-    client = await server.open()
-    client.send(post(bytes(5000), b"/early")[:-100])
-    status, headers, _ = await client.answer()
-    assert (status, headers["connection"]) == (200, "close")
-    client.send(bytes(100))
-    assert await client.rest() == b""
 
 
 async def test_a_body_over_the_limit_is_refused_where_it_passes_it(server):
@@ -474,15 +421,6 @@ async def test_anything_else_in_the_clear_is_not_answered_where_tls_is_expected(
         client.send(first)
         assert not (await client.rest()).startswith(b"HTTP")  # at most an alert
         await until(lambda: not server.door.connections)
-
-
-async def test_a_client_that_does_not_read_is_given_up(tls):
-    async with running(tls, write_timeout_s=0.1, header_timeout_s=0.2) as server:
-        client = await server.open()
-        client.writer.transport.pause_reading()
-        client.send(GET.replace(b"/ ", b"/huge ", 1))
-        await until(lambda: server.state.connections)
-        await until(lambda: not server.state.connections)
 
 
 @pytest.mark.parametrize("end", ["idle", "half-closed", "stop"])
@@ -665,20 +603,6 @@ async def test_connections_beyond_the_limit_are_closed_and_room_is_used_again():
 # Clients that leave
 
 
-async def test_a_half_closed_client_is_answered(server):
-    server.route.hold = True
-    client = await server.open()
-    client.send(post(b"abc"))
-    client.writer.write_eof()
-    await until(lambda: server.route.held)
-    await asyncio.sleep(0.05)
-    assert not server.route.cancelled
-    server.route.release()
-    assert (await client.answer())[0] == 100, "asked whether it still reads"
-    assert (await client.answer())[2] == b"abc"
-    assert await client.rest() == b""
-
-
 async def test_a_half_closed_client_is_answered_what_it_sent_whole(server):
     server.route.hold = True
     client = await server.open()
@@ -738,13 +662,6 @@ async def test_the_application_hears_of_a_client_that_leaves(server):
         await server.events["waits"].wait()
         client.writer.close()
         await server.events["left"].wait()
-
-
-async def test_an_application_that_fails_is_a_500(server, caplog):
-    status, _, body = await server.ask(GET.replace(b"/ ", b"/fails ", 1))
-    assert status == 500
-    assert orjson.loads(body)["error"]["code"] == "internal"
-    assert "planted" in caplog.text
 
 
 @pytest.mark.parametrize(

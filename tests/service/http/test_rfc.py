@@ -454,6 +454,14 @@ async def test_the_answer_and_what_becomes_of_the_connection(name):
             assert (await client.answer())[0] == 200
 
 
+def test_a_trailer_is_never_read_as_a_header():
+    reader = Reader()
+    reader.feed(chunks(b"abc", end=b"0\r\nX-Late: 1\r\nConnection: close\r\n\r\n"), GET)
+    first, second = reader.found
+    assert first == (b"POST /fast", ((b"host", b"a"), (b"transfer-encoding", b"chunked")), b"abc")
+    assert second == (b"GET /", ((b"host", b"a"),), b"")
+
+
 # Known header sections: the parser does not see them again
 
 KNOWN = post(b"0123456789")
