@@ -59,7 +59,7 @@ from service.process.stopping import Stop
 from service.process.tls import ServedCertificate
 from service.request import Requests
 from service.settings import Settings
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes
 from service.transport.http2_head import Methods

@@ -19,7 +19,7 @@ from service.engine.batcher import Batcher
 from service.process.listener import listen as bind
 from service.server import open_service
 from service.settings import Settings
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
 

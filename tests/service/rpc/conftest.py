@@ -32,7 +32,7 @@ from service.observe.metrics import Metrics
 from service.process.keys import Keys
 from service.process.listener import listen
 from service.request import Requests
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from service.transport.server import HttpServer
 
 MAX_IMAGES = 64
