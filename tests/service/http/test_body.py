@@ -12,8 +12,8 @@ import pytest
 from lenet.cpu import CpuBackend, CpuPlan
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, joined
 from lenet.staging import Staging
-from service import request as predict
 from service.decode import pool as decoders
+from service.forms import prediction
 from tests.pictures import FORM, PNG, long_form, seven
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
@@ -271,7 +271,7 @@ async def test_pixels_stay_where_they_arrived_until_the_device_has_read_them(lis
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, images, leaves):
     rows = np.concatenate([images] * 500)
-    steps = predict._json_steps
+    steps = prediction._steps
     begun = asyncio.Event()
 
     def never_ending(request, end):
@@ -279,7 +279,7 @@ async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, im
             begun.set()
             yield next(steps(request, end))
 
-    monkeypatch.setattr(predict, "_json_steps", never_ending)
+    monkeypatch.setattr(prediction, "_steps", never_ending)
     async with listen(max_batch_rows=64, max_images=2500) as served:
         if leaves:
             async with connect(served) as (_, writer):
