@@ -50,15 +50,15 @@ def test_a_snapshot_that_is_interrupted_counts_for_nothing():
             super().copy(source, target)
 
     _, _, snapshot = new_state(ops=Interrupting())
-    snapshot.take(EPOCHS[:1])
+    snapshot.take(EPOCHS[:1], (1.0, 0))
     with pytest.raises(KeyboardInterrupt):
-        snapshot.take(EPOCHS)
+        snapshot.take(EPOCHS, (4096.0, 7))
     assert snapshot.epochs == ()
 
 
 def test_a_checkpoint_brings_tensors_velocities_and_epochs_into_another_process(tmp_path):
     network, sgd, snapshot = new_state()
-    snapshot.take(EPOCHS)
+    snapshot.take(EPOCHS, (4096.0, 7))
     saved = values(network, sgd)
     change(network, sgd, 1)  # what is saved is the snapshot
     Checkpoint(tmp_path, RECIPE, "0" * 64).save(snapshot)
@@ -66,6 +66,7 @@ def test_a_checkpoint_brings_tensors_velocities_and_epochs_into_another_process(
     Checkpoint(tmp_path, RECIPE, "0" * 64).resume(other_snapshot)
     assert values(other, other_sgd) == saved
     assert other_snapshot.epochs == tuple(EPOCHS)
+    assert other_snapshot.loss_scale == (4096.0, 7)
     change(other, other_sgd, 6)
     other_snapshot.restore()
     assert values(other, other_sgd) == saved
@@ -93,7 +94,7 @@ def test_a_finished_run_leaves_nothing_of_a_write_that_was_killed(tmp_path):
 
 
 def rewrite(path, **metadata):
-    save_file(load_file(path), path, metadata)
+    save_file(load_file(path), path, {"loss_scale": "[1, 0]", **metadata})
 
 
 @pytest.mark.parametrize(

@@ -185,7 +185,7 @@ def test_a_loss_that_is_nan_or_infinite_stops_with_its_step(tiny, tmp_path):
 class Faulty(Capturing):
     """From one step on, the second convolution's gradient holds a NaN."""
 
-    def start(self, run, step=0):
+    def start(self, run, step=0, loss_scale=None):
         self.state = super().start(run, step)
         return self.state
 
@@ -241,7 +241,7 @@ class Spoiling(CpuOps):
         super().__init__()
         self.fault, self.skips = fault, skips
 
-    def start(self, run, step=0):
+    def start(self, run, step=0, loss_scale=None):
         self.state = super().start(run, step)
         return self.state
 

@@ -214,13 +214,11 @@ async def test_a_large_answer_is_encoded_in_slices_as_in_one(listen, one, images
         small = (await served.post(images.tobytes())).json()
     assert {**large, "predictions": []} == {**small, "predictions": []}
     assert len(large["predictions"]) == 2500
-    for i, prediction in enumerate(large["predictions"]):
+    for i, one in enumerate(large["predictions"]):
         expected = small["predictions"][i % 5]
-        assert prediction["label"] == expected["label"]
+        assert one["label"] == expected["label"]
         # Batches of other sizes are summed in another order.
-        np.testing.assert_allclose(
-            prediction["probabilities"], expected["probabilities"], atol=1e-5
-        )
+        np.testing.assert_allclose(one["probabilities"], expected["probabilities"], atol=1e-5)
 
 
 class Late:
