@@ -49,7 +49,7 @@ _UNREAD_LOOK_S = 0.01
 
 
 class Connection(asyncio.Protocol):
-    """See the module."""
+    """The asyncio protocol of one connection."""
 
     def __init__(
         self,

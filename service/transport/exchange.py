@@ -229,7 +229,8 @@ class FastExchange(Exchange):
                         self.writer.ask_for_body(self)
                 return
             answer = head.route.refuse(head.error)
-        unread = head.expects_continue or head.chunked or (head.length or 0) > BUFFERED_BYTES
+        most_bytes = 0 if answer.status == 200 else BUFFERED_BYTES  # 200: to a preflight
+        unread = head.expects_continue or head.chunked or (head.length or 0) > most_bytes
         if unread or answer.status == STATUS["too_large"]:
             self._reply(answer)
         else:  # a small body is read and dropped, so that the connection can be kept
@@ -265,11 +266,11 @@ class FastExchange(Exchange):
             call.fail(exc)
 
     def room(self) -> memoryview | None:
-        """See `FastCall.room`; None if the body is not wanted, either."""
+        """Memory for the whole body; None if there is none, or the body is not wanted."""
         return None if self._call is None else self._call.room()
 
     def arrived(self, size: int) -> None:
-        """See `FastCall.arrived`."""
+        """The next `size` bytes of the body are in that memory."""
         self._received_bytes += size
         if self._call is not None:
             try:

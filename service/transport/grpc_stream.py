@@ -94,7 +94,7 @@ class GrpcStream(Exchange):
             self.log("CANCELLED", 0, self._method, "grpc")
 
     def patience_s(self) -> float:
-        """See `GrpcExchange.patience_s`."""
+        """How long the client may send nothing."""
         return math.inf if self._call is None else self._call.patience_s()
 
     @property
@@ -104,7 +104,7 @@ class GrpcStream(Exchange):
     # What the call writes.
 
     def begin(self, block: bytes, end: bool) -> None:
-        """See `grpc.Answers`, as the following."""
+        """Write the header block of the answer; `end`: it is all."""
         if self.stream.sending:
             self.writer.http2.headers(self.stream, block, end)
 

@@ -365,6 +365,10 @@ _PART_OF_SIZE = rb"([0-9A-Fa-f]{1,16}(;(" + _TOKEN + _TEXT + rb"*)?)?\r?)?"
 _PART_OF_FIRST = re.compile(_PART_OF_SIZE)
 _PART_OF_NEXT = re.compile(rb"\r?|\r\n" + _PART_OF_SIZE)
 _PART_OF_TRAILER = re.compile(rb"\r?|" + _TOKEN + rb"+(:" + _TEXT + rb"*\r?)?")
+_EXPECTED = (
+    "chunks: malformed or too long; expected a size, its bytes and CRLF, and beside them at most "
+    f"{_FRAMING_BYTES} bytes, {_LINE_BYTES} in a line"
+)
 _OF_FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -434,11 +438,8 @@ class Chunks:
     def _count(self, size: int) -> None:
         self._framing_bytes += size
         if self._framing_bytes > _FRAMING_BYTES or size > _LINE_BYTES:
-            most = f"{_FRAMING_BYTES} bytes beside the body, and {_LINE_BYTES} in a line"
-            self.error = f"chunks: got too many, expected at most {most}"
+            self.error = _EXPECTED
 
     def _check_part(self, part: re.Pattern[bytes], rest: bytes) -> None:
-        if part.fullmatch(rest) is None:
-            self.error = "chunks: malformed; expected a size, its bytes and CRLF"
-        elif len(rest) > _LINE_BYTES:
-            self._count(len(rest))
+        if len(rest) > _LINE_BYTES or part.fullmatch(rest) is None:
+            self.error = _EXPECTED
