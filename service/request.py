@@ -86,6 +86,8 @@ class Wanted:
     """Bytes of the body, if that is known."""
     model: str = ""
     version: str = ""
+    asks_first: bool = False
+    """Whether the client sends the body only when it is told to."""
 
 
 @dataclass(slots=True)  # not frozen: one is made for each request
@@ -198,7 +200,9 @@ class Request:
             Overloaded: there is no room for it.
         """
         if not self._watched and not self.done:
-            if self._model_is_unknown and (self._length is None or self._length > _DROPPED_BYTES):
+            if self._model_is_unknown and (
+                self._wanted.asks_first or self._length is None or self._length > _DROPPED_BYTES
+            ):
                 self._check_model()
             self._watch()
             self._hold_arrived()

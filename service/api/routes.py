@@ -76,7 +76,8 @@ class ImageRoute:
         requests = self.requests
         form, model, version = self.read_form(query, headers, path or {}, requests.limits)
         timeout_s = min(_timeout_s(headers) or requests.timeout_s, requests.timeout_s)
-        return Wanted(form, timeout_s, self._length(headers), model, version)
+        asks_first = headers.get("expect", "").lower() == "100-continue"
+        return Wanted(form, timeout_s, self._length(headers), model, version, asks_first)
 
     def refuse(self, error: ServiceError) -> Answer:
         """The answer to a request that `read` rejected."""

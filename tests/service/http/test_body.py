@@ -97,6 +97,14 @@ async def test_an_unknown_model_is_a_404_before_any_of_a_large_body_is_sent(list
         assert await served.requests("unknown_model") == 2
 
 
+async def test_an_unknown_model_is_a_404_without_asking_for_the_body(listen):
+    async with listen() as served, connect(served) as (reader, writer):
+        section = head(b"Content-Length: 784\r\nExpect: 100-continue\r\n")
+        writer.write(section.replace(b"/predict", b"/predict?model=vgg"))
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+
+
 async def test_a_body_in_chunks_is_refused_at_the_chunk_that_passes_the_limit(listen, caplog):
     chunk = b"3e8\r\n" + bytes(1000) + b"\r\n"
     async with listen(max_body_bytes=2000) as served:
