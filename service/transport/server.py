@@ -16,7 +16,8 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.process.listener import cannot_listen
-from service.transport.connection import Connection, FrontDoor
+from service.transport.connection import Connection
+from service.transport.door import FrontDoor
 
 _log = logging.getLogger(__name__)
 
