@@ -8,7 +8,6 @@ import math
 import time
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Self
 
@@ -38,13 +37,21 @@ MAX_WAITING = 32
 """Explanations that wait for the thread; further ones are rejected as `Overloaded`."""
 
 
-@dataclass(slots=True, eq=False)
 class ExplanationRequest(Request):
     """Images, the one of them that is to be explained, and whom to call with its layers."""
 
-    index: int
-    change: Change
-    layers: list[Layer] = field(default_factory=list, init=False)
+    def __init__(
+        self,
+        images: Images,
+        deadline_s: float,
+        version: ModelVersion,
+        on_answer: OnAnswer,
+        index: int,
+        change: Change,
+    ) -> None:
+        super().__init__(images, deadline_s, time.monotonic(), version, on_answer)
+        self.index, self.change = index, change
+        self.layers: list[Layer] = []
 
 
 class Explainer:
@@ -97,9 +104,7 @@ class Explainer:
                 f"{MAX_WAITING} explanations wait, and no more may; try again later",
                 retry_after_s=1,
             )
-        request = ExplanationRequest(
-            images, deadline_s, time.monotonic(), version, on_answer, index, change
-        )
+        request = ExplanationRequest(images, deadline_s, version, on_answer, index, change)
         request.waiting = nvtx.begin("queue")
         request.batch_rows = 1
         self._waiting[request] = None

@@ -44,7 +44,6 @@ OnAnswer: TypeAlias = Callable[["Request", ServiceError | None], None]
 """
 
 
-@dataclass(slots=True, eq=False)
 class Request:
     """Images that wait, uint8 (n, 28, 28), and whom to call with their answer.
 
@@ -52,33 +51,37 @@ class Request:
     computed with `version`. Times are on the batcher's clock.
     """
 
-    images: Images
-    deadline_s: float
-    arrived_s: float
-    version: ModelVersion
-    on_answer: OnAnswer
-    rows: int = field(init=False)
-    done: bool = field(default=False, init=False)
+    # Initial values, all immutable; setting each of them in every instance would take time.
+    done = False
     """Answered or cancelled: what its batches still compute is dropped."""
-    cut_rows: int = field(default=0, init=False)
+    cut_rows = 0
     """How many of its rows have left the queue in batches."""
-    expected_rows: int = field(default=0, init=False)
+    expected_rows = 0
     """How many rows the queue will have cut, ever, when all of it is, in strict order."""
-    answered_rows: int = field(default=0, init=False)
-    first_cut_s: float = field(default=0.0, init=False)
-    parts: dict[int, Probabilities] | None = field(default=None, init=False)
+    answered_rows = 0
+    first_cut_s = 0.0
+    parts: dict[int, Probabilities] | None = None
     """By first row: batches of one request finish in any order."""
-    batch: BatchAnswer = field(init=False)
+    batch: BatchAnswer
     """Where the answers are, once they are complete, from row `row` on."""
-    row: int = field(default=0, init=False)
-    batch_rows: int = field(default=0, init=False)
+    row = 0
+    batch_rows = 0
     """The rows of the batch that completed it, those of other requests included."""
-    answered_s: float = field(default=0.0, init=False)
-    waiting: Any = field(default=None, init=False)
+    answered_s = 0.0
+    waiting: Any = None
     """A profiler's range, open until the first rows leave; None without a profiler."""
 
-    def __post_init__(self) -> None:
-        self.rows = len(self.images)
+    def __init__(
+        self,
+        images: Images,
+        deadline_s: float,
+        arrived_s: float,
+        version: ModelVersion,
+        on_answer: OnAnswer,
+    ) -> None:
+        self.images, self.deadline_s, self.arrived_s = images, deadline_s, arrived_s
+        self.version, self.on_answer = version, on_answer
+        self.rows = len(images)
 
     def end_wait(self) -> None:
         """Close the profiler's open range: the first rows were cut, or the request has ended."""
