@@ -34,6 +34,7 @@ import asyncio
 import logging
 import math
 from collections import deque
+from collections.abc import Callable
 from socket import SO_ERROR, SOL_SOCKET
 from typing import Any, cast
 
@@ -140,6 +141,7 @@ class FrontDoor:
         self.head_turns = Turns()
         self.turns = Turns()
         self.connections: set[Connection | Http2Connection] = set()
+        self.removed: Callable[[], None] = lambda: None
         self.handshakes: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._sweeping = False
@@ -167,6 +169,11 @@ class FrontDoor:
         if not self._sweeping:
             self._sweeping = True
             connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
+
+    def remove(self, connection: Connection | Http2Connection) -> None:
+        """Forget a connection that was lost."""
+        self.connections.discard(connection)
+        self.removed()
 
     def common_headers(self, state: ServerState) -> bytes:
         """Date and whatever else uvicorn sends, which it renews every second."""
@@ -313,7 +320,7 @@ class Connection(asyncio.Protocol):
             task.add_done_callback(self.door.handshakes.discard)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.door.connections.discard(self)
+        self.door.remove(self)
         self.state.connections.discard(self)
         self._closing = True
         self.stop_receiving()

@@ -219,7 +219,7 @@ class Http2Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
-        self.door.connections.discard(self)
+        self.door.remove(self)
         self.state.connections.discard(self)
         self._closing = True
         self._cancel_all()

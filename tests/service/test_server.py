@@ -22,11 +22,12 @@ from service import server as module
 from service.budget import Budget
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
+from service.process.sharing import AT_ONCE
 from service.process.signals import SAME_STOP_S, Signals
 from service.process.stopping import Stop
 from service.server import open_service
 from service.settings import Settings
-from service.transport.server import ACCEPTED_AT_ONCE, HttpServer
+from service.transport.server import HttpServer
 
 PATIENCE_S = 30.0
 ONE = np.zeros((1, 28, 28), np.uint8)
@@ -155,7 +156,7 @@ def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
 
 
 async def test_a_cancelled_start_is_no_stop(settings):
-    serving = asyncio.create_task(module._serve(settings, Stop(60.0), shared=False, heartbeat=None))
+    serving = asyncio.create_task(module._serve(settings, Stop(60.0)))
     await asyncio.sleep(0)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -173,7 +174,7 @@ def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
-            for _ in range(4 * ACCEPTED_AT_ONCE)
+            for _ in range(4 * AT_ONCE)
         ]
         for connection in connections:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -334,7 +335,7 @@ async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(c
 
     server = HttpServer(app, module.FrontDoor({}, Budget(1 << 20)), timeout_s)
     server.should_exit = True
-    (listener,) = module.listen("127.0.0.1", 0, shared=False)
+    (listener,) = module.listen("127.0.0.1", 0)
     await server.serve([listener])
     assert not caplog.records, "nothing was left to cancel"
 

@@ -107,7 +107,7 @@ def listen(open_app):
             served.door = FrontDoor(served.service.fast_routes, served.service.budget)
             refused = served.service.metrics.connection_refused
             server = HttpServer(served.app, served.door, served.settings.drain_timeout_s, refused)
-            (listener,) = bind("127.0.0.1", 0, shared=False)
+            (listener,) = bind("127.0.0.1", 0)
             with listener:
                 listener.listen()
                 served.port = listener.getsockname()[1]
