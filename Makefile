@@ -5,12 +5,15 @@ ARGS ?=
 LONG_MODULE := 500
 PROTOS := service/forms/open_inference service/api/health service/api/reflection lenet/onnx_subset
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I.
-PYTEST := $(BIN)/python -m pytest -n 2
-ABOUT_TESTS := This takes 6 minutes on two idle cores, 13 on busy ones. Tests that need a GPU, MNIST or \
-  a program that is not installed are skipped; the last lines say why.
+PYTEST := $(BIN)/python -m pytest -n 2 --durations=10
+QUICK := -m 'not process and not long'
+ABOUT_TESTS := This takes less than 90 seconds on two idle cores. Tests that start a service, a browser \
+  or a training run are left out: make test-all. Tests that need a GPU, MNIST or a program that is \
+  not installed are skipped; the last lines say why.
+ABOUT_ALL := This takes less than 8 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist docker-up docker-down clean
+.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist docker-up docker-down clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -26,8 +29,12 @@ load-test: .venv/dev.stamp ## drive a running service (ARGS="--mode open --rate 
 
 dev: .venv/dev.stamp ## install what training, benchmarks, tests and checks need into .venv
 
-test: .venv/dev.stamp ## run the tests that need no GPU: 6 to 13 minutes on two cores (ARGS="-k batcher")
+test: .venv/dev.stamp ## run the tests that start no process: 90 seconds on two cores (ARGS="-k batcher")
 	@$(if $(ARGS),,echo '$(ABOUT_TESTS)')
+	$(PYTEST) $(QUICK) $(ARGS)
+
+test-all: .venv/dev.stamp ## run every test that needs no GPU, but the long ones: 8 minutes on two cores
+	@$(if $(ARGS),,echo '$(ABOUT_ALL)')
 	$(PYTEST) $(ARGS)
 
 faults: .venv/dev.stamp ## run every experiment of tests/faults, the long ones too (FAULT_SEEDS=10)
@@ -43,7 +50,7 @@ fuzz: .venv/dev.stamp ## fuzz the parsers one after another, or one of them (TAR
 schemathesis: .venv/dev.stamp build/schemathesis.stamp ## test the service against its OpenAPI document (ST_S=600)
 	$(BIN)/python -m tests.fuzz.openapi --seconds $${ST_S:-120} $(ARGS)
 
-coverage: .venv/dev.stamp ## run the same tests and measure their coverage
+coverage: .venv/dev.stamp ## run the tests of test-all and measure their coverage
 	$(PYTEST) --cov --cov-report=term $(ARGS)
 	@$(BIN)/python -c 'import tomllib; \
 	  run = tomllib.load(open("pyproject.toml", "rb"))["tool"]["coverage"]["run"]; \

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import json
 from enum import IntEnum
+from typing import Any
 
 from lenet.errors import (
     BackendUnavailable,
@@ -44,9 +45,11 @@ class ServiceError(Exception):
         message: what was received, what was expected, what to do.
         field: the part of the request that is wrong; "" if no single part is.
         retry_after_s: when a retry may succeed.
+        asked: what could be read of a body that is refused, see `service.forms.form`.
     """
 
     code = "internal"
+    asked: Any = None
 
     def __init__(self, message: str, *, field: str = "", retry_after_s: int | None = None) -> None:
         super().__init__(message)

@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing.connection import Connection
@@ -34,14 +34,10 @@ from prometheus_client import CollectorRegistry
 from lenet import distribution_version
 from service.api.app import create_app
 from service.api.explain import ExplainRoute
-from service.api.grpc_infer import InferRoute as GrpcInferRoute
 from service.api.grpc_methods import methods
-from service.api.infer import InferRoute
 from service.api.openapi import InfoResponse, LoadedModel
+from service.api.routes import image_routes
 from service.api.servicer import InferenceServicer
-from service.api.tensorflow import PREFIX as TENSORFLOW
-from service.api.tensorflow import TensorflowRoute
-from service.api.v2 import MODEL, MODEL_VERSION, PREFIX
 from service.budget import Budget
 from service.decode.pool import Decoders
 from service.engine.deadlines import Deadlines
@@ -70,11 +66,11 @@ from service.process.sharing import Inbox
 from service.process.signals import Signals
 from service.process.stopping import Stop
 from service.process.tls import ServedCertificate
-from service.request import PredictRoute
+from service.request import Requests
 from service.settings import Settings
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from service.transport.gate import Gate
-from service.transport.head import FastRoute, FastRoutes
+from service.transport.head import FastRoutes
 from service.transport.http2_head import Methods
 from service.transport.server import HttpServer
 
@@ -174,7 +170,7 @@ async def open_service(
             (key.get_secret_value() for key in settings.api_keys),
             (key.get_secret_value() for key in settings.admin_keys),
         )
-        parts = (
+        requests = Requests(
             models,
             metrics,
             Limits(settings.max_images),
@@ -184,31 +180,21 @@ async def open_service(
             deadlines,
             timeout_s,
         )
-        predict, infer = PredictRoute(*parts), InferRoute(*parts)
-        servicer = InferenceServicer(models, repository, metrics, settings.max_images)
-        tensorflow = TensorflowRoute(*parts)
-        explain: ExplainRoute | None = None
+        routes = image_routes(requests)
         if settings.explain == "on":
             explainer = stack.enter_context(Explainer(deadlines))
-            explain = ExplainRoute.beside(predict, explainer)
+            routes[b"POST", b"/explain"] = ExplainRoute.beside(requests, explainer)
+        servicer = InferenceServicer(models, repository, metrics, settings.max_images)
         version = distribution_version()  # read from a file
         app = create_app(
             models=models,
             repository=repository,
             metrics=metrics,
-            predict=predict,
-            infer=infer,
-            tensorflow=tensorflow,
-            explain=explain,
             keys=keys,
             info=partial(_info, settings, grpc_port, placement, models, version),
+            explain=settings.explain == "on",
+            max_images=settings.max_images,
         )
-        fast_routes: dict[tuple[bytes, bytes], FastRoute] = {(b"POST", b"/predict"): predict}
-        if explain is not None:
-            fast_routes[b"POST", b"/explain"] = explain
-        for owner in (MODEL, MODEL_VERSION):
-            fast_routes[b"POST", f"{PREFIX}{owner}/infer".encode()] = infer
-            fast_routes[b"POST", f"{TENSORFLOW}{owner}:predict".encode()] = tensorflow
         gate = Gate(
             keys,
             settings.cors_origins,
@@ -220,8 +206,8 @@ async def open_service(
                 models=models,
                 repository=repository,
                 app=app,
-                fast_routes=fast_routes,
-                methods=methods(GrpcInferRoute(*parts), servicer, models, keys),
+                fast_routes=routes,
+                methods=methods(replace(requests, protocol="grpc"), servicer, models, keys),
                 budget=budget,
                 gate=gate,
                 metrics=metrics,

@@ -41,6 +41,19 @@ settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 
+# Tests of these folders, and those that take these fixtures, start a service, a browser or a load.
+PROCESS_FOLDERS = {"benchmarks", "browser", "faults", "interop"}
+PROCESS_FIXTURES = {"start", "serving"}
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what starts a process; elsewhere a module or a test bears the marker itself."""
+    for item in items:
+        fixtures = set(getattr(item, "fixturenames", ()))
+        if item.path.parent.name in PROCESS_FOLDERS or PROCESS_FIXTURES & fixtures:
+            item.add_marker("process")
+
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Say why tests were skipped, a line for each reason."""

@@ -14,6 +14,8 @@ import pytest
 from lenet.cuda import conv1, fused_network
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 
+pytestmark = pytest.mark.process  # runs a compiler
+
 ROOT = Path(__file__).parents[1]
 SERVING, TRAINING = ROOT / "lenet" / "cuda", ROOT / "trainer" / "ops_cuda"
 GPUS = ("75", "80", "90")  # Turing: the oldest of CUDA 13; Ampere; Hopper

@@ -7,6 +7,7 @@ import sys
 
 import httpx
 import numpy as np
+import pytest
 
 from tests.service_process import PROJECT, Service
 
@@ -40,6 +41,7 @@ def write(path, array):
     path.write_bytes(gzip.compress(head + array.tobytes()))
 
 
+@pytest.mark.process
 def test_other_symbols_are_trained_and_served_with_their_names(tmp_path):
     data, weights = tmp_path / "symbols", tmp_path / "weights"
     data.mkdir()

@@ -14,6 +14,8 @@ import pytest
 
 from tests.service_process import PATIENCE_S, PROJECT, Service
 
+pytestmark = pytest.mark.process  # builds and installs the distribution
+
 PACKAGES = ("lenet", "service", "trainer")
 BESIDE = ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE", "CHANGELOG.md")
 

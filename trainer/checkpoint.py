@@ -1,7 +1,8 @@
 """The state after the last good epoch, kept on the device and in a file that a run resumes from.
 
-The state is parameters, running statistics and velocities; random numbers are functions of the
-step. The copy on the device is updated after each epoch, the file less often and when a run ends.
+The state is parameters, running statistics, velocities and the loss scale; random numbers are
+functions of the step. The copy on the device is updated after each epoch, the file less often and
+when a run ends.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from safetensors.numpy import save
 from lenet.files import temporary_prefix, write_atomically
 from trainer.errors import InvalidCheckpoint
 from trainer.network import Network
-from trainer.ops import Tensor
+from trainer.ops import LossScale, Tensor
 from trainer.optimizer import Sgd
 from trainer.settings import Recipe
 
@@ -39,6 +40,8 @@ class Snapshot:
 
     def __init__(self, network: Network, optimizer: Sgd) -> None:
         self.epochs: tuple[Epoch, ...] = ()
+        self.loss_scale: LossScale = (1.0, 0)
+        """With which the step after an epoch begins."""
         self._model, self._ops = network.model, network.ops
         self._live = {"": network.arrays, "velocity.": optimizer.velocities}
         self._kept = {
@@ -46,12 +49,12 @@ class Snapshot:
             for prefix, live in self._live.items()
         }
 
-    def take(self, epochs: Sequence[Epoch]) -> None:
+    def take(self, epochs: Sequence[Epoch], loss_scale: LossScale) -> None:
         """Copy the state of network and optimizer."""
         self.epochs = ()  # an interrupted copy must not be resumed from
         for prefix, live in self._live.items():
             self._ops.copy(live, self._kept[prefix])
-        self.epochs = tuple(epochs)
+        self.epochs, self.loss_scale = tuple(epochs), loss_scale
 
     def restore(self) -> None:
         """Copy the state back into network and optimizer."""
@@ -66,13 +69,15 @@ class Snapshot:
             for name, value in self._ops.download(self._model, kept).items()
         }
 
-    def write(self, tensors: Mapping[str, Tensor], epochs: Sequence[Epoch]) -> None:
+    def write(
+        self, tensors: Mapping[str, Tensor], epochs: Sequence[Epoch], loss_scale: LossScale
+    ) -> None:
         """Restore the state that `read` returned, also in network and optimizer."""
         for prefix, kept in self._kept.items():
             values = {name: tensors[f"{prefix}{name}"] for name in kept}
             self._kept[prefix] = self._ops.upload(self._model, values)
         self.restore()
-        self.epochs = tuple(epochs)
+        self.epochs, self.loss_scale = tuple(epochs), loss_scale
 
 
 class Checkpoint:
@@ -80,8 +85,7 @@ class Checkpoint:
 
     `origin` identifies what else it depends on: the content of files that the recipe only names.
 
-    It does not hold the loss scale of mixed precision: a resumed mixed run starts with the initial
-    scale and may differ in the last bits from an uninterrupted one.
+    A resumed run has the same bytes as an uninterrupted one.
     """
 
     def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str, origin: str = "") -> None:
@@ -97,7 +101,8 @@ class Checkpoint:
         """
         state = {name: np.ascontiguousarray(value) for name, value in snapshot.read().items()}
         history = [[one.loss, one.accuracy, one.validation_accuracy] for one in snapshot.epochs]
-        content = save(state, {"run": self._run, "epochs": json.dumps(history)})
+        texts = {"epochs": json.dumps(history), "loss_scale": json.dumps(snapshot.loss_scale)}
+        content = save(state, {"run": self._run, **texts})
         write_atomically(self.path, content)
 
     def resume(self, snapshot: Snapshot) -> None:
@@ -114,6 +119,8 @@ class Checkpoint:
                 saved = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
             history = json.loads(metadata["epochs"])
             epochs = [Epoch(*(float(number) for number in one)) for one in history]
+            scale, steps = json.loads(metadata["loss_scale"])
+            loss_scale = float(scale), int(steps)
         except (
             *(SafetensorError, OSError, ValueError, KeyError, TypeError),
             *(RecursionError, OverflowError),  # of the JSON
@@ -124,7 +131,7 @@ class Checkpoint:
         expected = {name: (value.shape, value.dtype) for name, value in snapshot.read().items()}
         if expected != {name: (value.shape, value.dtype) for name, value in saved.items()}:
             raise InvalidCheckpoint(self._refusal("holds other tensors than the network"))
-        snapshot.write(saved, epochs)
+        snapshot.write(saved, epochs, loss_scale)
 
     def discard(self) -> None:
         """Remove the file of a finished run, and what is left of its killed processes' writes."""

@@ -100,7 +100,8 @@ def train(
         snapshot = Snapshot(network, optimizer)
         checkpoint.resume(snapshot)
         epochs = list(snapshot.epochs)
-        state = ops.start(run, len(epochs) * run.steps_per_epoch)
+        loss_scale = snapshot.loss_scale if epochs else None
+        state = ops.start(run, len(epochs) * run.steps_per_epoch, loss_scale)
         step: Callable[[], None] = partial(take_step, network, optimizer, state)
         # Capturing runs a step, which needs a learning rate: there is none after the last epoch.
         if capture and len(epochs) < recipe.epochs:
@@ -140,7 +141,7 @@ def train(
                 epoch = Epoch(float(losses.mean()), int(correct.sum()) / images, validated)
                 epochs.append(epoch)
                 with phases("checkpoints"):
-                    snapshot.take(epochs)
+                    snapshot.take(epochs, ops.loss_scale(state))
                     if leader and now - saved >= CHECKPOINT_S:
                         checkpoint.save(snapshot)
                         written, saved = len(epochs), now

@@ -68,6 +68,10 @@ class Update(NamedTuple):
     velocity: Array
 
 
+LossScale: TypeAlias = tuple[float, int]
+"""What the loss is multiplied by in mixed precision, and for how many steps it has been that."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Run:
     """The input of a sequence of steps, without the network.
@@ -130,8 +134,12 @@ class TrainingOps(Protocol):
         """Copy `source` into the memory of `target`, both uploaded, on the device."""
         ...
 
-    def start(self, run: Run, step: int = 0) -> RunState:
-        """Upload what `run` needs; `step` is the next one."""
+    def start(self, run: Run, step: int = 0, loss_scale: LossScale | None = None) -> RunState:
+        """Upload what `run` needs; `step` is the next one, and `loss_scale` what it begins with."""
+        ...
+
+    def loss_scale(self, state: RunState) -> LossScale:
+        """The loss scale of the next step; waits for the device."""
         ...
 
     def batch(self, state: RunState) -> tuple[Array, Array]:

@@ -1,50 +1,34 @@
-"""The FastAPI application: it declares and documents all routes, and answers all but the fast ones.
+"""The FastAPI application: it documents all routes, and answers all but those that take images.
 
-Those are answered by an `ImageRoute` over a connection without ASGI; their routes here lead to the
-same objects, for whoever calls the application itself.
+Those are answered on the connection, see `api.openapi`.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Sequence
 from difflib import get_close_matches
-from functools import partial
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
+import orjson
 from fastapi import FastAPI, Request, Response
-from fastapi_offline import FastAPIOffline
+from fastapi.openapi.docs import get_swagger_ui_html
+from fastapi.routing import APIRoute
 from starlette.exceptions import HTTPException
-from starlette.requests import ClientDisconnect
+from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
-from service.api.explain import ExplainRoute
-from service.api.infer import InferRoute
-from service.api.openapi import (
-    APPLICATION,
-    MAX_EXPLAINED_IMAGES,
-    Health,
-    InfoResponse,
-    explain_openapi,
-    explain_responses,
-    infer_openapi,
-    infer_responses,
-    predict_openapi,
-    predict_responses,
-    tensorflow_openapi,
-    tensorflow_responses,
-)
-from service.api.page import HTML, Page
-from service.api.tensorflow import PREFIX as TENSORFLOW
-from service.api.tensorflow import TensorflowRoute, status_routes, verb_of
-from service.api.v2 import MODEL, MODEL_VERSION, PREFIX, protocol_routes
+from service.api.openapi import PROTOCOL, Health, InfoResponse, image_routes
+from service.api.page import HTML, Page, StaticFile
+from service.api.routes import prefers
+from service.api.tensorflow import status_routes, verb_of
+from service.api.v2 import protocol_routes
 from service.engine.models import Models
 from service.engine.repository import Repository
-from service.errors import Cancelled, ServiceError, shown
+from service.errors import ServiceError, shown
 from service.observe.metrics import CONTENT_TYPE, Metrics
 from service.process.keys import Keys
-from service.request import PredictRoute, prefers
 from service.transport.answer import (
     INTERNAL_ERROR,
     Answer,
@@ -55,7 +39,6 @@ from service.transport.answer import (
 )
 from service.transport.gate import DOCS_FILES, is_open
 from service.transport.gate import PAGE_FILES as PAGE_PREFIX
-from service.transport.head import FastRoute
 
 _MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
 _LONGEST_PATH = 64
@@ -64,6 +47,7 @@ _LONGEST_PATH = 64
 _NOT_EXPLAINED = (
     "path: '/explain' is turned off; start the service with --explain on, or without LENET_EXPLAIN"
 )
+_REVALIDATED = {"Cache-Control": "no-cache", "Vary": "Accept-Encoding"}
 _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
@@ -71,12 +55,11 @@ def create_app(
     models: Models,
     repository: Repository,
     metrics: Metrics,
-    predict: PredictRoute,
-    infer: InferRoute,
-    tensorflow: TensorflowRoute,
-    explain: ExplainRoute | None,
     keys: Keys,
     info: Callable[[], InfoResponse],
+    *,
+    explain: bool,
+    max_images: int,
 ) -> FastAPI:
     """The application that answers with `models`.
 
@@ -84,99 +67,98 @@ def create_app(
         models: are loaded, or will be before the first request.
         repository: loads and unloads them.
         metrics: what GET /metrics exposes.
-        predict: answers POST /predict.
-        infer: answers inference by the Open Inference Protocol.
-        tensorflow: answers predictions by TensorFlow Serving's API.
-        explain: answers POST /explain; None if that is turned off.
         keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
+        explain: whether POST /explain is answered.
+        max_images: images that a request may have.
     """
-    app = FastAPIOffline(
-        **APPLICATION,
+    app = FastAPI(
+        title=DISTRIBUTION,
+        summary="Handwritten digits, recognised over HTTP and gRPC.",
         version=distribution_version(),
-        redoc_url=None,
-        static_url=DOCS_FILES,
+        license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
+        openapi_url=None,
         redirect_slashes=False,  # the redirect would contain the request's Host header
     )
-
-    async def predict_digits(request: Request) -> Response:
-        return await _answer(predict, request)
-
-    app.add_api_route(
-        "/predict",
-        predict_digits,
-        methods=["POST"],
-        tags=["predict"],
-        summary="Recognise digits",
-        description="One or many images of 28x28 pixels, ink high; or a picture of any size.",
-        response_model=None,
-        responses=predict_responses(),
-        operation_id="predict",
-        openapi_extra=predict_openapi(),
+    routers = (
+        image_routes(explained=explain),
+        status_routes(models),
+        protocol_routes(models, repository, metrics, keys, max_images),
     )
+    for router in routers:
+        app.include_router(router)
+    _add_operations(app, models, metrics, info)
+    _add_pages(app, needs_key=bool(keys))
 
-    async def explain_digit(request: Request) -> Response:
-        if explain is None:
+    if not explain:
+
+        @app.post("/explain", include_in_schema=False)
+        async def not_explained() -> Response:
             return _response(refusal(404, "not_found", _NOT_EXPLAINED))
-        return await _answer(explain, request)
 
-    app.add_api_route(
-        "/explain",
-        explain_digit,
-        methods=["POST"],
-        tags=["predict"],
-        summary="See inside",
-        description="What each layer of a model computes of an image, in float32 on the CPU. At "
-        f"most {MAX_EXPLAINED_IMAGES} images, of which one is explained.",
-        response_model=None,
-        responses=explain_responses(),
-        operation_id="explain",
-        openapi_extra=explain_openapi(),
-        include_in_schema=explain is not None,
-    )
+    async def on_service_error(_: Request, error: Exception) -> Response:
+        # Of the routes below /v1 and /v2: the others have none.
+        return _response(plain_error_answer(cast("ServiceError", error)))
 
-    async def infer_digits(request: Request) -> Response:
-        return await _answer(infer, request)
+    async def on_routing_error(request: Request, error: Exception) -> Response:
+        return _routing_error_response(request, cast("HTTPException", error), paths)
 
-    for owner, operation_id in ((MODEL, "infer"), (MODEL_VERSION, "infer_by_version")):
-        app.add_api_route(
-            f"{PREFIX}{owner}/infer",
-            infer_digits,
-            methods=["POST"],
-            tags=["open inference protocol"],
-            summary="Inference",
-            description="JSON, or JSON followed by binary tensors, or the bytes of images.",
-            response_model=None,
-            responses=infer_responses(),
-            operation_id=operation_id,
-            openapi_extra=infer_openapi(versioned=owner == MODEL_VERSION),
-        )
+    async def on_internal_error(request: Request, error: Exception) -> Response:
+        # Starlette raises it again after this answer, and the connection logs it.
+        if has_plain_errors(request.scope["path"]):
+            return _response(plain_error(500, "internal error; see the server log"))
+        return _response(INTERNAL_ERROR)
 
-    async def predict_instances(request: Request) -> Response:
-        return await _answer(tensorflow, request)
+    routes = [route for one in (app, *routers) for route in one.routes]
+    paths = [
+        "/docs",
+        *(one.path for one in routes if isinstance(one, APIRoute) and one.include_in_schema),
+    ]
+    app.add_exception_handler(ServiceError, on_service_error)
+    app.add_exception_handler(HTTPException, on_routing_error)
+    app.add_exception_handler(Exception, on_internal_error)
+    return app
 
-    owners = ((MODEL, "predict_instances"), (MODEL_VERSION, "predict_instances_by_version"))
-    for owner, operation_id in owners:
-        app.add_api_route(
-            f"{TENSORFLOW}{owner}:predict",
-            predict_instances,
-            methods=["POST"],
-            tags=["TensorFlow Serving"],
-            summary="Prediction",
-            description="Images as `instances`, answered by row, or as `inputs`, by column.",
-            response_model=None,
-            responses=tensorflow_responses(),
-            operation_id=operation_id,
-            openapi_extra=tensorflow_openapi(versioned=owner == MODEL_VERSION),
-        )
-    app.include_router(status_routes(models))
-    app.include_router(protocol_routes(models, repository, metrics, keys, infer.limits.max_images))
-    operation = partial(app.get, tags=["operations"])
 
+def _add_operations(
+    app: FastAPI, models: Models, metrics: Metrics, info: Callable[[], InfoResponse]
+) -> None:
+    async def live() -> Health:
+        """200 while the event loop runs."""
+        return Health(live=True, ready=models.ready)
+
+    async def ready(response: Response) -> Health:
+        """200 from the end of the warm-up to the beginning of the stop, else 503."""
+        response.status_code = 200 if models.ready else 503
+        return Health(live=True, ready=models.ready)
+
+    for path, tag in (("/healthz", "operations"), ("/v2/health/live", PROTOCOL)):
+        app.get(path, tags=[tag], summary="Liveness")(live)
+    for path, tag in (("/readyz", "operations"), ("/v2/health/ready", PROTOCOL)):
+        app.get(path, tags=[tag], summary="Readiness", responses={503: {"model": Health}})(ready)
+
+    @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", response_class=Response)
+    async def exposition() -> Response:
+        """The Prometheus text format, summed over all workers."""
+        return Response(await metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
+
+    @app.get("/info", tags=["operations"], summary="Models and limits")
+    async def show_info() -> InfoResponse:
+        """Models, versions, digests, accuracy, device and limits."""
+        return info()
+
+
+def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
+    """The page to draw digits on, the OpenAPI document, and the page that shows it.
+
+    The document is made by the first request for it, which takes 120 ms of a Xeon core
+    (2026-11-24), and kept as bytes.
+    """
     page = Page()
 
-    @operation(
+    @app.get(
         "/",
+        tags=["operations"],
         summary="Where everything is",
         response_model=dict[str, str],
         responses={200: {"content": {HTML: {}}}},
@@ -197,104 +179,47 @@ def create_app(
     async def page_file(request: Request, name: str) -> Response:
         return page.answer(request, name)
 
-    @operation("/healthz", summary="Liveness")
-    async def healthz() -> Health:
-        """200 while the event loop runs."""
-        return Health(live=True, ready=models.ready)
-
-    @operation("/readyz", summary="Readiness", responses={503: {"model": Health}})
-    async def readyz(response: Response) -> Health:
-        """200 from the end of the warm-up to the beginning of the stop, else 503."""
-        response.status_code = 200 if models.ready else 503
-        return Health(live=True, ready=models.ready)
-
-    @operation("/metrics", summary="Prometheus metrics", response_class=Response)
-    async def exposition() -> Response:
-        """The Prometheus text format, summed over all workers."""
-        return Response(await metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
-
-    @operation("/info", summary="Models and limits")
-    async def show_info() -> InfoResponse:
-        """Models, versions, digests, accuracy, device and limits."""
-        return info()
-
-    if keys:
-        _declare_keys(app)
-
-    async def on_service_error(_: Request, error: Exception) -> Response:
-        # Of the routes below /v1 and /v2: the others answer errors themselves, or have none.
-        assert isinstance(error, ServiceError), "bug: registered for ServiceError"
-        return _response(plain_error_answer(error))
-
-    async def on_routing_error(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException), "bug: registered for HTTPException"
-        return _routing_error_response(request, error, (*app.openapi()["paths"], "/docs"))
-
-    async def on_internal_error(request: Request, error: Exception) -> Response:
-        # Starlette raises it again after this answer, and uvicorn logs it.
-        if has_plain_errors(request.scope["path"]):
-            return _response(plain_error(500, "internal error; see the server log"))
-        return _response(INTERNAL_ERROR)
-
-    app.add_exception_handler(ServiceError, on_service_error)
-    app.add_exception_handler(HTTPException, on_routing_error)
-    app.add_exception_handler(Exception, on_internal_error)
-    return app
-
-
-def _declare_keys(app: FastAPI) -> None:
-    """Have the OpenAPI document say which routes need a key."""
     generate = app.openapi
 
-    def with_keys() -> dict[str, Any]:
-        document = generate()  # made once
-        schemes = document["components"].setdefault("securitySchemes", {})
-        schemes["bearerAuth"] = {"type": "http", "scheme": "bearer"}
-        document["security"] = [{"bearerAuth": []}]
+    @cache
+    def openapi() -> dict[str, Any]:
+        document = generate()
+        if needs_key:
+            document["components"]["securitySchemes"] = {
+                "bearerAuth": {"type": "http", "scheme": "bearer"}
+            }
+            document["security"] = [{"bearerAuth": []}]
         for path, operations in document["paths"].items():
-            if is_open(path.encode()):
-                for described in operations.values():
-                    described["security"] = []
+            for operation in operations.values():
+                operation["responses"].pop("422", None)  # FastAPI's own error
+                if needs_key and is_open(path.encode()):
+                    operation["security"] = []
+        for name in ("HTTPValidationError", "ValidationError"):
+            document["components"]["schemas"].pop(name, None)
         return document
 
-    app.openapi = with_keys  # type: ignore[method-assign]
+    @cache
+    def document() -> StaticFile:
+        return StaticFile(orjson.dumps(openapi()), "application/json", _REVALIDATED)
 
+    app.openapi = openapi  # type: ignore[method-assign]
+    docs = get_swagger_ui_html(
+        openapi_url="/openapi.json",
+        title=f"{DISTRIBUTION} - Swagger UI",
+        swagger_js_url=f"{DOCS_FILES}/swagger-ui-bundle.js",
+        swagger_css_url=f"{DOCS_FILES}/swagger-ui.css",
+        swagger_favicon_url=f"{DOCS_FILES}/favicon.png",
+    )
 
-async def _answer(route: FastRoute, request: Request) -> Response:
-    """The answer of `route` over ASGI."""
-    answer: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
-    headers = dict(reversed(request.headers.items()))
-    try:
-        wanted: Any = route.read(request.scope["query_string"], headers, request.path_params)
-    except ServiceError as exc:
-        return _response(route.refuse(exc))
+    @app.get("/openapi.json", include_in_schema=False)
+    async def openapi_document(request: Request) -> Response:
+        return document().answer(request)
 
-    def reply(found: Answer) -> None:
-        if not answer.done():
-            answer.set_result(found)
+    @app.get("/docs", include_in_schema=False)
+    async def docs_page() -> Response:
+        return docs
 
-    call = route.open(wanted, reply)
-
-    async def read_body() -> None:
-        try:
-            call.wait_for_body()
-            async for chunk in request.stream():
-                call.data(chunk)
-            call.end()
-        except ServiceError as exc:
-            call.fail(exc)
-        except ClientDisconnect:
-            call.fail(Cancelled("the client disconnected"))
-
-    reading = asyncio.create_task(read_body())
-    try:
-        await asyncio.wait((reading, answer), return_when=asyncio.FIRST_COMPLETED)
-        if reading.done():
-            await reading
-        return _response(await answer)
-    finally:
-        reading.cancel()
-        call.cancel()  # if the server gave up
+    app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
 
 
 def _response(answer: Answer) -> Response:

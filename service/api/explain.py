@@ -1,7 +1,6 @@
 """`POST /explain`: what each layer of a model computes of one image.
 
-A request is read and decoded as one of `POST /predict`. Then an `Explainer` takes the place of the
-model's batcher.
+Requests are those of `POST /predict`, with a few parameters more.
 """
 
 from __future__ import annotations
@@ -9,8 +8,9 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, ClassVar, Self, cast
+from dataclasses import dataclass, field, fields, replace
+from functools import partial
+from typing import Any, Self, cast
 
 import orjson
 
@@ -18,98 +18,111 @@ from lenet.explanation import Change, Layer
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.api.openapi import MAX_EXPLAINED_IMAGES, MAX_NOISE
+from service.api.routes import (
+    PARAMETERS,
+    Headers,
+    ImageRoute,
+    Reply,
+    parameters_of,
+    read_predict,
+)
+from service.engine import queue
 from service.engine.explainer import Explainer, ExplanationRequest
-from service.engine.queue import Request
-from service.errors import InvalidInput, invalid, shown
-from service.observe.metrics import ModelKey
-from service.request import PredictCall, PredictRoute, PredictWanted, Reply
-from service.transport.answer import JSON
+from service.errors import InvalidInput, ServiceError, invalid, shown
+from service.forms.form import JSON, Content
+from service.forms.prediction import warnings
+from service.request import OnDone, Request, Requests, Wanted
+from service.transport.answer import Answer
 
+_PARAMETERS = (*PARAMETERS, "index", "biases", "noisy", "noise")
 _INDEX = re.compile(r"[0-9]{1,5}")
 _NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 
 
 @dataclass(frozen=True, slots=True)
-class ExplainWanted(PredictWanted):
-    """Of `POST /explain`."""
+class ExplainWanted(Wanted):
+    """What the head of a request asks for, besides."""
 
-    index: int
+    index: int = field(kw_only=True)
     """Which image is explained."""
-    change: Change
+    change: Change = field(kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class ExplainRoute(PredictRoute):
-    """`POST /explain`."""
+class ExplainRoute:
+    """`POST /explain`, answered like `POST /predict`, by which its requests are read."""
 
+    predict: ImageRoute
     explainer: Explainer
 
-    parameters: ClassVar[tuple[str, ...]] = (
-        *PredictRoute.parameters,
-        *("index", "biases", "noisy", "noise"),
-    )
-
     @classmethod
-    def beside(cls, predict: PredictRoute, explainer: Explainer) -> Self:
-        """A route that shares what `predict` has, for fewer images."""
-        shared = {one.name: getattr(predict, one.name) for one in fields(predict)}
-        most = min(MAX_EXPLAINED_IMAGES, predict.limits.max_images)
-        shared["limits"] = replace(predict.limits, max_images=most)
-        return cls(**shared, explainer=explainer)
+    def beside(cls, requests: Requests, explainer: Explainer) -> Self:
+        """A route for fewer images than `requests` allow."""
+        most = min(MAX_EXPLAINED_IMAGES, requests.limits.max_images)
+        fewer = replace(requests, limits=replace(requests.limits, max_images=most))
+        return cls(ImageRoute(fewer, partial(read_predict, names=_PARAMETERS)), explainer)
 
-    def wanted(self, parameters: Mapping[str, str], headers: Mapping[str, str]) -> ExplainWanted:
-        """As `read`, from the parameters of the query."""
+    def read(
+        self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None
+    ) -> ExplainWanted:
+        """What the head of a request asks for. Raises: see `ImageRoute.read`."""
+        wanted = self.predict.read(query, headers)
+        parameters = parameters_of(query, _PARAMETERS)
         index, change = _index(parameters), _change(parameters)
-        wanted = PredictRoute.wanted(self, parameters, headers)
         shared = {one.name: getattr(wanted, one.name) for one in fields(wanted)}
         return ExplainWanted(**shared, index=index, change=change)
 
-    def open(self, wanted: PredictWanted, reply: Reply) -> ExplainCall:
+    def refuse(self, error: ServiceError) -> Answer:
+        """The answer to a request that `read` rejected."""
+        return self.predict.refuse(error)
+
+    def open(self, wanted: ExplainWanted, reply: Reply) -> Request:
         """Begin a request whose body is still to come."""
-        return ExplainCall(self, wanted, reply)
-
-    def count(self, model: ModelKey, times_s: tuple[float, ...]) -> None:
-        """Count an answer, apart from predictions: seconds in all come last."""
-        self.metrics.explained(times_s[-1])
+        answers = self.predict.answers(reply)
+        return _ExplainRequest(self.predict.requests, wanted, answers, self.explainer)
 
 
-class ExplainCall(PredictCall):
-    """A request of `POST /explain`."""
+class _ExplainRequest(Request):
+    """One request for an explanation: an `Explainer` takes the place of the batcher."""
 
-    _route: ExplainRoute
-    _wanted: ExplainWanted
+    def __init__(
+        self, requests: Requests, wanted: ExplainWanted, on_done: OnDone, explainer: Explainer
+    ) -> None:
+        super().__init__(requests, wanted, on_done)
+        self._explained, self._explainer = wanted, explainer
 
-    def queue(self, images: Images) -> Request:
+    def enqueue(self, images: Images) -> queue.Request:
         """Have one of `images` explained. Raises: ServiceError."""
-        route, wanted = self._route, self._wanted
-        version = route.models.get(wanted.model, wanted.version).version
-        self._batcher, self._model = route.explainer, version.key
+        wanted = self._explained
+        version = self._requests.models.get(wanted.model, wanted.version).version
+        self._computer, self._model = self._explainer, version.key
         if wanted.index >= len(images):
             expected = f"0 to {len(images) - 1}, as the request has {len(images)} images"
             raise invalid("index", str(wanted.index), expected)
-        return route.explainer.enqueue(
-            version, images, wanted.index, wanted.change, self.deadline_s, self._answered
+        return self._explainer.enqueue(
+            version, images, wanted.index, wanted.change, self.deadline_s, self.answered
         )
 
     @span("encode")
-    def content(self, request: Request) -> tuple[bytes, bytes, bytes]:
-        """Always JSON, see `ExplainResponse`."""
-        explained = cast("ExplanationRequest", request)
+    def write(self, queued: queue.Request) -> Content:
+        """JSON, see `ExplainResponse`."""
+        explained = cast("ExplanationRequest", queued)
         version = explained.version
         document: dict[str, Any] = {
             "model": version.name,
             "version": version.version,
             "images": [base64.b64encode(image.tobytes()).decode() for image in explained.images],
             "index": explained.index,
-            "prediction": _prediction(explained.layers[-1], version.weights.training.labels),
+            "prediction": _prediction(explained.layers[-1], version.labels),
         }
-        if self._warnings:
-            document["warnings"] = self._warnings
+        if self.asked.doubts:
+            document["warnings"] = warnings(self.asked.doubts)
         document["layers"] = [_layer(layer) for layer in explained.layers]
-        return JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY), b""
+        return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
-    def steps(self, request: Request) -> None:
-        """None: the answer is made at once."""
+    def count(self, times_s: tuple[float, ...]) -> None:
+        """Count an answer, apart from predictions."""
+        self._requests.metrics.explained(times_s[-1])
 
 
 def _index(parameters: Mapping[str, str]) -> int:

@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError, Message
 
 from service.api import health_pb2, reflection_pb2
-from service.api.grpc_infer import InferRoute, ModelInfer, ModelStreamInfer
+from service.api.grpc_infer import ModelInfer, ModelStreamInfer
 from service.api.servicer import InferenceServicer
 from service.engine.models import Models
 from service.errors import (
@@ -29,6 +29,7 @@ from service.errors import (
 )
 from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
+from service.request import Requests
 from service.transport.grpc import (
     Call,
     GrpcExchange,
@@ -77,7 +78,7 @@ _Many: TypeAlias = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
 
 
 def methods(
-    route: InferRoute, inference: InferenceServicer, models: Models, keys: Keys
+    requests: Requests, inference: InferenceServicer, models: Models, keys: Keys
 ) -> dict[bytes, Method]:
     """All methods, by the path of a call."""
     tasks: set[asyncio.Task[None]] = set()
@@ -85,8 +86,8 @@ def methods(
     check = health_pb2.HealthCheckRequest
     reflect = _Stream(answer_reflection, reflection_pb2.ServerReflectionRequest, tasks)
     found: dict[str, tuple[Access, Method]] = {
-        f"/{SERVICE}/ModelInfer": ("user", ModelInfer(route)),
-        f"/{SERVICE}/ModelStreamInfer": ("user", ModelStreamInfer(route)),
+        f"/{SERVICE}/ModelInfer": ("user", ModelInfer(requests)),
+        f"/{SERVICE}/ModelStreamInfer": ("user", ModelStreamInfer(requests)),
         f"/{_HEALTH}/Check": ("public", _Unary(health.check, check, tasks)),
         f"/{_HEALTH}/Watch": ("public", _Stream(health.watch, check, tasks)),
         f"/{_REFLECTION}/ServerReflectionInfo": ("user", reflect),

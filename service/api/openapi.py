@@ -1,43 +1,221 @@
-"""What the OpenAPI document states: answer models, parameters, bodies, headers and examples.
+"""The OpenAPI document: models of parameters, bodies and answers, and the routes that take images.
 
-The answer to `POST /predict` is not built from these models; tests compare the two.
+Those routes are answered on the connection, before the application: see `transport.head`. Here
+FastAPI generates their documentation, and the answers to other methods of their paths. Predictions
+are neither read nor written by the models, which would take too long; tests compare.
 """
 
 from __future__ import annotations
 
 import base64
+from collections.abc import Callable, Coroutine, Sequence
 from datetime import datetime
-from typing import Any, Literal
+from functools import partial
+from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, Field
+from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.exceptions import HTTPException
 
+from service.forms.body import ACCEPTED
+from service.forms.body import OCTETS as BINARY
 from service.forms.oip_json import LENGTH_HEADER
-from service.request import BINARY, MAX_TIMEOUT_MS, TIMEOUT_HEADER
+from service.pictures.headers import Digits, Invert
+from service.transport.answer import STATUS
+
+PROTOCOL = "open inference protocol"
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+MAX_TIMEOUT_MS = 3_600_000
+
+PREFIX = "/v2"
+TENSORFLOW = "/v1"
+MODEL = "/models/{model}"
+MODEL_VERSION = f"{MODEL}/versions/{{version}}"
 
 MAX_EXPLAINED_IMAGES = 64
 MAX_NOISE = 10
 
-APPLICATION: dict[str, Any] = {
-    "title": "lenet-serve",
-    "summary": "Handwritten digits, recognised over HTTP and gRPC.",
-    "license_info": {"name": "Apache-2.0", "identifier": "Apache-2.0"},
-}
+
+def example_seven() -> list[list[int]]:
+    """A seven drawn with two strokes, 28 x 28."""
+    image = [[0] * 28 for _ in range(28)]
+    for row in range(6, 9):
+        image[row][7:20] = [254] * 13
+    for row in range(9, 23):
+        right = 20 - (row - 8) * 2 // 3
+        image[row][right - 3 : right] = [254] * 3
+    return image
+
+
+_SEVEN = example_seven()
+_FLAT_SEVEN = [pixel for row in _SEVEN for pixel in row]
+_ENCODED_SEVEN = base64.b64encode(bytes(_FLAT_SEVEN)).decode()
+_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
+
+# Parameters
+
+
+_Name = Annotated[str, Path(min_length=1, description="404 if it is not loaded.")]
+
+
+def _model(model: _Name) -> None: ...
+
+
+def _version(version: _Name) -> None: ...
+
+
+OF_MODEL, _OF_VERSION = [Depends(_model)], [Depends(_model), Depends(_version)]
+OWNERS = ((MODEL, OF_MODEL), (MODEL_VERSION, _OF_VERSION))
+"""Paths that name a model, and a version of it, with the dependencies that document these names.
+
+They check nothing; endpoints read `Request.path_params`.
+"""
+
+Timeout = Annotated[
+    int,
+    Header(
+        alias=TIMEOUT_HEADER,
+        ge=1,
+        le=MAX_TIMEOUT_MS,
+        description="Deadline in milliseconds from the request's arrival, the upload of its body "
+        "included; at most the service's request_timeout_ms, see /info.",
+    ),
+]
+
+
+class PredictQuery(BaseModel):
+    """The query of `POST /predict`."""
+
+    model: str = Field("", description="The model; the default one without.")
+    version: str = Field("", description="The model's version; the highest without.")
+    invert: Invert = Field("auto", description="auto: ink that is dark in pictures is detected.")
+    digits: Digits = Field("one", description="several: each digit of a picture, 64 at most.")
+
+
+class ExplainQuery(PredictQuery):
+    """The query of `POST /explain`."""
+
+    index: int = Field(0, ge=0, lt=MAX_EXPLAINED_IMAGES, description="Which image is explained.")
+    biases: Literal["on", "off"] = Field("on", description="off computes with all biases 0.")
+    noisy: str = Field("", description="The layer whose weights get normal noise of one seed.")
+    noise: float = Field(0, ge=0, le=MAX_NOISE, description="In deviations of these weights.")
+
+
+# Bodies of requests
+
+_Item = TypeVar("_Item")
+_Some = Annotated[list[_Item], Field(min_length=1)]
+Pixel = Annotated[int, Field(ge=0, le=255)]
+Row = Annotated[list[Pixel], Field(min_length=28, max_length=28)]
+Rows = Annotated[list[Row], Field(min_length=28, max_length=28)]
+Flat = Annotated[list[Pixel], Field(min_length=784, max_length=784)]
+Encoded = Annotated[
+    str,
+    Field(
+        pattern="^[A-Za-z0-9+/]{1046}==$",
+        min_length=1048,
+        max_length=1048,
+        json_schema_extra={"contentEncoding": "base64"},
+    ),
+]
+
+
+class _Exact(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class PredictRequest(_Exact):
+    """Images of 28 x 28 pixels, ink high, or one. Pixels have no fraction, not even 1.0."""
+
+    images: _Some[Rows | Flat | Encoded] | Rows | Flat | Encoded
+
+
+class EncodedImage(_Exact):
+    """An image of 784 bytes in base64."""
+
+    b64: Encoded
+
+
+class NamedRows(_Exact):
+    """28 rows of 28 pixels."""
+
+    image: Rows
+
+
+class NamedFlat(_Exact):
+    """784 pixels."""
+
+    image: Flat
+
+
+class NamedEncoded(_Exact):
+    """784 bytes in base64."""
+
+    image: EncodedImage
+
+
+_OneForm: TypeAlias = _Some[Rows] | _Some[Flat] | _Some[EncodedImage]
+
+
+class _Signed(_Exact):
+    signature_name: Literal["", "serving_default"] = ""
+
+
+class NamedImages(_Exact):
+    """Images of one form."""
+
+    image: _OneForm
+
+
+class TensorflowRows(_Signed):
+    """Images of one form that are answered by row."""
+
+    instances: _OneForm | _Some[NamedRows] | _Some[NamedFlat] | _Some[NamedEncoded]
+
+
+class TensorflowColumns(_Signed):
+    """Images of one form that are answered by column."""
+
+    inputs: _OneForm | NamedImages
+
+
+class InferInput(BaseModel):
+    """The images."""
+
+    name: Literal["image"]
+    datatype: Literal["UINT8", "FP32"]
+    shape: list[Annotated[int, Field(ge=0)]]
+    data: list[Any] = Field([], description="Whole numbers 0 to 255, flat or nested.")
+    parameters: dict[str, Any] = {}
+
+
+class InferRequestedOutput(BaseModel):
+    """An output that is wanted."""
+
+    name: Literal["probabilities", "label"]
+    parameters: dict[str, Any] = {}
+
+
+class InferRequest(BaseModel):
+    """A request of the Open Inference Protocol."""
+
+    id: str = Field("", max_length=1024)
+    inputs: Annotated[list[InferInput], Field(min_length=1, max_length=1)]
+    outputs: list[InferRequestedOutput] = []
+    parameters: dict[str, Any] = {}
+
+
+# Answers
 
 
 class ImagePrediction(BaseModel):
     """The prediction for one image."""
 
     label: int = Field(description="The class with the highest probability.", examples=[7])
-    name: str = Field(
-        "",
-        description="The name of the class; only of a model whose classes have other names than "
-        "their numbers. `/info` has all names.",
-    )
+    name: str = Field("", description="That of the class, absent where it is the class's number.")
     confidence: float = Field(ge=0, le=1, description="Its probability.", examples=[0.9998])
-    probabilities: list[float] = Field(
-        min_length=2,
-        description="Of the classes, of digits 0 to 9; they sum to 1.",
-    )
+    probabilities: list[float] = Field(min_length=2, examples=[_PROBABILITIES])
 
 
 class PredictionWarning(BaseModel):
@@ -58,29 +236,21 @@ class PredictResponse(BaseModel):
     model: str = Field(examples=["lenet"])
     version: str = Field(examples=["1"])
     predictions: list[ImagePrediction]
-    warnings: list[PredictionWarning] = Field(
-        default_factory=list,
-        description="About pictures; absent if there is none. Raw pixels are never warned of. At "
-        "most 256.",
-    )
+    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
 
 
 class ExplainedLayer(BaseModel):
-    """The values of a layer: low + byte * (high - low) / 255 for each byte of `data`."""
+    """The values of a layer: low + byte * (high - low) / 255 for each byte of `data`.
+
+    filters are the weights of a first convolution; the others include bias and activation.
+    """
 
     name: str = Field(description="As its tensors in the weight file.", examples=["conv1"])
-    kind: Literal["filters", "convolution", "pooling", "dense", "logits"] = Field(
-        description="filters are the weights of a first convolution. A convolution and a dense "
-        "layer include bias and activation."
-    )
+    kind: Literal["filters", "convolution", "pooling", "dense", "logits"]
     shape: list[int] = Field(examples=[[20, 24, 24]])
     low: float | None = Field(None, description="The lowest value.")
     high: float | None = Field(None, description="The highest value.")
-    data: str | None = Field(
-        None,
-        description="A byte for each value, in C order, in base64; absent in layers beyond 262,144 "
-        "values together.",
-    )
+    data: str | None = Field(None, description="In base64; absent beyond 262,144 values in all.")
     values: list[float] | None = Field(None, description="Of the logits, instead of the above.")
 
 
@@ -92,33 +262,56 @@ class ExplainResponse(BaseModel):
     images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
     index: int = Field(description="Which of them is explained.")
     prediction: ImagePrediction
-    warnings: list[PredictionWarning] = Field(
-        default_factory=list, description="As those of a prediction; absent if there is none."
-    )
+    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
     layers: list[ExplainedLayer]
 
 
-class ErrorDetail(BaseModel):
-    """What went wrong."""
+class InferOutput(BaseModel):
+    """An output."""
 
-    code: str = Field(description="From a closed set.", examples=["invalid_input"])
-    field: str = Field(
-        description='The part of the request that is wrong; "" if no single part is.',
-        examples=["images"],
-    )
-    message: str = Field(description="What was received, what was expected, what to do.")
-
-
-class ErrorResponse(BaseModel):
-    """Every answer that is not a prediction."""
-
-    error: ErrorDetail
+    name: str
+    datatype: Literal["FP32", "INT64", "BYTES"]
+    shape: list[int]
+    data: list[Any] = Field([], description="Absent of a binary tensor.")
+    parameters: dict[str, Any] = {}
 
 
-class ProtocolError(BaseModel):
-    """Every answer of the Open Inference Protocol that is not a success."""
+class InferResponse(BaseModel):
+    """The outputs."""
 
-    error: str = Field(description="What was received, what was expected.")
+    model_config = ConfigDict(protected_namespaces=())
+
+    model_name: str
+    model_version: str
+    id: str = Field("", description="That of the request; absent if it has none.")
+    parameters: dict[str, Any] = {}
+    outputs: list[InferOutput]
+
+
+class TensorflowRow(BaseModel):
+    """The outputs for one image."""
+
+    probabilities: list[float] = Field(examples=[_PROBABILITIES])
+    label: int = Field(examples=[7])
+
+
+class TensorflowPredictions(BaseModel):
+    """The outputs by row."""
+
+    predictions: list[TensorflowRow]
+
+
+class TensorflowTable(BaseModel):
+    """The outputs for all images."""
+
+    probabilities: list[list[float]]
+    label: list[int]
+
+
+class TensorflowOutputs(BaseModel):
+    """The outputs by column."""
+
+    outputs: TensorflowTable
 
 
 class LoadedModel(BaseModel):
@@ -126,10 +319,7 @@ class LoadedModel(BaseModel):
 
     name: str
     version: str
-    device: str = Field(
-        description="What computes it: cpu, or cuda and the numbers of the GPUs.",
-        examples=["cpu", "cuda:0,1"],
-    )
+    device: str = Field(description="cpu, or cuda and numbers.", examples=["cpu", "cuda:0,1"])
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="Number of learned parameters.")
     accuracy: float | None = Field(description="On the test set; null if it was not measured.")
@@ -159,15 +349,27 @@ class Health(BaseModel):
     ready: bool
 
 
-def example_seven() -> list[list[int]]:
-    """A seven drawn with two strokes, 28 x 28."""
-    image = [[0] * 28 for _ in range(28)]
-    for row in range(6, 9):
-        image[row][7:20] = [254] * 13
-    for row in range(9, 23):
-        right = 20 - (row - 8) * 2 // 3
-        image[row][right - 3 : right] = [254] * 3
-    return image
+# Errors
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    code: str = Field(description="From a closed set.", examples=["invalid_input"])
+    field: str = Field(description='What is wrong; "" if no single part is.', examples=["images"])
+    message: str = Field(examples=["images[0]: got 783 values, expected 28 rows of 28"])
+
+
+class ErrorResponse(BaseModel):
+    """Every answer that is not a prediction."""
+
+    error: ErrorDetail
+
+
+class ProtocolError(BaseModel):
+    """Every answer of the Open Inference Protocol that is not a success."""
+
+    error: str = Field(description="What was received, what was expected.")
 
 
 def _header(description: str, kind: str = "string") -> dict[str, Any]:
@@ -175,8 +377,55 @@ def _header(description: str, kind: str = "string") -> dict[str, Any]:
 
 
 _RETRY_AFTER = {"Retry-After": _header("Seconds after which a retry may succeed.", "integer")}
-_CHALLENGE = {"WWW-Authenticate": _header("Bearer.")}
-_ERROR_HEADERS = {401: _CHALLENGE, 429: _RETRY_AFTER, 503: _RETRY_AFTER}
+_ERROR_HEADERS = {
+    401: {"WWW-Authenticate": _header("Bearer.")},
+    429: _RETRY_AFTER,
+    503: _RETRY_AFTER,
+}
+# 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
+_OF_PREDICTIONS = sorted(set(STATUS.values()) - {403, 499})
+OF_REPOSITORY = (400, 401, 403, 413, 503)
+
+
+def errors(
+    model: type[ErrorResponse | ProtocolError], statuses: Sequence[int] = _OF_PREDICTIONS
+) -> dict[int | str, dict[str, Any]]:
+    """Answers with an error in the shape of `model`, as FastAPI's `responses`."""
+    return {
+        status: {
+            "model": model,
+            "description": " or ".join(code for code, of in STATUS.items() if of == status),
+            "headers": _ERROR_HEADERS.get(status, {}),
+        }
+        for status in statuses
+    }
+
+
+# The routes that take images
+
+_FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+_FILES = {"type": "array", "minItems": 1, "items": _FILE["schema"]}
+*_SINGLE, _FORM = (kind for kind in ACCEPTED if kind != "application/json")
+_IMAGES = {
+    **dict.fromkeys(_SINGLE, _FILE),
+    _FORM: {
+        "schema": {
+            "type": "object",
+            "description": "At least one file, under any name.",
+            "minProperties": 1,
+            "properties": {"image": _FILES},
+            "additionalProperties": _FILES,
+        },
+        "encoding": {"image": {"contentType": ", ".join(_SINGLE)}},
+    },
+}
+_TENSORS = {
+    "schema": {
+        **_FILE["schema"],
+        "description": f"With the header {LENGTH_HEADER}: so many bytes of JSON, then the binary "
+        "tensors; with 0 the bytes of images, UINT8.",
+    }
+}
 _TIMES = {
     "X-Model-Version": _header("The version that computed the whole answer."),
     "Server-Timing": _header(
@@ -184,388 +433,112 @@ _TIMES = {
         "that completed it, those of other requests included."
     ),
 }
-_SEVEN_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
-_ERRORS = {
-    400: ("invalid_input", "images[0]", "images[0]: got 783 values, expected 28 rows of 28, ..."),
-    401: (
-        "unauthorized",
-        "authorization",
-        "authorization: got none, expected Bearer and one of the service's keys",
+_LENGTH = {LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensors.", "integer")}
+
+
+def _examples(**documents: dict[str, Any]) -> Any:
+    return Body(openapi_examples={name: {"value": one} for name, one in documents.items()})
+
+
+_Images = Annotated[
+    PredictRequest,
+    _examples(
+        base64={"images": [_ENCODED_SEVEN]},
+        nested={"images": [_SEVEN]},
+        flat={"images": [_FLAT_SEVEN]},
+        single={"images": _SEVEN},
     ),
-    404: ("unknown_model", "model", "model 'vgg' is not loaded, expected one of lenet, mlp"),
-    408: ("body_timeout", "body", "body: got 100 bytes in 30 s, expected the whole body"),
-    413: ("too_large", "images", "images: got 20000 images, expected at most 16384 in a request"),
-    415: (
-        "unsupported_media_type",
-        "content-type",
-        "content-type: got 'text/plain', expected one of application/json, ...",
+]
+_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": _FLAT_SEVEN}
+_Inputs = Annotated[InferRequest, _examples(flat={"inputs": [_IMAGE]})]
+_Instances = Annotated[
+    TensorflowRows | TensorflowColumns,
+    _examples(
+        instances={"instances": [_SEVEN]},
+        inputs={"inputs": [_SEVEN]},
+        base64={"instances": [{"b64": _ENCODED_SEVEN}]},
     ),
-    429: ("overloaded", "", "32768 rows wait and 1 more would pass the limit of 32768"),
-    500: ("internal", "", "internal error; see the server log"),
-    503: ("unavailable", "", "the service is stopping; send this to another instance"),
-    504: ("deadline_exceeded", "", "no answer within 50 ms"),
-}
+]
 
 
-def predict_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of `POST /predict` by status."""
-    prediction = {"label": 7, "confidence": 0.9998, "probabilities": _SEVEN_PROBABILITIES}
-    example = {"model": "lenet", "version": "1", "predictions": [prediction]}
-    responses: dict[int | str, dict[str, Any]] = {
-        200: {
-            "model": PredictResponse,
-            "description": "The predictions",
-            "content": {
-                "application/json": {"example": example},
-                # float32, little-endian, one for each class
-                BINARY: {"schema": {"type": "string", "format": "binary"}},
-            },
-            "headers": _TIMES,
-        }
-    }
-    return responses | _error_responses()
+_OfPredict = Annotated[PredictQuery, Query()]
+_OfExplain = Annotated[ExplainQuery, Query()]
+_LIMIT = MAX_TIMEOUT_MS
 
 
-def _error_responses() -> dict[int | str, dict[str, Any]]:
-    responses: dict[int | str, dict[str, Any]] = {}
-    for status, (code, field, message) in _ERRORS.items():
-        error = {"error": {"code": code, "field": field, "message": message}}
-        responses[status] = {
-            "model": ErrorResponse,
-            "content": {"application/json": {"example": error}},
-            "headers": _ERROR_HEADERS.get(status, {}),
-        }
-    return responses
+class _Documented(APIRoute):
+    """A route whose endpoint is never called; it has the signature to document."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        async def not_found(_: Request) -> Response:
+            # Starlette takes a path that ends in a line break for the path before it.
+            raise HTTPException(404)
+
+        return not_found
 
 
-def _several(count: int, items: dict[str, Any]) -> dict[str, Any]:
-    return {"type": "array", "items": items, "minItems": count, "maxItems": count}
+def image_routes(*, explained: bool) -> APIRouter:
+    """The routes that take images, with `POST /explain` if it is on."""
+    router = APIRouter(route_class=_Documented)
+    add = partial(router.add_api_route, methods=["POST"])
 
+    def predict(query: _OfPredict, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
+        """One or many images of 28x28 pixels, ink high; or a picture of any size."""
 
-_PIXEL = {"type": "integer", "minimum": 0, "maximum": 255}
-_NESTED, _FLAT = _several(28, _several(28, _PIXEL)), _several(784, _PIXEL)
-_ENCODED = {
-    "type": "string",
-    "contentEncoding": "base64",
-    "pattern": "^[A-Za-z0-9+/]{1046}==$",
-    "minLength": 1048,
-    "maxLength": 1048,
-}
+    add(
+        "/predict",
+        predict,
+        tags=["predict"],
+        summary="Recognise digits",
+        operation_id="predict",
+        response_model=PredictResponse,
+        responses=errors(ErrorResponse) | {200: {"headers": _TIMES, "content": {BINARY: _FILE}}},
+        openapi_extra={"requestBody": {"content": _IMAGES}},
+    )
 
+    def explain(query: _OfExplain, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
+        """What each layer computes of one of at most 64 images, in float32 on the CPU."""
 
-def predict_openapi() -> dict[str, Any]:
-    """Parameters and body of `POST /predict`, which FastAPI cannot derive from its signature."""
-    seven = example_seven()
-    flat_seven = [pixel for row in seven for pixel in row]
-    encoded = base64.b64encode(bytes(flat_seven)).decode()
-    image = {"anyOf": [_NESTED, _FLAT, _ENCODED]}
-    images = {"anyOf": [{"type": "array", "minItems": 1, "items": image}, *image["anyOf"]]}
-    description = "A list of images, or one image. Pixels have no fraction, not even 1.0."
-    body = {
-        "type": "object",
-        "required": ["images"],
-        "additionalProperties": False,
-        "properties": {"images": {**images, "description": description}},
-    }
-    examples = {
-        "base64": ("784 bytes in base64", [encoded]),
-        "nested": ("28 rows of 28", [seven]),
-        "flat": ("784 integers", [flat_seven]),
-        "single": ("one image without a list", seven),
-    }
-    binary = {"schema": {"type": "string", "format": "binary"}}
-    files = {"type": "array", "minItems": 1, "items": binary["schema"]}
-    parts = {
-        "type": "object",
-        "description": "At least one file, under any name.",
-        "minProperties": 1,
-        "properties": {"image": files},
-        "additionalProperties": files,
-    }
-    pictures = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
-    part_types = ", ".join(("application/octet-stream", "application/x-npy", *pictures))
-    return {
-        "parameters": [
-            _parameter("query", "model", {"type": "string"}, "The model; the default one without."),
-            _parameter(
-                "query",
-                "version",
-                {"type": "string"},
-                "The version of the model, 404 if it is not loaded; the highest without.",
-            ),
-            _parameter(
-                "query",
-                "invert",
-                {"type": "string", "enum": ["auto", "true", "false"], "default": "auto"},
-                "Whether ink is dark on light paper. auto detects it in pictures and leaves raw "
-                "pixels as they are.",
-            ),
-            _parameter(
-                "query",
-                "digits",
-                {"type": "string", "enum": ["one", "several"], "default": "one"},
-                "How many digits each picture shows. With several each separate digit, 64 at most, "
-                "is an image of the request, in reading order. Of no effect on raw pixels.",
-            ),
-            _TIMEOUT,
-        ],
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {
-                    "schema": body,
-                    "examples": {
-                        name: {"summary": summary, "value": {"images": value}}
-                        for name, (summary, value) in examples.items()
-                    },
-                },
-                BINARY: binary,
-                "application/x-npy": binary,
-                **dict.fromkeys(pictures, binary),
-                "multipart/form-data": {
-                    "schema": parts,
-                    "encoding": {"image": {"contentType": part_types}},
-                },
-            },
-        },
-    }
+    if explained:
+        add(
+            "/explain",
+            explain,
+            tags=["predict"],
+            summary="See inside",
+            operation_id="explain",
+            response_model=ExplainResponse,
+            responses=errors(ErrorResponse) | {200: {"headers": _TIMES}},
+            openapi_extra={"requestBody": {"content": _IMAGES}},
+        )
 
+    def infer(body: _Inputs, timeout_ms: Timeout = _LIMIT) -> None:
+        """JSON, or JSON followed by binary tensors, or the bytes of images."""
 
-def explain_openapi() -> dict[str, Any]:
-    """Parameters and body of `POST /explain`: those of `POST /predict`, and some more."""
-    number = {"type": "integer", "minimum": 0, "maximum": MAX_EXPLAINED_IMAGES - 1, "default": 0}
-    noise = {"type": "number", "minimum": 0, "maximum": MAX_NOISE}
-    openapi = predict_openapi()
-    openapi["parameters"] += [
-        _parameter("query", "index", number, "Which image is explained."),
-        _parameter(
-            "query",
-            "biases",
-            {"type": "string", "enum": ["on", "off"], "default": "on"},
-            "off computes with all biases 0.",
-        ),
-        _parameter(
-            "query",
-            "noisy",
-            {"type": "string"},
-            "The layer whose weights get normal noise, always the same; with `noise`.",
-        ),
-        _parameter("query", "noise", noise, "In standard deviations of these weights."),
-    ]
-    return openapi
+    def predict_instances(body: _Instances, timeout_ms: Timeout = _LIMIT) -> None:
+        """Images as `instances`, answered by row, or as `inputs`, by column."""
 
-
-def explain_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of `POST /explain` by status."""
-    seven = bytes(pixel for row in example_seven() for pixel in row)
-    logits = [-1.5, 0.2, 1.1, 0.8, -2.0, -0.9, -5.5, 11.2, -0.1, 1.9]
-    example = {
-        "model": "mlp",
-        "version": "1",
-        "images": [base64.b64encode(seven).decode()],
-        "index": 0,
-        "prediction": {
-            "label": 7,
-            "confidence": 0.9998,
-            "probabilities": _SEVEN_PROBABILITIES,
-        },
-        "layers": [
-            {
-                "name": "dense1",
-                "kind": "dense",
-                "shape": [3],
-                "low": 0.0,
-                "high": 4.1,
-                "data": base64.b64encode(bytes((0, 255, 17))).decode(),
-            },
-            {"name": "dense2", "kind": "logits", "shape": [10], "values": logits},
-        ],
-    }
-    answer = {
-        "model": ExplainResponse,
-        "description": "The layers",
-        "content": {"application/json": {"example": example}},
-        "headers": _TIMES,
-    }
-    return {200: answer, **_error_responses()}
-
-
-def infer_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of inference by status."""
-    tensors: list[dict[str, Any]] = [
-        {
-            "name": "probabilities",
-            "datatype": "FP32",
-            "shape": [1, 10],
-            "data": _SEVEN_PROBABILITIES,
-        },
-        {"name": "label", "datatype": "INT64", "shape": [1], "data": [7]},
-    ]
-    example = {"model_name": "lenet", "model_version": "1", "outputs": tensors}
-    responses: dict[int | str, dict[str, Any]] = {
-        200: {
-            "description": "The outputs",
-            "content": {
-                "application/json": {"schema": {"type": "object"}, "example": example},
-                BINARY: {"schema": {"type": "string", "format": "binary"}},
-            },
-            "headers": {
-                LENGTH_HEADER: _header(
-                    "Bytes of JSON in an answer with binary tensors.", "integer"
-                ),
-                **_TIMES,
-            },
-        }
-    }
-    for status, (_, _, message) in _ERRORS.items():
-        responses[status] = {
-            "model": ProtocolError,
-            "content": {"application/json": {"example": {"error": message}}},
-            "headers": _ERROR_HEADERS.get(status, {}),
-        }
-    return responses
-
-
-def tensorflow_responses() -> dict[int | str, dict[str, Any]]:
-    """The answers of a prediction by TensorFlow Serving's API, by status."""
-    row = {"probabilities": _SEVEN_PROBABILITIES, "label": 7}
-    columns = {"probabilities": [_SEVEN_PROBABILITIES], "label": [7]}
-    examples = {
-        "by row": {"value": {"predictions": [row]}},
-        "by column": {"value": {"outputs": columns}},
-    }
-    found = infer_responses()
-    found[200] = {
-        "description": "The predictions",
-        "content": {"application/json": {"schema": {"type": "object"}, "examples": examples}},
-        "headers": _TIMES,
-    }
-    return found
-
-
-def tensorflow_openapi(*, versioned: bool) -> dict[str, Any]:
-    """Parameters and body of such a prediction."""
-    seven = example_seven()
-    encoded_image = {
-        "type": "object",
-        "required": ["b64"],
-        "properties": {"b64": _ENCODED},
-        "additionalProperties": False,
-    }
-    forms = (_NESTED, _FLAT, encoded_image)
-    named = [_named_image(form) for form in forms]
-    rows = {
-        "description": "Images of one form: 28 rows of 28 pixels, 784 pixels, or their bytes, each "
-        "also as `image` of an object.",
-        "anyOf": [{"type": "array", "minItems": 1, "items": form} for form in (*forms, *named)],
-    }
-    lists = [{"type": "array", "minItems": 1, "items": form} for form in forms]
-    columns = {"description": "The same.", "anyOf": [*lists, *map(_named_image, lists)]}
-    schema = {
-        "type": "object",
-        "properties": {
-            "signature_name": {"enum": ["", "serving_default"]},
-            "instances": rows,
-            "inputs": columns,
-        },
-        "additionalProperties": False,
-        "oneOf": [{"required": ["instances"]}, {"required": ["inputs"]}],
-    }
-    encoded = base64.b64encode(bytes(pixel for row in seven for pixel in row)).decode()
-    examples = {
-        "instances": {"value": {"instances": [seven]}},
-        "inputs": {"value": {"inputs": [seven]}},
-        "base64": {"value": {"instances": [{"b64": encoded}]}},
-    }
-    content = {"application/json": {"schema": schema, "examples": examples}}
-    return {
-        "parameters": [*model_parameters(versioned=versioned), _TIMEOUT],
-        "requestBody": {"required": True, "content": content},
-    }
-
-
-def _named_image(schema: dict[str, Any]) -> dict[str, Any]:
-    """An object with `schema` as its `image`."""
-    return {
-        "type": "object",
-        "required": ["image"],
-        "properties": {"image": schema},
-        "additionalProperties": False,
-    }
-
-
-def model_parameters(*, versioned: bool) -> list[dict[str, Any]]:
-    """The parameters of a path that names a model."""
-    text = {"type": "string", "minLength": 1}
-    parameters = [_parameter("path", "model", text, "The model.")]
-    if versioned:
-        description = "The version of the model; 404 if it is not loaded."
-        parameters.append(_parameter("path", "version", text, description))
-    return [{**parameter, "required": True} for parameter in parameters]
-
-
-def infer_openapi(*, versioned: bool) -> dict[str, Any]:
-    """Parameters and body of inference."""
-    parameters = model_parameters(versioned=versioned)
-    parameters.append(_TIMEOUT)
-    tensor = {
-        "type": "object",
-        "required": ["name", "datatype", "shape"],
-        "properties": {
-            "name": {"type": "string", "const": "image"},
-            "datatype": {"type": "string", "enum": ["UINT8", "FP32"]},
-            "shape": {"type": "array", "items": {"type": "integer", "minimum": 0}},
-            "data": {"type": "array", "description": "Whole numbers 0 to 255, flat or nested."},
-            "parameters": {"type": "object"},
-        },
-    }
-    output = {
-        "type": "object",
-        "required": ["name"],
-        "properties": {
-            "name": {"type": "string", "enum": ["probabilities", "label"]},
-            "parameters": {"type": "object"},
-        },
-    }
-    body = {
-        "type": "object",
-        "required": ["inputs"],
-        "properties": {
-            "id": {"type": "string", "maxLength": 1024},
-            "inputs": {"type": "array", "minItems": 1, "maxItems": 1, "items": tensor},
-            "outputs": {"type": "array", "items": output},
-            "parameters": {"type": "object"},
-        },
-    }
-    seven = [pixel for row in example_seven() for pixel in row]
-    image = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": seven}
-    return {
-        "parameters": parameters,
-        "requestBody": {
-            "required": True,
-            "content": {
-                "application/json": {"schema": body, "example": {"inputs": [image]}},
-                BINARY: {
-                    "schema": {
-                        "type": "string",
-                        "format": "binary",
-                        "description": f"With the header {LENGTH_HEADER}: so many bytes of JSON, "
-                        "then the binary tensors; with 0 the bytes of images, UINT8.",
-                    }
-                },
-            },
-        },
-    }
-
-
-def _parameter(place: str, name: str, schema: dict[str, Any], description: str) -> dict[str, Any]:
-    return {"in": place, "name": name, "schema": schema, "description": description}
-
-
-_TIMEOUT = _parameter(
-    "header",
-    TIMEOUT_HEADER,
-    {"type": "integer", "minimum": 1, "maximum": MAX_TIMEOUT_MS},
-    "Deadline in milliseconds from the request's arrival, the upload of its body included; at most "
-    "the service's request_timeout_ms, see /info.",
-)
+    outputs = {"headers": _TIMES | _LENGTH, "content": {BINARY: _FILE}}
+    for owner, dependencies in OWNERS:
+        suffix = "_by_version" if owner == MODEL_VERSION else ""
+        add(
+            f"{PREFIX}{owner}/infer",
+            infer,
+            dependencies=dependencies,
+            tags=[PROTOCOL],
+            summary="Inference",
+            operation_id=f"infer{suffix}",
+            response_model=InferResponse,
+            responses=errors(ProtocolError) | {200: outputs},
+            openapi_extra={"requestBody": {"content": {BINARY: _TENSORS}}},
+        )
+        add(
+            f"{TENSORFLOW}{owner}:predict",
+            predict_instances,
+            dependencies=dependencies,
+            tags=["TensorFlow Serving"],
+            summary="Prediction",
+            operation_id=f"predict_instances{suffix}",
+            response_model=TensorflowPredictions | TensorflowOutputs,
+            responses=errors(ProtocolError) | {200: {"headers": _TIMES}},
+        )
+    return router

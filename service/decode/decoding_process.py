@@ -12,7 +12,6 @@ import select
 import signal
 import socket
 import sys
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -69,7 +68,7 @@ def _settle(parent: int, memory_bytes: int) -> None:
 
 def _serve(channel: socket.socket, memory_bytes: int) -> None:
     # Imported after memory is limited, and before the first frame is read: it takes 0.1 s.
-    from service.decode.frames import frame, receive
+    from service.decode.frames import form_of, frame, receive
     from service.errors import ServiceError, TooLarge
 
     poll = select.poll()
@@ -83,13 +82,18 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
         header, content = received
         if header is None:
             continue  # the work had ended before it was asked to
+        answer: dict[str, Any]
         images: bytes | memoryview = b""
+        decoded = pixels = None
         try:
-            answer, images = _decode(header, content, between)
+            decoded = form_of(header).decode(content, between)
+            pixels = memoryview(decoded.images)  # type: ignore[arg-type]  # known from NumPy 2.1 on
+            answer, images = {"asked": asdict(decoded.asked)}, pixels.cast("B")
         except _Ended:
             answer = _error("cancelled", "ended early")
         except ServiceError as exc:
             answer = _error(exc.code, exc.message, exc.field)
+            answer["asked"] = None if exc.asked is None else asdict(exc.asked)
         except MemoryError:
             most = f"{memory_bytes >> 20} MiB of memory"
             message = f"body: decoding it takes more than {most}; send fewer images at a time"
@@ -102,49 +106,10 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
         del received, content
         channel.sendall(frame(answer, len(images)))
         channel.sendall(images)
-        del images
+        del images, answer, pixels
+        decoded = pixels = None
         if size > _RETURNED_BYTES:
             allocator.return_memory()
-
-
-def _decode(
-    header: dict[str, Any], content: bytes, between: Callable[[], None]
-) -> tuple[dict[str, Any], memoryview]:
-    """The reply to a frame: its header and the pixels of the images.
-
-    Raises: ServiceError, MemoryError, _Ended.
-    """
-    wanted: dict[str, Any] = {}
-    if header["kind"] == "infer":
-        from service.forms.oip_proto import decode_message
-
-        images, also = decode_message(content, header["max_images"])
-        wanted = asdict(also)
-    elif header["kind"] == "tensors":
-        from service.forms.oip_json import read_infer_body
-
-        images, asked = read_infer_body(content, header["json_bytes"], header["max_images"])
-        wanted = asdict(asked)
-    elif header["kind"] == "tensorflow":
-        from service.forms.tensorflow import read_tensorflow_body
-
-        images, columnar = read_tensorflow_body(content, header["max_images"])
-        wanted = {"columnar": columnar}
-    else:
-        from service.forms.body import Doubts, Limits, decoder
-
-        doubts: Doubts = []
-        decode = decoder(
-            header["content_type"],
-            invert=header["invert"],
-            digits=header["digits"],
-            limits=Limits(header["max_images"], header["max_picture_pixels"]),
-            doubts=doubts,
-            between=between,
-        )
-        images = decode(content)
-        return {"wanted": wanted, "doubts": doubts}, memoryview(images.reshape(-1))  # type: ignore[arg-type]
-    return {"wanted": wanted}, memoryview(images.reshape(-1))  # type: ignore[arg-type]
 
 
 def _error(code: str, message: str, field: str = "") -> dict[str, Any]:

@@ -11,15 +11,32 @@ from __future__ import annotations
 
 import socket
 import struct
-from typing import Any
+from dataclasses import asdict
+from importlib import import_module
+from typing import Any, cast
 
 import orjson
+
+from service.forms.form import Form
 
 HEAD = struct.Struct("!IQ")
 CANCEL = HEAD.pack(0, 0)
 
 MAX_HEADER_BYTES = 1 << 20
 """Of a reply: an id or an unknown name in a gRPC message may be 64 KiB, six times that in JSON."""
+
+
+def form_header(form: Form) -> dict[str, Any]:
+    """The header of a frame that has a body of `form` decoded."""
+    kind = type(form)
+    return {"form": [kind.__module__, kind.__qualname__], "fields": asdict(cast("Any", form))}
+
+
+def form_of(header: dict[str, Any]) -> Form:
+    """The form that such a header names."""
+    module, name = header["form"]
+    form: Form = getattr(import_module(module), name)(**header["fields"])
+    return form
 
 
 def frame(header: dict[str, Any], content_bytes: int) -> bytes:

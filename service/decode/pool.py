@@ -23,18 +23,16 @@ import subprocess
 import sys
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Self, TypeAlias, get_args
+from typing import Any, Self, TypeAlias
 
 import numpy as np
 import orjson
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.decode.frames import CANCEL, HEAD, MAX_HEADER_BYTES, frame
+from service.decode.frames import CANCEL, HEAD, MAX_HEADER_BYTES, form_header, frame
 from service.errors import (
-    DeadlineExceeded,
     InferenceFailed,
     InvalidInput,
     Overloaded,
@@ -44,8 +42,8 @@ from service.errors import (
     UnsupportedMediaType,
     stopping,
 )
-from service.forms.body import MAX_DOUBTS, Digits, Doubt, Doubts, Invert, Limits
-from service.forms.cost import CHEAP_S, body_cost_s, message_cost_s
+from service.forms.cost import CHEAP_S
+from service.forms.form import Body, Decoded, Form, asked_from
 from service.observe.metrics import Metrics
 
 _log = logging.getLogger(__name__)
@@ -69,96 +67,7 @@ _SENT_BYTES = 256 * 1024
 """Sent to a decoder in one turn of the event loop: 0.1 ms."""
 
 _ARGUMENTS = ("-P", "-m", "service.decode.decoding_process")
-_DOUBTS = get_args(Doubt)
 _ERRORS = {error.code: error for error in (InvalidInput, TooLarge, UnsupportedMediaType)}
-
-
-Body: TypeAlias = bytes | bytearray | memoryview
-"""Of bytes."""
-
-
-@dataclass(frozen=True, slots=True)
-class BodySource:
-    """A body of HTTP; see `service.forms.body.decoder`."""
-
-    content_type: str
-    invert: Invert
-    digits: Digits
-    limits: Limits
-
-    def header(self) -> dict[str, Any]:
-        """The header of the frame that is sent to a decoder."""
-        return {
-            "kind": "body",
-            "content_type": self.content_type,
-            "invert": self.invert,
-            "digits": self.digits,
-            "max_images": self.limits.max_images,
-            "max_picture_pixels": self.limits.max_picture_pixels,
-        }
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it. Raises: TooLarge."""
-        return body_cost_s(self.content_type, body, self.limits.max_picture_pixels)
-
-
-@dataclass(frozen=True, slots=True)
-class InferSource:
-    """A serialized ModelInferRequest."""
-
-    max_images: int
-
-    def header(self) -> dict[str, Any]:
-        """The header of the frame that is sent to a decoder."""
-        return {"kind": "infer", "max_images": self.max_images}
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it."""
-        return message_cost_s(len(body))
-
-
-@dataclass(frozen=True, slots=True)
-class TensorsSource:
-    """The body of an infer request over HTTP; see `service.forms.oip_json`."""
-
-    json_bytes: int | None
-    max_images: int
-
-    def header(self) -> dict[str, Any]:
-        """The header of the frame that is sent to a decoder."""
-        return {"kind": "tensors", "json_bytes": self.json_bytes, "max_images": self.max_images}
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it."""
-        return message_cost_s(len(body))
-
-
-@dataclass(frozen=True, slots=True)
-class TensorflowSource:
-    """The body of a request by TensorFlow Serving's API; see `service.forms.tensorflow`."""
-
-    max_images: int
-
-    def header(self) -> dict[str, Any]:
-        """The header of the frame that is sent to a decoder."""
-        return {"kind": "tensorflow", "max_images": self.max_images}
-
-    def cost_s(self, body: Body) -> float:
-        """Estimated seconds to decode it."""
-        return message_cost_s(len(body))
-
-
-Source: TypeAlias = BodySource | InferSource | TensorsSource | TensorflowSource
-
-
-@dataclass(frozen=True, slots=True)
-class Decoded:
-    """Images, uint8 (n, 28, 28), and the fields of a message's `Wanted`."""
-
-    images: Images
-    wanted: Mapping[str, Any]
-    doubts: Doubts = field(default_factory=list)
-    """Of pictures; see `service.forms.body.decoder`."""
 
 
 OnDone: TypeAlias = Callable[[Decoded | ServiceError], None]
@@ -169,15 +78,11 @@ class Job:
 
     __slots__ = ("cost_s", "costly", "decoder", "ended", "frame", "max_images", "on_done")
 
-    def __init__(
-        self, source: Source, body: Body, on_done: OnDone, ended: Callable[[], None]
-    ) -> None:
-        self.cost_s = source.cost_s(body)
+    def __init__(self, form: Form, body: Body, on_done: OnDone, ended: Callable[[], None]) -> None:
+        self.cost_s = form.cost_s(body)
         self.costly = self.cost_s > CHEAP_S
-        self.max_images = (
-            source.limits.max_images if isinstance(source, BodySource) else source.max_images
-        )
-        self.frame: list[Body] = [frame(source.header(), len(body))]
+        self.max_images = form.max_images
+        self.frame: list[Body] = [frame(form_header(form), len(body))]
         if body:
             self.frame.append(body)
         self.on_done: OnDone | None = on_done
@@ -253,7 +158,7 @@ class Decoders:
 
     def start(
         self,
-        source: Source,
+        form: Form,
         body: Body,
         on_done: OnDone,
         ended: Callable[[], None] = lambda: None,
@@ -270,7 +175,7 @@ class Decoders:
         """
         if self._closed:
             raise stopping()
-        job = Job(source, body, on_done, ended)
+        job = Job(form, body, on_done, ended)
         waiting = self._waiting[job.costly]
         slots = self._count - job.costly
         work_s = self._waiting_s[job.costly] + job.cost_s
@@ -302,35 +207,6 @@ class Decoders:
             job.ended()
         elif job.decoder is not None:
             job.decoder.cancel()
-
-    async def run(self, source: Source, body: Body, timeout_s: float) -> Decoded:
-        """As `start`, for a task.
-
-        Raises:
-            Overloaded, TooLarge, Unavailable: as `start`.
-            DeadlineExceeded: the result was not there after `timeout_s`.
-            InvalidInput, UnsupportedMediaType: it cannot be decoded.
-        """
-        future: asyncio.Future[Decoded] = self._loop.create_future()
-
-        def resolve(outcome: Decoded | ServiceError) -> None:
-            if future.done():  # the timeout passed in the same turn
-                return
-            if isinstance(outcome, ServiceError):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
-
-        if timeout_s <= 0:
-            raise DeadlineExceeded("not decoded in time")
-        job = self.start(source, body, resolve)
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await future
-        except TimeoutError as exc:
-            raise DeadlineExceeded("not decoded in time") from exc
-        finally:
-            self.cancel(job)
 
     # What decoders call.
 
@@ -597,12 +473,13 @@ class _Decoder:
         if "error" not in header:
             if not len(images):
                 raise ValueError("neither images nor an error")
-            doubts = [(int(index), doubt) for index, doubt in header.get("doubts", ())]
-            if len(doubts) > MAX_DOUBTS or not all(
-                0 <= index < len(images) and doubt in _DOUBTS for index, doubt in doubts
-            ):
-                raise ValueError(f"{len(doubts)} doubts about {len(images)} images")
-            return Decoded(images, dict(header["wanted"]), doubts)
+            return Decoded(images, asked_from(header["asked"], len(images)))
+        error = self._error(header)
+        if header.get("asked"):
+            error.asked = asked_from(header["asked"], 0)
+        return error
+
+    def _error(self, header: dict[str, Any]) -> ServiceError:
         code, message, field = (str(header["error"][key]) for key in ("code", "message", "field"))
         if code in _ERRORS:
             return _ERRORS[code](message, field=field)

@@ -13,7 +13,7 @@ from lenet.backend import BatchResult
 from lenet.pixels import Images
 from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.deadlines import Deadlines
-from service.engine.queue import BatchAnswer, BatchQueue, Cut, OnAnswer, Prediction, Request
+from service.engine.queue import BatchAnswer, BatchQueue, Cut, OnAnswer, Request
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
@@ -110,19 +110,6 @@ class Batcher:
             if dropped := self._queue.discard(request):
                 self._metrics.rows_dropped(dropped, "cancelled")
             self._note_idle()
-
-    async def submit(self, images: Images, timeout_s: float) -> Prediction:
-        """As `enqueue`, for a task. Cancelling it cancels the request.
-
-        Raises:
-            Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
-        """
-        answer: asyncio.Future[Prediction] = self._loop.create_future()
-        request = self.enqueue(images, self._clock() + timeout_s, partial(_resolve, answer))
-        try:
-            return await answer
-        finally:
-            self.cancel(request)
 
     async def replace(self, version: ModelVersion) -> Exception | None:
         """Compute requests that come from some moment on with `version`, of the same architecture.
@@ -336,17 +323,6 @@ async def _outcome(job: asyncio.Future[None]) -> Exception | None:
     error = job.exception()
     assert error is None or isinstance(error, Exception), f"bug: {error!r}"
     return error
-
-
-def _resolve(
-    answer: asyncio.Future[Prediction], request: Request, error: ServiceError | None
-) -> None:
-    if answer.done():
-        return  # its task was cancelled
-    if error is not None:
-        answer.set_exception(error)
-    else:
-        answer.set_result(request.prediction)
 
 
 def _device_lost() -> ServiceError:

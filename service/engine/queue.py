@@ -39,38 +39,6 @@ class BatchAnswer:
     encoded: dict[str, Any] = field(default_factory=dict)
 
 
-# Not frozen, as all that is made for each request: freezing takes most of the time of making.
-@dataclass(slots=True)
-class Prediction:
-    """Probabilities float32 (n, classes) in the order of the images, and what computed all of them.
-
-    `queue_s` until the first rows were cut, `compute_s` from then until the last were answered.
-    `batch` holds them from row `row` on.
-    """
-
-    served: ModelVersion
-    rows: int
-    queue_s: float
-    compute_s: float
-    batch: BatchAnswer
-    row: int = 0
-
-    @property
-    def model(self) -> str:
-        """The model's name."""
-        return self.served.name
-
-    @property
-    def version(self) -> str:
-        """Its version."""
-        return self.served.version
-
-    @property
-    def probabilities(self) -> Probabilities:
-        """Float32 (rows, classes), in the order of the images."""
-        return self.batch.probabilities[self.row : self.row + self.rows]
-
-
 OnAnswer: TypeAlias = Callable[["Request", ServiceError | None], None]
 """Called on the event loop once a request is answered, or with its error, unless it was cancelled.
 """
@@ -100,7 +68,7 @@ class Request:
     first_cut_s: float = field(default=0.0, init=False)
     parts: dict[int, Probabilities] | None = field(default=None, init=False)
     """By first row: batches of one request finish in any order."""
-    batch: BatchAnswer | None = field(default=None, init=False)
+    batch: BatchAnswer = field(init=False)
     """Where the answers are, once they are complete, from row `row` on."""
     row: int = field(default=0, init=False)
     batch_rows: int = field(default=0, init=False)
@@ -134,12 +102,14 @@ class Request:
         return True
 
     @property
-    def prediction(self) -> Prediction:
-        """The answer, after `deliver` returned True."""
-        assert self.batch is not None, "bug: not answered"
-        version, cut_s = self.version, self.first_cut_s
-        times = cut_s - self.arrived_s, self.answered_s - cut_s
-        return Prediction(version, self.rows, *times, self.batch, self.row)
+    def queue_us(self) -> int:
+        """Microseconds until the first rows were cut."""
+        return round(1e6 * (self.first_cut_s - self.arrived_s))
+
+    @property
+    def compute_us(self) -> int:
+        """Microseconds from then until the last were answered."""
+        return round(1e6 * (self.answered_s - self.first_cut_s))
 
 
 @dataclass(slots=True)

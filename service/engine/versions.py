@@ -42,6 +42,11 @@ class ModelVersion:
     read_at: float = field(default_factory=time.time)
 
     @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its classes."""
+        return self.weights.training.labels
+
+    @property
     def key(self) -> ModelKey:
         """Its name and version, as metrics are labelled."""
         return self.name, self.version

@@ -1,57 +1,47 @@
-"""JSON, bytes, npy, pictures (PNG, JPEG, WebP, GIF, BMP) and multipart bodies -> uint8 (n, 28, 28).
+"""The bodies of `POST /predict`: JSON, bytes, npy, pictures and multipart -> uint8 (n, 28, 28).
 
-The one place where untrusted image data is parsed. A malformed body raises InvalidInput with the
-field, what it got and what was expected. Nothing is evaluated (no pickle, no Python literals) or
-converted (1.0 is not a pixel), and no memory is allocated by a number in the body.
+With `service.pictures` the one place where untrusted image data is parsed. A malformed body raises
+InvalidInput with the field, what it got and what was expected. Nothing is evaluated (no pickle, no
+Python literals) or converted (1.0 is not a pixel), and no memory is allocated by a number in it.
 
 Time and memory are linear in the body, except for pictures, which decompress to much more than
 their size: `Limits.max_picture_pixels` bounds all pictures of one request together.
 
-The serving process decodes small bodies here on its event loop, everything else in the processes of
-`service.decode.pool`. What those alone need is imported where it is used: Pillow and
-python-multipart take 5 MiB and 35 ms.
+What only decoding processes need is imported where it is used: Pillow and python-multipart take
+5 MiB and 35 ms.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from difflib import get_close_matches
-from functools import partial
-from typing import Literal, TypeAlias
+from typing import ClassVar, Self, TypeAlias
 
 import numpy as np
 
 from lenet.nvtx import span
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
-from service.forms import advice
+from lenet.pixels import PIXELS, Images
+from service.errors import UnsupportedMediaType, invalid, shown
+from service.forms.cost import body_cost_s
+from service.forms.form import BINARY, MAX_DOUBTS, NOTHING, Answered, Asked, Body, Content, Decoded
+from service.forms.multipart import media_type, no_file, parts_of
 from service.forms.pixel_json import check_count, json_images, sliced_json_images
-from service.pictures.headers import Digits, Doubt, Invert, describe, recognise, sniff
+from service.forms.pixels import NPY_MAGIC, npy, octets
+from service.forms.prediction import prediction_bytes, prediction_json
+from service.pictures.headers import Digits, Doubt, Invert, sniff
 
-__all__ = ["ACCEPTED", "Digits", "Doubt", "Doubts", "Invert", "Limits", "decode", "decoder"]
-
-_UINT8 = np.dtype(np.uint8)
+OCTETS = BINARY.decode()
+NPY = "application/x-npy"
 _PICTURES = ("image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp")
-_BINARY = ("application/octet-stream", "application/x-npy", *_PICTURES)
+_BINARY = (OCTETS, NPY, *_PICTURES)
 ACCEPTED = ("application/json", *_BINARY, "multipart/form-data")
 """Content types of a request's body."""
 
-_ALIASES = {"image/jpg": "image/jpeg", "image/x-ms-bmp": "image/bmp"}
-"""Types that are not registered, and often sent."""
-
-_NPY_MAGIC = b"\x93NUMPY"
-_NPY_MAX_HEADER = 1024
-_NPY_ITEM = re.compile(
-    r"'descr':'(?P<descr>[^']*)'"
-    r"|'fortran_order':(?P<order>True|False)"
-    r"|'shape':\((?P<shape>\d{1,20},(?:\d{1,20},){0,8}(?:\d{1,20})?)\)",
-    re.ASCII,
-)
-_NPY_DTYPES = {np.dtype(code).str[1:]: np.dtype(code) for code in "?bhilBHILefdFD"}
-_MULTIPART_SLICE_BYTES = 64 * 1024
-"""Parsed in one piece: 3 ms of small parts."""
+_NOW_BYTES = {"application/json": 192 * 1024, NPY: 1024 * 1024}
+"""The largest bodies that are decoded on the event loop. Larger ones block it for more than the 2
+to 3 ms that JSON of 192 KiB, 64 images and more, takes, and the transposition of an npy array in
+Fortran's order (one Xeon core, 2026-11-22)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,9 +59,94 @@ class Limits:
 Doubts: TypeAlias = list[tuple[int, Doubt]]
 """Images of a request whose answer may mean nothing, and why; `MAX_DOUBTS` of them."""
 
-MAX_DOUBTS = 256
+
+@dataclass(frozen=True, slots=True)
+class ImageForm:
+    """The form of `POST /predict`.
+
+    Args:
+        kind: one of `ACCEPTED`; `content_type` is all of that header.
+        invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
+            and leaves JSON, bytes and npy as they are.
+        digits: "several" makes an image of each separate digit of a picture, in reading order. It
+            makes no difference to anything but pictures.
+        binary: whether the answer is raw bytes.
+    """
+
+    kind: str
+    content_type: str
+    invert: Invert
+    digits: Digits
+    max_images: int
+    max_picture_pixels: int
+    binary: bool = False
+
+    part: ClassVar[str] = "body"
+    names_model: ClassVar[bool] = False
+
+    @classmethod
+    def of(
+        cls,
+        content_type: str,
+        invert: Invert,
+        digits: Digits,
+        limits: Limits,
+        *,
+        binary: bool = False,
+    ) -> Self:
+        """The form of a body of `content_type`. Raises: UnsupportedMediaType."""
+        kind = media_type(content_type)
+        if kind not in ACCEPTED:
+            raise _unsupported("content-type", kind, ACCEPTED)
+        most = limits.max_images, limits.max_picture_pixels
+        return cls(kind, content_type, invert, digits, *most, binary)
+
+    @property
+    def in_place(self) -> bool:
+        """True of raw pixels."""
+        return self.kind == OCTETS
+
+    def decode_now(self, body: Body) -> Decoded | None:
+        """Decode pixels of any number, and small JSON and npy."""
+        if self.kind == OCTETS and self.invert != "true":
+            return Decoded(_octets(body, "body", self.max_images))
+        if self.kind != OCTETS and len(body) > _NOW_BYTES.get(self.kind, 0):
+            return None
+        return self._decode(bytes(body), None)
+
+    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+        """Decode any body. Large JSON is parsed in slices, which takes a tenth of the memory."""
+        return self._decode(body, between)
+
+    def cost_s(self, body: Body) -> float:
+        """Estimated seconds to decode it. Raises: TooLarge."""
+        return body_cost_s(self.content_type, body, self.max_picture_pixels)
+
+    def write(self, asked: Asked, answered: Answered) -> Content:
+        """Bytes or JSON, as the client prefers, with warnings of doubtful images in JSON."""
+        if self.binary:
+            return prediction_bytes(answered)
+        return prediction_json(answered, asked.doubts)
+
+    def _decode(self, body: bytes, between: Callable[[], None] | None) -> Decoded:
+        doubts: Doubts = []
+        limits = Limits(self.max_images, self.max_picture_pixels)
+        images = decode(
+            body,
+            self.content_type,
+            invert=self.invert,
+            digits=self.digits,
+            limits=limits,
+            doubts=doubts,
+            between=between,
+        )
+        return Decoded(images, Asked(doubts=tuple(doubts)) if doubts else NOTHING)
 
 
+_octets = span("decode")(octets)
+
+
+@span("decode")
 def decode(
     body: bytes,
     content_type: str,
@@ -80,71 +155,30 @@ def decode(
     digits: Digits = "one",
     limits: Limits,
     doubts: Doubts | None = None,
-) -> Images:
-    """The images in a request's body, in their order; see `decoder`."""
-    decode = decoder(content_type, invert=invert, digits=digits, limits=limits, doubts=doubts)
-    return decode(body)
-
-
-def media_type(content_type: str) -> str:
-    """A Content-Type in lower case, without its parameters."""
-    kind = content_type.partition(";")[0].strip().lower()
-    return _ALIASES.get(kind, kind)
-
-
-def decoder(
-    content_type: str,
-    *,
-    invert: Invert,
-    digits: Digits = "one",
-    limits: Limits,
-    doubts: Doubts | None = None,
     between: Callable[[], None] | None = None,
-) -> Callable[[bytes], Images]:
-    """What decodes the bodies of requests with these headers.
+) -> Images:
+    """The images of a body, uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images.
 
-    Args:
-        content_type: one of `ACCEPTED`; case and parameters such as charset are ignored.
-        invert: "true" maps x to 255 - x, "false" leaves x; "auto" detects dark ink in pictures
-            and leaves JSON, bytes and npy as they are.
-        digits: "several" makes an image of each separate digit of a picture, in reading order. It
-            makes no difference to anything but pictures.
-        limits: how many images, how many pixels.
-        doubts: gets what is doubtful about pictures, image by image.
-        between: called again and again while a body is decoded, between its pictures or slices; it
-            raises to end that. Large JSON is then parsed in slices, which takes a tenth of the
-            memory.
+    See `ImageForm`. `doubts` gets what is doubtful about pictures. `between` is called between
+    pictures, and slices of JSON. The result may be read-only.
 
-    Returns: a function from a whole body to uint8 (n, 28, 28), C-contiguous, 1 <= n <= max_images,
-        perhaps read-only. It raises InvalidInput, TooLarge and, for a part, UnsupportedMediaType.
-    Raises: UnsupportedMediaType.
+    Raises: InvalidInput, TooLarge, UnsupportedMediaType.
     """
     kind = media_type(content_type)
     if kind not in ACCEPTED:
         raise _unsupported("content-type", kind, ACCEPTED)
-    inverted = invert == "true"
-
-    if kind == "application/octet-stream" and not inverted:
-        return span("decode")(partial(_octets, field="body", limits=limits))
-
-    binary = partial(_Binary, invert, digits, limits, [] if doubts is None else doubts)
-
-    def decode(body: bytes) -> Images:
-        if not body:
-            raise invalid("body", "nothing", "at least one image")
-        if kind == "application/octet-stream":
-            return ~_octets(body, "body", limits)
-        if kind == "application/json":
-            if between is None:
-                images = json_images(body, limits.max_images)
-            else:
-                images = sliced_json_images(body, limits.max_images, between)
-            return ~images if inverted else images
-        if kind == "multipart/form-data":
-            return _multipart(body, content_type, binary(), limits, between or _nothing)
-        return binary().images(body, kind, "body")
-
-    return span("decode")(decode)
+    if not body:
+        raise invalid("body", "nothing", "at least one image")
+    if kind == "application/json":
+        if between is None:
+            images = json_images(body, limits.max_images)
+        else:
+            images = sliced_json_images(body, limits.max_images, between)
+        return ~images if invert == "true" else images
+    binary = _Binary(invert, digits, limits, [] if doubts is None else doubts)
+    if kind == "multipart/form-data":
+        return _multipart(body, content_type, binary, limits, between or _nothing)
+    return binary.images(body, kind, "body")
 
 
 class _Binary:
@@ -157,8 +191,9 @@ class _Binary:
 
     def images(self, body: bytes, kind: str, field: str) -> Images:
         """The images of a body or part. Raises: InvalidInput, TooLarge."""
+        limits = self._limits
         if kind not in _PICTURES:
-            images = (_npy if kind == "application/x-npy" else _octets)(body, field, self._limits)
+            images = (npy if kind == NPY else octets)(body, field, limits.max_images)
             self._count += len(images)
             return ~images if self._invert == "true" else images
         from service.pictures.picture import prepare
@@ -169,92 +204,15 @@ class _Binary:
             field=field,
             invert=self._invert,
             digits=self._digits,
-            max_pixels=self._limits.max_picture_pixels,
+            max_pixels=limits.max_picture_pixels,
             used_pixels=self._used_pixels,
         )
-        check_count(len(prepared.images), field, self._limits.max_images)
+        check_count(len(prepared.images), field, limits.max_images)
         self._doubts.extend((self._count + index, doubt) for index, doubt in prepared.doubts)
         del self._doubts[MAX_DOUBTS:]
         self._used_pixels += prepared.pixels
         self._count += len(prepared.images)
         return prepared.images
-
-
-def _octets(body: bytes, field: str, limits: Limits) -> Images:
-    count, rest = divmod(len(body), PIXELS)
-    if rest or not count:
-        raise _no_pixels(bytes(body), field)
-    if count > limits.max_images:
-        check_count(count, field, limits.max_images)
-    return np.ndarray((count, HEIGHT, WIDTH), _UINT8, body)
-
-
-def _no_pixels(body: bytes, field: str) -> InvalidInput:
-    found, hint = recognise(body)
-    got = f"{len(body)} bytes{', ' * bool(found)}{found}" if body else "nothing"
-    return invalid(field, got, f"n x 784 bytes, one a pixel, n at least 1{hint}")
-
-
-def _npy(body: bytes, field: str, limits: Limits) -> Images:
-    """Format versions 1 to 3, their headers by a strict pattern.
-
-    `numpy.lib.format` evaluates the header as a Python literal, emits Python warnings about some,
-    and has no public function for version 3.
-    """
-    cut = body.startswith(_NPY_MAGIC)
-    if not cut or len(body) < 12:
-        found, hint = ("", "") if cut else recognise(body)
-        got = found or (f"{len(body)} bytes" if len(body) < 12 else describe(body))
-        raise invalid(field, got, f"an npy file, as np.save writes it{hint}")
-    start = 10 if body[6] == 1 else 12
-    length = int.from_bytes(body[8:start], "little")
-    if body[6] not in (1, 2, 3) or body[7] or length > min(_NPY_MAX_HEADER, len(body) - start):
-        got = f"npy version {body[6]}.{body[7]} with a header of {length} bytes"
-        raise invalid(field, got, f"version 1 to 3, and at most {_NPY_MAX_HEADER} bytes, all sent")
-    header = "".join(body[start : start + length].decode("latin-1").replace('"', "'").split())
-    items = {item.lastgroup: item[item.lastindex or 0] for item in _NPY_ITEM.finditer(header)}
-    if len(items) != 3 or _NPY_ITEM.sub("x", header) not in ("{x,x,x}", "{x,x,x,}"):
-        got = f"npy header {shown(header)}"
-        raise invalid(field, got, "descr, fortran_order and shape of an array")
-    code = items["descr"].lstrip("|<>=")
-    if code != "u1":
-        hint = _conversion(items["descr"], body[start + length :])
-        if code == "O":
-            hint = "; it holds Python objects: save np.array(x, dtype='uint8')"
-        got = f"dtype {_NPY_DTYPES.get(code) or shown(code)}"
-        raise invalid(field, got, f"uint8, 0 to 255{hint}")
-    shape = tuple(int(side) for side in items["shape"].split(",") if side)
-    one = shape in ((HEIGHT, WIDTH), (PIXELS,))
-    if not one and shape[1:] not in ((HEIGHT, WIDTH), (PIXELS,)):
-        expected = "(28, 28), (784,), (n, 28, 28) or (n, 784)"
-        raise invalid(field, f"shape {shape}", expected + advice.for_shape(shape))
-    count = 1 if one else shape[0]
-    check_count(count, field, limits.max_images)
-    data = memoryview(body)[start + length :]
-    if len(data) != count * PIXELS:
-        raise invalid(field, f"{len(data)} bytes of data", f"{count * PIXELS} for shape {shape}")
-    order: Literal["F", "C"] = "F" if items["order"] == "True" else "C"
-    array = np.frombuffer(data, np.uint8).reshape(shape, order=order)
-    return np.ascontiguousarray(array).reshape(count, HEIGHT, WIDTH)
-
-
-def _conversion(descr: str, data: bytes) -> str:
-    """How the numbers of an npy file, which are not uint8, become pixels."""
-    dtype = _NPY_DTYPES.get(descr.lstrip("|<>="))
-    if dtype is None or dtype.kind == "c" or len(data) < dtype.itemsize:
-        return ""
-    if dtype.kind == "b":
-        return "; save 255 * x.astype('uint8')"
-    ordered = dtype.newbyteorder(">" if descr.startswith(">") else "<")
-    numbers = np.frombuffer(data, ordered, len(data) // dtype.itemsize)
-    low, high = float(numbers.min()), float(numbers.max())
-    if dtype.kind in "iu" and low >= 0 and high <= 255:
-        return "; save x.astype('uint8')"
-    return advice.for_range(low, high)
-
-
-def _nothing() -> None:
-    pass
 
 
 def _multipart(
@@ -263,15 +221,14 @@ def _multipart(
     """The images of all parts, in the order of the parts."""
     images: list[Images] = []
     count = 0
-    for i, part in enumerate(_parts(body, content_type, limits, between)):
+    for i, part in enumerate(parts_of(body, content_type, limits.max_images, between)):
         between()
         kind, content = part.kind, part.content
         field = f"parts[{i}]"
-        if kind in ("", "application/octet-stream"):
-            npy = "application/x-npy" if content.startswith(_NPY_MAGIC) else None
-            kind = sniff(content) or npy or "application/octet-stream"
-            if kind == "application/octet-stream" and (not content or len(content) % PIXELS):
-                raise _no_file(part, field)
+        if kind in ("", OCTETS):
+            kind = sniff(content) or (NPY if content.startswith(NPY_MAGIC) else OCTETS)
+            if kind == OCTETS and (not content or len(content) % PIXELS):
+                raise no_file(part, field)
         if kind not in _BINARY:
             raise _unsupported(field, kind, _BINARY)
         rows = binary.images(content, kind, field)
@@ -281,81 +238,8 @@ def _multipart(
     return images[0] if len(images) == 1 else np.concatenate(images)
 
 
-@dataclass(slots=True)
-class _Part:
-    """A part of a form; `kind` is its content type, "" where it has none."""
-
-    kind: str = ""
-    disposition: bytes = b""
-    content: bytes = b""
-
-
-def _no_file(part: _Part, field: str) -> InvalidInput:
-    """The error for a part without a type that is no picture, no npy file and no pixels."""
-    from python_multipart.multipart import parse_options_header
-
-    options = parse_options_header(part.disposition)[1]
-    if options.get(b"filename") == b"":
-        return invalid(field, "an empty file", "a file; none was chosen in the form")
-    text = recognise(part.content)[0]
-    if b"filename" not in options and text.startswith("the text "):
-        name = shown(options.get(b"name", b"").decode("utf-8", "replace"))
-        expected = "files alone; with curl: -F image=@FILE, and leave out other fields"
-        return invalid(field, f"the field {name} with {text}", expected)
-    return _no_pixels(part.content, field)
-
-
-def _parts(
-    body: bytes, content_type: str, limits: Limits, between: Callable[[], None]
-) -> list[_Part]:
-    from python_multipart.exceptions import FormParserError
-    from python_multipart.multipart import MultipartParser, parse_options_header
-
-    parts: list[_Part] = []
-    contents: list[bytearray] = []
-    name, value, ends = bytearray(), bytearray(), list[bool]()
-
-    def part_begin() -> None:
-        check_count(len(parts) + 1, "parts", limits.max_images)
-        parts.append(_Part())
-        contents.append(bytearray())
-
-    def header_end() -> None:
-        header = name.lower()
-        if header == b"content-type":
-            parts[-1].kind = media_type(value.decode("latin-1"))
-        elif header == b"content-disposition":
-            parts[-1].disposition = bytes(value)
-        name.clear()
-        value.clear()
-
-    try:
-        boundary = parse_options_header(content_type)[1].get(b"boundary", b"")
-        if not boundary:
-            raise invalid("content-type", "no boundary", "multipart/form-data; boundary=...")
-        parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": part_begin,
-                "on_part_data": lambda data, start, end: contents[-1].extend(data[start:end]),
-                "on_header_field": lambda data, start, end: name.extend(data[start:end]),
-                "on_header_value": lambda data, start, end: value.extend(data[start:end]),
-                "on_header_end": header_end,
-                "on_end": lambda: ends.append(True),
-            },
-        )
-        for start in range(0, len(body), _MULTIPART_SLICE_BYTES):
-            between()
-            parser.write(body[start : start + _MULTIPART_SLICE_BYTES])
-    except (FormParserError, UnicodeEncodeError) as exc:
-        raise InvalidInput(f"body: not multipart/form-data: {exc}", field="body") from exc
-    if not ends or not parts:
-        got = f"{len(parts)} parts" + ("" if ends else " and no closing boundary")
-        expected = "at least one file and a boundary after the last; with curl: -F image=@FILE"
-        raise invalid("body", got, expected)
-    for part, content in zip(parts, contents, strict=True):
-        part.content = bytes(content)
-    return parts
+def _nothing() -> None:
+    pass
 
 
 _CONVERT = "; convert it to PNG or JPEG"

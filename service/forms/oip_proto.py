@@ -1,26 +1,30 @@
-"""A serialized ModelInferRequest -> images, and what else it asks for.
-
-Needs neither grpc nor a model, so that a decoding process does it for large messages.
-"""
+"""Inference of the Open Inference Protocol over gRPC: a ModelInferRequest and its answer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import lru_cache
+from typing import ClassVar
+
+import numpy as np
 
 from lenet.nvtx import span
-from lenet.pixels import Images
-from service.errors import InvalidInput, invalid, shown
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms import open_inference_pb2 as pb
+from service.forms.cost import message_cost_s
+from service.forms.form import Answered, Asked, Body, Content, Decoded, RequestedOutput
 from service.forms.proto_guard import read_infer_request, split
 from service.forms.tensors import (
     ALL_OUTPUTS,
     MAX_ID_CHARACTERS,
     InputTensor,
     Numbers,
-    RequestedOutput,
+    answer,
     check_parameters,
+    output_metadata,
+    output_values,
     read_images,
     requested_outputs,
 )
@@ -35,41 +39,78 @@ _INLINE_FLOAT_BYTES = 1024 * 1024
 
 _MOST_US = 2**53
 
+_LARGEST_READ_AGAIN = 64 * 1024
+"""Bytes of a message without its raw images, that is read again for the id of a refused request."""
+
+_RAW_IMAGE = b"\x3a\x90\x06"
+"""What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
+
+_LONGEST_HEAD_BYTES = 256
+
+_OUTPUT_CONTENTS = {"FP32": "fp32_contents", "INT64": "int64_contents", "BYTES": "bytes_contents"}
+
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a request asks for besides its pixels."""
+class OipProtoForm:
+    """The form of inference over gRPC."""
 
-    model: str
-    version: str
-    id: str
-    outputs: tuple[RequestedOutput, ...]
-    raw: bool
-    """Whether the images came as raw bytes, as then do the outputs."""
-    timeout_us: int = 0
-    """How long the request may take, 0 without a limit of its own."""
+    max_images: int
 
-    @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> Asked:
-        """From the fields of another, as JSON brings them."""
-        outputs = tuple(RequestedOutput(**one) for one in values["outputs"])
-        return cls(**{**values, "outputs": outputs})
+    part: ClassVar[str] = "message"
+    names_model: ClassVar[bool] = True
+    in_place: ClassVar[bool] = False
+
+    def decode_now(self, body: Body) -> Decoded | None:
+        """Decode raw images of any number, and few numbers. Raw images are not copied."""
+        message = body if isinstance(body, memoryview) else bytes(body)
+        try:
+            return _read_one_image(message) or _decode_now(message, self.max_images)
+        except ServiceError as exc:
+            exc.asked = _identified(message)
+            raise
+
+    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+        """Decode any message."""
+        try:
+            return Decoded(*decode_message(body, self.max_images))
+        except ServiceError as exc:
+            exc.asked = _identified(body)
+            raise
+
+    def cost_s(self, body: Body) -> float:
+        """Estimated seconds to decode it."""
+        return message_cost_s(len(body))
+
+    def write(self, asked: Asked, answered: Answered) -> Content:
+        """A serialized ModelInferResponse. Outputs are raw if the images were."""
+        return Content(b"", _encode(asked, answered))
 
 
-def decode_inline(message: bytes | memoryview, max_images: int) -> tuple[Images, Asked] | None:
-    """As `decode_message`, without copying raw images; None if that would take more than 2 ms."""
+def _identified(message: bytes | memoryview) -> Asked | None:
+    """Whom a message is for that is refused, and its id, as far as they can be read."""
+    parts = split(message)
+    if parts is None or sum(map(len, parts[0])) > _LARGEST_READ_AGAIN:
+        return None
+    head = read_infer_request(b"".join(parts[0]))
+    if isinstance(head, InvalidInput):
+        return None
+    return Asked(head.model_name, head.model_version, head.id[:MAX_ID_CHARACTERS])
+
+
+def _decode_now(message: bytes | memoryview, max_images: int) -> Decoded | None:
+    """Decode without copying raw images; None if that would take more than 2 ms."""
     if len(message) <= _INLINE_BYTES:
-        return decode_message(bytes(message), max_images)
+        return Decoded(*decode_message(bytes(message), max_images))
     parts = split(message)
     if parts is None:
-        return decode_message(bytes(message), max_images)  # says what is wrong
+        return Decoded(*decode_message(bytes(message), max_images))  # says what is wrong
     others, raw = parts
     if sum(map(len, others)) > _INLINE_BYTES:
         return None
     head = b"".join(others)
     if len(message) > _INLINE_FLOAT_BYTES and b"FP32" in head:
         return None
-    return decode_request(_parsed(head), raw, max_images)
+    return Decoded(*decode_request(_parsed(head), raw, max_images))
 
 
 def decode_message(message: bytes, max_images: int) -> tuple[Images, Asked]:
@@ -103,7 +144,7 @@ def decode_request(
         raise invalid("id", shown(request.id), f"at most {MAX_ID_CHARACTERS} characters")
     model, version = request.model_name, request.model_version
     return images, Asked(
-        model, version, request.id, outputs, raw=bool(raw), timeout_us=_timeout_us(request)
+        model, version, request.id, outputs, bool(raw), timeout_us=_timeout_us(request)
     )
 
 
@@ -170,3 +211,106 @@ def _numbers(tensor: pb.ModelInferRequest.InferInputTensor, given: str, source: 
         raise invalid(source, given or "no data", expected)
     numbers: Numbers = getattr(tensor.contents, expected)
     return numbers
+
+
+def _read_one_image(message: bytes | memoryview) -> Decoded | None:
+    """The short way for the most frequent request, None for others: one raw image, written last.
+
+    What precedes the image is parsed once for all requests in which it is the same.
+    """
+    start = len(message) - PIXELS
+    end = start - len(_RAW_IMAGE)
+    if not 0 <= end <= _LONGEST_HEAD_BYTES or message[end:start] != _RAW_IMAGE:
+        return None
+    asked = _asked_of_one_image(bytes(message[:end]))
+    if asked is None:
+        return None
+    return Decoded(np.frombuffer(message, np.uint8, PIXELS, start).reshape(1, HEIGHT, WIDTH), asked)
+
+
+@lru_cache(maxsize=64)
+def _asked_of_one_image(head: bytes) -> Asked | None:
+    """What a request asks for that is `head` and one raw image; None unless that is a valid one.
+
+    `head` has to be valid by itself: then the image is a field of the request and not, for example,
+    the end of a longer field. A message is the sequence of its fields.
+    """
+    request = read_infer_request(head)
+    if isinstance(request, InvalidInput):
+        return None
+    request.raw_input_contents.append(bytes(PIXELS))
+    try:
+        return decode_request(request, request.raw_input_contents, 1)[1]
+    except ServiceError:
+        return None
+
+
+@span("encode")
+def _encode(asked: Asked, answered: Answered) -> bytes:
+    if asked.raw and not any(output.classes for output in asked.outputs):
+        return _encode_raw(asked, answered)
+    version = answered.version
+    response = pb.ModelInferResponse(
+        model_name=version.name, model_version=version.version, id=asked.id
+    )
+    response.parameters["queue_us"].int64_param = answered.queue_us
+    response.parameters["compute_us"].int64_param = answered.compute_us
+    for output in answer(answered, asked.outputs):
+        tensor = response.outputs.add(
+            name=output.name, datatype=output.datatype, shape=output.shape
+        )
+        if asked.raw:
+            response.raw_output_contents.append(output.to_bytes())
+            continue
+        values = output.values
+        contents = getattr(tensor.contents, _OUTPUT_CONTENTS[output.datatype])
+        contents.extend(values if isinstance(values, list) else values.ravel().tolist())
+    return response.SerializeToString()
+
+
+def _encode_raw(asked: Asked, answered: Answered) -> bytes:
+    """The frequent answer, assembled from parts: bytes that follow each other are one message.
+
+    The numbers of a batch are written once, for all its requests.
+    """
+    batch, version, rows, first = answered.batch, answered.version, answered.rows, answered.row
+    count, classes = batch.probabilities.shape
+    pieces = [
+        _raw_head(version.name, version.version, asked.outputs, rows, classes),
+        _parameter("queue_us", answered.queue_us),
+        _parameter("compute_us", answered.compute_us),
+    ]
+    if asked.id:
+        pieces.append(pb.ModelInferResponse(id=asked.id).SerializeToString())
+    for output in asked.outputs:
+        content: bytes | None = batch.encoded.get(output.name)
+        if content is None:
+            values = output_values(output.name, batch.probabilities)
+            content = batch.encoded[output.name] = values.tobytes()
+        size = len(content) // count
+        pieces += [_raw_prefix(size * rows), content[first * size : (first + rows) * size]]
+    return b"".join(pieces)
+
+
+@lru_cache(maxsize=8192)
+def _parameter(name: str, value: int) -> bytes:
+    parameters = {name: pb.InferParameter(int64_param=value)}
+    return pb.ModelInferResponse(parameters=parameters).SerializeToString()
+
+
+@lru_cache(maxsize=256)
+def _raw_prefix(size: int) -> bytes:
+    """What precedes raw contents of so many bytes."""
+    found = pb.ModelInferResponse(raw_output_contents=[bytes(size)]).SerializeToString()
+    return found[: len(found) - size]
+
+
+@lru_cache(maxsize=256)
+def _raw_head(
+    model: str, version: str, outputs: tuple[RequestedOutput, ...], rows: int, classes: int
+) -> bytes:
+    """What all raw answers with probabilities of this shape have in common."""
+    response = pb.ModelInferResponse(model_name=model, model_version=version)
+    for output in output_metadata(outputs, rows, classes):
+        response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)
+    return response.SerializeToString()

@@ -1,4 +1,4 @@
-"""The body of a predict request of TensorFlow Serving's REST API.
+"""Predictions of TensorFlow Serving's REST API, with the outputs `probabilities` and `label`.
 
     {"instances": [IMAGE, ...]}      answered as {"predictions": [...]}, by row
     {"inputs": [IMAGE, ...]}         answered as {"outputs": {...}}, by column
@@ -7,7 +7,6 @@ An image is 28 rows of 28 numbers, each of which may be a list of one, or 784 nu
 `{"b64": ...}` of 784 bytes. It may have its name before it: by row each `{"image": IMAGE}`, by
 column all of them, `{"image": [...]}`.
 
-Needs no server and no model, so that a decoding process does it for large bodies.
 Source: https://www.tensorflow.org/tfx/serving/api_rest
 """
 
@@ -15,13 +14,28 @@ from __future__ import annotations
 
 import binascii
 import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, ClassVar
+
+import orjson
 
 from lenet.nvtx import span
-from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
+from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
 from service.errors import InvalidInput, invalid, shown
-from service.forms.oip_json import Body, json_document, numbers
+from service.forms.cost import message_cost_s
+from service.forms.form import (
+    JSON,
+    NOTHING,
+    WRITTEN_ROWS,
+    Answered,
+    Asked,
+    Body,
+    Content,
+    Decoded,
+)
+from service.forms.oip_json import json_document, numbers
 from service.forms.pixel_json import check_count, lengths
 from service.forms.tensors import (
     INPUT,
@@ -31,8 +45,53 @@ from service.forms.tensors import (
 )
 from service.pictures.headers import recognise
 
+_NOW_BYTES = 128 * 1024
+"""What is decoded on the event loop: 2 to 3 ms of JSON."""
+_NOW_LISTS = 10_000
+
+_BY_COLUMN = Asked(by_column=True)
+
 _SIGNATURES = ("", "serving_default")
 _EXPONENT = re.compile(rb"[0-9][eE]")
+
+
+@dataclass(frozen=True, slots=True)
+class TensorflowForm:
+    """The form of predictions by TensorFlow Serving's API."""
+
+    max_images: int
+
+    part: ClassVar[str] = "body"
+    names_model: ClassVar[bool] = False
+    in_place: ClassVar[bool] = False
+
+    def decode_now(self, body: Body) -> Decoded | None:
+        """Decode small bodies. Each list takes time, and with a channel axis each number is one."""
+        if len(body) > _NOW_BYTES or bytes(body).count(b"[") > _NOW_LISTS:
+            return None
+        return self._decode(body)
+
+    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+        """Decode any body."""
+        return self._decode(body)
+
+    def cost_s(self, body: Body) -> float:
+        """Estimated seconds to decode it."""
+        return message_cost_s(len(body))
+
+    @span("encode")
+    def write(self, asked: Asked, answered: Answered) -> Content:
+        """Outputs by row or by column, as the images were."""
+        first = answered.row
+        probabilities = answered.batch.probabilities[first : first + answered.rows]
+        steps = (_columns if asked.by_column else _rows)(probabilities)
+        if answered.rows > WRITTEN_ROWS:
+            return Content(JSON, steps=steps)
+        return Content(JSON, b"".join(steps))
+
+    def _decode(self, body: Body) -> Decoded:
+        images, by_column = read_tensorflow_body(body, self.max_images)
+        return Decoded(images, _BY_COLUMN if by_column else NOTHING)
 
 
 @span("decode")
@@ -111,3 +170,29 @@ def _bytes(value: Any, field: str) -> bytes:
         got = f"{len(content)} bytes{', ' * bool(found)}{found}"
         raise invalid(f"{field}.b64", got, f"{PIXELS}: 28 rows of 28{hint}")
     return content
+
+
+def _columns(probabilities: Probabilities) -> Iterator[bytes]:
+    begin = b'{"outputs":{"probabilities":['
+    for rows in _parts(probabilities):
+        yield begin + orjson.dumps(rows, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        begin = b","
+    labels = orjson.dumps(probabilities.argmax(axis=1), option=orjson.OPT_SERIALIZE_NUMPY)
+    yield b'],"label":%b}}' % labels
+
+
+def _rows(probabilities: Probabilities) -> Iterator[bytes]:
+    begin = b'{"predictions":['
+    for rows in _parts(probabilities):
+        labels = rows.argmax(axis=1).tolist()
+        predictions = [
+            {"probabilities": row, "label": label} for row, label in zip(rows, labels, strict=True)
+        ]
+        yield begin + orjson.dumps(predictions, option=orjson.OPT_SERIALIZE_NUMPY)[1:-1]
+        begin = b","
+    yield b"]}"
+
+
+def _parts(probabilities: Probabilities) -> Iterator[Probabilities]:
+    for first in range(0, len(probabilities), WRITTEN_ROWS):
+        yield probabilities[first : first + WRITTEN_ROWS]

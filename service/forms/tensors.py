@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images, Probabilities
 from service.errors import TooLarge, invalid, shown
 from service.forms import advice
+from service.forms.form import Answered, RequestedOutput
 
 INPUT = "image"
 OUTPUTS = ("probabilities", "label")
@@ -70,19 +71,6 @@ class InputTensor:
     shape: Sequence[int]
     data: bytes | memoryview | Numbers
     source: str
-
-
-@dataclass(frozen=True, slots=True)
-class RequestedOutput:
-    """An output that a request asks for.
-
-    `classes`: instead of its values the best so many as text, "VALUE:INDEX:NAME"; 0 for its values.
-    `binary`: as bytes, where a request chooses for each output.
-    """
-
-    name: str
-    binary: bool = False
-    classes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,10 +182,10 @@ def output_values(name: str, probabilities: Probabilities) -> Values:
     return np.ascontiguousarray(probabilities, _DTYPES["FP32"])
 
 
-def answer(
-    probabilities: Probabilities, outputs: Sequence[RequestedOutput], names: Sequence[str]
-) -> tuple[OutputTensor, ...]:
-    """The tensors of `outputs`, in that order; `names` are those of the classes."""
+def answer(answered: Answered, outputs: Sequence[RequestedOutput]) -> tuple[OutputTensor, ...]:
+    """The tensors of `outputs`, in that order."""
+    first, names = answered.row, answered.version.labels
+    probabilities = answered.batch.probabilities[first : first + answered.rows]
     return tuple(
         OutputTensor(
             tensor.name,

@@ -285,13 +285,13 @@ class Metrics:
         )
         self._request_duration = self._histogram(
             "lenet_request_duration_seconds",
-            "From the first byte of a request read to its answer made; predictions only.",
+            "From the headers of a request read to its answer made; predictions only.",
             _REQUEST_BOUNDS_S,
             "protocol",
         )
         self._explanation_duration = self._histogram(
             "lenet_explanation_duration_seconds",
-            "From the first byte of a request for an explanation read to its answer made.",
+            "From the headers of a request for an explanation read to its answer made.",
             _REQUEST_BOUNDS_S,
         )
         self._stage_duration = self._histogram(

@@ -1,124 +1,115 @@
-"""One request that the ASGI application answers, over any version of HTTP."""
+"""A request that the ASGI application answers, over any version of HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol, TypeAlias
+from typing import Any
+from urllib.parse import unquote
+
+from service.errors import ServiceError
+from service.transport.answer import INTERNAL_ERROR, error_answer
+from service.transport.exchange import Exchange
+from service.transport.head import Head
+from service.transport.http2_head import Http2Head
 
 _log = logging.getLogger(__name__)
 
-App: TypeAlias = Callable[..., Any]
 
-
-class Output(Protocol):
-    """Where the answer goes to."""
-
-    def scope(self) -> dict[str, Any]:
-        """What the application gets to know of the request."""
-        ...
-
-    def name(self) -> str:
-        """The request, for logs."""
-        ...
-
-    def ask_for_body(self) -> None:
-        """The application wants the body."""
-        ...
-
-    def took(self, size: int) -> None:
-        """It has got so many bytes of it."""
-        ...
-
-    def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
-        """The beginning of the answer. `length`: of its body, None if that is not known."""
-        ...
-
-    def write(self, body: bytes, more: bool) -> None:
-        """A piece of its body; `more` will come."""
-        ...
-
-    async def drained(self) -> None:
-        """Wait until the client has read enough."""
-        ...
-
-    def failed(self, begun: bool) -> None:
-        """The application ended without an answer; `begun`: in the middle of it."""
-        ...
-
-    def aborted(self) -> None:
-        """The task was cancelled."""
-        ...
-
-
-class AsgiRequest:
+class AsgiExchange(Exchange):
     """One run of the application."""
 
-    def __init__(self, output: Output, app: App) -> None:
-        self._output, self._app = output, app
+    head: Head | Http2Head
+    is_limited = False  # a probe may be one
+    may_give_way = True
+    _gone = _whole = _handed_over = _begun = _complete = False
+    _response: Mapping[str, Any] | None = None
+    _sent_bytes = 0
+
+    def open(self) -> None:
+        """Have it answered when its time has come."""
         self._body: list[bytes] = []
         self._arrived = asyncio.Event()  # a piece of the body, its end, or the client's
-        self._gone = self._handed_over = self._whole = False
-        self._response: Mapping[str, Any] | None = None
-        self._task: asyncio.Task[None] | None = None
-        self.buffered_bytes = 0
-        """Bytes of the body that the application has not taken."""
-        self.begun = self.complete = False
+        self.writer.run(self)
 
-    def data(self, data: bytes) -> None:
-        """A piece of the body."""
-        self._body.append(data)
-        self.buffered_bytes += len(data)
-        self._arrived.set()
+    def start(self, ended: Callable[[], None] = lambda: None) -> None:
+        """Run the application, and call `ended` then."""
+        self.may_give_way = False
+        peer = self.writer.peer
+        task = peer.loop.create_task(self._run())
+        peer.tasks.add(task)
+        task.add_done_callback(peer.tasks.discard)
+        task.add_done_callback(lambda _: ended())
 
-    def end(self) -> None:
-        """The body is complete."""
-        self._whole = True
+    def data(self, data: bytes, end: bool) -> None:
+        """Keep it until the application takes it."""
+        if data:
+            self.since_s = self.writer.peer.loop.time()
+            self._body.append(data)
+            self.buffered_bytes += len(data)
+        self._whole = self._whole or end
         self._arrived.set()
 
     def cancel(self) -> None:
         """The client is gone."""
         self._gone = True
         self._arrived.set()
+        self.sent()
 
-    def start(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        tasks: set[asyncio.Task[None]],
-        ended: Callable[[], None] | None = None,
-    ) -> None:
-        """Run the application, in one of `tasks`, and call `ended` then; may be called again."""
-        if self._task is None:
-            self._task = task = loop.create_task(self._run())
-            tasks.add(task)
-            task.add_done_callback(tasks.discard)
-            if ended is not None:
-                task.add_done_callback(lambda _: ended())
+    def fail(self, error: ServiceError) -> None:
+        """Answer with `error`, or give the answer up in its middle."""
+        self.cancel()
+        if self._begun:
+            self.writer.reset(self)
+        else:
+            self.answer(error_answer(error))
 
     async def _run(self) -> None:
-        output = self._output
         try:
-            await self._app(output.scope(), self._receive, self._send)
-        except asyncio.CancelledError:
-            output.aborted()
+            await self.writer.peer.app(self._scope(), self._receive, self._send)
+        except asyncio.CancelledError:  # the stop takes too long
+            self.writer.reset(self)
             raise
         except Exception:  # noqa: BLE001 - the application's edge: the client gets an answer
-            _log.exception("%s failed", output.name())
-        if not (self._gone or self.complete):
-            self.complete = True
-            output.failed(self.begun)
-        del self._output  # they refer to each other: its answer would wait for the collector
+            ids = f": {self.head.ids}" if self.head.ids else ""
+            _log.exception("%s failed", self.request + ids)
+        if not (self._gone or self._complete):
+            self._complete = True
+            if self._begun:
+                self.writer.reset(self, fault=True)
+            else:
+                self.answer(INTERNAL_ERROR)
+
+    def _scope(self) -> dict[str, Any]:
+        peer, head = self.writer.peer, self.head
+        return {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": head.version,
+            # The answer to HEAD is that to GET without its body, which is not written.
+            "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
+            "scheme": peer.scheme,
+            "path": unquote(head.path.decode("latin-1")),
+            "raw_path": head.path,
+            "query_string": head.query,
+            "root_path": "",
+            "headers": list(head.headers),
+            "client": peer.client,
+            "server": peer.server,
+            "state": peer.app_state.copy(),
+        }
 
     async def _receive(self) -> dict[str, Any]:
-        if not (self._body or self._whole or self._gone or self.complete):
-            self._output.ask_for_body()
-        while not self._gone and not self.complete:
+        waits = not (self._body or self._whole or self._gone or self._complete)
+        if waits and self.head.expects_continue:
+            self.writer.ask_for_body(self)
+        while not self._gone and not self._complete:
             if self._body or (self._whole and not self._handed_over):
                 body = b"".join(self._body)
                 self._body.clear()
-                taken, self.buffered_bytes = self.buffered_bytes, 0
-                self._output.took(taken)
+                self.buffered_bytes = 0
+                self.writer.taken(self, len(body))
                 self._handed_over = self._whole
                 return {"type": "http.request", "body": body, "more_body": not self._whole}
             self._arrived.clear()
@@ -126,20 +117,24 @@ class AsgiRequest:
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Mapping[str, Any]) -> None:
-        if self._gone or self.complete:
+        if self._gone or self._complete:
             return
         if message["type"] == "http.response.start":
             self._response = message
             return
+        response, writer = self._response, self.writer
+        assert response is not None, "bug: a body before its start"
         body, more = message.get("body", b""), message.get("more_body", False)
-        if not self.begun:
-            self.begun = True
-            response = self._response
-            assert response is not None, "bug: a body before its start"
+        if not self._begun:
+            self._begun = True
             headers = [(name.lower(), value) for name, value in response["headers"]]
-            self._output.begin(response["status"], headers, None if more else len(body))
+            writer.start(self, response["status"], headers, None if more else len(body))
+        self._sent_bytes += len(body)
+        if body:
+            writer.write(self, (body,))
         if not more:
-            self.complete = True
+            self._complete = True
             self._arrived.set()
-        self._output.write(body, more)
-        await self._output.drained()
+            self.log_http(response["status"], self._sent_bytes)
+            writer.finish(self)
+        await writer.drained(self)

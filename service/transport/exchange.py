@@ -1,239 +1,330 @@
-"""Requests on a connection: what all have in common, and those for the ASGI application."""
+"""One request and its answer on a connection, over either version of HTTP."""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import math
 import time
-from typing import TYPE_CHECKING, Any
-from urllib.parse import unquote
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 from service.errors import ServiceError
+from service.observe.access_log import AccessLog
 from service.observe.ids import Ids
 from service.process.listener import at
-from service.transport.answer import INTERNAL_ERROR, Answer, status_line
-from service.transport.asgi import AsgiRequest
-from service.transport.head import Head
+from service.transport.answer import STATUS, Answer
+from service.transport.head import FastCall, Head
+from service.transport.http2_head import Http2Head
 
 if TYPE_CHECKING:
-    from service.transport.connection import Connection, FrontDoor
+    from service.transport.asgi import AsgiExchange
+
+_log = logging.getLogger(__name__)
+
+_FAILURES = (STATUS["internal"], STATUS["unavailable"])
+"""Logged with the ids that the client sent. Late answers are not: any client can cause them."""
+
+_LOGGED_CHARACTERS = 200
 
 BUFFERED_BYTES = 64 * 1024
-"""Bytes of a body that an application has not asked for before reading pauses."""
+"""Bytes of a body that an application has not asked for before reading pauses; a larger body of a
+refused request ends the connection, or its stream."""
+
+
+@dataclass(frozen=True, slots=True)
+class Peer:
+    """Both ends of a connection, and what its requests are served with."""
+
+    client: tuple[str, int] | None
+    server: tuple[str, int] | None
+    scheme: str
+    loop: asyncio.AbstractEventLoop
+    app: Callable[..., Any]
+    """The ASGI application."""
+    app_state: dict[str, Any]
+    tasks: set[asyncio.Task[None]]
+    access: AccessLog | None
+    header_timeout_s: float
+    keep_alive_s: float
+
+
+class Writer(Protocol):
+    """Where exchanges write to: the requests of a connection, in its version of HTTP.
+
+    What is written for an exchange that has ended is dropped.
+    """
+
+    peer: Peer
+
+    def ask_for_body(self, exchange: Exchange) -> None:
+        """Tell a client that waits for it to send the body."""
+        ...
+
+    def run(self, exchange: AsgiExchange) -> None:
+        """Call `exchange.start` when the application may answer it."""
+        ...
+
+    def taken(self, exchange: Exchange, size: int) -> None:
+        """The exchange has no more use for `size` bytes of its body."""
+        ...
+
+    def answer(self, exchange: Exchange, answer: Answer) -> None:
+        """A whole answer, or all but its `rest`: `write` and `finish` follow then."""
+        ...
+
+    def start(
+        self,
+        exchange: Exchange,
+        status: int,
+        headers: list[tuple[bytes, bytes]],
+        length: int | None,
+    ) -> None:
+        """The beginning of an answer, whose body has `length` bytes if that is known."""
+        ...
+
+    def write(self, exchange: Exchange, pieces: Iterable[bytes]) -> None:
+        """The next pieces of its body."""
+        ...
+
+    def finish(self, exchange: Exchange) -> None:
+        """The end of the answer."""
+        ...
+
+    def reset(self, exchange: Exchange, fault: bool = False) -> None:
+        """Give the answer up in its middle; `fault`: by one of our own."""
+        ...
+
+    def is_open(self, exchange: Exchange) -> bool:
+        """Whether anything may be written for it."""
+        ...
+
+    async def drained(self, exchange: Exchange) -> None:
+        """Wait until the client has read enough."""
+        ...
 
 
 class Exchange:
-    """One request and its answer, which is `answer` once it is complete.
+    """One request and its answer; the class itself is that of what cannot be read as a request.
 
     Initial values are attributes of the class, all immutable: setting each of them in every
     instance would take time.
     """
 
-    head: Head | None
-    answer: bytes | None = None
-    begun = False
-    """Whether a part of the answer is written."""
-    close = False
-    whole = False
-    """Whether the body has arrived."""
+    since_s = 0.0
+    """When its body last made progress."""
     buffered_bytes = 0
-    _asked = False
+    """Bytes of its body that are not taken."""
+    is_limited = True
+    """Whether it is refused where too many are open."""
+    may_give_way = False
+    """Whether it gives way to others though its request is complete."""
+    unsent_bytes = 0
+    """Bytes of its answer that wait for the client's windows, when last looked at."""
+    blocked_since_s = 0.0
+    _sent: asyncio.Event | None = None
     _began_s = 0.0
 
-    def __init__(self, connection: Connection, head: Head | None) -> None:
-        self.connection, self.head = connection, head
+    def __init__(self, writer: Writer, stream: Any, head: Any) -> None:
+        self.writer, self.stream, self.head = writer, stream, head
+        if writer.peer.access is not None:
+            self._began_s = time.perf_counter()  # the loop's clock stands still during a turn
 
-    def note_beginning(self) -> None:
-        """Note the time, for the access log."""
-        if self.connection.door.access is not None:
-            self._began_s = time.perf_counter()
+    def open(self) -> None:
+        """The headers are there."""
+
+    def data(self, data: bytes, end: bool) -> None:
+        """A piece of the body, perhaps empty; `end`: the last."""
+
+    def wait(self) -> None:
+        """The body is not complete; called after each read."""
+
+    def cut_off(self) -> bool:
+        """The client ends its data in the middle of the body; whether that is answered."""
+        self.cancel()
+        return False
+
+    def stop(self, error: ServiceError) -> None:
+        """The service stops: what has begun is answered."""
+
+    def fail(self, error: ServiceError) -> None:
+        """Answer with `error`."""
+
+    def cancel(self) -> None:
+        """Nobody waits for the answer."""
+
+    def closed(self) -> None:
+        """Its stream is over."""
+
+    def patience_s(self) -> float:
+        """How long the client may send nothing of the body."""
+        return self.writer.peer.keep_alive_s
+
+    def sent(self) -> None:
+        """The client takes what is written again."""
+        if self._sent is not None:
+            self._sent.set()
+            self._sent = None
+
+    async def wait_until_sent(self) -> None:
+        """Wait for the next call of `sent`."""
+        self._sent = sent = self._sent or asyncio.Event()
+        await sent.wait()
 
     @property
     def request(self) -> str:
         """Method and target, for logs."""
-        if self.head is None:
-            return "-"
         head = self.head
+        if head is None:
+            return "-"
         target = head.path + b"?" * bool(head.query) + head.query
-        return f"{head.method.decode('ascii')} {target.decode('latin-1')}"
+        return f"{head.method.decode('latin-1')} {target.decode('latin-1')}"
 
-    def log(self, status: int, size: int) -> None:
+    def log(self, status: int | str, size: int, request: str, protocol: str) -> None:
         """Add the answer to the access log, if there is one; `size` is its body's."""
-        connection = self.connection
-        if connection.door.access is not None:
-            now_s = time.perf_counter()  # the loop's clock stands still during a turn
-            client = at(*connection.client) if connection.client else "-"
-            if self.head is not None and self.head.method == b"HEAD":
+        peer = self.writer.peer
+        if peer.access is not None:
+            client = at(*peer.client) if peer.client else "-"
+            ids = Ids() if self.head is None else self.head.ids
+            seconds = time.perf_counter() - self._began_s
+            peer.access.add(protocol, client, request, status, size, seconds, ids)
+
+    def log_http(self, status: int, size: int) -> None:
+        """Log an answer with an HTTP status, and the ids of a request that failed on our side."""
+        head = self.head
+        if status in _FAILURES and head is not None and head.ids:
+            request = self.request[:_LOGGED_CHARACTERS]
+            _log.error("%s was answered with %d: %s", request, status, head.ids)
+        if self.writer.peer.access is not None:
+            if head is not None and head.method == b"HEAD":
                 size = 0
-            connection.door.access.add(
-                connection.door.scheme.decode(),
-                client,
-                self.request,
-                status,
-                size,
-                now_s - (self._began_s or now_s),
-                self.head.ids if self.head else Ids(),
-            )
+            self.log(status, size, self.request, self.writer.peer.scheme)
+
+    def answer(self, answer: Answer) -> None:
+        """Log and write a whole answer."""
+        self.log_http(answer.status, len(answer.body))
+        self.writer.answer(self, answer)
+
+
+class FastExchange(Exchange):
+    """A request on a fast route, or one that may not pass."""
+
+    head: Head | Http2Head
+    _call: FastCall | None = None
+    _refusal: Answer | None = None
+    _received_bytes = 0
 
     def open(self) -> None:
-        """The headers have arrived."""
+        """Begin the call."""
+        head, answer = self.head, self.head.answer
+        if answer is None:
+            assert head.route is not None, "bug: not a fast route"
+            if head.error is None:
+                self._call = head.route.open(head.wanted, self._reply)
+                if head.expects_continue:
+                    self.wait()  # what is refused needs no body
+                    if self._call is not None:
+                        self.writer.ask_for_body(self)
+                return
+            answer = head.route.refuse(head.error)
+        most_bytes = 0 if answer.status == 200 else BUFFERED_BYTES  # 200: to a preflight
+        unread = head.expects_continue or head.chunked or (head.length or 0) > most_bytes
+        if unread or answer.status == STATUS["too_large"]:
+            self._reply(answer)
+        else:  # a small body is read and dropped, so that the connection can be kept
+            self._refusal = answer
 
-    def data(self, data: bytes) -> None:
-        """A piece of the body."""
+    def receive(self, body: bytes | memoryview) -> None:
+        """The whole body has come with the headers, which are without error."""
+        route = self.head.route
+        assert route is not None, "bug: not a fast route"
+        self._call = call = route.open(self.head.wanted, self._reply)
+        call.end(body)
 
-    def wait_for_body(self) -> None:
-        """The body has not arrived whole; called after each piece."""
+    def data(self, data: bytes, end: bool) -> None:
+        """Hand it on."""
+        call = self._call
+        if data:
+            self.writer.taken(self, len(data))
+        is_all = end and not self._received_bytes
+        self._received_bytes += len(data)
+        if call is None:
+            if self._refusal is not None and (end or self._received_bytes > BUFFERED_BYTES):
+                self._reply(self._refusal)
+            return
+        try:
+            if is_all:
+                call.end(data)
+                return
+            if data:
+                call.data(data)
+            if end:
+                call.end()
+        except ServiceError as exc:
+            call.fail(exc)
 
-    def end(self) -> None:
-        """The body has arrived."""
+    def room(self) -> memoryview | None:
+        """Memory for the whole body; None if there is none, or the body is not wanted."""
+        return None if self._call is None else self._call.room()
 
-    def start(self) -> None:
-        """The answers before are written; may be called again."""
-        self.ask_for_body()
+    def arrived(self, size: int) -> None:
+        """The next `size` bytes of the body are in that memory."""
+        self._received_bytes += size
+        if self._call is not None:
+            try:
+                self._call.arrived(size)
+            except ServiceError as exc:
+                self._call.fail(exc)
+
+    def wait(self) -> None:
+        """Limit its time and memory."""
+        if self._call is not None:
+            try:
+                self._call.wait_for_body()
+            except ServiceError as exc:
+                self._call.fail(exc)
+
+    def cut_off(self) -> bool:
+        """A refusal needs no body."""
+        if self._refusal is None:
+            return super().cut_off()
+        self._reply(self._refusal)
+        return True
+
+    def fail(self, error: ServiceError) -> None:
+        """Answer with `error`, or with why the request may not pass."""
+        if self._call is not None:
+            self._call.fail(error)
+        elif self._refusal is not None:
+            self._reply(self._refusal)
 
     def cancel(self) -> None:
         """The client is gone."""
+        call, self._call, self._refusal = self._call, None, None
+        if call is not None:
+            call.cancel()
 
-    def give_up(self, error: ServiceError) -> None:
-        """The stop takes too long; a task would be cancelled by uvicorn."""
+    def patience_s(self) -> float:
+        """A call has its own deadline; what is refused is only read to be dropped."""
+        return self.writer.peer.header_timeout_s if self._call is None else math.inf
 
-    def patience_s(self, door: FrontDoor) -> float:
-        """How long its body may take from the last time that `touch` was called."""
-        return door.keep_alive_s
+    def _reply(self, answer: Answer) -> None:
+        self._call = self._refusal = None
+        writer = self.writer
+        if writer.peer.access is not None or answer.status in _FAILURES:
+            self.log_http(answer.status, sum(map(len, answer.rest), len(answer.body)))
+        writer.answer(self, answer)
+        if answer.rest:
+            writer.peer.loop.call_soon(self._write_next, deque(answer.rest))
 
-    def end_with(self, answer: Answer) -> None:
-        """The rest of the body cannot be read: answer, close."""
-        self.cancel()
-        self.close = True
-        self.answer = self.connection.encode(self.head, answer, close=True)
-        self.log(answer.status, len(answer.body))
-
-    def ask_for_body(self) -> None:
-        """Tell a client that waits for it to send the body."""
-        connection, head = self.connection, self.head
-        if head is None or not head.expects_continue or self.whole or self._asked or self.begun:
-            return
-        if connection.is_first(self):
-            self._asked = True
-            connection.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-
-
-class AsgiExchange(Exchange):
-    """A request for the ASGI application, which runs once the answers before are written and read.
-
-    Each answer takes up to megabytes of memory: a client that does not read has one of them made,
-    not all that it asked for.
-    """
-
-    head: Head
-
-    def __init__(self, connection: Connection, head: Head) -> None:
-        super().__init__(connection, head)
-        self._request = AsgiRequest(self, connection.app)
-        self._pieces: list[bytes] = []
-        self._chunked = False
-        self._sent_bytes = self._status = 0
-
-    @property
-    def buffered_bytes(self) -> int:  # type: ignore[override]
-        """Bytes of the body that the application has not taken."""
-        return self._request.buffered_bytes
-
-    def open(self) -> None:
-        self.note_beginning()
-        if self.connection.is_first(self):
-            self.start()
-
-    def data(self, data: bytes) -> None:
-        self._request.data(data)
-        self.connection.touch()
-
-    def end(self) -> None:
-        self.whole = True
-        self._request.end()
-
-    def cancel(self) -> None:
-        self._request.cancel()
-
-    def start(self) -> None:
-        if self.connection.is_read():
-            self._request.start(self.connection.loop, self.connection.state.tasks)
-
-    # What the application's run calls.
-
-    def scope(self) -> dict[str, Any]:
-        connection, head = self.connection, self.head
-        return {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "http_version": head.version,
-            # The answer to HEAD is that to GET without its body, which `write` leaves out.
-            "method": "GET" if head.method == b"HEAD" else head.method.decode("ascii"),
-            "scheme": connection.door.scheme.decode(),
-            "path": unquote(head.path.decode("latin-1")),
-            "raw_path": head.path,
-            "query_string": head.query,
-            "root_path": "",
-            "headers": list(head.headers),
-            "client": connection.client,
-            "server": connection.server,
-            "state": connection.app_state.copy(),
-        }
-
-    def name(self) -> str:
-        return f"{self.request}: {self.head.ids}" if self.head.ids else self.request
-
-    def took(self, size: int) -> None:
-        self.connection.body_was_taken()
-
-    def begin(self, status: int, headers: list[tuple[bytes, bytes]], length: int | None) -> None:
-        self.begun = True
-        self._status = status
-        self.close = self.connection.will_close(self)
-        bodiless = status in (204, 304)
-        if not bodiless and all(name != b"content-length" for name, _ in headers):
-            if length is not None:
-                headers.append((b"content-length", b"%d" % length))
-            elif self.head.version == "1.1":
-                self._chunked = True
-                headers.append((b"transfer-encoding", b"chunked"))
+    def _write_next(self, rest: deque[bytes]) -> None:
+        """Write the next piece of a large answer, and go on in the next turn of the event loop."""
+        writer = self.writer
+        if writer.is_open(self):
+            writer.write(self, (rest.popleft(),))
+            if rest:
+                writer.peer.loop.call_soon(self._write_next, rest)
             else:
-                self.close = True
-        if self.close:
-            headers.append((b"connection", b"close"))
-        elif self.head.version == "1.0":
-            headers.append((b"connection", b"keep-alive"))
-        connection = self.connection
-        lines = [b"%s: %s\r\n" % header for header in headers]
-        common = connection.door.common_headers(connection.state)
-        self._pieces = [status_line(status), common, *lines, self.head.extra, b"\r\n"]
-
-    def write(self, body: bytes, more: bool) -> None:
-        pieces, self._pieces = self._pieces, []
-        if self.head.method != b"HEAD":
-            if self._chunked:
-                pieces += [b"%x\r\n%s\r\n" % (len(body), body)] if body else []
-                pieces += [] if more else [b"0\r\n\r\n"]
-            else:
-                pieces.append(body)
-        self._sent_bytes += len(body)
-        if more:
-            self.connection.write(b"".join(pieces))
-        else:
-            self.answer = b"".join(pieces)
-            self.log(self._status, self._sent_bytes)
-            self.connection.flush()
-
-    async def drained(self) -> None:
-        await self.connection.drained()
-
-    def failed(self, begun: bool) -> None:
-        connection = self.connection
-        if begun:  # the answer is incomplete, and nothing else can say so
-            connection.transport.abort()
-            return
-        self.close = connection.will_close(self)
-        self.answer = connection.encode(self.head, INTERNAL_ERROR, self.close)
-        self.log(INTERNAL_ERROR.status, len(INTERNAL_ERROR.body))
-        connection.flush()
-
-    def aborted(self) -> None:
-        self.connection.transport.abort()
+                writer.finish(self)

@@ -151,31 +151,35 @@ class Head:
     ) -> None:
         self.method, self.version = method, version
         self.headers = tuple((name.lower(), value) for name, value in pairs)
-        options = b",".join(value for name, value in self.headers if name == b"connection")
+        by_name: dict[bytes, list[bytes]] = {}
+        for name, value in self.headers:
+            by_name.setdefault(name, []).append(value)
+        options = b",".join(by_name.get(b"connection", []))
         # The parser takes "close, keep-alive" in HTTP/1.0 for keep-alive: RFC 9112, 9.3.
-        close = any(option.strip().lower() == b"close" for option in options.split(b","))
-        self.keep_alive = keep_alive and not close
+        self.keep_alive = keep_alive and not (
+            options and any(option.strip().lower() == b"close" for option in options.split(b","))
+        )
         if version not in ("1.0", "1.1"):
             raise Refused(505, f"HTTP version: got {version}, expected 1.0 or 1.1")
-        hosts = [value for name, value in self.headers if name == b"host"]
+        hosts = by_name.get(b"host", [])
         if len(hosts) > 1 or (not hosts and version == "1.1"):
             found = f"{len(hosts)} Host headers" if hosts else "no Host header"
             raise Refused(400, f"host: got {found}, expected exactly one")
         if hosts and not HOST.fullmatch(hosts[0]):
             raise Refused(400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name")
-        codings = [value for name, value in self.headers if name == b"transfer-encoding"]
+        codings = by_name.get(b"transfer-encoding", [])
         self.chunked = bool(codings)
         if codings and version == "1.0":
             raise Refused(400, "transfer-encoding: expected none in HTTP/1.0")
         if self.chunked and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
             found = shown(b", ".join(codings).decode("latin-1"))
             raise Refused(501, f"transfer-encoding: got {found}, expected chunked")
-        lengths = [value for name, value in self.headers if name == b"content-length"]
+        lengths = by_name.get(b"content-length", [])
         if lengths and len(lengths[0]) > _LENGTH_DIGITS:
             found = f"{len(lengths[0])} digits"
             raise Refused(400, f"content-length: got {found}, expected at most {_LENGTH_DIGITS}")
         self.length = int(lengths[0]) if lengths else None
-        expected = [value.lower() for name, value in self.headers if name == b"expect"]
+        expected = [value.lower() for value in by_name.get(b"expect", [])]
         if expected and expected != [b"100-continue"]:
             found = shown(b", ".join(expected).decode("latin-1"))
             raise Refused(417, f"expect: got {found}, expected 100-continue")
@@ -195,9 +199,9 @@ class Head:
         self.error: ServiceError | None = None
         self.wanted: Any = None
         self.known_length = 0
-        named: dict[str, str] = {}
-        for name, value in self.headers:
-            named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        named = {
+            name.decode("latin-1"): found[0].decode("latin-1") for name, found in by_name.items()
+        }
         self.ids = Ids.read(named)
         self.extra = self.ids.line + gate.cors_lines(named)
         self.answer = gate.check(method, self.path, named)

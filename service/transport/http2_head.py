@@ -45,6 +45,7 @@ class Http2Head:
 
     __slots__ = (
         "answer",
+        "chunked",
         "encoding",
         "error",
         "expects_continue",
@@ -59,6 +60,7 @@ class Http2Head:
         "path",
         "query",
         "route",
+        "version",
         "wanted",
     )
 
@@ -77,6 +79,7 @@ class Http2Head:
         self.is_grpc = self.method == b"POST" and named.get("content-type", "").startswith(
             "application/grpc"
         )
+        self.version, self.chunked = "2", False
         self.extra = b""
         self.encoding = "identity"
         self.wanted: Any = None

@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.process.sharing import take, take_all
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 
 _log = logging.getLogger(__name__)
 

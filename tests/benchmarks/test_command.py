@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import latest_weights, missing_library
+from benchmarks.command import latest_weights
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,21 +58,6 @@ def test_help_needs_no_library_and_a_missing_one_is_one_line_with_its_remedy():
     ):
         (line,) = (line for line in lines if line.startswith(f"{name} 1 "))
         assert remedy in line
-
-
-def test_run_by_its_path_the_load_test_imports_the_standard_librarys_http(tmp_path):
-    script = ROOT / "benchmarks" / "load_test.py"
-    done = subprocess.run(
-        [sys.executable, str(script), "--help"], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
-    assert "--duration" in done.stdout
-
-
-@pytest.mark.parametrize("name", ["cupy.cuda", "matplotlib"])
-def test_a_missing_library_is_named_with_its_extra(name):
-    line = missing_library(ModuleNotFoundError("No module", name=name))
-    assert "--constraint constraints.txt --editable '.[" in line
 
 
 def test_versions_are_compared_as_numbers(tmp_path):

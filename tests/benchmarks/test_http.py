@@ -1,30 +1,9 @@
 import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
-from benchmarks.http import PEERS, Round, case, main, ratios, summarise, table
-
-
-def test_a_missing_wrk_is_one_line_with_its_remedy(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "")
-    assert main([]) == 2
-    err = capsys.readouterr().err
-    assert "apt-get install wrk" in err
-    assert err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name", ["json_1", "raw_32", "json_64x4"])
-def test_a_case_is_written_as_it_is_read(name):
-    assert str(case(name)) == name
-
-
-@pytest.mark.parametrize("name", ["json", "json_0", "png_1", "raw_4x", "json_1x32x4"])
-def test_another_name_is_no_case(name, capsys):
-    with pytest.raises(SystemExit):
-        main(["--cases", name])
-    assert f"{name!r}, expected json_CONNECTIONS" in capsys.readouterr().err
+from benchmarks.http import PEERS, Round, main, ratios, summarise, table
 
 
 def one_round(server, rps, cpu_us=100.0):
@@ -46,20 +25,6 @@ def test_the_ratio_is_the_median_of_the_rounds_ratios():
     assert ours.split()[:3] == ["ours", "20", "(10..30)"]
     assert other.split()[-1] == "-"
     assert pairs == "  ours/against: requests/s 1.000 (0.50..6.00)"
-
-
-def test_the_service_is_compared_with_that_of_a_checkout(tiny_file, tmp_path, fake_wrk, capsys):
-    fake_wrk()
-    path = tmp_path / "http.json"
-    command = [f"--weights={tiny_file}", "--rounds=2", f"--json={path}"]
-    against = f"--against={Path(__file__).parents[2]}"
-    assert main([*command, against, "--cases", "json_2x3"]) == 0
-    document = json.loads(path.read_text())
-    assert document["ratios"]["json_2x3"]["rps"] == [1, 1, 1]
-    for server in ("ours", "against"):
-        assert document["cases"]["json_2x3"][server]["rps"] == 250
-    assert not path.with_suffix(".png").exists()
-    assert "ours/against: requests/s" in capsys.readouterr().out
 
 
 def test_the_service_is_measured_beside_every_server_that_is_installed(
@@ -86,9 +51,3 @@ def test_the_service_is_measured_beside_every_server_that_is_installed(
     assert output.count("first answers, all connections opened at once: p50 ") == len(found)
     missing = errors.count("is not measured: it is not installed\n")
     assert missing == len(PEERS) - len(installed)
-
-
-def test_a_folder_that_is_no_checkout_is_named(tmp_path, capsys):
-    with pytest.raises(SystemExit):
-        main([f"--against={tmp_path}"])
-    assert f"--against: {tmp_path}" in capsys.readouterr().err

@@ -1,98 +1,10 @@
-import os
-import select
-import subprocess
-import sys
-
-import numpy as np
 import pytest
 
-from benchmarks.digits import BINARY
 from benchmarks.servers import (
-    Cores,
     Server,
     ServerFailed,
     check_answer,
-    free_port,
-    on,
-    running,
-    split,
 )
-
-LEAVING = """
-import http.server, subprocess, sys
-
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-with open({pipe!r}, "w") as pipe:
-    subprocess.Popen(["sleep", "60"], stdout=pipe)
-http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
-"""
-
-
-@pytest.mark.parametrize(
-    ("available", "load", "service", "rest"),
-    [
-        (range(16), 4, tuple(range(12)), (12, 13, 14, 15)),
-        ((3, 7), 1, (3,), (7,)),
-        ((3, 7, 9), 8, (3,), (7, 9)),
-        ((5,), 1, (5,), (5,)),
-    ],
-)
-def test_the_load_gets_the_last_cores_and_the_service_at_least_one(available, load, service, rest):
-    assert split(available, load) == Cores(service, rest)
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_processes_started_inside_stay_on_their_cores_and_this_one_does_not():
-    before = os.sched_getaffinity(0)
-    core = max(before)
-    with on((core,)):
-        child = subprocess.Popen(["cat"], stdin=subprocess.PIPE)
-    with child:
-        assert os.sched_getaffinity(child.pid) == {core}
-        assert os.sched_getaffinity(0) == before
-        child.stdin.close()
-
-
-def test_a_server_that_ends_is_reported_with_its_log(tmp_path):
-    (tmp_path / "broken.py").write_text("raise SystemExit('no such setting')")
-    with (
-        pytest.raises(ServerFailed, match="no such setting"),
-        running("ours", ["broken"], 1, {}, checkout=tmp_path),
-    ):
-        pass
-
-
-def test_processes_that_a_server_leaves_behind_are_ended(tmp_path):
-    # The child is the only writer of the pipe, which therefore ends with it.
-    os.mkfifo(tmp_path / "pipe")
-    (tmp_path / "leaving.py").write_text(LEAVING.format(pipe=str(tmp_path / "pipe")))
-    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
-    port = free_port()
-    with running("leaving", ["leaving", str(port)], port, {}, checkout=tmp_path):
-        assert select.select([reader], [], [], 0)[0] == []
-    assert select.select([reader], [], [], 10)[0] == [reader]
-    assert os.read(reader, 1) == b""
-    os.close(reader)
-
-
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc")
-def test_cpu_time_is_that_of_the_process_and_its_descendants(tmp_path):
-    burn = "sum(i * i for i in range(10**6))"
-    child = f"{burn}; print('done', flush=True); input()"
-    parent = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])"
-    with subprocess.Popen(
-        [sys.executable, "-c", parent], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    ) as process:
-        process.stdout.readline()
-        server = Server("ours", "http://nowhere", {}, process.pid, tmp_path)
-        assert len(server.pids()) == 2
-        assert server.cpu_s() > 0.02
-        process.stdin.write(b"\n")
-        process.stdin.close()
 
 
 def test_a_wrong_answer_is_reported_before_anything_is_measured(service, requests, say, tmp_path):
@@ -104,16 +16,3 @@ def test_a_wrong_answer_is_reported_before_anything_is_measured(service, request
             check_answer(server, "/predict", requests[0])
         with pytest.raises(ServerFailed, match="answers 404 at /nowhere"):
             check_answer(server, "/nowhere", requests[0])
-
-
-def test_a_binary_answer_is_checked_too(service, requests, tmp_path):
-    rows = np.full((1, 10), 0.01, "<f4")
-    rows[0, requests[0].own_labels] = 0.91
-    with service.listening() as url:
-        server = Server("ours", url, {}, 0, tmp_path)
-        service.behave = lambda number, labels: (200, rows.tobytes(), 0.0)
-        check_answer(server, "/predict", requests[0], BINARY)
-        assert (b"accept", BINARY.encode()) in service.scopes[-1]["headers"]
-        service.behave = lambda number, labels: (200, np.roll(rows, 1).tobytes(), 0.0)
-        with pytest.raises(ServerFailed, match="1 wrong labels"):
-            check_answer(server, "/predict", requests[0], BINARY)

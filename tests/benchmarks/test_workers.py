@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from benchmarks.workers import main, threads_for
+from benchmarks.workers import main
 from benchmarks.workers_report import Case, Measured, rows, table
 from benchmarks.wrk import parse_output
 
@@ -33,14 +33,6 @@ def test_the_cases_of_one_worker_are_measured_and_a_failed_one_stops_no_other(
     captured = capsys.readouterr()
     assert captured.err.count("single_1, round") == 2
     assert "images_64, workers 1, failed: " in captured.out
-
-
-def test_a_service_that_does_not_start_fails_its_cases(tiny_file, fake_wrk, capsys):
-    fake_wrk()
-    command = [f"--weights={tiny_file}", "--workers", "2", "--service-args=--no-such-flag"]
-    assert main([*command, "--device=cpu", "--cases", "single_32", "images_64"]) == 1
-    out = capsys.readouterr().out
-    assert "images_64, workers 2, failed: lenet-serve did not become ready" in out
 
 
 @pytest.fixture
@@ -79,33 +71,3 @@ def test_a_row_has_the_median_and_the_range_of_its_rounds(measured):
     assert cells[:6] == ["8", "yes", "`images_64`", "4", "200 (100..300)", "12,800"]
     assert cells[6:] == ["200", "600 (150..800)", "2.00", "9,000", "60% (*)"]
     assert "limited by the load generator" in notes[-1]
-
-
-def test_the_ratio_to_the_floor_is_the_median_of_the_rounds_ratios(measured):
-    ours = measured(
-        Case("single_1", 1, 1), *(({"sent_p50_us": p50}, 0.1) for p50 in (200, 300, 90))
-    )
-    floor = Case("floor_1", 1, 1, floor=True)
-    bare = measured(floor, *(({"sent_p50_us": p50}, 0.1) for p50 in (50, 60, 30)))
-    other = measured(Case("single_32", 1, 32), ({}, 0.1))
-    found = rows(1, False, [ours, bare, other])
-    assert found[0]["p50_over_floor"] == {"median": 4, "min": 3, "max": 5}
-    assert not any("p50_over_floor" in row or row["limited_by_wrk"] for row in found[1:])
-    assert "single_1, workers 1: p50 is 4.00 (3.00..5.00) times" in table(found)
-
-
-def test_the_threads_of_wrk_share_the_connections_evenly():
-    assert [threads_for(n, 4) for n in (1, 4, 32, 40)] == [1, 4, 4, 4]
-    assert threads_for(32, 3) == 2
-
-
-def test_a_missing_weight_file_is_named(tmp_path, fake_wrk, capsys):
-    fake_wrk()
-    assert main([f"--weights={tmp_path / 'none'}"]) == 2
-    assert "none: " in capsys.readouterr().err
-
-
-def test_cases_that_need_one_worker_are_not_silently_left_out(capsys):
-    with pytest.raises(SystemExit):
-        main(["--workers", "8", "--cases", "single_1"])
-    assert "--workers has no 1" in capsys.readouterr().err

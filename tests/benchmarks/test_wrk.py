@@ -19,31 +19,6 @@ def test_one_failed_answer_fails_a_run(failure, wrk_output):
         parse_output(wrk_output(**failure))
 
 
-def test_a_run_without_an_answer_failed(wrk_output):
-    with pytest.raises(WrkFailed, match="no answer arrived"):
-        parse_output(wrk_output(requests=0))
-
-
-def test_the_error_of_wrk_is_quoted():
-    with pytest.raises(WrkFailed, match="unable to connect"):
-        parse_output("", "unable to connect to 127.0.0.1")
-
-
-def test_a_missing_wrk_is_named_with_its_remedy(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    with pytest.raises(WrkFailed, match="apt-get install wrk"):
-        find_wrk()
-
-
-def test_the_script_has_the_bodies_beside_it(tmp_path):
-    folder = tmp_path / 'a "quoted" folder'
-    folder.mkdir()
-    script = write_script(folder, "/predict", "application/json", [b"abc", b"\0\xff"]).read_text()
-    assert (folder / "bodies").read_bytes() == b"abc\0\xff"
-    assert "{3,2}" in script
-    assert "a \\034quoted\\034 folder" in script
-
-
 @pytest.mark.skipif(shutil.which("wrk") is None, reason="needs wrk")
 @pytest.mark.parametrize("count", [1, 3])
 def test_wrk_sends_every_body_with_its_headers(count, service, requests, say, tmp_path):

@@ -11,7 +11,6 @@ import struct
 import time
 from typing import NamedTuple
 
-import grpc
 import numpy as np
 
 from service.forms import open_inference_pb2 as pb
@@ -200,15 +199,6 @@ def infer_request(images, *, model="", **changes):
         outputs=[pb.ModelInferRequest.InferRequestedOutputTensor(name="probabilities")],
         raw_input_contents=raw,
     )
-
-
-def grpc_status(call, *arguments, **options):
-    """The status of a call that fails, and its message; OK and the answer of one that does not."""
-    try:
-        return grpc.StatusCode.OK, call(*arguments, timeout=TIMEOUT_S, **options)
-    except grpc.RpcError as exc:
-        assert_discreet((exc.details() or "").encode())
-        return exc.code(), exc.details()
 
 
 class AsyncConnection:

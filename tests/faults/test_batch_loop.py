@@ -41,9 +41,9 @@ CALLBACKS = {
     "metrics of a batch": ("service.observe.metrics", "module.Metrics", "batch_ended"),
     "metrics of a request": ("service.observe.metrics", "module.Metrics", "predicted"),
     "metrics of a failure": ("service.observe.metrics", "module.Metrics", "request_done"),
-    "JSON of an answer": ("service.request", "module", "_as_json"),
-    "bytes of an answer": ("service.request", "module", "_as_bytes"),
-    "message of an answer": ("service.api.servicer", "module", "_encode"),
+    "JSON of an answer": ("service.forms.body", "module", "prediction_json"),
+    "bytes of an answer": ("service.forms.body", "module", "prediction_bytes"),
+    "message of an answer": ("service.forms.oip_proto", "module", "_encode"),
     "delivery of rows": ("service.engine.queue", "module.Request", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }

@@ -80,14 +80,6 @@ def test_too_few_descriptors_are_one_line_and_8(start, number):
     assert line.startswith(f"file descriptors: got a limit of {number}, expected at least {LEAST};")
 
 
-def test_too_few_descriptors_for_the_workers_are_one_line_and_8(start):
-    least = LEAST + 3 * LEAST_PER_WORKER
-    service = start("--workers", "3", program=limited(least - 1))
-    assert service.wait() == ExitCode.DESCRIPTORS
-    (line,) = service.lines
-    assert f"got a limit of {least - 1}, expected at least {least};" in line
-
-
 @pytest.mark.parametrize("workers", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_everything_works_with_as_few_descriptors_as_are_asked_for(start, second_version, workers):
     least = LEAST + (LEAST_PER_WORKER * workers if workers > 1 else 0)

@@ -20,7 +20,7 @@ import pytest
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
 from service.transport.http2 import MAX_STREAMS
-from service.transport.http2_connection import MAX_OPEN_STREAMS
+from service.transport.streams import MAX_OPEN_STREAMS
 from tests.faults import http2
 from tests.faults.checks import SETTLE_S, resident_bytes, samples, total
 from tests.faults.clients import Pinger

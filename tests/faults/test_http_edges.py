@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import random
 import re
-import shutil
-import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -17,35 +14,11 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.faults import http2
-from tests.faults.checks import resident_bytes, samples, unharmed
+from tests.faults.checks import resident_bytes
 from tests.faults.clients import RAW, Connection, Pinger, ask, assert_same, chunked, request
-from tests.service.http.test_rfc import ROWS
 
 ACCEPT = b"Accept: " + RAW
 MIB = 1 << 20
-PREDICT = b" /predict HTTP/1.1\r\nContent-Type: application/octet-stream\r\n"
-REFUSALS = [
-    name
-    for name, (data, expected) in ROWS.items()
-    if re.fullmatch(r"[45]\d\d closed", expected) and b" /fast?" not in data  # the echo refuses it
-]
-
-
-def test_every_shape_that_the_connection_refuses_is_refused_by_the_service(start_committed, digits):
-    service = start_committed("--max-body-bytes", "200000").ready()
-    port = service.port
-    with unharmed(service, digits.golden):
-        for name in REFUSALS:
-            data, expected = ROWS[name]
-            if data.startswith(http2.PREFACE):
-                continue  # which the service speaks
-            with Connection(port) as connection:
-                connection.send(data.replace(b" /fast HTTP/1.1\r\n", PREDICT))
-                answer = connection.answer(data[:4].rstrip())
-                assert f"{answer.status} closed" == expected, name
-                assert answer.headers["connection"] == "close", name
-                assert connection.answers() == [], name
 
 
 def test_a_post_that_asks_for_an_upgrade_is_answered_with_its_body_read(served, digits, intact):
@@ -55,19 +28,6 @@ def test_a_post_that_asks_for_an_upgrade_is_answered_with_its_body_read(served, 
         answer = ask(served.port, request(body, ACCEPT, *upgrade))
         assert answer.status == 200
         assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
-
-
-@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
-def test_curl_is_answered_when_it_prefers_http_2(served, digits, intact, tmp_path):
-    (tmp_path / "digit").write_bytes(digits.rows([6])[0])
-    with intact(moved={"http ok": 1}):
-        command = [
-            "curl", "-sS", "--http2", "--max-time", "20", "-o", "/dev/null", "-w", "%{http_code}",
-            "-H", f"Content-Type: {RAW.decode()}", "--data-binary", f"@{tmp_path / 'digit'}",
-            f"http://127.0.0.1:{served.port}/predict",
-        ]  # fmt: skip
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.stdout == "200", done.stderr
 
 
 def test_a_trailer_selects_neither_the_decoder_nor_the_deadline(served, digits, intact):
@@ -95,19 +55,6 @@ def test_garbage_behind_a_request_takes_no_answer_from_it(served, digits, intact
                 assert answer.status == 200
                 assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
                 assert [one.status for one in rest] == [400]
-
-
-def test_a_large_body_is_not_counted_as_the_headers_of_the_next_request(served, digits, intact):
-    large, expected = digits.rows(np.arange(100))
-    small, _ = digits.rows([0])
-    following = request(small, ACCEPT)
-    with intact(moved={"http ok": 2}), Connection(served.port) as connection:
-        connection.send(request(large, ACCEPT) + following[:40])
-        answer = connection.answer()
-        assert answer.status == 200
-        assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
-        connection.send(following[40:])
-        assert connection.answer().status == 200
 
 
 def test_megabytes_of_pipelined_requests_are_answered_in_order(served, digits, intact):
@@ -196,22 +143,6 @@ def test_a_body_in_chunks_of_a_byte_costs_little(served, digits, intact):
         assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
 
 
-def test_a_half_closed_client_is_answered(served, digits, intact):
-    body, expected = digits.rows([3])
-    with intact(moved={"http ok": 1}), Connection(served.port) as connection:
-        connection.send(request(body, ACCEPT))
-        connection.half_close()
-        (answer,) = connection.answers()
-        assert_same(np.frombuffer(answer.body, "<f4").reshape(-1, 10), expected)
-
-
-def test_head_of_a_probe_is_its_get_without_a_body(served, intact):
-    with intact():
-        head = ask(served.port, request(method=b"HEAD", path=b"/healthz"), b"HEAD")
-        got = ask(served.port, request(method=b"GET", path=b"/healthz"))
-        assert (head.status, head.headers["content-length"]) == (200, got.headers["content-length"])
-
-
 @pytest.mark.parametrize("kind", ["length", "chunks", "gzip"])
 def test_a_body_over_the_limit_is_refused_early_and_takes_no_memory(served, intact, kind):
     outcome = "unsupported_media_type" if kind == "gzip" else "too_large"
@@ -233,14 +164,6 @@ def test_a_body_over_the_limit_is_refused_early_and_takes_no_memory(served, inta
 
 METHODS = (b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"PATCH", b"OPTIONS", b"TRACE", b"CONNECT")
 PATHS = (b"/", b"/predict", b"/healthz", b"/readyz", b"/metrics", b"/info", b"/docs", b"/x")
-
-
-def test_every_method_on_every_path_has_an_answer_and_none_is_a_5xx(served, intact):
-    with intact():
-        for method, path in itertools.product(METHODS, PATHS):
-            answer = ask(served.port, request(method=method, path=path), method)
-            assert answer.status in (200, 204, 400, 404, 405, 411, 415, 501), (method, path)
-            assert answer.status != 501 or method == b"CONNECT"
 
 
 def _noise(random_, valid):
@@ -296,15 +219,6 @@ def test_random_and_mangled_requests_get_a_4xx_or_the_end(served, intact, seed):
         statuses = attack(served.port, seed, 1500)
     assert sum(statuses.values()) > 300
     assert not [status for status in statuses if status >= 500 and status not in (501, 505)]
-
-
-@pytest.mark.long
-def test_ten_thousand_random_and_mangled_requests_a_seed(served, intact, seed):
-    series = set(samples(served))
-    with intact(moved=None, rss_bytes=16 * MIB):
-        statuses = attack(served.port, 1000 + seed, 10_000)
-    assert not [status for status in statuses if status >= 500 and status not in (501, 505)]
-    assert len(set(samples(served)) - series) <= 12, "outcomes seen for the first time"
 
 
 def test_probes_are_quick_while_trailers_and_extensions_flood_in(served, digits, intact):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import io
 import json
-import signal
 import time
 
 import grpc
@@ -19,9 +18,7 @@ from tests.faults.clients import (
     RAW,
     AsyncConnection,
     Pinger,
-    ask,
     assert_same,
-    grpc_status,
     infer_request,
     quantiles_ms,
     request,
@@ -140,11 +137,6 @@ def test_every_answer_is_its_callers_when_a_third_of_them_leave(served, digits, 
     _mix(served, digits, intact, seed, rows=10_000, clients=24)
 
 
-@pytest.mark.long
-def test_a_hundred_thousand_rows_a_seed_get_their_own_answers(served, digits, intact, seed):
-    _mix(served, digits, intact, 1000 + seed, rows=100_000, clients=64)
-
-
 def test_batch_mates_are_answered_when_a_large_request_leaves_amid_its_batches(
     served, digits, intact
 ):
@@ -178,43 +170,6 @@ def test_batch_mates_are_answered_when_a_large_request_leaves_amid_its_batches(
         assert asyncio.run(both()) > 50
     dropped = total(samples(served), "lenet_rows_dropped_total", reason="cancelled") - before
     assert dropped > 0
-
-
-def test_one_image_and_many_are_admitted_alike_when_the_queue_is_almost_full(start, digits):
-    # The batch in front never ends, so that what waits is known exactly.
-    arguments = ("--max-queue-rows", "64", "--max-images", "64", "--request-timeout-ms", "60000")
-    service = start(*arguments, "--fault-injection", "--hang-timeout-s", "600").ready()
-
-    async def fill():
-        service.signal(signal.SIGUSR1)
-        service.wait_for("the next batch gets an injected fault")
-        waiting = [await AsyncConnection.open(service.port) for _ in range(3)]
-        waiting[0].writer.write(request(bytes(784)))
-        await asyncio.to_thread(service.wait_for, "injecting fault")
-        waiting[1].writer.write(request(bytes(60 * 784)))  # of 64
-        with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
-            stub = Stub(channel)
-            while True:  # until the 60 are read
-                refused = await asyncio.to_thread(ask, service.port, request(bytes(64 * 784)))
-                if refused.status == 429:
-                    break
-            for rows in (5, 64):
-                answer = await asyncio.to_thread(ask, service.port, request(bytes(rows * 784)))
-                assert (answer.status, answer.headers["retry-after"]) == (429, "1")
-                images = np.zeros((rows, 28, 28), np.uint8)
-                status, _ = await asyncio.to_thread(
-                    grpc_status, stub.ModelInfer, infer_request(images)
-                )
-                assert status == grpc.StatusCode.RESOURCE_EXHAUSTED
-            waiting[2].writer.write(request(bytes(4 * 784)))  # four fit, in one request
-            while True:
-                refused = await asyncio.to_thread(ask, service.port, request(bytes(784)))
-                if refused.status == 429:
-                    break
-        for connection in waiting:
-            connection.reset()
-
-    asyncio.run(fill())
 
 
 def test_singles_are_answered_beside_requests_of_ten_thousand_images(served, digits, intact):
@@ -295,11 +250,6 @@ def _no_series_more(served, digits, intact, count, models):
 
 def test_strange_requests_make_no_series(served, digits, intact):
     _no_series_more(served, digits, intact, 400, 100)
-
-
-@pytest.mark.long
-def test_ten_thousand_strange_requests_make_no_series(served, digits, intact):
-    _no_series_more(served, digits, intact, 10_000, 1_000)
 
 
 async def _scrape(port, over, every_s):

@@ -109,21 +109,6 @@ def test_a_full_disk_costs_the_metrics_of_the_successor_and_nothing_else(start, 
 
 
 @pytest.mark.long
-def test_pages_of_the_first_workers_are_there_when_the_disk_is_full(
-    start, temporary, second_version
-):
-    with mounted(temporary, "size=16m"):
-        service = start("--workers", "2").ready(2)
-        fill(temporary)
-        second_version()
-        service.process.send_signal(signal.SIGHUP)
-        service.wait_for("version 2 .* replaced", 2)
-        assert service.get("/nothing")[0] == 404  # a series that did not exist before
-        assert_serving_and_stopping(service)
-    assert "WARNING" not in service.log
-
-
-@pytest.mark.long
 @pytest.mark.parametrize("options", ["size=64k", "ro"], ids=["full", "read-only"])
 def test_shared_memory_is_used_when_the_folder_for_temporary_files_cannot(
     start, temporary, options

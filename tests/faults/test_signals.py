@@ -162,16 +162,6 @@ def test_a_stop_is_no_other_end_when_it_comes_with_a_start_that_fails(start, tin
     assert "Traceback" not in service.log
 
 
-@pytest.mark.parametrize(
-    "number", [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.long)]
-)
-def test_signals_without_end_leave_no_trace(start, number):
-    service = start().ready()
-    with storm(service, number):
-        assert service.wait() in {ExitCode.STOPPED, 128 + number}
-    assert "Traceback" not in service.log
-
-
 # A stop that something holds up
 
 
@@ -235,15 +225,6 @@ def work(*arguments):
 def install():
     supervisor._work = work
 """
-STUCK_THREAD = """
-import threading, time
-from service import server
-settle = server._settle
-def settle_beside_a_thread():
-    threading.Thread(target=time.sleep, args=(600,), name="decoding").start()
-    settle()
-server._settle = settle_beside_a_thread
-"""
 
 
 def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
@@ -251,13 +232,6 @@ def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
     stick(service, service.process.pid)
     assert_ended_in_time(service)
     service.wait_for("ending without the event loop, which is stuck")
-
-
-@pytest.mark.long
-def test_a_stop_abandons_a_thread_that_does_not_end_and_names_it(start):
-    service = start("--drain-timeout-s", "0.5", program=program_with(STUCK_THREAD)).ready()
-    assert_ended_in_time(service)
-    service.wait_for("ending without decoding")
 
 
 @pytest.mark.long
@@ -269,14 +243,6 @@ def test_a_second_signal_exits_at_once_when_the_event_loop_is_stuck(start):
     service.signal(signal.SIGTERM)
     assert service.wait() == 128 + signal.SIGTERM
     assert service.stopped_after_s() < 1
-
-
-@pytest.mark.long
-def test_a_stop_abandons_a_hung_context_of_a_worker(start):
-    service = start(*STUCK, "--workers", "2").ready(2)
-    hang(service, *service.started_workers())
-    assert_ended_in_time(service)
-    service.wait_for("ending without context-")
 
 
 @pytest.mark.parametrize("ready", [True, pytest.param(False, marks=pytest.mark.long)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import subprocess
 import sys
@@ -10,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.faults.soak import seconds, slope_and_margin
+from tests.faults.soak import slope_and_margin
 from tests.service_process import PROJECT
 
 
@@ -51,16 +50,3 @@ def test_a_slope_is_found_within_its_margin_and_none_where_there_is_none():
     assert abs(slope - 3) < margin < 0.3
     slope, margin = slope_and_margin(at, 5 + noise)
     assert abs(slope) < margin
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"), [("90s", 90), ("10m", 600), ("24h", 86400), ("5", 5)]
-)
-def test_a_duration_has_a_unit_or_is_in_seconds(text, expected):
-    assert seconds(text) == expected
-
-
-@pytest.mark.parametrize("text", ["", "m", "ten"])
-def test_a_duration_that_is_none_is_refused_with_what_is_expected(text):
-    with pytest.raises(argparse.ArgumentTypeError, match="90s, 10m or 24h"):
-        seconds(text)

@@ -33,7 +33,7 @@ def count_reads():
     receive = Connection.data_received
     reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     def data_received(self, data):
-        os.write(reads, b"%d %d\\n" % (self.client[1], len(data)))
+        os.write(reads, b"%d %d\\n" % (self.peer.client[1], len(data)))
         receive(self, data)
     Connection.data_received = data_received
 

@@ -11,13 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from safetensors.numpy import load
 
 from lenet.model import Model
-from service.errors import ExitCode
 from tests.faults.checks import NO_TRACE, resident_bytes, unharmed
 from tests.faults.clients import RAW, Connection, assert_same, request
-from tests.lenet.test_weightfile import signed
 
 GIB = 1 << 30
 REFUSED_WITHIN_S = 5.0
@@ -33,38 +30,10 @@ class Executes:
         return (os.mkdir, (self.path,))
 
 
-def truncated(path, content):
-    path.write_bytes(content[: len(content) // 2])
-
-
-def empty(path, _):
-    path.touch()
-
-
 def one_bit_flipped(path, content):
     changed = bytearray(content)
     changed[-5] ^= 1
     path.write_bytes(changed)
-
-
-def other_shape(path, content):
-    path.write_bytes(signed(content, tensors={_weight(content): np.zeros((3, 3), np.float32)}))
-
-
-def other_dtype(path, content):
-    name = _weight(content)
-    path.write_bytes(signed(content, tensors={name: _tensor(content, name).astype(np.float16)}))
-
-
-def not_a_number(path, content):
-    name = _weight(content)
-    changed = _tensor(content, name).copy()
-    changed.flat[7] = np.nan
-    path.write_bytes(signed(content, tensors={name: changed}))
-
-
-def a_tensor_less(path, content):
-    path.write_bytes(signed(content, drop=(_weight(content),)))
 
 
 def pickled(path, _):
@@ -82,14 +51,6 @@ def sparse_10_gb(path, _):
         file.truncate(10 * GIB)
 
 
-def announces_a_long_header(path, content):
-    path.write_bytes((1 << 40).to_bytes(8, "little") + content[8:])
-
-
-def folder(path, _):
-    path.mkdir()
-
-
 def pipe(path, _):
     os.mkfifo(path)
 
@@ -99,29 +60,13 @@ def unreadable_device(path, _):
 
 
 KINDS = [
-    truncated,
-    empty,
     one_bit_flipped,
-    other_shape,
-    other_dtype,
-    not_a_number,
-    a_tensor_less,
     pickled,
     link_out_of_the_folder,
     sparse_10_gb,
-    announces_a_long_header,
-    folder,
     pipe,
     unreadable_device,
 ]
-
-
-def _weight(content):
-    return next(name for name in load(content) if name.endswith("weight"))
-
-
-def _tensor(content, name):
-    return load(content)[name]
 
 
 def _remove(path):
@@ -161,24 +106,6 @@ def _as_answered(service, golden):
         connection.send(request(golden.images.tobytes(), b"Accept: " + RAW))
         found = np.frombuffer(connection.answer().body, "<f4").reshape(-1, 10)
     return _Labelled(golden.images, found.argmax(axis=1))
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("spoil", KINDS)
-def test_the_start_is_refused_in_one_line(start, tiny_weights, spoil):
-    path = tiny_weights / "lenet" / "1.safetensors"
-    content = path.read_bytes()
-    path.unlink()
-    spoil(path, content)
-    began_s = time.monotonic()
-    service = start()
-    assert service.wait() == ExitCode.WEIGHTS
-    assert time.monotonic() - began_s < REFUSED_WITHIN_S
-    (line,) = service.lines
-    assert "ERROR" in line
-    assert str(path.name) in line
-    assert not NO_TRACE.search(service.log)
-    assert not (tiny_weights / "lenet" / "executed").exists()
 
 
 def _swap_folders(tmp_path, tiny_weights, random_weights, tiny, digits, start, swaps):

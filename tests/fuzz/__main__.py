@@ -46,7 +46,6 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the targets")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--run", type=Path, nargs="+", metavar="FILE", help="run these once")
-    parser.add_argument("--seeds", action="store_true", help="write the named seeds to the corpus")
     parser.add_argument("--minimise", action="store_true", help="copy there what adds coverage")
     arguments = parser.parse_args()
     if arguments.list:
@@ -61,12 +60,6 @@ def main() -> int:
             for path in arguments.run:
                 print(path)
                 run_traced(target, path.read_bytes())
-        return 0
-    if arguments.seeds:
-        (CORPUS / name).mkdir(parents=True, exist_ok=True)
-        with closing(load(name)) as target:
-            for seed, content in target.seeds().items():
-                (CORPUS / name / seed).write_bytes(content)
         return 0
     if arguments.minimise:
         _keep_what_adds(name)
@@ -171,8 +164,7 @@ def _mutate_blindly(name: str, seconds: float) -> int:
 
 
 def _mutate(target: Target, name: str, seconds: float) -> int:
-    inputs = list(target.seeds().values())
-    inputs += [path.read_bytes() for path in sorted((CORPUS / name).glob("*"))]
+    inputs = [path.read_bytes() for path in sorted((CORPUS / name).iterdir())]
     rng = random.Random(0)
     _limit_memory()
     end_s, runs = time.monotonic() + seconds, 0

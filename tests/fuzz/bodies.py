@@ -82,16 +82,6 @@ class OctetsTarget(Target):
             expected = pixels if pixels is None or invert != "true" else 255 - pixels
             compare(found, expected)
 
-    def seeds(self) -> dict[str, bytes]:
-        image = samples.image_bytes()
-        return {
-            "empty": b"",
-            "one-image": image,
-            "two-images": image + bytes(784),
-            "a-byte-missing": image[1:],
-            "too-many-images": bytes(784 * (MAX_IMAGES + 1)),
-        }
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.5:
             return mutate(data)
@@ -114,9 +104,6 @@ class JsonTarget(Target):
                 raise Finding(f"refused as too large: {found.message}")
             return
         compare(found, expected)
-
-    def seeds(self) -> dict[str, bytes]:
-        return samples.json_bodies()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.3:
@@ -222,9 +209,6 @@ class NpyTarget(Target):
         elif array is not None and data == samples.npy(array) and _fits(array):
             raise Finding(f"refused what np.save wrote, {array.shape}: {found.message}")
 
-    def seeds(self) -> dict[str, bytes]:
-        return samples.npy_bodies()
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         end = data.find(b"}") + 1
         if not end or rng.random() < 0.3:
@@ -295,9 +279,6 @@ class MultipartTarget(Target):
             compare(found, None)
         else:
             compare(found, np.concatenate(expected))
-
-    def seeds(self) -> dict[str, bytes]:
-        return samples.multipart_bodies()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         line, _, body = data.partition(b"\n")

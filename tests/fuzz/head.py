@@ -11,9 +11,10 @@ from urllib.parse import unquote_plus
 import httptools
 
 from service.api.explain import ExplainRoute, ExplainWanted
+from service.api.routes import image_routes, prefers
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
 from service.forms.body import ACCEPTED, Limits
-from service.request import PredictRoute, PredictWanted, prefers
+from service.request import Requests, Wanted
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes, Head, Refused
 from tests.fuzz.bodies import check_error
@@ -68,12 +69,12 @@ class HeadTarget(Target):
     def __init__(self) -> None:
         super().__init__()
         # Reading needs no model, no queue and no budget.
-        parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(PredictRoute))
+        parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Requests))
         parts |= {"limits": Limits(max_images=8), "max_body_bytes": MAX_BODY_BYTES}
-        predict = PredictRoute(**{**parts, "timeout_s": TIMEOUT_S})
-        explain = ExplainRoute.beside(predict, cast("Any", None))
+        requests = Requests(**{**parts, "timeout_s": TIMEOUT_S})
+        explain = ExplainRoute.beside(requests, cast("Any", None))
         self._routes: FastRoutes = {
-            (b"POST", b"/predict"): predict,
+            (b"POST", b"/predict"): image_routes(requests)[b"POST", b"/predict"],
             (b"POST", b"/explain"): explain,
         }
 
@@ -118,7 +119,7 @@ class HeadTarget(Target):
         else:
             self._check_wanted(head.wanted, named, head)
 
-    def _check_wanted(self, wanted: PredictWanted, named: dict[str, str], head: Head) -> None:
+    def _check_wanted(self, wanted: Wanted, named: dict[str, str], head: Head) -> None:
         kind = named.get("content-type", "").partition(";")[0].strip().lower()
         if kind not in (*ACCEPTED, "image/jpg"):
             raise Finding(f"accepted content type {kind!r}")
@@ -135,13 +136,13 @@ class HeadTarget(Target):
         if wanted.timeout_s != expected_s:
             raise Finding(f"a timeout of {wanted.timeout_s} for {text!r}")
         plain = plain_preference(named.get("accept", ""))
-        if plain is not None and wanted.binary != plain:
-            raise Finding(f"binary is {wanted.binary} for Accept: {named['accept']!r}")
+        if plain is not None and wanted.form.binary != plain:
+            raise Finding(f"binary is {wanted.form.binary} for Accept: {named['accept']!r}")
         query = dict(_plain_query(head.query))
         for name in ("model", "version"):
             if getattr(wanted, name) != query.get(name, ""):
                 raise Finding(f"{name} is {getattr(wanted, name)!r} of {head.query!r}")
-        if prefers("application/octet-stream", named.get("accept", "")) != wanted.binary:
+        if prefers("application/octet-stream", named.get("accept", "")) != wanted.form.binary:
             raise Finding("Accept is read in two ways")
         if isinstance(wanted, ExplainWanted):
             self._check_change(wanted, query)
@@ -160,9 +161,6 @@ class HeadTarget(Target):
             or (change.noise and not change.noisy)
         ):
             raise Finding(f"accepted {query}")
-
-    def seeds(self) -> dict[str, bytes]:
-        return _seeds()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.1:
@@ -308,78 +306,3 @@ _URL_WORDS = (
         b"a" * 500,
     ),
 )
-
-
-def _seeds() -> dict[str, bytes]:
-    def head(*lines: bytes, target: bytes = b"/predict", version: bytes = b"HTTP/1.1") -> bytes:
-        first = b"POST " + target + b" " + version
-        fixed = (b"Host: a", b"Content-Type: application/octet-stream", b"Content-Length: 784")
-        named = {line.partition(b":")[0] for line in lines}
-        kept = [line for line in fixed if line.partition(b":")[0] not in named]
-        return b"\r\n".join((first, *kept, *lines)) + b"\r\n\r\n"
-
-    heads = {
-        "plain": head(),
-        "http-1.0": head(version=b"HTTP/1.0"),
-        "http-1.0-chunked": head(b"Transfer-Encoding: chunked", version=b"HTTP/1.0"),
-        "http-3": head(version=b"HTTP/3.0"),
-        "another-path": head(target=b"/x"),
-        "percent-encoded": head(target=b"/%70redict"),
-        "absolute": head(target=b"http://a/predict?model=b"),
-        "absolute-https": head(target=b"https://a/predict"),
-        "absolute-without-path": head(target=b"http://a"),
-        "a-fragment": head(target=b"/predict#x"),
-        "an-asterisk": head(target=b"*"),
-        "an-asterisk-and-more": head(target=b"*predict"),
-        "each-parameter": head(target=b"/predict?model=a%20b&version=1+2&invert=true"),
-        "a-parameter-twice": head(target=b"/predict?model=a&model=b"),
-        "an-unknown-parameter": head(target=b"/predict?models=a"),
-        "an-empty-parameter": head(target=b"/predict?model=&invert=false"),
-        "invert-maybe": head(target=b"/predict?invert=maybe"),
-        "explain": head(target=b"/explain"),
-        "explain-each-parameter": head(
-            target=b"/explain?model=a&index=3&biases=off&noisy=conv1&noise=0.5"
-        ),
-        "explain-an-exponent": head(target=b"/explain?noisy=conv1&noise=5e-1"),
-        "explain-noise-too-large": head(target=b"/explain?noisy=conv1&noise=10.1"),
-        "explain-noise-not-a-number": head(target=b"/explain?noisy=conv1&noise=nan"),
-        "explain-noise-not-ascii": head(target=b"/explain?noisy=conv1&noise=%B2"),
-        "explain-noise-of-nothing": head(target=b"/explain?noise=1"),
-        "explain-noisy-without-noise": head(target=b"/explain?noisy=conv1"),
-        "explain-index-negative": head(target=b"/explain?index=-1"),
-        "explain-biases-maybe": head(target=b"/explain?biases=maybe"),
-        "predict-an-index": head(target=b"/predict?index=0"),
-        "a-lone-percent": head(target=b"/predict?model=%&version=%zz"),
-        "timeout": head(b"X-Request-Timeout-Ms: 50"),
-        "timeout-0": head(b"X-Request-Timeout-Ms: 0"),
-        "timeout-too-long": head(b"X-Request-Timeout-Ms: 3600001"),
-        "timeout-not-ascii": head(b"X-Request-Timeout-Ms: \xb2"),
-        "timeout-of-eight-digits": head(b"X-Request-Timeout-Ms: 00000001"),
-        "compressed": head(b"Content-Encoding: gzip"),
-        "not-compressed": head(b"Content-Encoding: Identity"),
-        "too-large": head(b"Content-Length: 10001"),
-        "a-length-of-21-digits": head(b"Content-Length: 000000000000000000001"),
-        "chunked": head(b"Transfer-Encoding: chunked").replace(b"Content-Length: 784\r\n", b""),
-        "two-codings": head(b"Transfer-Encoding: gzip", b"Transfer-Encoding: chunked"),
-        "no-content-type": head(b"Content-Type: "),
-        "a-form": head(b"Content-Type: application/x-www-form-urlencoded"),
-        "no-host": head(b"Host: ").replace(b"Host: \r\n", b""),
-        "a-host-with-a-space": head(b"Host: a b"),
-        "two-hosts": head(b"Host: a", b"Host: b"),
-        "close": head(b"Connection: Keep-Alive, Close"),
-        "expect": head(b"Expect: 100-continue"),
-        "expect-more": head(b"Expect: 200-ok"),
-        "upgrade": head(b"Connection: upgrade", b"Upgrade: h2c"),
-    }
-    for name, value in {
-        "accept-octets": b"application/octet-stream",
-        "accept-any": b"*/*",
-        "accept-both": b"application/json, application/octet-stream",
-        "accept-octets-rather": b"application/json;q=0.5, application/octet-stream",
-        "accept-octets-never": b"application/octet-stream;q=0, */*",
-        "accept-a-wildcard-less": b"application/octet-stream, application/*;q=0.1",
-        "accept-parameters": b"application/octet-stream;v=1;q=0.7, application/json;q=0.8",
-        "accept-broken": b"application/octet-stream;q=x;;, ,/",
-    }.items():
-        heads[name] = head(b"Accept: " + value)
-    return heads

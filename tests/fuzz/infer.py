@@ -6,13 +6,15 @@ import json
 import random
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
 from lenet.pixels import Images
 from service.errors import InvalidInput, ServiceError, TooLarge
-from service.forms.oip_json import Asked, read_infer_body
+from service.forms.form import asked_from
+from service.forms.oip_json import read_infer_body
 from service.forms.tensors import (
     CLASSIFIED,
     OUTPUTS,
@@ -47,12 +49,8 @@ class InferBodyTarget(Target):
         found = (asked.id, [(one.name, one.binary, one.classes) for one in asked.outputs])
         if (*found, asked.timeout_us) != expected[1:]:
             raise Finding(f"read {asked}, expected {expected[1:]}")
-        if Asked.from_json(json.loads(json.dumps(_plain(asked)))) != asked:
+        if asked_from(json.loads(json.dumps(asdict(asked))), len(images)) != asked:
             raise Finding(f"{asked} is another after a decoding process")
-
-    def seeds(self) -> dict[str, bytes]:
-        documents = {name: _joined(*parts) for name, parts in _documents().items()}
-        return {**documents, "raw": b"0\n" + bytes(784), "raw-of-785": b"0\n" + bytes(785)}
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         line, _, body = data.partition(b"\n")
@@ -77,13 +75,6 @@ def check_refusal(error: ServiceError, size: int, expected: Images | None) -> No
     counted = size > _UNCHECKED_BYTES and "more" in error.message  # before it was parsed
     if expected is not None and not counted:
         raise Finding(f"refused {expected.shape}: {error.message}") from error
-
-
-def _plain(asked: Asked) -> dict[str, Any]:
-    outputs = [
-        {"name": one.name, "binary": one.binary, "classes": one.classes} for one in asked.outputs
-    ]
-    return {"id": asked.id, "outputs": outputs, "timeout_us": asked.timeout_us}
 
 
 class Refused(Exception):
@@ -210,59 +201,3 @@ def _flat(data: Any, shape: list[Any]) -> list[Any]:
         found = [inner for one in found for inner in one]
     _must(not any(type(one) is list for one in found))
     return found
-
-
-def _joined(document: Any, rest: bytes | None = None) -> bytes:
-    text = json.dumps(document).encode()
-    return (b"" if rest is None else b"%d" % len(text)) + b"\n" + text + (rest or b"")
-
-
-def _documents() -> dict[str, tuple[Any, ...]]:
-    def tensor(**fields: Any) -> dict[str, Any]:
-        return {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], **fields}
-
-    def request(*inputs: Any, **fields: Any) -> dict[str, Any]:
-        return {"inputs": list(inputs), **fields}
-
-    zeros = [0] * 784
-    rows = [[0] * 28] * 28
-    sized = tensor(parameters={"binary_data_size": 784})
-    return {
-        "flat": (request(tensor(data=zeros)),),
-        "nested": (request(tensor(data=[rows])),),
-        "nested-channel": (request(tensor(shape=[1, 1, 28, 28], data=[[rows]])),),
-        "one-image": (request(tensor(shape=[28, 28], data=rows)),),
-        "flat-rows": (request(tensor(shape=[2, 784], data=[zeros, zeros])),),
-        "ragged": (request(tensor(data=[rows[1:]])),),
-        "floats": (request(tensor(datatype="FP32", data=[1.0, *zeros[1:]])),),
-        "a-fraction": (request(tensor(datatype="FP32", data=[0.5, *zeros[1:]])),),
-        "a-float-as-uint8": (request(tensor(data=[1.0, *zeros[1:]])),),
-        "true": (request(tensor(data=[True, *zeros[1:]])),),
-        "beyond-int64": (request(tensor(datatype="FP32", data=[2**64, *zeros[1:]])),),
-        "binary": (request(sized), bytes(784)),
-        "binary-float": (
-            request(tensor(datatype="FP32", parameters={"binary_data_size": 3136})),
-            bytes(3136),
-        ),
-        "binary-too-short": (request(sized), bytes(783)),
-        "binary-too-long": (request(sized), bytes(785)),
-        "binary-and-data": (request({**sized, "data": zeros}), bytes(784)),
-        "two-inputs": (request(sized, sized), bytes(2 * 784)),
-        "outputs": (
-            request(
-                sized,
-                outputs=[
-                    {"name": "label", "parameters": {"binary_data": True}},
-                    {"name": "probabilities", "parameters": {"classification": 3}},
-                ],
-                parameters={"binary_data_output": False, "timeout": 5000, "priority": 1},
-                id="7",
-            ),
-            bytes(784),
-        ),
-        "an-output-twice": (request(sized, outputs=[{"name": "label"}] * 2), bytes(784)),
-        "shared-memory": (request(tensor(parameters={"shared_memory_region": "x"}, data=zeros)),),
-        "nothing": ({},),
-        "null": (None,),
-        "no-inputs": (request(),),
-    }

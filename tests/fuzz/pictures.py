@@ -22,10 +22,6 @@ from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
 
 Grey = np.ndarray[Any, np.dtype[np.uint8]]
 
-_UNREADABLE = "not a readable"
-_LEVELS = 1
-"""A grey level of two ways to compute luminance and transparency may differ by rounding."""
-
 
 class _PictureTarget(Target):
     kind = ""
@@ -83,9 +79,6 @@ class PngTarget(_PictureTarget):
             plain_png(data, lenient=True)
         except NotPlain as exc:
             raise Finding(f"accepted what is no picture: {exc}") from exc
-
-    def seeds(self) -> dict[str, bytes]:
-        return samples.png_bodies()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.1:
@@ -363,9 +356,6 @@ class JpegTarget(_PictureTarget):
         if plain and not np.array_equal(found, again):
             raise Finding("other pixels than Pillow's of the whole file")
 
-    def seeds(self) -> dict[str, bytes]:
-        return samples.jpeg_bodies()
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.2:
             return mutate(data)
@@ -441,9 +431,6 @@ class WebpTarget(_WholeFileTarget):
         else:
             super().run(data)
 
-    def seeds(self) -> dict[str, bytes]:
-        return samples.webp_bodies()
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.2 or len(data) < 20:
             return mutate(data)
@@ -482,9 +469,6 @@ class GifTarget(_WholeFileTarget):
             return None
         return super().decode_plain(picture)
 
-    def seeds(self) -> dict[str, bytes]:
-        return samples.gif_bodies()
-
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.5:
             return mutate(data)
@@ -504,9 +488,6 @@ class BmpTarget(_WholeFileTarget):
         if picture.info.get("compression") in (1, 2) or picture.mode == "1":
             return None
         return super().decode_plain(picture)
-
-    def seeds(self) -> dict[str, bytes]:
-        return samples.bmp_bodies()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.3 or len(data) < 54:

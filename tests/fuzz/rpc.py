@@ -5,34 +5,28 @@ Both are compared with the rules in plain Python.
 
 from __future__ import annotations
 
-import json
 import math
 import random
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 from google.protobuf.message import DecodeError
 
 from lenet.pixels import Images
-from service.api.grpc_infer import _read_one_image
 from service.errors import InvalidInput, ServiceError, TooLarge
 from service.forms import open_inference_pb2 as pb
-from service.forms.oip_proto import Asked, decode_message
+from service.forms.form import Asked, Decoded, RequestedOutput
+from service.forms.oip_proto import OipProtoForm
 from service.forms.proto_guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request, split
 from service.forms.tensors import (
     ALL_OUTPUTS,
     CLASSIFIED,
     INPUT,
     OUTPUTS,
-    InputTensor,
-    RequestedOutput,
-    read_images,
-    requested_outputs,
 )
-from tests.fuzz import samples
 from tests.fuzz.bodies import check_error
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list
 
@@ -82,73 +76,6 @@ def plain_images(tensors: Sequence[Tensor]) -> Images | None:
         if not 0 <= value <= 255 or value != int(value):
             return None
     return np.array([int(value) for value in data], np.uint8).reshape(rows, 28, 28)
-
-
-class TensorsTarget(Target):
-    """A request described by JSON: what another transport could bring.
-
-    `"data"` is a list of numbers; `"raw"` is a list of runs of bytes, each `[byte in hex, count]`.
-    """
-
-    max_bytes = 16 * 1024
-
-    def run(self, data: bytes) -> None:
-        try:
-            document = json.loads(data)
-            tensors = [self._tensor(entry) for entry in document["inputs"]]
-            outputs = [name for name in document["outputs"] if isinstance(name, str)]
-        except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
-            return
-        inputs = (
-            InputTensor(one.name, one.datatype, one.shape, cast("Any", one.data), "source")
-            for one in tensors
-        )
-        expected = plain_images(tensors)
-        try:
-            images = read_images(inputs, MAX_IMAGES)
-        except (InvalidInput, TooLarge) as exc:
-            check_error(exc)
-            if expected is not None:
-                raise Finding(f"refused {expected.shape}: {exc.message}") from exc
-        else:
-            if expected is None or not np.array_equal(images, expected):
-                raise Finding(f"got {images.shape}, expected {expected is not None}")
-            if images.dtype != np.uint8 or not images.flags.c_contiguous:
-                raise Finding(f"got {images.dtype}, {images.flags}")
-        valid = all(name in OUTPUTS for name in outputs) and len(set(outputs)) == len(outputs)
-        try:
-            wanted = [one.name for one in requested_outputs(map(RequestedOutput, outputs), 1)]
-        except InvalidInput as exc:
-            check_error(exc)
-            if valid:
-                raise Finding(f"refused the outputs {outputs}") from exc
-        else:
-            if not valid or wanted != outputs:
-                raise Finding(f"got {wanted} for {outputs}")
-
-    def _tensor(self, entry: Any) -> Tensor:
-        if "raw" in entry:
-            runs = [(bytes.fromhex(byte), count) for byte, count in entry["raw"]]
-            if sum(len(byte) * count for byte, count in runs) > 1 << 16:
-                raise ValueError("too long for a case")
-            data: bytes | Sequence[Any] = b"".join(byte * count for byte, count in runs)
-        else:
-            data = [number for number in entry["data"] if type(number) in (int, float)]
-            data = [
-                number for number in data if -(2**31) <= number < 2**32 or type(number) is float
-            ]
-        name, datatype = str(entry["name"]), str(entry["datatype"])
-        return Tensor(name, datatype, tuple(entry["shape"]), data)
-
-    def seeds(self) -> dict[str, bytes]:
-        return {name: json.dumps(value).encode() for name, value in _tensor_documents().items()}
-
-    def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
-        try:
-            document = json.loads(data)
-        except (ValueError, RecursionError):
-            return mutate(data)
-        return json.dumps(changed(document, rng)).encode()
 
 
 def changed(value: Any, rng: random.Random) -> Any:
@@ -203,53 +130,13 @@ def changed(value: Any, rng: random.Random) -> Any:
     )
 
 
-def _tensor_documents() -> dict[str, Any]:
-    def document(*inputs: Any, outputs: Sequence[str] = ()) -> Any:
-        return {"inputs": list(inputs), "outputs": list(outputs)}
-
-    def tensor(**fields: Any) -> dict[str, Any]:
-        found = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], **fields}
-        return found if "data" in found else {"raw": [["07", 784]], **found}
-
-    zeros = [0] * 784
-    return {
-        "raw": document(tensor()),
-        "typed": document(tensor(data=zeros)),
-        "raw-float": document(tensor(datatype="FP32", raw=[["0000803f", 784]])),
-        "raw-float-nan": document(tensor(datatype="FP32", raw=[["0000c07f", 784]])),
-        "raw-float-fraction": document(tensor(datatype="FP32", raw=[["0000003f", 784]])),
-        "typed-256": document(tensor(data=[*zeros[1:], 256])),
-        "typed-fraction": document(tensor(datatype="FP32", data=[0.25, *zeros[1:]])),
-        "typed-too-few": document(tensor(data=zeros[1:])),
-        "one-image": document(tensor(shape=[28, 28])),
-        "flat-image": document(tensor(shape=[784])),
-        "channel-axis": document(tensor(shape=[1, 1, 28, 28])),
-        "two-images": document(tensor(shape=[2, 784], raw=[["01", 784], ["ff", 784]])),
-        "no-images": document(tensor(shape=[0, 28, 28], raw=[])),
-        "too-many-images": document(tensor(shape=[9, 784], raw=[["00", 9 * 784]])),
-        "no-shape": document(tensor(shape=[])),
-        "a-shape-of-seven": document(tensor(shape=[1] * 7)),
-        "a-negative-size": document(tensor(shape=[-1, 28, 28])),
-        "a-huge-size": document(tensor(shape=[2**62, 28, 28])),
-        "beyond-int64": document(tensor(shape=[10**30, 28, 28])),
-        "a-size-of-28.0": document(tensor(shape=[1, 28.0, 28])),
-        "a-size-of-true": document(tensor(shape=[True, 28, 28])),
-        "another-name": document(tensor(name="x")),
-        "another-datatype": document(tensor(datatype="INT64")),
-        "two-inputs": document(tensor(), tensor()),
-        "no-input": document(),
-        "each-output": document(tensor(), outputs=OUTPUTS),
-        "an-output-twice": document(tensor(), outputs=("label", "label")),
-        "an-unknown-output": document(tensor(), outputs=("logits",)),
-    }
-
-
 # Messages
 
 
-def decode(message: bytes) -> tuple[Images, Asked]:
-    """As the servicer does: the short way for one raw image, or guard, protobuf and decoding."""
-    return _read_one_image(message) or decode_message(message, MAX_IMAGES)
+def decode(message: bytes) -> Decoded:
+    """As the service does: at once, or in a decoding process."""
+    form = OipProtoForm(MAX_IMAGES)
+    return form.decode_now(message) or form.decode(message, lambda: None)
 
 
 class GrpcTarget(Target):
@@ -262,7 +149,8 @@ class GrpcTarget(Target):
         request = self._check_guard(data)
         expected = None if request is None else _expected(request)
         try:
-            images, wanted = decode(data)
+            decoded = decode(data)
+            images, wanted = decoded.images, decoded.asked
         except (InvalidInput, TooLarge) as exc:
             check_error(exc)
             if expected is not None:
@@ -284,7 +172,7 @@ class GrpcTarget(Target):
             given = request.parameters["timeout"]
             timeout_us = given.int64_param or given.uint64_param
         who = request.model_name, request.model_version, request.id
-        asked = Asked(*who, names, raw, timeout_us)
+        asked = Asked(*who, names, raw, timeout_us=timeout_us)
         if wanted != asked:
             raise Finding(f"read {wanted}, expected {asked}")
 
@@ -327,9 +215,6 @@ class GrpcTarget(Target):
             if without != plain:
                 raise Finding("split into another message")
         return plain
-
-    def seeds(self) -> dict[str, bytes]:
-        return _messages()
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.15:
@@ -487,71 +372,3 @@ def _changed_message(
 
     items = [_serialized(*field) for field in fields]
     return b"".join(mutate_list(items, rng, change))
-
-
-def _messages() -> dict[str, bytes]:
-    pixels = samples.image_bytes()
-
-    def message(raw: bytes | None = pixels, outputs: Any = (), **fields: Any) -> bytes:
-        tensor = {"name": "image", "datatype": "UINT8", "shape": (1, 28, 28), **fields}
-        request = pb.ModelInferRequest(
-            model_name="lenet",
-            id="1",
-            inputs=[pb.ModelInferRequest.InferInputTensor(**tensor)],
-            outputs=[{"name": name} for name in outputs],
-        )
-        if raw is not None:
-            request.raw_input_contents.append(raw)
-        return request.SerializeToString()
-
-    def contents(**numbers: Any) -> pb.InferTensorContents:
-        return pb.InferTensorContents(**numbers)
-
-    whole = message()
-    yes = {"classification": pb.InferParameter(int64_param=3)}
-    return {
-        "empty": b"",
-        "raw": whole,
-        "raw-and-more-behind": whole + _serialized(3, 2, b"id"),
-        "raw-float": message(
-            np.frombuffer(pixels, np.uint8).astype("<f4").tobytes(), datatype="FP32"
-        ),
-        "raw-image-with-label": message(outputs=("label",)),
-        "raw-of-two": message(pixels * 2, shape=(2, 784)),
-        "raw-of-81": message(pixels, shape=(81, 784)),
-        "raw-and-typed": message(contents=contents(uint_contents=[1])),
-        "two-raw": message() + _serialized(7, 2, pixels),
-        "no-data": message(None),
-        "typed": message(None, contents=contents(uint_contents=list(pixels))),
-        "typed-float": message(
-            None, datatype="FP32", contents=contents(fp32_contents=list(pixels))
-        ),
-        "typed-not-packed": _serialized(1, 2, b"lenet")
-        + _serialized(
-            5,
-            2,
-            _serialized(1, 2, b"image")
-            + _serialized(2, 2, b"UINT8")
-            + _serialized(3, 2, b"\x10\x1c\x1c")
-            + _serialized(5, 2, b"".join(b"\x20\x01" for _ in range(784))),
-        ),
-        "typed-in-another-field": message(None, contents=contents(int_contents=[1])),
-        "typed-bytes": message(None, contents=contents(bytes_contents=[b"a"])),
-        "each-output": message(outputs=("probabilities", "label")),
-        "an-unknown-output": message(outputs=("logits",)),
-        "an-output-twice": message(outputs=("label", "label")),
-        "an-unknown-datatype": message(datatype="BOOL"),
-        "the-classification-extension": message(parameters=yes),
-        "an-unknown-parameter": message(parameters={"x": pb.InferParameter(string_param="y")}),
-        "two-inputs": whole + _serialized(5, 2, b"\n\5image"),
-        "empty-inputs": b"\x2a\0" * 1100,
-        "empty-raw": b"\x3a\0" * 1100,
-        "a-group": whole + b"\x4b\x4c",
-        "an-unknown-field": whole + _serialized(100, 2, b"x"),
-        "a-name-that-is-no-utf-8": _serialized(1, 2, b"\xff") + whole,
-        "cut": whole[:-1],
-        "a-size-beyond": whole + b"\x0a\xff\xff\xff\xff\x0f",
-        "a-number-of-eleven-bytes": whole + b"\xff" * 11,
-        "field-0": whole + b"\2\0",
-        "the-image-within-another-field": _serialized(1, 2, b"x\x3a\x90\x06" + pixels),
-    }

@@ -42,8 +42,7 @@ class Finding(AssertionError):
 class Target:
     """One parser.
 
-    `seeds` are inputs by a name that says what they are. `run` raises `Finding`, or whatever error
-    the parser raised that it does not document.
+    `run` raises `Finding`, or whatever error the parser raised that it does not document.
     """
 
     max_bytes = 1 << 16
@@ -56,10 +55,6 @@ class Target:
 
     def run(self, data: bytes) -> None:
         """Parse `data`, and compare with what is expected."""
-        raise NotImplementedError
-
-    def seeds(self) -> dict[str, bytes]:
-        """Inputs to start from."""
         raise NotImplementedError
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
@@ -104,8 +99,6 @@ MODULES = MappingProxyType(
             ("service.transport.http2", "service.transport.http2_head"),
         ),
         "grpc": ("rpc", "GrpcTarget", ("service.forms", "service.api")),
-        "tensors": ("rpc", "TensorsTarget", ("service.forms.tensors",)),
-        "frames": ("frames", "FrameTarget", ("service.decode.pool",)),
         "tensorflow": ("tensorflow", "TensorflowBodyTarget", ("service.forms.tensorflow",)),
         "infer": (
             "infer",
@@ -114,9 +107,6 @@ MODULES = MappingProxyType(
         ),
         "weights": ("files", "WeightsTarget", ("lenet.weightfile", "lenet.model")),
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
-        "import": ("files", "ImportTarget", ("trainer.importing", "trainer.tensor_files")),
-        "engine_cache": ("files", "EngineCacheTarget", ("lenet.cuda.engine_cache",)),
-        "checkpoint": ("files", "CheckpointTarget", ("trainer.checkpoint",)),
     }
 )
 """By name: the module below `tests.fuzz`, the class, and the modules whose coverage guides."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import binascii
 import json
 import random
@@ -39,27 +38,6 @@ class TensorflowBodyTarget(Target):
             raise Finding(f"accepted {images.shape}")
         if columnar != expected[1] or not np.array_equal(images, expected[0]):
             raise Finding("other pixels, or another form, than expected")
-
-    def seeds(self) -> dict[str, bytes]:
-        image = (np.arange(784) % 256).astype(np.uint8).reshape(28, 28)
-        text = {"b64": base64.b64encode(image.tobytes()).decode()}
-        forms: dict[str, Any] = {
-            "nested": [image.tolist()] * 2,
-            "flat": [image.ravel().tolist()],
-            "one-channel": [image[..., np.newaxis].tolist()],
-            "floats": [image.astype(float).tolist()],
-            "exponent": [[1e22, *image.ravel().tolist()[1:]]],
-            "base64": [text] * 2,
-            "named": [{"image": image.tolist()}],
-            "named-base64": [{"image": text}],
-            "one-image": image.tolist(),
-        }
-        documents = {f"row-{name}": {"instances": form} for name, form in forms.items()}
-        documents |= {f"column-{name}": {"inputs": form} for name, form in forms.items()}
-        documents["column-object"] = {"inputs": {"image": forms["flat"]}}
-        documents["signature"] = {"signature_name": "serving_default", "instances": [text]}
-        documents["other-signature"] = {"signature_name": "x", "instances": [text]}
-        return {name: json.dumps(document).encode() for name, document in documents.items()}
 
     def mutate(self, data: bytes, rng: random.Random, mutate: MutateBytes) -> bytes:
         if rng.random() < 0.3:

@@ -77,7 +77,7 @@ def main() -> None:
             digits = Digits(images, random.integers(0, 10, 40).astype(np.uint8))
             limits = WarpLimits(10, 0.1, 5, 2, 2)
             run = Run(digits, 13, limits, 5, np.full(3, 0.1, np.float32))
-            state = RunState.upload(run, 0, dtype == np.float16, 0, 1)
+            state = RunState.upload(run, 0, dtype == np.float16, None, 0, 1)
             x, labels = batch.batch(state)
             batch.input_from_images(images)
             dy = cupy.asarray(random.standard_normal((13, 24, 24, 32)).astype(dtype))

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -42,39 +40,6 @@ def test_two_sessions_are_kept_and_no_third_when_weights_are_replaced(random_wei
     assert backend.session is replaced
     backend.load(first)
     assert backend.session is not session, "more than two sessions were kept"
-
-
-def test_nothing_is_padded_when_the_cpu_computes(random_weights, tiny):
-    plan = CpuBackend().plan(random_weights(tiny), 8)
-    for rows in (1, 5, 8):
-        assert plan.run(np.zeros((rows, 28, 28), np.uint8)).computed_rows == rows
-
-
-def test_several_threads_give_the_same_answers_when_they_compute_one_batch(random_weights):
-    weights = random_weights("lenet-6-16")
-    images = weights.golden.images
-    alone, threads = (
-        CpuBackend(count).plan(weights, 10).run(images).probabilities for count in (1, 2)
-    )
-    np.testing.assert_allclose(threads, alone, rtol=1e-5)
-
-
-def test_a_session_answers_right_when_two_threads_run_it(random_weights):
-    weights = random_weights("lenet-6-16")
-    plan = CpuBackend().plan(weights, 10)
-    expected = plan.run(weights.golden.images).probabilities
-    found = []
-
-    def work():
-        found.extend(plan.run(weights.golden.images).probabilities for _ in range(20))
-
-    threads = [threading.Thread(target=work) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(found) == 40
-    assert all((answer == expected).all() for answer in found)
 
 
 def test_a_network_has_one_graph_so_that_all_workers_compute_the_same_bits(

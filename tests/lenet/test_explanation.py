@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import numpy as np
@@ -67,26 +66,6 @@ def test_every_layer_is_that_of_a_direct_computation(random_weights, image, arch
     np.testing.assert_allclose(last.logits, expected[-1][2], atol=1e-4)
     np.testing.assert_allclose(last.probabilities, reference.softmax(last.logits), atol=1e-6)
     assert [layer.data is None for layer in layers] == [False] * (len(layers) - 1) + [True]
-
-
-def test_a_layer_of_one_value_is_read_back_exactly(tiny, random_weights, image):
-    model = Model("zero", (DenseBlock(3), *tiny.blocks))
-    weights = random_weights(model)
-    dead = {**weights.tensors, "dense1.bias": np.full(3, -1e9, np.float32)}
-    first, _ = explain(dataclasses.replace(weights, tensors=dead), image, PLAIN)
-    assert values(first).tolist() == [0, 0, 0]
-
-
-def test_biases_are_0_when_they_are_off(random_weights, image):
-    weights = random_weights("lenet")
-    zeroed = {
-        name: tensor * (0 if name.endswith(".bias") else 1)
-        for name, tensor in weights.tensors.items()
-    }
-    expected = reference.logits(weights.model, zeroed, image)[0]
-    found = logits(weights, image, Change(biases=False))
-    np.testing.assert_array_equal(found, expected)
-    assert not np.array_equal(found, logits(weights, image))
 
 
 def test_noise_is_normal_and_the_same_each_time(random_weights, image):

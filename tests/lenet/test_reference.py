@@ -29,15 +29,6 @@ def test_a_convolution_is_a_cross_correlation_when_computed_by_hand():
         np.testing.assert_array_equal(convolve(x, weight, block), expected)
 
 
-def test_padding_and_dilation_reach_where_they_should_when_computed_by_hand():
-    x = column(1.0, 2.0, 3.0, 4.0)
-    weight = np.array([1.0, 10.0]).reshape(1, 1, 2, 1)
-    block = ConvBlock(1, (2, 1), stride=(2, 1), padding=(1, 0), dilation=(3, 1))
-    expected = column(0 + 10 * 3, 2 + 10 * 0)
-    for convolve in (reference.convolve_directly, reference.convolve):
-        np.testing.assert_array_equal(convolve(x, weight, block), expected)
-
-
 @given(
     st.integers(0, 2**32 - 1),
     st.tuples(*[st.integers(1, 3)] * 3),
@@ -79,36 +70,6 @@ def test_an_activation_is_its_formula_when_applied(activation, function):
     x = np.array([-30.0, -2.0, -0.5, 0.0, 0.25, 1.0, 1.75, 30.0])
     expected = [function(float(value)) for value in x]
     np.testing.assert_allclose(reference.activate(x, activation), expected, rtol=1e-14, atol=1e-16)
-
-
-@pytest.mark.parametrize(
-    ("kind", "ends"),
-    [("sigmoid", (0.0, 1.0)), ("tanh", (-1.0, 1.0)), ("elu", (-1.0, 1e4)), ("relu", (0.0, 1e4))],
-)
-def test_an_activation_does_not_overflow_when_its_input_is_huge(kind, ends):
-    y = reference.activate(np.array([-1e4, 1e4], np.float32), Activation(kind))
-    np.testing.assert_array_equal(y, ends)
-    assert y.dtype == np.float32
-
-
-def test_padding_is_never_the_largest_when_pooling_takes_the_maximum():
-    pool = Pool("max", (2, 1), (2, 1), (1, 0))
-    np.testing.assert_array_equal(
-        reference.pool(column(-5.0, -3.0, -4.0), pool), column(-5.0, -3.0)
-    )
-
-
-def test_padding_counts_as_zeros_when_pooling_averages():
-    pool = Pool("average", (2, 1), (2, 1), (1, 0))
-    np.testing.assert_array_equal(
-        reference.pool(column(-5.0, -3.0, -4.0), pool), column(-2.5, -3.5)
-    )
-
-
-def test_one_value_a_channel_is_left_when_the_average_is_global():
-    x = np.arange(12, dtype=np.float64).reshape(1, 2, 2, 3)
-    pooled = reference.pool(x, Pool("global_average"))
-    np.testing.assert_array_equal(pooled, np.array([2.5, 8.5]).reshape(1, 2, 1, 1))
 
 
 @given(
@@ -154,30 +115,3 @@ def test_logits_are_what_one_computes_by_hand_when_the_network_is_small():
     np.testing.assert_allclose(
         reference.logits(model, tensors, images), [[31.1, -10.2], [0.5, 0.0]], rtol=1e-13
     )
-
-
-def test_features_are_flattened_channel_by_channel_when_dense_follows_a_convolution():
-    model = Model("m", (ConvBlock(2, (27, 28)), DenseBlock(4, activation=IDENTITY)))
-    tensors = {
-        "conv1.weight": np.stack([np.full((1, 27, 28), 1.0), np.full((1, 27, 28), 10.0)]),
-        "conv1.bias": np.zeros(2),
-        "dense1.weight": np.eye(4),
-        "dense1.bias": np.zeros(4),
-    }
-    images = np.zeros((1, 28, 28), np.uint8)
-    images[0, 27, 3] = 255
-    expected = [[0.0, 1.0, 0.0, 10.0]]
-    np.testing.assert_allclose(reference.logits(model, tensors, images), expected, rtol=1e-14)
-
-
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_reference_computes_in_the_dtype_of_its_tensors_when_given_any(random_weights, dtype):
-    weights = random_weights("lenet-6-16")
-    tensors = {name: tensor.astype(dtype) for name, tensor in weights.tensors.items()}
-    assert reference.logits(weights.model, tensors, weights.golden.images).dtype == dtype
-
-
-def test_softmax_sums_to_one_and_does_not_overflow_when_logits_are_huge():
-    x = np.array([[1e4, 1e4 - math.log(3.0), -1e4], [0.0, 0.0, 0.0]])
-    expected = [[0.75, 0.25, 0.0], [1 / 3, 1 / 3, 1 / 3]]
-    np.testing.assert_allclose(reference.softmax(x), expected, rtol=1e-11)

@@ -12,20 +12,16 @@ import json
 import os
 import pickle
 import random
-import re
 import struct
-import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from safetensors.numpy import load, save
 
 from lenet.errors import InvalidWeightFile
 from lenet.model import ARCHITECTURES, named
-from lenet.weightfile import MAX_FILE_BYTES, MAX_HEADER_BYTES, Training, WeightFile
+from lenet.weightfile import MAX_FILE_BYTES, WeightFile
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +106,6 @@ def test_everything_is_read_back_when_it_was_written(random_weights, tmp_path, n
     assert other.digest() == hashlib.sha256(other.to_bytes()).hexdigest() != found.digest()
 
 
-def test_the_bytes_are_the_same_when_written_again(weights, content, tmp_path):
-    assert all(weights.to_bytes() == content for _ in range(20))
-    reordered = dataclasses.replace(
-        weights, tensors={name: weights.tensors[name].copy() for name in reversed(weights.tensors)}
-    )
-    reordered.write(tmp_path / "1.safetensors")
-    assert (tmp_path / "1.safetensors").read_bytes() == content
-
-
-def test_the_file_can_be_read_by_all_when_it_was_written(weights, tmp_path):
-    path = tmp_path / "1.safetensors"
-    weights.write(path)
-    assert path.stat().st_mode & 0o777 == 0o644
-    assert list(tmp_path.iterdir()) == [path]
-
-
 def test_a_file_is_rejected_when_it_says_the_same_in_another_form(content, folder):
     path = folder / "by-hand.safetensors"
     path.write_bytes(signed(content))
@@ -166,19 +146,6 @@ def test_the_old_file_stays_alone_when_writing_fails_in_the_middle(
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_writing_fails_with_its_own_error_when_the_temporary_is_gone_too(
-    weights, tmp_path, monkeypatch
-):
-    def vanish(self, _):
-        self.unlink()
-        raise OSError(5, "Input/output error")
-
-    monkeypatch.setattr(Path, "replace", vanish)
-    with pytest.raises(OSError, match="Input/output error"):
-        weights.write(tmp_path / "1.safetensors")
-    assert list(tmp_path.iterdir()) == []
-
-
 # --- what is no file, or no such file
 
 
@@ -186,32 +153,10 @@ def test_a_missing_file_is_rejected(folder):
     assert error(folder / "absent.safetensors") == "cannot be read (No such file or directory)"
 
 
-def test_a_folder_is_rejected(folder):
-    assert error(folder) == "cannot be read (Is a directory)"
-
-
-def test_an_unreadable_file_is_rejected(content, folder, monkeypatch):
-    def refuse(*_, **__):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr("lenet.weightfile.os.open", refuse)
-    assert error(folder / "any.safetensors") == "cannot be read (Permission denied)"
-
-
-def test_a_link_to_itself_is_rejected(folder):
-    path = folder / "loop.safetensors"
-    path.symlink_to(path)
-    assert "Too many levels of symbolic links" in error(path)
-
-
 def test_a_fifo_is_rejected_without_waiting_when_nobody_writes_to_it(folder):
     path = folder / "fifo.safetensors"
     os.mkfifo(path)
     assert error(path) == "is not a regular file"
-
-
-def test_a_device_is_rejected():
-    assert error(Path("/dev/zero")) == "is not a regular file"
 
 
 def test_a_sparse_file_of_ten_gigabytes_is_rejected_unread(content, folder):
@@ -225,37 +170,6 @@ def test_a_sparse_file_of_ten_gigabytes_is_rejected_unread(content, folder):
 
 
 # --- bytes that are no weight file
-
-
-@pytest.mark.parametrize(
-    "data",
-    [
-        pickle.dumps({"dense1.weight": [1.0]}, protocol=4),
-        pickle.dumps({"dense1.weight": [1.0]}, protocol=0),
-        b"\x93NUMPY\x01\x00v\x00{'descr': '<f4'}",
-        b"PK\x03\x04" + bytes(100),
-        b"",
-        b"\0",
-        bytes(8),
-        bytes(100),
-        struct.pack("<Q", 2) + b"{}",
-        struct.pack("<Q", 2) + b"[]",
-        struct.pack("<Q", 2) + b"\xff\xff",
-        struct.pack("<Q", 100_000) + b"[" * 100_000,
-        struct.pack("<Q", 2**63) + b"{}" + bytes(100),
-        struct.pack("<Q", 2**64 - 1) + b"{}" + bytes(100),
-        struct.pack("<Q", 103) + b"{}" + bytes(100),
-        struct.pack("<Q", MAX_HEADER_BYTES + 1) + b"{}".ljust(MAX_HEADER_BYTES + 1),
-    ],
-    ids=lambda data: repr(data[:12]),
-)
-def test_foreign_bytes_are_rejected(folder, data):
-    message = error(folder / "foreign.safetensors", data)
-    assert re.match(
-        "is not a safetensors file|is not a valid safetensors file|is empty|is truncated|"
-        "metadata format_version is missing",
-        message,
-    )
 
 
 @pytest.mark.parametrize(
@@ -290,12 +204,6 @@ def test_the_message_says_what_is_wrong_and_what_to_do(folder, data, message):
     assert error(folder / "foreign.safetensors", data) == message
 
 
-def test_a_truncated_file_is_to_be_copied_again(content, folder):
-    message = error(folder / "cut.safetensors", content[:5000])
-    assert message.startswith("is not a valid safetensors file, or truncated (")
-    assert message.endswith("); copy or export it again")
-
-
 def test_a_pickle_is_not_run_when_it_is_disguised(folder, tmp_path):
     class Bomb:
         def __reduce__(self):
@@ -303,11 +211,6 @@ def test_a_pickle_is_not_run_when_it_is_disguised(folder, tmp_path):
 
     assert "safetensors" in error(folder / "bomb.safetensors", pickle.dumps(Bomb()))
     assert not (tmp_path / "bang").exists()
-
-
-def test_a_header_is_rejected_unread_when_it_claims_too_much(folder):
-    message = error(folder / "header.safetensors", struct.pack("<Q", 2**62) + b"{}")
-    assert "expected the length of a JSON header, at most 1048576 bytes" in message
 
 
 def test_a_file_is_rejected_when_it_is_cut_off_anywhere(content, folder):
@@ -319,10 +222,6 @@ def test_a_file_is_rejected_when_it_is_cut_off_anywhere(content, folder):
         error(folder / "cut.safetensors", content[:length])
 
 
-def test_a_file_is_rejected_when_bytes_follow_it(content, folder):
-    error(folder / "longer.safetensors", content + b"\0")
-
-
 def test_a_file_is_rejected_when_any_bit_is_flipped(content, folder):
     header_end = 8 + struct.unpack("<Q", content[:8])[0]
     draw = random.Random(2)
@@ -331,12 +230,6 @@ def test_a_file_is_rejected_when_any_bit_is_flipped(content, folder):
         flipped = bytearray(content)
         flipped[place] ^= 1 << draw.randrange(8)
         error(folder / "flipped.safetensors", bytes(flipped))
-
-
-@given(data=st.binary(max_size=300))
-def test_noise_is_rejected_when_it_pretends_to_have_a_header(folder, data):
-    error(folder / "noise.safetensors", data)
-    error(folder / "noise.safetensors", struct.pack("<Q", len(data)) + data)
 
 
 # --- tensors that are not the model's
@@ -375,115 +268,13 @@ def test_a_tensor_is_rejected_by_name_when_it_is_not_the_models(
     assert found.startswith(f"tensor {name}: {message}")
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float16", "int8", "int64", "bool"])
-def test_a_tensor_is_rejected_when_its_dtype_has_no_place_in_the_format(content, folder, dtype):
-    lie = signed(content, tensors={"dense1.bias": np.zeros(10, dtype)})
-    message = error(folder / "dtype.safetensors", lie)
-    assert message.startswith("tensor 'dense1.bias': has dtype ")
-    assert message.endswith("expected F32 or U8")
-
-
 @pytest.mark.parametrize("name", ["dense1.weight", "dense1.bias", "golden.images", "golden.logits"])
 def test_a_file_is_rejected_when_a_tensor_is_missing(content, folder, name):
     message = error(folder / "missing.safetensors", signed(content, drop=[name]))
     assert message == f"tensor {name}: missing"
 
 
-@pytest.mark.parametrize("name", ["dense2.weight", "dense1.mean", "a\nb", ""])
-def test_a_file_is_rejected_when_a_tensor_is_unknown(content, folder, name):
-    lie = signed(content, tensors={name: np.zeros(3, np.float32)})
-    message = error(folder / "unknown.safetensors", lie)
-    assert message == f"tensor {name!r}: unknown, model 'tiny' has no such tensor"
-
-
-def moved(content, name, change):
-    """The file with the offsets of one tensor changed, and nothing else."""
-    header, data = parts_of(content)
-    header[name]["data_offsets"] = change(*header[name]["data_offsets"])
-    return assembled(header, data)
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda start, stop: [start - 4, stop - 4],
-        lambda start, stop: [start + 4, stop + 4],
-        lambda start, stop: [8, 8 + stop - start],
-        lambda start, stop: [stop, start],
-        lambda start, stop: [start, stop + 2**40],
-        lambda start, stop: [-4, stop],
-        lambda start, stop: [start, 2**64 - 1],
-    ],
-)
-@pytest.mark.parametrize("name", ["dense1.bias", "golden.labels"])
-def test_a_file_is_rejected_when_tensors_overlap_or_leave_holes(content, folder, name, change):
-    message = error(folder / "offsets.safetensors", moved(content, name, change))
-    assert message.startswith("is not a valid safetensors file, or truncated (")
-
-
-def test_a_file_is_rejected_when_a_hole_hides_between_its_tensors(content, folder):
-    header, data = parts_of(content)
-    entries = [entry for name, entry in header.items() if name != "__metadata__"]
-    last = max(entries, key=lambda entry: entry["data_offsets"][0])
-    last["data_offsets"] = [offset + 8 for offset in last["data_offsets"]]
-    cut = last["data_offsets"][0] - 8
-    message = error(
-        folder / "hole.safetensors", assembled(header, data[:cut] + b"payload!" + data[cut:])
-    )
-    assert message.startswith("is not a valid safetensors file, or truncated (")
-
-
-@pytest.mark.parametrize("shape", [[2**62, 2**62], [-10], [10.0], "10", [[10]]])
-def test_a_file_is_rejected_when_a_shape_overflows_or_is_none(content, folder, shape):
-    header, data = parts_of(content)
-    header["dense1.bias"]["shape"] = shape
-    message = error(folder / "shape.safetensors", assembled(header, data))
-    assert message.startswith("is not a valid safetensors file, or truncated (")
-
-
-@pytest.mark.parametrize("shape", [[10] + [1] * 64, [0, 2**62, 2]])
-def test_a_file_is_rejected_when_no_array_can_have_a_shape(content, folder, shape):
-    header, data = parts_of(content)
-    entry = header["dense1.bias"] if 0 not in shape else header.setdefault("x", {"dtype": "F32"})
-    entry["shape"] = shape
-    entry.setdefault("data_offsets", [0, 0])
-    message = error(folder / "shape.safetensors", assembled(header, data))
-    assert "has an impossible shape" in message
-
-
-def test_no_more_memory_is_allocated_than_a_file_has(tiny, random_weights, tmp_path):
-    path = tmp_path / "1.safetensors"
-    random_weights(tiny).write(path)
-    tracemalloc.start()
-    try:
-        WeightFile.read(path)
-        _, peak_bytes = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak_bytes < 1 << 20  # of a file of 40 KB, several copies
-
-
 # --- metadata that is missing, unknown or lies
-
-
-KEYS = ["format_version", "model", "batch_norm", "training"]
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_a_file_is_rejected_when_metadata_is_missing(content, folder, key):
-    message = error(folder / "metadata.safetensors", signed(content, drop=[key]))
-    assert message.startswith(f"metadata {key} is missing; the trainer's import makes")
-
-
-def test_a_file_is_rejected_when_it_bears_no_checksum_or_no_metadata(content, folder):
-    header, data = parts_of(content)
-    del header["__metadata__"]["sha256"]
-    message = error(folder / "metadata.safetensors", assembled(header, data))
-    assert message.startswith("metadata sha256 is missing; ")
-    for empty in ({"__metadata__": {}}, {"__metadata__": None}, {}):
-        header.pop("__metadata__", None)
-        message = error(folder / "metadata.safetensors", assembled({**header, **empty}, data))
-        assert message.startswith("metadata format_version is missing; the trainer's import")
 
 
 @pytest.mark.parametrize(
@@ -549,12 +340,6 @@ def test_a_file_is_rejected_when_its_model_still_has_batch_norm(random_weights, 
     assert message == "metadata model still has batch norm, expected it folded"
 
 
-def test_a_file_is_rejected_when_it_names_another_model(content, folder):
-    lie = signed(content, metadata={"model": named("mlp").to_json()})
-    message = error(folder / "model.safetensors", lie)
-    assert message == "tensor dense1.weight: has shape (10, 784), expected (500, 784)"
-
-
 @pytest.mark.parametrize("shape", [[1, 14, 14], [1, 56, 56], [3, 28, 28]])
 def test_a_file_is_rejected_when_its_model_takes_other_images(content, weights, folder, shape):
     model = {**json.loads(weights.model.to_json()), "input": shape}
@@ -564,23 +349,9 @@ def test_a_file_is_rejected_when_its_model_takes_other_images(content, weights, 
     assert message == f"metadata model has input {tuple(shape)}, expected 784 pixels"
 
 
-def test_a_file_is_rejected_when_a_small_model_would_take_all_memory(content, weights, folder):
-    model = json.loads(named("lenet-6-16").to_json())
-    model["blocks"][0]["padding"] = [60_000, 60_000]
-    message = error(
-        folder / "vast.safetensors", signed(content, metadata={"model": json.dumps(model)})
-    )
-    assert "conv1: its output for one image has shape (6, 120024, 120024)" in message
-
-
 def test_a_file_is_rejected_when_content_was_edited_after_it_was_signed(content, folder):
     header, data = parts_of(content)
     changes = {"training": header["__metadata__"]["training"].replace("0.5", "0.9")}
     edited = {**header, "__metadata__": {**header["__metadata__"], **changes}}
     message = error(folder / "edited.safetensors", assembled(edited, data))
     assert message == "metadata sha256 does not match the content: the file was damaged or edited"
-
-
-def test_training_is_rejected_where_it_is_known_when_a_value_is_wrong():
-    with pytest.raises(ValueError, match="epochs is -1, expected an integer >= 0"):
-        Training("0" * 64, 0, "", -1, 0.5, ("0",))

@@ -62,17 +62,3 @@ def test_a_slow_body_gives_way_when_others_need_its_memory(run_virtually):
         assert not loop.pending_timers(), "nothing is looked at without transfers"
 
     run_virtually(main)
-
-
-def test_a_body_that_speeds_up_does_not_give_way(run_virtually):
-    async def main(loop):
-        budget = Budget(2 * MIB)
-        body = Body(budget)
-        await asyncio.sleep(1.1)
-        body.moved_bytes += MIB
-        await asyncio.sleep(1)
-        with pytest.raises(Overloaded):
-            budget.hold(MIB, MIB)
-        assert not body.evicted
-
-    run_virtually(main)

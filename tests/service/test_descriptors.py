@@ -45,11 +45,6 @@ def test_the_limit_is_raised_but_never_lowered(limits, soft, hard, limit):
     assert changed == ([] if limit == soft else [(limit, hard)])
 
 
-def test_no_limit_is_enough(limits):
-    assert limits(INFINITE, INFINITE) == []
-    assert too_few(raise_limit()) == ""
-
-
 def test_the_limit_stays_when_it_cannot_be_raised(limits):
     limits(256, 4096, refused=True)
     assert raise_limit() == 256
@@ -65,8 +60,3 @@ def test_a_supervisor_needs_some_for_each_worker():
 def test_connections_leave_descriptors_to_the_service(limits, limit, most):
     limits(limit, limit)
     assert connections() == most
-
-
-def test_connections_are_bounded_where_descriptors_are_not(limits):
-    limits(INFINITE, INFINITE)
-    assert connections() == 57_344

@@ -22,15 +22,6 @@ from service.forms import open_inference_pb2 as pb
 PATIENCE_S = 30.0
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
 
-SUPERVISED = """
-import sys
-from service import __main__
-from service.engine import devices
-if __name__ == "__main__":
-    devices.on_gpu = lambda _: True
-    sys.exit(__main__.main())
-"""
-"""A service that takes itself for one on a GPU, though it computes on the CPU."""
 
 UNDER_MPS = """
 import contextlib, sys
@@ -162,26 +153,6 @@ def test_whoever_runs_or_waits_is_answered_when_a_batch_hangs(start):
     assert "context-lenet-0 has been at the same work for 2 s" in error
 
 
-def test_a_stop_does_not_wait_for_a_batch_that_hangs(start):
-    service = start(
-        *("--fault-injection", "--hang-timeout-s", "1", "--drain-timeout-s", "60")
-    ).ready()
-    with Caller(service) as caller, ThreadPoolExecutor(1) as thread:
-        inject(service, HANG)
-        answer = thread.submit(caller.predict)
-        service.wait_for("injecting fault: hang")
-        service.signal()
-        assert_unavailable(answer.result(PATIENCE_S))
-        assert service.wait() == ExitCode.DEVICE
-        assert service.stopped_after_s() < 10
-
-
-def test_the_signals_of_the_faults_have_no_handler_unless_a_test_asks_for_them(start):
-    service = start().ready()
-    service.signal(HANG)
-    assert service.wait() == -HANG
-
-
 def until_lost(service):
     """Ask until a worker says that it lost its device."""
     give_up_s = time.monotonic() + PATIENCE_S
@@ -227,19 +198,3 @@ def test_under_mps_those_that_idle_are_ended_with_the_lost_one_and_all_are_repla
     assert len(service.started_workers()) == 4
     service.signal()
     assert service.wait() == ExitCode.STOPPED, "one fault, one death"
-
-
-def test_one_process_on_a_gpu_is_replaced_too(start, tmp_path):
-    program = tmp_path / "supervised.py"
-    program.write_text(SUPERVISED)
-    service = start("--fault-injection", program=[program]).ready()
-    (struck,) = service.started_workers()
-    inject(service, POISON, struck)
-    until_lost(service)
-    service.wait_for(f"worker {struck} ended with 7")
-    service.ready(workers=2)
-    with Caller(service) as caller:
-        assert caller.predict()[0] == 200
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-    assert "Traceback" not in service.log

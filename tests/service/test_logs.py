@@ -43,13 +43,6 @@ def test_lines_from_the_asked_for_level_on_are_written_to_standard_error(capsys,
     )
 
 
-def test_a_line_is_written_once_when_logs_are_configured_twice(capsys):
-    logs.configure("info")
-    logs.configure("info")
-    logging.getLogger("service.test").info("once")
-    assert capsys.readouterr().err.count("once") == 1
-
-
 def test_libraries_do_not_fill_the_log(capsys):
     logs.configure("debug")
     logging.getLogger("uvicorn.error").info("Started server process")

@@ -1,12 +1,9 @@
 from __future__ import annotations
 
-import itertools
 import json
 import os
-import platform
 import re
 import socket
-from pathlib import Path
 
 import pytest
 
@@ -16,8 +13,6 @@ from service.engine import devices
 from service.errors import ExitCode
 from service.process.signals import Signals
 from service.settings import Settings
-
-HEAP_BYTES = 64 << 20
 
 
 def main(arguments):
@@ -142,31 +137,6 @@ def test_a_wrong_flag_is_one_line(started, capsys, arguments, sentence):
     assert not started
 
 
-def test_an_unknown_variable_is_a_warning_with_the_nearest_known_one(started, monkeypatch, caplog):
-    for name in ("LENET_PROT", "LENET_TEST_MNIST", "LENET_TRAINER_SEED", "LENET_XYZZY"):
-        monkeypatch.setenv(name, "9000")
-    assert main([]) is ExitCode.STOPPED
-    assert [record.message for record in caplog.records] == [
-        "LENET_PROT is ignored: no such setting; did you mean LENET_PORT?",
-        "LENET_XYZZY is ignored: no such setting",
-    ]
-
-
-def test_help_has_every_setting_but_the_hidden_one(capsys):
-    with pytest.raises(SystemExit, match="0"):
-        main(["--help"])
-    flags = set(re.findall(r"^  --([a-z-]+)", capsys.readouterr().out, re.MULTILINE))
-    shown = {name.replace("_", "-") for name in Settings.model_fields} - {"fault-injection"}
-    assert flags == shown | {"version"}
-
-
-def test_the_version_is_printed(capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["--version"])
-    assert caught.value.code == 0
-    assert re.fullmatch(r"lenet-serve \d+[.\d]*\n", capsys.readouterr().out)
-
-
 # As a process
 
 
@@ -181,43 +151,6 @@ def test_the_service_answers_and_stops_with_0_on_a_signal(start):
     assert service.lines[-1].endswith("stopped")
     assert "WARNING" not in service.log
     assert "ERROR" not in service.log
-
-
-def test_garbage_is_collected_again_once_the_service_is_ready(start):
-    # With this flag every collection is a line in the log.
-    program = "import gc, service.__main__ as entry; gc.set_debug(gc.DEBUG_STATS); entry.main()"
-    service = start(program=("-c", program)).ready()
-    youngest = "gc: collecting generation 0"
-    before = service.log.count(youngest)
-    for _ in range(300):
-        service.get("/info")
-    service.wait_for(youngest, before + 1)
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's allocator")
-@pytest.mark.parametrize("workers", [1, 2])
-def test_all_threads_of_a_process_share_one_heap(start, workers):
-    service = start("--workers", str(workers)).ready(workers)
-    service.predict()
-    for pid in service.started_workers() or [service.process.pid]:
-        lines = [line.split() for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-        mapped = [(*(int(end, 16) for end in line[0].split("-")), line[1]) for line in lines]
-        # glibc reserves 64 MiB for each further heap and makes its beginning writable.
-        further = [
-            (begin, end)
-            for (begin, middle, used), (rest, end, reserved) in itertools.pairwise(mapped)
-            if begin % HEAP_BYTES == 0 and end == begin + HEAP_BYTES and middle == rest
-            if (used, reserved) == ("rw-p", "---p")
-        ]
-        assert not further
-
-
-def test_a_wrong_setting_ends_the_process_with_2(start):
-    service = start("--max-body-bytes", "5")
-    assert service.wait() == ExitCode.SETTINGS
-    assert service.log == (
-        "settings: --max-body-bytes is '5', expected a whole number >= 784 and <= 2147483647"
-    )
 
 
 def test_a_gpu_that_is_not_there_ends_the_process_with_4_and_one_sentence(start, monkeypatch):

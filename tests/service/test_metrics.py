@@ -4,16 +4,12 @@ import asyncio
 import os
 import subprocess
 import sys
-import threading
 import time
-from bisect import bisect_left
 from pathlib import Path
 from typing import get_args
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import CollectorRegistry, Histogram
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet import distribution_version
@@ -21,17 +17,10 @@ from lenet.backend import BatchResult
 from lenet.model import ARCHITECTURES
 from service import errors
 from service.errors import ServiceError
-from service.observe import metrics as module
 from service.observe.metrics import (
-    CONTENT_TYPE,
-    FLUSH_INTERVAL_S,
     NO_MODEL,
-    BufferedCounter,
-    BufferedGauge,
-    BufferedHistogram,
     CutReason,
     DropReason,
-    LossReason,
     Metrics,
     ReloadOutcome,
     Stage,
@@ -40,16 +29,6 @@ from service.observe.metrics import (
 )
 
 ROOT = Path(__file__).parents[2]
-LONG_S = 20.0
-"""How long a process may hang before its test fails."""
-
-# facts: 1 - 1.5 - 2 - 3 - 5 - 7 a decade, from 50 us to 5 s.
-REQUEST_BOUNDS = [
-    *("5e-05", "7e-05", "0.0001", "0.00015", "0.0002", "0.0003", "0.0005", "0.0007"),
-    *("0.001", "0.0015", "0.002", "0.003", "0.005", "0.007"),
-    *("0.01", "0.015", "0.02", "0.03", "0.05", "0.07"),
-    *("0.1", "0.15", "0.2", "0.3", "0.5", "0.7", "1.0", "1.5", "2.0", "3.0", "5.0", "+Inf"),
-]
 
 
 TIMES_S = (0.125, 0.25, 0.5, 0.0625, 1.0)
@@ -83,11 +62,6 @@ def samples(metrics):
         for family in text_string_to_metric_families(asyncio.run(metrics.exposition()).decode())
         for sample in family.samples
     ]
-
-
-def bounds(metrics, name):
-    edges = [sample.labels["le"] for sample in samples(metrics) if sample.name == f"{name}_bucket"]
-    return list(dict.fromkeys(edges))  # the same for every protocol and stage
 
 
 def result(computed_rows=4, captured=True, device_s=0.05):
@@ -151,69 +125,6 @@ def test_the_series_stay_below_600_and_their_labels_are_from_closed_sets(everyth
     }
 
 
-def test_the_bytes_in_flight_are_those_at_the_time_of_exposition(metrics, value):
-    held = [7]
-    metrics.watch_in_flight(lambda: held[0])
-    assert value("lenet_in_flight_bytes", {}) == 7
-    held[0] = 0
-    assert value("lenet_in_flight_bytes", {}) == 0
-
-
-def test_every_series_of_ours_bears_the_name_of_its_unit(everything):
-    exposition = asyncio.run(everything.exposition()).decode()
-    for family in text_string_to_metric_families(exposition):
-        if family.name.startswith("lenet_") and "duration" in family.name:
-            assert family.name.endswith("_seconds")
-        assert family.documentation
-
-
-def test_latency_bounds_are_the_agreed_ones_when_exposed(metrics):
-    metrics.predicted("http", LENET, TIMES_S)
-    assert bounds(metrics, "lenet_request_duration_seconds") == REQUEST_BOUNDS
-    with_device = ["1e-05", "2e-05", "3e-05", *REQUEST_BOUNDS]
-    assert bounds(metrics, "lenet_stage_duration_seconds") == with_device
-    assert bounds(metrics, "lenet_batch_duration_seconds") == with_device
-    assert bounds(metrics, "lenet_device_duration_seconds") == with_device
-
-
-def test_a_batch_is_observed_once_and_its_rows_counted_when_it_is_done(metrics, value):
-    load(metrics, LENET, load=lambda: (7, 1))
-    metrics.batch_ended(LENET, 48, "full", 0.0015, result(64, True, 0.0005))
-    metrics.rows_dropped(5, "late")
-    assert value("lenet_batches_total", {**OF_LENET, "reason": "full"}) == 1
-    assert value("lenet_batch_rows_count") == 1
-    assert value("lenet_batch_rows_sum") == 48
-    assert value("lenet_batch_rows_bucket", {"le": "32.0"}) == 0
-    assert value("lenet_batch_rows_bucket", {"le": "64.0"}) == 1
-    assert value("lenet_batch_duration_seconds_sum") == 0.0015
-    assert value("lenet_images_total", OF_LENET) == 48
-    assert value("lenet_device_duration_seconds_sum") == 0.0005
-    assert value("lenet_padding_rows_total", OF_LENET) == 16
-    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "hit"}) == 1
-    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "miss"}) == 0
-    assert value("lenet_queue_rows", OF_LENET) == 7
-    assert value("lenet_contexts_busy", OF_LENET) == 1
-    assert value("lenet_rows_dropped_total", {"reason": "late"}) == 5
-
-
-def test_a_device_without_clock_or_graphs_counts_neither(metrics, value):
-    load(metrics, LENET)
-    metrics.batch_ended(LENET, 48, "full", 0.0015, result(48, False, None))
-    assert value("lenet_device_duration_seconds_count") == 0
-    assert value("lenet_padding_rows_total", OF_LENET) == 0
-    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "hit"}) == 0
-    assert value("lenet_graph_replays_total", {**OF_LENET, "result": "miss"}) == 1
-
-
-def test_losses_are_there_before_the_first_and_counted_at_once(metrics, registry):
-    def count(reason):
-        return registry.get_sample_value("lenet_device_losses_total", {"reason": reason})
-
-    assert [count(reason) for reason in get_args(LossReason)] == [0, 0]
-    metrics.device_lost("sticky")
-    assert [count(reason) for reason in ("sticky", "hang")] == [1, 0]
-
-
 def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
     load(metrics, MLP, contexts=3, golden_error=2e-7, device_bytes=3000)
     metrics.started("weights", 0.5)
@@ -232,22 +143,6 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
         assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
-def test_another_file_of_a_version_leaves_what_the_version_does_alone(metrics, value):
-    load(metrics, MLP, contexts=3)
-    for outcome in get_args(ReloadOutcome):
-        reloads = {"model": "mlp", "outcome": outcome}
-        assert value("lenet_reloads_total", reloads) == 0, "it is there before the first"
-    load(metrics, MLP, "cd" * 32, contexts=3, golden_error=3e-7, load=lambda: (7, 2))
-    metrics.reloaded("mlp", "ok")
-    assert value("lenet_model_info", {**OF_MLP, "sha256": "ab" * 32}) is None
-    assert value("lenet_model_info", {**OF_MLP, "sha256": "cd" * 32}) == 1
-    assert value("lenet_golden_error", OF_MLP) == 3e-7
-    assert value("lenet_contexts", OF_MLP) == 3
-    assert value("lenet_contexts_busy", OF_MLP) == 2
-    assert value("lenet_queue_rows", OF_MLP) == 7
-    assert value("lenet_reloads_total", {"model": "mlp", "outcome": "ok"}) == 1
-
-
 def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     load(metrics, MLP)
     load(metrics, ("mlp", "8"))
@@ -263,11 +158,6 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     assert value("lenet_last_prediction_timestamp_seconds", OF_MLP) > 0
     load(metrics, MLP)
     assert value("lenet_contexts_busy", OF_MLP) == 0
-
-
-def test_the_process_is_watched_when_it_is_alone(metrics):
-    assert "process_resident_memory_bytes" in {sample.name for sample in samples(metrics)}
-    assert CONTENT_TYPE.startswith("text/plain; version=0.0.4")
 
 
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
@@ -341,63 +231,9 @@ async def test_the_totals_are_those_of_each_model(metrics):
     assert (mlp.predicted, mlp.failed, mlp.images, mlp.batches) == (1, 0, 0, 0)
 
 
-async def test_the_event_loop_runs_on_while_an_exposition_is_made(metrics, monkeypatch):
-    generating, may_end = threading.Event(), threading.Event()
-
-    def slow(_):
-        generating.set()
-        assert may_end.wait(LONG_S)
-        return b"made"
-
-    monkeypatch.setattr(module, "generate_latest", slow)
-    exposing = asyncio.create_task(metrics.exposition())
-    assert await asyncio.to_thread(generating.wait, LONG_S)
-    await asyncio.sleep(0)
-    assert not exposing.done()
-    may_end.set()
-    assert await exposing == b"made"
-
-
 def answered(registry):
     labels = {**OF_LENET, "protocol": "http", "outcome": "ok"}
     return registry.get_sample_value("lenet_requests_total", labels)
-
-
-def test_buffers_are_flushed_once_a_period_and_at_the_end(run_virtually, registry, metrics):
-    load(metrics, LENET)
-
-    async def main(loop):
-        with metrics.flushed_regularly():
-            await asyncio.sleep(0.5 * FLUSH_INTERVAL_S)
-            for number in range(3):
-                metrics.request_done(LENET, "http", "ok")
-                assert answered(registry) == number
-                await asyncio.sleep(FLUSH_INTERVAL_S)
-                assert answered(registry) == number + 1
-            metrics.request_done(LENET, "http", "ok")
-        assert answered(registry) == 4
-        await asyncio.sleep(0)
-        assert loop.pending_timers() == []
-
-    run_virtually(main)
-
-
-def test_flushing_goes_on_after_one_that_failed(
-    run_virtually, registry, metrics, monkeypatch, caplog
-):
-    async def main(loop):
-        with metrics.flushed_regularly():
-            with monkeypatch.context() as patch:
-                patch.setattr(metrics, "flush", lambda: 1 / 0)
-                await asyncio.sleep(1.5 * FLUSH_INTERVAL_S)
-            metrics.request_done(LENET, "http", "ok")
-            await asyncio.sleep(FLUSH_INTERVAL_S)
-            assert answered(registry) == 1
-
-    run_virtually(main)
-    (record,) = caplog.records
-    assert record.message == "metrics were not flushed, next try in 1 s"
-    assert record.exc_info[0] is ZeroDivisionError
 
 
 # Answered requests
@@ -514,56 +350,7 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
 # Buffers
 
 BUCKETS = (0.5, 1.0, 2.5)
-# Eighths: their sums are exact in any order.
-SIZES = st.integers(-8, 40).map(lambda eighths: eighths / 8) | st.sampled_from(BUCKETS)
-
-
-def shown(series):
-    """What an exposition has of it."""
-    (family,) = series.collect()
-    return {
-        (sample.name, *sample.labels.values()): sample.value
-        for sample in family.samples
-        if not sample.name.endswith("_created")
-    }
 
 
 def histogram():
     return Histogram("size", "Of an event.", buckets=BUCKETS, registry=None)
-
-
-@given(st.lists(st.lists(SIZES, max_size=8), min_size=1, max_size=4))
-def test_a_histogram_shows_what_it_would_have_shown_unbuffered(between_flushes):
-    buffered, plain = histogram(), histogram()
-    buffer = BufferedHistogram(buffered, BUCKETS)
-    for sizes in between_flushes:
-        for size in sizes[:4]:
-            buffer.observe(size)
-        counts = [0] * (len(BUCKETS) + 1)
-        for size in sizes[4:]:
-            counts[bisect_left(BUCKETS, size)] += 1
-        buffer.add(counts, sum(sizes[4:]))
-        for size in sizes:
-            plain.observe(size)
-        buffer.flush()
-        assert shown(buffered) == shown(plain)
-
-
-def test_counters_and_gauges_change_at_a_flush_and_once():
-    rows = Counter("rows", "Counted.", registry=None)
-    busy = Gauge("busy", "Contexts.", registry=None)
-    counter, gauge = BufferedCounter(rows), BufferedGauge(busy)
-    for amounts, last in (((3, 2), 2), ((5, 0), 0)):
-        before = shown(rows), shown(busy)
-        for amount in amounts:
-            counter.inc(amount)
-            gauge.set(amount)
-        assert (shown(rows), shown(busy)) == before
-        for _ in range(2):
-            counter.flush()
-            gauge.flush()
-        assert shown(rows)["rows_total",] == before[0]["rows_total",] + sum(amounts)
-        assert shown(busy) == {("busy",): last}
-    busy.set(7)
-    gauge.flush()
-    assert shown(busy) == {("busy",): 7}, "set by another since"

@@ -1,20 +1,14 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
-from service import supervisor
-from service.errors import ExitCode
 from service.process import mps
-from service.process.mps import LOG, PIPE, shared_gpu, wanted
-from service.process.signals import Signals
-from service.settings import Settings
+from service.process.mps import LOG, PIPE, shared_gpu
 
 # Like NVIDIA's: a daemon in the foreground with -f, else one command from standard input.
 CONTROL = """\
@@ -99,15 +93,6 @@ def wait_until_dead(pid):
             assert time.monotonic() < deadline_s, "it lives on"
 
 
-@pytest.mark.parametrize("device", ["auto", "cpu", "cuda"])
-@pytest.mark.parametrize("driver", [True, False])
-def test_it_is_wanted_where_several_workers_will_share_a_gpu(device, driver, tmp_path, monkeypatch):
-    monkeypatch.setattr(mps, "_DRIVER", tmp_path if driver else tmp_path / "none")
-    on_gpu = device == "cuda" or (device == "auto" and driver)
-    assert wanted(device, workers=2) is on_gpu
-    assert not wanted(device, workers=1)
-
-
 @pytest.mark.parametrize("named", [True, False])
 def test_a_daemon_that_runs_is_used_and_left_running(control, caplog, named, monkeypatch):
     program = control.install()
@@ -150,14 +135,6 @@ def test_workers_find_the_daemon_that_is_started_and_it_ends_with_them(
     assert caplog.messages == [f"MPS: started at {folder / 'pipe'}"]
 
 
-def test_a_daemon_of_our_own_ends_when_the_block_fails(control):
-    control.install()
-    with pytest.raises(SystemExit), shared_gpu():
-        raise SystemExit(143)
-    assert not lives(control.daemon()[2])
-    assert list(control.temporary.iterdir()) == []
-
-
 def test_a_daemon_that_does_not_quit_is_killed_with_what_it_started(control, caplog, monkeypatch):
     server = RUNS.replace("mkfifo", 'sleep 1000 & echo $! > "$pipe/server"\n  mkfifo')
     control.install(server, quit_="exit 0")
@@ -192,50 +169,7 @@ def test_a_daemon_that_refuses_is_quoted_and_leaves_no_process(control, refused)
     assert not lives((control.folder / "seen").read_text())
 
 
-def test_a_daemon_that_is_never_ready_is_not_waited_for(control, refused, monkeypatch):
-    control.install('echo $$ > "%(seen)s"; exec sleep 1000')
-    clock = SimpleNamespace(monotonic=itertools.count(0, 100).__next__, sleep=lambda _: None)
-    monkeypatch.setattr(mps, "time", clock)
-    assert "no MPS: nvidia-cuda-mps-control -f was not ready within 10 s; " in refused()
-    if (seen := control.folder / "seen").exists():  # not killed before its first line
-        wait_until_dead(seen.read_text())
-
-
-def test_a_control_program_that_hangs_is_not_waited_for(control, refused, monkeypatch):
-    control.install(client="exec sleep 1000")
-    monkeypatch.setattr(mps, "START_TIMEOUT_S", 0.1)
-    assert "no MPS: nvidia-cuda-mps-control did not answer within 0.1 s; " in refused()
-
-
 def test_a_missing_program_is_named_with_what_to_do(control, refused):
     warning = refused()
     assert "nvidia-cuda-mps-control cannot be run (No such file or directory)" in warning
     assert "Install nvidia-cuda-mps-control" in warning
-
-
-@pytest.mark.parametrize("mps", ["auto", "off"])
-def test_a_supervisor_starts_it_before_its_workers_and_ends_it_after_them(
-    control, tiny_weights, monkeypatch, mps
-):
-    control.install()
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", "")  # put back when the test ends
-    seen = []
-
-    class Crew(supervisor._Supervisor):
-        def run(self):
-            seen.append(os.environ.get(PIPE))
-            assert mps == "off" or lives(control.daemon()[2])
-            return ExitCode.STOPPED
-
-    monkeypatch.setattr(supervisor, "_Supervisor", Crew)
-    settings = Settings(
-        port=0, grpc_port=0, workers=2, weights=tiny_weights, device="cuda", mps=mps
-    )
-    assert supervisor.supervise(settings, Signals()) is ExitCode.STOPPED
-    (pipe,) = seen
-    if mps == "auto":
-        assert pipe.startswith(f"{control.temporary}/lenet-serve-mps-")
-        assert not lives(control.daemon()[2])
-    else:
-        assert pipe is None
-        assert control.commands() == []

@@ -163,22 +163,12 @@ def test_loads_and_unloads_need_a_key_of_an_administrator(serve, kind):
     assert ADMIN not in service.log
 
 
-@OF_BOTH
-def test_loads_and_unloads_are_forbidden_without_administrators_keys(start, kind):
-    service = start().ready()
-    refused = 403 if kind is OverHttp else "PERMISSION_DENIED"
-    for key in (None, ADMIN):
-        status, message = kind(service, key).unload("lenet")
-        assert status == refused
-        assert "LENET_ADMIN_KEYS" in message
-
-
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [
         ("{", 400, "body: is not JSON"),
-        ("[]", 400, "body: got a list of 0, expected a JSON object"),
-        ('{"parameters": []}', 400, "parameters: got "),
+        ("[]", 400, "body: got a list of 0, expected an object"),
+        ('{"parameters": []}', 400, "parameters: got a list of 0, expected an object"),
         ('{"parameters": {"config": "{}"}}', 400, "parameters.'config': got a model's content"),
         ('{"parameters": {"file:1/model": "eA=="}}', 400, "models are read from the folder"),
         (" " * 70_000, 413, "body: got more than 65536 bytes"),
@@ -226,28 +216,6 @@ def test_loads_and_unloads_under_traffic_lose_nothing(serve, answers, workers):
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     assert "Traceback" not in service.log
-
-
-def test_a_lone_worker_tells_nobody(serve, tmp_path, monkeypatch):
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))  # of another program
-    service = serve(1)
-    assert OverHttp(service).unload("lenet") == (200, "")
-    assert not list(tmp_path.glob("repository*"))
-
-
-def test_versions_answer_beside_each_other_and_are_counted_apart(start, write, answers):
-    write("lenet/2", seed=6)
-    service = start("--versions", "all").ready()
-    for version, seed in (("1", 0), ("2", 6)):
-        assert predict(service, f"lenet&version={version}") == (200, version, answers(seed))
-    assert predict(service, "lenet") == (200, "2", answers(6))
-    expected = {"1": len(IMAGES), "2": 2 * len(IMAGES)}
-    rows = json.loads(service.get("/v2/models/lenet/stats")[1])["model_stats"]
-    assert {row["version"]: row["inference_count"] for row in rows} == expected
-    request = pb.ModelStatisticsRequest(name="lenet")
-    status, found = OverGrpc(service).ask("ModelStatistics", request)
-    assert status == "OK"
-    assert {row.version: row.inference_count for row in found.model_stats} == expected
 
 
 def test_a_worker_that_replaces_another_has_the_same_models(serve, answers):

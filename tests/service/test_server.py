@@ -28,6 +28,7 @@ from service.process.stopping import Stop
 from service.server import open_service
 from service.settings import Settings
 from service.transport.server import HttpServer
+from tests.tasks import submit
 
 PATIENCE_S = 30.0
 ONE = np.zeros((1, 28, 28), np.uint8)
@@ -63,7 +64,7 @@ def settings(tmp_path, tiny, random_weights):
 
 
 async def predict(service):
-    return await service.models.get().batcher.submit(ONE, 20.0)
+    return await submit(service.models.get().batcher, ONE, 20.0)
 
 
 async def test_an_open_service_is_ready_and_a_closed_one_is_not(settings):

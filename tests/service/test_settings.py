@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
@@ -13,24 +12,6 @@ from service.settings import Settings
 def plain_environment(monkeypatch):
     for variable in [name for name in os.environ if name.startswith("LENET_")]:
         monkeypatch.delenv(variable)
-
-
-def test_the_defaults_are_those_of_a_laptop():
-    settings = Settings()
-    assert (settings.host, settings.port, settings.grpc_port) == ("127.0.0.1", 8000, 8001)
-    assert settings.weights == Path("weights")
-    assert settings.default_model == ""  # the weights folder decides
-    assert settings.max_wait_us == 0
-
-
-@pytest.mark.parametrize(
-    ("text", "models"),
-    [("lenet", ("lenet",)), ("mlp, lenet", ("mlp", "lenet")), (" , ", ()), ("", ())],
-)
-def test_models_are_separated_by_commas(monkeypatch, text, models):
-    monkeypatch.setenv("LENET_MODELS", text)
-    assert Settings().models == models
-    assert Settings(models=models).models == models
 
 
 @pytest.mark.parametrize(
@@ -137,15 +118,3 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
 def test_settings_that_contradict_each_other_are_refused(changes, words):
     with pytest.raises(ValidationError, match=words):
         Settings(**changes)
-
-
-def test_limits_and_ports_may_be_equal():
-    assert Settings(max_images=10, max_queue_rows=10, port=0, grpc_port=0)
-    assert Settings(port=8001, grpc_port=8001).one_port
-    assert not Settings(port=0, grpc_port=0).one_port, "two free ones"
-    assert Settings(models="mlp,lenet", default_model="mlp")
-
-
-def test_settings_cannot_be_changed_once_they_are_read():
-    with pytest.raises(ValidationError, match="frozen"):
-        Settings().port = 1

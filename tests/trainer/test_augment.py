@@ -19,11 +19,6 @@ def random_warp(images, limits):
     return warp(images, limits, 1, 0)
 
 
-def test_nothing_changes_when_every_limit_is_zero():
-    images = some_images(5)
-    np.testing.assert_array_equal(random_warp(images, WarpLimits()), images)
-
-
 def test_the_same_seed_and_step_give_the_same_images_and_others_give_others():
     images, limits = some_images(5), WarpLimits(12, 0.1, 8, 2, 1)
     first, second = (warp(images, limits, 1, 5) for _ in range(2))

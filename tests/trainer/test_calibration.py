@@ -23,12 +23,6 @@ def test_the_temperature_that_made_the_logits_is_found(expected):
     assert evaluate(logits / found, labels).calibration_error < 0.005
 
 
-@pytest.mark.parametrize(("labels", "limit"), [([0, 0], 0.25), ([1, 2], 4.0)])
-def test_images_that_are_all_right_or_all_wrong_do_not_lead_beyond_the_limits(labels, limit):
-    logits = np.array([[3.0, 0.0, 0.0], [2.0, 0.0, 0.0]], np.float32)
-    assert temperature(logits, np.array(labels, np.uint8)) == pytest.approx(limit)
-
-
 def test_the_last_layer_takes_the_temperature():
     model = named("lenet")
     tensors = initial_tensors(model, np.random.default_rng(1))

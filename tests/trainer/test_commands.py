@@ -4,28 +4,17 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
 
-from lenet.model import ARCHITECTURES, Model, named
+from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
-from trainer import __main__ as program
 from trainer import commands, export, loop
-from trainer.checkpoint import Checkpoint
 from trainer.commands import run
-from trainer.errors import (
-    DatasetUnavailable,
-    DeviceUnavailable,
-    ExportRefused,
-    TrainingDiverged,
-)
 from trainer.mnist import Dataset, Digits
-from trainer.network import Network, initial_tensors
+from trainer.network import initial_tensors
 from trainer.ops_cpu import CpuOps
-from trainer.settings import Recipe
-from trainer.start import origin, taken
 
 ROOT = Path(__file__).parents[2]
 
@@ -65,24 +54,7 @@ def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, 
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
-def test_fit_without_a_gpu_says_so_and_records_the_device(arguments, tmp_path, capsys, no_gpu):
-    assert main(["fit", *arguments, "--device", "auto"]) == 0
-    command = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training.command
-    assert command.endswith(" --device cpu --precision fp32 --data digits")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("training on the CPU: no usable GPU was found")
-    assert lines[1] == command
-    assert not [line for line in lines if "of memory" in line]
-
-
-def test_fit_is_refused_in_one_sentence_where_there_is_no_gpu_for_it(
-    arguments, tmp_path, capsys, no_gpu
-):
-    assert main(["fit", *arguments, "--device", "cuda"]) == 2
-    assert capsys.readouterr() == ("", f"--device is cuda: {no_gpu}\n")
-    assert not (tmp_path / "out").exists()
-
-
+@pytest.mark.process
 def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
     arguments, tmp_path, capsys, monkeypatch, fake_gpus
 ):
@@ -106,27 +78,7 @@ def test_fit_trains_on_the_gpu_that_is_there_and_verifies_its_result_on_the_cpu(
     assert "GPU 0: 12 MB of memory" in lines
 
 
-def test_fit_on_several_gpus_reports_each_epoch_once_and_writes_what_rank_0_has(
-    arguments, tmp_path, capsys, fake_gpus
-):
-    gpus = fake_gpus(2)
-    for number in ("1", "2"):
-        assert main(["fit", *arguments, "--device", "cuda", "--gpus", number]) == 0
-    assert len(gpus.opened) == 1 + 2
-    lines = capsys.readouterr().out.splitlines()
-    second = lines[next(n for n, line in enumerate(lines) if line.endswith(" --gpus 2")) :]
-    assert len([line for line in second if line.startswith("epoch ")]) == 2
-    assert {line for line in second if line.startswith("GPU ")} == {
-        "GPU 0: 12 MB of memory",
-        "GPU 1: 12 MB of memory",
-    }
-    # These GPUs have all of a batch each, so that every rank must end where one alone does.
-    one, two = (WeightFile.read(tmp_path / f"out/mlp/{version}.safetensors") for version in (1, 2))
-    assert two.training.command == f"{one.training.command} --gpus 2"
-    for name, tensor in one.tensors.items():
-        assert (two.tensors[name] == tensor).all()
-
-
+@pytest.mark.process
 def test_fit_stops_at_its_target_and_records_its_epochs(arguments, tmp_path):
     assert main(["fit", *arguments, "--target", "1"]) == 0
     training = WeightFile.read(tmp_path / "out/mlp/1.safetensors").training
@@ -134,24 +86,14 @@ def test_fit_stops_at_its_target_and_records_its_epochs(arguments, tmp_path):
     assert training.command.endswith(" --data digits --target 1.0")
 
 
-def test_fit_drops_units_when_asked_to(arguments, tmp_path):
-    for rate in ("0", "0.5"):
-        assert main(["fit", *arguments, "--epochs", "1", "--dropout", rate]) == 0
-    first, second = (WeightFile.read(tmp_path / f"out/mlp/{n}.safetensors") for n in (1, 2))
-    assert (first.tensors["dense1.weight"] != second.tensors["dense1.weight"]).any()
-
-
-def test_a_profiled_fit_captures_no_step(arguments, monkeypatch):
-    monkeypatch.setattr(CpuOps, "capture", None)
-    assert main(["fit", *arguments, "--profile"]) == 0
-
-
 @pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.process
 def test_fit_trains_and_verifies_every_named_architecture(arguments, tmp_path, name):
     assert main([*arguments, "--model", name, "--epochs", "1"]) == 0
     assert WeightFile.read(tmp_path / f"out/{name}/1.safetensors").model == named(name).folded
 
 
+@pytest.mark.process
 def test_the_same_seed_gives_the_same_bytes_whatever_the_number_of_blas_threads(
     arguments, tmp_path
 ):
@@ -175,6 +117,7 @@ def few_classes(digits, count):
 
 
 @pytest.mark.parametrize("names", [("circle", "cross", "square"), tuple("abcdefghijkl")])
+@pytest.mark.process
 def test_a_network_is_trained_for_the_classes_that_a_file_names(
     arguments, digits, write_idx, tmp_path, names
 ):
@@ -207,14 +150,6 @@ def described(tmp_path, **changes):
     return path
 
 
-def test_a_network_of_ones_own_is_trained_from_its_description(arguments, tmp_path):
-    path = described(tmp_path)
-    assert main([*arguments, "--model", str(path)]) == 0
-    weights = WeightFile.read(tmp_path / "out/mine/1.safetensors")
-    assert weights.model == Model.from_json(path.read_text()).folded
-    assert weights.training.command.startswith("python -m trainer fit --model mine.json --seed")
-
-
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
@@ -236,6 +171,7 @@ def test_a_description_that_cannot_be_trained_is_one_sentence(
     assert error.count("\n") == 1
 
 
+@pytest.mark.process
 def test_a_run_starts_from_the_layers_of_a_file_that_fit(arguments, tmp_path, capsys):
     lenet = [*arguments, "--model", "lenet", "--epochs", "1"]
     assert main(lenet) == 0
@@ -268,15 +204,6 @@ def test_a_run_starts_from_the_layers_of_a_file_that_fit(arguments, tmp_path, ca
     assert not np.array_equal(after.tensors["dense1.weight"], initial["dense1.weight"])
 
 
-def test_a_run_from_a_file_without_training_computes_what_the_file_does(arguments, tmp_path, tiny):
-    assert main([*arguments, "--model", "lenet", "--epochs", "1"]) == 0
-    weights = WeightFile.read(tmp_path / "out/lenet/1.safetensors")
-    model = named("lenet")
-    found, _ = taken(weights, model)
-    logits = Network(model, found, CpuOps()).logits(weights.golden.images)
-    np.testing.assert_allclose(logits, weights.golden.logits, rtol=1e-4, atol=1e-4)
-
-
 @pytest.mark.parametrize(
     "freeze", ["conv2", "conv1,dense1", "conv1,conv2,dense1,dense2", "conv1,conv1", "epilogue"]
 )
@@ -285,28 +212,6 @@ def test_only_the_first_layers_can_be_frozen(arguments, capsys, freeze):
     assert capsys.readouterr().err.startswith(
         f"--freeze is {freeze}, expected the first of conv1,conv2,dense1,dense2, not all of them: "
     )
-
-
-def test_a_file_of_which_no_layer_fits_is_refused(arguments, tmp_path, capsys):
-    assert main(arguments) == 0
-    own = described(tmp_path, blocks=[{"type": "dense", "units": 10}])
-    start = tmp_path / "out/mlp/1.safetensors"
-    assert main([*arguments, "--model", str(own), "--from", str(start)]) == 2
-    assert "no layer of the file fits model 'mine'" in capsys.readouterr().err
-
-
-def test_an_interrupted_run_is_not_resumed_from_another_start(tmp_path):
-    model = named("mlp")
-    one = {"dense1.bias": np.zeros(3)}
-    origins = {
-        origin(model, {}),
-        origin(model, one),
-        origin(model, {"dense1.bias": np.ones(3)}),
-        origin(model.with_classes(3), {}),
-    }
-    assert len(origins) == 4
-    recipe = Recipe(model="mlp")
-    assert len({Checkpoint(tmp_path, recipe, "", start).path for start in origins}) == 4
 
 
 def test_inspect_prints_what_is_in_a_weight_file(capsys):
@@ -369,44 +274,6 @@ def test_an_error_is_one_sentence_and_an_exit_code(no_gpu, capsys, line, code, s
     assert out == ""
 
 
-def test_every_wrong_value_is_reported_with_its_source(monkeypatch, capsys):
-    monkeypatch.setenv("LENET_TRAINER_EPOCHS", "-1")
-    assert run(["fit", "--rate", "x"], os.environ) == 2
-    assert [line.split(",")[0] for line in capsys.readouterr().err.splitlines()] == [
-        "LENET_TRAINER_EPOCHS is '-1'",
-        "--rate is 'x'",
-    ]
-
-
-def test_an_unknown_variable_is_reported(capsys):
-    environment = ["EPOCH", "SEED", "EXPORT_OUT", "INSPECT_MODEL"]
-    assert run(["export"], {f"LENET_TRAINER_{name}": "3" for name in environment}) == 2
-    assert capsys.readouterr().err.splitlines() == [
-        "LENET_TRAINER_EPOCH is ignored: no such setting; did you mean LENET_TRAINER_EPOCHS?",
-        "FILE is missing: python -m trainer export FILE",
-    ]
-
-
-@pytest.mark.parametrize(
-    ("error", "code"),
-    [
-        (DeviceUnavailable("no GPU"), 2),
-        (DatasetUnavailable("no digits"), 3),
-        (TrainingDiverged("nan"), 4),
-        (ExportRefused("differs"), 5),
-        (PermissionError(13, "Permission denied", "weights"), 6),
-        (KeyboardInterrupt(), 130),
-    ],
-)
-def test_every_error_has_its_exit_code_and_is_one_line(monkeypatch, capsys, error, code):
-    def failing(settings):
-        raise error
-
-    monkeypatch.setattr(commands, "fit", failing)
-    assert main([]) == code
-    assert capsys.readouterr().err.count("\n") == 1
-
-
 @pytest.mark.parametrize(
     ("epochs", "message"),
     [
@@ -428,66 +295,6 @@ def test_an_interruption_says_whether_the_run_can_be_resumed(
     monkeypatch.setattr(loop, "accuracy", interrupted)
     assert main(arguments) == 130
     assert capsys.readouterr().err.splitlines()[-1] == message
-
-
-def test_an_interruption_while_modules_are_loaded_is_one_line(monkeypatch, capsys):
-    class Loading(ModuleType):
-        def __getattr__(self, name):
-            raise KeyboardInterrupt
-
-    monkeypatch.setitem(sys.modules, "trainer.commands", Loading("commands"))
-    monkeypatch.setattr(os, "environ", os.environ.copy())
-    assert program.main(["fit"]) == 130
-    assert capsys.readouterr() == ("", "interrupted\n")
-
-
-def test_broken_digits_end_with_their_exit_code(arguments, tmp_path, capsys):
-    (tmp_path / "digits/t10k-labels-idx1-ubyte").write_bytes(b"broken")
-    assert main(arguments) == 3
-    assert "t10k-labels-idx1-ubyte: " in capsys.readouterr().err
-
-
-def test_a_broken_checkpoint_ends_with_its_exit_code(arguments, tmp_path, monkeypatch, capsys):
-    def refused(*_):
-        raise ExportRefused("differs")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(commands, "export_weights", refused)
-        assert main(arguments) == 5
-    (checkpoint,) = (tmp_path / "checkpoints").iterdir()
-    checkpoint.write_bytes(b"broken")
-    capsys.readouterr()
-    assert main(arguments) == 6
-    assert capsys.readouterr().err.startswith(str(checkpoint))
-
-
-def test_help_is_the_documentation_and_the_version_is_the_distributions(capsys):
-    assert program.main(["--help"]) == 0
-    assert capsys.readouterr().out.strip() == program.__doc__.strip()
-    with pytest.raises(SystemExit, match="0"):
-        main(["fit", "--help"])
-    assert "--weight-decay" in capsys.readouterr().out
-    assert program.main(["--version"]) == 0
-    assert re.fullmatch(r"lenet-train \d+\.\d+\.\d+\n", capsys.readouterr().out)
-
-
-def test_a_folder_that_cannot_be_created_is_reported_before_the_training(
-    arguments, tmp_path, capsys
-):
-    (tmp_path / "out").write_bytes(b"")
-    assert main(["fit", *arguments]) == 6
-    error = capsys.readouterr().err
-    assert error == (
-        f"--out is {tmp_path / 'out'}: it cannot be written (Not a directory); name a place that "
-        "you can write\n"
-    )
-
-
-def test_export_says_which_file_cannot_be_written(tmp_path, capsys):
-    (tmp_path / "file").touch()
-    out = tmp_path / "file/model.onnx"
-    assert main(["export", str(ROOT / "weights/mlp/1.safetensors"), "--out", str(out)]) == 6
-    assert capsys.readouterr().err.startswith(f"--out is {out}: it cannot be written (")
 
 
 def test_a_missing_extra_is_one_sentence(tmp_path):

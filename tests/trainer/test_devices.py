@@ -1,119 +1,25 @@
-import signal
 import threading
 import time
 
 import pytest
 
-from lenet.errors import DeviceError, OutOfDeviceMemory
+from lenet.errors import DeviceError
 from trainer import devices
 from trainer.devices import choose, on_devices
-from trainer.errors import DeviceUnavailable
 from trainer.settings import Recipe
 
 WAIT_S = 30.0
 """After which a test that would hang fails instead."""
 
 
-def refuse_to_look():
-    raise AssertionError("looked for a GPU")
-
-
-def refuse_to_say(line):
-    raise AssertionError(f"said {line}")
-
-
-def refuse_to_work(ops, rank):
-    raise AssertionError(f"worked on {ops.name} as rank {rank}")
-
-
 def recipe_on(device, precision="fp32", batch=12):
     return Recipe(precision=precision, batch=batch).resolved(device)
-
-
-def test_the_cpu_is_taken_without_looking_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "devices", refuse_to_look)
-    assert choose("cpu", refuse_to_say) == "cpu"
 
 
 def test_auto_is_the_cpu_where_there_is_no_gpu_and_says_so_in_one_short_line(no_gpu):
     said = []
     assert choose("auto", said.append) == "cpu"
     assert said == ["training on the CPU: no usable GPU was found (--device cuda says why)"]
-
-
-def test_cuda_is_an_error_with_the_reason_where_there_is_no_gpu(no_gpu):
-    with pytest.raises(DeviceUnavailable) as caught:
-        choose("cuda", refuse_to_say)
-    assert str(caught.value) == f"--device is cuda: {no_gpu}"
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_a_gpu_is_taken_in_silence_where_there_is_one(fake_gpus, device):
-    gpus = fake_gpus(1)
-    assert choose(device, refuse_to_say) == "cuda"
-    assert gpus.opened == []
-
-
-def test_work_on_the_cpu_is_done_once_here_without_looking_for_a_gpu(monkeypatch):
-    monkeypatch.setattr(devices, "devices", refuse_to_look)
-    result = on_devices(recipe_on("cpu"), 1, lambda *given: (*given, threading.get_ident()))
-    assert (result[0].name, *result[1:]) == ("cpu", 0, threading.get_ident())
-
-
-@pytest.mark.parametrize(
-    ("recipe", "gpus", "message"),
-    [
-        (recipe_on("cpu", "tf32"), 1, "--precision is tf32, expected fp32"),
-        (recipe_on("cpu", "mixed"), 1, "--precision is mixed, expected fp32"),
-        (recipe_on("cpu"), 2, "--gpus is 2, expected 1"),
-        (recipe_on("cuda"), 5, "--gpus is 5, expected at most 4"),
-        (recipe_on("cuda", batch=10), 4, "--batch is 10, expected a multiple of --gpus 4"),
-    ],
-)
-def test_what_a_device_cannot_do_is_refused_before_anything_is_opened(
-    fake_gpus, recipe, gpus, message
-):
-    fake = fake_gpus(4)
-    with pytest.raises(DeviceUnavailable, match=message):
-        on_devices(recipe, gpus, refuse_to_work)
-    assert fake.opened == []
-
-
-@pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
-def test_one_gpu_works_in_the_thread_that_asks_and_joins_nobody(fake_gpus, precision):
-    gpus = fake_gpus(2)
-    # One GPU takes any number of images.
-    ops, rank, open_still = on_devices(
-        recipe_on("cuda", precision, batch=13), 1, lambda ops, rank: (ops, rank, not gpus.closed)
-    )
-    assert (gpus.opened, gpus.closed, gpus.ranks) == ([ops], [ops], [])
-    assert (rank, open_still) == (0, True)
-    assert (ops.precision, ops.device, ops.thread) == (precision, 0, threading.get_ident())
-
-
-def test_one_gpu_is_closed_when_the_work_on_it_fails(fake_gpus):
-    gpus = fake_gpus(1)
-
-    def work(ops, rank):
-        raise ValueError("of the work")
-
-    with pytest.raises(ValueError, match="of the work"):
-        on_devices(recipe_on("cuda"), 1, work)
-    assert gpus.closed == gpus.opened != []
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_of_a_gpu_library_names_the_gpu(fake_gpus, rank):
-    gpus = fake_gpus(2)
-
-    def work(ops, own):
-        if own == rank:
-            raise MemoryError("no room for another slab")
-        assert ops.joined.aborted.wait(WAIT_S), "no rank was aborted"
-
-    with pytest.raises(OutOfDeviceMemory, match=f"^training on GPU {rank}: no room for another"):
-        on_devices(recipe_on("cuda"), 1 + rank, work)
-    assert set(gpus.closed) == set(gpus.opened)
 
 
 def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(fake_gpus):
@@ -194,27 +100,6 @@ def test_an_interruption_lets_every_rank_stop_by_itself_also_while_it_chooses_en
     assert len(gpus.closed) == 2
 
 
-def test_an_interruption_is_noticed_when_a_rank_s_thread_receives_the_signal(fake_gpus):
-    fake_gpus(2)
-    asked = []
-
-    def work(ops, rank):
-        if rank == 1:
-            signal.pthread_kill(threading.get_ident(), signal.SIGINT)
-        asked.append(ops.stopping.wait(5))
-        raise DeviceError("training was asked to stop")
-
-    # A shell's background job inherits that SIGINT is ignored.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            on_devices(recipe_on("cuda"), 2, work)
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert asked
-    assert all(asked)  # a rank that had not begun does not
-
-
 def test_a_rank_that_does_not_stop_is_aborted_within_five_seconds(fake_gpus, monkeypatch):
     gpus = fake_gpus(2)
     work = Together(3, None, None)
@@ -225,19 +110,3 @@ def test_a_rank_that_does_not_stop_is_aborted_within_five_seconds(fake_gpus, mon
     assert time.monotonic() - started < 5
     assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]
     assert len(gpus.closed) == 2
-
-
-def test_a_gpu_that_cannot_be_opened_keeps_no_other_rank_waiting(fake_gpus, monkeypatch):
-    gpus = fake_gpus(3)
-    opened = gpus.CudaOps.__init__
-
-    def full(ops, precision, device=0, cache=None, stopping=None):
-        if device == 1:
-            raise OutOfDeviceMemory("GPU 1 is full")
-        opened(ops, precision, device, cache, stopping)
-
-    monkeypatch.setattr(gpus.CudaOps, "__init__", full)
-    with pytest.raises(OutOfDeviceMemory, match="GPU 1 is full"):
-        on_devices(recipe_on("cuda"), 3, refuse_to_work)
-    assert gpus.ranks == []  # NCCL does not wait for a rank that cannot come
-    assert set(gpus.closed) == set(gpus.opened)

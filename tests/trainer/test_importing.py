@@ -96,14 +96,6 @@ def test_a_state_dict_gives_the_probabilities_of_pytorch(tmp_path, described, ca
     )
 
 
-def test_the_same_import_again_says_that_the_file_is_there_already(tmp_path, described, capsys):
-    line = [GOLDEN / "torch-import.safetensors", *described(TORCH)]
-    assert main(*line) == main(*line) == 0
-    path = tmp_path / "out/mine/1.safetensors"
-    assert f"\n{path}, which was there already: accuracy not measured" in capsys.readouterr().out
-    assert list(path.parent.iterdir()) == [path]
-
-
 def test_a_mapping_names_the_tensors(tmp_path, described):
     arrays = load_file(GOLDEN / "torch-import.safetensors")
     mapping = importing.matched(
@@ -308,50 +300,6 @@ def test_what_does_not_fit_is_one_sentence(tmp_path, described, capsys, arrays, 
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("mapping", "sentence"),
-    [
-        ([], "expected an object as"),
-        (
-            {"dense3.weight": "fc1.weight"},
-            "the mapping names dense3.weight, expected some of dense1",
-        ),
-        (
-            {"dense1.weight": "fc3.weight"},
-            "from fc3.weight, which the file does not hold: it holds",
-        ),
-        ({"dense1.weight": "fc1.weight"}, "the mapping lacks dense2.weight"),
-        (
-            {"dense1.weight": "fc2.weight", "dense2.weight": "fc1.weight"},
-            "dense1.weight: fc2.weight has shape (10, 30), expected (30, 784)",
-        ),
-    ],
-)
-def test_a_wrong_mapping_is_one_sentence(tmp_path, described, capsys, mapping, sentence):
-    np.savez(tmp_path / "a.npz", **arrays_of())
-    (tmp_path / "names.json").write_text(json.dumps(mapping))
-    line = [*described(MLP), "--mapping", tmp_path / "names.json"]
-    assert main(tmp_path / "a.npz", *line) == 6
-    assert sentence in capsys.readouterr().err
-
-
-def test_a_padded_input_cannot_be_normalized(tmp_path, described, capsys):
-    blocks = [conv(2, 3, padding="same"), dense(10)]
-    keras = Keras(blocks)
-    keras(np.zeros((1, 28, 28), np.uint8))
-    np.savez(tmp_path / "a.npz", **keras.arrays)
-    line = [*described({"name": "mine", "blocks": blocks}), "--input-mean", "0.1"]
-    assert main(tmp_path / "a.npz", *line) == 6
-    assert "--input-mean is 0.1 and conv1 pads its input with zeros" in capsys.readouterr().err
-
-
-def test_an_impossible_same_padding_is_refused_with_the_arithmetic(tmp_path, described, capsys):
-    block = conv(2, 2, padding="same", dilation=[3, 3])
-    np.savez(tmp_path / "a.npz", **arrays_of())
-    assert main(tmp_path / "a.npz", *described({"name": "mine", "blocks": [block, dense(10)]})) == 6
-    assert 'block 1: "same" pads 1 and 2 rows' in capsys.readouterr().err
-
-
 # Files
 
 
@@ -445,13 +393,28 @@ def test_equal_layers_of_a_safetensors_file_are_in_the_order_of_their_numbers(tm
     assert found == {f"dense{n + 1}.weight": f"fc{n}.weight" for n in range(13)}
 
 
-def test_a_weight_file_is_not_imported_again():
-    with pytest.raises(InvalidImport, match="is a weight file already; serve it"):
-        read_tensors(Path(__file__).parents[2] / "weights/mlp/1.safetensors")
-
-
-@pytest.mark.parametrize("order", ["C", "F"])
-def test_arrays_in_either_order_are_read(tmp_path, order):
-    array = np.asarray(np.arange(12, dtype=np.float16).reshape(3, 4), order=order)
-    np.savez(tmp_path / "a.npz", array=array)
-    np.testing.assert_array_equal(read_tensors(tmp_path / "a.npz")["array"], array)
+@pytest.mark.parametrize(
+    ("mapping", "sentence"),
+    [
+        ([], "expected an object as"),
+        (
+            {"dense3.weight": "fc1.weight"},
+            "the mapping names dense3.weight, expected some of dense1",
+        ),
+        (
+            {"dense1.weight": "fc3.weight"},
+            "from fc3.weight, which the file does not hold: it holds",
+        ),
+        ({"dense1.weight": "fc1.weight"}, "the mapping lacks dense2.weight"),
+        (
+            {"dense1.weight": "fc2.weight", "dense2.weight": "fc1.weight"},
+            "dense1.weight: fc2.weight has shape (10, 30), expected (30, 784)",
+        ),
+    ],
+)
+def test_a_wrong_mapping_is_one_sentence(tmp_path, described, capsys, mapping, sentence):
+    np.savez(tmp_path / "a.npz", **arrays_of())
+    (tmp_path / "names.json").write_text(json.dumps(mapping))
+    line = [*described(MLP), "--mapping", tmp_path / "names.json"]
+    assert main(tmp_path / "a.npz", *line) == 6
+    assert sentence in capsys.readouterr().err

@@ -38,107 +38,7 @@ def test_a_step_is_a_batch_forward_loss_backward_and_an_update(calls_of, name):
     assert [(call.layer, call.part) for call in calls_of(named(name))] == expected
 
 
-def test_the_images_keep_their_one_channel(calls_of):
-    calls = calls_of(named("lenet"))
-    for call, shape in ((calls[0], calls[0].result), (calls[1], calls[1].source)):
-        assert shape == (256, 28, 28, 1), call.part
-
-
-def test_a_convolution_has_padded_channels_last_and_the_operations_of_those(calls_of):
-    calls = calls_of(named("lenet"))
-    forward = of(calls, "conv2", "forward")
-    assert (forward.source, forward.result) == ((256, 12, 12, 32), (256, 8, 8, 64))
-    assert forward.operations == 2 * 256 * 8 * 8 * 64 * 32 * 5 * 5
-    elements = 256 * 12 * 12 * 32 + 256 * 8 * 8 * 64 + 64 * 5 * 5 * 32
-    assert forward.size_bytes == 2 * elements
-    for part, result, direction in (
-        ("input gradient", (256, 12, 12, 32), "data"),
-        ("weight gradient", (64, 5, 5, 32), "filter"),
-    ):
-        gradient = of(calls, "conv2", part)
-        assert (gradient.source, gradient.result) == ((256, 8, 8, 64), result)
-        assert gradient.operations == forward.operations
-        assert gradient.size_bytes == forward.size_bytes
-        assert gradient.convolution.direction == direction
-
-
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("tf32", 4), ("mixed", 2)])
-def test_a_product_computes_the_gradient_of_its_weight_in_float32(calls_of, precision, width):
-    calls = calls_of(named("lenet"), precision=precision)
-    activations, weight = width * 256 * (1024 + 512), 1024 * 512
-    assert of(calls, "dense1", "forward").size_bytes == activations + width * weight
-    assert of(calls, "dense1", "input gradient").size_bytes == activations + width * weight
-    gradient = of(calls, "dense1", "weight gradient")
-    assert gradient.size_bytes == activations + 4 * weight
-    assert gradient.operations == 2 * 256 * 1024 * 512
-    assert (gradient.source, gradient.result) == ((256, 512), (512, 1024))
-
-
-@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("mixed", 2)])
-def test_our_kernel_computes_the_first_filters_gradient_in_float32(calls_of, precision, width):
-    gradient = of(calls_of(named("lenet"), precision=precision), "conv1", "weight gradient")
-    assert gradient.routine == "our first_filter kernel"
-    assert gradient.convolution is None
-    assert gradient.size_bytes == width * 256 * (28 * 28 + 24 * 24 * 32) + 4 * 32 * 5 * 5
-
-
-def test_cudnn_computes_the_first_filters_gradient_where_our_kernel_cannot(calls_of):
-    model = Model("wide", (ConvBlock(8, (8, 8)), DenseBlock(10, activation=IDENTITY)))
-    gradient = of(calls_of(model, 4, "tf32"), "conv1", "weight gradient")
-    assert gradient.routine == "cuDNN convolution filter gradient"
-    assert gradient.convolution is not None
-
-
 X, Y = 4 * 2 * 26 * 26 * 8, 4 * 2 * 13 * 13 * 8
-WIDE = 4 * 2 * 10 * 10 * 8
-
-
-@pytest.mark.parametrize(
-    ("block", "expected"),
-    [
-        (ConvBlock(8, (3, 3), pool=Pool("max")), (X + Y + Y // 4, Y + Y // 4 + 2 * X)),
-        (ConvBlock(8, (3, 3), pool=Pool("average")), (X + Y, Y + 2 * X)),
-        (
-            ConvBlock(8, (3, 3), pool=Pool("max"), batch_norm=True),
-            (2 * X + Y + Y // 4, 2 * (Y + Y // 4 + X) + X),
-        ),
-        (
-            ConvBlock(8, (3, 3), pool=Pool("max", (17, 17), (1, 1))),
-            (X + WIDE + WIDE // 2, WIDE + WIDE // 2 + 2 * X),
-        ),
-        (ConvBlock(8, (3, 3), activation=IDENTITY), (2 * X, X)),
-    ],
-)
-def test_an_epilogue_moves_each_array_once_and_batch_norm_its_input_twice(
-    calls_of, block, expected
-):
-    calls = calls_of(Model("one", (block, DenseBlock(10, activation=IDENTITY))), 2, "fp32")
-    parts = "epilogue forward", "epilogue backward"
-    assert tuple(of(calls, "conv1", part).size_bytes for part in parts) == expected
-
-
-def test_the_update_moves_weights_velocities_gradients_and_in_mixed_precision_halves(calls_of):
-    def size(model, precision):
-        return of(calls_of(named(model), precision=precision), "update", "step").size_bytes
-
-    weights, vectors = 512 * 784 + 16 * 512, 512 + 16
-    assert size("mlp", "fp32") == 20 * (weights + vectors)
-    assert size("mlp", "mixed") == 22 * weights + 20 * vectors
-    # Of the filters' gradients only the second's is half: cuDNN computes it.
-    first, second, dense = 32 * 25, 64 * 25 * 32, 512 * 1024 + 16 * 512
-    vectors = 2 * (32 + 64 + 512) + 16
-    assert size("lenet", "mixed") == 22 * (first + dense) + 20 * second + 20 * vectors
-
-
-def test_the_outline_has_shape_call_operations_and_bytes():
-    text = outline(named("lenet"), 256, "mixed")
-    assert line_of(text, "conv2", "input gradient").split() == [
-        *("conv2", "input", "gradient", "256x8x8x64", "->", "256x12x12x32"),
-        *("cuDNN", "convolution", "data", "gradient", "1677.7", "4.56"),
-    ]
-    heading, *rows = text.splitlines()
-    assert len(rows) == 22
-    assert {len(heading), *map(len, rows)} == {len(heading)}
 
 
 def line_of(text, layer, part):
@@ -181,3 +81,30 @@ def test_the_command_prints_the_outline_without_a_gpu_and_the_report_with_one(
     monkeypatch.setattr(commands, "measure", lambda *asked: f"measured {asked[1:]}")
     assert run(["inspect"], {}) == 0
     assert capsys.readouterr().out.splitlines()[1] == "measured (256, 'mixed')"
+
+
+WIDE = 4 * 2 * 10 * 10 * 8
+
+
+@pytest.mark.parametrize(
+    ("block", "expected"),
+    [
+        (ConvBlock(8, (3, 3), pool=Pool("max")), (X + Y + Y // 4, Y + Y // 4 + 2 * X)),
+        (ConvBlock(8, (3, 3), pool=Pool("average")), (X + Y, Y + 2 * X)),
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max"), batch_norm=True),
+            (2 * X + Y + Y // 4, 2 * (Y + Y // 4 + X) + X),
+        ),
+        (
+            ConvBlock(8, (3, 3), pool=Pool("max", (17, 17), (1, 1))),
+            (X + WIDE + WIDE // 2, WIDE + WIDE // 2 + 2 * X),
+        ),
+        (ConvBlock(8, (3, 3), activation=IDENTITY), (2 * X, X)),
+    ],
+)
+def test_an_epilogue_moves_each_array_once_and_batch_norm_its_input_twice(
+    calls_of, block, expected
+):
+    calls = calls_of(Model("one", (block, DenseBlock(10, activation=IDENTITY))), 2, "fp32")
+    parts = "epilogue forward", "epilogue backward"
+    assert tuple(of(calls, "conv1", part).size_bytes for part in parts) == expected

@@ -12,6 +12,8 @@ import pytest
 
 from trainer.mnist import Dataset
 
+pytestmark = pytest.mark.process  # trains in processes that are killed
+
 ROOT = Path(__file__).parents[2]
 
 # Checkpoints after every epoch, as if each took ten seconds.

@@ -10,13 +10,9 @@ from hypothesis import strategies as st
 
 from lenet import reference
 from lenet.model import (
-    ARCHITECTURES,
-    IDENTITY,
     Activation,
     ConvBlock,
-    DenseBlock,
     Model,
-    Pool,
     named,
 )
 from trainer.export import fold
@@ -71,12 +67,6 @@ def test_logits_and_one_training_step_agree_with_pytorch(name, dtype, tolerance,
             assert error <= tolerance * golden[f"norm.{key}"], key
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_every_named_architecture_learns_a_batch_by_heart(name, digits, practise):
-    losses = practise(new_network(named(name)), digits(20, 0), 20, 12, 0.01)
-    assert losses[-1] < losses[0] / 2
-
-
 def assert_gradients_agree(run_of, model, tolerance, step):
     """The slope along a random direction of each parameter, against a central difference."""
     network = new_network(model, np.float64)
@@ -107,18 +97,6 @@ def assert_gradients_agree(run_of, model, tolerance, step):
         # The rounding of a loss of 2, 4e-16, divided by the step of 1e-6: 1e-3 is the floor.
         scale = max(np.linalg.norm(gradients[name]), 1e-3)
         assert abs(computed - expected) <= tolerance * scale, name
-
-
-def test_the_whole_gradient_agrees_with_differences_through_batch_norm_and_pooling(run_of):
-    model = Model(
-        "small",
-        (
-            ConvBlock(2, (5, 5), stride=(2, 3), dilation=(2, 1), batch_norm=True, pool=Pool("max")),
-            DenseBlock(4, batch_norm=True),
-            DenseBlock(3, activation=IDENTITY),
-        ),
-    )
-    assert_gradients_agree(run_of, model, 1e-6, 1e-6)
 
 
 def without_kinks(model):
@@ -172,72 +150,6 @@ def test_logits_come_in_order_when_there_are_more_images_than_one_batch():
     logits = network.logits(images)
     assert logits.shape == (len(images), 10)
     np.testing.assert_allclose(logits[-3:], network.logits(images[-3:]), rtol=1e-5, atol=1e-6)
-
-
-def losses_of(network, run):
-    """Of its first step, twice."""
-    found = []
-    for _ in range(2):
-        state = network.ops.start(run)
-        network.forward(*network.ops.batch(state), state)
-        found.append(network.ops.losses(state, 0, 1)[0].item())
-    return found
-
-
-def test_dropout_follows_each_hidden_dense_block_and_never_the_logits(run_of):
-    network = new_network(named("lenet"), dropout=0.5)
-    names = [layer.name for layer in network.layers]
-    assert [name for name in names if "dropout" in name] == ["dense1.dropout"]
-    digits = Digits(*some_images(4))
-    first, again = losses_of(network, run_of(digits, 4, [0.1], seed=3))
-    assert first == again
-    assert losses_of(network, run_of(digits, 4, [0.1], seed=4))[0] != first
-    # Outside training nothing is dropped.
-    plain = Network(network.model, network.tensors, network.ops)
-    np.testing.assert_array_equal(network.logits(digits.images), plain.logits(digits.images))
-
-
-def test_each_dropout_of_a_network_keeps_other_units(run_of):
-    hidden, logits = DenseBlock(50), DenseBlock(10, activation=IDENTITY)
-    network = new_network(Model("deep", (hidden, hidden, logits)), dropout=0.5)
-    first, second = (layer for layer in network.layers if "dropout" in layer.name)
-    state = network.ops.start(run_of(Digits(*some_images(4)), 4, [0.1]))
-    x = np.ones((50, 4), np.float32)
-    assert (first.forward(x, state) != second.forward(x, state)).any()
-
-
-def test_the_layers_of_lenet_are_each_a_linear_map_and_its_epilogue():
-    assert [layer.name for layer in new_network(named("lenet")).layers] == [
-        "conv1",
-        "conv1.batch_norm+relu+max",
-        "conv2",
-        "conv2.batch_norm+relu+max",
-        "dense1",
-        "dense1.batch_norm+relu",
-        "dense2",
-        "dense2.bias",
-    ]
-
-
-class TwoRanks(CpuOps):
-    """Doubles each gradient, as a second GPU with the same batch would."""
-
-    def all_reduce(self, gradients):
-        for gradient in gradients.values():
-            gradient *= 2
-
-
-def test_the_gradients_of_each_layer_are_summed_over_the_ranks(digits, run_of):
-    model, run, found = named("lenet"), run_of(digits(4, 0), 4, [0.1]), []
-    for ops in (CpuOps(), TwoRanks()):
-        network = Network(model, initial_tensors(model, np.random.default_rng(0)), ops)
-        state = ops.start(run)
-        network.forward(*ops.batch(state), state)
-        network.backward()
-        found.append(network.gradients)
-    assert found[0].keys() == network.parameters.keys()
-    for name, alone in found[0].items():
-        np.testing.assert_array_equal(found[1][name], 2 * alone)
 
 
 @pytest.mark.parametrize("name", ["lenet", "lenet-6-16", "mlp"])

@@ -27,17 +27,6 @@ def test_philox_gives_the_published_answers(counter, seed, words):
     assert tuple(philox(seed, *counter)) == words
 
 
-def test_the_words_of_a_counter_broadcast():
-    words = philox(5, np.arange(3)[:, np.newaxis], 7, np.arange(2), 9)
-    assert words.shape == (3, 2, 4)
-    assert words.dtype == np.uint32
-    np.testing.assert_array_equal(words[2, 1], philox(5, 2, 7, 1, 9))
-
-
-def test_both_halves_of_the_seed_count():
-    assert len({tuple(philox(seed, 0, 0, 0, 0)) for seed in (0, 1, 1 << 32, 1 << 63)}) == 4
-
-
 def test_uniform_numbers_are_exact_and_stay_below_one():
     words = np.array([0, 255, 256, 0x80000000, 0xFFFFFFFF], np.uint32)
     assert uniform(words).tolist() == [0, 0, 2**-24, 0.5, 1 - 2**-24]
@@ -49,27 +38,6 @@ def test_uniform_numbers_are_exact_and_stay_below_one():
 def test_a_permutation_meets_each_place_once(size, seed, epoch):
     order = permutation(seed, epoch, size, np.arange(size))
     np.testing.assert_array_equal(np.sort(order), np.arange(size))
-
-
-@pytest.mark.parametrize("size", [55_000, 60_000, 65_536, 65_537])
-def test_a_permutation_of_a_large_set_meets_each_place_once(size):
-    order = permutation(1, 0, size, np.arange(size))
-    assert order.dtype == np.int64
-    np.testing.assert_array_equal(np.sort(order), np.arange(size))
-    # No more places than a random order would leave where they were: one, give or take one.
-    assert np.count_nonzero(order == np.arange(size)) < 8
-    assert abs(np.corrcoef(order, np.arange(size))[0, 1]) < 0.02
-
-
-def test_a_part_of_a_permutation_is_that_part_of_the_whole():
-    whole = permutation(3, 4, 1_000, np.arange(1_000))
-    part = permutation(3, 4, 1_000, np.array([[999, 0], [17, 500]]))
-    np.testing.assert_array_equal(part, whole[[[999, 0], [17, 500]]])
-
-
-def test_each_seed_and_each_epoch_has_its_own_order():
-    orders = {tuple(permutation(*case, 50, np.arange(50))) for case in ((0, 0), (0, 1), (1, 0))}
-    assert len(orders) == 3
 
 
 def a_feistel_network_one_place_at_a_time(seed, epoch, size, v):

@@ -1,16 +1,16 @@
 """The folder of a run, its report, and two runs side by side."""
 
-import json
 import re
-import sys
 from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
 from trainer.commands import run
-from trainer.errors import InvalidRun, UnwritableFolder
-from trainer.runs import Phases, RunFolder, evaluate, read_run
+from trainer.errors import InvalidRun
+from trainer.runs import evaluate, read_run
+
+pytestmark = pytest.mark.process  # trains and draws figures
 
 
 def test_an_evaluation_counts_what_a_hand_does():
@@ -28,28 +28,6 @@ def test_an_evaluation_counts_what_a_hand_does():
     assert [images for _, _, images in found.calibration] == [1, 1, 1, 1]
     assert found.calibration_error == pytest.approx((0.25 + 0.15 + 0.65 + 0.55) / 4)
     assert found.worst == [(2, 1, 0, pytest.approx(0.65))]
-
-
-def test_a_class_without_images_or_answers_divides_by_nothing():
-    found = evaluate(np.array([[1.0, 0.0, 0.0]]), np.array([1], np.uint8))
-    assert found.precision == [0.0, 0.0, 0.0]
-    assert found.recall == [0.0, 0.0, 0.0]
-
-
-def test_phases_add_up_in_their_order():
-    phases = Phases()
-    for name in ("b", "a", "b"):
-        with phases(name):
-            pass
-    assert list(phases.seconds) == ["b", "a"]
-
-
-def test_runs_of_one_second_have_folders_of_their_own(tmp_path):
-    paths = {RunFolder(tmp_path / "runs", "mlp").path for _ in range(3)}
-    assert len(paths) == 3
-    (tmp_path / "file").touch()
-    with pytest.raises(UnwritableFolder, match="--runs is"):
-        RunFolder(tmp_path / "file", "mlp")
 
 
 @pytest.fixture
@@ -137,11 +115,3 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
     assert refusal(tmp_path) == (
         f"{tmp_path}: has no summary.json: the run was interrupted, or has not ended yet\n"
     )
-
-
-def test_a_missing_plotting_library_costs_the_report_alone(fit, monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    folder = fit()
-    assert json.loads((folder / "summary.json").read_text())["accuracy"] > 0.5
-    assert not (folder / "report.html").exists()
-    assert "pip install matplotlib" in capsys.readouterr().err

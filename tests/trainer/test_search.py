@@ -6,7 +6,6 @@ import pytest
 
 from lenet.errors import InvalidSettings
 from lenet.model import named
-from trainer.commands import run
 from trainer.mnist import Dataset
 from trainer.search import search
 from trainer.settings import Search
@@ -70,15 +69,3 @@ def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_te
 def test_a_setting_that_cannot_be_varied_is_refused(tmp_path, without_test_images, fields, message):
     with pytest.raises(InvalidSettings, match=message):
         search(settings(tmp_path, **fields), named("mlp"), without_test_images, [].append)
-
-
-def test_the_command_says_what_it_did(tmp_path, tiny, write_idx, capsys):
-    folder = write_idx(tiny)
-    line = ["search", "--data", str(folder), "--model", "mlp", "--epochs", "1", "--trials", "1"]
-    line += ["--seeds", "1", "--validation-images", "50", "--device", "cpu", "--batch", "64"]
-    assert run([*line, "--journal", str(tmp_path / "journal")], {}) == 0
-    out = capsys.readouterr().out
-    assert out.startswith("python -m trainer search --model mlp --seed 1 --epochs 1 ")
-    assert "trial 1 of 1" in out
-    assert run([*line, "--journal", "/dev/null/journal"], {}) == 6
-    assert "--journal is /dev/null/journal: it cannot be written" in capsys.readouterr().err

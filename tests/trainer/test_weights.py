@@ -11,6 +11,8 @@ from lenet.cpu import CpuBackend
 from lenet.weightfile import WeightFile
 from trainer.mnist import load
 
+pytestmark = pytest.mark.process  # computes the 10,000 test images
+
 WEIGHTS = Path(__file__).parents[2] / "weights"
 CARD = (WEIGHTS / "README.md").read_text()
 # Those that the card names; other files in the folder may be somebody's own.
@@ -43,7 +45,3 @@ def test_a_weight_file_is_as_accurate_as_it_and_its_card_say(path, mnist_folder)
         f"{weights.training.accuracy:.2%} ({len(dataset.test) - right} of 10,000 wrong)",
     ):
         assert fact in CARD
-
-
-def test_the_card_names_a_file():
-    assert FILES

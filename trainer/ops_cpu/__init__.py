@@ -19,7 +19,7 @@ from lenet.model import ConvBlock, Model, window_count
 from lenet.pixels import SCALE, Images
 from lenet.reference import Array
 from trainer.augment import warp
-from trainer.ops import RUNNING_SHARE, Epilogue, Norm, Run, Update
+from trainer.ops import RUNNING_SHARE, Epilogue, LossScale, Norm, Run, Update
 from trainer.ops_cpu.activations import Activated, activate, activate_backward
 from trainer.ops_cpu.batch_norm import (
     Standardized,
@@ -93,11 +93,15 @@ class CpuOps:
         for name, value in source.items():
             target[name][...] = value
 
-    def start(self, run: Run, step: int = 0) -> CpuRunState:
+    def start(self, run: Run, step: int = 0, loss_scale: LossScale | None = None) -> CpuRunState:
         """Uploads nothing: the digits are on the host."""
         return CpuRunState(
             run, step, np.zeros(run.steps, self._dtype), np.zeros(run.steps, np.int64)
         )
+
+    def loss_scale(self, state: CpuRunState) -> LossScale:
+        """1: precision is not mixed."""
+        return 1.0, 0
 
     def batch(self, state: CpuRunState) -> tuple[Array, NDArray[np.uint8]]:
         """Images as `input_from_images` returns them, and labels (n,)."""

@@ -28,7 +28,7 @@ from lenet.cuda.memory import Arena, Workspace
 from lenet.errors import DeviceError
 from lenet.model import Model
 from lenet.pixels import Images
-from trainer.ops import Array, Run, Update
+from trainer.ops import Array, LossScale, Run, Update
 from trainer.ops_cuda import parameters
 from trainer.ops_cuda.batch import BatchKernels
 from trainer.ops_cuda.epilogue import Epilogues
@@ -145,11 +145,17 @@ class CudaOps:
             parameter.master[...] = source[name].master
             parameter.refresh()
 
-    def start(self, run: Run, step: int = 0) -> RunState:
+    def start(self, run: Run, step: int = 0, loss_scale: LossScale | None = None) -> RunState:
         rank, ranks = (self._ranks.rank, self._ranks.size) if self._ranks else (0, 1)
+        scaled = self.precision == "mixed"
         with translated("loading the digits"):
-            self._state = RunState.upload(run, step, self.precision == "mixed", rank, ranks)
+            self._state = RunState.upload(run, step, scaled, loss_scale, rank, ranks)
         return self._state
+
+    def loss_scale(self, state: RunState) -> LossScale:
+        with translated("waiting for the GPU"):
+            scale, steps = state.scale.tolist()
+        return scale, int(steps)
 
     def input_from_images(self, images: Images) -> Array:
         self.arena.rewind()

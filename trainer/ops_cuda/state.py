@@ -13,7 +13,7 @@ import cupy
 import numpy as np
 from numpy.typing import NDArray
 
-from trainer.ops import Run
+from trainer.ops import LossScale, Run
 from trainer.ops_cuda.ranks import Ranks
 
 FOLDER = Path(__file__).parent
@@ -50,8 +50,17 @@ class RunState:
     overflow: Any
 
     @classmethod
-    def upload(cls, run: Run, step: int, scaled: bool, rank: int, ranks: int) -> RunState:
+    def upload(
+        cls,
+        run: Run,
+        step: int,
+        scaled: bool,
+        loss_scale: LossScale | None,
+        rank: int,
+        ranks: int,
+    ) -> RunState:
         """The state before `step`, on the current GPU; the loss is scaled only if `scaled`."""
+        first = (_INITIAL_SCALE if scaled else 1.0, 0) if loss_scale is None else loss_scale
         rows = run.batch // ranks
         steps = len(run.rates)
         return cls(
@@ -65,7 +74,7 @@ class RunState:
             losses=cupy.zeros(steps, cupy.float32),
             correct=cupy.zeros(steps, cupy.int32),
             step=cupy.full(1, step, cupy.int32),
-            scale=cupy.asarray([_INITIAL_SCALE if scaled else 1, 0], cupy.float32),
+            scale=cupy.asarray(first, cupy.float32),
             overflow=cupy.zeros(1, cupy.int32),
         )
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gzip
 import hashlib
-from dataclasses import dataclass
+from collections.abc import Mapping
 from importlib.resources import files
 
 from fastapi import Request, Response
@@ -37,26 +37,38 @@ _HEADERS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class _File:
-    content: bytes
-    packed: bytes
-    media_type: str
-    etag: str
+class StaticFile:
+    """A file that is read or made once, and its answers; `headers` are those of all of them."""
+
+    def __init__(
+        self, content: bytes, media_type: str, headers: Mapping[str, str] = _HEADERS
+    ) -> None:
+        etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
+        self._etag, self._headers = etag, {**headers, "ETag": etag}
+        packed = {**self._headers, "Content-Encoding": "gzip"}
+        self._plain = Response(content, headers=self._headers, media_type=media_type)
+        self._packed = Response(
+            gzip.compress(content, mtime=0), headers=packed, media_type=media_type
+        )
+
+    def answer(self, request: Request) -> Response:
+        """The file, or 304 where the client has it."""
+        known = request.headers.get("if-none-match", "")
+        if self._etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
+            return Response(status_code=304, headers=self._headers)
+        packed = "gzip" in request.headers.get("accept-encoding", "")
+        return self._packed if packed else self._plain
 
 
 class Page:
     """The files of the page, read once."""
 
     def __init__(self) -> None:
-        self._files: dict[str, _File] = {}
+        self._files: dict[str, StaticFile] = {}
         for entry in files(__name__).iterdir():
             media_type = _TYPES.get(entry.name[entry.name.rfind(".") :])
             if media_type is not None:
-                content = entry.read_bytes()
-                etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-                packed = gzip.compress(content, mtime=0)
-                self._files[entry.name] = _File(content, packed, media_type, etag)
+                self._files[entry.name] = StaticFile(entry.read_bytes(), media_type)
 
     def answer(self, request: Request, name: str = _INDEX) -> Response:
         """The file `name`, or 304 where the client has it.
@@ -64,14 +76,6 @@ class Page:
         Raises:
             HTTPException: 404, there is no such file.
         """
-        file = self._files.get(name)
-        if file is None:
+        if (file := self._files.get(name)) is None:
             raise HTTPException(404)
-        headers = {**_HEADERS, "ETag": file.etag}
-        known = request.headers.get("if-none-match", "")
-        if file.etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
-            return Response(status_code=304, headers=headers)
-        if "gzip" not in request.headers.get("accept-encoding", ""):
-            return Response(file.content, headers=headers, media_type=file.media_type)
-        headers["Content-Encoding"] = "gzip"
-        return Response(file.packed, headers=headers, media_type=file.media_type)
+        return file.answer(request)

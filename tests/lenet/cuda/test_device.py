@@ -80,11 +80,6 @@ def message():
     return str(caught.value)
 
 
-def test_the_gpus_are_counted_when_everything_is_in_place(machine):
-    machine.count = 4
-    assert devices() == 4
-
-
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
@@ -143,54 +138,6 @@ def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
     assert message() == expected
 
 
-def test_what_to_install_is_said_without_cupy(machine, monkeypatch):
-    monkeypatch.setitem(sys.modules, "cupy", None)
-    assert message() == f"CuPy is not installed; {INSTALL_ANY}"
-
-
-def test_what_to_install_is_said_without_cublas(machine):
-    del sys.modules["cupy"].cuda.cublas
-    assert message().startswith("CuPy cannot be loaded (cannot import name 'cublas' ")
-    assert message().endswith(INSTALL_ANY)
-
-
-PAGE = """
-try:
-    import cupy_without_its_library
-except ImportError as exc:
-    raise ImportError('''
-======================
-Failed to import CuPy.
-======================
-''') from exc
-"""
-
-
-@pytest.mark.parametrize(
-    ("name", "source", "expected"),
-    [
-        ("cupy", PAGE, "CuPy cannot be loaded (No module named 'cupy_without_its_library'); "),
-        *(
-            ("cudnn", source, "cuDNN's Python package nvidia-cudnn-frontend cannot be loaded (")
-            for source in (
-                "import cudnn_is_not_installed",
-                "raise OSError('libcudnn.so.9: file too short')",
-                "raise RuntimeError('libcudnn.so.9: not\\n  for this machine')",
-                "assert False, 'Found 2 libcudnn.so.x in nvidia-cudnn-cuXX.'",
-            )
-        ),
-    ],
-)
-def test_the_cause_is_one_line_when_a_package_cannot_be_loaded(
-    machine, monkeypatch, tmp_path, name, source, expected
-):
-    (tmp_path / f"{name}.py").write_text(source)
-    monkeypatch.delitem(sys.modules, name)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert message().startswith(expected)
-    assert message().endswith(INSTALL_ANY)
-
-
 @pytest.mark.parametrize("error", [CudaError, DriverError])
 @pytest.mark.parametrize(
     ("status", "sticky"),  # ECC, illegal address, launch failure, unknown; invalid value, ...
@@ -224,36 +171,3 @@ def test_errors_of_other_libraries_are_translated_and_not_sticky(machine, proble
     assert type(raised.value) is DeviceError
     assert str(raised.value) == f"preparing: {problem}"
     assert not raised.value.sticky
-
-
-@pytest.mark.parametrize(
-    "problem", [OutOfMemory("512 bytes"), CudaError(2, "512 bytes"), DriverError(2, "512 bytes")]
-)
-@pytest.mark.parametrize(
-    ("memory", "room"),
-    [
-        ((1_500_000, 80_400_000), "2 of 80 MB of memory free, which is not enough"),
-        (CudaError(2), "too little memory free even for a CUDA context"),
-    ],
-)
-def test_the_free_memory_is_said_when_it_runs_out(machine, problem, memory, room):
-    machine.memory = memory
-    with pytest.raises(OutOfDeviceMemory) as raised, translated("loading"):
-        raise problem
-    assert str(raised.value) == (
-        f"loading: the GPU has {room} (512 bytes); use a smaller batch or another GPU"
-    )
-    assert not raised.value.sticky
-
-
-@pytest.mark.parametrize("problem", [ValueError, AssertionError, KeyboardInterrupt])
-def test_other_errors_pass_unchanged(machine, problem):
-    with pytest.raises(problem, match=r"^ours$"), translated("running"):
-        raise problem("ours")
-
-
-def test_a_translated_error_is_not_translated_again(machine):
-    inner = pytest.raises(DeviceError, match=r"^inner: ")
-    with inner as raised, translated("outer"), translated("inner"):
-        raise CudaError(700)
-    assert raised.value.sticky

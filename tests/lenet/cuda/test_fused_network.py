@@ -44,14 +44,6 @@ def test_other_networks_are_not_supported(blocks):
     assert not is_supported(Model("drawn", blocks), 90)
 
 
-def test_the_parameter_of_the_activations_is_a_macro():
-    pooled = {"pool": HALVED, "activation": Activation("clipped_relu", 6.0)}
-    blocks = (ConvBlock(8, (5, 5), **pooled), ConvBlock(8, (3, 3), pool=HALVED))
-    model = Model("drawn", (*blocks, DenseBlock(30), LOGITS))
-    assert is_supported(model, 90)
-    assert macros(model)["PARAMETER"] == 6.0
-
-
 def tensors_of(mma, model):
     return {name: mma.normal(*shape) for name, shape in model.parameters().items()}
 
@@ -130,6 +122,14 @@ def test_a_block_finds_its_filters(mma, model):
         assert bias.shape == (8 * len(found[name]),)
         np.testing.assert_array_equal(bias[: len(weight)], tensors[f"{of}.bias"])
         assert not bias[len(weight) :].any()
+
+
+def test_the_parameter_of_the_activations_is_a_macro():
+    pooled = {"pool": HALVED, "activation": Activation("clipped_relu", 6.0)}
+    blocks = (ConvBlock(8, (5, 5), **pooled), ConvBlock(8, (3, 3), pool=HALVED))
+    model = Model("drawn", (*blocks, DenseBlock(30), LOGITS))
+    assert is_supported(model, 90)
+    assert macros(model)["PARAMETER"] == 6.0
 
 
 def test_the_arguments_of_the_kernel_come_in_their_order(mma):

@@ -61,30 +61,6 @@ def test_tensors_are_as_large_as_those_of_numpy_when_convolved(geometry):
             assert operation.output == (n, *y.shape[1:3], k)
 
 
-@given(geometry=geometries())
-def test_operations_are_twice_the_products_summed_when_convolved(geometry):
-    (n, h, w, c), (k, r, s, _), options = geometry
-    ones = np.ones((c, h + 2 * options["padding"][0], w + 2 * options["padding"][1], n))
-    unpadded = ConvBlock(k, (r, s), options["stride"], (0, 0), options["dilation"])
-    # Ones times ones, summed over everything: as many as there are products.
-    products = CpuOps(np.float64).convolution(ones, np.ones((k, c, r, s)), unpadded)[0].sum()
-    for direction in ("forward", "data", "filter"):
-        operation = Convolution(direction, "tf32", *geometry[:2], **options)
-        assert operation.operations == 2 * products
-
-
-def test_the_second_convolution_of_lenet_costs_this_much_when_the_batch_is_256():
-    operation = Convolution("forward", "fp16", (256, 12, 12, 32), (64, 5, 5, 32), bias=True)
-    assert operation.output == (256, 8, 8, 64)
-    assert operation.operations == 1_677_721_600
-    assert operation.tensor_bytes() == {
-        Uid.INPUT: 2_359_296,
-        Uid.WEIGHT: 102_400,
-        Uid.BIAS: 128,
-        Uid.OUTPUT: 2_097_152,
-    }
-
-
 @given(m=st.integers(1, 9), n=st.integers(1, 9), k=st.integers(1, 9), bias=st.booleans())
 def test_tensors_are_as_large_as_those_of_numpy_when_multiplied(m, n, k, bias):
     x, weight = np.ones((k, m), np.float32), np.ones((n, k), np.float32)

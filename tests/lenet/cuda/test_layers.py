@@ -3,12 +3,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lenet.cuda.layers import MAX_CLASSES, check, is_fused_by_cudnn, pack
+from lenet.cuda.layers import MAX_CLASSES, check, pack
 from lenet.cuda.packing import PIXEL_SCALE, layout
 from lenet.errors import BackendUnavailable
-from lenet.model import IDENTITY, RELU, Activation, ConvBlock, DenseBlock, Model, Pool
-
-HALVED = Pool("max")
+from lenet.model import IDENTITY, DenseBlock, Model
 
 
 def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name():
@@ -16,14 +14,6 @@ def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name()
     letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
     with pytest.raises(BackendUnavailable, match="model 'letters' has 33 classes, expected at"):
         check(letters)
-
-
-def test_cudnn_leaves_nothing_to_do_without_pooling_and_with_a_relu():
-    assert is_fused_by_cudnn(ConvBlock(9, (5, 5)), "fp32")
-    assert not is_fused_by_cudnn(ConvBlock(9, (5, 5), pool=HALVED), "fp32")
-    assert not is_fused_by_cudnn(ConvBlock(9, (5, 5), activation=Activation("tanh")), "fp16")
-    assert is_fused_by_cudnn(DenseBlock(9, activation=RELU), "tf32")
-    assert not is_fused_by_cudnn(DenseBlock(9, activation=RELU), "fp32")
 
 
 @pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])

@@ -3,7 +3,6 @@ from __future__ import annotations
 import math
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -66,14 +65,6 @@ def expected(model, name, tensor):
     return packed
 
 
-@pytest.mark.parametrize(
-    ("channels", "wide"),
-    [(1, 8), (8, 8), (9, 16), (16, 16), (17, 32), (32, 32), (33, 64), (50, 64), (500, 512)],
-)
-def test_channels_are_rounded_up_when_they_are_padded(channels, wide):
-    assert padded(channels) == wide
-
-
 @given(model=models())
 @settings(max_examples=60)
 def test_every_element_has_its_place_and_the_rest_is_zero_when_packed(model):
@@ -98,13 +89,3 @@ def test_a_tensor_comes_back_without_its_padding_when_it_is_unpacked(model, dtyp
         np.testing.assert_array_equal(back, tensor, strict=True)
         assert back.flags.c_contiguous
         assert not np.shares_memory(back, wide)
-
-
-def test_an_image_of_several_channels_is_not_padded_when_it_is_the_networks_own():
-    convolutional = Model(
-        "m", (ConvBlock(9, (3, 3)), DenseBlock(10, activation=IDENTITY)), (3, 6, 5)
-    )
-    assert layout(convolutional)["conv1.weight"].shape == (16, 3, 3, 3)
-    assert layout(convolutional)["dense1.weight"].shape == (16, 4 * 3 * 16)
-    flat = Model("m", (DenseBlock(10, activation=IDENTITY),), (3, 6, 5))
-    assert layout(flat)["dense1.weight"].shape == (16, 6 * 5 * 3)

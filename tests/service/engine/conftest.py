@@ -17,6 +17,7 @@ from service.engine.devices import Placement
 from service.engine.models import EngineConfig, Models
 from service.engine.versions import WeightsFolder
 from service.observe.metrics import Metrics
+from tests.tasks import submit
 
 CPU = (Target("cpu"),)
 
@@ -37,7 +38,7 @@ class House:
     async def ask(self, seed, name="a", version=""):
         """The version that answers, whose answer must be that of the file drawn with `seed`."""
         golden = self.draw(name, seed).golden
-        answer = await self.models.get(name, version).batcher.submit(golden.images, 20.0)
+        answer = await submit(self.models.get(name, version).batcher, golden.images, 20.0)
         expected = softmax(golden.logits)
         np.testing.assert_allclose(answer.probabilities, expected, rtol=1e-4, atol=1e-7)
         assert answer.model == name

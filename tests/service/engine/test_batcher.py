@@ -21,7 +21,7 @@ from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool
 from service.engine.deadlines import LATE_S, Deadlines
-from service.engine.queue import BatchQueue, Prediction, Request
+from service.engine.queue import BatchQueue
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -29,6 +29,7 @@ from service.errors import (
     ServiceError,
     Unavailable,
 )
+from tests.tasks import Prediction, submit
 
 FOREVER_S = 1e6
 """A caller that waits so long in virtual time waits for ever."""
@@ -270,14 +271,10 @@ class Stage:
             assert len(self.loop.pending_timers()) == 1, "more than the limit of the whole test"
 
     def submit(self, tag: int, rows: int = 1, timeout_s: float = 100.0) -> asyncio.Task[Prediction]:
-        return self.loop.create_task(self.batcher.submit(images(tag, rows), timeout_s))
+        return self.loop.create_task(submit(self.batcher, images(tag, rows), timeout_s))
 
     async def until(self, time_s: float) -> None:
         await asyncio.sleep(time_s - self.loop.time())
-
-
-def _ignore(request: Request, error: ServiceError | None) -> None:
-    """Nobody waits for this answer."""
 
 
 def staged(*acts: Act, **options):
@@ -336,17 +333,6 @@ def test_requests_that_arrive_while_others_are_read_join_their_batch(
     test(run_virtually=run_virtually)
 
 
-@staged(contexts=2, max_batch_rows=3)
-async def test_a_batch_grows_while_every_context_is_busy(stage):
-    tasks = []
-    for tag in range(8):
-        tasks.append(stage.submit(tag))
-        await asyncio.sleep(0.1)
-    answers = await asyncio.gather(*tasks)
-    assert [tags_in(answer) for answer in answers] == [[tag] for tag in range(8)]
-    assert stage.batches == [[0], [1], [2, 3, 4], [5, 6, 7]]
-
-
 @staged(contexts=3, max_batch_rows=8, joined_rows=4)
 async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(stage):
     tasks, loads = [], []
@@ -383,86 +369,6 @@ async def test_an_answer_says_where_its_time_went_when_it_waited(stage):
     assert answer.compute_s == 1.25, "from its first cut to its last answer"
 
 
-@staged()
-async def test_a_small_request_waits_for_one_batch_only_when_a_large_one_is_before_it(stage):
-    large = stage.submit(100, rows=40)
-    small = stage.submit(7)
-    await small
-    assert stage.loop.time() == 2.0
-    await large
-    assert stage.loop.time() == 11.0
-
-
-@staged()
-async def test_waiting_rows_leave_the_queue_when_their_caller_is_cancelled(stage):
-    mate = stage.submit(1, rows=4)
-    gone = stage.submit(50, rows=3)
-    await stage.until(0.5)
-    gone.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await gone
-    assert stage.queue.rows == 0
-    assert tags_in(await mate) == [1, 2, 3, 4]
-    assert stage.watcher.dropped == {"cancelled": 3, "late": 0}
-    assert stage.batches == [[1, 2, 3, 4]]
-
-
-@pytest.mark.parametrize(("rows", "dropped"), [(4, 0), (6, 2)])
-@staged(Act(5.0))
-async def test_a_caller_is_answered_at_its_deadline_when_its_batch_still_runs(stage, rows, dropped):
-    late = stage.submit(1, rows=rows, timeout_s=2.0)
-    with pytest.raises(DeadlineExceeded, match="no answer within 2000 ms"):
-        await late
-    assert stage.loop.time() == 2.0
-    assert stage.watcher.dropped == {"cancelled": 0, "late": dropped}
-    await stage.until(6.0)
-    assert len(stage.batches) == 1
-
-
-@staged(Act(2.0), OK)
-async def test_a_late_request_is_not_computed_when_a_context_comes_free(stage):
-    first = stage.submit(1)
-    await stage.until(0.5)
-    late, patient = stage.submit(2, timeout_s=1.0), stage.submit(3)
-    answers = await asyncio.gather(first, late, patient, return_exceptions=True)
-    assert isinstance(answers[1], DeadlineExceeded)
-    assert stage.batches == [[1], [3]]
-    assert stage.watcher.dropped == {"cancelled": 0, "late": 1}
-
-
-@staged()
-async def test_a_request_without_any_time_is_late_and_no_context_works(stage):
-    with pytest.raises(DeadlineExceeded):
-        await stage.submit(1, rows=2, timeout_s=0.0)
-    assert stage.batches == []
-    assert stage.watcher.dropped == {"cancelled": 0, "late": 2}
-
-
-@pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
-@staged()
-async def test_each_caller_gets_an_error_of_its_own_when_their_batch_fails(stage, outcome):
-    stage.workers[0].script = iter([Act(1.0, outcome)])
-    errors = await asyncio.gather(stage.submit(1), stage.submit(2), return_exceptions=True)
-    assert all(type(error) is InferenceFailed for error in errors)
-    assert errors[0] is not errors[1]
-    cause = AssertionError if outcome == "short" else Boom
-    assert all(isinstance(error.__cause__, cause) for error in errors)
-    assert tags_in(await stage.submit(3)) == [3], "the batcher lives"
-
-
-@staged(max_batch_rows=64)
-async def test_requests_that_are_cancelled_at_once_keep_nobody_waiting(stage):
-    patient = stage.submit(1)
-    others: list[Request] = []
-    for _ in range(100):  # turns of the event loop
-        for request in others:
-            stage.batcher.cancel(request)
-        others = [stage.batcher.enqueue(images(100, 1), 100.0, _ignore) for _ in range(2)]
-        await asyncio.sleep(0)
-    assert stage.batches
-    assert tags_in(await patient) == [1]
-
-
 @pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
 @staged()
 async def test_a_batch_that_failed_gives_its_images_free_at_once(stage, outcome):
@@ -485,29 +391,6 @@ async def test_a_batch_that_failed_gives_its_images_free_at_once(stage, outcome)
         logging.disable(logging.NOTSET)
 
 
-@pytest.mark.parametrize("joined_rows", [0, 4])
-def test_every_caller_gets_an_error_when_no_batch_can_be_started(run_virtually, joined_rows):
-    acts = [Act(1.0)] + [Act(0.0, "raise")] * 1999
-
-    @staged(*acts, max_batch_rows=1, max_queue_rows=2000, joined_rows=joined_rows)
-    async def fail(stage):
-        tasks = [stage.submit(tag) for tag in range(2000)]
-        answers = await asyncio.gather(*tasks, return_exceptions=True)
-        assert tags_in(answers.pop(0)) == [0]
-        assert {type(error.__cause__) for error in answers} == {Boom}
-
-    fail(run_virtually)
-
-
-@staged(Act(1.0, "fail"), OK)
-async def test_the_rest_of_a_request_is_not_computed_when_one_of_its_batches_fails(stage):
-    broken, other = stage.submit(100, rows=10), stage.submit(1)
-    with pytest.raises(InferenceFailed):
-        await broken
-    assert tags_in(await other) == [1]
-    assert stage.batches == [[100, 101, 102, 103], [1]]
-
-
 @staged(max_wait_s=0.5)
 async def test_a_batch_waits_for_more_rows_when_it_may(stage):
     first = stage.submit(1)
@@ -518,33 +401,6 @@ async def test_a_batch_waits_for_more_rows_when_it_may(stage):
     assert tags_in(await second) == [2]
     ((*ended, _),) = stage.watcher.ended
     assert ended == [2, "waited"]
-
-
-@staged(max_wait_s=0.5)
-async def test_a_full_batch_does_not_wait_when_it_might(stage):
-    first = stage.submit(1)
-    await stage.until(0.25)
-    second = stage.submit(2, rows=3)
-    await asyncio.gather(first, second)
-    assert stage.loop.time() == 1.25
-    ((*ended, _),) = stage.watcher.ended
-    assert ended == [4, "full"]
-
-
-@staged(Act(1.0), Act(1.0), max_wait_s=50.0)
-async def test_waiting_requests_are_answered_at_once_and_new_ones_refused_when_draining(stage):
-    waiting = stage.submit(1, rows=2)
-    await stage.until(0.5)
-    drained = stage.loop.create_task(stage.batcher.drain(10.0))
-    await asyncio.sleep(0)
-    with pytest.raises(Unavailable) as refused:
-        await stage.submit(9)
-    assert refused.value.retry_after_s == 1
-    assert tags_in(await waiting) == [1, 2]
-    await drained
-    assert stage.loop.time() == 1.5
-    ((*ended, _),) = stage.watcher.ended
-    assert ended == [2, "drain"]
 
 
 @staged(Act(50.0))
@@ -581,7 +437,7 @@ def test_everybody_without_an_answer_gets_an_error_at_once_when_the_device_is_lo
         async def call(number, tick, rows):
             await stage.until(tick / 8)
             try:
-                return await stage.batcher.submit(images(100 * number, rows), 100.0)
+                return await submit(stage.batcher, images(100 * number, rows), 100.0)
             finally:
                 ended[number] = stage.loop.time()
 
@@ -601,21 +457,10 @@ def test_everybody_without_an_answer_gets_an_error_at_once_when_the_device_is_lo
                 assert answer.retry_after_s == 1
                 assert ended[number] == max(lost_s, tick / 8)
         with pytest.raises(Unavailable, match="lost its device"):
-            await stage.batcher.submit(images(0, 1), 1.0)
+            await submit(stage.batcher, images(0, 1), 1.0)
         assert stage.watcher.dropped == {"cancelled": 0, "late": 0}
 
     lose(run_virtually)
-
-
-@staged(Act(1.0, "fail"))
-async def test_a_batch_that_ends_after_the_device_was_lost_is_not_logged(stage, caplog):
-    running = stage.submit(1)
-    await stage.until(0.5)
-    stage.batcher.fail_all()
-    with pytest.raises(Unavailable):
-        await running
-    await stage.until(2.0)
-    assert not caplog.records
 
 
 @staged(max_queue_rows=12)
@@ -664,23 +509,6 @@ async def test_all_parts_are_of_the_version_that_was_served_when_the_request_cam
         assert answer.version == version.version
     assert await replaced is None
     assert stage.batches == [*([100, 101, 102, 103], [1, 104, 105, 106], [2], [107, 108, 109])]
-
-
-@staged(checks=(Act(0.0),))
-async def test_a_new_request_does_not_wait_for_an_old_one_of_many_batches(stage):
-    large = stage.submit(100, rows=40)
-    await stage.until(0.5)
-    second = Version(1)
-    replaced = stage.loop.create_task(stage.batcher.replace(second))
-    await stage.until(1.5)
-    small = await stage.submit(7)
-    assert (tags_in(small), small.version) == ([7], "1")
-    assert stage.loop.time() == 3.0, "it waited for the batch that ran, and had one of its own"
-    assert not replaced.done(), "an answer of the first version is still to come"
-    assert tags_in(await large) == list(range(100, 140))
-    assert stage.loop.time() == 11.0
-    assert await replaced is None
-    assert stage.pool.workers[0].weights is second.weights
 
 
 @staged(checks=(Act(5.0), Act(5.0)), contexts=2)
@@ -817,7 +645,7 @@ async def weather(storm: Storm, stage: Stage) -> None:
         await stage.until(caller.arrives_s)
         served[number] = stage.batcher.version
         try:
-            return await stage.batcher.submit(images(100 * number, caller.rows), caller.timeout_s)
+            return await submit(stage.batcher, images(100 * number, caller.rows), caller.timeout_s)
         finally:
             ended_s[number] = loop.time()
 

@@ -204,35 +204,6 @@ async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stag
 # The pool
 
 
-async def test_workers_are_counted_when_they_are_taken_and_given_back(stage):
-    async with stage.pool(2) as pool:
-        assert pool.busy == 0
-        first, second = pool.acquire(), pool.acquire()
-        assert first is not second
-        assert pool.acquire() is None
-        assert pool.busy == 2
-        pool.release(first)
-        assert pool.busy == 1
-        with pytest.raises(AssertionError, match="bug: a worker was released twice"):
-            pool.release(first)
-        pool.release(second)
-        assert pool.acquire() is second, "the one used last, its caches are warm"
-    assert pool.acquire() is None
-
-
-async def test_batches_spread_over_devices_before_two_share_one(stage):
-    async with stage.pool(2, devices=3) as pool:
-        workers = [pool.acquire() for _ in range(6)]
-        assert [worker.device for worker in workers] == [0, 1, 2, 0, 1, 2]
-        assert len(set(workers)) == 6
-        assert pool.acquire() is None
-        for worker in (workers[4], workers[3], workers[1]):
-            pool.release(worker)
-        assert pool.acquire() is workers[1], "the idle device's, and there the one used last"
-        assert pool.acquire() is workers[3], "the first of those that are as busy"
-        assert pool.acquire() is workers[4]
-
-
 class Puppet:
     """What the pool sees of a worker."""
 
@@ -273,17 +244,6 @@ def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size
                 assert pool.busy == len(taken)
 
     run_virtually(main)
-
-
-async def test_a_free_worker_is_claimed_at_once_and_no_batch_gets_it(stage):
-    async with stage.pool(2) as pool:
-        first, second = pool.workers
-        async with pool.claimed(first):
-            assert pool.busy == 1
-            assert pool.acquire() is second
-            assert pool.acquire() is None
-            pool.release(second)
-        assert pool.busy == 0
 
 
 async def test_a_busy_worker_is_claimed_after_its_batch_and_before_any_other(stage):
@@ -355,15 +315,6 @@ async def test_devices_are_warmed_side_by_side_and_one_devices_contexts_one_by_o
         assert 0 < warm_up_s == max(of_device)
 
 
-async def test_all_contexts_are_closed_when_one_cannot_be_made(stage):
-    stage.make_fails_at = 2
-    with pytest.raises(MemoryError, match="no context any more"):
-        async with stage.pool(4):
-            raise AssertionError
-    assert [context.closed for context in stage.made] == [True, True]
-    assert threads() == []
-
-
 async def test_the_other_devices_contexts_are_closed_when_one_fails_its_warm_up(stage, monkeypatch):
     def fail(context):
         context.called("warm_up")
@@ -378,84 +329,6 @@ async def test_the_other_devices_contexts_are_closed_when_one_fails_its_warm_up(
     assert all(context.closed for context in stage.made)
     assert threads() == []
     assert pool.acquire() is None
-
-
-async def test_the_warming_context_is_closed_when_the_start_is_cancelled(stage, monkeypatch):
-    warming, may_warm = threading.Event(), threading.Event()
-
-    def warm_up(_):
-        warming.set()
-        assert may_warm.wait(LONG_S)
-
-    monkeypatch.setattr(FakeContext, "warm_up", warm_up)
-    opening = asyncio.ensure_future(stage.pool(2).__aenter__())
-    await asyncio.to_thread(warming.wait, LONG_S)
-    opening.cancel()
-    may_warm.set()
-    with pytest.raises(asyncio.CancelledError):
-        await opening
-    assert [context.closed for context in stage.made] == [True]
-    assert threads() == []
-
-
-async def test_a_running_batch_is_finished_when_the_pool_closes(either):
-    either.may_finish.clear()
-    pool = await either.pool(1).__aenter__()
-    future = start(pool.acquire(), 1)
-    closing = asyncio.ensure_future(pool.__aexit__())
-    for _ in range(10):
-        await asyncio.sleep(0)
-    assert not closing.done()
-    assert not either.made[0].closed
-    either.may_finish.set()
-    await closing
-    assert future.result().probabilities[0, 0] == 1
-    assert either.made[0].closed
-    assert threads() == []
-
-
-async def test_the_pool_closes_without_a_context_that_hangs(either, monkeypatch, caplog):
-    monkeypatch.setattr(contexts, "CLOSE_TIMEOUT_S", 0.05)
-    async with either.pool(2) as pool:
-        either.may_finish.clear()
-        hung = pool.acquire()
-        future = start(hung, 1)
-    assert caplog.messages == [f"{hung.name} hangs: not closed after 0.05 s"]
-    assert threads() == [hung.name], "its context is not closed behind the device's back"
-    (left,) = [thread for thread in threading.enumerate() if thread.name == hung.name]
-    assert left.daemon, "the process can end without it"
-    assert sorted(context.closed for context in either.made) == [False, True]
-    either.may_finish.set()
-    await future
-    await hung.close()
-    assert threads() == []
-
-
-async def test_a_context_that_cannot_be_closed_is_one_line_in_the_log(stage, caplog):
-    stage.fails["close", 0] = DeviceError("the GPU is gone", sticky=True)
-    async with stage.pool(1):
-        pass
-    assert caplog.messages == ["puppet-0: its context cannot be closed: the GPU is gone"]
-    assert not stage.losses
-    assert threads() == []
-
-
-def test_the_thread_ends_in_peace_when_its_loop_is_gone(stage, monkeypatch):
-    monkeypatch.setattr(contexts, "CLOSE_TIMEOUT_S", 0.05)
-    stage.may_finish.clear()
-
-    async def main() -> None:
-        worker = stage.pool(1).workers[0]
-        await worker.open()
-        start(worker, 1)
-        await worker.close()
-
-    asyncio.run(main())
-    (thread,) = [one for one in threading.enumerate() if one.name == "puppet-0"]
-    stage.may_finish.set()
-    thread.join(LONG_S)
-    assert not thread.is_alive()
-    assert stage.made[0].closed
 
 
 # Batches
@@ -511,24 +384,6 @@ async def test_a_batch_is_computed_with_its_weights_when_the_context_rests_on_ot
             assert len(context.threads) == 2 + 2 * 2
         else:
             assert len(context.threads) == 2 + 4 + 2
-
-
-async def test_weights_are_staged_and_replaced_on_the_contexts_thread_in_the_order_asked(stage):
-    stage.may_finish.clear()
-    async with stage.pool(1) as pool:
-        worker = pool.acquire()
-        (context,) = stage.made
-        jobs = [start(worker, 1), worker.stage("new"), worker.replace_weights("new")]
-        assert stage.running.wait(LONG_S)
-        assert context.weights == "served"
-        stage.may_finish.set()
-        await asyncio.gather(*jobs)
-        assert context.weights == "new"
-        stage.fails["stage", 0] = ValueError("the wrong weights")
-        with pytest.raises(ValueError, match="the wrong weights"):
-            await worker.stage("wrong")
-        assert await value(worker, 5, "new") == 5
-    assert set(context.threads) == {context.threads[0]}
 
 
 async def test_the_loop_runs_on_while_a_batch_is_computed_and_polls_once_a_turn(either):
@@ -648,14 +503,5 @@ def test_the_loop_turns_until_the_time_after_the_last_answer_and_then_rests(
             await asyncio.sleep(1)
             assert rests.pop() == last + 21, "the first read that is past the time"
             assert not rests
-
-    run_virtually(main)
-
-
-def test_the_loop_rests_at_once_where_it_is_not_to_poll(run_virtually, clock):
-    async def main(loop):
-        BusyPoll(0.0).extend()
-        await asyncio.sleep(1)
-        assert clock.reads == 0
 
     run_virtually(main)

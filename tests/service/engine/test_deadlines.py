@@ -70,27 +70,6 @@ def test_each_is_called_back_once_and_at_most_so_late(run_virtually):
     run_virtually(test)
 
 
-def test_an_earlier_deadline_that_is_added_later_is_kept(run_virtually):
-    async def test(loop):
-        deadlines, called = Deadlines(), []
-
-        def add(deadline_s):
-            expire = lambda one: called.append((one.deadline_s, loop.time()))  # noqa: E731
-            deadlines.add(Waiting(deadline_s), expire)
-
-        for deadline_s in (8.0, 2.0, 4.0, 1.0):
-            add(deadline_s)
-        await asyncio.sleep(3)
-        add(3.5)
-        await asyncio.sleep(10)
-        add(14.0)  # after all others
-        await asyncio.sleep(10)
-        assert [due_s for due_s, _ in called] == [1.0, 2.0, 3.5, 4.0, 8.0, 14.0]
-        assert all(0 <= time_s - due_s <= LATE_S for due_s, time_s in called)
-
-    run_virtually(test)
-
-
 def test_looking_takes_a_bounded_share_of_the_time_however_many_there_are(run_virtually, clock):
     async def test(loop):
         deadlines, late_s = Deadlines(), []
@@ -106,51 +85,6 @@ def test_looking_takes_a_bounded_share_of_the_time_however_many_there_are(run_vi
         assert clock.now_s < 0.05 * (21 - start), "by the last deadline"
         assert max(late_s) < 0.5
         assert late_s[-1] < 2 * LATE_S, "hardly any were left"
-
-    run_virtually(test)
-
-
-def test_deadlines_that_are_past_when_they_come_do_not_cost_a_look_each(run_virtually, clock):
-    async def test(loop):
-        deadlines, called = Deadlines(), []
-        for _ in range(2000):
-            deadlines.add(Costly(loop.time() + 1000, loop, clock), lambda _: None)
-        clock.now_s, start = 0.0, loop.time()
-        for _ in range(1000):
-            deadlines.add(Waiting(loop.time() - 1), called.append)
-            await asyncio.sleep(1e-3)
-        assert clock.now_s < 0.07 * (loop.time() - start)
-        await asyncio.sleep(1)
-        assert len(called) == 1000
-        deadlines.close()
-
-    run_virtually(test)
-
-
-def test_requests_that_are_answered_in_time_are_hardly_looked_at(run_virtually, clock):
-    async def test(loop):
-        deadlines, waiting = Deadlines(), []
-        for _ in range(10_000):
-            waiting.append(Costly(loop.time() + 1.0, loop, clock))
-            deadlines.add(waiting[-1], lambda _: pytest.fail("it was answered"))
-            await asyncio.sleep(1e-3)
-            if len(waiting) == 5:
-                deadlines.remove(waiting.pop(0))
-        assert clock.now_s < 1.1 * 10_000 * 5e-6, "not much more than each of them once"
-
-    run_virtually(test)
-
-
-def test_one_timer_waits_for_any_number(run_virtually):
-    async def test(loop):
-        deadlines, before = Deadlines(), len(loop.pending_timers())
-        for number in range(1000):
-            deadlines.add(Waiting(10 + (number * 7 % 1000) / 100), lambda _: None)
-        assert len(loop.pending_timers()) == before + 1
-        await asyncio.sleep(15)
-        assert len(loop.pending_timers()) == before + 1
-        await asyncio.sleep(15)
-        assert len(loop.pending_timers()) == before
 
     run_virtually(test)
 

@@ -50,24 +50,6 @@ def test_settings_that_auto_cannot_use_on_the_cpu_are_a_warning(gpus, caplog):
     assert record.message == "the CPU has no use for these settings: --devices, --precision"
 
 
-def test_no_gpu_is_looked_for_when_the_cpu_is_chosen(gpus, caplog):
-    gpus(2)
-    with caplog.at_level(logging.INFO):
-        assert place(Settings(device="cpu")).name == "cpu"
-    assert not caplog.records
-
-
-@pytest.mark.parametrize("device", ["auto", "cuda"])
-def test_the_first_gpu_is_taken_where_there_are_some(gpus, caplog, device):
-    gpus(4)
-    with caplog.at_level(logging.INFO):
-        placement = place(Settings(device=device))
-    assert placement.targets == (Target("cuda", 0, "fp16"),)
-    assert (placement.contexts, placement.max_batch_rows) == (2, 1024)
-    (record,) = caplog.records
-    assert record.message == ("computing on cuda:0 in fp16: 2 contexts for each model on each GPU")
-
-
 @pytest.mark.parametrize(("wanted", "indices"), [("2,0", (2, 0)), ("all", (0, 1, 2))])
 def test_gpus_are_taken_in_the_order_given(gpus, wanted, indices):
     gpus(3)
@@ -111,12 +93,6 @@ def test_a_gpu_that_is_not_there_is_refused_with_those_there_are(gpus, wanted, c
     assert str(caught.value) == (
         f"devices is {wanted}, expected numbers of GPUs that are here: {there}"
     )
-
-
-def test_no_gpu_at_all_is_refused_where_one_is_asked_for(gpus):
-    gpus(0)
-    with pytest.raises(BackendUnavailable, match="no GPU here"):
-        place(Settings(device="cuda"))
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import threading
 import time
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -89,20 +88,6 @@ def asking(explainer, tiny):
     return Asking(explainer, Model("m", (DenseBlock(3), *tiny.blocks)))
 
 
-async def test_one_is_computed_at_a_time_in_order(asking, held):
-    for name in "abc":
-        asking.ask(name)
-    await until(lambda: held.begun == 1)
-    held.release(2)
-    await asking.answered("a")
-    await until(lambda: held.begun == 2)
-    assert set(asking.answers) == {"a"}
-    held.release()
-    await asking.answered(*"abc")
-    assert list(asking.answers) == ["a", "b", "c"]
-    assert asking.answers["c"] == ["dense", "logits"]
-
-
 async def test_no_more_wait_than_the_limit_and_one_that_leaves_makes_room(asking, held, explainer):
     for number in range(1 + MAX_WAITING):
         asking.ask(number)
@@ -159,15 +144,6 @@ async def test_an_unknown_block_is_refused_and_the_known_ones_are_named(asking):
     assert error.message == "noisy: got 'conv1', expected one of dense1, dense2"
 
 
-async def test_a_network_that_is_too_large_is_refused(explainer, tiny, monkeypatch):
-    monkeypatch.setattr(module, "MAX_OPERATIONS", 7839)
-    asking = Asking(explainer, tiny)
-    asking.ask("it")
-    await asking.answered("it")
-    assert isinstance(asking.answers["it"], InvalidInput)
-    assert "takes 7840 operations an image, expected at most 7839" in str(asking.answers["it"])
-
-
 async def test_values_that_are_not_finite_fail_and_the_next_is_computed(asking):
     weights = asking._version.weights
     weights.tensors["dense1.bias"] = np.full(3, 3e38, np.float32)
@@ -176,20 +152,3 @@ async def test_values_that_are_not_finite_fail_and_the_next_is_computed(asking):
     await asking.answered("overflows")
     assert isinstance(asking.answers["overflows"], InferenceFailed)
     assert "dense2" in asking.answers["overflows"].message
-
-
-async def test_an_unexpected_error_is_logged_and_fails_that_one_alone(asking, monkeypatch, caplog):
-    with monkeypatch.context() as patched:
-        patched.setattr(module, "explain", partial(_broken, ValueError("planted")))
-        asking.ask("broken")
-        await asking.answered("broken")
-    assert isinstance(asking.answers["broken"], InferenceFailed)
-    assert "planted" not in asking.answers["broken"].message
-    assert "planted" in caplog.text
-    asking.ask("next")
-    await asking.answered("next")
-    assert asking.answers["next"] == ["dense", "logits"]
-
-
-def _broken(error, *_):
-    raise error

@@ -10,19 +10,20 @@ import threading
 import numpy as np
 import pytest
 
-from lenet.context import ExecutionContext, Target
+from lenet.context import Target
 from lenet.cpu import CpuBackend
-from lenet.errors import DeviceError, GoldenMismatch, OutOfDeviceMemory
+from lenet.errors import GoldenMismatch, OutOfDeviceMemory
 from lenet.model import Model
 from service.engine.faults import Faults
 from service.engine.versions import WeightsFolder
-from service.errors import InferenceFailed, InvalidInput, Overloaded, Unavailable, UnknownModel
+from service.errors import InvalidInput, Unavailable, UnknownModel
+from tests.tasks import submit
 
 IMAGES = np.zeros((3, 28, 28), np.uint8)
 
 
 async def predict(house, name="a"):
-    return await house.models.get(name).batcher.submit(IMAGES, 20.0)
+    return await submit(house.models.get(name).batcher, IMAGES, 20.0)
 
 
 async def test_models_answer_by_name_and_version_when_they_are_loaded(house):
@@ -68,25 +69,6 @@ async def test_a_version_that_was_left_out_is_answered_with_its_flag(
     async with open_house(wanted=wanted) as house:
         with pytest.raises(UnknownModel, match=words):
             house.models.get("a", version)
-
-
-async def test_a_prediction_names_its_model_and_its_images_are_counted(house):
-    prediction = await house.models.get().batcher.submit(IMAGES, 20.0)
-    assert (prediction.model, prediction.version, prediction.rows) == ("a", "3", 3)
-    assert prediction.probabilities.shape == (3, 10)
-    assert min(prediction.queue_s, prediction.compute_s) >= 0
-    assert house.value("lenet_images_total", model="a", version="3") == 3
-    assert house.value("lenet_images_total", model="b", version="1") == 0
-
-
-async def test_queues_refuse_and_threads_are_gone_when_the_models_are_left(open_house, write):
-    write("a/1")
-    async with open_house(max_queue_rows=2) as house:
-        assert sum(thread.name.startswith("context-a-") for thread in threading.enumerate()) == 2
-        with pytest.raises(Overloaded):
-            await predict(house)
-    with pytest.raises(Unavailable):
-        await predict(house)
 
 
 async def test_the_loaded_models_are_closed_when_a_later_one_fails_its_validation(
@@ -221,47 +203,6 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
     assert record.exc_info is None
 
 
-async def test_a_model_that_was_being_loaded_when_the_device_was_lost_answers_nothing(
-    open_house, write, monkeypatch
-):
-    write("a/1")
-    write("b/1")
-    warm_up, warming, held = ExecutionContext.warm_up, threading.Event(), threading.Event()
-
-    def slowly(context):
-        warming.set()
-        assert held.wait(20)
-        warm_up(context)
-
-    async with open_house(wanted=("a",)) as house:
-        monkeypatch.setattr(ExecutionContext, "warm_up", slowly)
-        loading = asyncio.create_task(house.models.load("b"))
-        assert await asyncio.to_thread(warming.wait, 20)
-        house.models._on_device_lost("sticky", "it broke")
-        held.set()
-        await loading
-        with pytest.raises(Unavailable, match="lost its device"):
-            await predict(house, "b")
-
-
-async def test_a_batch_alone_fails_when_the_device_can_go_on(struck, monkeypatch):
-    def fails(context):
-        monkeypatch.undo()
-        raise DeviceError("this launch was refused")
-
-    monkeypatch.setattr(struck.faults, "strike", fails)
-    monkeypatch.setattr(type(struck.faults), "waiting", True)
-    with pytest.raises(InferenceFailed):
-        await predict(struck)
-    assert (await predict(struck)).probabilities.shape == (3, 10)
-    assert not struck.models.lost.is_set()
-    assert struck.value("lenet_device_losses_total", reason="sticky") == 0
-
-
-async def test_no_context_takes_faults_unless_a_test_injects_them(house):
-    assert type(house.models.get().pool.workers[0].context) is ExecutionContext
-
-
 # Reloading
 
 
@@ -338,24 +279,6 @@ async def test_a_file_replaces_itself_when_its_bytes_changed(house, write):
     assert digest != before
 
 
-async def test_the_version_before_is_served_again_when_the_highest_was_removed(house, write):
-    path = write("a/4", seed=1)  # the same bytes under another number
-    await house.models.reload()
-    assert await house.ask(1) == "4"
-    path.unlink()
-    await house.models.reload()
-    assert await house.ask(1) == "3"
-    assert reloads(house) == (2, 0)
-
-
-async def test_no_context_is_asked_when_nothing_changed(house, monkeypatch):
-    monkeypatch.setattr(ExecutionContext, "stage", lambda *_: pytest.fail("it was staged"))
-    before = house.models.get("a").version
-    await house.models.reload()
-    assert house.models.get("a").version is before
-    assert reloads(house) == (1, 0)
-
-
 def broken(write, folder, draw, random_weights):
     path = write("a/4", seed=2)
     path.write_bytes(path.read_bytes()[:-1])
@@ -397,67 +320,6 @@ async def test_a_file_is_refused_by_name_and_the_old_version_answers_on(
     write("a/5", seed=4)
     await house.models.reload()
     assert await house.ask(4) == "5"
-
-
-@pytest.mark.parametrize("error", [GoldenMismatch("not here"), ZeroDivisionError("a bug")])
-async def test_no_context_serves_a_version_when_one_of_them_refuses_it(
-    house, write, caplog, monkeypatch, error
-):
-    stage, staged = ExecutionContext.stage, []
-
-    def second_refuses(context, weights):
-        stage(context, weights)
-        staged.append(context)
-        if len(staged) == 2:
-            raise error
-
-    monkeypatch.setattr(ExecutionContext, "stage", second_refuses)
-    path = write("a/4", seed=2)
-    await house.models.reload()
-    assert len(set(staged)) == 2
-    (record,) = caplog.records
-    assert record.message.endswith(f"still serving version 3: {path}: {error}")
-    assert (record.exc_info is None) == isinstance(error, GoldenMismatch)
-    for _ in range(6):
-        assert await asyncio.gather(*(house.ask(1) for _ in range(3))) == ["3"] * 3
-    assert reloads(house) == (0, 1)
-
-
-async def test_the_new_version_is_reported_and_later_models_follow_when_a_context_fails_at_the_end(
-    house, write, caplog, monkeypatch
-):
-    replace, failed = ExecutionContext.replace_weights, []
-
-    def first_fails(context, weights):
-        if not failed:
-            failed.append(context)
-            raise DeviceError("the copy failed")
-        replace(context, weights)
-
-    monkeypatch.setattr(ExecutionContext, "replace_weights", first_fails)
-    write("a/4", seed=2)
-    write("b/2", seed=3)
-    await house.models.reload()
-    assert await asyncio.gather(*(house.ask(2) for _ in range(4))) == ["4"] * 4
-    assert await house.ask(3, "b") == "2"
-    assert [version for version, _ in loaded(house)] == ["4"]
-    assert (reloads(house), reloads(house, "b")) == ((1, 0), (1, 0))
-    assert "did not switch its weights: the copy failed" in caplog.messages[0]
-
-
-async def test_later_models_are_reloaded_when_one_fails_for_an_unknown_reason(
-    house, write, caplog, monkeypatch
-):
-    read = WeightsFolder.read
-    monkeypatch.setattr(
-        WeightsFolder, "read", lambda folder, name: 1 / 0 if name == "a" else read(folder, name)
-    )
-    write("b/2", seed=3)
-    await house.models.reload()
-    assert await house.ask(3, "b") == "2"
-    (record,) = caplog.records
-    assert record.exc_info[0] is ZeroDivisionError
-    assert (reloads(house), reloads(house, "b")) == ((0, 1), (1, 0))
 
 
 async def served(house, version):
@@ -511,32 +373,6 @@ async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
     await asyncio.sleep(0)
     assert reads.begun == begun, "a closed service reloads nothing"
     assert reloads(house) == (0, 0)
-
-
-async def test_a_context_computes_nothing_during_a_validation_that_is_given_up(
-    open_house, write, monkeypatch
-):
-    write("a/3", seed=1)
-    validate, validating, held = ExecutionContext._validate, threading.Event(), threading.Event()
-
-    def slowly(context, weights):
-        validating.set()
-        assert held.wait(20)
-        return validate(context, weights)
-
-    async with open_house(contexts=1) as house:
-        monkeypatch.setattr(ExecutionContext, "_validate", slowly)
-        write("a/4", seed=2)
-        house.models.request_reload()
-        assert await asyncio.to_thread(validating.wait, 20)
-        answer = asyncio.create_task(house.ask(1))
-        await asyncio.sleep(0)
-        draining = asyncio.create_task(house.models.drain(20))
-        await asyncio.sleep(0.02)
-        assert not answer.done()
-        held.set()
-        assert await answer == "3"
-        await draining
 
 
 # Several versions, and models that come and go
@@ -617,35 +453,6 @@ async def test_a_model_comes_and_goes_and_its_requests_are_finished(house, write
     assert await house.ask(1, "a") == "3"
 
 
-async def test_all_versions_are_gone_at_once_when_their_model_is_unloaded(open_house, write):
-    for number in (1, 2, 3):
-        write(f"a/{number}", seed=number)
-    write("b/1", seed=9)
-    async with open_house(latest=3) as house:
-        running = [asyncio.ensure_future(house.ask(n, "a", str(n))) for n in (1, 2, 3) * 9]
-        await asyncio.sleep(0)
-        unloading = asyncio.create_task(house.models.unload("a"))
-        while not unloading.done():
-            known = [house.models.find("a", version) for version in ("", "1", "2", "3")]
-            assert len(set(map(bool, known))) == 1
-            await asyncio.sleep(0)
-        assert [task.result() for task in running] == ["1", "2", "3"] * 9
-
-
-async def test_the_highest_version_answers_at_each_moment_of_a_roll_back(open_house, write):
-    write("a/1", seed=1)
-    write("a/2", seed=2)
-    top = write("a/3", seed=3)
-    async with open_house(latest=2) as house:
-        top.unlink()
-        reloading = asyncio.create_task(house.models.reload())
-        while not reloading.done():
-            assert house.models.get("a").version.version == max(versions(house))
-            await asyncio.sleep(0)
-        assert versions(house) == ["2", "1"]
-        assert await house.ask(2) == "2"
-
-
 @pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid])
 async def test_a_load_that_is_refused_says_why_and_changes_nothing(
     house, write, folder, draw, random_weights, caplog, spoil
@@ -662,25 +469,6 @@ async def test_a_load_that_is_refused_says_why_and_changes_nothing(
     for name in ("z", "../weights/a", "", "a/3"):
         with pytest.raises(UnknownModel, match="is not there, expected one of a, b"):
             await house.models.load(name)
-
-
-@pytest.mark.parametrize("sticky", [False, True])
-async def test_a_load_that_the_device_fails_is_not_the_client_s_fault(
-    open_house, write, monkeypatch, caplog, sticky
-):
-    write("a/3", seed=1)
-    write("b/1", seed=2)
-    async with open_house(wanted=("a",)) as house:
-
-        def fails(*_):
-            raise DeviceError("no graph", sticky=sticky)
-
-        monkeypatch.setattr("service.engine.models.open_backend", fails)
-        with pytest.raises(Unavailable, match="'b' was not loaded: no graph"):
-            await house.models.load("b")
-        assert house.models.lost.is_set() == sticky
-        if not sticky:
-            assert await house.ask(1) == "3"
 
 
 async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_models(

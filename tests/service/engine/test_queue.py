@@ -29,36 +29,6 @@ def segments(cut: Cut, *requests: Request) -> list[tuple[int, int, int]]:
     return [(requests.index(part.request), part.start, part.stop) for part in cut.segments]
 
 
-def test_requests_leave_in_the_order_in_which_they_came():
-    queue = BatchQueue(10, 100)
-    first, second = request(2), request(3)
-    queue.push(first)
-    queue.push(second)
-    cut = queue.cut(0.0)
-    assert segments(cut, first, second) == [(0, 0, 2), (1, 0, 3)]
-    assert (cut.rows, cut.late, len(queue), queue.rows) == (5, [], 0, 0)
-
-
-def test_a_batch_is_full_and_the_rest_waits_when_there_are_too_many_rows():
-    queue = BatchQueue(4, 100)
-    first, second = request(3), request(3)
-    queue.push(first)
-    queue.push(second)
-    assert segments(queue.cut(0.0), first, second) == [(0, 0, 3), (1, 0, 1)]
-    assert queue.rows == 2
-    assert segments(queue.cut(0.0), first, second) == [(1, 1, 3)]
-
-
-def test_whole_requests_come_before_the_rest_of_one_that_was_split():
-    queue = BatchQueue(4, 100)
-    large, one, two = request(9), request(1), request(1)
-    for item in (large, one, two):
-        queue.push(item)
-    cuts = [segments(queue.cut(0.0), large, one, two) for _ in range(3)]
-    assert cuts == [[(0, 0, 4)], [(1, 0, 1), (2, 0, 1), (0, 4, 6)], [(0, 6, 9)]]
-    assert len(queue) == 0
-
-
 def test_a_few_rows_do_not_wait_for_a_large_request_in_their_batch():
     queue = BatchQueue(16, 100)
     one, two, large, another = request(1), request(1), request(36), request(30)
@@ -106,33 +76,6 @@ def test_an_accepted_request_waits_hardly_longer_than_a_full_queue_takes(seed):
         assert max(times) < 1.3 * limit, f"{rows} rows"
 
 
-def test_single_images_pass_a_request_of_many_batches():
-    arrivals = [(0.0, 10_000), *((float(time), 1) for time in range(0, 12_000, 4))]
-    waits = simulated(BatchQueue(64, 32_768), iter(arrivals))
-    assert max(waits[1]) <= 2 * 64, "a batch that runs, and its own"
-    assert waits[10_000][0] < 1.4 * 10_000
-
-
-def test_a_batch_ends_where_the_next_request_is_for_another_version():
-    queue = BatchQueue(4, 100)
-    large, other, last = request(5), request(2, version="two"), request(1)
-    for item in (large, other, last):
-        queue.push(item)
-    cuts = [segments(queue.cut(0.0), large, other, last) for _ in range(3)]
-    assert cuts == [[(0, 0, 4)], [(1, 0, 2)], [(2, 0, 1), (0, 4, 5)]]
-    assert (len(queue), queue.rows) == (0, 0)
-
-
-def test_a_late_request_is_dropped_when_it_is_for_another_version_than_the_batch():
-    queue = BatchQueue(4, 100)
-    first, late, second = request(1), request(2, deadline_s=1.0, version="two"), request(1)
-    for item in (first, late, second):
-        queue.push(item)
-    cut = queue.cut(1.0)
-    assert segments(cut, first, late, second) == [(0, 0, 1), (2, 0, 1)]
-    assert cut.late == [late]
-
-
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
     queue = BatchQueue(4, 10)
@@ -144,48 +87,6 @@ def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
     if rows > 1:
         queue.push(request(rows - 1))
         assert queue.rows == 10
-
-
-def test_cut_rows_make_room_when_an_request_waits_in_part():
-    queue = BatchQueue(4, 10)
-    queue.push(request(10))
-    queue.cut(0.0)
-    queue.push(request(4))
-    with pytest.raises(Overloaded):
-        queue.push(request(1))
-
-
-def test_late_requests_are_dropped_and_cost_no_room_when_a_batch_is_cut():
-    queue = BatchQueue(2, 100)
-    late, on_time, behind = request(5, deadline_s=1.0), request(2, deadline_s=1.1), request(1, 0.5)
-    for item in (late, on_time, behind):
-        queue.push(item)
-    cut = queue.cut(1.0)
-    assert cut.late == [late]
-    assert segments(cut, late, on_time) == [(1, 0, 2)]
-    assert queue.rows == 1, "what lies behind a full batch is looked at next time"
-    assert queue.cut(1.0).late == [behind]
-
-
-def test_only_what_waits_is_late_when_a_part_has_left():
-    queue = BatchQueue(2, 100)
-    large = request(5, deadline_s=1.0)
-    queue.push(large)
-    assert queue.cut(0.0).rows == 2
-    cut = queue.cut(1.0)
-    assert (cut.segments, cut.late, cut.rows, queue.rows) == ([], [large], 0, 0)
-    assert large.cut_rows == 2
-
-
-def test_discard_returns_what_still_waited_when_part_or_all_has_left():
-    queue = BatchQueue(2, 100)
-    large = request(5)
-    assert queue.discard(large) == 0
-    queue.push(large)
-    queue.cut(0.0)
-    assert queue.discard(large) == 3
-    assert queue.discard(large) == 0
-    assert (queue.rows, len(queue)) == (0, 0)
 
 
 @pytest.mark.parametrize(
@@ -214,12 +115,6 @@ def test_a_cut_is_due_when_the_first_has_waited_or_the_batch_is_full():
     assert queue.cut_due_s() == 10.0, "full: due at once"
     queue.cut(10.3)
     assert queue.cut_due_s() is None
-
-
-def test_a_cut_is_due_at_once_when_no_wait_is_asked_for():
-    queue = BatchQueue(4, 100)
-    queue.push(request(1, arrived_s=10.0))
-    assert queue.cut_due_s() == 10.0
 
 
 @dataclass

@@ -102,33 +102,6 @@ async def test_a_change_of_another_worker_meanwhile_is_made_after_the_own_one_be
     assert models.done[-1] == "load a"
 
 
-async def test_an_unload_that_the_others_were_not_told_of_can_be_asked_for_again(
-    worker, tmp_path, monkeypatch
-):
-    await worker.load("a")
-
-    def full(*_):
-        raise OSError(errno.ENOSPC, "no space")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(repository, "_write", full)
-        with pytest.raises(Unavailable, match=r"could not be reached; see .* and ask again"):
-            await worker.unload("a")
-    await worker.unload("a")
-    assert unloaded(tmp_path) == {"a"}
-    with pytest.raises(UnknownModel):
-        await worker.unload("a")
-
-
-async def test_changes_are_counted_on_when_the_file_was_removed(worker, tmp_path):
-    await worker.load("a")
-    await worker.load("b")
-    (tmp_path / "repository.json").unlink()
-    await worker.apply_changes()
-    await worker.load("c")
-    assert orjson.loads((tmp_path / "repository.json").read_bytes()) == {"c": [3, True]}
-
-
 @pytest.mark.parametrize(
     ("code", "kind"), [("invalid_input", InvalidInput), ("unavailable", Unavailable)]
 )
@@ -157,6 +130,24 @@ async def test_the_answer_says_that_others_are_late(worker, tmp_path, monkeypatc
     progress(tmp_path, applied=0)
     with pytest.raises(Unavailable, match=r"not all workers have done it within 0\.1 s"):
         await worker.load("a")
+
+
+async def test_an_unload_that_the_others_were_not_told_of_can_be_asked_for_again(
+    worker, tmp_path, monkeypatch
+):
+    await worker.load("a")
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "no space")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(repository, "_write", full)
+        with pytest.raises(Unavailable, match=r"could not be reached; see .* and ask again"):
+            await worker.unload("a")
+    await worker.unload("a")
+    assert unloaded(tmp_path) == {"a"}
+    with pytest.raises(UnknownModel):
+        await worker.unload("a")
 
 
 async def test_nothing_is_changed_when_the_workers_share_no_folder(models):

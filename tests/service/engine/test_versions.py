@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import errno
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
@@ -33,13 +31,6 @@ def test_every_model_is_found_when_none_is_named(folder, write):
     assert found[0].sha256 == hashlib.sha256(found[0].path.read_bytes()).hexdigest()
 
 
-def test_the_highest_version_is_a_number_when_there_are_many(folder, write):
-    for version in ("9", "10", "1"):
-        write(f"a/{version}")
-    ((file,)) = read(folder, default="a")
-    assert file.version == "10"
-
-
 @pytest.mark.parametrize(
     "stem", ["01", "0", "-3", "1.5", "latest", "", "\N{FULLWIDTH DIGIT TWO}", "+7", "1e3"]
 )
@@ -55,15 +46,6 @@ def test_a_file_whose_name_is_no_positive_integer_is_ignored_with_one_warning(
         (version,) = weights.read_all()
         assert version.version == "1"
     assert caplog.messages == [f"{path}: ignored, its name is not a positive integer"]
-
-
-def test_only_the_wanted_are_read_once_each_when_models_are_named(folder, write):
-    write("a/1")
-    write("b/1")
-    (folder / "broken").mkdir()
-    (folder / "broken" / "1.safetensors").write_bytes(b"not read")
-    found = read(folder, ("b", "a", "b"), "b")
-    assert [file.name for file in found] == ["b", "a"]
 
 
 def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(folder, monkeypatch):
@@ -114,19 +96,6 @@ def test_a_model_without_a_folder_is_named_with_those_there_are(folder, write, w
     )
 
 
-def test_the_start_is_refused_when_a_wanted_model_has_no_version(folder, write):
-    write("a/1")
-    write("b/latest")
-    message = refusal(folder, ("a", "b"), "a")
-    assert message.startswith(f"{folder / 'b'}: holds no VERSION.safetensors")
-
-
-def test_the_start_is_refused_when_a_file_is_broken(folder, write):
-    path = write("a/1")
-    path.write_bytes(path.read_bytes()[:-1])
-    assert refusal(folder).startswith(f"{path}: is not a valid safetensors file")
-
-
 def test_the_start_is_refused_when_the_folder_bears_another_name(folder, write):
     path = write("a/1", name="b")
     assert refusal(folder) == f"{path}: metadata model is 'b', expected 'a' as its folder"
@@ -143,32 +112,6 @@ def test_a_link_is_refused_when_it_leaves_the_folder(folder, write, tmp_path, li
         inside.parent.mkdir()
         inside.symlink_to(outside / "1.safetensors")
     assert refusal(folder) == f"{inside}: leads out of {folder} through a symlink: copy the file"
-
-
-def test_a_link_is_followed_when_it_stays_in_the_folder(folder, write):
-    path = write("a/2")
-    path.rename(folder / "kept")
-    path.symlink_to(folder / "kept")
-    (file,) = read(folder, default="a")
-    assert (file.version, file.path) == ("2", path)
-
-
-def test_a_link_to_itself_is_refused_when_it_is_read(folder):
-    path = folder / "a" / "1.safetensors"
-    path.parent.mkdir()
-    path.symlink_to(path)
-    assert refusal(folder) == f"{path}: cannot be read (Too many levels of symbolic links)"
-
-
-def test_a_folder_that_is_removed_while_it_is_listed_is_refused_by_name(folder, write, monkeypatch):
-    write("a/1")
-
-    def removed(path, pattern):
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
-
-    monkeypatch.setattr(Path, "glob", removed)
-    with pytest.raises(InvalidWeightFile, match="a: cannot be listed"):
-        WeightsFolder(folder).read("a")
 
 
 def test_the_wanted_versions_are_read_the_highest_first(folder, write):

@@ -1,4 +1,4 @@
-"""The real application: in this process without sockets, or behind a real uvicorn."""
+"""The service in this process, on a real port."""
 
 from __future__ import annotations
 
@@ -19,20 +19,22 @@ from service.engine.batcher import Batcher
 from service.process.listener import listen as bind
 from service.server import open_service
 from service.settings import Settings
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
 
 
 class Served:
-    """An open service, and a client of its application."""
+    """A service on a port, and a client of it."""
 
-    def __init__(self, service, settings, client):
+    def __init__(self, service, settings, client, door, port):
         self.service = service
         self.app = service.app
         self.models = service.models
         self.settings = settings
         self.client = client
+        self.door = door
+        self.port = port
 
     async def post(self, body, content_type="application/octet-stream", query="", **headers):
         """`post(body, type, "?model=lenet", x_request_timeout_ms="5")`."""
@@ -69,25 +71,46 @@ def weights(folder, write):
 
 @pytest.fixture
 def open_app(weights):
-    """`open_app(max_images=2)`: an async context manager that gives a `Served` without sockets."""
+    """`open_app(max_images=2)`: an async context manager that gives a `Served`."""
 
     @asynccontextmanager
     async def open_(**changes):
         options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
         settings = Settings(port=0, grpc_port=0, **options)
         async with open_service(settings, grpc_port=0) as service:
-            transport = httpx.ASGITransport(service.app, raise_app_exceptions=False)
-            async with httpx.AsyncClient(transport=transport, base_url="http://service") as client:
-                yield Served(service, settings, client)
+            door = FrontDoor(service.fast_routes, service.budget, gate=service.gate)
+            refused = service.metrics.connection_refused
+            server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
+            (listener,) = bind("127.0.0.1", 0)
+            with listener:
+                listener.listen()
+                port = listener.getsockname()[1]
+                serving = asyncio.create_task(server.serve([listener]))
+                url = f"http://127.0.0.1:{port}"
+                try:
+                    async with httpx.AsyncClient(
+                        base_url=url, trust_env=False, verify=False
+                    ) as client:
+                        yield Served(service, settings, client, door, port)
+                finally:
+                    server.should_exit = True
+                    await serving
             await settled(service)
 
     return open_
 
 
+@pytest.fixture
+def listen(open_app):
+    return open_app
+
+
 async def settled(service):
     """Wait until nothing is left of any request, however it ended."""
     predict = service.fast_routes[b"POST", b"/predict"]
-    await until(lambda: not predict.budget.held_bytes and not predict.deadlines._waiting)
+    await until(
+        lambda: not predict.requests.budget.held_bytes and not predict.requests.deadlines._waiting
+    )
     await until(lambda: not any(model.batcher._unanswered() for model in service.models.served))
 
 
@@ -95,35 +118,6 @@ async def settled(service):
 async def served(open_app):
     async with open_app() as served:
         yield served
-
-
-@pytest.fixture
-def listen(open_app):
-    """As `open_app`, behind uvicorn as the service configures it; `served.port` is its port."""
-
-    @asynccontextmanager
-    async def listen_(**changes):
-        async with open_app(**changes) as served:
-            served.door = FrontDoor(served.service.fast_routes, served.service.budget)
-            refused = served.service.metrics.connection_refused
-            server = HttpServer(served.app, served.door, served.settings.drain_timeout_s, refused)
-            (listener,) = bind("127.0.0.1", 0)
-            with listener:
-                listener.listen()
-                served.port = listener.getsockname()[1]
-                serving = asyncio.create_task(server.serve([listener]))
-                url = f"http://127.0.0.1:{served.port}"
-                try:
-                    async with httpx.AsyncClient(
-                        base_url=url, trust_env=False, verify=False
-                    ) as client:
-                        served.client = client
-                        yield served
-                finally:
-                    server.should_exit = True
-                    await serving
-
-    return listen_
 
 
 class Hold:

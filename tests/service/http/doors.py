@@ -10,9 +10,9 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from service.budget import Budget
-from service.errors import InvalidInput, TooLarge
+from service.errors import InvalidInput, TooLarge, UnknownModel
 from service.transport.answer import Answer, error_answer
-from service.transport.connection import FrontDoor
+from service.transport.door import FrontDoor
 
 MAX_BODY_BYTES = 200_000
 HUGE = bytes(32 << 20)
@@ -87,6 +87,8 @@ class EchoCall:
 
     def wait_for_body(self):
         self.route.waited.set()
+        if self.route.is_unknown:
+            raise UnknownModel("no such model")
 
     def end(self, body=None):
         self.body = self.body if body is None else bytes(body)
@@ -112,7 +114,7 @@ class Echo:
     """`POST /fast` answers with the body; with `hold`, when `release` is called."""
 
     def __init__(self):
-        self.hold, self.refused, self.rest = False, 0, ()
+        self.hold, self.refused, self.rest, self.is_unknown = False, 0, (), False
         self.calls, self.held, self.cancelled, self.reads = [], [], [], 0
         self.arrived, self.left, self.waited = asyncio.Event(), asyncio.Event(), asyncio.Event()
 

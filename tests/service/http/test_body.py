@@ -12,8 +12,8 @@ import pytest
 from lenet.cpu import CpuBackend, CpuPlan
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, joined
 from lenet.staging import Staging
-from service import request as predict
 from service.decode import pool as decoders
+from service.forms import prediction
 from tests.pictures import FORM, PNG, long_form, seven
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
@@ -97,6 +97,14 @@ async def test_an_unknown_model_is_a_404_before_any_of_a_large_body_is_sent(list
         assert await served.requests("unknown_model") == 2
 
 
+async def test_an_unknown_model_is_a_404_without_asking_for_the_body(listen):
+    async with listen() as served, connect(served) as (reader, writer):
+        section = head(b"Content-Length: 784\r\nExpect: 100-continue\r\n")
+        writer.write(section.replace(b"/predict", b"/predict?model=vgg"))
+        async with asyncio.timeout(5):
+            assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
+
+
 async def test_a_body_in_chunks_is_refused_at_the_chunk_that_passes_the_limit(listen, caplog):
     chunk = b"3e8\r\n" + bytes(1000) + b"\r\n"
     async with listen(max_body_bytes=2000) as served:
@@ -110,62 +118,7 @@ async def test_a_body_in_chunks_is_refused_at_the_chunk_that_passes_the_limit(li
     assert quiet(caplog)
 
 
-async def test_a_body_of_exactly_the_limit_is_read_in_either_way(listen, one):
-    async def chunks():
-        for start in range(0, 784, 100):
-            yield one[start : start + 100]
-
-    async with listen(max_body_bytes=784) as served:
-        assert (await served.post(one)).status_code == 200
-        assert (await served.post(chunks())).status_code == 200
-        assert (await served.post(one + b"0")).status_code == 413
-
-
-async def test_bodies_in_hand_have_a_common_bound(listen, one):
-    async with listen(max_body_bytes=2000, max_in_flight_bytes=2000) as served:
-        async with connect(served) as (_, holder), connect(served) as (reader, writer):
-            holder.write(head(b"Content-Length: 2000\r\n") + bytes(1500))
-            await holder.drain()
-            async with asyncio.timeout(20):
-                while await in_two(served, one) != 429:
-                    pass  # until the server has read what is held
-            async with connect(served) as (whole_reader, whole):
-                whole.write(head(b"Content-Length: 784\r\n", b"Connection: close\r\n") + one)
-                content = await whole_reader.read()
-                assert content.startswith(b"HTTP/1.1 200 "), "what comes whole needs no room"
-            writer.write(head(b"Content-Length: 784\r\n") + one[:-1])
-            status, headers, error = await answer(reader)
-            assert (status, error["code"], error["field"]) == (429, "overloaded", "body")
-            assert (headers["connection"], headers["retry-after"]) == ("close", "1")
-        async with asyncio.timeout(20):
-            while await in_two(served, one) != 200:
-                pass  # until the server has seen the holder leave
-        for body in (one + one, one[:-1], bytes(2001)):
-            await in_two(served, body)
-        assert await in_two(served, one + one) == 200, "every kind of end gives back"
-
-
-async def test_a_compressed_body_is_a_415(served, one, refusal):
-    response = await served.post(one, content_encoding="gzip")
-    error = refusal(response, 415, "unsupported_media_type")
-    assert error.field == "content-encoding"
-    assert (await served.post(one, content_encoding="Identity")).status_code == 200
-
-
 # The time of a body
-
-
-async def test_the_deadline_of_a_request_includes_its_body(listen, hold, one):
-    async with listen() as served, connect(served) as (reader, writer):
-        before = asyncio.get_running_loop().time()
-        limit = b"X-Request-Timeout-Ms: 400\r\n"
-        writer.write(head(b"Content-Length: 784\r\n", b"Connection: close\r\n", limit) + one[:-1])
-        await asyncio.sleep(0.3)
-        writer.write(one[-1:])
-        status, _, error = await answer(reader)
-        assert (status, error["message"]) == (504, "no answer within 400 ms")
-        assert asyncio.get_running_loop().time() - before < 0.6
-        hold.release()
 
 
 @pytest.mark.parametrize("known", [False, True])
@@ -189,15 +142,6 @@ async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(
     assert quiet(caplog)
 
 
-async def test_a_body_in_single_bytes_is_read_when_it_comes_in_time(listen, one):
-    async with listen() as served, connect(served) as (reader, writer):
-        writer.write(head(b"Content-Length: 784\r\n", b"Connection: close\r\n"))
-        for i in range(784):
-            writer.write(one[i : i + 1])
-            await writer.drain()
-        assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
-
-
 async def test_a_body_that_ends_early_is_a_cancelled_request_and_no_error(listen, caplog):
     async with listen() as served:
         async with connect(served) as (_, writer):
@@ -210,44 +154,6 @@ async def test_a_body_that_ends_early_is_a_cancelled_request_and_no_error(listen
 
 
 # Clients that leave
-
-
-async def test_waiting_rows_are_dropped_when_their_client_leaves(listen, hold, caplog, one):
-    async with listen() as served:
-        first = asyncio.create_task(served.post(one))
-        await hold.submitted()
-        await hold.begun()
-        async with connect(served) as (_, writer):
-            writer.write(head(b"Content-Length: 2352\r\n") + 3 * one)
-            await hold.submitted()
-        await hold.left()
-        hold.release()
-        assert (await first).status_code == 200
-        assert await served.value("lenet_rows_dropped_total", reason="cancelled") == 3
-        assert await served.requests("cancelled") == 1
-        assert await served.requests("ok") == 1
-        assert (await served.post(one)).status_code == 200
-        assert await served.value("lenet_images_total", model="tiny", version="3") == 2
-    assert quiet(caplog)
-
-
-async def test_batch_mates_are_answered_when_a_client_leaves_in_the_middle_of_a_batch(
-    listen, hold, caplog, one, images
-):
-    async with listen() as served:
-        async with connect(served) as (_, writer):
-            writer.write(head(b"Content-Length: 784\r\n") + one)
-            await hold.submitted()
-            await hold.begun()
-        await hold.left()
-        other = asyncio.create_task(served.post(images.tobytes()))
-        await hold.submitted()
-        hold.release()
-        assert len((await other).json()["predictions"]) == 5
-        assert await served.requests("cancelled") == 1
-        assert await served.value("lenet_rows_dropped_total", reason="cancelled") == 0
-        assert await served.value("lenet_contexts_busy", model="tiny", version="3") == 0
-    assert quiet(caplog)
 
 
 # Decoding in another process
@@ -316,13 +222,11 @@ async def test_a_large_answer_is_encoded_in_slices_as_in_one(listen, one, images
         small = (await served.post(images.tobytes())).json()
     assert {**large, "predictions": []} == {**small, "predictions": []}
     assert len(large["predictions"]) == 2500
-    for i, prediction in enumerate(large["predictions"]):
+    for i, one in enumerate(large["predictions"]):
         expected = small["predictions"][i % 5]
-        assert prediction["label"] == expected["label"]
+        assert one["label"] == expected["label"]
         # Batches of other sizes are summed in another order.
-        np.testing.assert_allclose(
-            prediction["probabilities"], expected["probabilities"], atol=1e-5
-        )
+        np.testing.assert_allclose(one["probabilities"], expected["probabilities"], atol=1e-5)
 
 
 class Late:
@@ -373,7 +277,7 @@ async def test_pixels_stay_where_they_arrived_until_the_device_has_read_them(lis
 @pytest.mark.parametrize("leaves", [True, False])
 async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, images, leaves):
     rows = np.concatenate([images] * 500)
-    steps = predict._json_steps
+    steps = prediction._steps
     begun = asyncio.Event()
 
     def never_ending(request, end):
@@ -381,7 +285,7 @@ async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, im
             begun.set()
             yield next(steps(request, end))
 
-    monkeypatch.setattr(predict, "_json_steps", never_ending)
+    monkeypatch.setattr(prediction, "_steps", never_ending)
     async with listen(max_batch_rows=64, max_images=2500) as served:
         if leaves:
             async with connect(served) as (_, writer):

@@ -17,9 +17,11 @@ import uvloop
 from service.api.openapi import ErrorResponse
 from service.errors import Overloaded, TooLarge, Unavailable
 from service.process.tls import CertificateFiles, ServedCertificate
-from service.transport import connection
+from service.transport import door
+from service.transport.gate import Gate
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, MEBIBYTE, running, until
+from tests.service.http.test_http2 import ACK, GOAWAY, START, frame, get, ping
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -71,328 +73,62 @@ async def connect(server):
     return client, connection
 
 
-async def learn(server, *requests):
-    """Send whole requests once, so that their header sections are known."""
-    for request in requests:
-        assert (await server.ask(request))[0] == 200
-        assert request[: request.find(b"\r\n\r\n") + 4] in server.door.known
-    server.route.calls.clear()
-    server.route.reads = 0
-
-
 # Order
 
 
-async def test_answers_come_in_the_order_of_their_requests(server):
+async def test_requests_of_a_connection_are_served_one_at_a_time_in_order(server):
     server.route.hold = True
     client = await server.open()
-    client.send(post(b"1") + post(b"2") + post(b"app", b"/x") + post(b"3"))
-    await until(lambda: len(server.route.held) == 3)
-    server.route.release(reverse=True)
-    assert [(await client.answer())[2] for _ in range(4)] == [b"1", b"2", b"app", b"3"]
-
-
-async def test_requests_of_one_connection_are_worked_on_at_the_same_time(server):
-    server.route.hold = True
-    client = await server.open()
-    client.send(b"".join(post(b"%d" % n) for n in range(30)))
-    await until(lambda: len(server.route.held) == 30)
+    client.send(post(b"1") + post(b"2") + post(b"app", b"/x") + GET + post(b"3"))
+    for count, body in enumerate((b"1", b"2"), start=1):
+        await until(lambda: server.route.held)
+        assert len(server.route.calls) == count
+        server.route.release()
+        assert (await client.answer())[2] == body
+    assert (await client.answer())[2] == b"app"
+    assert (await client.answer())[2] == b""
+    await until(lambda: server.route.held)
     server.route.release()
-    assert [(await client.answer())[2] for _ in range(30)] == [b"%d" % n for n in range(30)]
+    assert (await client.answer())[2] == b"3"
 
 
-async def test_reading_pauses_when_a_client_runs_far_ahead(server):
+async def test_reading_pauses_when_much_waits_behind_a_request(server):
     server.route.hold = True
-    client = await server.open()
-    body = bytes(8000)
-    client.send(b"".join(post(body) for _ in range(2000)))
-    await until(lambda: len(server.route.held) >= 64)
-    await asyncio.sleep(0.05)
-    assert len(server.route.held) <= 64 + (1 << 14) / len(body), "64 and what 16 KiB hold"
+    client, connection = await connect(server)
+    client.send(b"".join(post(bytes(8000)) for _ in range(2000)))
+    await until(lambda: not connection.transport.is_reading())
+    assert server.door.budget.held_bytes < 400_000, "64 KiB and a read"
+    assert len(server.route.calls) == 1
     server.route.hold = False
     server.route.release()
     for _ in range(2000):
         assert (await client.answer())[0] == 200
+    assert server.door.budget.held_bytes == 0
 
 
-@pytest.mark.parametrize("kind", ["fast", "application"])
-async def test_garbage_behind_a_request_is_answered_after_it(server, kind):
-    server.route.hold = True
-    client = await server.open()
-    client.send(post(b"good", b"/fast" if kind == "fast" else b"/") + b"GARBAGE\r\n\r\n")
-    if kind == "fast":
-        await until(lambda: server.route.held)
-        server.route.release()
-    assert (await client.answer())[2] == b"good"
-    assert "malformed" in error(await client.answer(), 400)
-    assert await client.rest() == b""
+async def test_other_connections_come_between_the_requests_of_a_busy_one(server):
+    busy, other = await server.open(), await server.open()
+    busy.send(post(b"", b"/fast?x=1") * 4000)
+    await until(lambda: server.route.refused)
+    other.send(post(b"other"))
+    await until(lambda: server.route.calls)
+    assert server.route.refused < 2000, "one read brings some 3,700 of them"
+    assert (await other.answer())[0] == 200
 
 
-async def test_equal_headers_are_read_once_and_others_are_not_mixed_up(server):
-    client = await server.open()
-    for n in range(5):
-        client.send(post(b"%d" % n))
-        assert (await client.answer())[2] == b"%d" % n
-    assert await server.ask(post(b"5")) == await server.ask(post(b"5", b"/fast"))
-    assert server.route.reads == 1
-    client.send(post(b"abc", b"/fast", b"X: 1"))
-    assert (await client.answer())[2] == b"abc"
-    assert server.route.reads == 2
-    assert (await server.ask(post(b"abc", b"/fast", b"X: 2")))[0] == 200
-    assert [dict(call.wanted).get("x") for call in server.route.calls[-2:]] == ["1", "2"]
-
-
-async def test_the_cache_of_headers_is_bounded(server):
-    client = await server.open()
-    for n in range(1500):
-        client.send(post(b"a", b"/fast", b"X: %d" % n))
-        assert (await client.answer())[0] == 200
-        assert 0 < len(server.door.known) <= 512
-    large = post(b"a", b"/fast", b"X: " + b"a" * 5000)
-    client.send(large)
-    assert (await client.answer())[0] == 200
-    assert max(map(len, server.door.known)) < 5000
-
-
-# Known header sections: those of whole requests, which the parser does not see again
-
-KNOWN = post(b"0123456789")
-HEAD_BYTES = len(KNOWN) - 10
-
-
-async def test_a_known_request_is_answered_alike_wherever_it_is_cut(server):
-    expected = await server.ask(KNOWN)
-    await learn(server, KNOWN)
-    for cut in range(1, len(KNOWN)):
-        client, connection = await connect(server)
-        for _ in range(2):
-            connection.data_received(KNOWN[:cut])
-            connection.data_received(KNOWN[cut:])
-            assert await client.answer() == expected
-        client.send(GET)
-        assert (await client.answer())[0] == 200
-        client.writer.close()
-    # Cut within its header section, it is parsed, but for the first P of a connection: until the
-    # rest comes it may be that of HTTP/2's preface.
-    assert server.route.reads == 2 * (HEAD_BYTES - 1) - 1
-
-
-async def test_a_known_request_may_come_byte_by_byte(server):
-    await learn(server, KNOWN)
-    client, connection = await connect(server)
-    for _ in range(3):
-        connection.data_received(KNOWN[:HEAD_BYTES])
-        for byte in KNOWN[HEAD_BYTES:]:
-            connection.data_received(bytes([byte]))
-        assert (await client.answer())[2] == b"0123456789"
-    assert (len(server.route.calls), server.route.reads) == (3, 0)
-
-
-async def test_what_follows_a_known_request_is_the_next_wherever_it_is_cut(server):
-    other = post(b"other", b"/fast", b"X: 1")
-    await learn(server, KNOWN, other)
-    for behind, answers in (
-        (KNOWN + other, [b"0123456789", b"other"]),
-        (GET + KNOWN, [b"", b"0123456789"]),
-        (post(b"new", b"/fast", b"X: 2") + other, [b"new", b"other"]),
-    ):
-        data = KNOWN + behind
-        for cut in range(1, len(data) + 1):
-            client, connection = await connect(server)
-            connection.data_received(data[:cut])
-            if cut < len(data):
-                connection.data_received(data[cut:])
-            found = [(await client.answer())[2] for _ in range(3)]
-            assert found == [b"0123456789", *answers], cut
-            client.writer.close()
-
-
-KNOWN_IN = {
-    "a body": ([post(KNOWN)[: -len(KNOWN)], KNOWN], KNOWN),
-    "an application's body": ([post(KNOWN, b"/")[: -len(KNOWN)], KNOWN], KNOWN),
-    "a chunk": (
-        [
-            b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n",
-            b"%x\r\n" % len(KNOWN),
-            KNOWN,
-            b"\r\n0\r\n\r\n",
-        ],
-        KNOWN,
-    ),
-    "a header": ([b"POST / HTTP/1.1\r\nX: ", KNOWN], b"0123456789"),
-    "a request line": ([b"POST /a?", b"b HTTP/1.1\r\nX: ", KNOWN], b"0123456789"),
-}
-
-
-@pytest.mark.parametrize("name", KNOWN_IN)
-@pytest.mark.parametrize("all_known", [False, True])
-async def test_a_known_request_within_another_is_not_one(server, name, all_known):
-    pieces, expected = KNOWN_IN[name]
-    await learn(server, KNOWN, *([post(KNOWN)] if all_known else []))
-    client, connection = await connect(server)
-    for piece in pieces:
-        connection.data_received(piece)
-    assert (await client.answer())[2] == expected
-    connection.data_received(KNOWN)
-    assert (await client.answer())[2] == b"0123456789"
-    assert KNOWN[HEAD_BYTES:] in [call.body for call in server.route.calls]
-    assert len(server.route.calls) == 2 - (expected != KNOWN or name == "an application's body")
-
-
-def old(*lines):
-    return post(b"abc", b"/fast", *lines).replace(b"1.1", b"1.0", 1)
-
-
-NOT_KNOWN = {
-    "behind an empty line": [b"\r\n" + KNOWN],
-    "behind empty lines": [b"\r\n\r\n" + KNOWN],
-    "with a line that ends in LF": [KNOWN.replace(b"a\r\n", b"a\n", 1)],
-    "with lines that end in LF": [KNOWN.replace(b"\r\n", b"\n")],
-    "with LF alone at its end": [KNOWN.replace(b"\r\n\r\n", b"\r\n\n") + b"\r\n\r\n"],
-    "in pieces": [KNOWN[:20], KNOWN[20:]],
-    "for the application": [post(b"abc", b"/")],
-    "without a body": [post()],
-    "chunked": [b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"],
-    "that waits": [post(b"abc", b"/fast", b"Expect: 100-continue")],
-    "that closes": [post(b"abc", b"/fast", b"Connection: close")],
-    "that closes, of two options": [post(b"abc", b"/fast", b"Connection: x, Close")],
-    "of HTTP/1.0": [old()],
-    "of HTTP/1.0 that closes after all": [old(b"Connection: close, keep-alive")],
-    "refused": [post(b"abc", b"/fast?x=1")],
-    "too large": [post(b"", b"/fast").replace(b"Length: 0", b"Length: 9999999")],
-    "malformed": [KNOWN.replace(b"Host", b"Ho st")],
-    "with two hosts": [post(b"abc", b"/fast", b"Host: b")],
-    "before another": [KNOWN + KNOWN],
-    "before a part of another": [KNOWN + KNOWN[:20]],
-    "behind another": [GET + KNOWN],
-}
-
-
-@pytest.mark.parametrize("name", NOT_KNOWN)
-async def test_header_sections_of_such_requests_are_not_kept(server, name):
-    client, connection = await connect(server)
-    for piece in NOT_KNOWN[name]:
-        connection.data_received(piece)
-    assert (await client.answer())[0] in (100, 200, 400, 413)
-    await asyncio.sleep(0)
-    assert not server.door.known
-
-
-@pytest.mark.parametrize("path", [b"/fast", b"/"])
-@pytest.mark.parametrize("inner", [False, True])
-async def test_a_header_section_is_not_kept_for_that_of_a_request_behind_it(server, path, inner):
-    first, second = post(b"abc", path), post(bytes(5000))[:-5000]
-    attacker, connection = await connect(server)
-    if inner:  # the first is the body of another
-        connection.data_received(post(first)[: -len(first)])
-    connection.data_received(first + second)
-    assert (await attacker.answer())[2] == (first if inner else b"abc")
-    for section, head in server.door.known.items():
-        assert b"Content-Length: %d\r\n" % head.length in section
-        assert section.startswith(b"POST %s " % head.path)
-    assert (await server.ask(first))[2] == b"abc"
-
-
-async def test_known_requests_of_http_1_0_keep_their_connection_alike(server):
-    request = old(b"Connection: keep-alive")
-    client = await server.open()
-    answers = []
-    for _ in range(3):
-        client.send(request)
-        answers.append(await client.answer())
-    assert server.route.reads == 1
-    assert answers[0][1]["connection"] == "keep-alive"
-    assert answers[0] == answers[1] == answers[2]
-
-
-async def test_a_known_request_waits_its_turn_behind_those_that_are_not_parsed_yet(server):
-    other = post(b"other", b"/fast", b"X: " + b"a" * 67)
-    await learn(server, KNOWN, other)
-    _, connection = await connect(server)
-    assert (1 << 14) % len(other) == 0, "a slice of the parser ends between two requests"
-    connection.data_received(other * 1000)
-    connection.data_received(KNOWN)
-    await until(lambda: len(server.route.calls) == 1001)
-    assert server.route.calls[-1].body == b"0123456789"
-
-
-@pytest.mark.parametrize(
-    "last",
-    [
-        b"POST /fast HTTP/1.1\r\nHost: a\r\nConnection: close\r\nContent-Length: 1\r\n\r\n1",
-        b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-        b"1\r\n1\r\n0\r\nConnection: close\r\n\r\n",
-    ],
-    ids=["header", "trailer"],
-)
-async def test_a_known_request_after_the_last_one_is_not_worked_on(server, last):
-    await learn(server, post(b"x"))
-    server.route.hold = True
-    client = await server.open()
-    client.send(last)
-    await until(lambda: len(server.route.held) == 1)
-    client.send(post(b"y"))
-    await asyncio.sleep(0.05)
-    assert len(server.route.calls) == 1
-    server.route.release()
-    assert (await client.answer())[2] == b"1"
-
-
-async def test_a_connection_whose_only_request_was_known_may_be_idle(server):
-    await learn(server, KNOWN)
-    client, connection = await connect(server)
-    connection.data_received(KNOWN)
-    await client.answer()
-    now_s = asyncio.get_running_loop().time()
-    connection.check_time(now_s + server.door.keep_alive_s - 1)
-    assert not connection.transport.is_closing()
-    connection.check_time(now_s + server.door.keep_alive_s + 1)
-    assert connection.transport.is_closing()
-
-
-async def test_reading_pauses_when_known_requests_run_far_ahead_one_by_one(server):
-    await learn(server, KNOWN)
-    server.route.hold = True
-    client, connection = await connect(server)
-    for count in range(1, 101):
-        connection.data_received(KNOWN)
-        assert connection.transport.is_reading() == (count <= 64)
-    server.route.hold = False
-    server.route.release()
-    for _ in range(100):
-        assert (await client.answer())[2] == b"0123456789"
-    assert connection.transport.is_reading()
-
-
-async def test_a_known_request_after_a_pause_has_all_the_time_of_a_new_one(server):
-    await learn(server, KNOWN)
-    server.route.hold = True
-    loop = asyncio.get_running_loop()
-    client, connection = await connect(server)
-    await asyncio.sleep(0.05)
-    connection.data_received(KNOWN)
-    connection.data_received(KNOWN[:-1])
-    began_s = loop.time()
-    server.route.calls[1].fail(TooLarge("refused early"))
-    connection.check_time(began_s + server.door.header_timeout_s - 0.02)
-    server.route.release()
-    assert (await client.answer())[2] == b"0123456789"
-    assert (await client.answer())[0] == 413
-
-
-# Large bodies behind a known header section, which are received where they belong
+# Large bodies, which are received where they belong
 
 LARGE = random.Random(0).randbytes(1_000_000)
+SMALL = post(b"0123456789")
 
 
 def with_large_bodies(test):
-    """Run `test(server)` on both event loops; a request with `LARGE` is known."""
+    """Run `test(server)` on both event loops."""
 
     @pytest.mark.parametrize("loop", [asyncio.new_event_loop, uvloop.new_event_loop])
     def run(loop, monkeypatch):
         async def main():
             async with running() as server:
-                await learn(server, post(LARGE))
                 await test(server)
 
         monkeypatch.setattr(doors, "MAX_BODY_BYTES", 1 << 24)
@@ -422,14 +158,14 @@ async def refused(client, status):
 async def test_a_large_body_is_whole_wherever_it_is_cut(server):
     cuts = random.Random(1)
     for _ in range(20):
-        client, sent = await server.open(), post(LARGE) + KNOWN + post(LARGE) + GET
+        client, sent = await server.open(), post(LARGE) + SMALL + post(LARGE) + GET
         while sent:
             size = min(cuts.choice([1, 1000, 100_000, 1_000_000]), cuts.randrange(1, 1_000_001))
             client.send(sent[: max(size, 200)])
             sent = sent[max(size, 200) :]
             await asyncio.sleep(0.002 * cuts.randrange(2))
         bodies = [(await client.answer())[2] for _ in range(4)]
-        assert bodies == [LARGE, KNOWN[HEAD_BYTES:], LARGE, b""]
+        assert bodies == [LARGE, b"0123456789", LARGE, b""]
     assert any(call.arrived_bytes == len(LARGE) for call in server.route.calls)
 
 
@@ -460,52 +196,12 @@ async def test_a_large_body_that_is_refused_midway_is_dropped_and_the_answer_com
 
 
 @with_large_bodies
-async def test_a_large_body_is_dropped_in_its_turn(server):
-    server.route.hold = True
-    client, connection = await connect(server)
-    client.send(KNOWN)
-    await until(lambda: server.route.held)
-    client.send(post(LARGE)[: len(LARGE) // 2])
-    await until(lambda: server.route.calls[-1].arrived_bytes > 400_000)
-    server.route.calls[-1].fail(TooLarge("planted", field="body"))
-    assert connection.transport.get_protocol() is connection, "the memory is held"
+async def test_a_fault_amid_a_large_body_is_a_500(server):
+    client, call, connection = await half_sent(server)
+    call.arrived = None  # as a fault of ours
     client.send(post(LARGE)[len(LARGE) // 2 :])
-    await asyncio.sleep(0.05)
-    server.route.release()
-    assert (await client.answer())[2] == KNOWN[HEAD_BYTES:]
-    await refused(client, 413)
-
-
-@with_large_bodies
-async def test_a_fault_amid_a_large_body_loses_no_answer_before_it(server):
-    server.route.hold = True
-    client, connection = await connect(server)
-    client.send(KNOWN)
-    await until(lambda: server.route.held)
-    client.send(post(LARGE)[: len(LARGE) // 2])
-    await until(lambda: server.route.calls[-1].arrived_bytes > 400_000)
-    server.route.calls[-1].arrived = None  # as a fault of ours
-    client.send(post(LARGE)[len(LARGE) // 2 :])
-    await until(lambda: connection.transport.get_protocol() is connection)
-    server.route.release()
-    assert (await client.answer())[2] == KNOWN[HEAD_BYTES:]
     await refused(client, 500)
-
-
-@with_large_bodies
-async def test_a_client_that_ends_amid_a_large_body_gets_the_answer_before_it(server):
-    server.route.hold = True
-    client, connection = await connect(server)
-    client.send(KNOWN)
-    await until(lambda: server.route.held)
-    client.send(post(LARGE)[: len(LARGE) // 2])
-    await until(lambda: server.route.calls[-1].arrived_bytes > 400_000)
-    client.writer.write_eof()
-    await until(lambda: server.route.cancelled)
     assert connection.transport.get_protocol() is connection, "the memory is held"
-    server.route.release()
-    assert (await client.answer())[2] == KNOWN[HEAD_BYTES:]
-    assert await client.rest() == b""
 
 
 @with_large_bodies
@@ -528,93 +224,28 @@ async def test_a_large_body_is_answered_when_the_stop_takes_too_long(server):
 # Framing
 
 
-async def test_a_trailer_is_never_read_as_a_header(server):
-    head = b"POST %s HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
-    body = b"3\r\nabc\r\n0\r\nX-Late: 1\r\nContent-Type: text/html\r\n\r\n"
+async def test_a_client_that_waits_is_refused_without_being_asked_for_its_body(server):
+    server.route.is_unknown = True
     client = await server.open()
-    for path in (b"/headers", b"/fast"):
-        client.send(head % path + body)
-        assert b"late" not in (await client.answer())[2].lower()
-    assert "x-late" not in server.route.calls[0].wanted
-    client.send(GET.replace(b"/ ", b"/headers ", 1))
-    assert (await client.answer())[2] == b"host: a", "a trailer went to the next request"
-
-
-@pytest.mark.parametrize("flood", [b"0\r\n" + b"X: 1\r\n" * 400_000, b"3;" + b"a" * 2_000_000])
-async def test_trailers_and_chunk_extensions_are_bounded(server, flood):
-    client = await server.open()
-    client.send(b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n")
-    await until(lambda: server.route.waited.is_set())
-    client.send(flood)
-    assert "beside the body" in error(await client.answer(), 400)
-
-
-async def test_small_chunks_are_no_flood(server):
-    client = await server.open()
-    client.send(b"POST /fast HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
-    for _ in range(20):
-        client.send(b"1\r\nx\r\n" * 2000)
-        await client.writer.drain()
-    client.send(b"0\r\n\r\n")
-    assert len((await client.answer())[2]) == 40_000
-
-
-async def test_a_large_body_is_not_counted_as_the_headers_behind_it(server):
-    client = await server.open()
-    client.send(post(bytes(78_000)) + GET[:20])
-    assert len((await client.answer())[2]) == 78_000
-    client.send(GET[20:])
-    assert (await client.answer())[0] == 200
-
-
-async def test_headers_that_do_not_end_are_refused_at_their_limit(server):
-    client = await server.open()
-    client.send(GET + b"GET / HTTP/1.1\r\nX: " + b"a" * 100_000)
-    assert (await client.answer())[0] == 200
-    client.send(b"a" * 100_000)
-    assert "more than 65536 bytes" in error(await client.answer(), 431)
-
-
-async def test_a_request_for_an_upgrade_keeps_its_body(server):
-    lines = b"Connection: Upgrade, HTTP2-Settings", b"Upgrade: h2c", b"HTTP2-Settings: AAMAAABk"
-    data = post(b"abcdef", b"/fast", *lines)
-    client = await server.open()
-    for cut in (len(data), len(data) - 3, 20):
-        client.send(data[:cut])
-        await asyncio.sleep(0.01)
-        client.send(data[cut:] + GET)
-        assert (await client.answer())[2] == b"abcdef"
-        assert (await client.answer())[0] == 200
-    client.send(data.replace(b"/fast", b"/"))
-    assert (await client.answer())[2] == b"abcdef"
-
-
-@pytest.mark.parametrize("path", [b"/fast", b"/"])
-async def test_a_client_that_waits_is_asked_for_its_body(server, path):
-    data = post(b"abc", path, b"Expect: 100-continue")
-    client = await server.open()
-    client.send(data[:-3])
-    assert (await client.answer())[0] == 100
-    client.send(b"abc")
-    assert (await client.answer())[2] == b"abc"
-
-
-async def test_a_client_that_waits_behind_another_request_is_asked_in_its_turn(server):
-    server.route.hold = True
-    client = await server.open()
-    data = post(b"abc", b"/fast", b"Expect: 100-continue")
-    client.send(post(b"first") + data[:-3])
-    await until(lambda: server.route.held)
-    server.route.release()
-    assert (await client.answer())[2] == b"first"
-    assert (await client.answer())[0] == 100
-    client.send(data[-3:])
-    await until(lambda: server.route.held)
-    server.route.release()
-    assert (await client.answer())[2] == b"abc"
+    client.send(post(b"abc", b"/fast", b"Expect: 100-continue")[:-3])
+    status, headers, _ = await client.answer()
+    assert (status, headers["connection"]) == (404, "close")
+    assert await client.rest() == b""
 
 
 # Early answers
+
+
+async def test_a_preflight_keeps_its_connection():
+    preflight = GET.replace(b"GET", b"OPTIONS").replace(
+        b"a\r\n", b"a\r\nOrigin: http://b\r\nAccess-Control-Request-Method: POST\r\n", 1
+    )
+    async with running(gate=Gate(origins=("*",))) as server:
+        client = await server.open()
+        for request in (preflight, GET):
+            client.send(request)
+            status, headers, _ = await client.answer()
+            assert (status, headers.get("connection")) == (200, None)
 
 
 @pytest.mark.parametrize("length", [b"Content-Length: 34000000", b"Transfer-Encoding: chunked"])
@@ -652,22 +283,6 @@ async def test_what_is_drained_after_an_early_answer_is_bounded(server):
         await send_on()
 
 
-async def test_a_refused_request_keeps_its_connection_when_its_body_is_small(server):
-    client = await server.open()
-    client.send(post(b"abc", b"/fast?x=1"))
-    status, headers, _ = await client.answer()
-    assert (status, headers.get("connection")) == (400, None)
-    client.send(GET)
-    assert (await client.answer())[0] == 200
-
-
-async def test_a_refused_request_of_unknown_length_is_answered_at_once(server):
-    client = await server.open()
-    client.send(b"POST /fast?x=1 HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n")
-    status, headers, _ = await client.answer()
-    assert (status, headers["connection"]) == (400, "close")
-
-
 async def test_the_body_of_a_refused_request_has_a_limited_time():
     async with running(header_timeout_s=0.2) as server:
         client = await server.open()
@@ -679,20 +294,19 @@ async def test_the_body_of_a_refused_request_has_a_limited_time():
                 await client.writer.drain()
                 await asyncio.sleep(0.02)
 
-        with pytest.raises(ConnectionError):
-            await asyncio.wait_for(trickle(), 20)
+        trickling = asyncio.create_task(trickle())
+        status, headers, _ = await client.answer()
+        trickling.cancel()
+        assert (status, headers["connection"]) == (400, "close")
 
 
-async def test_an_early_answer_is_written_to_a_half_closed_client(server):
-    server.route.hold = True
+async def test_a_client_that_ends_its_data_within_a_refused_body_gets_the_refusal(server):
     client = await server.open()
-    client.send(post(b"1") + post(b"", b"/fast").replace(b"Length: 0", b"Length: 9999999"))
-    await until(lambda: server.route.held)
+    client.send(post(bytes(1000), b"/fast?x=1")[:-10])
+    await until(lambda: server.route.refused)
     client.writer.write_eof()
-    await asyncio.sleep(0.05)
-    server.route.release()
-    answers = [await client.answer() for _ in range(3)]
-    assert [answer[0] for answer in answers if answer[0] != 100] == [200, 413]
+    assert (await client.answer())[0] == 400
+    assert await client.rest() == b""
 
 
 async def test_nothing_is_written_into_an_answer_that_has_begun(server):
@@ -704,25 +318,6 @@ async def test_nothing_is_written_into_an_answer_that_has_begun(server):
     client.send(b"zz\r\n")
     with contextlib.suppress(ConnectionError):
         assert await client.rest() == b""
-
-
-async def test_other_connections_come_between_the_requests_of_a_busy_one(server):
-    busy, other = await server.open(), await server.open()
-    busy.send(post(b"", b"/fast?x=1") * 4000)
-    await until(lambda: server.route.refused)
-    other.send(post(b"other"))
-    await until(lambda: server.route.calls)
-    assert server.route.refused < 2000, "one read brings some 3,700 of them"
-    assert (await other.answer())[0] == 200
-
-
-async def test_an_answer_before_the_body_ends_the_connection(server):
-    client = await server.open()
-    client.send(post(bytes(5000), b"/early")[:-100])
-    status, headers, _ = await client.answer()
-    assert (status, headers["connection"]) == (200, "close")
-    client.send(bytes(100))
-    assert await client.rest() == b""
 
 
 async def test_a_body_over_the_limit_is_refused_where_it_passes_it(server):
@@ -772,6 +367,31 @@ async def test_slow_headers_do_not_gain_time_by_coming_byte_by_byte():
             await asyncio.wait_for(trickle(), 20)
 
 
+async def test_large_headers_count_in_the_budget_while_they_arrive(server):
+    client, connection = await connect(server)
+    client.send(GET[:-2] + b"X: " + b"a" * 60_000)
+    await until(lambda: connection.exchanges.http1.header_bytes > 60_000)
+    assert server.door.budget.held_bytes > 60_000
+    client.send(b"\r\n\r\n")
+    assert (await client.answer())[0] == 200
+    assert server.door.budget.held_bytes == 0
+
+
+async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_its_time(server):
+    client, connection = await connect(server)
+    client.send(START + get(path=b"/"))
+    await until(lambda: server.events["begun"] and not server.door.open_streams.count)
+    asked_s = asyncio.get_running_loop().time()
+    for after_s in (62, 70, 74):
+        client.send(ping(bytes(8), ACK))
+        pings = connection.exchanges.http2.pings
+        await until(lambda before=pings: connection.exchanges.http2.pings > before)
+        connection.check_time(asked_s + after_s)
+        assert not connection.closing
+    connection.check_time(asked_s + 76)
+    assert frame(GOAWAY, 0, 0, b"\0\0\0\1\0\0\0\0") in await client.rest()
+
+
 async def test_an_idle_connection_is_closed_after_its_time():
     async with running(keep_alive_s=0.1) as server:
         client = await server.open()
@@ -803,15 +423,6 @@ async def test_anything_else_in_the_clear_is_not_answered_where_tls_is_expected(
         await until(lambda: not server.door.connections)
 
 
-async def test_a_client_that_does_not_read_is_given_up(tls):
-    async with running(tls, write_timeout_s=0.1, header_timeout_s=0.2) as server:
-        client = await server.open()
-        client.writer.transport.pause_reading()
-        client.send(GET.replace(b"/ ", b"/huge ", 1))
-        await until(lambda: server.state.connections)
-        await until(lambda: not server.state.connections)
-
-
 @pytest.mark.parametrize("end", ["idle", "half-closed", "stop"])
 async def test_a_connection_with_an_unread_small_answer_is_given_up(end):
     async with running(write_timeout_s=0.1, keep_alive_s=0.2) as server:
@@ -841,22 +452,6 @@ async def test_answers_that_a_client_does_not_read_give_way_to_others(tls):
                 with contextlib.suppress(Overloaded):
                     budget.hold(784, 784)
                 await asyncio.sleep(0.05)
-
-
-async def test_answers_behind_one_that_is_not_made_are_held_until_they_are_written():
-    async with running() as server:
-        server.route.hold = True
-        client = await server.open()
-        client.send(b"".join(post(bytes(1000)) for _ in range(5)))
-        await until(lambda: len(server.route.held) == 5)
-        first, *others = server.route.held
-        for call in others:
-            call.answer()
-        assert server.door.budget.held_bytes > 4 * 1000
-        first.answer()
-        assert server.door.budget.held_bytes == 0
-        for _ in range(5):
-            assert (await client.answer())[0] == 200
 
 
 @pytest.mark.parametrize("end", ["reads", "leaves"])
@@ -949,10 +544,10 @@ def test_large_bodies_and_answers_are_moved_in_turns_with_others(monkeypatch):
         turn += 1
         asyncio.get_running_loop().call_soon(count)
 
-    class Noting(connection.Connection):
-        def data_received(self, data):
+    class Noting(door.Connection):
+        def body_arrived(self, size):
             reads.append(turn)
-            super().data_received(data)
+            super().body_arrived(size)
 
         def write(self, piece):
             writes.append(turn)
@@ -967,21 +562,12 @@ def test_large_bodies_and_answers_are_moved_in_turns_with_others(monkeypatch):
             assert (await client.answer())[2] == bytes(8_000_000) + b"0123456789"
 
     monkeypatch.setattr(doors, "MAX_BODY_BYTES", 1 << 24)
-    monkeypatch.setattr(connection, "Connection", Noting)
+    monkeypatch.setattr(door, "Connection", Noting)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # which reads greedily
         runner.run(main())
     for turns in (reads, writes):
         assert len(turns) >= 10
         assert len(set(turns)) == len(turns)
-
-
-async def test_an_answer_in_pieces_keeps_the_order_of_answers(server):
-    server.route.hold, server.route.rest = True, [b"2", b"3"]
-    client = await server.open()
-    client.send(post(b"a1") + post(b"b1") + post(b"c", b"/x"))
-    await until(lambda: len(server.route.held) == 2)
-    server.route.release(reverse=True)
-    assert [(await client.answer())[2] for _ in range(3)] == [b"a123", b"b123", b"c"]
 
 
 async def test_a_client_that_leaves_between_two_pieces_of_its_answer_changes_nothing(server):
@@ -1017,35 +603,15 @@ async def test_connections_beyond_the_limit_are_closed_and_room_is_used_again():
 # Clients that leave
 
 
-async def test_a_half_closed_client_is_answered(server):
-    server.route.hold = True
-    client = await server.open()
-    client.send(post(b"abc"))
-    client.writer.write_eof()
-    await until(lambda: server.route.held)
-    await asyncio.sleep(0.05)
-    assert not server.route.cancelled
-    server.route.release()
-    assert (await client.answer())[0] == 100, "asked whether it still reads"
-    assert (await client.answer())[2] == b"abc"
-    assert await client.rest() == b""
-
-
-@pytest.mark.parametrize("known", [False, True])
-async def test_a_half_closed_client_is_answered_what_it_sent_whole(server, known):
-    if known:
-        await learn(server, post(b"whole"), post(b"half"))
+async def test_a_half_closed_client_is_answered_what_it_sent_whole(server):
     server.route.hold = True
     client = await server.open()
     client.send(post(b"whole") + post(b"half")[:-2])
-    await until(lambda: server.route.held and server.route.waited.is_set())
+    await until(lambda: server.route.held)
     client.writer.write_eof()
-    await until(lambda: server.route.cancelled)
+    assert (await client.answer())[0] == 100, "asked whether it still reads"
     server.route.release()
-    answers = [await client.answer()]
-    if answers[0][0] == 100:
-        answers.append(await client.answer())
-    assert answers[-1][2] == b"whole"
+    assert (await client.answer())[2] == b"whole"
     assert await client.rest() == b""
 
 
@@ -1063,7 +629,7 @@ async def test_a_client_that_leaves_cancels_its_requests(server, how):
     server.route.hold = True
     client = await server.open()
     client.send(post(b"1") + post(b"2"))
-    await until(lambda: len(server.route.held) == 2)
+    await until(lambda: server.route.held)
     if how == "closes":
         client.writer.close()
     else:
@@ -1071,14 +637,12 @@ async def test_a_client_that_leaves_cancels_its_requests(server, how):
             socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0"
         )
         client.writer.transport.abort()
-    await until(lambda: len(server.route.cancelled) == 2)
+    await until(lambda: server.route.cancelled)
+    assert len(server.route.calls) == 1
 
 
-@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("end", ["half-closes", "closes"])
-async def test_a_client_that_leaves_amid_its_body_cancels_its_request(server, known, end):
-    if known:
-        await learn(server, post(b"abc"))
+async def test_a_client_that_leaves_amid_its_body_cancels_its_request(server, end):
     client = await server.open()
     client.send(post(b"abc")[:-1])
     await until(lambda: server.route.waited.is_set())
@@ -1100,13 +664,6 @@ async def test_the_application_hears_of_a_client_that_leaves(server):
         await server.events["left"].wait()
 
 
-async def test_an_application_that_fails_is_a_500(server, caplog):
-    status, _, body = await server.ask(GET.replace(b"/ ", b"/fails ", 1))
-    assert status == 500
-    assert orjson.loads(body)["error"]["code"] == "internal"
-    assert "planted" in caplog.text
-
-
 @pytest.mark.parametrize(
     "sent", [b"hello\r\n\r\n", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03"]
 )
@@ -1118,10 +675,7 @@ async def test_what_clients_do_wrong_is_not_logged(server, caplog, sent):
 # A stop
 
 
-@pytest.mark.parametrize("known", [False, True])
-async def test_a_stop_answers_what_has_begun_and_closes(server, known):
-    if known:
-        await learn(server, post(b"1"), post(b"22"))
+async def test_a_stop_answers_what_has_begun_and_closes(server):
     server.route.hold = True
     busy, arriving = await server.open(), await server.open()
     busy.send(post(b"1"))
@@ -1138,25 +692,11 @@ async def test_a_stop_answers_what_has_begun_and_closes(server, known):
         assert await client.rest() == b""
 
 
-async def test_a_stop_closes_a_connection_whose_answer_was_made_before_it(server):
-    server.route.hold = True
-    client = await server.open()
-    client.send(post(b"1") + post(b"2"))
-    await until(lambda: len(server.route.held) == 2)
-    first, second = server.route.held
-    second.answer()
-    server.stop()
-    first.answer()
-    assert [(await client.answer())[2] for _ in range(2)] == [b"1", b"2"]
-    assert await client.rest() == b""
-
-
 async def test_a_stop_answers_what_was_read_and_is_not_parsed_yet(server):
     server.route.hold = True
     client, connection = await connect(server)
-    request = post(bytes(1024 - len(post(bytes(900))) + 900))  # 16 in what is parsed at a time
-    connection.data_received(request * 200)
-    await until(lambda: len(server.route.held) == 80)
+    connection.data_received(post(bytes(900)) * 200)
+    await until(lambda: server.route.held)
     server.stop()
     server.route.hold = False
     server.route.release()
@@ -1165,16 +705,11 @@ async def test_a_stop_answers_what_was_read_and_is_not_parsed_yet(server):
     assert await client.rest() == b""
 
 
-@pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("missing_bytes", [0, 1])
-async def test_a_fault_of_our_own_is_a_500_and_logged(
-    server, caplog, monkeypatch, known, missing_bytes
-):
+async def test_a_fault_of_our_own_is_a_500_and_logged(server, caplog, monkeypatch, missing_bytes):
     def fail(*_):
         raise AssertionError("bug: planted")
 
-    if known:
-        await learn(server, post(b"abc"))
     monkeypatch.setattr(server.route, "open", fail)
     data = post(b"abc")
     status, headers, body = await server.ask(data[: len(data) - missing_bytes])
@@ -1201,17 +736,12 @@ async def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_
     assert await busy.rest() == b""
 
 
-async def test_a_half_closed_client_of_http_1_0_gets_no_interim_answer(server, monkeypatch):
-    monkeypatch.setattr("service.transport.connection._PROBE_S", 0.2)
+async def test_a_half_closed_client_of_http_1_0_gets_no_interim_answer(server):
     server.route.hold = True
     client = await server.open()
-    old = post(b"2", b"/fast", b"Connection: keep-alive").replace(b"1.1", b"1.0", 1)
-    client.send(post(b"1") + old)
-    await until(lambda: len(server.route.held) == 2)
+    client.send(post(b"2").replace(b"1.1", b"1.0", 1))
+    await until(lambda: server.route.held)
     client.writer.write_eof()
     await asyncio.sleep(0.05)
-    server.route.held[0].answer()
-    assert (await client.answer())[2] == b"1"
-    await asyncio.sleep(0.3)
-    server.route.held[1].answer()
+    server.route.release()
     assert (await client.answer())[0] == 200, "RFC 9110, 15.2: no 1xx to a client of HTTP/1.0"

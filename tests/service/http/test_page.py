@@ -55,21 +55,3 @@ async def test_a_file_that_the_browser_has_is_not_sent_again(served, path):
 @pytest.mark.parametrize("name", ["none.js", "__init__.py", "..%2f__init__.py", "%2e%2e/app.py"])
 async def test_nothing_but_the_files_of_the_page_is_sent(served, name):
     assert (await served.client.get(f"/page/{name}")).status_code == 404
-
-
-async def test_the_document_says_which_routes_need_a_key_where_there_are_keys(open_app):
-    async with open_app() as served:
-        document = (await served.client.get("/openapi.json")).json()
-    assert "security" not in document
-    async with open_app(api_keys="a-key-that-nobody-knows") as served:
-        document = (await served.client.get("/openapi.json")).json()
-    assert document["components"]["securitySchemes"] == {
-        "bearerAuth": {"type": "http", "scheme": "bearer"}
-    }
-    assert document["security"] == [{"bearerAuth": []}]
-    open_paths = {
-        path
-        for path, operations in document["paths"].items()
-        if all(operation.get("security") == [] for operation in operations.values())
-    }
-    assert open_paths == {"/", "/healthz", "/readyz", "/v2/health/live", "/v2/health/ready"}

@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import asdict
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from service.decode import pool as decoders
 from service.decode.frames import HEAD
-from service.decode.pool import BodySource, Decoders, InferSource, TensorsSource
+from service.decode.pool import Decoders
 from service.errors import (
     DeadlineExceeded,
     InferenceFailed,
@@ -31,12 +31,16 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.forms import open_inference_pb2 as pb
-from service.forms.body import Limits, decode
+from service.forms.body import ImageForm, Limits, decode
+from service.forms.form import Asked
+from service.forms.oip_json import OipJsonForm
+from service.forms.oip_proto import OipProtoForm
 from service.forms.tensors import (
     ALL_OUTPUTS,
 )
 from service.observe.metrics import Metrics
 from tests.pictures import FORM, PNG, encoded, form, long_form, seven
+from tests.tasks import decode as decode_by
 
 LIMITS = Limits(16_384)
 JSON = "application/json"
@@ -48,7 +52,7 @@ takes 4 s and more."""
 
 
 def body(content_type, invert="auto", limits=LIMITS):
-    return BodySource(content_type, invert, "one", limits)
+    return ImageForm.of(content_type, invert, "one", limits)
 
 
 class Pool(Decoders):
@@ -149,29 +153,16 @@ async def test_each_kind_of_body_is_decoded_as_in_one_process(pool, tmp_path):
     bodies = {**BODIES, "application/x-npy": (tmp_path / "a.npy").read_bytes()}
     for kind, content in bodies.items():
         for invert in ("auto", "true") if kind in (JSON, "application/x-npy") else ("auto",):
-            decoded = await pool.run(body(kind, invert), bytearray(content), LONG_S)
+            decoded = await decode_by(pool, body(kind, invert), bytearray(content), LONG_S)
             expected = decode(content, kind, invert=invert, limits=LIMITS)
             np.testing.assert_array_equal(decoded.images, expected)
     assert len(pool.pids) == 1, "one at a time takes one process"
 
 
-async def test_a_message_is_decoded_with_what_else_it_asks_for(pool):
-    decoded = await pool.run(InferSource(300), infer_request(300), LONG_S)
-    np.testing.assert_array_equal(decoded.images, RAW)
-    assert decoded.wanted == {
-        "model": "lenet",
-        "version": "",
-        "id": "7",
-        "outputs": [asdict(one) for one in ALL_OUTPUTS],
-        "raw": False,
-        "timeout_us": 0,
-    }
-
-
 @pytest.mark.parametrize("json_bytes", [None, 0, 150])
 async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(pool, json_bytes):
     entry = {"name": "image", "datatype": "UINT8", "shape": [300, 28, 28]}
-    asked = {"id": None, "outputs": [asdict(one) for one in ALL_OUTPUTS], "timeout_us": 0}
+    asked = Asked(outputs=ALL_OUTPUTS)
     if json_bytes is None:
         entry["data"] = RAW.ravel().tolist()
         content = json.dumps({"inputs": [entry]}).encode()
@@ -179,13 +170,13 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
         entry["parameters"] = {"binary_data_size": RAW.size}
         content = json.dumps({"inputs": [entry], "id": "7"}).encode().ljust(json_bytes)
         content += RAW.tobytes()
-        asked["id"] = "7"
+        asked = replace(asked, id="7")
     else:
         content = RAW.tobytes()
-        asked["outputs"] = [{**one, "binary": True} for one in asked["outputs"]]
-    decoded = await pool.run(TensorsSource(json_bytes, 300), content, LONG_S)
+        asked = Asked(outputs=tuple(replace(one, binary=True) for one in ALL_OUTPUTS))
+    decoded = await decode_by(pool, OipJsonForm(json_bytes, 300), content, LONG_S)
     np.testing.assert_array_equal(decoded.images, RAW)
-    assert decoded.wanted == asked
+    assert decoded.asked == asked
 
 
 @pytest.mark.parametrize(
@@ -207,29 +198,18 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
         (body(JSON), FLAT[:-1], InvalidInput, "body"),
         (body(JSON), FLAT.rpartition(b",")[0] + b",256]]}", InvalidInput, "images[299][783]"),
         (body(PNG), b"", InvalidInput, "body"),
-        (InferSource(300), b"\xff\xff", InvalidInput, "message"),
-        (InferSource(299), infer_request(300), TooLarge, "inputs[0].shape"),
+        (OipProtoForm(300), b"\xff\xff", InvalidInput, "message"),
+        (OipProtoForm(299), infer_request(300), TooLarge, "inputs[0].shape"),
     ],
 )
 async def test_an_error_is_the_same_as_in_one_process(pool, source, content, error, field):
     with pytest.raises(error) as caught:
-        await pool.run(source, content, LONG_S)
+        await decode_by(pool, source, content, LONG_S)
     assert type(caught.value) is error
     assert caught.value.field == field
-    if isinstance(source, BodySource) and content:
+    if isinstance(source, ImageForm) and content:
         with pytest.raises(error, match=re.escape(caught.value.message)):
-            decode(content, source.content_type, limits=source.limits)
-
-
-async def test_a_picture_with_too_many_pixels_starts_no_process(pool):
-    wide = encoded(np.zeros((100, 201), np.uint8))
-    for kind, content in (
-        (PNG, wide),
-        ("image/jpeg", encoded(np.zeros((100, 201, 3), np.uint8), "JPEG")),
-    ):
-        with pytest.raises(TooLarge, match="201 x 100 pixels, expected at most 20000"):
-            pool.start(body(kind, limits=Limits(1, 20_000)), content, print)
-    assert not pool.pids
+            decode(content, source.content_type, limits=Limits(source.max_images))
 
 
 async def test_large_json_takes_little_more_memory_than_its_bytes_and_images():
@@ -238,25 +218,16 @@ async def test_large_json_takes_little_more_memory_than_its_bytes_and_images():
         {"images": images.tolist()}
     )  # 23 MB, of which orjson would take 12 times
     async with open_pool(memory_bytes=160 << 20) as pool:
-        decoded = await pool.run(body(JSON), content, LONG_S)
+        decoded = await decode_by(pool, body(JSON), content, LONG_S)
         np.testing.assert_array_equal(decoded.images, images)
-
-
-ZEROS = b'{"images":[' + b"0," * 15_000_000 + b"0]}"
-
-
-@pytest.mark.parametrize("content", [ZEROS, ZEROS.replace(b"[", b"[[", 1).replace(b"]", b"]]")])
-async def test_json_that_takes_too_much_memory_is_too_large(pool, content):
-    with pytest.raises(TooLarge, match="more than 320 MiB of memory; send fewer images"):
-        await pool.run(body(JSON), content, LONG_S)
 
 
 async def test_a_picture_that_takes_too_much_memory_is_too_large():
     async with open_pool(memory_bytes=100 << 20) as pool:
         picture = encoded(np.zeros((4000, 4000, 4), np.uint8))  # 64 MB
         with pytest.raises(TooLarge, match="more than 100 MiB of memory"):
-            await pool.run(body(PNG), picture, LONG_S)
-        assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+            await decode_by(pool, body(PNG), picture, LONG_S)
+        assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
         assert pool.ends("died") == 0
 
 
@@ -264,17 +235,17 @@ async def test_a_picture_that_takes_too_much_memory_is_too_large():
 
 
 async def test_work_ends_soon_after_its_deadline(pool):
-    await pool.run(body(PNG), seven(), LONG_S)  # a process is there
+    await decode_by(pool, body(PNG), seven(), LONG_S)  # a process is there
     began_s = time.monotonic()
     with pytest.raises(DeadlineExceeded):
-        await pool.run(body(FORM), long_form(), 0.1)
+        await decode_by(pool, body(FORM), long_form(), 0.1)
     await until(lambda: not pool._busy)
     assert time.monotonic() - began_s < 0.1 + ENDED_S
 
 
 async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
     photograph = encoded(np.random.default_rng(5).integers(0, 256, (4000, 4000), np.uint8))
-    await pool.run(body(PNG), seven(), LONG_S)  # the process has started
+    await decode_by(pool, body(PNG), seven(), LONG_S)  # the process has started
     with outcomes(pool) as start:
         job, called = start(body(PNG), photograph)
         await asyncio.sleep(0.05)  # of the 0.15 to 0.4 s that decoding takes
@@ -284,7 +255,7 @@ async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
         assert time.monotonic() - began_s < ENDED_S
     assert called == ["ended"]
     assert pool.ends("cancelled") == 1
-    assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+    assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
 
 
 async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(pool):
@@ -295,8 +266,8 @@ async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(poo
         assert called == ["ended"]
         for timeout_s in (0.02, 0.0, -1.0):
             with pytest.raises(DeadlineExceeded):
-                await pool.run(body(FORM), long_form(), timeout_s)
-        task = asyncio.create_task(pool.run(body(FORM), long_form(), LONG_S))
+                await decode_by(pool, body(FORM), long_form(), timeout_s)
+        task = asyncio.create_task(decode_by(pool, body(FORM), long_form(), LONG_S))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -309,7 +280,7 @@ async def test_leaving_ends_what_runs_and_what_waits():
         calls = []
         for _ in range(2):
             pool.start(body(FORM), long_form(), calls.append, lambda: calls.append("ended"))
-        await pool.run(body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), LONG_S)
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 0.1 + ENDED_S
     assert [call for call in calls if call == "ended"] == ["ended"] * 2
@@ -325,15 +296,15 @@ async def test_a_small_picture_does_not_wait_for_long_work(pool):
     with outcomes(pool) as start:
         long = [start(body(FORM), long_form(4000))[1] for _ in range(3)]
         for _ in range(5):
-            await pool.run(body(PNG), seven(), LONG_S)
+            await decode_by(pool, body(PNG), seven(), LONG_S)
         assert long == [[], [], []]
         assert len(pool.pids) == 2
 
 
 async def test_long_work_goes_on_while_small_pictures_come(pool):
-    long = asyncio.create_task(pool.run(body(FORM), long_form(500), LONG_S))
+    long = asyncio.create_task(decode_by(pool, body(FORM), long_form(500), LONG_S))
     while not long.done():
-        await asyncio.gather(*(pool.run(body(PNG), seven(), LONG_S) for _ in range(4)))
+        await asyncio.gather(*(decode_by(pool, body(PNG), seven(), LONG_S) for _ in range(4)))
     assert len((await long).images) == 500
 
 
@@ -358,22 +329,22 @@ async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
     monkeypatch.setattr(decoders, "_IDLE_S", 0.2)
     async with open_pool() as pool:
         assert not pool.pids
-        await pool.run(body(PNG), seven(), LONG_S)
-        await pool.run(body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), LONG_S)
         assert len(pool.pids) == 1
         await until(lambda: not pool.pids)
         assert pool.ends("idle") == 1
-        await pool.run(body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), LONG_S)
 
 
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog):
-    await pool.run(body(PNG), seven(), LONG_S)
+    await decode_by(pool, body(PNG), seven(), LONG_S)
     with outcomes(pool) as start:
         called = [] if idle else start(body(FORM), long_form())[1]
         (pid,) = pool.pids
         kill(pid)
-        assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+        assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
         await until(lambda: pool.ends("died") == 1)
         if not idle:
             await until(lambda: len(called) == 2)
@@ -382,32 +353,9 @@ async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog
     assert len(caplog.records) <= 1
 
 
-async def test_many_deaths_are_one_line_in_the_log(pool, caplog):
-    for _ in range(3):
-        with outcomes(pool) as start:
-            _, called = start(body(FORM), long_form())
-            await until(lambda: pool.pids)
-            for pid in pool.pids:
-                kill(pid)
-            await until(lambda called=called: called)
-    assert len(caplog.records) == 1
-    assert "a decoding process died" in caplog.text
-
-
-async def test_signals_to_all_processes_do_not_end_a_decoder(pool):
-    with outcomes(pool) as start:
-        _, called = start(body(FORM), form(seven(), seven()))
-        await until(lambda: called)
-    (pid,) = pool.pids
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        os.kill(pid, number)
-    await pool.run(body(PNG), seven(), LONG_S)
-    assert pool.pids == {pid}
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_decoder_gives_way_to_serving(pool):
-    await pool.run(body(PNG), seven(), LONG_S)
+    await decode_by(pool, body(PNG), seven(), LONG_S)
     (pid,) = pool.pids
     assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5 or (
         os.getpriority(os.PRIO_PROCESS, pid) == 19
@@ -422,7 +370,7 @@ async def test_a_request_is_unavailable_when_no_process_can_be_started(pool, mon
             pool.start(body(PNG), seven(), print)
         assert caught.value.retry_after_s == 1
     monkeypatch.undo()
-    assert (await pool.run(body(PNG), seven(), LONG_S)).images.any()
+    assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
 
 
 REPLIES = {
@@ -444,7 +392,7 @@ async def test_a_decoder_that_breaks_the_protocol_is_ended(pool, monkeypatch, ca
     )
     monkeypatch.setattr(decoders, "_ARGUMENTS", ("-c", program))
     with pytest.raises(ServiceError) as caught:
-        await pool.run(body(PNG, limits=Limits(1)), seven(), LONG_S)
+        await decode_by(pool, body(PNG, limits=Limits(1)), seven(), LONG_S)
     assert type(caught.value) is InferenceFailed
     assert "invalid reply" in caplog.text
     await until(lambda: not pool.pids)

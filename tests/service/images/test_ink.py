@@ -44,12 +44,6 @@ def test_a_border_is_not_ink(width, level):
     assert stays(255 - framed)
 
 
-@pytest.mark.parametrize("invert", ["true", "auto"])
-def test_a_border_is_not_ink_whatever_is_known_of_the_ink(invert):
-    framed = np.pad(seven()[5:-5, 5:-5], 5)
-    assert stays(framed, invert=invert)
-
-
 @pytest.mark.parametrize("sides", range(1, 16))
 @pytest.mark.parametrize("width", [1, 25])
 def test_dark_sides_are_not_ink(sides, width):
@@ -120,23 +114,6 @@ def test_a_box_around_the_digit_is_not_ink():
     assert stays(grey)
 
 
-def test_a_zero_of_straight_strokes_is_no_box():
-    zero = np.zeros((300, 260), bool)
-    zero[60:240, 80:180] = True
-    zero[85:215, 105:155] = False
-    assert stays(np.where(zero, INK, PAPER).astype(np.uint8), zero)
-    assert stays(np.where(zero, PAPER, INK).astype(np.uint8), zero)
-
-
-@pytest.mark.parametrize("size", [(3, 3), (8, 8), (8, 300), (300, 8), (64, 64), (65, 65), (512, 9)])
-def test_every_size_is_searched_without_an_error(size):
-    random = np.random.default_rng(1)
-    for share in (0.02, 0.3, 0.7):
-        drawing = find_ink(np.where(random.random(size) < share, 0, 255).astype(np.uint8), "auto")
-        assert drawing.ink.shape == size
-        assert np.isfinite(drawing.ink).all()
-
-
 # Several digits
 
 
@@ -153,17 +130,6 @@ def places(drawing):
         rows, columns = np.flatnonzero(one.drawn.any(1)), np.flatnonzero(one.drawn.any(0))
         found.append(tuple(map(int, (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1))))
     return found
-
-
-def test_digits_are_in_reading_order():
-    first = [(50, 110, 40, 55), (40, 100, 100, 115), (62, 118, 170, 185), (70, 125, 240, 255)]
-    second = [(170, 230, 30, 45), (165, 225, 120, 135), (180, 240, 200, 215)]
-    assert places(bars(*second[::-1], *first[::-1])) == first + second
-
-
-def test_a_short_stroke_belongs_to_the_digit_beside_it():
-    five, bar, other = (60, 160, 60, 75), (60, 72, 82, 120), (60, 160, 200, 215)
-    assert places(bars(five, bar, other)) == [(60, 160, 60, 120), other]
 
 
 def test_specks_are_no_digits():

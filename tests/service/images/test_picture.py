@@ -1,14 +1,11 @@
 import io
 import struct
 import tracemalloc
-import warnings
 import zlib
 from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from PIL import Image, ImageFile, PngImagePlugin
 
 from service.errors import InvalidInput, TooLarge
@@ -86,11 +83,6 @@ def test_mnist_comes_back_as_itself_when_sent_as_png(mnist, turned_over):
     assert np.abs(got - sent).mean((1, 2)).max() < 13
 
 
-def test_mnist_comes_back_as_itself_when_enlarged_pixel_by_pixel(mnist):
-    for one in mnist[0][:50]:
-        np.testing.assert_array_equal(read(encoded(np.kron(one, np.ones((9, 9), np.uint8)))), one)
-
-
 def test_mnist_comes_back_nearly_when_photographed(mnist):
     random = np.random.default_rng(3)
     y, x = np.mgrid[0:600, 0:500]
@@ -130,12 +122,6 @@ def test_a_digit_smaller_than_the_box_is_enlarged_to_it():
     assert columns[-1] - columns[0] + 1 in (14, 15, 16)
 
 
-def test_the_centre_of_mass_is_in_the_centre():
-    y, x = np.indices((28, 28))
-    assert abs((EXPECTED * y).sum() / EXPECTED.sum() - 14) <= 0.5
-    assert abs((EXPECTED * x).sum() / EXPECTED.sum() - 14) <= 0.5
-
-
 def test_no_ink_leaves_the_field_when_its_mass_is_at_one_end():
     image = np.zeros((28, 28), np.uint8)
     image[2:4, 2:26] = 255
@@ -143,19 +129,6 @@ def test_no_ink_leaves_the_field_when_its_mass_is_at_one_end():
     image[2:12, 2:14] = 255
     lines = np.flatnonzero(read(encoded(np.kron(image, np.ones((5, 5), np.uint8)))).any(1))
     assert lines[-1] - lines[0] + 1 >= 20
-
-
-@pytest.mark.parametrize("shape", [(1, 1000), (1000, 1), (3, 3), (1, 9), (600, 7)])
-def test_extreme_pictures_still_become_an_image(shape):
-    image = np.zeros(shape, np.uint8)
-    image[shape[0] // 3 : shape[0] // 3 + max(1, shape[0] // 9), -max(1, shape[1] // 9) :] = 255
-    assert read(encoded(image)).max() >= 250
-
-
-def test_thin_strokes_stay_visible():
-    canvas = np.full((400, 400), 255, np.uint8)
-    canvas[50:350, 200:202] = 0
-    assert read(encoded(canvas)).max() == 255
 
 
 @pytest.mark.parametrize("invert", ["auto", "true", "false"])
@@ -185,107 +158,6 @@ def test_noisy_paper_alone_has_no_digit(size):
 # kinds of pictures
 
 
-def test_every_kind_of_png_gives_the_same_digit():
-    black_on_white = Image.fromarray(seven(10, 0, 255))
-    ink = Image.fromarray(seven(10))
-    clear = Image.new("RGBA", ink.size, (0, 0, 0, 0))
-    clear.paste((0, 0, 0, 255), mask=ink)
-    grey_alpha = Image.merge("LA", [Image.new("L", ink.size, 0), ink])
-    palette = ink.convert("P")
-    deep = Image.fromarray(seven(10).astype(np.uint16) * 257)
-    for picture in (
-        black_on_white,
-        black_on_white.convert("1"),
-        black_on_white.convert("RGB"),
-        black_on_white.convert("RGBA"),
-        black_on_white.convert("RGB").quantize(4),
-        clear,
-        grey_alpha,
-        palette,
-        deep,
-    ):
-        np.testing.assert_allclose(read(encoded(picture)), EXPECTED, atol=1, err_msg=picture.mode)
-
-
-def test_an_interlaced_png_is_read():
-    """Made by hand: Pillow writes none. Adam7 of a picture of one colour but for a block."""
-    image = seven()
-    data = b""
-    passes = [b"0088", b"0488", b"4084", b"0244", b"2042", b"0122", b"1021"]
-    for y0, x0, dy, dx in ([digit - 48 for digit in one] for one in passes):
-        data += b"".join(b"\0" + row.tobytes() for row in image[y0::dy, x0::dx])
-    kind, content = header(28, 28)
-    body = png_of((kind, content[:-1] + b"\1"), (b"IDAT", zlib.compress(data)), (b"IEND", b""))
-    np.testing.assert_array_equal(read(body), EXPECTED)
-
-
-def test_one_transparent_value_is_paper_in_every_mode():
-    ink, key = 0, 77
-    grey = np.where(seven() > 0, ink, key).astype(np.uint8)
-    bodies = [
-        png_of(header(28, 28), (b"tRNS", struct.pack(">H", key)), rows(grey), (b"IEND", b"")),
-        png_of(
-            header(28, 28, 16),
-            (b"tRNS", struct.pack(">H", key * 257)),
-            rows((grey.astype(np.uint16) * 257).astype(">u2")),
-            (b"IEND", b""),
-        ),
-        png_of(
-            header(28, 28, 8, 2),
-            (b"tRNS", struct.pack(">HHH", key, key, key)),
-            rows(np.stack([grey] * 3, -1)),
-            (b"IEND", b""),
-        ),
-        png_of(
-            header(28, 28, 8, 3),
-            (b"PLTE", bytes(3 * 256)),
-            (b"tRNS", bytes([255] * key + [0])),
-            rows(grey),
-            (b"IEND", b""),
-        ),
-        png_of(
-            header(28, 28, 8, 3),
-            (b"PLTE", bytes(3 * 256)),
-            (b"tRNS", bytes([254] * key + [3])),
-            rows(grey),
-            (b"IEND", b""),
-        ),
-        png_of(
-            header(28, 28, 1),
-            (b"tRNS", struct.pack(">H", 1)),
-            (
-                b"IDAT",
-                zlib.compress(b"".join(b"\0" + np.packbits(r).tobytes() for r in grey == key)),
-            ),
-            (b"IEND", b""),
-        ),
-    ]
-    for index, body in enumerate(bodies):
-        np.testing.assert_allclose(read(body), EXPECTED, atol=4, err_msg=str(index))
-
-
-@pytest.mark.parametrize("ink", [255, 190, 0])
-@pytest.mark.parametrize("invert", ["auto", "true", "false"])
-def test_transparent_pixels_are_black_where_the_ink_is_light(ink, invert):
-    flat = Image.new("L", (28, 28), ink)
-    for clear in (
-        Image.merge("LA", [flat, Image.fromarray(seven())]),
-        Image.merge("RGBA", [flat, flat, flat, Image.fromarray(seven())]),
-    ):
-        if (ink, invert) in ((255, "true"), (0, "false")):
-            assert "no digit found" in refused(encoded(clear), invert=invert)
-        else:
-            np.testing.assert_allclose(read(encoded(clear), invert=invert), EXPECTED, atol=1)
-
-
-def test_a_sheet_with_transparent_corners_stays_white():
-    sheet = Image.fromarray(seven(10, 0, 255)).convert("LA")
-    corners = np.full((280, 280), 255, np.uint8)
-    corners[:40, :40] = 0
-    sheet.putalpha(Image.fromarray(corners))
-    np.testing.assert_allclose(read(encoded(sheet)), EXPECTED, atol=1)
-
-
 @pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
 @pytest.mark.parametrize("progressive", [False, True])
 def test_every_kind_of_jpeg_gives_the_digit(mode, progressive):
@@ -293,13 +165,6 @@ def test_every_kind_of_jpeg_gives_the_digit(mode, progressive):
     got = read(encoded(picture, JPEG, progressive=progressive, quality=90), JPEG)
     np.testing.assert_allclose(got, EXPECTED, atol=60)
     assert np.abs(got - EXPECTED).mean() < 3
-
-
-@pytest.mark.parametrize("scale", [72, 80])
-def test_a_large_jpeg_is_the_same_digit(scale):
-    body = encoded(seven(scale, 30, 220), JPEG)
-    large = Limits(max_images=1, max_picture_pixels=10_000_000)
-    assert np.abs(decode(body, JPEG, limits=large)[0] - EXPECTED).mean() < 3
 
 
 STORED_BY = {
@@ -408,19 +273,6 @@ def test_a_bomb_in_metadata_is_never_unpacked(monkeypatch, kind):
     np.testing.assert_array_equal(read(with_chunk(encoded(seven()), kind, data)), EXPECTED)
 
 
-def test_animation_that_pillow_would_warn_about_is_left_out():
-    body = with_chunk(encoded(seven()), b"acTL", bytes(8))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        np.testing.assert_array_equal(read(body), EXPECTED)
-
-
-def test_what_follows_a_picture_is_ignored():
-    np.testing.assert_array_equal(read(encoded(seven()) + b"x" * 100), EXPECTED)
-    body = encoded(seven(10, 0, 255), JPEG)
-    np.testing.assert_array_equal(read(body + b"\xff\xda" * 5000, JPEG), read(body, JPEG))
-
-
 def test_metadata_of_a_jpeg_is_left_out():
     body = encoded(seven(10, 0, 255), JPEG)
     extra = (
@@ -429,45 +281,11 @@ def test_metadata_of_a_jpeg_is_left_out():
     np.testing.assert_array_equal(read(body[:2] + extra + body[2:], JPEG), read(body, JPEG))
 
 
-def test_metadata_that_hides_in_an_unknown_segment_is_left_out():
-    body = encoded(seven(10, 0, 255), JPEG)
-    damaged = b"Exif\0\0II*\0\x08\0\0\0\xff\xff"  # Pillow would warn of it, and warnings are errors
-    exif = b"\xff\xe1" + (2 + len(damaged)).to_bytes(2, "big") + damaged
-    hidden = b"\xff\xf0" + (2 + len(exif)).to_bytes(2, "big") + exif
-    np.testing.assert_array_equal(read(body[:2] + hidden + body[2:], JPEG), read(body, JPEG))
-
-
 def test_every_truncation_is_refused():
     for kind in (PNG, JPEG):
         body = encoded(seven(2), kind)
         for size in range(12, len(body) - 1, 7):
             assert "not a readable" in refused(body[:size], kind)
-
-
-def test_a_wrong_checksum_is_refused():
-    body = bytearray(encoded(seven()))
-    body[body.index(b"IDAT") + 6] ^= 1
-    assert "checksum of its 'IDAT' chunk" in refused(bytes(body))
-
-
-@pytest.mark.parametrize(
-    "chunks",
-    [
-        [(b"IEND", b"")],
-        [header(28, 28), (b"IEND", b"")],
-        [header(28, 28), (b"IDAT", b""), (b"IEND", b"")],
-        [header(28, 28), (b"IDAT", b"not zlib"), (b"IEND", b"")],
-        [header(28, 28, 3), rows(seven()), (b"IEND", b"")],
-        [header(28, 28, 8, 9), rows(seven()), (b"IEND", b"")],
-        [(b"IHDR", b"short"), rows(seven()), (b"IEND", b"")],
-        [header(28, 28, 8, 3), rows(np.zeros((28, 28), np.uint8)), (b"IEND", b"")],
-        [header(28, 28), header(28, 28), rows(seven()), (b"IEND", b"")],
-        [(b"tRNS", b"\0\0"), header(28, 28), rows(seven()), (b"IEND", b"")],
-        [header(28, 28), (b"tRNS", b""), rows(seven()), (b"IEND", b"")],
-    ],
-)
-def test_png_chunks_that_make_no_picture_are_refused(chunks):
-    assert "not a readable image/png" in refused(png_of(*chunks))
 
 
 def test_too_many_segments_are_refused():
@@ -482,85 +300,4 @@ def test_too_many_scans_are_refused():
     assert "more than 32 scans" in refused(body[:at] + body[at:-2] * 40 + body[-2:], JPEG)
 
 
-@pytest.mark.parametrize(
-    "segment", [b"\xff\xe1\0\0", b"\xff\xe1\0\1", b"\xff\xe1\xff\xff", b"\xff\xd8"]
-)
-def test_segments_without_a_valid_length_are_refused(segment):
-    assert "an invalid length" in refused(b"\xff\xd8" + segment + b"\xff\xd9", JPEG)
-
-
-def test_pillow_is_left_as_it_was():
-    before = (Image.MAX_IMAGE_PIXELS, ImageFile.LOAD_TRUNCATED_IMAGES, list(warnings.filters))
-    read(encoded(seven(), JPEG), JPEG)
-    refused(b"\x89PNG\r\n\x1a\n")
-    assert before == (
-        Image.MAX_IMAGE_PIXELS,
-        ImageFile.LOAD_TRUNCATED_IMAGES,
-        list(warnings.filters),
-    )
-
-
 # properties
-
-SMALL = Limits(max_images=1, max_picture_pixels=100_000)
-GOOD = {
-    PNG: [
-        encoded(seven()),
-        encoded(Image.fromarray(seven()).convert("RGBA")),
-        encoded(Image.fromarray(seven()).convert("P"), transparency=bytes([9, 200])),
-        encoded(Image.fromarray(seven()).convert("1")),
-    ],
-    JPEG: [
-        encoded(seven(), JPEG, exif=exif(6, "<")),
-        encoded(seven(), JPEG, progressive=True),
-        encoded(Image.fromarray(seven()).convert("CMYK"), JPEG),
-    ],
-}
-
-
-def mended(body: bytes) -> bytes:
-    """The same PNG with right checksums, so that wounds reach the decoder."""
-    at, out = 8, body[:8]
-    while at + 12 <= len(body):
-        length, kind = struct.unpack_from(">I4s", body, at)
-        out += chunk(kind, body[at + 8 : at + 8 + length])
-        at += 12 + length
-    return out
-
-
-def is_answered(body: bytes, kind: str, invert: Any) -> None:
-    try:
-        images = decode(body, kind, invert=invert, limits=SMALL)
-    except (InvalidInput, TooLarge) as error:
-        assert len(error.message) < 400  # noqa: PT017 - an answer is what is asked for
-    else:
-        assert images.shape == (1, 28, 28)
-        assert images.max() > 200
-
-
-@settings(max_examples=200)
-@given(
-    st.sampled_from([(kind, body) for kind, bodies in GOOD.items() for body in bodies]),
-    st.lists(st.tuples(st.integers(2, 700), st.integers(0, 255)), min_size=1, max_size=4),
-    st.sampled_from(["auto", "true", "false"]),
-    st.booleans(),
-)
-def test_a_wounded_picture_gets_an_answer(picture, wounds, invert, mend):
-    kind, good = picture
-    body = bytearray(good)
-    for at, value in wounds:
-        body[at % len(body)] = value
-    is_answered(mended(bytes(body)) if mend and kind == PNG else bytes(body), kind, invert)
-
-
-@settings(max_examples=150)
-@given(
-    st.integers(1, 70),
-    st.integers(1, 70),
-    st.binary(min_size=1, max_size=40),
-    st.sampled_from([PNG, JPEG]),
-    st.sampled_from(["auto", "true", "false"]),
-)
-def test_a_picture_of_anything_gets_an_answer(height, width, data, kind, invert):
-    image = np.resize(np.frombuffer(data, np.uint8), (height, width))
-    is_answered(encoded(image, kind), kind, invert)

@@ -16,7 +16,6 @@ from prometheus_client import CollectorRegistry
 
 from benchmarks.grpc_stub import Stub
 from lenet.context import ExecutionContext, Target
-from service.api.grpc_infer import InferRoute
 from service.api.grpc_methods import methods
 from service.api.servicer import InferenceServicer
 from service.budget import Budget
@@ -32,7 +31,8 @@ from service.forms.body import Limits
 from service.observe.metrics import Metrics
 from service.process.keys import Keys
 from service.process.listener import listen
-from service.transport.connection import FrontDoor
+from service.request import Requests
+from service.transport.door import FrontDoor
 from service.transport.server import HttpServer
 
 MAX_IMAGES = 64
@@ -150,7 +150,7 @@ class House:
             "keys": Keys(),
             **changes,
         }
-        route = InferRoute(
+        requests = Requests(
             self.models,
             self.metrics,
             Limits(options["max_images"]),
@@ -159,11 +159,12 @@ class House:
             self.decoders,
             self.deadlines,
             options["timeout_s"],
+            "grpc",
         )
         servicer = InferenceServicer(
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
-        found = methods(route, servicer, self.models, options["keys"])
+        found = methods(requests, servicer, self.models, options["keys"])
         door = FrontDoor({}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"])
         server = Server(door, options["stop_timeout_s"])
         (listener,) = listen("127.0.0.1", 0)

@@ -11,20 +11,16 @@ import tracemalloc
 import grpc
 import numpy as np
 import pytest
-from google.protobuf.message import DecodeError
 
 from lenet import reference
 from service import errors
 from service.decode import pool as decoders
-from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
-from service.forms.body import Limits
-from service.forms.oip_proto import decode_request
+from service.forms.body import ImageForm, Limits
 from tests.pictures import FORM, long_form
 from tests.service_process import grpc_call
 
 Tensor = pb.ModelInferRequest.InferInputTensor
-Output = pb.ModelInferRequest.InferRequestedOutputTensor
 Parameter = pb.InferParameter
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
@@ -93,165 +89,8 @@ async def test_the_answer_is_the_same_when_the_images_come_in_another_form(
         assert np.array(label.int64_contents, "<i8").tobytes() == raw_label
 
 
-async def test_the_named_model_answers_when_several_are_loaded(
-    stub, raw_request, images, random_weights
-):
-    response = await stub.ModelInfer(raw_request(model_name="mlp", model_version="3"))
-    assert response.model_name == "mlp"
-    probabilities = np.frombuffer(response.raw_output_contents[0], "<f4").reshape(5, 10)
-    np.testing.assert_allclose(probabilities, expected(random_weights("mlp"), images), atol=1e-5)
-
-
-async def test_only_the_outputs_asked_for_come_back_when_named(stub, raw_request):
-    response = await stub.ModelInfer(raw_request(outputs=[Output(name="label")]))
-    assert [output.name for output in response.outputs] == ["label"]
-    assert len(response.raw_output_contents) == 1
-
-
-LATER_FIELDS = {
-    "in a longer field": b"\xfa\x07\x93\x06",  # field 127, delimited, 787 bytes
-    "in a longer image": b"\x3a\x93\x06",
-    "after another image": b"\x3a\x90\x06" + bytes(784),
-    "after an unknown field": b"\xf8\x07\x01",
-    "after nothing": b"",
-    "after a field that ends in it": b"\x1a\x7f",
-}
-
-
-@pytest.mark.parametrize("between", LATER_FIELDS.values(), ids=LATER_FIELDS)
-@pytest.mark.parametrize("rows", [0, 1])
-async def test_the_last_784_bytes_are_the_image_when_protobuf_says_so(
-    stub, house, raw_request, images, random_weights, tiny, between, rows
-):
-    head = raw_request(1, raw_input_contents=[images[4].tobytes()] * rows).SerializeToString()
-    message = head + between + b"\x3a\x90\x06" + images[0].tobytes()
-    infer = stub.channel.unary_unary(METHOD)
-    for _ in range(2):  # the second time its beginning is known
-        try:
-            raw = list(pb.ModelInferRequest.FromString(message).raw_input_contents)
-        except DecodeError:
-            raw = []
-        if len(raw) == 1 and len(raw[0]) == 784:
-            response = pb.ModelInferResponse.FromString(await infer(message))
-            pixels = np.frombuffer(raw[0], np.uint8).reshape(1, 28, 28)
-            share = np.frombuffer(response.raw_output_contents[0], "<f4")
-            np.testing.assert_allclose(share, expected(random_weights(tiny), pixels)[0], atol=1e-5)
-        else:
-            code, _, _ = await failure(infer(message))
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-
-
-async def test_what_a_call_asks_for_counts_when_its_image_is_the_same(stub, raw_request):
-    fields = [
-        {"id": "a", "model_name": "tiny"},
-        {"id": "b", "model_name": "tiny", "outputs": [Output(name="label")]},
-        {"id": "b", "model_name": "mlp"},
-        {"outputs": [Output(name="label"), Output(name="probabilities")]},
-    ]
-    for one in fields * 2:
-        response = await stub.ModelInfer(raw_request(1, **one))
-        assert response.id == one.get("id", "")
-        assert response.model_name == one.get("model_name", "tiny")
-        names = [output.name for output in one.get("outputs", ())] or ["probabilities", "label"]
-        assert [output.name for output in response.outputs] == names
-        sizes = {"probabilities": 40, "label": 8}
-        assert [len(raw) for raw in response.raw_output_contents] == [sizes[n] for n in names]
-
-
 def contents(**fields):
     return pb.InferTensorContents(**fields)
-
-
-MALFORMED = {
-    "no input": (lambda make: pb.ModelInferRequest(), "inputs"),
-    "fewer raw entries than inputs": (
-        lambda make: make(inputs=[Tensor(name="image")] * 2),
-        "raw_input_contents",
-    ),
-    "more raw entries than inputs": (
-        lambda make: make(raw_input_contents=[b"", b""]),
-        "raw_input_contents",
-    ),
-    "raw and typed": (
-        lambda make: typed_request(
-            contents(uint_contents=[1]), shape=(1, 28, 28), raw_input_contents=[bytes(784)]
-        ),
-        "inputs[0].contents",
-    ),
-    "no data": (lambda make: typed_request(None), "inputs[0].contents"),
-    "the wrong contents": (
-        lambda make: typed_request(contents(int_contents=[0] * 784)),
-        "inputs[0].contents",
-    ),
-    "two contents": (
-        lambda make: typed_request(contents(uint_contents=[0] * 784, fp32_contents=[0])),
-        "inputs[0].contents",
-    ),
-    "typed contents of a strange datatype": (
-        lambda make: typed_request(contents(bytes_contents=[b""]), "BYTES"),
-        "inputs[0].datatype",
-    ),
-    "a classification of labels": (
-        lambda make: make(
-            outputs=[Output(name="label", parameters={"classification": Parameter(int64_param=3)})]
-        ),
-        "outputs[0].parameters.classification",
-    ),
-    "a long id": (lambda make: make(id="x" * 1025), "id"),
-    "a timeout of a text": (
-        lambda make: make(parameters={"timeout": Parameter(string_param="5")}),
-        "parameters.timeout",
-    ),
-    "a negative timeout": (
-        lambda make: make(parameters={"timeout": Parameter(int64_param=-1)}),
-        "parameters.timeout",
-    ),
-    "a classification of no class": (
-        lambda make: make(
-            outputs=[
-                Output(
-                    name="probabilities", parameters={"classification": Parameter(int64_param=0)}
-                )
-            ]
-        ),
-        "outputs[0].parameters.classification",
-    ),
-    "shared memory": (
-        lambda make: pb.ModelInferRequest(
-            inputs=[
-                Tensor(
-                    name="image",
-                    parameters={"shared_memory_region": Parameter(string_param="region")},
-                )
-            ]
-        ),
-        "inputs[0].parameters.shared_memory_region",
-    ),
-}
-
-
-@pytest.mark.parametrize(("make", "field"), MALFORMED.values(), ids=MALFORMED)
-async def test_a_malformed_request_is_an_error_that_names_the_field(
-    stub, house, raw_request, make, field
-):
-    code, metadata, details = await failure(stub.ModelInfer(make(raw_request)))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert metadata["lenet-error-code"] == "invalid_input"
-    assert metadata["lenet-error-field"] == field
-    assert details.startswith(field)
-    assert house.requests("invalid_input") == 1
-
-
-@pytest.mark.parametrize("name", ["uint_contents", "fp32_contents"])
-def test_numbers_are_refused_unread_when_they_are_more_than_the_shape_claims(name):
-    datatype = {"uint_contents": "UINT8", "fp32_contents": "FP32"}[name]
-    request = typed_request(contents(**{name: [1] * 200_000}), datatype, shape=(1, 28, 28))
-    tracemalloc.start()
-    with pytest.raises(InvalidInput, match="got 200000 numbers, expected 784"):
-        decode_request(request, [], 64)
-    _, peak = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    assert peak < 100_000  # one object of 8 bytes for each would be more
 
 
 @pytest.fixture
@@ -261,7 +100,7 @@ def busy_decoder(monkeypatch):
 
     @contextlib.contextmanager
     def busy(house):
-        source = decoders.BodySource(FORM, "auto", "one", Limits(16_384))
+        source = ImageForm.of(FORM, "auto", "one", Limits(16_384))
         job = house.decoders.start(source, long_form(), print)
         yield
         house.decoders.cancel(job)
@@ -297,36 +136,6 @@ async def test_the_call_ends_in_time_when_no_decoder_is_free(open_house, busy_de
             assert house.requests("deadline_exceeded") == 1
 
 
-@pytest.mark.parametrize("datatype", ["UINT8", "FP32"])
-async def test_large_messages_are_answered_alike_in_each_form(open_house, images, datatype):
-    many = np.resize(images, (400, 28, 28))
-    dtype, name = {"UINT8": ("u1", "uint_contents"), "FP32": ("<f4", "fp32_contents")}[datatype]
-    in_raw = many.astype(dtype).tobytes()
-    raw = typed_request(None, datatype, many.shape, raw_input_contents=[in_raw])
-    as_numbers = contents(**{name: many.ravel().tolist()})
-    async with (
-        open_house(max_queue_rows=400) as house,
-        house.connect(max_images=400, max_body_bytes=1 << 23) as stub,
-    ):
-        first = await stub.ModelInfer(typed_request(as_numbers, datatype, many.shape))
-        other = await stub.ModelInfer(raw)
-        for broken in (raw.SerializeToString()[:-1], raw.SerializeToString() + b"\x3a\x02\x00"):
-            infer = stub.channel.unary_unary(METHOD)
-            code, _, _ = await failure(infer(broken))
-            assert code is grpc.StatusCode.INVALID_ARGUMENT
-    probabilities = np.frombuffer(other.raw_output_contents[0], "<f4")
-    # Batches of other sizes are summed in another order.
-    np.testing.assert_allclose(first.outputs[0].contents.fp32_contents, probabilities, atol=1e-5)
-
-
-async def test_too_many_images_are_refused_as_an_argument_when_over_the_limit(stub, house):
-    request = typed_request(None, shape=(65, 28, 28), raw_input_contents=[bytes(65 * 784)])
-    code, metadata, _ = await failure(stub.ModelInfer(request))
-    assert code is grpc.StatusCode.INVALID_ARGUMENT
-    assert metadata["lenet-error-code"] == "too_large"
-    assert house.requests("too_large") == 1
-
-
 @pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x2a\x7f", b"\x0a\x01\xff"])
 async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house, caplog, message):
     infer = stub.channel.unary_unary(METHOD)
@@ -338,23 +147,6 @@ async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
-@pytest.mark.parametrize("names", [{"model_name": "x" * 10_000}, {"model_version": "\u00e9" * 999}])
-async def test_a_model_is_not_found_when_it_is_not_loaded(stub, house, raw_request, names):
-    code, metadata, _ = await failure(stub.ModelInfer(raw_request(**names)))
-    assert code is grpc.StatusCode.NOT_FOUND
-    assert metadata["lenet-error-code"] == "unknown_model"
-    assert house.requests("unknown_model") == 1
-
-
-async def test_the_call_is_exhausted_with_a_delay_when_the_queue_is_full(open_house, raw_request):
-    async with open_house(max_queue_rows=4) as house, house.connect() as stub:
-        code, metadata, _ = await failure(stub.ModelInfer(raw_request()))
-        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert metadata["lenet-error-code"] == "overloaded"
-        assert metadata["grpc-retry-pushback-ms"] == "1000"
-        assert house.requests("overloaded") == 1
-
-
 @pytest.fixture
 async def busy(house):
     """The only context of the default model is taken, so requests wait in the queue."""
@@ -362,19 +154,6 @@ async def busy(house):
     worker = pool.acquire()
     yield house
     pool.release(worker)
-
-
-@pytest.mark.parametrize("requested_s", [None, 60.0])
-async def test_the_call_ends_in_time_when_the_service_has_a_limit_of_its_own(
-    open_house, raw_request, requested_s
-):
-    async with open_house(timeout_s=0.05) as house, house.connect() as stub:
-        pool = house.models.get().pool
-        worker = pool.acquire()
-        code, _, details = await failure(stub.ModelInfer(raw_request(), timeout=requested_s))
-        pool.release(worker)
-        assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
-        assert house.requests("deadline_exceeded") == 1
 
 
 async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_request):
@@ -453,17 +232,6 @@ def dropped_rows(house):
     return sum(house.value(name, reason=why) for why in ("cancelled", "late"))
 
 
-async def test_other_clients_are_answered_when_one_cancels(stub, house, raw_request):
-    house.models.gate.clear()
-    calls = [stub.ModelInfer(raw_request(id=str(number))) for number in range(4)]
-    await asyncio.wait_for(house.models.entered.wait(), 5)
-    calls[1].cancel()
-    house.models.gate.set()
-    answers = await asyncio.gather(*calls, return_exceptions=True)
-    assert isinstance(answers.pop(1), asyncio.CancelledError)
-    assert [answer.id for answer in answers] == ["0", "2", "3"]
-
-
 CODES = {
     errors.InvalidInput: "INVALID_ARGUMENT",
     errors.TooLarge: "INVALID_ARGUMENT",
@@ -489,20 +257,6 @@ async def test_an_error_keeps_its_sentence_and_its_code(stub, house, raw_request
     assert house.requests(kind.code) == 1
 
 
-def test_every_error_of_the_service_has_a_status():
-    kinds = {
-        kind for kind in errors.ServiceError.__subclasses__() if kind.__module__ == errors.__name__
-    }
-    assert set(CODES) == kinds - {errors.DeadlineExceeded}
-
-
-async def test_a_sentence_is_cut_when_it_would_not_fit_the_trailer(stub, house, raw_request):
-    house.models.error = errors.UnknownModel("\U0001f600" * 10_000)
-    _, _, details = await failure(stub.ModelInfer(raw_request()))
-    assert len(details) == 500
-    assert details.endswith("...")
-
-
 async def test_an_unexpected_error_is_logged_and_hidden(stub, house, raw_request, caplog):
     house.models.error = RuntimeError("secret of /srv")
     code, metadata, details = await failure(stub.ModelInfer(raw_request()))
@@ -511,12 +265,6 @@ async def test_an_unexpected_error_is_logged_and_hidden(stub, house, raw_request
     assert details == "internal error; see the server log"
     assert house.requests("internal") == 1
     assert "secret of /srv" in caplog.text
-
-
-async def test_a_field_that_quotes_the_client_fits_the_trailer(stub, house, raw_request):
-    house.models.error = InvalidInput("wrong", field="parameters.'file:\u00e9'")
-    _, metadata, _ = await failure(stub.ModelInfer(raw_request()))
-    assert metadata["lenet-error-field"] == r"parameters.'file:\xe9'"
 
 
 async def test_a_message_that_does_not_come_is_waited_for_as_long_as_an_answer(house):
@@ -607,12 +355,6 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-async def test_concurrent_calls_share_batches(house, stub, raw_request):
-    await asyncio.gather(*(stub.ModelInfer(raw_request(1)) for _ in range(16)))
-    assert house.value("lenet_batch_rows_sum") == 16
-    assert house.value("lenet_batch_rows_count") < 16
-
-
 REFUSALS = {
     "wrong": (None, "INVALID_ARGUMENT"),
     "overloaded": (errors.Overloaded("full"), "RESOURCE_EXHAUSTED"),
@@ -664,23 +406,3 @@ async def test_a_running_call_is_answered_when_the_server_stops(house, raw_reque
         house.models.gate.set()
         assert (await accepted).model_name == "tiny"
         await asyncio.wait_for(stopping, 5)
-
-
-async def test_a_stuck_call_is_cut_off_when_the_stop_takes_too_long(house, raw_request):
-    house.models.gate.clear()
-    async with house.connect() as stub:
-        call = stub.ModelInfer(raw_request())
-        await asyncio.wait_for(house.models.entered.wait(), 5)
-        await stub.server.stop(0.05)
-        code, _, details = await failure(call)
-    assert code is grpc.StatusCode.UNAVAILABLE
-    assert details == "the service stopped before the answer"
-    assert house.requests("unavailable") == 1
-
-
-async def test_a_path_that_is_not_text_stops_nothing(stub, raw_request, caplog):
-    for _ in range(3):
-        grpc_call(stub.port, b"/x\xff").close()
-        await asyncio.sleep(0.05)
-    assert (await stub.ModelInfer(raw_request())).model_name == "tiny"
-    assert not caplog.records

@@ -158,18 +158,6 @@ async def test_a_question_is_refused_when_it_is_not_one(stub, caplog, method, me
     assert not caplog.records
 
 
-async def test_a_call_without_a_question_is_refused(stub):
-    error = await failure(stub.channel.stream_unary(f"/{SERVICE}/ModelStatistics")(iter(())))
-    assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert error.details() == "message: got none, expected a request"
-
-
-async def test_a_stream_that_says_nothing_ends(stub):
-    silent = reflect(stub)
-    assert await asyncio.wait_for(silent.code(), 15) is grpc.StatusCode.DEADLINE_EXCEEDED
-    assert await silent.details() == "message: it did not arrive in time"
-
-
 async def test_an_unexpected_error_is_logged_and_hidden(stub, house, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("secret of /srv")

@@ -7,7 +7,6 @@ import dataclasses
 import grpc
 import pytest
 
-from service.api import servicer
 from service.forms import open_inference_pb2 as pb
 
 
@@ -15,15 +14,6 @@ async def failure(call):
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
     return caught.value
-
-
-async def test_the_server_is_live_and_ready_when_asked(stub, house):
-    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
-    assert (await stub.ServerReady(pb.ServerReadyRequest())).ready
-    house.models.ready = False
-    assert (await stub.ServerLive(pb.ServerLiveRequest())).live
-    assert not (await stub.ServerReady(pb.ServerReadyRequest())).ready
-    assert not (await stub.ModelReady(pb.ModelReadyRequest(name="mlp"))).ready
 
 
 async def test_answers_and_metadata_bear_the_new_version_when_the_model_was_replaced(
@@ -50,14 +40,6 @@ async def test_a_model_is_ready_when_it_is_loaded(stub, name, version, ready):
     assert response.ready == ready
 
 
-async def test_the_server_names_itself_when_asked_for_metadata(stub, monkeypatch):
-    monkeypatch.setattr(servicer, "distribution_version", lambda: "1.2.3")
-    metadata = await stub.ServerMetadata(pb.ServerMetadataRequest())
-    assert (metadata.name, metadata.version) == ("lenet-serve", "1.2.3")
-    extensions = ["classification", "model_configuration", "model_repository", "statistics"]
-    assert metadata.extensions == extensions
-
-
 async def test_a_model_is_described_when_asked_for_metadata(stub):
     metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="mlp"))
     assert (metadata.name, list(metadata.versions)) == ("mlp", ["3"])
@@ -71,11 +53,6 @@ async def test_a_model_is_described_when_asked_for_metadata(stub):
         ("probabilities", "FP32", [-1, 10]),
         ("label", "INT64", [-1]),
     ]
-
-
-async def test_metadata_are_not_found_when_the_model_is_not_loaded(stub):
-    error = await failure(stub.ModelMetadata(pb.ModelMetadataRequest(name="vgg")))
-    assert error.code() is grpc.StatusCode.NOT_FOUND
 
 
 async def test_triton_s_additions_are_unimplemented_when_called(stub):

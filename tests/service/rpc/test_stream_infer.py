@@ -8,7 +8,6 @@ import grpc
 import numpy as np
 import pytest
 
-from service.forms import open_inference_pb2 as pb
 from tests.service.rpc.conftest import client
 
 
@@ -129,21 +128,40 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, r
         await asyncio.wait_for(stopping, 5)
 
 
-async def test_streams_that_wait_end_at_once_when_the_server_stops(house, raw_request, caplog):
-    async with house.connect() as stub:
-        streams = [stub.ModelStreamInfer() for _ in range(3)]
-        for stream in streams:
-            await stream.write(raw_request(1))
-            assert not (await stream.read()).error_message
-        began_s = asyncio.get_running_loop().time()
-        await stub.server.stop(10.0)
-        assert asyncio.get_running_loop().time() - began_s < 2
-        for stream in streams:
-            assert await stream.code() is grpc.StatusCode.UNAVAILABLE
-    assert not caplog.records
-
-
 SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
+
+
+async def test_a_client_that_does_not_read_in_time_loses_its_stream(house, raw_request):
+    async with (
+        house.serve(write_timeout_s=0.1) as server,
+        client(server, *SMALL_WINDOWS) as deaf,
+    ):
+        stream = deaf.ModelStreamInfer()
+
+        async def send():
+            while True:
+                await stream.write(raw_request(5, id="i" * 128))
+
+        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
+            await asyncio.wait_for(send(), 20)
+        async with client(server) as other:
+            assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
+    assert house.budget.held_bytes == 0
+
+
+async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(house, raw_request):
+    compressed = {"compression": grpc.Compression.Gzip}
+    async with house.connect(max_body_bytes=500_000) as stub:
+        requests = [
+            raw_request(1, id="first"),
+            raw_request(1, raw_input_contents=[bytes(1 << 25)]),  # 32 KB compressed
+            raw_request(1, id="last"),
+        ]
+        answers = [answer async for answer in stub.ModelStreamInfer(iter(requests), **compressed)]
+    assert [answer.infer_response.id for answer in answers] == ["first", "", "last"]
+    assert [bool(answer.error_message) for answer in answers] == [False, True, False]
+    assert house.requests("too_large") == 1
+    assert house.budget.held_bytes == 0
 
 
 async def fill(stream, raw_request):
@@ -172,62 +190,3 @@ async def test_a_client_that_does_not_read_is_read_no_further(house, raw_request
             assert (answer.error_message, answer.infer_response.id) == ("", f"{number:0128}")
         await writing
         stream.cancel()
-
-
-async def test_a_client_that_does_not_read_in_time_loses_its_stream(house, raw_request):
-    async with (
-        house.serve(write_timeout_s=0.1) as server,
-        client(server, *SMALL_WINDOWS) as deaf,
-    ):
-        stream = deaf.ModelStreamInfer()
-
-        async def send():
-            while True:
-                await stream.write(raw_request(5, id="i" * 128))
-
-        with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-            await asyncio.wait_for(send(), 20)
-        async with client(server) as other:
-            assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
-    assert house.budget.held_bytes == 0
-
-
-async def test_a_request_that_the_budget_refuses_costs_no_other_its_answer(house, raw_request):
-    async with house.connect() as stub:
-        house.models.gate.clear()
-        stream = stub.ModelStreamInfer()
-        for number in range(3):
-            await stream.write(raw_request(1, id=str(number)))
-        await asyncio.wait_for(house.models.entered.wait(), 5)
-        taken = house.budget.limit_bytes(1 << 20)
-        house.budget.hold(taken, taken)
-        await stream.write(pb.ModelInferRequest(raw_input_contents=[bytes(1 << 18)]))
-        async with asyncio.timeout(5):
-            while not house.requests("overloaded"):  # noqa: ASYNC110
-                await asyncio.sleep(0.005)
-        house.models.gate.set()
-        for number in range(3):
-            answer = await stream.read()
-            assert (answer.error_message, answer.infer_response.id) == ("", str(number))
-        assert "in flight" in (await stream.read()).error_message
-        house.budget.release(taken)
-        await stream.write(raw_request(1, id="later"))
-        assert (await stream.read()).infer_response.id == "later"
-        stream.cancel()
-    assert house.budget.held_bytes == 0
-    assert house.requests("overloaded") == 1
-
-
-async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(house, raw_request):
-    compressed = {"compression": grpc.Compression.Gzip}
-    async with house.connect(max_body_bytes=500_000) as stub:
-        requests = [
-            raw_request(1, id="first"),
-            raw_request(1, raw_input_contents=[bytes(1 << 25)]),  # 32 KB compressed
-            raw_request(1, id="last"),
-        ]
-        answers = [answer async for answer in stub.ModelStreamInfer(iter(requests), **compressed)]
-    assert [answer.infer_response.id for answer in answers] == ["first", "", "last"]
-    assert [bool(answer.error_message) for answer in answers] == [False, True, False]
-    assert house.requests("too_large") == 1
-    assert house.budget.held_bytes == 0

@@ -1,0 +1,240 @@
+"""Where images may be sent over HTTP: which path takes which form, and how it answers.
+
+A new form gets a function here that reads its head, and a line in `image_routes`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast, get_args
+from urllib.parse import parse_qsl
+
+from service.api.openapi import (
+    MAX_TIMEOUT_MS,
+    MODEL,
+    MODEL_VERSION,
+    PREFIX,
+    TENSORFLOW,
+    TIMEOUT_HEADER,
+)
+from service.errors import InvalidInput, ServiceError, UnsupportedMediaType, invalid, shown
+from service.forms.body import OCTETS, ImageForm, Limits
+from service.forms.form import Form
+from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
+from service.forms.tensorflow import TensorflowForm
+from service.pictures.headers import Digits, Invert
+from service.request import Request, Requests, Wanted, Written
+from service.transport.answer import Answer, error_answer, plain_error_answer
+from service.transport.head import FastRoute
+
+PARAMETERS = ("model", "version", "invert", "digits")
+"""What the query of `POST /predict` may have."""
+
+_INVERT = get_args(Invert)
+_DIGITS = get_args(Digits)
+
+Headers: TypeAlias = Mapping[str, str]
+"""By name in lower case."""
+
+Reply: TypeAlias = Callable[[Answer], None]
+"""Called once with the answer, unless the request is cancelled."""
+
+ReadForm: TypeAlias = Callable[[bytes, Headers, Mapping[str, str], Limits], tuple[Form, str, str]]
+"""What the query, the headers and the path say of a request: its form, model and version."""
+
+
+def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], FastRoute]:
+    """The routes that take images, by method and path."""
+    predict = ImageRoute(requests, read_predict)
+    infer = ImageRoute(requests, read_infer, plain_error_answer)
+    tensorflow = ImageRoute(requests, read_tensorflow, plain_error_answer)
+    routes: dict[str, FastRoute] = {"/predict": predict}
+    for owner in (MODEL, MODEL_VERSION):
+        routes[f"{PREFIX}{owner}/infer"] = infer
+        routes[f"{TENSORFLOW}{owner}:predict"] = tensorflow
+    return {(b"POST", path.encode()): route for path, route in routes.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class ImageRoute:
+    """A route that takes images; `error` gives its errors their form."""
+
+    requests: Requests
+    read_form: ReadForm
+    error: Callable[[ServiceError], Answer] = error_answer
+
+    def read(self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None) -> Any:
+        """What the head of a request asks for. `path` has the values of its placeholders.
+
+        Raises:
+            InvalidInput: a parameter or header is wrong.
+            UnsupportedMediaType: the body is compressed, or of an unknown type.
+            TooLarge: the body is announced to be.
+        """
+        requests = self.requests
+        form, model, version = self.read_form(query, headers, path or {}, requests.limits)
+        timeout_s = min(_timeout_s(headers) or requests.timeout_s, requests.timeout_s)
+        asks_first = headers.get("expect", "").lower() == "100-continue"
+        return Wanted(form, timeout_s, self._length(headers), model, version, asks_first)
+
+    def refuse(self, error: ServiceError) -> Answer:
+        """The answer to a request that `read` rejected."""
+        self.requests.refused(error)
+        return self.error(error)
+
+    def open(self, wanted: Wanted, reply: Reply) -> Request:
+        """Begin a request whose body is still to come."""
+        return Request(self.requests, wanted, self.answers(reply))
+
+    def answers(self, reply: Reply) -> Callable[[Written | ServiceError], None]:
+        """What calls `reply` with the answer that becomes of a request."""
+
+        def done(outcome: Written | ServiceError) -> None:
+            if isinstance(outcome, ServiceError):
+                reply(self.error(outcome))
+                return
+            content = outcome.content
+            body, rest = content.body, outcome.rest
+            if rest:
+                body, *rest = rest
+            reply(Answer(200, content.media_type, body, content.lines + _timing(outcome), rest))
+
+        return done
+
+    def _length(self, headers: Headers) -> int | None:
+        encoding = headers.get("content-encoding", "identity")
+        if encoding.lower() != "identity":
+            raise UnsupportedMediaType(
+                f"content-encoding: got {shown(encoding)}, expected none; "
+                "send the body uncompressed",
+                field="content-encoding",
+            )
+        length = int(headers["content-length"]) if "content-length" in headers else None
+        if length is not None and length > self.requests.max_body_bytes:
+            raise self.requests.too_large("body", f"{length} bytes")
+        return length
+
+
+def read_predict(
+    query: bytes,
+    headers: Headers,
+    path: Mapping[str, str],
+    limits: Limits,
+    names: Sequence[str] = PARAMETERS,
+) -> tuple[Form, str, str]:
+    """The head of `POST /predict`; `names` are those that the query may have.
+
+    Raises: InvalidInput, UnsupportedMediaType.
+    """
+    parameters = parameters_of(query, names)
+    form = ImageForm.of(
+        headers.get("content-type", ""),
+        cast("Invert", _choice(parameters, "invert", _INVERT)),
+        cast("Digits", _choice(parameters, "digits", _DIGITS)),
+        limits,
+        binary=prefers(OCTETS, headers.get("accept", "")),
+    )
+    return form, parameters.get("model", ""), parameters.get("version", "")
+
+
+def read_infer(
+    query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
+) -> tuple[Form, str, str]:
+    """The head of inference by the Open Inference Protocol. Raises: InvalidInput."""
+    json_bytes = None
+    if (text := headers.get(LENGTH_HEADER.lower())) is not None:
+        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(2**63))):
+            raise invalid(LENGTH_HEADER, shown(text), "the length of the JSON in bytes")
+        json_bytes = int(text)
+    return (
+        OipJsonForm(json_bytes, limits.max_images),
+        path.get("model", ""),
+        path.get("version", ""),
+    )
+
+
+def read_tensorflow(
+    query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
+) -> tuple[Form, str, str]:
+    """The head of a prediction by TensorFlow Serving's API."""
+    return TensorflowForm(limits.max_images), path.get("model", ""), path.get("version", "")
+
+
+def prefers(kind: str, accept: str) -> bool:
+    """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
+    if kind not in (accept := accept.lower()):
+        return False
+    qualities = {"application/json": -1.0, kind: -1.0}
+    ranges: dict[str, float] = {}
+    for choice in accept.split(","):
+        found_kind, *parameters = (part.strip() for part in choice.split(";"))
+        quality = 1.0
+        for parameter in parameters:
+            if found := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
+                quality = float(found[1])
+        ranges[found_kind] = quality
+    for wanted in qualities:
+        for matching in (wanted, wanted.partition("/")[0] + "/*", "*/*"):
+            if matching in ranges:
+                qualities[wanted] = ranges[matching]
+                break
+    return qualities[kind] > 0 and qualities[kind] > qualities["application/json"]
+
+
+def parameters_of(query: bytes, expected: Sequence[str]) -> dict[str, str]:
+    """The parameters of a query. Raises: InvalidInput, unless each is one of `expected`, once."""
+    if not query:
+        return {}
+    found: dict[str, str] = {}
+    for name, value in parse_qsl(query.decode("latin-1"), keep_blank_values=True):
+        if name not in expected or name in found:
+            wrong = "given twice" if name in found else "unknown"
+            raise InvalidInput(
+                f"query parameter {name[:40]!r} is {wrong}, "
+                f"expected at most one each of {', '.join(expected)}",
+                field=name[:40],
+            )
+        found[name] = value
+    return found
+
+
+def _choice(parameters: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
+    """The value of a query parameter, the first choice if there is none. Raises: InvalidInput."""
+    found = parameters.get(name, choices[0])
+    if found not in choices:
+        raise InvalidInput(
+            f"query parameter {name} is {found[:40]!r}, expected one of {', '.join(choices)}",
+            field=name,
+        )
+    return found
+
+
+def _timeout_s(headers: Mapping[str, str]) -> float | None:
+    """The `X-Request-Timeout-Ms` of a request, in seconds; None if it has none."""
+    text = headers.get(TIMEOUT_HEADER.lower())
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdecimal() and len(text) <= 7) or not (
+        1 <= int(text) <= MAX_TIMEOUT_MS
+    ):
+        raise invalid(TIMEOUT_HEADER, shown(text), f"whole milliseconds from 1 to {MAX_TIMEOUT_MS}")
+    return int(text) / 1e3
+
+
+def _timing(written: Written) -> bytes:
+    """Server-Timing (W3C), milliseconds by stage and the rows of the batch, and X-Model-Version."""
+    decode, queue, compute, encode, total = written.times_s
+    return (
+        b"server-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, "
+        b'total;dur=%.3f, batch;desc="%d"\r\nx-model-version: %s\r\n'
+    ) % (
+        1e3 * decode,
+        1e3 * queue,
+        1e3 * compute,
+        1e3 * encode,
+        1e3 * total,
+        written.batch_rows,
+        written.version.encode(),
+    )

@@ -1,0 +1,202 @@
+"""What a form on the wire is: it turns bytes into images, and what was computed into bytes.
+
+A new form is a class like those beside this module, and a line in `service.api.routes`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Protocol, TypeAlias, get_args
+
+from lenet.pixels import Images, Probabilities
+from service.pictures.headers import Doubt
+
+Body: TypeAlias = bytes | bytearray | memoryview
+"""Bytes as they arrived."""
+
+BINARY = b"application/octet-stream"
+JSON = b"application/json"
+
+WRITTEN_ROWS = 256
+"""Rows of a JSON answer that are written in one turn of the event loop, which takes 0.3 ms."""
+
+MAX_DOUBTS = 256
+"""Images of a request that are warned of."""
+
+_DOUBTS = get_args(Doubt)
+
+
+@dataclass(frozen=True, slots=True)
+class RequestedOutput:
+    """An output that a request asks for.
+
+    `classes`: instead of its values the best so many as text, "VALUE:INDEX:NAME"; 0 for its values.
+    `binary`: as bytes, where a request chooses for each output.
+    """
+
+    name: str
+    binary: bool = False
+    classes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a body asks for besides its pixels. Each form fills in what it can say."""
+
+    model: str = ""
+    version: str = ""
+    id: str | None = None
+    outputs: tuple[RequestedOutput, ...] = ()
+    raw: bool = False
+    """Whether the images came as raw bytes, as then do the outputs."""
+    by_column: bool = False
+    """Whether the outputs come one after another, and not image by image."""
+    timeout_us: int = 0
+    """How long the request may take; 0 without a limit of its own."""
+    doubts: tuple[tuple[int, Doubt], ...] = ()
+    """Images whose answer may mean nothing, and why; at most `MAX_DOUBTS`."""
+
+
+NOTHING = Asked()
+
+
+@dataclass(slots=True)
+class Decoded:
+    """The images of a body, uint8 (n, 28, 28), and what else it asks for."""
+
+    images: Images
+    asked: Asked = NOTHING
+
+
+@dataclass(slots=True)
+class Content:
+    """The content of an answer.
+
+    `lines` are lines of its head. A large one comes in `steps` instead of `body`, each of which
+    takes less than a millisecond to make.
+    """
+
+    media_type: bytes
+    body: bytes = b""
+    lines: bytes = b""
+    steps: Iterator[bytes] | None = None
+
+
+class Batch(Protocol):
+    """The probabilities of a batch, float32 (n, classes).
+
+    `encoded` keeps what a form makes of the whole batch, for the batch's other requests.
+    """
+
+    probabilities: Probabilities
+    encoded: dict[str, Any]
+
+
+class Version(Protocol):
+    """What computed them."""
+
+    @property
+    def name(self) -> str:
+        """The model's name."""
+        ...
+
+    @property
+    def version(self) -> str:
+        """Its version."""
+        ...
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names of its classes."""
+        ...
+
+
+class Answered(Protocol):
+    """A request that was computed: `rows` rows of `batch` from `row` on."""
+
+    @property
+    def batch(self) -> Batch:
+        """Where the answers are."""
+        ...
+
+    @property
+    def row(self) -> int:
+        """The first of them."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """How many there are."""
+        ...
+
+    @property
+    def version(self) -> Version:
+        """What computed them."""
+        ...
+
+    @property
+    def queue_us(self) -> int:
+        """Microseconds until the first rows were cut."""
+        ...
+
+    @property
+    def compute_us(self) -> int:
+        """Microseconds from then until the last were computed."""
+        ...
+
+
+class Form(Protocol):
+    """How requests and answers look. Frozen, with plain fields: a decoding process gets a copy."""
+
+    part: ClassVar[str]
+    """What is received, in messages: "body" or "message"."""
+    names_model: ClassVar[bool]
+    """Whether the body names the model, and not the path or the query."""
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the bytes of a body may be used as pixels where they are."""
+        ...
+
+    @property
+    def max_images(self) -> int:
+        """The most that one request may have."""
+        ...
+
+    def decode_now(self, body: Body) -> Decoded | None:
+        """Decode `body`, unless it would hold the event loop up for more than 3 ms: then None.
+
+        Raises: InvalidInput, TooLarge, UnsupportedMediaType. `asked` of the error is what could be
+            read of a body that says whom it is for.
+        """
+        ...
+
+    def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
+        """Decode any body, in a decoding process, and call `between` again and again.
+
+        Raises: likewise, MemoryError, and what `between` raises to end the work.
+        """
+        ...
+
+    def cost_s(self, body: Body) -> float:
+        """Estimated seconds that `decode` takes. Raises: TooLarge, for a picture that states it."""
+        ...
+
+    def write(self, asked: Asked, answered: Answered) -> Content:
+        """The content of the answer."""
+        ...
+
+
+def asked_from(values: Mapping[str, Any], rows: int) -> Asked:
+    """`Asked` from its fields as JSON brings them, for a request with `rows` images.
+
+    Raises: ValueError, TypeError or KeyError, where a process sent something else.
+    """
+    outputs = tuple(RequestedOutput(**one) for one in values["outputs"])
+    doubts = tuple((int(index), doubt) for index, doubt in values["doubts"])
+    if len(doubts) > MAX_DOUBTS or not all(
+        0 <= index < rows and doubt in _DOUBTS for index, doubt in doubts
+    ):
+        raise ValueError(f"{len(doubts)} doubts about {rows} images")
+    return Asked(**{**values, "outputs": outputs, "doubts": doubts})

@@ -1,0 +1,108 @@
+"""The answers of `POST /predict`: JSON, or the probabilities as bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+
+import numpy as np
+import orjson
+
+from lenet.nvtx import span
+from lenet.pixels import Probabilities
+from service.forms.form import BINARY, JSON, WRITTEN_ROWS, Answered, Content
+from service.pictures.headers import Doubt
+
+WARNINGS: Mapping[Doubt, str] = {
+    "several_shapes": "the picture shows several separate shapes, which were read as one digit; "
+    "with ?digits=several each is read on its own",
+    "not_a_digit": "the shape is unlike any digit, so label and confidence mean nothing; "
+    "expected one digit on plain paper",
+}
+
+_A_ROW = 4
+"""Pieces of JSON that one row has."""
+
+
+@span("encode")
+def prediction_json(answered: Answered, doubts: Sequence[tuple[int, Doubt]]) -> Content:
+    """See `PredictResponse`. The numbers of a batch are written once, for all its requests."""
+    batch, version, start = answered.batch, answered.version, answered.row
+    end = _end(doubts)
+    if answered.rows > WRITTEN_ROWS:
+        return Content(JSON, steps=_steps(answered, end))
+    pieces: list[bytes] | None = batch.encoded.get("json")
+    if pieces is None:
+        pieces = batch.encoded["json"] = _pieces(batch.probabilities, version.labels)
+    own = pieces[_A_ROW * start : _A_ROW * (start + answered.rows)]
+    # No row comes before: its end makes way for the head.
+    own[0] = _head(version.name, version.version) + own[0][len(b"]},") :]
+    own.append(end)
+    return Content(JSON, b"".join(own))
+
+
+@span("encode")
+def prediction_bytes(answered: Answered) -> Content:
+    """float32, little-endian, one for each class."""
+    batch, start = answered.batch, answered.row
+    content: bytes | None = batch.encoded.get("bytes")
+    if content is None:
+        content = batch.encoded["bytes"] = batch.probabilities.astype("<f4", copy=False).tobytes()
+    size = len(content) // len(batch.probabilities)
+    return Content(BINARY, content[start * size : (start + answered.rows) * size])
+
+
+def _steps(answered: Answered, end: bytes) -> Iterator[bytes]:
+    """The same JSON in pieces of `WRITTEN_ROWS` rows; `end` follows the last number."""
+    version = answered.version
+    for first in range(0, answered.rows, WRITTEN_ROWS):
+        last = min(first + WRITTEN_ROWS, answered.rows)
+        rows = answered.batch.probabilities[answered.row + first : answered.row + last]
+        pieces = _pieces(rows, version.labels)
+        if not first:
+            pieces[0] = _head(version.name, version.version) + pieces[0][len(b"]},") :]
+        if last == answered.rows:
+            pieces.append(end)
+        yield b"".join(pieces)
+
+
+def _end(doubts: Sequence[tuple[int, Doubt]]) -> bytes:
+    """What follows the last number."""
+    return b']}],"warnings":%s}' % orjson.dumps(warnings(doubts)) if doubts else b"]}]}"
+
+
+def warnings(doubts: Sequence[tuple[int, Doubt]]) -> list[dict[str, object]]:
+    """What an answer says of doubtful images."""
+    return [{"image": index, "code": doubt, "message": WARNINGS[doubt]} for index, doubt in doubts]
+
+
+def _pieces(probabilities: Probabilities, names: tuple[str, ...]) -> list[bytes]:
+    """`_A_ROW` pieces of JSON for each row, by a few calls for all of them.
+
+    The first piece of a row begins with the end of the row before.
+    """
+    count = len(probabilities)
+    numpy = orjson.OPT_SERIALIZE_NUMPY
+    labels = probabilities.argmax(axis=1)
+    largest = probabilities[np.arange(count), labels]
+    beginnings = _beginnings(names)
+    pieces = [b',"probabilities":['] * (_A_ROW * count)
+    pieces[0::_A_ROW] = [beginnings[label] for label in labels.tolist()]
+    pieces[1::_A_ROW] = orjson.dumps(largest, option=numpy)[1:-1].split(b",")
+    pieces[3::_A_ROW] = orjson.dumps(probabilities, option=numpy)[2:-2].split(b"],[")
+    return pieces
+
+
+@lru_cache(maxsize=64)
+def _beginnings(names: tuple[str, ...]) -> list[bytes]:
+    """The first piece of a row, by its label."""
+    return [
+        b']},{"label":%d,%s"confidence":'
+        % (label, b"" if name == str(label) else b'"name":%s,' % orjson.dumps(name))
+        for label, name in enumerate(names)
+    ]
+
+
+@lru_cache(maxsize=64)
+def _head(model: str, version: str) -> bytes:
+    return orjson.dumps({"model": model, "version": version, "predictions": []})[:-2]

@@ -1,0 +1,175 @@
+"""The front door: what the connections of one server share."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from uvicorn import Config
+from uvicorn.server import ServerState
+
+from service.budget import Budget
+from service.errors import ServiceError
+from service.observe.access_log import AccessLog
+from service.process.tls import ServedCertificate
+from service.transport.answer import status_line
+from service.transport.connection import Connection
+from service.transport.gate import Gate
+from service.transport.head import FastRoutes, Head
+from service.transport.http2 import literals, status_field
+from service.transport.http2_head import Http2Head, Methods
+from service.transport.streams import MAX_ENDLESS_CALLS, MAX_OPEN_STREAMS, OpenStreams
+from service.transport.turns import Turns
+
+_KNOWN_STARTS = 512
+
+
+class FrontDoor:
+    """Calling it makes a connection, as uvicorn does.
+
+    Times are in seconds: for the headers of a request, between requests, and for a client to read.
+    """
+
+    def __init__(
+        self,
+        routes: FastRoutes,
+        budget: Budget,
+        *,
+        gate: Gate | None = None,
+        access: AccessLog | None = None,
+        certificate: ServedCertificate | None = None,
+        max_connections: int = 1 << 16,
+        max_header_bytes: int = 64 * 1024,
+        header_timeout_s: float = 10.0,
+        keep_alive_s: float = 75.0,
+        write_timeout_s: float = 30.0,
+        methods: Methods | None = None,
+    ) -> None:
+        self.routes = routes
+        self.methods = methods or {}
+        """Methods of gRPC by path."""
+        self.budget = budget
+        self.gate = gate or Gate()
+        self.access = access
+        self.certificate = certificate
+        self.scheme = b"http" if certificate is None else b"https"
+        self.max_connections = max_connections
+        self.max_header_bytes = max_header_bytes
+        self.header_timeout_s = header_timeout_s
+        self.keep_alive_s = keep_alive_s
+        self.write_timeout_s = write_timeout_s
+        self.known: dict[bytes, Head] = {}
+        """By header section, as it came: clients send the same one again and again."""
+        self.known_blocks: dict[bytes, Http2Head] = {}
+        """Heads of HTTP/2 requests by header block."""
+        self.open_streams = OpenStreams(MAX_OPEN_STREAMS)
+        self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
+        self.head_turns = Turns()
+        self.turns = Turns()
+        self.connections: set[Connection] = set()
+        self.removed: Callable[[], None] = lambda: None
+        self.handshakes: set[asyncio.Task[None]] = set()
+        self.stopping = False
+        self._sweeping = False
+        self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
+        self._state = ServerState()
+        self._common: list[tuple[bytes, bytes]] = []
+        self._common_lines = self._common_block = b""
+        self._starts: dict[tuple[int, bytes, int], bytes] = {}
+        self._blocks: dict[tuple[int, bytes, int], bytes] = {}
+
+    def __call__(
+        self,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, Any],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> Connection:
+        """A connection of uvicorn's server."""
+        self._state = server_state
+        loop = _loop or asyncio.get_running_loop()
+        return Connection(self, config, server_state, app_state, loop)
+
+    def add(self, connection: Connection) -> None:
+        """Watch the time of a connection that was made."""
+        self.connections.add(connection)
+        if not self._sweeping:
+            self._sweeping = True
+            connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that was lost."""
+        self.connections.discard(connection)
+        self.removed()
+
+    def _renew(self) -> None:
+        """Take over date and whatever else uvicorn sends, which it renews every second."""
+        self._common = self._state.default_headers
+        self._common_lines = b"".join(b"%s: %s\r\n" % header for header in self._common)
+        self._common_block = literals((name.lower(), value) for name, value in self._common)
+        self._starts.clear()
+        self._blocks.clear()
+
+    @property
+    def common_lines(self) -> bytes:
+        """Headers of all answers over HTTP/1.1."""
+        if self._common is not self._state.default_headers:
+            self._renew()
+        return self._common_lines
+
+    @property
+    def common_block(self) -> bytes:
+        """A header block of all answers over HTTP/2."""
+        if self._common is not self._state.default_headers:
+            self._renew()
+        return self._common_block
+
+    def answer_start(self, status: int, media_type: bytes, length: int) -> bytes:
+        """The head of an HTTP/1.1 answer up to the headers of its own, kept for a second."""
+        if self._common is not self._state.default_headers:
+            self._renew()
+        key = status, media_type, length
+        start = self._starts.get(key)
+        if start is None:
+            if len(self._starts) >= _KNOWN_STARTS:
+                self._starts.clear()
+            start = self._starts[key] = b"%s%scontent-type: %s\r\ncontent-length: %d\r\n" % (
+                status_line(status),
+                self._common_lines,
+                media_type,
+                length,
+            )
+        return start
+
+    def answer_block(self, status: int, media_type: bytes, length: int) -> bytes:
+        """The header block of an HTTP/2 answer up to its own headers, kept for a second."""
+        if self._common is not self._state.default_headers:
+            self._renew()
+        key = status, media_type, length
+        block = self._blocks.get(key)
+        if block is None:
+            if len(self._blocks) >= _KNOWN_STARTS:
+                self._blocks.clear()
+            fields = ((b"content-type", media_type), (b"content-length", b"%d" % length))
+            start = status_field(status) + self._common_block
+            block = self._blocks[key] = start + literals(fields)
+        return block
+
+    def stop(self) -> None:
+        """Connections made from now on answer one request, too."""
+        self.stopping = True
+
+    def give_up(self, error: ServiceError) -> None:
+        """Answer the requests that are not answered yet with `error`."""
+        for connection in tuple(self.connections):
+            connection.give_up(error)
+
+    def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Close connections that waited too long, all at one timer."""
+        now = loop.time()
+        for connection in tuple(self.connections):
+            connection.check_time(now)
+        self._sweeping = bool(self.connections)
+        if self._sweeping:
+            loop.call_later(self._sweep_s, self._sweep, loop)

@@ -1,0 +1,319 @@
+"""Clients of other projects, gRPC and HTTP/2: each is ready, reads one digit, knows an error by its
+code, keeps a deadline and sends a message larger than a window of flow control."""
+
+from __future__ import annotations
+
+import base64
+import importlib.util
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import grpc
+import httpx
+import numpy as np
+import pytest
+from PIL import Image
+
+from service.forms import open_inference_pb2 as pb
+from tests.service_process import PROJECT, Service
+
+HERE = Path(__file__).parent
+SEVEN = np.asarray(Image.open(PROJECT / "docs" / "images" / "seven.png"))
+MANY = 4096
+VERSION = max(path.stem for path in (PROJECT / "weights" / "lenet").glob("*.safetensors"))
+SERVICE = "/inference.GRPCInferenceService/"
+REPLIES = {
+    "ServerReady": pb.ServerReadyResponse,
+    "ModelMetadata": pb.ModelMetadataResponse,
+    "ModelInfer": pb.ModelInferResponse,
+}
+
+
+@pytest.fixture(scope="module")
+def serving(tmp_path_factory):
+    """The committed `lenet` on the CPU."""
+    line = ["--port", "0", "--grpc-port", "0", "--device", "cpu"]
+    folder = tmp_path_factory.mktemp("service")
+    service = Service([*line, "--weights", str(PROJECT / "weights"), "--models", "lenet"], folder)
+    try:
+        yield service.ready()
+    finally:
+        service.end()
+
+
+def infer(images=1, model="lenet"):
+    tensor = {"name": "image", "datatype": "UINT8", "shape": (images, 28, 28)}
+    contents = [SEVEN.tobytes() * images]
+    return pb.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=contents)
+
+
+# Method, message, seconds. Nobody computes 4,096 images in 5 ms on a CPU.
+CALLS = (
+    ("ServerReady", pb.ServerReadyRequest(), 30),
+    ("ModelMetadata", pb.ModelMetadataRequest(name="lenet"), 30),
+    ("ModelInfer", infer(), 30),
+    ("ModelInfer", infer(model="vgg"), 30),
+    ("ModelInfer", infer(MANY), 30),
+    ("ModelInfer", infer(MANY), 0.005),
+)
+
+
+def check(outcomes):
+    """Check the outcome of each of CALLS: (code, message, reply as bytes)."""
+    assert [code for code, _, _ in outcomes] == [0, 0, 0, 5, 0, 4], outcomes
+    ready, metadata, one, many = (
+        REPLIES[method].FromString(reply)
+        for (method, _, _), (code, _, reply) in zip(CALLS, outcomes, strict=True)
+        if code == 0
+    )
+    assert ready.ready
+    assert (metadata.name, list(metadata.versions)) == ("lenet", [VERSION])
+    for answer, images in ((one, 1), (many, MANY)):
+        labels = [tensor.name for tensor in answer.outputs].index("label")
+        assert np.frombuffer(answer.raw_output_contents[labels], np.int64).tolist() == [7] * images
+    assert "model 'vgg' is not loaded" in outcomes[3][1]
+
+
+def test_grpcio(serving):
+    outcomes = []
+    with grpc.insecure_channel(f"127.0.0.1:{serving.grpc_port}") as channel:
+        for method, message, timeout_s in CALLS:
+            call = channel.unary_unary(SERVICE + method)
+            try:
+                reply = call(message.SerializeToString(), timeout=timeout_s)
+                outcomes.append((0, "", reply))
+            except grpc.RpcError as error:
+                outcomes.append((error.code().value[0], error.details(), b""))
+    check(outcomes)
+
+
+async def test_grpcio_with_asyncio(serving):
+    outcomes = []
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{serving.grpc_port}") as channel:
+        for method, message, timeout_s in CALLS:
+            call = channel.unary_unary(SERVICE + method)
+            try:
+                reply = await call(message.SerializeToString(), timeout=timeout_s)
+                outcomes.append((0, "", reply))
+            except grpc.RpcError as error:
+                outcomes.append((error.code().value[0], error.details(), b""))
+    check(outcomes)
+
+
+async def test_grpclib(serving):
+    client = pytest.importorskip("grpclib.client", reason="grpclib is not installed")
+    exceptions = pytest.importorskip("grpclib.exceptions")
+    outcomes = []
+    async with client.Channel("127.0.0.1", serving.grpc_port) as channel:
+        for method, message, timeout_s in CALLS:
+            call = client.UnaryUnaryMethod(
+                channel, SERVICE + method, type(message), REPLIES[method]
+            )
+            try:
+                reply = await call(message, timeout=timeout_s)
+                outcomes.append((0, "", reply.SerializeToString()))
+            except exceptions.GRPCError as error:
+                outcomes.append((error.status.value, error.message, b""))
+            except TimeoutError:  # grpclib's word for a deadline that it saw pass itself
+                outcomes.append((4, "", b""))
+    check(outcomes)
+
+
+def call_all(command, serving, tmp_path, **variables):
+    """Let a program make CALLS and check what it prints."""
+    path = tmp_path / "calls.json"
+    calls = [
+        {
+            "path": SERVICE + method,
+            "request": base64.b64encode(message.SerializeToString()).decode(),
+            "timeout_ms": round(timeout_s * 1000),
+        }
+        for method, message, timeout_s in CALLS
+    ]
+    path.write_text(json.dumps(calls))
+    line = [*command, f"127.0.0.1:{serving.grpc_port}", str(path)]
+    outcomes = json.loads(run(line, env={**os.environ, **variables}))
+    replies = [base64.b64decode(one["reply"] or "") for one in outcomes]
+    check(
+        [(one["code"], one["message"], reply) for one, reply in zip(outcomes, replies, strict=True)]
+    )
+
+
+def run(line, **options):
+    """What a program prints; it must end with 0."""
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, **options)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_grpc_js(serving, tmp_path):
+    node = shutil.which("node") or pytest.skip("node is not installed")
+    find = [node, "-e", "require.resolve('@grpc/grpc-js')"]
+    if subprocess.run(find, capture_output=True, check=False).returncode:
+        pytest.skip("node finds no @grpc/grpc-js: npm install it and name its folder in NODE_PATH")
+    call_all((node, str(HERE / "client.js")), serving, tmp_path)
+
+
+def test_grpc_go(serving, tmp_path):
+    go = shutil.which("go") or pytest.skip("go is not installed")
+    sources = "/usr/share/gocode"
+    if not Path(sources, "src/google.golang.org/grpc").is_dir():
+        pytest.skip("grpc-go is not installed: apt install golang-google-grpc-dev")
+    # GOCACHE is where the user has it, so that grpc-go is compiled once.
+    command = (go, "run", str(HERE / "client.go"))
+    call_all(command, serving, tmp_path, GOPATH=sources, GO111MODULE="off", GOFLAGS="")
+
+
+# In a process of its own: KServe's SDK needs other versions of much that the service uses.
+# Arguments: the HTTP address, the gRPC address, a file with the pixels of an image.
+KSERVE = r"""
+import asyncio, json, sys
+import numpy as np
+from kserve import InferenceGRPCClient, InferenceRESTClient, InferInput, InferRequest, RESTConfig
+
+http, grpc, path = sys.argv[1:]
+pixels = np.fromfile(path, np.uint8).reshape(1, 28, 28)
+
+def request(model, images=1):
+    image = InferInput("image", [images, 28, 28], "UINT8")
+    image.set_data_from_numpy(np.repeat(pixels, images, axis=0), binary_data=True)
+    return InferRequest(model, [image])
+
+def label(answer):
+    return [int(one.as_numpy()[0]) for one in answer.outputs if one.name == "label"]
+
+async def over_http():
+    client = InferenceRESTClient(RESTConfig(protocol="v2"))
+    ready = await client.is_server_ready(http)
+    found = label(await client.infer(http, request("lenet"), model_name="lenet"))
+    try:
+        await client.infer(http, request("vgg"), model_name="vgg")
+    except Exception as error:
+        failure = error.response.status_code
+    try:
+        late = {"x-request-timeout-ms": "1"}
+        await client.infer(http, request("lenet", 4096), model_name="lenet", headers=late)
+    except Exception as error:
+        late = error.response.status_code
+    await client.close()
+    return [ready, found, failure, late]
+
+async def over_grpc():
+    client = InferenceGRPCClient(grpc, timeout=30)
+    ready = await client.is_server_ready()
+    found = label(await client.infer(request("lenet")))
+    try:
+        await client.infer(request("vgg"))
+    except Exception as error:
+        failure = error.code().value[0]
+    try:
+        await client.infer(request("lenet", 4096), timeout=0.005)
+    except Exception as error:
+        late = error.code().value[0]
+    await client.close()
+    return [ready, found, failure, late]
+
+print(json.dumps([asyncio.run(over_http()), asyncio.run(over_grpc())]))
+"""
+
+
+def test_kserve(serving, tmp_path):
+    python = os.environ.get("KSERVE_PYTHON")
+    if python is None:
+        if importlib.util.find_spec("kserve") is None:
+            pytest.skip("kserve is not installed: name a Python that has it in KSERVE_PYTHON")
+        python = sys.executable
+    path = tmp_path / "seven"
+    path.write_bytes(SEVEN.tobytes())
+    http, rpc = f"http://127.0.0.1:{serving.port}", f"127.0.0.1:{serving.grpc_port}"
+    plain = {key: text for key, text in os.environ.items() if key != "PYTHONPATH"}
+    said = run([python, "-c", KSERVE, http, rpc, str(path)], env=plain, cwd=tmp_path)
+    over_http, over_grpc = json.loads(said.splitlines()[-1])
+    assert over_http in ([True, [7], 404, 504], [True, [7], 404, 408])  # 408: while it arrived
+    assert over_grpc == [True, [7], 5, 4]
+
+
+OCTETS = "application/octet-stream"
+LATE = "x-request-timeout-ms"
+
+
+def large_picture():
+    """Few bytes that take much longer than a millisecond to decode."""
+    file = io.BytesIO()
+    Image.new("L", (3000, 3000), 255).save(file, "PNG")
+    return file.getvalue()
+
+
+def check_http(ask):
+    """Check five requests. `ask(path, body, headers)` returns status and body; no body is a GET."""
+    kind = {"content-type": OCTETS}
+    seven = SEVEN.tobytes()
+    assert ask("/readyz", None, {})[0] == 200
+    status, body = ask("/v2/models/lenet", None, {})
+    assert (status, json.loads(body)["name"]) == (200, "lenet")
+    for images in (1, MANY):
+        status, body = ask("/predict", seven * images, kind)
+        labels = [one["label"] for one in json.loads(body)["predictions"]]
+        assert (status, labels) == (200, [7] * images)
+    status, body = ask("/predict?model=vgg", seven, kind)
+    assert (status, json.loads(body)["error"]["code"]) == (404, "unknown_model")
+    status, body = ask("/predict", large_picture(), {"content-type": "image/png", LATE: "1"})
+    # Whichever is late within the millisecond: the body, or the answer.
+    late = ((408, "body_timeout"), (504, "deadline_exceeded"))
+    assert (status, json.loads(body)["error"]["code"]) in late
+
+
+def test_httpx_over_http_2(serving):
+    with httpx.Client(http1=False, http2=True, timeout=30) as client:
+
+        def ask(path, body, headers):
+            method = "GET" if body is None else "POST"
+            url = f"http://127.0.0.1:{serving.port}{path}"
+            answer = client.request(method, url, content=body, headers=headers)
+            assert answer.http_version == "HTTP/2"
+            return answer.status_code, answer.content
+
+        check_http(ask)
+
+
+def test_curl_over_http_2(serving, tmp_path):
+    curl = shutil.which("curl") or pytest.skip("curl is not installed")
+    if "HTTP2" not in run([curl, "--version"]):
+        pytest.skip("this curl has no HTTP/2")
+    path = tmp_path / "body"
+
+    def ask(url, body, headers):
+        line = [curl, "-sS", "--http2-prior-knowledge", "-w", "\n%{http_version} %{http_code}"]
+        line += [part for name, text in headers.items() for part in ("-H", f"{name}: {text}")]
+        if body is not None:
+            path.write_bytes(body)
+            line += ["--data-binary", f"@{path}"]
+        answer, _, last = run([*line, f"http://127.0.0.1:{serving.port}{url}"]).rpartition("\n")
+        version, status = last.split()
+        assert version == "2"
+        return int(status), answer
+
+    check_http(ask)
+
+
+def test_nghttp(serving, tmp_path):
+    nghttp = shutil.which("nghttp") or pytest.skip("nghttp is not installed")
+    path = tmp_path / "body"
+
+    def ask(url, body, headers):
+        line = [nghttp, "--stat"]
+        line += [part for name, text in headers.items() for part in ("-H", f"{name}: {text}")]
+        if body is not None:
+            path.write_bytes(body)
+            line += ["--data", str(path)]
+        printed = run([*line, f"http://127.0.0.1:{serving.port}{url}"])
+        answer, _, statistics = printed.partition("***** Statistics *****")
+        # The last line: id, three times, status, size, path.
+        return int(statistics.strip().splitlines()[-1].split()[-3]), answer
+
+    check_http(ask)
