@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         if len(door.connections) >= door.max_connections:
             self.closing = True
             self.transport.abort()
+            door.refused()
             return
         door.add(self)
         self.stopping = door.stopping

@@ -69,6 +69,8 @@ class FrontDoor:
         self.turns = Turns()
         self.connections: set[Connection] = set()
         self.removed: Callable[[], None] = lambda: None
+        self.refused: Callable[[], None] = lambda: None
+        """Called for each connection beyond the limit."""
         self.handshakes: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._sweeping = False

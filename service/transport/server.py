@@ -72,7 +72,7 @@ class HttpServer(uvicorn.Server):
         self._refusals = 0
         """Since the last line about them."""
         self._logged_s = -math.inf
-        door.removed = self._count
+        door.removed, door.refused = self._count, self._refuse
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
         """Serve the connections of listeners, or those that a supervisor hands over.
@@ -132,13 +132,7 @@ class HttpServer(uvicorn.Server):
             loop.call_later(_RETRY_S, self._watch, source)
 
     def _open(self, connection: socket.socket) -> None:
-        """Give a connection to the door, or close it if too many are open."""
         self._taken += 1
-        if len(self._door.connections) + len(self._opening) >= self._door.max_connections:
-            connection.close()
-            self._refuse()
-            self._count()
-            return
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
             loop.connect_accepted_socket(

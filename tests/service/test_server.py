@@ -28,6 +28,7 @@ from service.process.stopping import Stop
 from service.server import open_service
 from service.settings import Settings
 from service.transport.server import HttpServer
+from tests.service.http.doors import until
 from tests.tasks import submit
 
 PATIENCE_S = 30.0
@@ -339,6 +340,34 @@ async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(c
     (listener,) = module.listen("127.0.0.1", 0)
     await server.serve([listener])
     assert not caplog.records, "nothing was left to cancel"
+
+
+async def test_the_server_reports_how_many_connections_have_ended():
+    async def app(scope, receive, send): ...
+
+    ended = []
+    door = module.FrontDoor({}, Budget(1 << 20), max_connections=2)
+    server = HttpServer(app, door, 1.0, closed=ended.append)
+    (listener,) = module.listen("127.0.0.1", 0)
+    module.allow_connections([listener])
+    address = listener.getsockname()
+    serving = asyncio.create_task(server.serve([listener]))
+
+    async def until_ended(number):
+        await until(lambda: ended[-1:] == [number])
+
+    (_, http1), (http2_answers, http2) = [await asyncio.open_connection(*address) for _ in "12"]
+    http2.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    await http2_answers.readexactly(9)
+    _, refused = await asyncio.open_connection(*address)
+    await until_ended(1)
+    http1.close()
+    await until_ended(2)
+    http2.close()
+    await until_ended(3)
+    refused.close()
+    server.should_exit = True
+    await serving
 
 
 def test_a_second_signal_exits_immediately(start):
