@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import math
 import os
@@ -46,14 +47,22 @@ from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
-from service.errors import STARTUP_ERRORS, ExitCode, InvalidCertificate, Unavailable, exit_code
+from service.errors import (
+    STARTUP_ERRORS,
+    CannotListen,
+    ExitCode,
+    InvalidCertificate,
+    Unavailable,
+    exit_code,
+)
 from service.forms.body import Limits
 from service.observe.access_log import AccessLog, access_log
 from service.observe.metrics import NO_MODEL, Metrics
 from service.process import allocator, descriptors
 from service.process.heartbeat import Heartbeat
 from service.process.keys import Keys
-from service.process.listener import at, listen
+from service.process.listener import allow_connections, at, listen
+from service.process.sharing import Inbox
 from service.process.signals import Signals
 from service.process.stopping import Stop
 from service.process.tls import ServedCertificate
@@ -277,13 +286,14 @@ def run(
     signals: Signals,
     shutdown_pipe: Connection | None = None,
     heartbeat: Connection | None = None,
+    inbox: Inbox | None = None,
     folder: Path | None = None,
 ) -> ExitCode:
     """Serve until a stop; a start that fails is one line in the log and an exit code.
 
     SIGTERM and SIGINT of `signals` stop it, or the end of `shutdown_pipe`. SIGHUP reloads the
-    weights folder. `heartbeat` is of a worker with a supervisor, `folder` the one that its workers
-    share, if there is one.
+    weights folder. `heartbeat` and `inbox` are of a worker with a supervisor, `folder` the one that
+    its workers share, if there is one.
     """
     stop = Stop(settings.grace_s + settings.drain_timeout_s)
     signals.deliver(stop.take_signal)
@@ -293,15 +303,7 @@ def run(
         ).start()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(
-                _serve(
-                    settings,
-                    stop,
-                    shared=shutdown_pipe is not None,
-                    heartbeat=heartbeat,
-                    folder=folder,
-                )
-            )
+            runner.run(_serve(settings, stop, heartbeat=heartbeat, inbox=inbox, folder=folder))
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         code = exit_code(exc)
@@ -316,10 +318,11 @@ async def _serve(
     settings: Settings,
     requests: Stop,
     *,
-    shared: bool,
-    heartbeat: Connection | None,
+    heartbeat: Connection | None = None,
+    inbox: Inbox | None = None,
     folder: Path | None = None,
 ) -> None:
+    shared = inbox is not None
     main = asyncio.current_task()
     assert main is not None, "bug: outside a task"
     stop = asyncio.Event()
@@ -351,15 +354,10 @@ async def _serve(
     try:
         with contextlib.ExitStack() as stack:
             # Both ports before the work of the start, so that a taken one is reported at once.
-            listeners = listen(settings.host, settings.port, shared=shared)
-            for listener in listeners:
+            ports = _bind(settings) if inbox is None else inbox.ports
+            for listener in itertools.chain(*ports):
                 stack.enter_context(listener)
-            grpc_listeners = listeners
-            if not settings.one_port:
-                grpc_listeners = listen(settings.host, settings.grpc_port, shared=shared)
-                for listener in grpc_listeners:
-                    stack.enter_context(listener)
-            grpc_port = grpc_listeners[0].getsockname()[1]
+            grpc_port = ports[-1][0].getsockname()[1]
             async with open_service(
                 settings, grpc_port=grpc_port, shared=shared, folder=folder
             ) as service:
@@ -373,13 +371,25 @@ async def _serve(
                 pid = os.getppid() if shared else os.getpid()
                 if heart is not None:
                     heart.serve()
-                ports = listeners, grpc_listeners
-                await _answer(service, ports, stop, settings, certificate, pid)
+                await _answer(service, ports, inbox, stop, settings, certificate, pid)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
         if not stop.is_set():
             raise
+
+
+def _bind(settings: Settings) -> tuple[tuple[socket.socket, ...], ...]:
+    """The listeners of each port."""
+    http = listen(settings.host, settings.port)
+    if settings.one_port:
+        return (http,)
+    try:
+        return http, listen(settings.host, settings.grpc_port)
+    except CannotListen:
+        for listener in http:
+            listener.close()
+        raise
 
 
 def _renew(certificate: ServedCertificate) -> None:
@@ -393,7 +403,8 @@ def _renew(certificate: ServedCertificate) -> None:
 
 async def _answer(
     service: Service,
-    ports: tuple[Sequence[socket.socket], Sequence[socket.socket]],
+    ports: Sequence[Sequence[socket.socket]],
+    inbox: Inbox | None,
     stop: asyncio.Event,
     settings: Settings,
     certificate: ServedCertificate | None,
@@ -401,7 +412,7 @@ async def _answer(
 ) -> None:
     """Serve until `stop`, then stop the connections and the queues within the drain timeout.
 
-    `ports`: the listeners for HTTP and for gRPC. Both speak both; they may be the same.
+    `ports`: the listeners for HTTP and, unless they are the same, for gRPC. All speak both.
     """
     _settle()
     door = FrontDoor(
@@ -413,15 +424,26 @@ async def _answer(
         max_connections=descriptors.connections(),
         methods=service.methods,
     )
-    refused = service.metrics.connection_refused
-    server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
-    both = [*ports[0], *(one for one in ports[1] if one not in ports[0])]
-    sockets = server.listen(both)  # so that whoever reads "ready" can connect
-    (host, port), (_, grpc_port) = (one[0].getsockname()[:2] for one in ports)
+    server = HttpServer(
+        service.app,
+        door,
+        settings.drain_timeout_s,
+        service.metrics.connection_refused,
+        *(() if inbox is None else (inbox.count_closed,)),
+    )
+    listeners = list(itertools.chain(*ports))
+    allow_connections(listeners)  # so that whoever reads "ready" can connect
+    (host, port), (_, grpc_port) = (ports[index][0].getsockname()[:2] for index in (0, -1))
     grpc_at = at(host, grpc_port)
+    sources = listeners
+    if inbox is not None:
+        for listener in listeners:  # or clients would wait for a supervisor that was killed
+            listener.close()
+        sources = [inbox.source]
+        inbox.begin()
     scheme = "http" if certificate is None else "https"
     _log.info("ready: HTTP on %s://%s, gRPC on %s, pid %d", scheme, at(host, port), grpc_at, pid)
-    serving = asyncio.create_task(server.serve(sockets))
+    serving = asyncio.create_task(server.serve(sources))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()

@@ -1,4 +1,4 @@
-"""The supervisor: starts one or several workers on the same ports and replaces those that die.
+"""The supervisor: starts one or several workers, shares connections out, replaces who dies.
 
 Each worker is a whole service with its own contexts. A worker that dies is replaced, up to a
 budget; past it, or when a start fails for a reason that a second try would not change, all stop.
@@ -8,7 +8,7 @@ A worker whose heartbeat stops is killed and so replaced, one that does not stop
 Only the supervisor acts on SIGTERM and SIGINT, however many processes get them: workers block them
 and stop when a pipe that they share is closed, also by the kernel after the supervisor was killed.
 SIGHUP is passed on; a worker that gets it twice finds nothing new the second time. Workers share
-nothing else but the ports and a folder, of their metrics and of the models that requests named.
+nothing but a folder, of their metrics and of the models that requests named.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import logging
 import math
 import multiprocessing
 import os
+import selectors
 import signal
 import socket
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
@@ -37,6 +38,7 @@ from service.observe import metrics_files
 from service.process import allocator, mps
 from service.process.heartbeat import BEAT_S, Watch
 from service.process.listener import reserve
+from service.process.sharing import Inbox, Sharing
 from service.process.signals import SIGNALS, Signals
 from service.settings import Settings
 
@@ -84,15 +86,14 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             settings = settings.model_copy(update=same)
             if settings.certificate is not None:
                 settings.certificate.context()
-            port = stack.enter_context(reserve(settings.host, settings.port))
-            ports = {"port": port, "grpc_port": port}
+            ports = [stack.enter_context(reserve(settings.host, settings.port))]
             if not settings.one_port:
-                ports["grpc_port"] = stack.enter_context(reserve(settings.host, settings.grpc_port))
+                ports.append(stack.enter_context(reserve(settings.host, settings.grpc_port)))
             stack.enter_context(metrics_files.shared_folder(settings.workers))
             shared_gpu = False
             if settings.mps == "auto" and mps.wanted(settings.device, settings.workers):
                 shared_gpu = stack.enter_context(mps.shared_gpu())
-            code = _Supervisor(settings.model_copy(update=ports), received, shared_gpu).run()
+            code = _Supervisor(settings, received, ports, shared_gpu).run()
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         return exit_code(exc)
@@ -117,13 +118,23 @@ def _received(signals: Signals) -> Iterator[socket.socket]:
 
 
 class _Supervisor:
-    def __init__(self, settings: Settings, signals: socket.socket, shared_gpu: bool) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        signals: socket.socket,
+        ports: Sequence[tuple[socket.socket, ...]],
+        shared_gpu: bool,
+    ) -> None:
         self._settings = settings
         self._signals = signals
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(signals, selectors.EVENT_READ)
+        self._sharing = Sharing(ports, self._selector)
         self._shared_gpu = shared_gpu
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
         self._watches: dict[BaseProcess, Watch] = {}
+        self._inboxes: dict[BaseProcess, Inbox] = {}
         self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker last ended because its device was lost
@@ -131,26 +142,30 @@ class _Supervisor:
         self._ended: list[BaseProcess] = []  # those of them that this process ended
         self._stop_number = self._second_number = 0  # of signals
         self._stopping = False
-        self._kill_at_s = self._retry_at_s = math.inf
+        self._close_at_s = self._kill_at_s = self._retry_at_s = math.inf
         self._shutdown_pipe, self._stop_writer = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
-        with self._shutdown_pipe, self._stop_writer:
+        with self._selector, self._shutdown_pipe, self._stop_writer:
             return self._watch()
 
     def _watch(self) -> ExitCode:
         self._take_signals()
         if not self._stopping:
-            self._workers = [self._start() for _ in range(self._settings.workers)]
+            self._add(self._settings.workers)
         self._first = list(self._workers)
         outcome = ExitCode.STOPPED
         check_at_s = time.monotonic() + BEAT_S
         while self._workers:
-            now_s = time.monotonic()
-            wait_s = max(0.0, min(check_at_s, self._kill_at_s) - now_s)
-            wait([self._signals, *(worker.sentinel for worker in self._workers)], wait_s)
-            self._take_signals()
-            for worker in [worker for worker in self._workers if not worker.is_alive()]:
+            wait_s = min(check_at_s, self._close_at_s, self._kill_at_s) - time.monotonic()
+            events = self._selector.select(0 if self._sharing.stuck else max(0.0, wait_s))
+            ready = {key.fileobj for key, _ in events}
+            if self._signals in ready:
+                self._take_signals()
+            self._sharing.share(ready)
+            for worker in [one for one in self._workers if one.sentinel in ready]:
+                if worker.is_alive():
+                    continue  # about to end
                 self._forget(worker)
                 if not self._stopping:
                     outcome = self._after_death(worker)
@@ -161,8 +176,10 @@ class _Supervisor:
                 self._kill_stuck()
             if now_s >= self._retry_at_s and not self._stopping:
                 self._retry_at_s = math.inf
-                missing = self._settings.workers - len(self._workers)
-                self._workers.extend(self._start() for _ in range(missing))
+                self._add(self._settings.workers - len(self._workers))
+            if now_s >= self._close_at_s:
+                self._close_at_s = math.inf
+                self._sharing.close()
             if now_s >= self._kill_at_s:
                 self._kill_at_s = math.inf
                 self._kill_late()
@@ -184,11 +201,20 @@ class _Supervisor:
                 self._stop_number = number
                 self._stop()
 
+    def _add(self, number: int) -> None:
+        for _ in range(number):
+            worker = self._start()
+            self._workers.append(worker)
+            self._selector.register(worker.sentinel, selectors.EVENT_READ)
+
     def _start(self) -> BaseProcess:
         beats, heartbeat = self._spawn.Pipe(duplex=False)
         with heartbeat:
+            inbox = self._sharing.add()
             worker = self._spawn.Process(
-                target=_work, args=(self._settings, self._shutdown_pipe, heartbeat), daemon=True
+                target=_work,
+                args=(self._settings, self._shutdown_pipe, heartbeat, inbox),
+                daemon=True,
             )
             # A worker inherits the signals that this thread blocks. Starting the resource tracker,
             # which happens where it is not alive, unblocks some.
@@ -196,15 +222,18 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             worker.start()
         self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
+        self._inboxes[worker] = inbox
         _log.info("worker %d started", worker.pid)
         return worker
 
     def _forget(self, worker: BaseProcess) -> None:
         self._workers.remove(worker)
+        self._selector.unregister(worker.sentinel)
         assert worker.pid is not None, "bug: the worker was not started"
         metrics_files.remove_live(worker.pid)
         if (watch := self._watches.pop(worker, None)) is not None:
             watch.close()
+            self._sharing.remove(self._inboxes.pop(worker))
 
     def _kill_stuck(self) -> None:
         for worker, watch in self._watches.items():
@@ -238,7 +267,7 @@ class _Supervisor:
             return ExitCode.WORKERS
         if self._shared_gpu and code == ExitCode.DEVICE and worker not in self._ended:
             self._end_neighbours()
-        self._workers.append(self._start())
+        self._add(1)
         return ExitCode.STOPPED
 
     def _same_fault(self, worker: BaseProcess, now_s: float) -> bool:
@@ -272,8 +301,8 @@ class _Supervisor:
 
     def _stop(self) -> None:
         self._stopping = True
-        limit_s = self._settings.grace_s + self._settings.drain_timeout_s + STOP_LIMIT_S
-        self._kill_at_s = time.monotonic() + limit_s
+        self._close_at_s = time.monotonic() + self._settings.grace_s
+        self._kill_at_s = self._close_at_s + self._settings.drain_timeout_s + STOP_LIMIT_S
         self._stop_writer.close()
 
     def _kill_late(self) -> None:
@@ -289,7 +318,9 @@ class _Supervisor:
             worker.kill()
 
 
-def _work(settings: Settings, shutdown_pipe: Connection, heartbeat: Connection) -> None:
+def _work(
+    settings: Settings, shutdown_pipe: Connection, heartbeat: Connection, inbox: Inbox
+) -> None:
     allocator.set_up()
     signals = Signals([signal.SIGHUP])  # the supervisor alone acts on the others
     signals.start()
@@ -301,4 +332,4 @@ def _work(settings: Settings, shutdown_pipe: Connection, heartbeat: Connection) 
     gc.disable()  # until it serves, as in `service.__main__`
     from service.server import run  # here alone: it takes half a second to import
 
-    sys.exit(run(settings, signals, shutdown_pipe, heartbeat, folder))
+    sys.exit(run(settings, signals, shutdown_pipe, heartbeat, inbox, folder))

@@ -103,6 +103,7 @@ class Connection(asyncio.Protocol):
         if len(door.connections) >= door.max_connections:
             self.closing = True
             self.transport.abort()
+            door.refused()
             return
         door.add(self)
         self.stopping = door.stopping
@@ -114,7 +115,7 @@ class Connection(asyncio.Protocol):
             task.add_done_callback(door.handshakes.discard)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.door.connections.discard(self)
+        self.door.remove(self)
         self._state.connections.discard(self)
         self.closing = True
         self.stop_receiving()

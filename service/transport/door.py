@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from uvicorn import Config
@@ -67,6 +68,9 @@ class FrontDoor:
         self.head_turns = Turns()
         self.turns = Turns()
         self.connections: set[Connection] = set()
+        self.removed: Callable[[], None] = lambda: None
+        self.refused: Callable[[], None] = lambda: None
+        """Called for each connection beyond the limit."""
         self.handshakes: set[asyncio.Task[None]] = set()
         self.stopping = False
         self._sweeping = False
@@ -95,6 +99,11 @@ class FrontDoor:
         if not self._sweeping:
             self._sweeping = True
             connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
+
+    def remove(self, connection: Connection) -> None:
+        """Forget a connection that was lost."""
+        self.connections.discard(connection)
+        self.removed()
 
     def _renew(self) -> None:
         """Take over date and whatever else uvicorn sends, which it renews every second."""

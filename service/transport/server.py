@@ -6,37 +6,38 @@ import asyncio
 import contextlib
 import logging
 import math
-import resource
-import select
 import socket
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
 
 import uvicorn
 from fastapi import FastAPI
 
-from service.process.listener import cannot_listen
-from service.transport.connection import Connection
+from service.process.sharing import take, take_all
 from service.transport.door import FrontDoor
 
 _log = logging.getLogger(__name__)
 
-ACCEPTED_AT_ONCE = 16
-"""New connections in one turn of the event loop. libuv accepts one a turn from each descriptor that
-it watches: under load the last of 512 waited 3 s, with so many duplicates of one 0.2 s."""
+_RETRY_S = 1.0
+"""When to look for connections again after no descriptor was free."""
 
-_QUEUED_S = 0.25
-"""How long connections in the accept queue are accepted at a stop."""
+_HANDED_OVER_S = 0.25
+"""At a stop, how long the supervisor may take to hand over its last connections."""
 
 _LOGGED_EVERY_S = 60.0
 """At most one line about refused connections."""
 
 
 class HttpServer(uvicorn.Server):
-    """uvicorn without its signal handlers, which would end the process before the contexts close.
+    """uvicorn, without its listeners and without its signal handlers.
 
-    Overrides two methods that uvicorn does not document; pyproject.toml bounds the version.
-    `refused` is called for each connection beyond the limit of `door`.
+    Connections are accepted here, since uvicorn cannot be given one that a supervisor accepted, and
+    libuv accepts one in each turn of the event loop: of 512 under load, the last waited 3 s. The
+    signal handlers would end the process before the contexts close. Overrides three methods, two of
+    which uvicorn does not document; pyproject.toml bounds the version.
+
+    Args:
+        refused: called for each connection beyond the limit of `door`.
+        closed: called with the number of connections that have ended, whenever it grows.
     """
 
     def __init__(
@@ -45,10 +46,11 @@ class HttpServer(uvicorn.Server):
         door: FrontDoor,
         stop_timeout_s: float,
         refused: Callable[[], None] = lambda: None,
+        closed: Callable[[int], None] = lambda _: None,
     ) -> None:
         config = uvicorn.Config(
             app,
-            http=self._connect,  # type: ignore[arg-type]  # called as a class is
+            http=asyncio.Protocol,  # not used
             ws="none",
             lifespan="off",
             log_config=None,
@@ -62,37 +64,26 @@ class HttpServer(uvicorn.Server):
         super().__init__(config)
         self._door = door
         self._refused = refused
+        self._closed = closed
+        self._sources: set[socket.socket] = set()
+        self._exhausted = asyncio.Event()  # no source is left
+        self._taken = 0
+        self._opening: set[asyncio.Task[object]] = set()
         self._refusals = 0
         """Since the last line about them."""
         self._logged_s = -math.inf
+        door.removed, door.refused = self._count, self._refuse
 
-    def _connect(self, *args: Any, **kwargs: Any) -> Connection:
-        """A connection of `door`, which closes it if too many are open."""
-        door = self._door
-        if len(door.connections) >= door.max_connections:
-            self._refused()
-            self._refusals += 1
-            now_s = asyncio.get_running_loop().time()
-            if now_s - self._logged_s >= _LOGGED_EVERY_S:
-                _log.warning(
-                    "connections: %d refused, as %d are open, the limit: raise that of open files, "
-                    "see lenet_connections_refused_total",
-                    *(self._refusals, door.max_connections),
-                )
-                self._refusals, self._logged_s = 0, now_s
-        return door(*args, **kwargs)
+    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
+        """Serve the connections of listeners, or those that a supervisor hands over.
 
-    def listen(self, listeners: Sequence[socket.socket]) -> list[socket.socket]:
-        """Let clients connect; returns the sockets to `serve`. Raises: CannotListen."""
-        host, port = listeners[0].getsockname()[:2]
-        for listener in listeners:
-            try:
-                listener.listen(self.config.backlog)
-            except OSError as exc:  # another process bound the port, too, and was faster
-                raise cannot_listen(host, port, exc) from exc
-        # Few where descriptors are few.
-        at_once = min(ACCEPTED_AT_ONCE, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 64)
-        return [*listeners, *(one.dup() for one in listeners for _ in range(at_once - 1))]
+        Args:
+            sockets: each non-blocking, for `take`. They are closed at the end.
+        """
+        self._sources.update(sockets or ())
+        for source in self._sources:
+            self._watch(source)  # called when the event loop turns, which is after the set-up
+        await super().serve([])
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -100,37 +91,72 @@ class HttpServer(uvicorn.Server):
         yield
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept what the kernel has queued, which it would reset, then stop as uvicorn does."""
-        late: list[socket.socket] = []
-        with contextlib.ExitStack() as stack, contextlib.suppress(OSError):  # no descriptor is free
-            queues = {listener.getsockname(): listener for listener in sockets or ()}.values()
-            last = [stack.enter_context(listener.dup()) for listener in queues]
-            await _accept_queued(last)
-            for server in self.servers:
-                server.close()
-            for listener in sockets or ():
-                listener.close()
-            for listener in last:  # a queue lives as long as the last descriptor
-                listener.setblocking(False)
-                with contextlib.suppress(BlockingIOError):  # it is empty
-                    while True:
-                        late.append(listener.accept()[0])
-                listener.close()
-        loop = asyncio.get_running_loop()
-        for connection in late:
-            await loop.connect_accepted_socket(
-                lambda: self._connect(self.config, self.server_state, self.lifespan.state),
-                connection,
-            )
+        """Take the connections that wait, which the kernel would reset, then stop as uvicorn does.
+
+        The supervisor closes its end after the last one.
+        """
+        for source in tuple(self._sources):
+            if source.family != socket.AF_UNIX:
+                self._forget(source)
+                for connection in take_all(source):
+                    self._open(connection)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_HANDED_OVER_S):
+                await self._exhausted.wait()
+        for source in tuple(self._sources):
+            self._forget(source)
+            source.close()
+        await asyncio.gather(*self._opening, return_exceptions=True)
         await super().shutdown(sockets)
 
+    def _watch(self, source: socket.socket) -> None:
+        if source in self._sources:
+            asyncio.get_running_loop().add_reader(source, self._take, source)
 
-async def _accept_queued(listeners: Sequence[socket.socket]) -> None:
-    """Wait until the event loop has accepted the connections in the queues of `listeners`."""
-    loop = asyncio.get_running_loop()
-    waiting = select.poll()
-    for listener in listeners:
-        waiting.register(listener, select.POLLIN)
-    deadline_s = loop.time() + _QUEUED_S
-    while waiting.poll(0) and loop.time() < deadline_s:  # noqa: ASYNC110 - the kernel's queue
-        await asyncio.sleep(0)
+    def _forget(self, source: socket.socket) -> None:
+        asyncio.get_running_loop().remove_reader(source)
+        self._sources.discard(source)
+        if not self._sources:
+            self._exhausted.set()
+
+    def _take(self, source: socket.socket) -> None:
+        try:
+            for connection in take(source):
+                self._open(connection)
+        except EOFError:
+            self._forget(source)
+            source.close()
+        except OSError:
+            loop = asyncio.get_running_loop()
+            loop.remove_reader(source)
+            loop.call_later(_RETRY_S, self._watch, source)
+
+    def _open(self, connection: socket.socket) -> None:
+        self._taken += 1
+        loop = asyncio.get_running_loop()
+        opening = loop.create_task(
+            loop.connect_accepted_socket(
+                lambda: self._door(self.config, self.server_state, self.lifespan.state), connection
+            )
+        )
+        self._opening.add(opening)
+        opening.add_done_callback(self._opened)
+
+    def _opened(self, opening: asyncio.Task[object]) -> None:
+        self._opening.discard(opening)
+        self._count()
+
+    def _count(self) -> None:
+        self._closed(self._taken - len(self._opening) - len(self._door.connections))
+
+    def _refuse(self) -> None:
+        self._refused()
+        self._refusals += 1
+        now_s = asyncio.get_running_loop().time()
+        if now_s - self._logged_s >= _LOGGED_EVERY_S:
+            _log.warning(
+                "connections: %d refused, as %d are open, the limit: raise that of open files, "
+                "see lenet_connections_refused_total",
+                *(self._refusals, self._door.max_connections),
+            )
+            self._refusals, self._logged_s = 0, now_s

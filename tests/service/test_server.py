@@ -22,11 +22,13 @@ from service import server as module
 from service.budget import Budget
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
+from service.process.sharing import AT_ONCE
 from service.process.signals import SAME_STOP_S, Signals
 from service.process.stopping import Stop
 from service.server import open_service
 from service.settings import Settings
-from service.transport.server import ACCEPTED_AT_ONCE, HttpServer
+from service.transport.server import HttpServer
+from tests.service.http.doors import until
 from tests.tasks import submit
 
 PATIENCE_S = 30.0
@@ -156,7 +158,7 @@ def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
 
 
 async def test_a_cancelled_start_is_no_stop(settings):
-    serving = asyncio.create_task(module._serve(settings, Stop(60.0), shared=False, heartbeat=None))
+    serving = asyncio.create_task(module._serve(settings, Stop(60.0)))
     await asyncio.sleep(0)
     serving.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -174,7 +176,7 @@ def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are
     with contextlib.ExitStack() as stack:
         connections = [
             stack.enter_context(socket.create_connection(("127.0.0.1", service.port), PATIENCE_S))
-            for _ in range(4 * ACCEPTED_AT_ONCE)
+            for _ in range(4 * AT_ONCE)
         ]
         for connection in connections:
             connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n")
@@ -335,9 +337,37 @@ async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(c
 
     server = HttpServer(app, module.FrontDoor({}, Budget(1 << 20)), timeout_s)
     server.should_exit = True
-    (listener,) = module.listen("127.0.0.1", 0, shared=False)
+    (listener,) = module.listen("127.0.0.1", 0)
     await server.serve([listener])
     assert not caplog.records, "nothing was left to cancel"
+
+
+async def test_the_server_reports_how_many_connections_have_ended():
+    async def app(scope, receive, send): ...
+
+    ended = []
+    door = module.FrontDoor({}, Budget(1 << 20), max_connections=2)
+    server = HttpServer(app, door, 1.0, closed=ended.append)
+    (listener,) = module.listen("127.0.0.1", 0)
+    module.allow_connections([listener])
+    address = listener.getsockname()
+    serving = asyncio.create_task(server.serve([listener]))
+
+    async def until_ended(number):
+        await until(lambda: ended[-1:] == [number])
+
+    (_, http1), (http2_answers, http2) = [await asyncio.open_connection(*address) for _ in "12"]
+    http2.write(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")
+    await http2_answers.readexactly(9)
+    _, refused = await asyncio.open_connection(*address)
+    await until_ended(1)
+    http1.close()
+    await until_ended(2)
+    http2.close()
+    await until_ended(3)
+    refused.close()
+    server.should_exit = True
+    await serving
 
 
 def test_a_second_signal_exits_immediately(start):

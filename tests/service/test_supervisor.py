@@ -6,6 +6,7 @@ import errno
 import itertools
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -73,6 +74,29 @@ def test_workers_count_together_and_a_killed_one_is_replaced_and_its_live_gauges
     found = values(service)
     assert found["lenet_contexts"] == 2, "not the killed one's"
     assert found["lenet_requests_total"] == found["lenet_request_duration_seconds_count"] == 40
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+def sockets(pid):
+    """How many sockets a process has open."""
+    found = 0
+    for path in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found += str(path.readlink()).startswith("socket:")
+    return found
+
+
+def test_four_connections_of_two_workers_are_two_each(start_two):
+    service = start_two("--host", "localhost").ready(workers=2)
+    workers = service.started_workers()
+    before = [sockets(pid) for pid in workers]
+    with contextlib.ExitStack() as stack:
+        for port in (service.port, service.grpc_port) * 2:
+            opened = stack.enter_context(socket.create_connection(("localhost", port), LONG_S))
+            opened.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
+            assert opened.recv(65536).startswith(b"HTTP/1.1 200 ")
+        assert [sockets(pid) for pid in workers] == [number + 2 for number in before]
     service.signal()
     assert service.wait() == ExitCode.STOPPED
 

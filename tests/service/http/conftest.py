@@ -81,7 +81,7 @@ def open_app(weights):
             door = FrontDoor(service.fast_routes, service.budget, gate=service.gate)
             refused = service.metrics.connection_refused
             server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
-            (listener,) = bind("127.0.0.1", 0, shared=False)
+            (listener,) = bind("127.0.0.1", 0)
             with listener:
                 listener.listen()
                 port = listener.getsockname()[1]

@@ -167,7 +167,7 @@ class House:
         found = methods(requests, servicer, self.models, options["keys"])
         door = FrontDoor({}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"])
         server = Server(door, options["stop_timeout_s"])
-        (listener,) = listen("127.0.0.1", 0, shared=False)
+        (listener,) = listen("127.0.0.1", 0)
         with listener:
             listener.listen()
             server.port = listener.getsockname()[1]
