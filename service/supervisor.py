@@ -135,6 +135,7 @@ class _Supervisor:
         self._workers: list[BaseProcess] = []
         self._watches: dict[BaseProcess, Watch] = {}
         self._inboxes: dict[BaseProcess, Inbox] = {}
+        self._devices: dict[BaseProcess, tuple[int, ...]] = {}
         self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker last ended because its device was lost
@@ -170,6 +171,7 @@ class _Supervisor:
                 if not self._stopping:
                     outcome = self._after_death(worker)
                 worker.close()
+                del self._devices[worker]
             now_s = time.monotonic()
             if now_s >= check_at_s:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend
@@ -209,11 +211,14 @@ class _Supervisor:
 
     def _start(self) -> BaseProcess:
         beats, heartbeat = self._spawn.Pipe(duplex=False)
+        used = [self._devices[one] for one in self._workers]
+        devices = min(shares(self._settings.devices, self._settings.workers), key=used.count)
+        settings = self._settings.model_copy(update={"devices": devices})
         with heartbeat:
             inbox = self._sharing.add()
             worker = self._spawn.Process(
                 target=_work,
-                args=(self._settings, self._shutdown_pipe, heartbeat, inbox),
+                args=(settings, self._shutdown_pipe, heartbeat, inbox),
                 daemon=True,
             )
             # A worker inherits the signals that this thread blocks. Starting the resource tracker,
@@ -223,6 +228,7 @@ class _Supervisor:
             worker.start()
         self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
         self._inboxes[worker] = inbox
+        self._devices[worker] = devices
         _log.info("worker %d started", worker.pid)
         return worker
 
@@ -266,7 +272,7 @@ class _Supervisor:
             self._stop()
             return ExitCode.WORKERS
         if self._shared_gpu and code == ExitCode.DEVICE and worker not in self._ended:
-            self._end_neighbours()
+            self._end_neighbours(worker)
         self._add(1)
         return ExitCode.STOPPED
 
@@ -278,20 +284,25 @@ class _Supervisor:
             return False
         if worker in self._beside and now_s - self._fault_s < SAME_FAULT_S:
             return True
-        self._fault_s, self._beside = now_s, list(self._workers)
+        self._fault_s, self._beside = now_s, self._neighbours(worker)
         return False
 
-    def _end_neighbours(self) -> None:
+    def _neighbours(self, worker: BaseProcess) -> list[BaseProcess]:
+        """The other workers that use a GPU of `worker`, which has ended."""
+        own = set(self._devices[worker])
+        return [one for one in self._workers if own.intersection(self._devices[one]) or not own]
+
+    def _end_neighbours(self, worker: BaseProcess) -> None:
         """End the workers that lost the GPU to the same fault; until then MPS takes no new client.
 
         A worker with a batch notices the fault and answers its callers; an idle one does not.
         """
-        self._ended = list(self._workers)
+        self._ended = self._neighbours(worker)
         deadline_s = time.monotonic() + SAME_FAULT_S
-        for worker in self._ended:
-            worker.join(max(0.0, deadline_s - time.monotonic()))
-            worker.kill()
-            worker.join()
+        for neighbour in self._ended:
+            neighbour.join(max(0.0, deadline_s - time.monotonic()))
+            neighbour.kill()
+            neighbour.join()
 
     def _reload(self) -> None:
         for worker in self._workers:
@@ -316,6 +327,17 @@ class _Supervisor:
     def _kill_all(self) -> None:
         for worker in self._workers:
             worker.kill()
+
+
+def shares(devices: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
+    """The GPUs of each worker: as many as there are for each, one if there are fewer.
+
+    So the loss of a GPU ends its workers alone. Without numbers each worker uses all GPUs.
+    """
+    if len(devices) < 2:
+        return [devices]
+    parts = min(len(devices), workers)
+    return [devices[part::parts] for part in range(parts)]
 
 
 def _work(

@@ -21,7 +21,7 @@ from service import supervisor
 from service.errors import ExitCode
 from service.process.signals import SAME_STOP_S, Signals
 from service.settings import Settings
-from service.supervisor import RESTARTS, SAME_FAULT_S
+from service.supervisor import RESTARTS, SAME_FAULT_S, shares
 
 LONG_S = 30.0
 """How long workers may take to flush what they counted."""
@@ -376,3 +376,18 @@ def test_the_supervisor_starts_workers_without_what_only_they_need():
     ).stdout.split()
     assert "service.supervisor" in loaded
     assert not LATE & set(loaded)
+
+
+@pytest.mark.parametrize(
+    ("devices", "workers", "expected"),
+    [
+        ((0,), 4, [(0,)]),
+        ((), 2, [()]),
+        ((0, 1), 1, [(0, 1)]),
+        ((0, 1), 2, [(0,), (1,)]),
+        ((2, 0, 1), 2, [(2, 1), (0,)]),
+        ((0, 1), 4, [(0,), (1,)]),
+    ],
+)
+def test_gpus_are_divided_over_the_workers(devices, workers, expected):
+    assert shares(devices, workers) == expected
