@@ -205,14 +205,15 @@ class _Supervisor:
 
     def _add(self, number: int) -> None:
         for _ in range(number):
-            worker = self._start()
+            used = [self._devices[one] for one in self._workers]
+            devices = min(shares(self._settings.devices, self._settings.workers), key=used.count)
+            worker = self._start(devices)
             self._workers.append(worker)
+            self._devices[worker] = devices
             self._selector.register(worker.sentinel, selectors.EVENT_READ)
 
-    def _start(self) -> BaseProcess:
+    def _start(self, devices: tuple[int, ...]) -> BaseProcess:
         beats, heartbeat = self._spawn.Pipe(duplex=False)
-        used = [self._devices[one] for one in self._workers]
-        devices = min(shares(self._settings.devices, self._settings.workers), key=used.count)
         settings = self._settings.model_copy(update={"devices": devices})
         with heartbeat:
             inbox = self._sharing.add()
@@ -228,7 +229,6 @@ class _Supervisor:
             worker.start()
         self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
         self._inboxes[worker] = inbox
-        self._devices[worker] = devices
         _log.info("worker %d started", worker.pid)
         return worker
 

@@ -271,7 +271,7 @@ def puppets(monkeypatch, tmp_path):
     def install(*codes):
         left = iter(codes)
 
-        def start(_):
+        def start(_, devices):
             made.append(Puppet(len(made) + 1, next(left)))
             return made[-1]
 
