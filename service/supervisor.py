@@ -91,7 +91,9 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
                 ports.append(stack.enter_context(reserve(settings.host, settings.grpc_port)))
             stack.enter_context(metrics_files.shared_folder(settings.workers))
             shared_gpu = False
-            if settings.mps == "auto" and mps.wanted(settings.device, settings.workers):
+            # Under MPS a fault reaches every process, also those on other GPUs.
+            alone = len(shares(settings.devices, settings.workers)) >= settings.workers
+            if settings.mps == "auto" and not alone and mps.wanted(settings.device):
                 shared_gpu = stack.enter_context(mps.shared_gpu())
             code = _Supervisor(settings, received, ports, shared_gpu).run()
     except STARTUP_ERRORS as exc:

@@ -41,11 +41,10 @@ class _NoMps(Exception):
     """The message says why."""
 
 
-def wanted(device: str, workers: int) -> bool:
-    """Whether several workers will share a GPU; `device` is auto, cpu or cuda."""
+def wanted(device: str) -> bool:
+    """Whether there is a GPU to share; `device` is auto, cpu or cuda."""
     # With auto: that the driver runs is all that can be known without a context.
-    on_gpu = device == "cuda" or (device == "auto" and _DRIVER.exists())
-    return on_gpu and workers > 1
+    return device == "cuda" or (device == "auto" and _DRIVER.exists())
 
 
 @contextlib.contextmanager
