@@ -20,6 +20,8 @@ from collections.abc import Iterable, Sequence
 from ctypes import c_longlong
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
+from types import SimpleNamespace
+from typing import Protocol
 
 from service.process.listener import BACKLOG, allow_connections
 
@@ -81,6 +83,19 @@ def _receive(source: socket.socket) -> socket.socket:
     return socket.socket(fileno=int.from_bytes(descriptor, sys.byteorder))
 
 
+class Number(Protocol):
+    """A number that two processes see."""
+
+    value: int
+
+
+def _shared_number() -> Number:
+    try:
+        return RawValue(c_longlong, 0)
+    except OSError:  # nothing can be written here: connections are then shared out in turn
+        return SimpleNamespace(value=0)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Inbox:
     """What a worker has of its connections.
@@ -92,7 +107,7 @@ class Inbox:
 
     source: socket.socket
     ports: tuple[tuple[socket.socket, ...], ...]
-    _closed: c_longlong
+    _closed: Number
 
     def begin(self) -> None:
         """Ask for connections."""
@@ -110,7 +125,7 @@ class _Share:
         self.channel, source = socket.socketpair()
         for end in (self.channel, source):
             end.setblocking(False)
-        self._closed = RawValue(c_longlong, 0)
+        self._closed = _shared_number()
         self.inbox = Inbox(source, ports, self._closed)
         self._handed_over = 0
 
