@@ -61,15 +61,15 @@ class Request:
     done: bool = field(default=False, init=False)
     """Answered or cancelled: what its batches still compute is dropped."""
     cut_rows: int = field(default=0, init=False)
-    """How many of its rows have left the queue in batches."""
+    """Rows of this request that were cut into batches."""
     expected_rows: int = field(default=0, init=False)
-    """How many rows the queue will have cut, ever, when all of it is, in strict order."""
+    """In strict order: the queue's total of cut rows once this request is cut completely."""
     answered_rows: int = field(default=0, init=False)
     first_cut_s: float = field(default=0.0, init=False)
     parts: dict[int, Probabilities] | None = field(default=None, init=False)
-    """By first row: batches of one request finish in any order."""
+    """Results by first row: batches of one request finish in any order."""
     batch: BatchAnswer = field(init=False)
-    """Where the answers are, once they are complete, from row `row` on."""
+    """The batch that holds the complete answer, from row `row` on."""
     row: int = field(default=0, init=False)
     batch_rows: int = field(default=0, init=False)
     """The rows of the batch that completed it, those of other requests included."""
@@ -136,12 +136,12 @@ class Cut:
 
     @property
     def version(self) -> ModelVersion:
-        """What to compute the batch with."""
+        """The version that computes the batch."""
         return self.segments[0].request.version
 
     @property
     def requests(self) -> list[Request]:
-        """Whose rows are in the batch."""
+        """The requests with rows in the batch."""
         return [segment.request for segment in self.segments]
 
     def images(self) -> list[Images]:
@@ -226,7 +226,7 @@ class BatchQueue:
         return waiting
 
     def cut_due_s(self) -> float | None:
-        """From when on `cut` is due; None if nothing waits. In the past means now."""
+        """Time from which `cut` is due, perhaps in the past; None if nothing waits."""
         if not self._rows:
             return None
         first = next(iter(self)).arrived_s

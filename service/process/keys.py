@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from service.errors import Forbidden, ServiceError, Unauthorized
 
 MIN_CHARACTERS = 16
-"""Of a key: 96 bits in base64. One that can be guessed protects nothing."""
+"""Least length of a key: 96 random bits in base64."""
 
 
 class Keys:
@@ -30,14 +30,14 @@ class Keys:
         return bool(self._keys)
 
     def check(self, authorization: str | None, *, admin: bool = False) -> ServiceError | None:
-        """What is wrong with a request's `Authorization`, None where it has none; else None.
+        """The error to answer with, None if the key is accepted.
 
-        `admin`: it is one to load or unload models.
+        `authorization` is None if the header is missing. `admin`: the request loads or unloads
+        models.
         """
         if admin and not self._admin:
             return Forbidden(
-                "models are not loaded and unloaded by requests here; "
-                "start the service with LENET_ADMIN_KEYS",
+                "loading models over the API is disabled; start the service with LENET_ADMIN_KEYS",
                 field="authorization",
             )
         if not admin and not self._keys:
@@ -47,7 +47,7 @@ class Keys:
             return _unauthorized("none", expected)
         scheme, _, key = authorization.partition(" ")
         if scheme.lower() != "bearer":
-            return _unauthorized("another scheme", expected)
+            return _unauthorized("a scheme other than Bearer", expected)
         given = _digest(key.strip())
         # All of them, so that the time does not tell which one it resembles.
         is_admin = sum(hmac.compare_digest(given, digest) for digest in self._admin)

@@ -467,7 +467,9 @@ async def test_a_load_that_is_refused_says_why_and_changes_nothing(
     assert loaded(house) == before
     assert await house.ask(1) == "3"
     for name in ("z", "../weights/a", "", "a/3"):
-        with pytest.raises(UnknownModel, match="is not there, expected one of a, b"):
+        with pytest.raises(
+            UnknownModel, match="is not in the weights folder, expected one of a, b"
+        ):
             await house.models.load(name)
 
 
