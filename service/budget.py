@@ -44,7 +44,7 @@ class Budget:
         self.max_bytes = max_bytes
         self.held_bytes = 0
         self._transfers: dict[Transfer, int] = {}
-        """With what each had moved when it was last looked at."""
+        """`moved_bytes` of each transfer at the last check."""
         self._slow: set[Transfer] = set()
         self._checking = False
 

@@ -49,7 +49,7 @@ kept. A larger one is refused at the headers."""
 
 @dataclass(frozen=True, slots=True)
 class Requests:
-    """What all requests of a protocol share."""
+    """Shared by all requests of a protocol."""
 
     models: Models
     metrics: Metrics
@@ -61,7 +61,7 @@ class Requests:
     timeout_s: float
     """The longest that a request may take."""
     protocol: Transport = "http"
-    """In metrics."""
+    """The label in metrics."""
 
     def too_large(self, part: str, found: str) -> TooLarge:
         """The error for a body of more than `max_body_bytes`."""
@@ -78,7 +78,7 @@ class Requests:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What the head of a request asks for. Equal heads share one."""
+    """Options read from the head of a request. Equal heads share one."""
 
     form: Form
     timeout_s: float
@@ -87,7 +87,7 @@ class Wanted:
     model: str = ""
     version: str = ""
     asks_first: bool = False
-    """Whether the client sends the body only when it is told to."""
+    """Whether the client waits for `100 Continue` before it sends the body."""
 
 
 @dataclass(slots=True)  # not frozen: one is made for each request
@@ -115,7 +115,7 @@ class Request:
     _model = NO_MODEL
     _decoding_began_s = _decode_s = 0.0
     moved_bytes = 0
-    """Of the body, received."""
+    """Received bytes of the body."""
     _held_bytes = 0
     _watched = _transferring = False
     done = False
@@ -123,11 +123,11 @@ class Request:
     _body: Body = b""
     _job: Job | None = None
     _computer: Batcher | Explainer | None = None
-    """Where `_queued` waits, or is computed."""
+    """Has `_queued` in its queue or in a batch."""
     _queued: queue.Request | None = None
     _writing: _Writing | None = None
     asked: Asked = NOTHING
-    """What the body asks for, once it is decoded."""
+    """Options in the body, once it is decoded."""
 
     def __init__(self, requests: Requests, wanted: Wanted, on_done: OnDone) -> None:
         self._requests, self._wanted, self._on_done = requests, wanted, on_done
@@ -166,7 +166,7 @@ class Request:
         elif not body:
             self._body = data
         elif self.moved_bytes > SMALL_BYTES and (room := self.room()) is not None:
-            # Once for all, where a body that grows would be copied or mapped anew again and again.
+            # Allocated once; a growing bytearray would be copied repeatedly.
             room[: len(body)] = body
             room[len(body) : self.moved_bytes] = data
         else:
@@ -186,7 +186,7 @@ class Request:
         return room
 
     def arrived(self, size: int) -> None:
-        """As `data`, of what was written there."""
+        """`size` bytes were written to the memory of `room`."""
         if not self.done:
             self.moved_bytes += size
             if self._watched:
@@ -234,7 +234,7 @@ class Request:
                 self._hold()
                 self._watch()
                 decoders = self._requests.decoders
-                self._job = decoders.start(self._form, body, self._came, self._release)
+                self._job = decoders.start(self._form, body, self._on_decoded, self._release)
         except ServiceError as exc:
             self._refuse(exc)
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
@@ -256,7 +256,7 @@ class Request:
         served = self._requests.models.get(self._wanted.model, self._wanted.version)
         self._model, self._model_is_unknown = served.version.key, False
 
-    # What explanations do in their own way.
+    # Overridden by explanations.
 
     def enqueue(self, images: Images) -> queue.Request:
         """Have `images` computed, and `answered` called. Raises: ServiceError."""
@@ -278,7 +278,7 @@ class Request:
 
     # From the decoded body to the answer.
 
-    def _came(self, outcome: Decoded | ServiceError) -> None:
+    def _on_decoded(self, outcome: Decoded | ServiceError) -> None:
         """Go on with what a decoding process sent."""
         self._job = None
         if isinstance(outcome, ServiceError):
@@ -314,7 +314,7 @@ class Request:
         self._decode_s = queued.arrived_s - self._decoding_began_s
 
     def answered(self, queued: queue.Request, error: ServiceError | None) -> None:
-        """Its images are computed, or not to be had."""
+        """The images were computed, or failed with `error`."""
         self._queued = None
         if error is not None:
             self.fail(self._late() if isinstance(error, DeadlineExceeded) else error)
@@ -404,7 +404,7 @@ class Request:
         self._on_done(ServiceError("internal error; see the server log"))
 
     def evict(self) -> None:
-        """The body arrives slowly, and others need the memory."""
+        """The body arrives slowly while memory is short: fail."""
         part = self._form.part
         self.fail(
             BodyTimeout(

@@ -81,7 +81,7 @@ _DECODER_BYTES = 256 << 20
 transparency. With 384 JSON of 30 MB killed the process instead of being refused."""
 
 LAST_ANSWERS_S = 0.5
-"""From the loss of the device to the end: callers get their answers, and probes see it."""
+"""Seconds from the loss of the device to the stop: callers get answers, probes see it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ class Service:
     metrics: Metrics
     access: AccessLog | None
     faults: Faults | None
-    """With `--fault-injection`."""
+    """Set by `--fault-injection`."""
 
 
 @asynccontextmanager
@@ -219,7 +219,7 @@ async def open_service(
 
 
 def _decoder_count(settings: Settings) -> int:
-    """As set; by default one for each core that this worker has, two to eight."""
+    """The setting; by default one for each core of this worker, two to eight."""
     cores = os.cpu_count() or 1
     if hasattr(os, "sched_getaffinity"):  # not on macOS
         cores = len(os.sched_getaffinity(0))
@@ -414,7 +414,7 @@ async def _answer(
 
     `ports`: the listeners for HTTP and, unless they are the same, for gRPC. All speak both.
     """
-    _settle()
+    _freeze_objects()
     door = FrontDoor(
         service.fast_routes,
         service.budget,
@@ -463,7 +463,7 @@ async def _answer(
     await service.models.drain(max(0.0, deadline_s - loop.time()))
 
 
-def _settle() -> None:
+def _freeze_objects() -> None:
     """End the start: what is left of it is kept from the collector, what it freed is returned."""
     gc.collect()
     gc.freeze()  # a collection in the middle of traffic need not look at it

@@ -77,7 +77,7 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
     try:
         with contextlib.ExitStack() as stack:
             received = stack.enter_context(_received(signals))
-            # What a worker could not be started with is reported once, before any is started.
+            # A setting that no worker could start with is reported once, before any is started.
             folder = WeightsFolder(settings.weights, settings.latest_versions)
             versions = folder.read_all(settings.models, settings.default_model)
             # A worker that replaces another has the same models, and the same default.

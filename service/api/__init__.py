@@ -1,1 +1,1 @@
-"""What is offered: paths of HTTP and methods of gRPC."""
+"""The API: HTTP paths and gRPC methods."""

@@ -97,7 +97,7 @@ def create_app(
             return _response(refusal(404, "not_found", _NOT_EXPLAINED))
 
     async def on_service_error(_: Request, error: Exception) -> Response:
-        # Of the routes below /v1 and /v2: the others have none.
+        # Only routes below /v1 and /v2 have placeholders.
         return _response(plain_error_answer(cast("ServiceError", error)))
 
     async def on_routing_error(request: Request, error: Exception) -> Response:

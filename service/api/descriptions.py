@@ -1,4 +1,4 @@
-"""What the Open Inference Protocol tells of models, over HTTP and gRPC alike.
+"""Model metadata of the Open Inference Protocol, for HTTP and gRPC.
 
 Source: https://github.com/kserve/open-inference-protocol
 """

@@ -41,10 +41,10 @@ _NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 
 @dataclass(frozen=True, slots=True)
 class ExplainWanted(Wanted):
-    """What the head of a request asks for, besides."""
+    """The options of an explanation, read from the request's head."""
 
     index: int = field(kw_only=True)
-    """Which image is explained."""
+    """Index of the explained image."""
     change: Change = field(kw_only=True)
 
 
@@ -65,7 +65,7 @@ class ExplainRoute:
     def read(
         self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None
     ) -> ExplainWanted:
-        """What the head of a request asks for. Raises: see `ImageRoute.read`."""
+        """Read the options from the query and headers. Raises: see `ImageRoute.read`."""
         wanted = self.predict.read(query, headers)
         parameters = parameters_of(query, _PARAMETERS)
         index, change = _index(parameters), _change(parameters)
@@ -133,7 +133,7 @@ def _index(parameters: Mapping[str, str]) -> int:
 
 
 def _change(parameters: Mapping[str, str]) -> Change:
-    """What the query changes of the model. Raises: InvalidInput."""
+    """Read the changes to the model from the query. Raises: InvalidInput."""
     biases = parameters.get("biases", "on")
     if biases not in ("on", "off"):
         raise invalid("biases", shown(biases), "on or off")
@@ -153,7 +153,7 @@ def _change(parameters: Mapping[str, str]) -> Change:
 
 
 def _prediction(logits: Layer, names: Sequence[str]) -> dict[str, Any]:
-    """As one of `POST /predict`."""
+    """A prediction in the form of `POST /predict`."""
     probabilities = logits.probabilities
     assert probabilities is not None, "bug: not the last layer"
     label = int(probabilities.argmax())

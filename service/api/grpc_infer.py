@@ -28,14 +28,14 @@ _BYTES_OF_ONE = 400 * 1024
 
 @dataclass(frozen=True, slots=True)
 class _InferMethod:
-    """What the two methods of inference share."""
+    """Shared by the two inference methods."""
 
     requests: Requests
     is_limited: ClassVar[bool] = True
     is_endless: ClassVar[bool] = False
 
     def read(self, headers: Mapping[str, str]) -> Wanted:
-        """What the head of a call asks for; the rest is in its message. Raises: InvalidInput."""
+        """Read the options in the call's headers. Raises: InvalidInput."""
         longest_s = self.requests.timeout_s
         timeout_s = timeout_s_of(headers)
         limit_s = longest_s if timeout_s is None else min(timeout_s, longest_s)

@@ -63,7 +63,7 @@ _MAX_SMALL_BYTES = 4096
 from it."""
 
 Access: TypeAlias = Literal["public", "user", "admin"]
-"""Who may make a call: anybody, whoever has a key where there are keys, or an administrator."""
+"""Required rights: none, a key if keys are configured, or an administrator's key."""
 
 _SMALL_METHODS: dict[str, Access] = {
     **dict.fromkeys(("ServerLive", "ServerReady"), "public"),  # probes have no keys
@@ -112,16 +112,16 @@ class _Guarded:
 
     @property
     def is_limited(self) -> bool:
-        """As `method`."""
+        """Delegates to `method`."""
         return self.method.is_limited
 
     @property
     def is_endless(self) -> bool:
-        """As `method`."""
+        """Delegates to `method`."""
         return self.method.is_endless
 
     def read(self, headers: Mapping[str, str]) -> Any:
-        """As `method`. Raises: Unauthorized, Forbidden."""
+        """Check the key, then delegate to `method`. Raises: Unauthorized, Forbidden."""
         if self.keys or self.admin:
             error = self.keys.check(headers.get("authorization"), admin=self.admin)
             if error is not None:
@@ -162,7 +162,7 @@ class HealthServicer:
     async def watch(
         self, requests: AsyncIterator[health_pb2.HealthCheckRequest]
     ) -> AsyncIterator[health_pb2.HealthCheckResponse]:
-        """The same now, and at each change; SERVICE_UNKNOWN while the name is not known."""
+        """Yield the status now and at each change; SERVICE_UNKNOWN for an unknown name."""
         request = await anext(requests, health_pb2.HealthCheckRequest())
         last = None
         while True:
@@ -197,7 +197,7 @@ class HealthServicer:
 async def answer_reflection(
     requests: AsyncIterator[reflection_pb2.ServerReflectionRequest],
 ) -> AsyncIterator[reflection_pb2.ServerReflectionResponse]:
-    """Which services there are, and the files that describe them."""
+    """Answer reflection requests: service names and file descriptors."""
     pool: Any = Default()
     async for request in requests:
         response = reflection_pb2.ServerReflectionResponse(
@@ -230,7 +230,7 @@ def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> N
 
 
 class _Small:
-    """What methods have in common whose messages are small."""
+    """Base of the methods whose messages are small."""
 
     is_limited = is_endless = False
 
@@ -267,7 +267,7 @@ class _Stream(_Small):
 
 
 class _SmallCall:
-    """A call of such a method: collects its messages, and runs a task that answers."""
+    """A call with small messages: collects them and runs a task that answers."""
 
     patience_s = _MESSAGE_S
 
@@ -296,22 +296,22 @@ class _SmallCall:
         return self
 
     def data(self, data: bytes) -> None:
-        """The next piece of it."""
+        """Receive the next piece of the message."""
         self._body += data
         if len(self._body) > _MAX_SMALL_BYTES:
             raise self._too_large("more")
 
     def room(self) -> None:
-        """There is none: messages are small."""
+        """Returns None: messages are small."""
 
     def arrived(self, size: int) -> None:
         """Not called."""
 
     def wait_for_body(self) -> None:
-        """See `patience_s`."""
+        """Does nothing: `patience_s` limits the time."""
 
     def end(self, body: bytes | memoryview | None = None) -> None:
-        """It is complete."""
+        """The message is complete."""
         try:
             request = self._method.request.FromString(self._body if body is None else bytes(body))
         except DecodeError:
@@ -326,25 +326,25 @@ class _SmallCall:
         return invalid("message", found, expected)
 
     def received(self, request: Message) -> None:
-        """The next request is there."""
+        """Handle the next request."""
         raise NotImplementedError
 
     # The call.
 
     def half_close(self) -> None:
-        """A request has to be there by now."""
+        """The client sends no more. Raises: InvalidInput, if no request was received."""
         if not self._received:
             raise InvalidInput("message: got none, expected a request", field="message")
 
     def wait(self) -> None:
-        """See `patience_s`."""
+        """Does nothing: `patience_s` limits the time."""
 
     def is_ahead(self) -> bool:
-        """One answer never is."""
+        """Returns False: there is one answer."""
         return False
 
     def stop(self, error: ServiceError) -> None:
-        """It is answered, if it has begun."""
+        """The service stops: a call that received a request is still answered."""
         if not self._received:
             self.fail(error)
 

@@ -255,7 +255,7 @@ class ExplainedLayer(BaseModel):
 
 
 class ExplainResponse(BaseModel):
-    """What each layer computes of one image."""
+    """The outputs of each layer for one image."""
 
     model: str = Field(examples=["lenet"])
     version: str = Field(examples=["1"])
@@ -353,7 +353,7 @@ class Health(BaseModel):
 
 
 class ErrorDetail(BaseModel):
-    """What went wrong."""
+    """Code and message of an error."""
 
     code: str = Field(description="From a closed set.", examples=["invalid_input"])
     field: str = Field(description='What is wrong; "" if no single part is.', examples=["images"])

@@ -1,4 +1,4 @@
-"""Where images may be sent over HTTP: which path takes which form, and how it answers.
+"""The HTTP routes that take images: the form of each path, and its answers.
 
 A new form gets a function here that reads its head, and a line in `image_routes`.
 """
@@ -30,19 +30,19 @@ from service.transport.answer import Answer, error_answer, plain_error_answer
 from service.transport.head import FastRoute
 
 PARAMETERS = ("model", "version", "invert", "digits")
-"""What the query of `POST /predict` may have."""
+"""Query parameters of `POST /predict`."""
 
 _INVERT = get_args(Invert)
 _DIGITS = get_args(Digits)
 
 Headers: TypeAlias = Mapping[str, str]
-"""By name in lower case."""
+"""Header values by lower-case name."""
 
 Reply: TypeAlias = Callable[[Answer], None]
 """Called once with the answer, unless the request is cancelled."""
 
 ReadForm: TypeAlias = Callable[[bytes, Headers, Mapping[str, str], Limits], tuple[Form, str, str]]
-"""What the query, the headers and the path say of a request: its form, model and version."""
+"""Reads form, model and version from the query, the headers and the path."""
 
 
 def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], FastRoute]:
@@ -66,12 +66,12 @@ class ImageRoute:
     error: Callable[[ServiceError], Answer] = error_answer
 
     def read(self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None) -> Any:
-        """What the head of a request asks for. `path` has the values of its placeholders.
+        """Read the options of a request. `path`: the values of the path's placeholders.
 
         Raises:
             InvalidInput: a parameter or header is wrong.
             UnsupportedMediaType: the body is compressed, or of an unknown type.
-            TooLarge: the body is announced to be.
+            TooLarge: Content-Length exceeds the limit.
         """
         requests = self.requests
         form, model, version = self.read_form(query, headers, path or {}, requests.limits)
@@ -89,7 +89,7 @@ class ImageRoute:
         return Request(self.requests, wanted, self.answers(reply))
 
     def answers(self, reply: Reply) -> Callable[[Written | ServiceError], None]:
-        """What calls `reply` with the answer that becomes of a request."""
+        """A callback that passes the request's answer to `reply`."""
 
         def done(outcome: Written | ServiceError) -> None:
             if isinstance(outcome, ServiceError):

@@ -31,7 +31,7 @@ from service.observe.metrics import Metrics
 
 
 class InferenceServicer:
-    """What clients ask about the loaded models.
+    """Answers questions about the loaded models.
 
     A model that is not loaded is not ready, without an error, as in Triton, whose clients poll
     `ModelReady` until a model is loaded; every other call answers NOT_FOUND.

@@ -18,7 +18,7 @@ from service.engine.models import Models
 
 
 def verb_of(path: str) -> str:
-    """What stands behind the colon of a path of this API, "" if there is none."""
+    """The text after the colon of a path of this API, "" without a colon."""
     if not path.startswith(f"{TENSORFLOW}/"):
         return ""
     _, colon, verb = path.rpartition("/")[2].partition(":")
@@ -44,7 +44,7 @@ def status_routes(models: Models) -> APIRouter:
     router = APIRouter(prefix=TENSORFLOW, tags=["TensorFlow Serving"])
 
     async def status(request: HttpRequest) -> ModelStatus:
-        """Its versions; AVAILABLE until the service stops."""
+        """The versions of a model; AVAILABLE until the service stops."""
         name, version = request.path_params["model"], request.path_params.get("version", "")
         if verb_of(request.scope["path"]) and models.find(name, version) is None:
             raise HTTPException(405, headers={"Allow": "POST"})

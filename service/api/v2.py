@@ -38,7 +38,7 @@ from service.observe.metrics import Metrics
 from service.process.keys import Keys
 
 _MAX_BODY_BYTES = 64 * 1024
-"""Of requests to the repository."""
+"""Limit of repository request bodies."""
 
 
 class ServerMetadata(BaseModel):
@@ -66,7 +66,7 @@ class RepositoryEntry(BaseModel):
 
 
 class IndexRequest(BaseModel):
-    """Which versions are listed."""
+    """The filter of the model index."""
 
     ready: StrictBool = Field(False, description="Only those that are loaded.")
 
@@ -119,7 +119,7 @@ def protocol_routes(
         return ModelReadiness(name=served[0].version.name, ready=models.ready)
 
     async def configuration(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
-        """As Triton's clients read it. `max_batch_size`: images in one request."""
+        """The configuration that Triton's clients read. `max_batch_size`: images a request."""
         return model_config(served[0].version, max_images)
 
     async def statistics(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:

@@ -37,12 +37,12 @@ def main() -> None:
     `argv[2]` is the service's process id, `argv[3]` the most bytes of memory.
     """
     descriptor, parent, memory_bytes = map(int, sys.argv[1:4])
-    _settle(parent, memory_bytes)
+    _set_up_process(parent, memory_bytes)
     with socket.socket(fileno=descriptor) as channel, suppress(BrokenPipeError):
         _serve(channel, memory_bytes)
 
 
-def _settle(parent: int, memory_bytes: int) -> None:
+def _set_up_process(parent: int, memory_bytes: int) -> None:
     """Leave signals to the service, limit memory, and end with the service."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         # A terminal and service managers send them to every process of the service.

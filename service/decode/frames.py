@@ -1,4 +1,4 @@
-"""What the service and its decoding processes send each other: a header in JSON, then bytes.
+"""Messages between the service and its decoding processes: a JSON header, then bytes.
 
     head     lengths of the header and of the content, 4 + 8 bytes in network order
     header   a JSON object
@@ -23,7 +23,8 @@ HEAD = struct.Struct("!IQ")
 CANCEL = HEAD.pack(0, 0)
 
 MAX_HEADER_BYTES = 1 << 20
-"""Of a reply: an id or an unknown name in a gRPC message may be 64 KiB, six times that in JSON."""
+"""Limit of a reply's header: an id or an unknown name in a gRPC message may be 64 KiB, six times
+that in JSON."""
 
 
 def form_header(form: Form) -> dict[str, Any]:

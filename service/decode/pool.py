@@ -55,7 +55,7 @@ MAX_WAITING_S = 10.0
 """Estimated work of a class that may wait, for each decoder."""
 
 _CANCEL_S = 0.03
-"""How long a decoder that was asked to end its work may take: a small picture, or a slice."""
+"""Time for a decoder to stop after a cancel: it finishes a small picture or a slice first."""
 
 _IDLE_S = 60.0
 _REAP_S = 0.02
@@ -208,7 +208,7 @@ class Decoders:
         elif job.decoder is not None:
             job.decoder.cancel()
 
-    # What decoders call.
+    # Called by decoders.
 
     def done(self, decoder: _Decoder, job: Job, outcome: Decoded | ServiceError) -> None:
         """`decoder` is free again."""
@@ -337,7 +337,7 @@ class _Decoder:
         self._header: bytearray | None = None
         self._pixels: Images | None = None
         self._room = memoryview(self._head)
-        """Where the rest of the part goes that is being received."""
+        """The unfilled rest of the buffer for the part being received."""
         self._loop = asyncio.get_running_loop()
         self._killer: asyncio.TimerHandle | None = None
         self._writing = False
@@ -353,7 +353,7 @@ class _Decoder:
         self._loop.add_reader(self._socket.fileno(), self._readable)
 
     def alive(self) -> bool:
-        """Whether the process runs; an end may not have been noticed yet."""
+        """Whether the process still runs."""
         return self._process.poll() is None
 
     def begin(self, job: Job) -> None:

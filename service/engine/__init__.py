@@ -1,1 +1,1 @@
-"""From images to probabilities: queue, batches, contexts, models. Knows no transport."""
+"""Turns images into probabilities: queue, batches, contexts, models."""

@@ -73,11 +73,11 @@ class Batcher:
 
     @property
     def version(self) -> ModelVersion:
-        """What a request that comes now is computed with."""
+        """The version for new requests."""
         return self._version
 
     def load(self) -> Load:
-        """What there is to do."""
+        """Waiting rows and busy contexts."""
         return self._queue.rows, self._pool.busy
 
     def enqueue(self, images: Images, deadline_s: float, on_answer: OnAnswer) -> Request:

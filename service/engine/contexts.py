@@ -123,7 +123,7 @@ class Worker:
             _log.error("%s %s: not closed after %g s", self.name, state, CLOSE_TIMEOUT_S)
 
     def _poll(self, pending: Pending, on_done: OnDone) -> None:
-        """In every turn of the event loop until the batch is done."""
+        """Poll in every turn of the event loop until the batch is done."""
         outcome: BatchResult | Exception
         try:
             if not pending.done():

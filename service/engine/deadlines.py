@@ -20,7 +20,7 @@ _NEVER = float("inf")
 
 
 class Waiting(Protocol):
-    """What has a deadline, on the loop's clock; hashed by identity."""
+    """An object with a deadline on the loop's clock; hashed by identity."""
 
     deadline_s: float
 
@@ -37,7 +37,7 @@ class Deadlines:
         self._loop = asyncio.get_running_loop()
         self._waiting: dict[Waiting, Callable[[Any], None]] = {}
         self._look_s = _NEVER
-        """When to look: at the earliest deadline, or when the pause is over."""
+        """Time of the next check: the earliest deadline, or the end of the pause."""
         self._pause_until_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
 

@@ -13,31 +13,32 @@ from service.settings import Settings
 _log = logging.getLogger(__name__)
 
 CONTEXTS = {"cpu": 1, "cuda": 2}
-"""On one device; on a GPU the copies of one context overlap the kernels of another."""
+"""Default contexts a device; on a GPU the copies of one overlap the kernels of another."""
 
 MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
 BUSY_POLL_US = {"cpu": 0, "cuda": 200}
 JOINED_ROWS = 64
-"""See `Batcher`; on a single GPU. An H200 takes about as long for several dozen rows as for one,
+"""Default `joined_rows` of a single GPU, see `Batcher`. An H200 takes about as long for several
+dozen rows as for one,
 but each batch costs the host's time. With 512, four connections that send 64 images each waited for
 each other, and got 0.8 of the throughput (2026-11-22)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """Where each model runs, with the defaults of that device filled in."""
+    """The devices of each model, with their defaults filled in."""
 
     targets: tuple[Target, ...]
     """GPUs, or the CPU alone."""
     contexts: int
-    """On each target."""
+    """Contexts on each target."""
     max_batch_rows: int
     busy_poll_s: float = 0.0
     joined_rows: int = 0
 
     @property
     def name(self) -> str:
-        """As in the log: cpu, or cuda:0,1."""
+        """The devices as logged: cpu, or cuda:0,1."""
         if self.targets[0].device == "cpu":
             return "cpu"
         return "cuda:" + ",".join(str(target.index) for target in self.targets)

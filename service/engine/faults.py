@@ -58,6 +58,6 @@ class FaultyContext(ExecutionContext):
         return None if self._faults.waiting else super().launch(images)
 
     def run(self, images: Images) -> BatchResult:
-        """As `ExecutionContext.run`, after the fault."""
+        """Inject the next fault, then call `ExecutionContext.run`."""
         self._faults.strike(self)
         return super().run(images)

@@ -105,7 +105,7 @@ class Models:
         self._opening = threading.Lock()
         """Contexts of several devices are opened at the same time."""
         self._served: dict[str, tuple[ServedModel, ...]] = {}
-        """By name, the highest version first."""
+        """Loaded versions by model name, the highest version first."""
         self._models: list[ServedModel] = []
         """All that have contexts, those that are being unloaded among them."""
         self._reload_requested = self._closed = False
@@ -120,12 +120,12 @@ class Models:
 
     @property
     def served(self) -> tuple[ServedModel, ...]:
-        """What is loaded, the default model first, of each the highest version first."""
+        """All loaded versions: the default model first, then the highest version first."""
         models = sorted(self._served.items(), key=lambda item: item[0] != self._default)
         return tuple(one for _, versions in models for one in versions)
 
     def find(self, name: str = "", version: str = "") -> ServedModel | None:
-        """As `get`, None if it is not loaded."""
+        """Like `get`, but None if it is not loaded."""
         versions = self._served.get(name or self._default, ())
         if not version:
             if len(versions) > 1:  # one may have been replaced a moment ago
@@ -333,7 +333,7 @@ class Models:
         _log.info("model %s version %s unloaded", version.name, version.version)
 
     def _show(self, served: ServedModel) -> None:
-        """In the metrics."""
+        """Publish the version's gauges."""
         contexts = [worker.context for worker in served.pool.workers]
         self._metrics.model_loaded(
             served.version.key,

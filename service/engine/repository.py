@@ -31,11 +31,11 @@ _CHANGES_FILE = "repository.json"
 _PROGRESS = "repository-"
 """Followed by the process id of a worker, whose supervisor removes its files when it has ended."""
 _APPLY_S = 60.0
-"""How long the other workers may take: on a GPU a model takes some seconds."""
+"""Timeout for the other workers: on a GPU a model takes some seconds to load."""
 _POLL_S = 0.05
 
 _Changes: TypeAlias = dict[str, tuple[int, bool]]
-"""By model: the number of the latest change, counted from 1, and whether it was to load it."""
+"""For each model, the number of its latest change, counted from 1, and whether it loads."""
 
 
 class Repository:
@@ -49,27 +49,27 @@ class Repository:
         self._supervisor = os.getppid()
         self._applied, self._reported = 0, -1
         self._refused: dict[int, tuple[str, str]] = {}
-        """By number of the change: code and message of the error."""
+        """Code and message of the error, by number of the change."""
         self._applying = asyncio.Lock()  # while the models here do not agree with `_applied`
         self._unpublished: set[str] = set()
         """Models that were changed here alone, as the file could not be written."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def load(self, name: str) -> None:
-        """As `Models.load`, in every worker.
+        """Load the model in every worker, see `Models.load`.
 
         Raises:
-            UnknownModel, InvalidInput, Unavailable: as there, also of another worker.
+            UnknownModel, InvalidInput, Unavailable: `Models.load` failed in any worker.
             Unavailable: other workers cannot be reached, or take too long.
         """
         await self._uncancelled(self._change(name, load=True))
 
     async def unload(self, name: str) -> None:
-        """As `Models.unload`, in every worker. Raises: UnknownModel, Unavailable."""
+        """Unload the model in every worker. Raises: UnknownModel, Unavailable."""
         await self._uncancelled(self._change(name, load=False))
 
     async def index(self) -> tuple[Listed, ...]:
-        """As `Models.index`: of this worker."""
+        """The model index of this worker, see `Models.index`."""
         return await self._models.index()
 
     def request_changes(self) -> None:
@@ -199,7 +199,7 @@ def unloaded(folder: Path | None) -> frozenset[str]:
 
 
 def _progress(folder: Path) -> Iterator[dict[str, Any]]:
-    """Of each worker. Raises: OSError, ValueError."""
+    """Read the progress file of each worker. Raises: OSError, ValueError."""
     for path in folder.glob(f"{_PROGRESS}[0-9]*"):
         with contextlib.suppress(FileNotFoundError):  # its worker has ended
             yield orjson.loads(path.read_bytes())

@@ -48,7 +48,7 @@ class ModelVersion:
 
     @property
     def key(self) -> ModelKey:
-        """Its name and version, as metrics are labelled."""
+        """Name and version: the labels of the metrics."""
         return self.name, self.version
 
 

@@ -1,7 +1,6 @@
-"""What to do about a mistake of a client, for the end of an error message.
+"""Advice on a client's mistake, appended to an error message.
 
-Asked for once something is wrong, never for a good request. Advice begins with "; " and is "" where
-there is none.
+Computed only for rejected requests. Advice begins with "; "; it is "" if there is none.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ def for_shape(sizes: Sequence[object]) -> str:
 
 
 def for_count(count: int) -> str:
-    """The same of a flat list of numbers."""
+    """How a flat list of `count` numbers becomes images of 28 x 28."""
     if count in (3 * PIXELS, 4 * PIXELS):
         return for_shape([HEIGHT, WIDTH, count // PIXELS])
     side = math.isqrt(count)
@@ -55,7 +54,7 @@ def for_numbers(numbers: Sequence[object]) -> str:
 
 
 def for_range(low: float, high: float) -> str:
-    """The same of numbers from `low` to `high`."""
+    """How numbers from `low` to `high` become pixels."""
     if not math.isfinite(high - low):
         return _NOT_FINITE
     if low < 0:

@@ -253,7 +253,7 @@ _TYPES = {
     "text/csv": '; send numbers as JSON, {"images": [...]}',
     "text/plain": "; say what it is, as in Content-Type: image/png",
 }
-"""What to do instead of sending these."""
+"""Advice by content type that is not supported."""
 
 
 def _unsupported(field: str, kind: str, accepted: tuple[str, ...]) -> UnsupportedMediaType:

@@ -7,12 +7,12 @@ import re
 from service.pictures.headers import BMP, PNG_MAGIC, WEBP, check_size, stated_size
 
 CHEAP_S = 0.03
-"""What takes longer is costly. A picture of a megapixel takes 5 to 15 ms."""
+"""Longer jobs leave one process free for short ones. A picture of a megapixel takes 5 to 15 ms."""
 
 # One core of a Xeon at 2.1 GHz, 2026-11-22.
 _PICTURE_S = 3e-4
 _SMALL_PICTURE_S = 1e-3
-"""In a small form: 0.3 ms, and up to 6 ms where surroundings are searched for."""
+"""Time of a picture in a small form: 0.3 ms, up to 6 ms if surroundings are searched."""
 _PIXEL_S = 1.2e-8
 _WEBP_PIXEL_S = 3e-8
 _BODY_BYTE_S = 1.8e-8
@@ -20,10 +20,10 @@ _MESSAGE_BYTE_S = 2.5e-8
 
 _SMALL_MULTIPART_BYTES = 256 * 1024
 _COUNTED_BYTES = 1 << 20
-"""Where parts and scans are counted, which takes 0.5 ms. More of a body is costly anyway."""
+"""Parts and scans are counted up to this size, in 0.5 ms. Larger bodies are costly anyway."""
 
 _FEW_PICTURES = 64
-"""In a small multipart body whose pictures are looked at before it is decoded."""
+"""Pictures of a small multipart body whose headers are read before it is decoded."""
 
 _PICTURE = re.compile(
     b"|".join((re.escape(PNG_MAGIC), rb"\xff\xd8\xff", rb"GIF8[79]a", WEBP.pattern, BMP.pattern)),
@@ -69,7 +69,7 @@ def body_cost_s(
 
 
 def _multipart_s(content_type: str, body: bytes, size: int, max_picture_pixels: int) -> float:
-    """What the pictures add in a multipart body of `size` bytes that begins with `body`."""
+    """Seconds for the pictures of a multipart body of `size` bytes that begins with `body`."""
     if size > _SMALL_MULTIPART_BYTES:
         boundary = _BOUNDARY.search(content_type)
         line = b"--" + boundary[1].encode("latin-1", "replace") if boundary else b"--"

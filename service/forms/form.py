@@ -1,4 +1,4 @@
-"""What a form on the wire is: it turns bytes into images, and what was computed into bytes.
+"""The interface of wire formats: bytes to images, and results to bytes.
 
 A new form is a class like those beside this module, and a line in `service.api.routes`.
 """
@@ -42,7 +42,7 @@ class RequestedOutput:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a body asks for besides its pixels. Each form fills in what it can say."""
+    """Options in a body besides its pixels. Each form sets those that it supports."""
 
     model: str = ""
     version: str = ""
@@ -94,7 +94,7 @@ class Batch(Protocol):
 
 
 class Version(Protocol):
-    """What computed them."""
+    """A version of a model."""
 
     @property
     def name(self) -> str:
@@ -103,12 +103,12 @@ class Version(Protocol):
 
     @property
     def version(self) -> str:
-        """Its version."""
+        """The version's name."""
         ...
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """The names of its classes."""
+        """The names of the classes."""
         ...
 
 
@@ -117,22 +117,22 @@ class Answered(Protocol):
 
     @property
     def batch(self) -> Batch:
-        """Where the answers are."""
+        """The batch that holds the answer."""
         ...
 
     @property
     def row(self) -> int:
-        """The first of them."""
+        """Index of the first row."""
         ...
 
     @property
     def rows(self) -> int:
-        """How many there are."""
+        """Number of rows."""
         ...
 
     @property
     def version(self) -> Version:
-        """What computed them."""
+        """The version that computed them."""
         ...
 
     @property
@@ -142,7 +142,7 @@ class Answered(Protocol):
 
     @property
     def compute_us(self) -> int:
-        """Microseconds from then until the last were computed."""
+        """Microseconds from the first cut until the last rows were computed."""
         ...
 
 
@@ -150,7 +150,7 @@ class Form(Protocol):
     """How requests and answers look. Frozen, with plain fields: a decoding process gets a copy."""
 
     part: ClassVar[str]
-    """What is received, in messages: "body" or "message"."""
+    """Name in error messages: "body" or "message"."""
     names_model: ClassVar[bool]
     """Whether the body names the model, and not the path or the query."""
 

@@ -54,7 +54,7 @@ LENGTH_HEADER = "Inference-Header-Content-Length"
 
 _UNCHECKED_BYTES = 64 * 1024
 _MAX_OBJECTS = 64
-"""In JSON that is large enough to be checked: inputs, outputs and their parameters."""
+"""Inputs, outputs and their parameters in JSON larger than `_UNCHECKED_BYTES`."""
 
 _MOST_US = 2**53
 _MOST_JSON_BYTES = 8 * 1024 * 1024
@@ -63,8 +63,8 @@ _MOST_JSON_BYTES = 8 * 1024 * 1024
 _NOW_JSON_BYTES = 128 * 1024
 _NOW_HEAD_BYTES = 64 * 1024
 _NOW_FLOAT_BYTES = 1024 * 1024
-"""What is decoded on the event loop: 2 to 3 ms of JSON, 0.5 ms of float32, and bytes, which need
-not be read."""
+"""Limits of decoding on the event loop: 2 to 3 ms of JSON, 0.5 ms of float32. Raw uint8 has no
+limit: it is not read."""
 
 _READ_BYTES = 4096
 _FORM = (
@@ -74,7 +74,7 @@ _OTHER_KEYS = {
     "images": "; images as /predict takes them go there",
     "instances": "; TensorFlow Serving's requests go to /v1/models/MODEL:predict",
 }
-"""What to do with a document of another form, by its key."""
+"""Advice by the key of another form's document."""
 
 _RAW = Asked(outputs=tuple(RequestedOutput(name, binary=True) for name in OUTPUTS))
 
@@ -91,7 +91,7 @@ class OipJsonForm:
 
     @property
     def in_place(self) -> bool:
-        """Where tensors may come as bytes."""
+        """Whether tensors may follow the JSON as bytes."""
         return self.json_bytes is not None
 
     def decode_now(self, body: Body) -> Decoded | None:
@@ -217,7 +217,7 @@ def read_infer_body(body: Body, json_bytes: int | None, max_images: int) -> tupl
 
 
 def _without_length(body: bytes) -> str:
-    """What to do with a body that is not JSON alone, for the end of the message."""
+    """Advice for a body with more than JSON, for the end of the message."""
     if b"binary_data_size" in body[:_READ_BYTES]:
         return f"; binary tensors need the header {LENGTH_HEADER}, the length of the JSON"
     if body and len(body) % PIXELS == 0 and not recognise(body)[0]:
@@ -226,7 +226,7 @@ def _without_length(body: bytes) -> str:
 
 
 class _Tensors:
-    """What follows the JSON."""
+    """Reads the bytes after the JSON."""
 
     def __init__(self, left: memoryview, without_length: bool) -> None:
         self.left, self._without_length = left, without_length

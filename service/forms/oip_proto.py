@@ -35,7 +35,7 @@ _INLINE_BYTES = 64 * 1024
 to 25 us each take 2 ms. So is a larger one whose images are raw: they need not be read."""
 
 _INLINE_FLOAT_BYTES = 1024 * 1024
-"""Likewise of raw FP32, which takes 2 ns a number to convert."""
+"""Raw FP32 up to this size is decoded on the event loop: 2 ns a number."""
 
 _MOST_US = 2**53
 
@@ -43,7 +43,7 @@ _LARGEST_READ_AGAIN = 64 * 1024
 """Bytes of a message without its raw images, that is read again for the id of a refused request."""
 
 _RAW_IMAGE = b"\x3a\x90\x06"
-"""What precedes one image in raw_input_contents: field 7, delimited, 784 bytes."""
+"""Prefix of one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
 _LONGEST_HEAD_BYTES = 256
 
@@ -137,7 +137,7 @@ def _parsed(message: bytes) -> pb.ModelInferRequest:
 def decode_request(
     request: pb.ModelInferRequest, raw: Sequence[bytes | memoryview], max_images: int
 ) -> tuple[Images, Asked]:
-    """What `decode_message` does, of a request that is parsed, and its raw_input_contents."""
+    """Decode a parsed request and its raw_input_contents, see `decode_message`."""
     images = read_images(_inputs(request, raw), max_images)
     outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
     if len(request.id) > MAX_ID_CHARACTERS:
@@ -230,7 +230,7 @@ def _read_one_image(message: bytes | memoryview) -> Decoded | None:
 
 @lru_cache(maxsize=64)
 def _asked_of_one_image(head: bytes) -> Asked | None:
-    """What a request asks for that is `head` and one raw image; None unless that is a valid one.
+    """The options of a request that is `head` and one raw image; None if it is not valid.
 
     `head` has to be valid by itself: then the image is a field of the request and not, for example,
     the end of a longer field. A message is the sequence of its fields.
@@ -300,7 +300,7 @@ def _parameter(name: str, value: int) -> bytes:
 
 @lru_cache(maxsize=256)
 def _raw_prefix(size: int) -> bytes:
-    """What precedes raw contents of so many bytes."""
+    """Prefix of raw contents of `size` bytes."""
     found = pb.ModelInferResponse(raw_output_contents=[bytes(size)]).SerializeToString()
     return found[: len(found) - size]
 
@@ -309,7 +309,7 @@ def _raw_prefix(size: int) -> bytes:
 def _raw_head(
     model: str, version: str, outputs: tuple[RequestedOutput, ...], rows: int, classes: int
 ) -> bytes:
-    """What all raw answers with probabilities of this shape have in common."""
+    """The part that all raw answers with probabilities of this shape share."""
     response = pb.ModelInferResponse(model_name=model, model_version=version)
     for output in output_metadata(outputs, rows, classes):
         response.outputs.add(name=output.name, datatype=output.datatype, shape=output.shape)

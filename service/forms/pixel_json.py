@@ -50,12 +50,12 @@ _NOT_JSON = {
     b"\xef\xbb\xbf": "; it begins with a byte order mark: save it as UTF-8 without one",
     b"\xff\xfe": "; it is UTF-16: save it as UTF-8",
 }
-"""What a document begins with that is nearly JSON, and what to do."""
+"""Advice by the beginning of a document that is nearly JSON."""
 _NOT_UTF8 = "str is not valid UTF-8"
-"""How the message of orjson 3.11 begins where that is so; it goes on about surrogates."""
+"""Prefix of orjson 3.11's error for invalid UTF-8; the rest is about surrogates."""
 _NO_MEMORY = "Not enough memory"
-"""How the message of orjson 3.11 begins where it got none: it asks for 12 bytes of memory for each
-byte of a document."""
+"""Prefix of orjson 3.11's error when allocation fails: it needs 12 bytes of memory for each byte
+of a document."""
 
 
 def json_images(body: bytes, max_images: int) -> Images:
@@ -89,7 +89,7 @@ def json_images(body: bytes, max_images: int) -> Images:
 
 
 def sliced_json_images(body: bytes, max_images: int, between: Callable[[], None]) -> Images:
-    """As `json_images`, for large bodies: the list of images is parsed in slices.
+    """`json_images` for large bodies: the list of images is parsed in slices.
 
     Parsed whole, 32 MB of JSON take 400 MB, in slices 50 MB. `between` is called before each slice.
     A slice ends at a comma between two images, found by counting brackets. Where that goes wrong,
@@ -158,7 +158,7 @@ def _slice(body: bytes, start: int, stop: int, end: int) -> list[object] | None:
     except orjson.JSONDecodeError as exc:
         if stop < end:
             return None
-        # Its position is that in the slice, which begins with a bracket.
+        # The position counts from the start of the slice, which begins with a bracket.
         at = start + exc.pos - 1
         line, column = body.count(b"\n", 0, at) + 1, at - body.rfind(b"\n", 0, at)
         where = f"line {line} column {column} (char {at})"
@@ -336,7 +336,7 @@ def _base64_pixels(text: str, field: str) -> bytes:
 
 
 def _no_base64(text: str) -> str:
-    """What to do instead of sending `text`."""
+    """Advice for a client that sent `text`."""
     if _NUMBERS.match(text):
         return "; send a list of numbers without quotes"
     if _NAME.match(text[:_READ_CHARACTERS]):

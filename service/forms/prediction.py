@@ -26,7 +26,7 @@ _A_ROW = 4
 
 @span("encode")
 def prediction_json(answered: Answered, doubts: Sequence[tuple[int, Doubt]]) -> Content:
-    """See `PredictResponse`. The numbers of a batch are written once, for all its requests."""
+    """The JSON of `PredictResponse`: a batch's numbers are written once for all its requests."""
     batch, version, start = answered.batch, answered.version, answered.row
     end = _end(doubts)
     if answered.rows > WRITTEN_ROWS:
@@ -53,7 +53,7 @@ def prediction_bytes(answered: Answered) -> Content:
 
 
 def _steps(answered: Answered, end: bytes) -> Iterator[bytes]:
-    """The same JSON in pieces of `WRITTEN_ROWS` rows; `end` follows the last number."""
+    """The answer in pieces of `WRITTEN_ROWS` rows; `end` follows the last number."""
     version = answered.version
     for first in range(0, answered.rows, WRITTEN_ROWS):
         last = min(first + WRITTEN_ROWS, answered.rows)
@@ -67,12 +67,12 @@ def _steps(answered: Answered, end: bytes) -> Iterator[bytes]:
 
 
 def _end(doubts: Sequence[tuple[int, Doubt]]) -> bytes:
-    """What follows the last number."""
+    """The end of the JSON, after the last number."""
     return b']}],"warnings":%s}' % orjson.dumps(warnings(doubts)) if doubts else b"]}]}"
 
 
 def warnings(doubts: Sequence[tuple[int, Doubt]]) -> list[dict[str, object]]:
-    """What an answer says of doubtful images."""
+    """The `warnings` of an answer."""
     return [{"image": index, "code": doubt, "message": WARNINGS[doubt]} for index, doubt in doubts]
 
 

@@ -26,7 +26,8 @@ from service.errors import InvalidInput, invalid
 from service.forms import open_inference_pb2 as pb
 
 MAX_FIELDS = 1024
-"""Of a request, its inputs and their contents; each entry of a repeated field counts. A valid
+"""Limit of the fields of a request, its inputs and their contents; each entry of a repeated field
+counts. A valid
 request has under 100, or about 800 if its client does not pack the numbers of an image."""
 
 MAX_OTHER_BYTES = 64 * 1024

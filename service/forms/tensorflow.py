@@ -46,7 +46,7 @@ from service.forms.tensors import (
 from service.pictures.headers import recognise
 
 _NOW_BYTES = 128 * 1024
-"""What is decoded on the event loop: 2 to 3 ms of JSON."""
+"""Bodies up to this size are decoded on the event loop: 2 to 3 ms of JSON."""
 _NOW_LISTS = 10_000
 
 _BY_COLUMN = Asked(by_column=True)

@@ -86,7 +86,7 @@ class OutputTensor:
     values: Values | list[bytes]
 
     def to_bytes(self) -> bytes:
-        """As it is sent: each element of BYTES after its length, 4 bytes."""
+        """The tensor's bytes on the wire: a BYTES element follows its length, 4 bytes."""
         if isinstance(self.values, list):
             return b"".join([_BYTES_LENGTH.pack(len(one)) + one for one in self.values])
         return self.values.tobytes()
@@ -295,7 +295,7 @@ def _pixels(values: Values, source: str, first: int = 0) -> NDArray[np.uint8]:
 
 
 def where(index: int) -> str:
-    """Which pixel of which image number `index` of a tensor is."""
+    """Names the image and pixel of number `index` of a tensor."""
     image, pixel = divmod(index, PIXELS)
     return f"index {index} (image {image}, row {pixel // WIDTH}, column {pixel % WIDTH})"
 

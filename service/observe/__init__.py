@@ -1,1 +1,1 @@
-"""What is counted and logged."""
+"""Metrics, logs and request ids."""

@@ -1,4 +1,4 @@
-"""What names a request in the logs of several services: `X-Request-Id`, and W3C's `traceparent`."""
+"""Request ids and W3C trace context: `X-Request-Id` and `traceparent`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Ids(NamedTuple):
 
     @classmethod
     def read(cls, headers: Mapping[str, str]) -> Ids:
-        """From headers or metadata, whose names are in lower case."""
+        """Read the ids from headers or metadata, whose names are in lower case."""
         request, trace = headers.get(REQUEST_ID, ""), headers.get(TRACEPARENT, "")
         if not (request or trace):
             return _NONE

@@ -61,10 +61,10 @@ ModelKey: TypeAlias = tuple[str, str]
 """Name and version of a model: the labels `model` and `version`."""
 
 Load: TypeAlias = tuple[int, int]
-"""What a model has to do: rows that wait, and contexts with a batch."""
+"""Load of a model: waiting rows and busy contexts."""
 
 NO_MODEL: ModelKey = ("none", "")
-"""Of a request that failed before its model was found."""
+"""Labels of a request that failed before its model was found."""
 
 _MODEL = ("model", "version")
 _KEPT = ("lenet_last_prediction_timestamp_seconds",)
@@ -83,7 +83,7 @@ _STAGE_BOUNDS_S = (*_BELOW_S, *_REQUEST_BOUNDS_S)
 _STAGE_BOUNDS = np.array(_STAGE_BOUNDS_S)
 _STAGE_BINS = len(_STAGE_BOUNDS_S) + 1
 _TIMES = len(get_args(Stage)) + 1
-"""Of a predicted request: in each stage, and in all."""
+"""Times of a predicted request: one for each stage, and their total."""
 _FIRST_BINS = _STAGE_BINS * np.arange(_TIMES)
 _SIZED = (*_MODEL, "rows")
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
@@ -91,7 +91,7 @@ _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
 
 
 class Buffered(Protocol):
-    """What happened to a metric since the last flush."""
+    """Collects changes of a metric until the next flush."""
 
     def flush(self) -> None:
         """Add it to the library's metric."""
@@ -112,7 +112,7 @@ class BufferedCounter:
         self._amount += amount
 
     def flush(self) -> None:
-        """See `Buffered`."""
+        """Write the collected changes to the metric."""
         if self._amount:
             self._series.inc(self._amount)
             self._amount = 0.0
@@ -132,7 +132,7 @@ class BufferedGauge:
         self._value, self._changed = value, True
 
     def flush(self) -> None:
-        """See `Buffered`."""
+        """Write the collected changes to the metric."""
         if self._changed:
             self._series.set(self._value)
             self._changed = False
@@ -159,7 +159,7 @@ class BufferedHistogram:
         self._sum += total
 
     def flush(self) -> None:
-        """See `Buffered`.
+        """Write the collected changes to the metric.
 
         The only use of private attributes of prometheus_client: its public interface takes one
         event a call. pyproject.toml bounds the version.
@@ -190,7 +190,7 @@ class Family(dict[_Labels, B], Generic[B]):
         return series
 
     def flush(self) -> None:
-        """See `Buffered`."""
+        """Write the collected changes to the metric."""
         for series in self.values():
             series.flush()
 
@@ -202,7 +202,7 @@ class _Predictions:
 
     def __init__(self) -> None:
         self.times_s: list[float] = []
-        """Of requests that are not counted yet, those of one after those of another."""
+        """Times of the requests that are not counted yet, `_TIMES` for each."""
         self._bins = np.zeros((_TIMES, _STAGE_BINS), np.int64)
         self._seconds = np.zeros(_TIMES)
 
@@ -215,7 +215,7 @@ class _Predictions:
         self._seconds += times_s.sum(axis=0)
 
     def take(self) -> tuple[list[list[int]], list[float]]:
-        """For each stage and for all of them: requests between the bounds, and seconds."""
+        """Requests between the bounds, and seconds: for each stage, then for their total."""
         self.count()
         return self._bins.tolist(), self._seconds.tolist()
 
@@ -230,9 +230,9 @@ class _Batches:
 
     def __init__(self) -> None:
         self.kinds: dict[tuple[int, CutReason, bool], int] = defaultdict(int)
-        """By the exponent of the next power of two, why cut, and whether a graph was replayed."""
+        """Batches by exponent of the next power of two, reason of the cut, and graph replay."""
         self.sizes_s = [0.0] * len(_POWERS)
-        """By that exponent."""
+        """Seconds by that exponent."""
         self.images = self.computed_rows = 0
         self.duration, self.device = [0] * _STAGE_BINS, [0] * _STAGE_BINS
         self.device_s = 0.0
@@ -242,7 +242,7 @@ class _Batches:
     def add(
         self, rows: int, reason: CutReason, compute_s: float, result: BatchResult | None
     ) -> None:
-        """See `Metrics.batch_ended`."""
+        """Add a batch, see `Metrics.batch_ended`."""
         exponent = (rows - 1).bit_length()
         if result is None:
             self.failed[exponent, reason] += 1
@@ -375,7 +375,7 @@ class Metrics:
             *_MODEL,
             mode="livemax",
         )
-        self._of_loaded = (
+        self._per_version = (
             *(self._queue_rows, self._contexts, self._busy),
             *(self._device_bytes, self._workspace_bytes, self._golden_error),
         )
@@ -493,7 +493,7 @@ class Metrics:
         """A version is not served any more. What it did stays counted."""
         del self._loads[model]
         self._remove(self._model, self._loaded.pop(model))
-        for family in self._of_loaded:
+        for family in self._per_version:
             self._remove(family, model)
         self.flush()
 
@@ -590,7 +590,7 @@ class Metrics:
             self.flush()
 
     async def totals(self) -> dict[ModelKey, Totals]:
-        """What each version of a model did since the start, in all workers."""
+        """Totals of each version since the start, over all workers."""
         self.flush()
         return await asyncio.to_thread(self._totals)
 
@@ -663,7 +663,7 @@ def _show(family: Family[B], *values: tuple[str, ...]) -> None:
 
 @dataclass(slots=True)
 class Totals:
-    """What one version of a model did: requests, images, batches, and seconds.
+    """Totals of one version: requests, images, batches and seconds.
 
     `stages_s`: by stage, and "total". `sized`: number and seconds of batches by the next power of
     two of their rows.
@@ -701,12 +701,12 @@ class Totals:
 
 @dataclass(frozen=True, slots=True)
 class _Collected:
-    """What was collected, for the library to write."""
+    """Passes collected metrics to the library's writer."""
 
     metrics: list[Metric]
 
     def collect(self) -> list[Metric]:
-        """As a registry's."""
+        """See `CollectorRegistry.collect`."""
         return self.metrics
 
 
@@ -751,7 +751,7 @@ class _WorkerProcess:
         }
 
     def flush(self) -> None:
-        """See `Buffered`."""
+        """Write the collected changes to the metric."""
         for family in self._process.collect():
             for sample in family.samples:
                 if sample.name == "process_cpu_seconds_total":

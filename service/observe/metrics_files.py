@@ -70,7 +70,7 @@ def shared_folder(workers: int) -> Iterator[None]:
 
 
 def prepare() -> None:
-    """In a worker, before prometheus_client is imported: make this process's files.
+    """Make this process's files: in a worker, before prometheus_client is imported.
 
     All their bytes are allocated: on a full disk, writing to a mapped page that has none ends the
     process (SIGBUS). If that fails, this worker keeps its metrics to itself.
@@ -91,7 +91,7 @@ def prepare() -> None:
 
 
 def shared() -> Path | None:
-    """In a worker, before `prepare`: the folder, which may be full."""
+    """The folder, which may be full: in a worker, before `prepare`."""
     folder = os.environ.get(VARIABLE)
     return Path(folder) if folder else None
 

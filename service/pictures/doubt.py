@@ -13,12 +13,12 @@ from numpy.typing import NDArray
 
 _ROW: Final = 32
 _INK: Final = 100
-"""Of 255."""
+"""The least pixel value that counts as ink."""
 
 _SMALLEST: Final = 8
 """Pixels of a shape that counts."""
 
-# What all but a few of MNIST's digits keep to.
+# Limits that nearly all of MNIST's digits keep.
 _LONGEST_OUTLINE: Final = 98
 """Ends of runs of ink, one in two, in all rows and columns."""
 _WIDEST_PEN: Final = 14.0
@@ -29,7 +29,7 @@ _MOST_SHAPES: Final = 4
 
 
 def silhouette(image: NDArray[np.uint8]) -> int:
-    """Where a uint8 (28, 28) has ink, as a number."""
+    """The ink mask of a uint8 (28, 28) image, packed into an integer."""
     field = np.zeros((30, _ROW), np.bool_)
     field[1:29, 1:29] = image > _INK
     return int.from_bytes(np.packbits(field).tobytes(), "big")

@@ -1,4 +1,4 @@
-"""What the first bytes of a picture, or of another file, state, read without a library for it."""
+"""Reads the format and size of a picture from its first bytes, without a library."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ _SIGNATURES = {
     b"/9j/": ("a JPEG in base64", _DECODED),
     b"data:": ("a data: URL", _DECODED),
 }
-"""What files begin with: what that is, and what to do with it."""
+"""File signatures: name of the format, and advice."""
 
 _BRANDS = {b"heic": "HEIC", b"heix": "HEIC", b"mif1": "HEIC", b"avif": "AVIF"}
-"""Of ISO's media files, which have it at byte 8."""
+"""Brands at byte 8 of ISO base media files."""
 
 _FILE = re.compile(r"@?[\w./~\\:-]{1,250}\.\w{1,5}", re.ASCII)
 _NUMBERS = re.compile(r"[\d\s.,;+-]+", re.ASCII)
@@ -67,12 +67,12 @@ def sniff(content: bytes) -> str | None:
 
 
 def describe(content: bytes) -> str:
-    """What `content` appears to be, for a message."""
+    """The format that `content` appears to have, for a message."""
     return recognise(content)[0] or f"bytes that begin with {content[:8].hex(' ')}"
 
 
 def recognise(content: bytes) -> tuple[str, str]:
-    """What `content` appears to be and what to do with it, for a message; "" if that is unknown."""
+    """Apparent format of `content` and advice, for a message; "" if it is unknown."""
     found, advice = _signature(content)
     if found:
         return found, advice

@@ -1,4 +1,4 @@
-"""What of a grey picture is ink: paper, noise, ruling and whatever surrounds the paper are removed.
+"""Finds the ink of a grey picture: paper, noise, ruling and surroundings are removed.
 
 Most pictures show ink on paper and nothing else, and are done after one fit of the paper. Where
 something reaches the picture's edge, or the fit is poor, the ink is searched for:
@@ -58,7 +58,7 @@ _SMALLEST_SEARCHED = 8
 _TWO_LEVELS = 0.85
 """Share of the variance that is between light and dark. Normal noise has 0.64, uniform 0.75."""
 _SMALLEST_CLOSED = 64
-"""In a smaller picture strokes are as thin as ruling, which is then not removed before the fit."""
+"""Ruling stays in smaller pictures until the fit: strokes are as thin as ruling there."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Drawing:
 
     @cached_property
     def drawn(self) -> Mask:
-        """Where there is more than a trace of ink."""
+        """Mask of the pixels with more than a trace of ink."""
         mask: Mask = self.ink > self.ink.max() * (0.25 if self.noise else 0.1)
         return mask
 
@@ -288,7 +288,7 @@ def _closed(grey: Grey, size: int, sign: int) -> Grey:
 
 
 def _search(grey: Grey, sign: int) -> tuple[Mask, Mask, Ink] | None:
-    """Where to keep the ink, where the sheet is, and its brightness."""
+    """Masks of the ink to keep and of the sheet, and the ink's brightness."""
     threshold = _threshold(grey)
     sheet = grey > threshold if sign < 0 else grey <= threshold
     tried = None
@@ -357,7 +357,7 @@ def _sample(pixels: NDArray[Number]) -> NDArray[Number]:
 
 
 def _free(ink: Ink, noise: float) -> tuple[Mask, Mask] | None:
-    """Where to keep the ink, and where the sheet is."""
+    """Masks of the ink to keep and of the sheet."""
     strongest = float(ink.max())
     outside = np.zeros(ink.shape, bool)
     for _ in range(2):
@@ -404,7 +404,7 @@ def _opened_until_free(marks: Mask, outside: Mask) -> tuple[Mask, Mask, int] | N
 
 
 def _inner(marks: Mask, size: int, outside: Mask) -> tuple[Mask, Mask, int] | None:
-    """As `_opened_until_free`, of marks that were opened by `size`; None if no digit is apart."""
+    """`_opened_until_free` for marks opened by `size`; None if no digit is apart."""
     if count_runs(marks) > MOST_RUNS:
         return None
     found = shapes(marks)
@@ -442,7 +442,7 @@ def _inner(marks: Mask, size: int, outside: Mask) -> tuple[Mask, Mask, int] | No
 
 
 def _boxes(found: Shapes, selected: Mask) -> Mask:
-    """Which of the selected shapes are a drawn rectangle around another one."""
+    """Mask of the selected shapes that are a drawn rectangle around another one."""
     boxes = np.zeros(len(found), bool)
     hollow = (found.on_own_box() >= 0.6) & (found.area < 0.4 * found.height * found.width)
     for box in np.flatnonzero(hollow & selected):

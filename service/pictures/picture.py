@@ -26,7 +26,7 @@ BOX = 20
 """Longer side of a digit in the 28x28 image, in pixels."""
 
 MAX_DIGITS = 64
-"""In one picture."""
+"""The most digits in one picture."""
 
 _FLAT = 14
 """Rows of a prepared image. Nearly all digits have 20."""
@@ -41,7 +41,7 @@ _DARK_ENOUGH = 230.0
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """What a picture shows: uint8 (n, 28, 28), how many pixels it has, and doubts by image."""
+    """The images of a picture, uint8 (n, 28, 28), its number of pixels, and doubts by image."""
 
     images: Images
     pixels: int

@@ -52,7 +52,7 @@ _MAX_BLOCKS = 131_072
 """Blocks of up to 255 bytes in a GIF: 16 million pixels without any compression."""
 
 _MAX_RLE_BYTES = 65_536
-"""Of a BMP's run lengths, which take 0.5 us a byte here."""
+"""Limit of a BMP's run-length data, decoded here in 0.5 us a byte."""
 
 _PNG_PIXEL_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
 _JPEG_PIXEL_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xDE), 0xE0, 0xEE)) - {0xC8}
@@ -72,7 +72,7 @@ _EXIF_TRANSPOSE = {
     7: Image.Transpose.TRANSVERSE,
     8: Image.Transpose.ROTATE_90,
 }
-"""By EXIF orientation; 1 is upright."""
+"""Transposition by EXIF orientation; 1 is upright."""
 
 MAX_WEBP_PIXELS = 1 << 23
 """Pixels of a WebP: its decoder takes 18 bytes for each, twice as many as the others."""
@@ -87,7 +87,7 @@ class _Opened:
 
     picture: ImageFile
     orientation: int = 1
-    """Of EXIF."""
+    """The EXIF orientation."""
     damage: str = ""
     canvas: tuple[Size, Size] | None = None
     """Size of the canvas, and place of the picture on it, if that is smaller."""
@@ -396,7 +396,7 @@ def _gif_pixels(body: bytes) -> tuple[bytes, tuple[Size, Size] | None]:
 
 
 def _gif_blocks_end(body: bytes, at: int) -> int:
-    """Where blocks end that begin at `at`. Raises: ValueError."""
+    """Position after the blocks that begin at `at`. Raises: ValueError."""
     for _ in range(_MAX_BLOCKS):
         if at >= len(body):
             raise ValueError(f"it ends after {len(body)} bytes, before the end of its first frame")

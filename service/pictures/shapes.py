@@ -61,18 +61,18 @@ class Shapes:
         return self.mask(np.arange(len(self)) == one)
 
     def sum_of_runs(self, weights: NDArray[Any]) -> Numbers:
-        """For each shape, the sum of a number of each of its runs."""
+        """Sum of `weights`, one for each run, over the runs of each shape."""
         return np.bincount(self.shape_of_run, weights, len(self)).astype(np.intp)
 
     def on_frame(self) -> Numbers:
-        """For each shape, how many of its pixels lie on the outermost ring of the mask."""
+        """Number of pixels of each shape on the outermost ring of the mask."""
         height, width = self.size
         ends = (self.run_left == 0).astype(np.intp) + (self.run_right == width)
         whole = (self.run_row == 0) | (self.run_row == height - 1)
         return self.sum_of_runs(np.where(whole, self.run_right - self.run_left, ends))
 
     def on_own_box(self) -> NDArray[np.float64]:
-        """For each shape, the least share of a side of its box that it fills."""
+        """Least share of a side of its box that each shape fills."""
         shape, length = self.shape_of_run, self.run_right - self.run_left
         first = self.sum_of_runs(np.where(self.run_row == self.top[shape], length, 0))
         last = self.sum_of_runs(np.where(self.run_row == self.bottom[shape] - 1, length, 0))
@@ -165,7 +165,7 @@ def _roots(count: int, one: Numbers, other: Numbers) -> Numbers:
 
 
 def opened(mask: Mask, size: int) -> Mask:
-    """What a square of `size` x `size` pixels can cover without leaving the mask."""
+    """Morphological opening of `mask` by a square of `size` x `size` pixels."""
     if size <= 1:
         return mask
     covered = extreme(extreme(mask, size, np.logical_and, 0), size, np.logical_and, 1)

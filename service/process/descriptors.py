@@ -11,7 +11,7 @@ LEAST = 64
 IPv4 and IPv6; 2026-11-22)."""
 
 LEAST_PER_WORKER = 4
-"""Of a supervisor: the pipes of a worker, while another is being started."""
+"""Descriptors of a supervisor for each worker: its pipes, while another is being started."""
 
 _RESERVED = 48
 """At least so many are no client's: 38 of an idle process (Linux, CPU), files that are read,
@@ -69,7 +69,7 @@ def connections() -> int:
 
 
 def too_few(limit: int, workers: int = 0) -> str:
-    """What is wrong with a limit of so many descriptors, "" if nothing is.
+    """The message if `limit` descriptors are too few, else "".
 
     workers: of a supervisor.
     """

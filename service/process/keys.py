@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from service.errors import Forbidden, ServiceError, Unauthorized
 
 MIN_CHARACTERS = 16
-"""Of a key: 96 bits in base64. One that can be guessed protects nothing."""
+"""Least length of a key: 96 random bits in base64."""
 
 
 class Keys:
@@ -30,9 +30,10 @@ class Keys:
         return bool(self._keys)
 
     def check(self, authorization: str | None, *, admin: bool = False) -> ServiceError | None:
-        """What is wrong with a request's `Authorization`, None where it has none; else None.
+        """The error to answer with, None if the key is accepted.
 
-        `admin`: it is one to load or unload models.
+        `authorization` is None if the header is missing. `admin`: the request loads or unloads
+        models.
         """
         if admin and not self._admin:
             return Forbidden(

@@ -1,4 +1,4 @@
-"""The stop of one serving process: requested from any thread, and ended in time.
+"""The stop of one process: requested from any thread; a watchdog ends it if it takes too long.
 
 A hung context, a stuck event loop or another thread may hold up every step of a stop. What is not
 done in time is abandoned: a line names it, and the process ends.
@@ -21,7 +21,7 @@ from service.errors import ExitCode
 _log = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 1.5
-"""From the end of the drain to the end of the process, whatever still runs."""
+"""Seconds from the end of the drain to the end of the process, whatever still runs."""
 
 _LOOP_ANSWERS_S = _LAST_LINE_S = 0.2
 

@@ -24,7 +24,7 @@ class CertificateFiles:
     client_ca: Path | None = None
 
     def context(self) -> ssl.SSLContext:
-        """For HTTP: TLS 1.2 or later.
+        """A TLS context for HTTP, TLS 1.2 or later.
 
         Raises:
             InvalidCertificate: a file cannot be read, or they do not belong together.
@@ -53,7 +53,7 @@ class CertificateFiles:
         return context
 
     def contents(self) -> tuple[bytes, bytes, bytes | None]:
-        """For gRPC: key, certificate, and the clients' authority.
+        """Key, certificate and the clients' authority, as bytes.
 
         Raises:
             InvalidCertificate: a file cannot be read.
@@ -66,7 +66,7 @@ class CertificateFiles:
 
 
 class ServedCertificate:
-    """What `files` held when they were last read: `context` for HTTP, `contents` for gRPC.
+    """The certificate in `files` when they were last read.
 
     Raises:
         InvalidCertificate: they must not be served.
@@ -100,7 +100,7 @@ _KEY = b"PRIVATE KEY-----"
 
 
 def _mistake(certificate: bytes, key: bytes) -> str:
-    """What is wrong with the two, which could not be loaded; "" if that is not known."""
+    """Why the two could not be loaded; "" if that is not known."""
     if _CERTIFICATE not in certificate and _CERTIFICATE in key and _KEY in certificate:
         return "the two are swapped"
     if _CERTIFICATE not in certificate:

@@ -43,8 +43,8 @@ _LARGE_READ_BYTES = 128 * 1024
 """After such a read others come first. libuv would read up to 32 times in a row, 8 MB, which takes
 up to 7 ms (H200 machine, 2026-11-22)."""
 _UNREAD_BYTES = 64 * 1024
-"""Over TLS, what a client has not read is neither counted nor timed up to so many bytes; in the
-clear that is uvloop's mark."""
+"""Unread bytes tolerated over TLS before writing pauses; without TLS uvloop's high-water mark
+applies."""
 _UNREAD_LOOK_S = 0.01
 
 
@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
         self.exchanges.receive(data)
 
     def _without_preface(self, data: bytes) -> bytes:
-        """What is to be read of the first bytes, once it is certain which version they are of."""
+        """Choose the HTTP version by the first bytes; returns the bytes for its parser."""
         begun = cast("bytes", self._preface) + data
         if len(begun) < len(PREFACE) and PREFACE.startswith(begun):
             self._preface = begun
@@ -289,7 +289,7 @@ class Connection(asyncio.Protocol):
 
     @property
     def moved_bytes(self) -> int:
-        """What the client has read since it reads too slowly."""
+        """Bytes that the client has read of its unread answers."""
         return self._written_bytes - self._unread()
 
     def evict(self) -> None:
@@ -325,7 +325,7 @@ class Connection(asyncio.Protocol):
         if transport.is_closing():
             return
         if self.plain is not None and exchanges.is_broken:
-            # To close it would mean to decrypt what the client sends until it says goodbye.
+            # A close would decrypt all input until the client's close_notify.
             self.plain.pause_reading()
             self.loop.call_later(exchanges.linger_s, self.plain.abort)
         elif self.ended or not transport.can_write_eof():

@@ -26,7 +26,7 @@ _KNOWN_STARTS = 512
 
 
 class FrontDoor:
-    """Calling it makes a connection, as uvicorn does.
+    """Makes the protocol of each connection when called.
 
     Times are in seconds: for the headers of a request, between requests, and for a client to read.
     """
@@ -60,7 +60,7 @@ class FrontDoor:
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
         self.known: dict[bytes, Head] = {}
-        """By header section, as it came: clients send the same one again and again."""
+        """Heads of HTTP/1.1 requests by header section: clients repeat it."""
         self.known_blocks: dict[bytes, Http2Head] = {}
         """Heads of HTTP/2 requests by header block."""
         self.open_streams = OpenStreams(MAX_OPEN_STREAMS)

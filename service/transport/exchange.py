@@ -52,7 +52,7 @@ class Peer:
 
 
 class Writer(Protocol):
-    """Where exchanges write to: the requests of a connection, in its version of HTTP.
+    """Writes the answers of a connection's requests, in its version of HTTP.
 
     What is written for an exchange that has ended is dropped.
     """
@@ -156,7 +156,7 @@ class Exchange:
         """Nobody waits for the answer."""
 
     def closed(self) -> None:
-        """Its stream is over."""
+        """The stream has ended."""
 
     def patience_s(self) -> float:
         """How long the client may send nothing of the body."""

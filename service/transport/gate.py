@@ -1,4 +1,4 @@
-"""What every request passes before its route, whether that is a fast one or the application's."""
+"""Authentication and CORS, before routing."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _ALLOWED = (
 )
 
 _PREFLIGHT = Answer(200, b"text/plain", b"", _ALLOWED)
-"""Not 204, which has no Content-Length. `Gate.cors_lines` says which origin may read answers."""
+"""Not 204, which has no Content-Length. `Gate.cors_lines` adds the allowed origin."""
 
 _PROBES = (b"/healthz", b"/readyz", b"/v2/health/live", b"/v2/health/ready")
 """Probes have no keys."""
 
 _PAGES = (b"/", b"/docs", b"/openapi.json")
-"""A browser has none for a page. These say what may be asked, and nothing of the models."""
+"""Browsers send no key for a page. These describe the API, not the models."""
 
 _OPEN = frozenset((*_PROBES, *_PAGES))
 _OPEN_BELOW = (PAGE_FILES.encode(), DOCS_FILES.encode() + b"/")
@@ -52,12 +52,12 @@ def is_open(path: bytes) -> bool:
 
 
 class Gate:
-    """Asks for a key, and lets pages of other origins read answers (CORS).
+    """Checks API keys, and writes the CORS headers for pages of other origins.
 
     Args:
         keys: requests need one of them, unless `is_open`; without any, none does.
         origins: of the pages that may read answers, as browsers send them in `Origin`; "*" is any.
-        refused: called with the error of each request that may not pass, to be counted.
+        refused: called with each rejection, for metrics.
     """
 
     def __init__(

@@ -48,10 +48,10 @@ _COPIED_BYTES = 16 * 1024
 """A message of fewer bytes is copied out of its frame: for it, a view costs more."""
 
 _INFLATED_BYTES = 128 * 1024
-"""What a compressed message becomes in one turn of the event loop: 0.3 ms."""
+"""Decompressed bytes in one turn of the event loop: 0.3 ms."""
 
 _FIRST_BYTES = 16 * 1024
-"""What it becomes when it arrives. The rest of all messages is made one after another."""
+"""Decompressed bytes when a message arrives. The rest of all messages follows in turns."""
 
 _MOST_MESSAGE_CHARACTERS = 500
 """The longest text of an error: clients drop metadata over 8 KiB, and a character may take 12."""
@@ -202,7 +202,7 @@ class Method(Protocol):
         ...
 
     def read(self, headers: Mapping[str, str]) -> Any:
-        """What a call's headers, with names in lower case, ask for. Equal ones are read once.
+        """Read the options in a call's headers, names in lower case. Equal ones are read once.
 
         Raises: ServiceError.
         """
@@ -224,7 +224,7 @@ class Call(Protocol):
     """How long the client may send nothing while its request is not complete."""
 
     def message(self, size: int | None) -> FastCall:
-        """A message of `size` bytes begins, None if that is not known; what is to receive it.
+        """A message of `size` bytes begins, None if not known. Returns its receiver.
 
         Raises: ServiceError.
         """
@@ -256,7 +256,7 @@ class Call(Protocol):
 
 
 class Answers(Protocol):
-    """Where an exchange writes to: a stream of a connection."""
+    """Writes the answers of an exchange to its stream."""
 
     def begin(self, block: bytes, end: bool) -> None:
         """The header block of the answer; `end`: it is all."""
@@ -326,10 +326,10 @@ class GrpcExchange:
         self._message: FastCall | None = None
         """Receives the message that arrives."""
         self._left = 0
-        """What has to come of it."""
+        """Bytes of that message still to be received."""
         self._inflater: _Inflater | None = None
         self._unread = bytearray()
-        """Received, and not used: less than a prefix, or what waits for the call."""
+        """Received, unused bytes: less than a prefix, or messages that wait for the call."""
         self._drained: asyncio.Event | None = None
         self._ended = self._begun = self.answered = False
         self._sent_bytes = 0
@@ -338,7 +338,7 @@ class GrpcExchange:
         """Begin the call."""
         self._call = method.open(wanted, self)
 
-    # What the client sends.
+    # Input.
 
     def data(self, data: bytes, end: bool) -> None:
         """The next bytes of the stream; `end`: the last."""
@@ -363,7 +363,7 @@ class GrpcExchange:
             call.fail(exc)
 
     def wait(self) -> None:
-        """What was read of the connection is handed on, and the request is not complete."""
+        """All input was handled, and the request is not complete."""
         if self._message is not None:
             self.guard_message(self._message.wait_for_body)
         elif self._call is not None:
@@ -494,7 +494,7 @@ class GrpcExchange:
         self._end_inflated()
         self._read()
 
-    # What is answered.
+    # Output.
 
     def reply(self, message: bytes) -> None:
         """The whole answer of a call with one."""
@@ -541,7 +541,7 @@ class GrpcExchange:
         self.answered = True
         self._call = self._message = self._inflater = None
 
-    # What ends it from outside.
+    # Called by the connection.
 
     def cancel(self) -> None:
         """The client is gone."""
@@ -587,7 +587,7 @@ class _Inflater:
 
     @property
     def input_bytes(self) -> int:
-        """What is not decompressed, and stays in the windows."""
+        """Bytes that are not decompressed, still counted in the flow-control windows."""
         return len(self._input)
 
     def take(self, piece: bytes, last: bool) -> None:

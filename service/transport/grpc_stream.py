@@ -76,7 +76,7 @@ class GrpcStream(Exchange):
             self._call.sent()
 
     def stop(self, error: ServiceError) -> None:
-        """What has begun is answered."""
+        """The service stops: finish what has begun."""
         if self._call is not None:
             self._call.stop(error)
 
@@ -101,7 +101,7 @@ class GrpcStream(Exchange):
     def _method(self) -> str:
         return self.head.path.rpartition(b"/")[2].decode("latin-1")
 
-    # What the call writes.
+    # Called by the exchange.
 
     def begin(self, block: bytes, end: bool) -> None:
         """Write the header block of the answer; `end`: it is all."""

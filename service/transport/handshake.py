@@ -25,9 +25,9 @@ _SHUTDOWN_S = 3600.0
 
 
 class Handshake(asyncio.Protocol):
-    """Stands in for `connection` until its transport is encrypted.
+    """The transport's protocol during the TLS handshake.
 
-    `connection` then has the new transport, or is lost.
+    After it, `connection` has the encrypted transport, or is lost.
     """
 
     def __init__(self, connection: Connection) -> None:

@@ -16,7 +16,7 @@ from service.transport.answer import Answer, refusal
 from service.transport.gate import Gate
 
 _LENGTH_DIGITS = 20
-"""Of 2^64, which the parser does not exceed; but it takes any number of leading zeros."""
+"""Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""
 
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
@@ -60,9 +60,9 @@ class FastRoute(Protocol):
     """A route of plain calls. Equal headers are read once; see `Head`."""
 
     def read(self, query: bytes, headers: Mapping[str, str], path: Mapping[str, str] = ...) -> Any:
-        """What the headers ask for; `path` has the values of the path's placeholders.
+        """Read the options of a request; `path` has the values of the path's placeholders.
 
-        Raises ServiceError if it cannot be had.
+        Raises: ServiceError: the request is refused.
         """
         ...
 
@@ -76,7 +76,7 @@ class FastRoute(Protocol):
 
 
 FastRoutes: TypeAlias = Mapping[tuple[bytes, bytes], FastRoute]
-"""By method and path, which may have placeholders, as in /v2/models/{model}/infer."""
+"""Routes by method and path, which may have placeholders: /v2/models/{model}/infer."""
 
 
 def find(
@@ -209,7 +209,7 @@ class Head:
             try:
                 self.wanted = self.route.read(self.query, named, values)
             except ServiceError as exc:
-                # Without its frames, which hold the connection.
+                # Drop the traceback: its frames hold the connection.
                 self.error = exc.with_traceback(None)
                 exc.__context__ = exc.__cause__ = None
             else:

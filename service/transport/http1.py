@@ -27,7 +27,7 @@ COPIED_BYTES = 16 * 1024
 """A body of fewer bytes is copied out of what was read: for it, a view costs more."""
 
 LARGE_BYTES = 128 * 1024
-"""A body of which more is to come may be received where it belongs, see `Handler.placed`."""
+"""A body with more to come may be received without a copy, see `Handler.placed`."""
 
 _FRAMING_BYTES = 64 * 1024
 """The most bytes of chunk extensions and trailers in a body."""
@@ -36,14 +36,14 @@ _LINE_BYTES = 4096
 """The most bytes of one line of them."""
 
 _CHUNKS_AT_ONCE = 2000
-"""What one call decodes: 2 ms of work. Other connections come in between."""
+"""Most chunks decoded by one call: 2 ms of work. Other connections run in between."""
 
 _KNOWN_HEADS = 512
 _KNOWN_HEAD_BYTES = 2048
 
 
 class Handler(Protocol):
-    """What `Http1` calls, about one request at a time."""
+    """Callbacks of `Http1`, for one request at a time."""
 
     def read(
         self,
@@ -76,7 +76,7 @@ class Handler(Protocol):
         ...
 
     def refused(self, answer: Answer) -> None:
-        """What the client sent cannot be read: the last answer. A body may be arriving."""
+        """The input is malformed: `answer` is the last one. A body may be arriving."""
         ...
 
 
@@ -106,7 +106,7 @@ class Http1:
         self.closed = False
         """Whether nothing more is read."""
         self.body_left = 0
-        """What has to come of a body of announced length."""
+        """Bytes still to be received of a body with Content-Length."""
         self._chunks: Chunks | None = None
         self._buffer = b""
         self._position = 0
@@ -333,12 +333,12 @@ class Http1:
             self.refuse(400, chunks.error)
 
     def body_arrived(self, size: int) -> bool:
-        """The next `size` bytes of a body are where they belong; whether it is complete."""
+        """`size` bytes were received into the request's buffer; returns whether it is complete."""
         self.body_left -= size
         self.receiving = self.body_left > 0
         return not self.receiving
 
-    # What cannot be read.
+    # Errors.
 
     def _malformed(self) -> None:
         self.refuse(400, f"malformed HTTP request; expected {self._expected}")
@@ -378,11 +378,11 @@ class Chunks:
     def __init__(self) -> None:
         self.complete = False
         self.error = ""
-        """What is malformed behind the bytes that were decoded."""
+        """The error after the decoded bytes, "" if there is none."""
         self.rest = b""
-        """What came behind the body, once it is complete; before, what is not decoded."""
+        """Undecoded bytes; once the body is complete, the bytes after it."""
         self._left = 0
-        """Of the chunk that arrives."""
+        """Bytes still to be received of the current chunk."""
         self._in_trailers = self._begun = self._more = False
         self._framing_bytes = 0
 

@@ -26,7 +26,7 @@ _IDLE_GRACE_S = 0.2
 """At a stop, how long a connection that was just used may still send a request."""
 
 _WAITING_BYTES = 64 * 1024
-"""What a client may send behind a request that is not answered, before reading pauses."""
+"""Bytes received after an unanswered request before reading pauses."""
 
 _COUNTED_HEADER_BYTES = 8 * 1024
 """Headers that arrive are counted in the budget from so many bytes on."""
@@ -51,7 +51,7 @@ class Http1Exchanges:
         """Whether a part of its answer is written."""
         self._closes = self._chunked = self._asked = False
 
-    # What the connection calls.
+    # Called by the connection.
 
     @property
     def open(self) -> Sequence[Exchange]:
@@ -108,7 +108,7 @@ class Http1Exchanges:
         connection.set_reading()
 
     def body_arrived(self, size: int) -> None:
-        """The next `size` bytes of a large body are where they belong."""
+        """`size` bytes of a large body were received into the request's buffer."""
         exchange = self.exchange
         assert isinstance(exchange, FastExchange), "bug: a body without its request"
         try:
@@ -139,7 +139,7 @@ class Http1Exchanges:
         return http1.can_go_on
 
     def _probe(self, exchange: Exchange, wait_s: float) -> None:
-        """Has a client that ended its data also closed its socket? Then this makes it reset.
+        """Provoke a reset from a half-closed client that has closed its socket.
 
         An interim answer may come at any time (RFC 9110, 15.2), and a client that only shut its
         side skips it. A connection whose reading has ended does not report the reset by itself.
@@ -186,7 +186,7 @@ class Http1Exchanges:
         elif http1.idle and waited_s > self.peer.keep_alive_s:
             connection.transport.close()
 
-    # What `Http1` calls.
+    # Called by `Http1`.
 
     def read(
         self,
@@ -256,7 +256,7 @@ class Http1Exchanges:
         exchange.answer(answer)
 
     def _crash(self) -> None:
-        """A request failed by a fault of our own."""
+        """A bug of ours failed a request."""
         _log.exception("a request failed")
         exchange = self.exchange
         if exchange is None or self._begun:
@@ -266,7 +266,7 @@ class Http1Exchanges:
         self._closes = True
         exchange.answer(INTERNAL_ERROR)
 
-    # What exchanges call, see `exchange.Writer`.
+    # Called by exchanges, see `exchange.Writer`.
 
     def is_open(self, exchange: Exchange) -> bool:
         """Whether it is the one that is answered."""

@@ -40,13 +40,13 @@ FRAME_BYTES = 256 * 1024
 """The largest frame that is received. A DATA frame is handed on as it arrives."""
 
 STREAM_WINDOW = 64 * 1024 - 1
-"""What a client may send of a request before any of it is taken."""
+"""The initial window of a stream."""
 
 GROWN_WINDOW = 1024 * 1024
 """The window of a stream once a part of its request is taken: what a round trip may bring."""
 
 CONNECTION_WINDOW = 1024 * 1024
-"""What a client may send on all its requests together beyond what is taken."""
+"""The window of a connection, shared by its streams."""
 
 MAX_HEADER_BYTES = 16 * 1024
 """A header list of more, counted as RFC 9113, 6.5.2 does, is refused."""
@@ -69,7 +69,7 @@ _FRAMES_AT_ONCE = 256
 _FRAMES_OF_A_REQUEST = 4
 """A request counts as so many of them."""
 _LIST_BYTES_AT_ONCE = 4096
-"""What one call of `receive` handles: 1 ms of work. Other connections come in between."""
+"""Header lists in one call of `receive`: 1 ms of work. Other connections run in between."""
 
 _MANY_FIELDS = 64
 """After a new header list of more fields, the connection rests: 500 of them take 2 ms."""
@@ -117,7 +117,7 @@ class ErrorCode(IntEnum):
 
 
 class ConnectionFault(Exception):
-    """What the client sent ends the connection."""
+    """A protocol error that ends the connection."""
 
     def __init__(self, code: ErrorCode, reason: str) -> None:
         super().__init__(reason)
@@ -160,7 +160,7 @@ class Stream:
         self.exchange: Any = None
         self.receiving = self.sending = True
         self.left = left
-        """What has to come of a body of announced length, behind the frame that arrives."""
+        """Bytes of content-length that no DATA frame has announced yet."""
         self.receive_window = self.window = STREAM_WINDOW
         self.buffered = 0
         """Received, and not taken."""
@@ -168,9 +168,9 @@ class Stream:
         """Taken, and not given back to the client's window."""
         self.send_window = send_window
         self.unsent: deque[memoryview] = deque()
-        """What the client's windows have no room for."""
+        """Output that exceeds the client's windows."""
         self.end: bytes | None = None
-        """What ends the answer behind `unsent`: trailers, or nothing more."""
+        """The trailers after `unsent`, b"" without; None if more may follow."""
 
     @property
     def unsent_bytes(self) -> int:
@@ -179,7 +179,7 @@ class Stream:
 
 
 class Handler(Protocol):
-    """What `Http2` calls."""
+    """Callbacks of `Http2`."""
 
     def read(self, fields: Fields) -> Head:
         """Check the fields of a request. Raises: Malformed."""
@@ -202,7 +202,7 @@ class Handler(Protocol):
         ...
 
     def sent(self, stream: Stream) -> None:
-        """They have taken it."""
+        """The client's windows have taken all output."""
         ...
 
     def closed(self, stream: Stream) -> None:
@@ -389,7 +389,7 @@ class Http2:
         self._credit = min(_CREDIT, self._credit + 1)
 
     def refill(self) -> None:
-        """To be called about once a second."""
+        """Call about once a second."""
         self._credit = min(_CREDIT, self._credit + _REFILL)
 
     def _ignore(self, kind: int, number: int, length: int) -> None:
@@ -703,7 +703,7 @@ class Http2:
         else:
             self._spend()
 
-    # What is sent.
+    # Output.
 
     def headers(self, stream: Stream, block: bytes, end: bool = False) -> None:
         """Begin the answer with a header block; `end`: it is all of it."""
@@ -805,7 +805,7 @@ class Http2:
         self._forget(stream)
 
     def _break(self, stream: Stream, code: ErrorCode) -> None:
-        """What the client sent ends the stream."""
+        """Reset a stream for a protocol error."""
         self._spend()
         self.reset(stream, code)
         self._handler.cancelled(stream)

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _UNSENT_BYTES = 64 * 1024
-"""What waits for the client's windows is not counted up to so many bytes."""
+"""Output that waits for the client's windows is not counted up to so many bytes."""
 
 _LAST_CALLS_S = 0.1
-"""From the first GOAWAY to the second: what a client sends before it reads of the stop comes."""
+"""Seconds between the two GOAWAYs: requests sent before the client read the first arrive."""
 
 _REST_S = 0.01
 """After a request with many header fields, others come first for so long."""
@@ -73,7 +73,7 @@ class Http2Exchanges:
         self._pinged_s = 0.0
         self._pings = 0
 
-    # What the connection calls.
+    # Called by the connection.
 
     @property
     def open(self) -> Sequence[Exchange]:
@@ -232,7 +232,7 @@ class Http2Exchanges:
             self._pinged_s, self._pings = now_s, self.http2.pings
             self.http2.ping()
 
-    # What `Http2` calls.
+    # Called by `Http2`.
 
     def read(self, fields: Fields) -> Http2Head:
         """Check the fields of a request. Raises: Malformed."""
@@ -286,13 +286,13 @@ class Http2Exchanges:
         self.look_for_end()
 
     def blocked(self, stream: Stream) -> None:
-        """What is answered waits for the client's windows."""
+        """The answer waits for the client's windows."""
         self.door.open_streams.wait(stream.exchange)
         if self._connection.ended:  # which will not grow
             self.peer.loop.call_soon(self._drop_blocked)
 
     def sent(self, stream: Stream) -> None:
-        """What waited for its windows is written."""
+        """The client's windows have taken the answer."""
         exchange: Exchange = stream.exchange
         if not exchange.may_give_way:
             self.door.open_streams.go_on(exchange)
@@ -357,7 +357,7 @@ class Http2Exchanges:
         self._runs -= 1
         self._run_next()
 
-    # What exchanges call, see `exchange.Writer`.
+    # Called by exchanges, see `exchange.Writer`.
 
     def is_open(self, exchange: Exchange) -> bool:
         """Whether its stream is."""

@@ -27,11 +27,11 @@ class BodyReceiver(asyncio.BufferedProtocol):
         self.resume_writing = connection.resume_writing  # type: ignore[method-assign]
 
     def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes go."""
+        """The buffer for the next bytes."""
         return self._room[:_READ_BYTES]
 
     def buffer_updated(self, nbytes: int) -> None:
-        """They have come."""
+        """`nbytes` bytes were written to the buffer."""
         self._room = self._room[nbytes:]
         self._connection.body_arrived(nbytes)
 
