@@ -102,7 +102,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     bench = Bench(wrk, path, weights, digits, cores, options)
     for workers in options.workers:
-        mps = wanted(options.device, workers) and not options.no_mps
+        mps = workers > 1 and wanted(options.device) and not options.no_mps
         measured = bench.measure(workers, mps, [c for c in cases if c.several or workers == 1])
         document["rows"] += rows(workers, mps, measured)
         if options.json is not None:
