@@ -232,9 +232,11 @@ class Connection(asyncio.Protocol):
 
     def set_reading(self) -> None:
         """Pause while the client does not read, or sends faster than it is served."""
-        wanted = not self._resting and (
-            self.closing or (not self.blocked_since_s and self.exchanges.wants_data)
-        )
+        if self.closing:
+            wanted = not self.exchanges.is_broken
+        else:
+            wanted = not self.blocked_since_s and self.exchanges.wants_data
+        wanted = wanted and not self._resting
         if wanted != self.reading and not self.transport.is_closing():
             self.reading = wanted
             if wanted:
@@ -324,10 +326,13 @@ class Connection(asyncio.Protocol):
         self.hold()
         if transport.is_closing():
             return
-        if self.plain is not None and exchanges.is_broken:
-            # A close would decrypt all input until the client's close_notify.
-            self.plain.pause_reading()
-            self.loop.call_later(exchanges.linger_s, self.plain.abort)
+        if exchanges.is_broken:  # what comes behind it is not worth reading, or decrypting
+            if self.plain is None:
+                transport.write_eof()
+                self.set_reading()
+            else:
+                self.plain.pause_reading()
+            self.loop.call_later(exchanges.linger_s, (self.plain or transport).abort)
         elif self.ended or not transport.can_write_eof():
             transport.close()
         else:

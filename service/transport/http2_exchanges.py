@@ -38,7 +38,7 @@ _LAST_CALLS_S = 0.1
 """Seconds between the two GOAWAYs: requests sent before the client read the first arrive."""
 
 _REST_S = 0.01
-"""After a request with many header fields, others come first for so long."""
+"""After what took long, or had no use, others come first for so long."""
 
 _PING_AFTER_S = 60.0
 _PING_S = 20.0
@@ -64,6 +64,8 @@ class Http2Exchanges:
         """Opened or continued by what was read, and not complete."""
         self._more = False
         """Whether something that came is not parsed."""
+        self._planned = False
+        """Whether to go on with it is."""
         self._pending: dict[AsgiExchange, None] = {}
         """Requests that the application has not begun to answer."""
         self._runs = 0
@@ -103,7 +105,7 @@ class Http2Exchanges:
 
     def go_on(self) -> None:
         """Serve what came before."""
-        if self._more and not self.http2.rests:
+        if self._more and not self._planned:
             self._parse(b"")
 
     def _parse(self, data: bytes) -> None:
@@ -118,15 +120,17 @@ class Http2Exchanges:
             self.cancel_all()
             connection.finish()
             return
-        if http2.rests:
-            # Not more than one such request in a turn of the event loop, over all connections.
-            self.peer.loop.call_later(_REST_S, self.door.head_turns.add, self._go_on_once)
-        elif self._more:
-            connection.turn()
+        if self._more and not self._planned:
+            # One connection in a turn of the event loop, so that others come in between.
+            self._planned = True
+            if http2.rests:
+                self.peer.loop.call_later(_REST_S, self.door.head_turns.add, self._go_on_once)
+            else:
+                self.door.head_turns.add(self._go_on_once)
         connection.set_reading()
 
     def _go_on_once(self) -> bool:
-        self.http2.rests = False
+        self.http2.rests = self._planned = False
         if self._connection.may_parse:
             self.go_on()
         return False
