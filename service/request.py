@@ -42,6 +42,10 @@ from service.observe.metrics import NO_MODEL, Metrics, Transport
 
 _log = logging.getLogger(__name__)
 
+_GROWN_BYTES = 1024 * 1024
+"""A larger body of unknown length gets memory for the longest, which is taken as it is written to.
+"""
+
 _DROPPED_BYTES = 64 * 1024
 """Bodies of unknown models up to this size are received and dropped, so that the connection can be
 kept. A larger one is refused at the headers."""
@@ -165,8 +169,10 @@ class Request:
             body[self.moved_bytes - len(data) : self.moved_bytes] = data
         elif not body:
             self._body = data
-        elif self.moved_bytes > SMALL_BYTES and (room := self.room()) is not None:
+        elif self.moved_bytes > (_GROWN_BYTES if self._length is None else SMALL_BYTES):
             # Allocated once; a growing bytearray would be copied repeatedly.
+            most = self._requests.max_body_bytes
+            self._body = room = self.room() or np.empty(most, np.uint8).data
             room[: len(body)] = body
             room[len(body) : self.moved_bytes] = data
         else:
@@ -218,6 +224,8 @@ class Request:
         try:
             if body is None:
                 body, self._body = self._body, b""
+                if type(body) is memoryview:
+                    body = body[: self.moved_bytes]
                 if self._transferring:
                     self._end_transfer()
             else:

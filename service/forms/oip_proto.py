@@ -62,7 +62,7 @@ class OipProtoForm:
 
     def decode_now(self, body: Body) -> Decoded | None:
         """Decode raw images of any number, and few numbers. Raw images are not copied."""
-        message = body if isinstance(body, memoryview) else bytes(body)
+        message = memoryview(body) if isinstance(body, bytearray) else body
         try:
             return _read_one_image(message) or _decode_now(message, self.max_images)
         except ServiceError as exc:
@@ -100,10 +100,10 @@ def _identified(message: bytes | memoryview) -> Asked | None:
 def _decode_now(message: bytes | memoryview, max_images: int) -> Decoded | None:
     """Decode without copying raw images; None if that would take more than 2 ms."""
     if len(message) <= _INLINE_BYTES:
-        return Decoded(*decode_message(bytes(message), max_images))
+        return Decoded(*decode_message(message, max_images))
     parts = split(message)
     if parts is None:
-        return Decoded(*decode_message(bytes(message), max_images))  # says what is wrong
+        return Decoded(*decode_message(message, max_images))  # says what is wrong
     others, raw = parts
     if sum(map(len, others)) > _INLINE_BYTES:
         return None
@@ -113,7 +113,7 @@ def _decode_now(message: bytes | memoryview, max_images: int) -> Decoded | None:
     return Decoded(*decode_request(_parsed(head), raw, max_images))
 
 
-def decode_message(message: bytes, max_images: int) -> tuple[Images, Asked]:
+def decode_message(message: bytes | memoryview, max_images: int) -> tuple[Images, Asked]:
     """The images of a serialized request, uint8 (n, 28, 28), and what else it asks for.
 
     Raises: InvalidInput, TooLarge.
@@ -122,7 +122,7 @@ def decode_message(message: bytes, max_images: int) -> tuple[Images, Asked]:
     return decode_request(request, request.raw_input_contents, max_images)
 
 
-def _parsed(message: bytes) -> pb.ModelInferRequest:
+def _parsed(message: bytes | memoryview) -> pb.ModelInferRequest:
     """Raises: InvalidInput."""
     request = read_infer_request(message)
     if isinstance(request, InvalidInput):

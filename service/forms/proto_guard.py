@@ -54,12 +54,12 @@ _REQUEST = {
 """Fields that may be large, by number: messages with such fields, or pixels."""
 
 
-def read_infer_request(message: bytes) -> pb.ModelInferRequest | InvalidInput:
+def read_infer_request(message: bytes | memoryview) -> pb.ModelInferRequest | InvalidInput:
     """The request in `message`, or the error for the servicer to raise."""
     try:
         excess = _excess(message)
         if excess is None:
-            return pb.ModelInferRequest.FromString(message)
+            return pb.ModelInferRequest.FromString(bytes(message))
     except DecodeError:
         return InvalidInput("message: not a ModelInferRequest", field="message")
     expected = "one input with its numbers packed, many as raw bytes, and at most two outputs"
@@ -77,7 +77,7 @@ def split(message: bytes | memoryview) -> tuple[list[memoryview], list[memoryvie
     try:
         for _ in range(MAX_FIELDS):
             begin = position
-            tag, position = _varint(message, position)
+            tag, position = _tag(message, position)
             start, position = _value(message, position, tag & 7)
             if position > len(message):
                 return None
@@ -92,7 +92,7 @@ def split(message: bytes | memoryview) -> tuple[list[memoryview], list[memoryvie
     return None
 
 
-def _excess(message: bytes) -> str | None:
+def _excess(message: bytes | memoryview) -> str | None:
     """The limit that `message` exceeds, if any.
 
     Raises:
@@ -107,7 +107,7 @@ def _excess(message: bytes) -> str | None:
             fields += 1
             if fields > MAX_FIELDS:
                 return f"{MAX_FIELDS} fields"
-            tag, position = _varint(message, position)
+            tag, position = _tag(message, position)
             start, position = _value(message, position, tag & 7)
             if position > end:
                 raise DecodeError("a truncated field")
@@ -125,6 +125,14 @@ def _excess(message: bytes) -> str | None:
         if sum(np.count_nonzero(view[part] < 0x80) for part in packed) > MAX_NUMBERS:  # last bytes
             return f"{MAX_NUMBERS} numbers in uint_contents"
     return None
+
+
+def _tag(message: bytes | memoryview, position: int) -> tuple[int, int]:
+    """A field's number and wire type, and the position after them."""
+    tag, position = _varint(message, position)
+    if tag < 8:
+        raise DecodeError("a field without a number")
+    return tag, position
 
 
 def _value(message: bytes | memoryview, position: int, wire_type: int) -> tuple[int, int]:

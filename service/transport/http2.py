@@ -60,8 +60,9 @@ _CONTROL_BYTES = 16 * 1024
 _CREDIT = 1000
 _REFILL = 50
 _REST_CREDIT = 32
-"""After so much of it the connection rests, so that others, and the threads that compute, get time.
-100 calls that their client cancels at once need three rests."""
+_REST_S = 0.01
+"""After so much credit the connection rests for so long: others, and the threads that compute, get
+time. 100 calls that their client cancels at once need three rests."""
 _FREE_LIST_BYTES = 4096
 """New header lists up to this size, counted as `MAX_HEADER_BYTES`, cost no credit; others one for
 each so many bytes. A list of it that is all small fields takes 0.4 ms."""
@@ -75,7 +76,9 @@ _LIST_BYTES_AT_ONCE = 2048
 """Header lists in one call of `receive`: 0.5 ms of work. Other connections run in between."""
 
 _MANY_FIELDS = 64
-"""After a new header list of more fields, the connection rests: 500 of them take 2 ms."""
+_REST_OF_A_FIELD_S = 0.001
+"""After a new header list of more fields, the connection rests so long for each: 500 of them take
+2 ms, which others wait for, and hardly any client sends so many."""
 
 _UPDATES_PER_FRAME = 4
 """Windows that a client may open for each DATA frame and each request without credit."""
@@ -234,8 +237,8 @@ class Http2:
         """Whether the client's preface and first SETTINGS are not complete."""
         self.in_block = False
         """Whether a header block is not complete."""
-        self.rests = False
-        """Whether the latest call of `receive` took long, and the next should come later."""
+        self.rest_s = 0.0
+        """How long after the latest call of `receive` the next should come, others first."""
         self.pings = 0
         """Acknowledged by the client."""
         self.blocked: dict[int, Stream] = {}
@@ -287,7 +290,7 @@ class Http2:
         if self._position < len(self._buffer):
             data = self._buffer[self._position :] + data
         self._buffer, self._position = data, 0
-        self.rests = False
+        self.rest_s = 0.0
         if self.failed is not None:
             return False
         try:
@@ -321,7 +324,7 @@ class Http2:
             if size - position < 9:
                 break
             frames -= 1
-            if frames <= 0 or self.rests or self._list_bytes > _LIST_BYTES_AT_ONCE:
+            if frames <= 0 or self.rest_s or self._list_bytes > _LIST_BYTES_AT_ONCE:
                 self._position = position
                 return True
             high, low, kind, flags, number = _FRAME.unpack_from(data, position)
@@ -390,7 +393,7 @@ class Http2:
             raise _too_much("more frames without a request than a client needs")
         if self._credit <= self._rest_at:
             self._rest_at = self._credit - _REST_CREDIT
-            self.rests = True
+            self.rest_s = max(self.rest_s, _REST_S)
 
     def _earn(self) -> None:
         self._credit = min(_CREDIT, self._credit + 1)
@@ -592,7 +595,8 @@ class Http2:
         self._table_is_empty = not self._decoder.header_table_size
         size = list_bytes(fields)
         self._list_bytes += size
-        self.rests = self.rests or len(fields) > _MANY_FIELDS
+        if len(fields) > _MANY_FIELDS:
+            self.rest_s = len(fields) * _REST_OF_A_FIELD_S
         if size > _FREE_LIST_BYTES:
             self._spend(size // _FREE_LIST_BYTES)
         return fields

@@ -37,9 +37,6 @@ _UNSENT_BYTES = 64 * 1024
 _LAST_CALLS_S = 0.1
 """Seconds between the two GOAWAYs: requests sent before the client read the first arrive."""
 
-_REST_S = 0.01
-"""After what took long, or had no use, others come first for so long."""
-
 _PING_AFTER_S = 60.0
 _PING_S = 20.0
 
@@ -110,7 +107,7 @@ class Http2Exchanges:
 
     def _parse(self, data: bytes) -> None:
         connection, http2 = self._connection, self.http2
-        self._more = http2.receive(data) or http2.rests
+        self._more = http2.receive(data) or http2.rest_s > 0
         waiting, self._waiting = self._waiting, []
         for exchange in waiting:
             if exchange.stream.receiving:
@@ -123,14 +120,15 @@ class Http2Exchanges:
         if self._more and not self._planned:
             # One connection in a turn of the event loop, so that others come in between.
             self._planned = True
-            if http2.rests:
-                self.peer.loop.call_later(_REST_S, self.door.head_turns.add, self._go_on_once)
+            add, step = self.door.head_turns.add, self._go_on_once
+            if http2.rest_s:
+                self.peer.loop.call_later(http2.rest_s, add, step)
             else:
-                self.door.head_turns.add(self._go_on_once)
+                add(step)
         connection.set_reading()
 
     def _go_on_once(self) -> bool:
-        self.http2.rests = self._planned = False
+        self._planned = False
         if self._connection.may_parse:
             self.go_on()
         return False
