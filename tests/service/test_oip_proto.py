@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 
 from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
-from service.forms.oip_proto import decode_message
+from service.forms.oip_proto import OipProtoForm, decode_message
 
 Tensor = pb.ModelInferRequest.InferInputTensor
 Output = pb.ModelInferRequest.InferRequestedOutputTensor
@@ -57,3 +58,11 @@ def test_a_message_is_refused_with_the_field_that_is_wrong(fields, field):
         decode_message(pb.ModelInferRequest(**fields).SerializeToString(), 64)
     assert caught.value.field == field
     assert str(caught.value).startswith(field)
+
+
+def test_images_of_a_message_that_came_in_pieces_are_not_copied():
+    tensor = Tensor(name="image", datatype="UINT8", shape=(1000, 28, 28))
+    request = pb.ModelInferRequest(inputs=[tensor], raw_input_contents=[bytes(784_000)])
+    body = bytearray(request.SerializeToString())
+    decoded = OipProtoForm(1000).decode_now(body)
+    assert np.shares_memory(decoded.images, np.frombuffer(body, np.uint8))

@@ -19,9 +19,10 @@ from service.errors import Overloaded, TooLarge, Unavailable
 from service.process.tls import CertificateFiles, ServedCertificate
 from service.transport import door
 from service.transport.gate import Gate
+from service.transport.http2_exchanges import Http2Exchanges
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, MEBIBYTE, running, until
-from tests.service.http.test_http2 import ACK, GOAWAY, START, frame, get, ping
+from tests.service.http.test_http2 import ACK, GOAWAY, START, block, frame, get, headers, ping
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -390,6 +391,40 @@ async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_it
         assert not connection.closing
     connection.check_time(asked_s + 76)
     assert frame(GOAWAY, 0, 0, b"\0\0\0\1\0\0\0\0") in await client.rest()
+
+
+async def test_a_client_of_http_2_that_breaks_the_rules_is_told_and_not_read_on(server):
+    client, connection = await connect(server)
+    client.send(START + ping(stream=1))
+    await until(lambda: connection.closing)
+    assert not connection.transport.is_reading()
+    assert b"PING on a stream" in await client.rest()
+    await until(lambda: not server.door.connections)
+
+
+async def test_what_several_connections_sent_is_parsed_for_one_in_a_turn(server, monkeypatch):
+    turn, turns = 0, []
+    go_on = Http2Exchanges.go_on
+
+    def count():
+        nonlocal turn
+        turn += 1
+        asyncio.get_running_loop().call_soon(count)
+
+    def note(exchanges):
+        turns.append(turn)
+        go_on(exchanges)
+
+    monkeypatch.setattr(Http2Exchanges, "go_on", note)
+    ask = block(path=b"/fast", method=b"POST")
+    asked = START + b"".join(headers(ask, stream=stream) for stream in range(1, 401, 2))
+    clients = [await server.open() for _ in range(4)]
+    count()
+    for client in clients:
+        client.send(asked)
+    await until(lambda: len(server.route.calls) == 800)
+    assert len(turns) > 20
+    assert len(set(turns)) == len(turns)
 
 
 async def test_an_idle_connection_is_closed_after_its_time():

@@ -1165,6 +1165,49 @@ def test_frames_do_what_their_row_says_in_one_piece_and_byte_by_byte(sent, heard
     assert outcome(sent, 1 if size < 100_000 else 101) == (heard, written)
 
 
+@pytest.mark.parametrize(
+    "sent",
+    [
+        ping(),
+        settings((WINDOW, 1)),
+        update(),
+        data(payload=b"a"),
+        frame(PRIORITY, 0, 1, bytes(5)),
+        frame(GOAWAY, 0, 0, bytes(8)),
+        b"".join(post(stream) + reset(stream) for stream in range(3, 83, 2)),
+    ],
+    ids=["PING", "SETTINGS", "WINDOW_UPDATE", "tiny DATA", "PRIORITY", "GOAWAY", "resets"],
+)
+def test_a_connection_rests_between_frames_that_ask_for_nothing(sent):
+    client = Client()
+    client.feed(START + ACKED + headers(NO_TABLE + block(method=b"POST"), WHOLE), 1 << 20)
+    rests = turns = 0
+    again = client.http2.receive(sent * (1 if len(sent) > 100 else 200))
+    while again:
+        turns += 1
+        rests += client.http2.rest_s > 0
+        again = client.http2.receive(b"")
+    assert turns >= rests >= 1
+    assert client.http2.failed is None
+
+
+def test_a_connection_with_requests_does_not_rest():
+    client = Client()
+    client.feed(START + ACKED + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)
+    client.http2.receive(b"".join(get(n, path=b"/answer") + update() for n in range(3, 403, 2)))
+    while client.http2.receive(b""):
+        assert not client.http2.rest_s
+
+
+def test_a_connection_rests_longer_after_more_header_fields():
+    rests_s = []
+    for count in (50, 100, 400):
+        client = Client()
+        client.http2.receive(START + get(1, *[(b"a", b"")] * count))
+        rests_s.append(client.http2.rest_s)
+    assert rests_s == [0, pytest.approx(0.1, rel=0.1), pytest.approx(0.4, rel=0.1)]
+
+
 def test_few_heads_are_remembered_and_none_with_ids_of_its_own():
     client = Client()
     client.feed(START + ACKED + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)

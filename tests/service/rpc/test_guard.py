@@ -69,6 +69,10 @@ def test_a_message_is_refused_unread_when_it_has_too_many_fields(field, put, oth
     assert "more than 1024 fields" in message
 
 
+def test_a_message_of_fields_without_a_number_is_malformed_at_once(monkeypatch):
+    assert "not a ModelInferRequest" in refused_unread(bytes(1 << 20), monkeypatch)
+
+
 def test_fields_are_counted_together_when_they_are_spread_over_inputs(monkeypatch):
     inputs = as_input(b"\x22\x00" * (MAX_FIELDS // 4)) * 4
     assert "fields" in refused_unread(inputs, monkeypatch)
