@@ -100,6 +100,7 @@ class Handshake(asyncio.Protocol):
         if found is self:
             return  # it failed
         protocol = cast("asyncio.BufferedProtocol", found)
+        self._connection.loop.call_soon(self._end_if_gone, protocol)
         rest = memoryview(b"".join(self._early))
         self._early.clear()
         while rest:
@@ -108,3 +109,11 @@ class Handshake(asyncio.Protocol):
             buffer[:size] = rest[:size]
             protocol.buffer_updated(size)
             rest = rest[size:]
+
+    def _end_if_gone(self, protocol: asyncio.BufferedProtocol) -> None:
+        """Tell uvloop's protocol again if the client left before its handshake began.
+
+        It would keep 55 KB until the handshake's time is over.
+        """
+        if self._connection.transport.is_closing():
+            protocol.connection_lost(None)

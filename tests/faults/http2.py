@@ -304,9 +304,11 @@ def attack(port, kind, until_s, sent, reads=True, tls=False):
 
 
 def _read(connection):
+    """To the end; then the attack begins anew on another connection."""
     with contextlib.suppress(OSError):
         while connection.recv(1 << 16):
             pass
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 if __name__ == "__main__":

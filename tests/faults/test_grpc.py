@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import ssl
+import struct
 import threading
 import time
 from pathlib import Path
@@ -394,22 +395,28 @@ def test_clients_that_come_and_go_over_tls_do_not_end_the_process(
 
     def visit():
         while (number := next(numbers)) < count and not failures:
-            sent = (b"GET / HTTP/1.1\r\n\r\n", b"", hello[:100], hello, None)[number % 5]
+            sent = (b"GET / HTTP/1.1\r\n\r\n", b"", hello[:100], hello, hello, None)[number % 6]
             try:
                 with socket.create_connection(("127.0.0.1", service.grpc_port), 20) as connection:
                     if sent is not None:
                         connection.sendall(sent)
+                        if number % 6 == 4:
+                            reset = struct.pack("ii", 1, 0)
+                            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
                     else:
                         context.wrap_socket(connection, server_hostname="localhost").close()
             except OSError as exc:
                 failures.append(exc)
 
+    before, lines = resident_bytes(service), len(service.lines)
     threads = [threading.Thread(target=visit) for _ in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert failures == []
+    assert resident_bytes(service) - before < 60 * MB
+    assert service.lines[lines:] == []
     credentials = certificates.credentials(client=mutual)
     with grpc.secure_channel(f"localhost:{service.grpc_port}", credentials) as channel:
         live = channel.unary_unary(METHOD.replace("ModelInfer", "ServerLive"))

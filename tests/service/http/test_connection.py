@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import http.client
 import random
 import socket
 import ssl
+import struct
 
 import orjson
 import pytest
@@ -391,6 +393,32 @@ async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_it
         assert not connection.closing
     connection.check_time(asked_s + 76)
     assert frame(GOAWAY, 0, 0, b"\0\0\0\1\0\0\0\0") in await client.rest()
+
+
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls):
+    greeting = ssl.MemoryBIO()
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls[1].wrap_bio(ssl.MemoryBIO(), greeting, server_hostname="localhost").do_handshake()
+    hello = greeting.read()
+
+    def visit(port):
+        for _ in range(50):
+            with socket.create_connection(("127.0.0.1", port), 20) as client:
+                client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+                client.sendall(hello)
+
+    async def main():
+        async with running(tls) as server:
+            asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # of uvloop's own
+            await asyncio.to_thread(visit, server.port)
+            await until(lambda: not server.door.connections and not server.door.handshakes)
+            gc.collect()
+            kept = [one for one in gc.get_objects() if type(one).__name__ == "SSLProtocol"]
+            assert len(kept) <= 1
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 async def test_a_client_of_http_2_that_breaks_the_rules_is_told_and_not_read_on(server):
