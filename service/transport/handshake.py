@@ -33,7 +33,9 @@ class Handshake(asyncio.Protocol):
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
         self._early: list[bytes] = []
-        self._ended = False
+        self._ended = self._lost = False
+        self._tls: asyncio.BufferedProtocol | None = None
+        """uvloop's, in this one's place at the transport."""
         self._begun = asyncio.Event()  # to send, or gone
         # uvloop begins to read when `connection_made` returns, even if it paused the transport.
         connection.transport.set_protocol(self)
@@ -69,6 +71,7 @@ class Handshake(asyncio.Protocol):
         if secured is None or secured.is_closing():
             plain.abort()
             connection.connection_lost(None)
+            del securing  # else its error and this frame would keep each other
             return
         secured.set_write_buffer_limits(_UNLIMITED)
         connection.transport, connection.plain = secured, plain
@@ -91,16 +94,27 @@ class Handshake(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""
+        self._lost = True
         self._begun.set()
         self._connection.connection_lost(exc)
+        self._end_tls()
+
+    def _end_tls(self) -> None:
+        """End a handshake that uvloop began after the client had left.
+
+        It would keep 55 KB until the handshake's time is over.
+        """
+        if self._lost and self._tls is not None:
+            self._tls.connection_lost(None)
+            self._tls = None
 
     def _hand_on(self) -> None:
         """Give what came too early to the protocol that `start_tls` has put in this one's place."""
         found = self._connection.transport.get_protocol()
         if found is self:
             return  # it failed
-        protocol = cast("asyncio.BufferedProtocol", found)
-        self._connection.loop.call_soon(self._end_if_gone, protocol)
+        self._tls = protocol = cast("asyncio.BufferedProtocol", found)
+        self._connection.loop.call_soon(self._end_tls)  # begun by then
         rest = memoryview(b"".join(self._early))
         self._early.clear()
         while rest:
@@ -109,11 +123,3 @@ class Handshake(asyncio.Protocol):
             buffer[:size] = rest[:size]
             protocol.buffer_updated(size)
             rest = rest[size:]
-
-    def _end_if_gone(self, protocol: asyncio.BufferedProtocol) -> None:
-        """Tell uvloop's protocol again if the client left before its handshake began.
-
-        It would keep 55 KB until the handshake's time is over.
-        """
-        if self._connection.transport.is_closing():
-            protocol.connection_lost(None)
