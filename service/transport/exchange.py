@@ -158,7 +158,7 @@ class Exchange:
     def closed(self) -> None:
         """The stream has ended."""
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """How long the client may send nothing of the body."""
         return self.writer.peer.keep_alive_s
 
@@ -306,7 +306,7 @@ class FastExchange(Exchange):
         if call is not None:
             call.cancel()
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """A call has its own deadline; what is refused is only read to be dropped."""
         return self.writer.peer.header_timeout_s if self._call is None else math.inf
 

@@ -220,7 +220,7 @@ class Method(Protocol):
 class Call(Protocol):
     """One call of a method."""
 
-    patience_s: float
+    body_timeout_s: float
     """How long the client may send nothing while its request is not complete."""
 
     def message(self, size: int | None) -> FastCall:
@@ -561,9 +561,9 @@ class GrpcExchange:
         if self._call is not None:
             self._call.stop(error)
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """How long it may be silent. Requests for inference have deadlines of their own."""
-        return math.inf if self._call is None else self._call.patience_s
+        return math.inf if self._call is None else self._call.body_timeout_s
 
     def sent(self) -> None:
         """The client has taken what was written."""

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool
-from service.engine.deadlines import LATE_S, Deadlines
+from service.engine.deadlines import RESOLUTION_S, Deadlines
 from service.engine.queue import BatchQueue
 from service.errors import (
     DeadlineExceeded,
@@ -76,7 +76,7 @@ def tags_of(made: np.ndarray) -> list[int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a puppet adds to every tag, so that an answer shows what computed it."""
+    """A number that a fake worker adds to every tag: the answer shows the version."""
 
     added: int
 
@@ -234,7 +234,7 @@ class Stage:
     max_batch_rows: int = 4
     max_queue_rows: int = 100
     max_wait_s: float = 0.0
-    joined_rows: int = 0
+    overlap_rows: int = 0
 
     async def __aenter__(self) -> Stage:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
@@ -250,7 +250,7 @@ class Stage:
         self.watcher = Watcher()
         self.batcher = Batcher(
             *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
-            *(Deadlines(), self.loop.time, self.joined_rows),
+            *(Deadlines(), self.loop.time, self.overlap_rows),
         )
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
@@ -310,7 +310,7 @@ async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
 
 
 @pytest.mark.parametrize(
-    ("first", "joined_rows", "batches"),
+    ("first", "overlap_rows", "batches"),
     [
         ([0, 1], 0, [[0, 1, 2]]),
         ([0], 0, [[0], [2]]),
@@ -320,9 +320,9 @@ async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
     ids=["several arrived", "one arrived", "the batch is full", "the device is not the loop's"],
 )
 def test_requests_that_arrive_while_others_are_read_join_their_batch(
-    run_virtually, first, joined_rows, batches
+    run_virtually, first, overlap_rows, batches
 ):
-    @staged(contexts=2, joined_rows=joined_rows)
+    @staged(contexts=2, overlap_rows=overlap_rows)
     async def test(stage):
         tasks = [stage.submit(tag) for tag in first]
         await asyncio.sleep(0)  # the batcher is called next; what is submitted now comes after it
@@ -333,7 +333,7 @@ def test_requests_that_arrive_while_others_are_read_join_their_batch(
     test(run_virtually=run_virtually)
 
 
-@staged(contexts=3, max_batch_rows=8, joined_rows=4)
+@staged(contexts=3, max_batch_rows=8, overlap_rows=4)
 async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(stage):
     tasks, loads = [], []
     for tag, rows in ((0, 1), (10, 1), (20, 1), (30, 4), (40, 1)):
@@ -345,7 +345,7 @@ async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(s
     assert loads == [(0, 1), (1, 1), (2, 1), (0, 2), (0, 3)], "the six began beside the one"
 
 
-@staged(joined_rows=4, contexts=2)
+@staged(overlap_rows=4, contexts=2)
 async def test_the_next_batch_begins_before_the_answers_of_the_last(stage):
     seen = []
 
@@ -371,7 +371,7 @@ async def test_an_answer_says_where_its_time_went_when_it_waited(stage):
 
 @pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
 @staged()
-async def test_a_batch_that_failed_gives_its_images_free_at_once(stage, outcome):
+async def test_a_batch_that_failed_releases_its_images_at_once(stage, outcome):
     # They may lie in memory that is handed out again when nothing refers to it.
     stage.workers[0].script = iter([Act(1.0, outcome)])
     made = images(1, rows=2)
@@ -594,7 +594,7 @@ class Storm:
     max_batch_rows: int
     max_queue_rows: int
     max_wait_s: float
-    joined_rows: int
+    overlap_rows: int
     drain_s: float | None
     drain_timeout_s: float
 
@@ -627,7 +627,7 @@ STORMS = st.builds(
     max_batch_rows=st.integers(1, 5),
     max_queue_rows=st.sampled_from([6, 20, 1000]),
     max_wait_s=st.sampled_from([0.0, 0.0, 0.5]),
-    joined_rows=st.sampled_from([0, 0, 3, 8]),
+    overlap_rows=st.sampled_from([0, 0, 3, 8]),
     drain_s=st.none() | TICKS,
     drain_timeout_s=TICKS,
 )
@@ -710,7 +710,7 @@ async def weather(storm: Storm, stage: Stage) -> None:
                 assert computed.issuperset(rows)
                 assert ended_s[number] <= deadline_s
             case DeadlineExceeded():
-                assert deadline_s <= ended_s[number] <= deadline_s + LATE_S
+                assert deadline_s <= ended_s[number] <= deadline_s + RESOLUTION_S
             case Overloaded():
                 assert ended_s[number] == caller.arrives_s
                 assert not computed.intersection(rows)
@@ -732,7 +732,7 @@ async def weather(storm: Storm, stage: Stage) -> None:
 def assert_no_idle_hands(stage: Stage) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
     running = sum(cut.rows for cut in stage.batcher._in_flight)
-    if running and running + stage.queue.rows < stage.joined_rows:
+    if running and running + stage.queue.rows < stage.overlap_rows:
         return
     if len(stage.queue) and stage.pool.busy < len(stage.pool.workers):
         assert stage.queue.cut_due_s() > stage.loop.time(), "rows wait beside a free context"
@@ -741,6 +741,6 @@ def assert_no_idle_hands(stage: Stage) -> None:
 @settings(max_examples=700)
 @given(STORMS)
 def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
-    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s", "joined_rows")
+    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s", "overlap_rows")
     options = {name: getattr(storm, name) for name in names}
     staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)

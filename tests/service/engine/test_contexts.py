@@ -154,7 +154,7 @@ def either(request, stage):
 
 @pytest.fixture(autouse=True)
 async def complaints():
-    """What reaches the event loop's exception handler: nothing."""
+    """Fails if anything reaches the event loop's exception handler."""
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
     yield found
@@ -205,7 +205,7 @@ async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stag
 
 
 class Puppet:
-    """What the pool sees of a worker."""
+    """A fake worker, with the attributes that the pool uses."""
 
     name = "puppet-0"
 

@@ -64,11 +64,11 @@ def as_json(images):
 
 @pytest.fixture
 def expected(tiny, random_weights, images):
-    """What the NumPy forward makes of `images`."""
+    """The NumPy forward of `images`."""
     return softmax(logits(tiny, random_weights(tiny).tensors, images))
 
 
-# What is answered
+# Answers
 
 
 FORMS = {
@@ -317,7 +317,7 @@ async def test_small_bodies_start_no_decoding_process_however_their_type_is_writ
             assert (await served.post(body, kind)).status_code == 200
 
 
-# What is refused
+# Errors
 
 ONE = [[0] * 28 for _ in range(28)]
 MALFORMED = {

@@ -48,7 +48,7 @@ def answer(response):
 
 
 def expected_layers(weights, image, change):
-    """What `lenet.explanation` finds, as the answer has it."""
+    """The result of `lenet.explanation` in the answer's form."""
     for layer in explain(weights, image, change):
         found = {"name": layer.name, "kind": layer.kind, "shape": list(layer.shape)}
         if layer.kind == "logits":

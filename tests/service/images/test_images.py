@@ -93,7 +93,7 @@ def test_many_images_keep_their_order_when_their_forms_are_mixed():
 
 
 def by_the_standard_library(body: bytes) -> NDArray[np.uint8] | None:
-    """What `body` says if it is JSON and has images of whole numbers; None otherwise."""
+    """Images of integers in the JSON `body`; None if it is anything else."""
     try:
         images = np.array(json.loads(body)["images"])
     except (ValueError, TypeError, KeyError):

@@ -32,7 +32,7 @@ from service.observe.metrics import Metrics
 from service.process.keys import Keys
 from service.process.listener import listen
 from service.request import Requests
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 from service.transport.server import HttpServer
 
 MAX_IMAGES = 64
@@ -127,7 +127,7 @@ class House:
         return self.registry.get_sample_value(name, labels) or 0
 
     def outcomes(self):
-        """What was counted of gRPC requests: {(model, outcome): how many}."""
+        """Counted gRPC requests: {(model, outcome): number}."""
         self.metrics.flush()
         return {
             (sample.labels["model"], sample.labels["outcome"]): sample.value
@@ -165,7 +165,9 @@ class House:
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
         found = methods(requests, servicer, self.models, options["keys"])
-        door = FrontDoor({}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"])
+        door = HttpService(
+            {}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"]
+        )
         server = Server(door, options["stop_timeout_s"])
         (listener,) = listen("127.0.0.1", 0)
         with listener:
@@ -201,7 +203,7 @@ class Server(HttpServer):
         super().__init__(FastAPI(), door, stop_timeout_s)
 
     async def stop(self, timeout_s):
-        """As the service does; what is not answered after `timeout_s` is given up."""
+        """Stop like the service; calls that are open after `timeout_s` are dropped."""
         self._door.stop()
         self.should_exit = True
         self.config.timeout_graceful_shutdown = timeout_s

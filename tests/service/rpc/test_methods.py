@@ -1,4 +1,4 @@
-"""Which methods there are, who may call them, and those of health and reflection."""
+"""The list of methods, their access rights, health and reflection."""
 
 from __future__ import annotations
 

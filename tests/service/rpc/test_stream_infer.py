@@ -176,7 +176,7 @@ async def fill(stream, raw_request):
 
 
 async def test_a_client_that_does_not_read_is_read_no_further(house, raw_request):
-    """Its answers fill the windows of HTTP/2, then the server takes no more of its requests."""
+    """Answers fill the HTTP/2 windows, then the server takes no more requests."""
     async with house.serve() as server, client(server, *SMALL_WINDOWS) as deaf:
         stream = deaf.ModelStreamInfer()
         sent, writing = await fill(stream, raw_request)
