@@ -310,7 +310,7 @@ class _SmallCall:
     def wait_for_body(self) -> None:
         """Does nothing: `body_timeout_s` limits the time."""
 
-    def end(self, body: bytes | memoryview | None = None) -> None:
+    def complete(self, body: bytes | memoryview | None = None) -> None:
         """The message is complete."""
         try:
             request = self._method.request.FromString(self._body if body is None else bytes(body))

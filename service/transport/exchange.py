@@ -241,7 +241,7 @@ class FastExchange(Exchange):
         route = self.head.route
         assert route is not None, "bug: not a fast route"
         self._call = call = route.open(self.head.wanted, self._reply)
-        call.end(body)
+        call.complete(body)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on."""
@@ -256,12 +256,12 @@ class FastExchange(Exchange):
             return
         try:
             if is_all:
-                call.end(data)
+                call.complete(data)
                 return
             if data:
                 call.data(data)
             if end:
-                call.end()
+                call.complete()
         except ServiceError as exc:
             call.fail(exc)
 

@@ -118,7 +118,7 @@ class Call:
         if self._open and self._body.startswith(b"overload"):
             raise Overloaded("planted", retry_after_s=1)
 
-    def end(self, body: bytes | memoryview | None = None) -> None:
+    def complete(self, body: bytes | memoryview | None = None) -> None:
         self._body = self._body if body is None else bytes(body)
         if len(self._body) > MAX_BODY_BYTES:
             self.fail(TooLarge("too many bytes", field="body"))

@@ -22,7 +22,7 @@ from tests.tasks import submit
 CPU = (Target("cpu"),)
 
 
-class House:
+class RunningEngine:
     """Open models, what they count, and a client of them."""
 
     def __init__(self, models, metrics, registry, draw):
@@ -72,7 +72,7 @@ def open_house(folder, draw):
         try:
             parts = weights, versions, "a", config, metrics, Deadlines()
             async with Models(*parts) as models:
-                yield House(models, metrics, registry, draw)
+                yield RunningEngine(models, metrics, registry, draw)
         finally:
             assert not [t for t in threading.enumerate() if t.name.startswith("context-")]
 

@@ -1,4 +1,4 @@
-"""The batcher on virtual time, with puppets for workers: by example, then under random storms."""
+"""The batcher on virtual time over fake workers: by example, then in random scenarios."""
 
 from __future__ import annotations
 
@@ -36,20 +36,20 @@ FOREVER_S = 1e6
 
 
 @pytest.fixture(autouse=True, scope="module")
-def looks_are_free():
-    """Deadlines are on virtual time: what a look at them took must not postpone the next."""
+def checks_take_no_time():
+    """Deadlines are on virtual time: the time of a check must not postpone the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("service.engine.deadlines.time", SimpleNamespace(perf_counter=lambda: 0.0))
         yield
 
 
 class Boom(Exception):
-    """What a puppet fails with."""
+    """What a fake worker fails with."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """How a puppet plays one batch: after `delay_s` it is ok, fails or answers too few rows.
+    """How a fake worker plays one batch: after `delay_s` it is ok, fails or answers too few rows.
 
     `raise` fails at once, instead of starting the batch. A validation is ok or fails.
     """
@@ -101,10 +101,10 @@ def tags_in(answer: Prediction) -> list[int]:
     return (answer.probabilities[:, 0].astype(int) - 10_000 * int(answer.version)).tolist()
 
 
-class PuppetWorker:
-    """One thing after another, as on a thread: what comes while it works waits its turn."""
+class FakeWorker:
+    """Does one thing after another, like a thread; further work waits."""
 
-    name, device = "puppet", 0
+    name, device = "fake", 0
     begun = done = 0
 
     def __init__(
@@ -224,8 +224,8 @@ class Watcher:
 
 
 @dataclass
-class Stage:
-    """A batcher over a real pool of puppets; leaving checks that nothing is left behind."""
+class BatcherSetup:
+    """A batcher over a real pool of fake workers; leaving checks that nothing is left behind."""
 
     loop: asyncio.AbstractEventLoop
     acts: tuple[Act, ...] = ()
@@ -236,13 +236,13 @@ class Stage:
     max_wait_s: float = 0.0
     overlap_rows: int = 0
 
-    async def __aenter__(self) -> Stage:
+    async def __aenter__(self) -> BatcherSetup:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
         self.first = Version()
         self.batches: list[list[int]] = []
         script, checks = iter(self.acts), iter(self.checks)
         self.workers = [
-            PuppetWorker(self.first.weights, script, checks, self.batches)
+            FakeWorker(self.first.weights, script, checks, self.batches)
             for _ in range(self.contexts)
         ]
         self.pool = ContextPool(self.workers, lambda *_: None, hang_timeout_s=1e3 * FOREVER_S)
@@ -278,7 +278,7 @@ class Stage:
 
 
 def staged(*acts: Act, **options):
-    """Run `test(stage, ...)` on virtual time, with a `Stage` of these options."""
+    """Run `test(stage, ...)` on virtual time, with a `BatcherSetup` of these options."""
 
     def decorate(test):
         parameters = list(inspect.signature(test).parameters.values())
@@ -286,7 +286,7 @@ def staged(*acts: Act, **options):
 
         def run(run_virtually, **others):
             async def main(loop):
-                async with asyncio.timeout(FOREVER_S), Stage(loop, acts, **options) as stage:
+                async with asyncio.timeout(FOREVER_S), BatcherSetup(loop, acts, **options) as stage:
                     await test(stage, **others)
 
             run_virtually(main)
@@ -569,10 +569,10 @@ async def test_the_new_version_serves_when_a_context_cannot_switch_at_the_end(st
     assert await stage.batcher.replace(Version(1)) is None
     assert second.weights == Version(1).weights, "the others switch"
     assert (await stage.submit(1)).version == "1"
-    assert caplog.messages == ["puppet did not switch its weights: the copy failed"]
+    assert caplog.messages == ["fake did not switch its weights: the copy failed"]
 
 
-# --- under random storms
+# --- random scenarios
 
 
 @dataclass(frozen=True)
@@ -584,7 +584,7 @@ class Caller:
 
 
 @dataclass(frozen=True)
-class Storm:
+class Scenario:
     callers: tuple[Caller, ...]
     acts: tuple[Act, ...]
     replaced_s: tuple[float, ...]
@@ -616,8 +616,8 @@ CHECKS = st.builds(
     Act, TICKS.map(lambda time_s: time_s / 4), st.sampled_from(["ok"] * 4 + ["fail"])
 )
 
-STORMS = st.builds(
-    Storm,
+SCENARIOS = st.builds(
+    Scenario,
     callers=st.lists(CALLERS, min_size=1, max_size=14).map(tuple),
     acts=st.lists(ACTS, max_size=20).map(tuple),
     replaced_s=st.lists(TICKS, max_size=5).map(sorted).map(tuple),
@@ -633,11 +633,11 @@ STORMS = st.builds(
 )
 
 
-async def weather(storm: Storm, stage: Stage) -> None:
-    """Play `storm` and hold the batcher to everything that it promises."""
+async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
+    """Play `scenario` and check every promise of the batcher."""
     loop = stage.loop
-    loop.before_jump = lambda: assert_no_idle_hands(stage)
-    drained_s = None if storm.drain_s is None else storm.drain_s + storm.drain_timeout_s
+    loop.before_jump = lambda: assert_no_idle_context(stage)
+    drained_s = None if scenario.drain_s is None else scenario.drain_s + scenario.drain_timeout_s
     ended_s: dict[int, float] = {}
     served: dict[int, Version] = {}
 
@@ -655,14 +655,14 @@ async def weather(storm: Storm, stage: Stage) -> None:
             task.cancel()
 
     async def drain() -> None:
-        if storm.drain_s is not None:
-            await stage.until(storm.drain_s)
-            await stage.batcher.drain(storm.drain_timeout_s)
+        if scenario.drain_s is not None:
+            await stage.until(scenario.drain_s)
+            await stage.batcher.drain(scenario.drain_timeout_s)
             assert loop.time() <= drained_s
             assert stage.queue.rows == 0
 
     async def replace_again_and_again() -> None:
-        for number, time_s in enumerate(storm.replaced_s, 1):
+        for number, time_s in enumerate(scenario.replaced_s, 1):
             await stage.until(time_s)
             before, new = stage.batcher.version, Version(number)
             error = await stage.batcher.replace(new)
@@ -674,14 +674,14 @@ async def weather(storm: Storm, stage: Stage) -> None:
 
     async def replace() -> None:
         replacing = loop.create_task(replace_again_and_again())
-        if storm.replacing_ends_s is not None:
-            await stage.until(storm.replacing_ends_s)
+        if scenario.replacing_ends_s is not None:
+            await stage.until(scenario.replacing_ends_s)
             replacing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await replacing
 
-    tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(storm.callers)]
-    others = [leave(*pair) for pair in zip(tasks, storm.callers, strict=True)]
+    tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(scenario.callers)]
+    others = [leave(*pair) for pair in zip(tasks, scenario.callers, strict=True)]
     others += [drain(), replace()]
     await asyncio.gather(*others)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -690,14 +690,14 @@ async def weather(storm: Storm, stage: Stage) -> None:
 
     computed = [tag for batch in stage.batches for tag in batch]
     assert len(computed) == len(set(computed)), "a row was computed twice"
-    assert all(0 < len(batch) <= storm.max_batch_rows for batch in stage.batches)
+    assert all(0 < len(batch) <= scenario.max_batch_rows for batch in stage.batches)
     errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
     assert len({id(error) for error in errors}) == len(errors), "an error was shared"
-    fails = {act.outcome for act in storm.acts} - {"ok"}
+    fails = {act.outcome for act in scenario.acts} - {"ok"}
 
     computed = set(computed)
     admitted = 0
-    for number, (caller, outcome) in enumerate(zip(storm.callers, outcomes, strict=True)):
+    for number, (caller, outcome) in enumerate(zip(scenario.callers, outcomes, strict=True)):
         event(type(outcome).__name__)
         rows = range(100 * number, 100 * number + caller.rows)
         deadline_s = caller.arrives_s + caller.timeout_s
@@ -715,21 +715,21 @@ async def weather(storm: Storm, stage: Stage) -> None:
                 assert ended_s[number] == caller.arrives_s
                 assert not computed.intersection(rows)
             case Unavailable():
-                assert storm.drain_s is not None
-                assert ended_s[number] >= storm.drain_s
+                assert scenario.drain_s is not None
+                assert ended_s[number] >= scenario.drain_s
                 assert ended_s[number] in (caller.arrives_s, drained_s)
             case InferenceFailed():
                 assert fails
             case _:
                 assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
                 assert caller.leaves_s is not None
-    if not fails and storm.drain_s is None:
+    if not fails and scenario.drain_s is None:
         dropped = sum(stage.watcher.dropped.values())
         assert len(computed) + dropped == admitted, "rows appeared or vanished"
         assert sum(rows for rows, *_ in stage.watcher.ended) == len(computed)
 
 
-def assert_no_idle_hands(stage: Stage) -> None:
+def assert_no_idle_context(stage: BatcherSetup) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
     running = sum(cut.rows for cut in stage.batcher._in_flight)
     if running and running + stage.queue.rows < stage.overlap_rows:
@@ -739,8 +739,8 @@ def assert_no_idle_hands(stage: Stage) -> None:
 
 
 @settings(max_examples=700)
-@given(STORMS)
-def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
+@given(SCENARIOS)
+def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, scenario):
     names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s", "overlap_rows")
-    options = {name: getattr(storm, name) for name in names}
-    staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)
+    options = {name: getattr(scenario, name) for name in names}
+    staged(*scenario.acts, **options)(lambda stage: run_scenario(scenario, stage))(run_virtually)

@@ -90,7 +90,7 @@ class EchoCall:
         if self.route.is_unknown:
             raise UnknownModel("no such model")
 
-    def end(self, body=None):
+    def complete(self, body=None):
         self.body = self.body if body is None else bytes(body)
         if self.route.hold:
             self.route.held.append(self)

@@ -250,7 +250,7 @@ async def test_a_client_that_leaves_ends_its_explanation(served, held, one):
         route.open(route.read(b"", {"content-type": RAW}), replies.append) for _ in range(3)
     )
     for call in (left, waiting, last):
-        call.end(one)
+        call.complete(one)
     await until(lambda: held.begun == 1)
     left.cancel()
     waiting.cancel()

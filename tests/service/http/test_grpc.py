@@ -176,7 +176,7 @@ class Calls:
     def wait_for_body(self):
         assert self.is_open
 
-    def end(self, body=None):
+    def complete(self, body=None):
         if body is None:
             body = self.body
             assert self.sizes[-1] in (None, len(body))

@@ -112,8 +112,8 @@ def test_lists_of_numbers_are_read_as_the_standard_library_does(data, shape, sep
     structure = [at for at, character in enumerate(body) if character in b"[]{}:" or at < 40]
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.sampled_from(structure)) + data.draw(st.integers(0, 1))
-        wound = data.draw(st.sampled_from([b"", b"00", b" 1", *map(bytes, zip(b"0,[]{}. -e"))]))
-        body[at : at + data.draw(st.integers(0, 2))] = wound
+        damage = data.draw(st.sampled_from([b"", b"00", b" 1", *map(bytes, zip(b"0,[]{}. -e"))]))
+        body[at : at + data.draw(st.integers(0, 2))] = damage
     expected = by_the_standard_library(bytes(body))
     try:
         images = decode(bytes(body), JSON, limits=LIMITS)

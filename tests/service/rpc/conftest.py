@@ -103,7 +103,7 @@ class WatchedBatcher:
         self._batcher.cancel(request)
 
 
-class House:
+class RunningGrpc:
     """Models, their metrics, and servers in front of them."""
 
     def __init__(self, models, metrics, registry, decoders, timeout_s):
@@ -237,7 +237,7 @@ def open_house(tmp_path, tiny, random_weights, monkeypatch):
             models.gate.hold(monkeypatch)
             with Decoders(metrics, 2, 320 << 20) as decoders:
                 try:
-                    yield House(models, metrics, registry, decoders, timeout_s)
+                    yield RunningGrpc(models, metrics, registry, decoders, timeout_s)
                 finally:
                     models.gate.set()
 
