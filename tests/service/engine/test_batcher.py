@@ -44,7 +44,7 @@ def checks_take_no_time():
 
 
 class Boom(Exception):
-    """What a fake worker fails with."""
+    """The error of a fake worker."""
 
 
 @dataclass(frozen=True)

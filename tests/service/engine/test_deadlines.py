@@ -10,7 +10,7 @@ import pytest
 from service.engine.deadlines import RESOLUTION_S, Deadlines
 
 CLOCK_STEP_S = 1e-9
-"""Of the loop's clock: it calls a timer so much too early."""
+"""Resolution of the loop's clock: it calls a timer so much too early."""
 
 
 @pytest.fixture(autouse=True)

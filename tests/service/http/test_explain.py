@@ -52,7 +52,7 @@ def expected_layers(weights, image, change):
     for layer in explain(weights, image, change):
         found = {"name": layer.name, "kind": layer.kind, "shape": list(layer.shape)}
         if layer.kind == "logits":
-            # As float32 is written: the shortest number that is read as the same float32.
+            # The shortest number that reads as the same float32.
             yield {**found, "values": [float(str(value)) for value in layer.logits]}
         else:
             data = base64.b64encode(layer.data).decode()

@@ -212,8 +212,8 @@ class Server(HttpServer):
 
 
 @pytest.fixture
-def open_house(tmp_path, tiny, random_weights, monkeypatch):
-    """`open_house(timeout_s=30.0, max_queue_rows=256)` serves the models tiny and mlp."""
+def start_grpc(tmp_path, tiny, random_weights, monkeypatch):
+    """`start_grpc(timeout_s=30.0, max_queue_rows=256)` serves the models tiny and mlp."""
 
     @asynccontextmanager
     async def open_(timeout_s=30.0, max_queue_rows=256):
@@ -245,14 +245,14 @@ def open_house(tmp_path, tiny, random_weights, monkeypatch):
 
 
 @pytest.fixture
-async def house(open_house):
-    async with open_house() as house:
-        yield house
+async def running(start_grpc):
+    async with start_grpc() as running:
+        yield running
 
 
 @pytest.fixture
-async def stub(house):
-    async with house.connect() as stub:
+async def stub(running):
+    async with running.connect() as stub:
         yield stub
 
 
