@@ -24,7 +24,7 @@ class BurstFailed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class FirstAnswers:
-    """Of all connections, from connect() to the complete answer."""
+    """Times of all connections from connect() to the complete answer."""
 
     p50_ms: float
     p99_ms: float

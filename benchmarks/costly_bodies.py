@@ -134,7 +134,7 @@ def _line(found: dict[str, list[float]]) -> str:
 
 
 def _latencies_ms(server: Server, options: argparse.Namespace) -> list[float]:
-    """Of single images, one at a time on each of the connections, with pauses."""
+    """Latencies of single images, one at a time on each connection, with pauses."""
     times_ms: list[float] = []
     failures: list[str] = []
     end_s = time.perf_counter() + options.duration

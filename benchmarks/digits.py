@@ -25,7 +25,7 @@ from service.forms.body import Limits, decode
 from trainer.mnist import load
 
 Format: TypeAlias = Literal["json", "raw", "npy", "png", "grpc"]
-"""Of a request; "grpc" are the raw bytes of a tensor."""
+"""Form of a request; "grpc": a tensor as raw bytes."""
 
 JSON, BINARY = "application/json", "application/octet-stream"
 """Content types of requests and answers."""

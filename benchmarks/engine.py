@@ -514,7 +514,7 @@ PARTS = {
     "cold": run_cold,
     "figure": run_figure,
 }
-"""In the order in which they run."""
+"""Commands in the order in which they run."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -182,7 +182,7 @@ def _load(h2load: str, url: str, body: Path, duration_s: int, options: argparse.
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, Any]:
-    """By server [median, minimum, maximum] of each number, and of the ratio of each turn's rates.
+    """Server to [median, minimum, maximum] of each number, and of the ratio of each turn's rates.
 
     `cpu_us` is missing where it was not measured.
     """

@@ -213,7 +213,7 @@ def _servers(weights: Path, model: str, options: argparse.Namespace) -> Iterator
             port = free_port()
             command = [f"benchmarks.baselines.{peer.module}", f"--port={port}", *peer.arguments]
             paths = {"json": "/predict", "raw": peer.raw}
-            # As our CPU backend does, the others run ONNX Runtime without its telemetry.
+            # ONNX Runtime runs without telemetry here, as in our CPU backend.
             environment = {WEIGHTS_VARIABLE: str(weights), "ORT_DISABLE_TELEMETRY": "1"}
             server = running(name, command, port, paths, environment, ready=peer.ready)
             servers.append(stack.enter_context(server))
@@ -279,7 +279,7 @@ def _grouped(rounds: Sequence[Round]) -> dict[str, dict[str, list[Round]]]:
 
 
 def summarise(rounds: Sequence[Round]) -> dict[str, dict[str, dict[str, Any]]]:
-    """By case and server the median of each number, and its [minimum, maximum] as NUMBER_spread.
+    """The median of each number by case and server, [minimum, maximum] as NUMBER_spread.
 
     A number is missing where it was not measured.
     """
@@ -297,7 +297,7 @@ def summarise(rounds: Sequence[Round]) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def ratios(rounds: Sequence[Round]) -> dict[str, dict[str, list[float]]]:
-    """By case [median, minimum, maximum] of ours / against, of each pair of rounds.
+    """The [median, minimum, maximum] by case of ours / against, of each pair of rounds.
 
     `rps`: requests per second. `cpu_us`: CPU time per request, missing without /proc.
     """

@@ -72,7 +72,7 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What to send.
+    """The requests to send.
 
     `connections` is the maximum in use at a time. `warm_up_s`: the load with which the first stage
     starts is sent before it, and not reported. `timeout_ms` is sent to the service; None leaves the
@@ -162,7 +162,7 @@ class Results:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """What one process received since its last report."""
+    """Answers that one process received since its last report."""
 
     at_s: float
     """Seconds from the start, warm-up included."""
@@ -262,7 +262,7 @@ class _Traffic:
     ) -> list[Results]:
         load = self._load
         async with contextlib.AsyncExitStack() as stack:
-            # Of all connections, this process has every `processes`-th.
+            # This process has every `processes`-th connection.
             numbers = range(self._index, load.connections, self._processes)
             connections = [load.connect(transport) for _ in numbers]
             for connection in connections:
@@ -324,7 +324,7 @@ class _Traffic:
             free.put_nowait(connection)
 
         async def request(due_s: float) -> None:
-            # What is due where a stage ends belongs to the next, however that was rounded.
+            # A request due at the end of a stage belongs to the next, whatever the rounding.
             results = self._stage_at(due_s + 1e-6)
             results.lateness_s.append(time.perf_counter() - due_s)
             connection = await free.get()

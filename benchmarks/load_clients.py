@@ -22,7 +22,7 @@ from benchmarks.grpc_stub import Stub
 from service.forms import open_inference_pb2 as pb
 
 TIMEOUT_S = 35.0
-"""For a service that hangs; the service itself gives up after 30 s."""
+"""Timeout for a hung service; the service itself gives up after 30 s."""
 
 ServerMs: TypeAlias = dict[str, float]
 """Milliseconds by stage of the service."""

@@ -37,7 +37,7 @@ TOLERANCE = {"fp32": 1e-5, "tf32": 5e-3, "fp16": 1e-2}
 """The largest relative norm of the difference from float64: of outputs, and of final states."""
 
 GRADIENT_TOLERANCE = {"fp32": 1e-4, "tf32": 2e-2, "fp16": 3e-2}
-"""Likewise of gradients."""
+"""Tolerances of gradients."""
 
 PRECISIONS = tuple(TOLERANCE)
 _MODES = ("inference", "training")
@@ -197,7 +197,7 @@ def _timed_us(run: Callable[[], None]) -> float:
 
 
 def _rates(precision: Any) -> dict[str, float]:
-    """What a large copy and a large product reach."""
+    """Rates of a large copy and a large product."""
     from trainer.devices import on_gpu
     from trainer.ops_cuda import timed
 

@@ -73,16 +73,16 @@ ALTERNATIVES: Mapping[str, Sequence[dict[str, Any]]] = {
 
 
 class Result(NamedTuple):
-    """What one run came to."""
+    """The results of one run."""
 
     seconds: float
-    """From the first step to the last, with the validation after each epoch."""
+    """Time from the first step to the last, validation after each epoch included."""
 
     mistakes: int
-    """On the held-out training images."""
+    """Mistakes on the held-out training images."""
 
     test_accuracy: float
-    """On the test images, in percent."""
+    """Accuracy on the test images in percent."""
 
 
 def trained(recipe: Recipe, data: Path) -> Result:
@@ -212,7 +212,7 @@ def run_architectures(
                 recipe = _recipe(model=model, seed=seed, **changed).resolved(device)
                 names[recipe] = name = f"{model}{suffix}"
                 if seed == 1:
-                    # As served: of batch norm only a bias is left.
+                    # The served network: batch norm is folded, a bias is left.
                     served = (".weight", ".bias", ".beta")
                     parameters = sum(
                         math.prod(shape) for name, shape in shapes.items() if name.endswith(served)

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def renamed(weights: WeightFile) -> WeightFile:
-    """The same network with its classes rotated by one, also in the golden vectors."""
+    """A copy of the network with classes and golden vectors rotated by one class."""
     last = f"{list(weights.tensors)[-1].rpartition('.')[0]}."
     tensors = {
         name: np.roll(tensor, 1, axis=0) if name.startswith(last) else tensor

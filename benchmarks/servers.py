@@ -42,7 +42,7 @@ class Server:
     log: Path
 
     def logged(self) -> str:
-        """Its log so far."""
+        """The server's log so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def pids(self) -> list[int]:

@@ -28,7 +28,7 @@ _HOST_S = 0.3
 
 
 def cupy_timer(stream: Any) -> Timer:
-    """For calls that queue work on `stream`, a CuPy stream of the current device."""
+    """A timer for calls that queue work on `stream`, a CuPy stream of the current device."""
     import cupy
 
     def time_us(call: Call, count: int) -> float:
@@ -44,7 +44,7 @@ def cupy_timer(stream: Any) -> Timer:
 
 
 def torch_timer() -> Timer:
-    """For calls that queue work on PyTorch's current stream."""
+    """A timer for calls that queue work on PyTorch's current stream."""
     import torch
 
     def time_us(call: Call, count: int) -> float:

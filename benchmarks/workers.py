@@ -216,7 +216,7 @@ class Bench:
 
 
 def outcomes(server: Server) -> str:
-    """What the service has counted so far apart from good answers, to complete a message."""
+    """Counts of failed requests so far, for the end of a message."""
     try:
         _, content = server.get("/metrics")
     except (OSError, http.client.HTTPException) as exc:

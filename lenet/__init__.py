@@ -1,4 +1,4 @@
-"""What the service and the trainer share: the network, its weight file and its backends."""
+"""Shared by the service and the trainer: the network, its weight file and its backends."""
 
 DISTRIBUTION = "lenet-serve"
 

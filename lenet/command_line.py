@@ -29,7 +29,7 @@ Settings = TypeVar("Settings", bound=BaseSettings)
 
 class _Parser(ArgumentParser):
     expected: Mapping[str, str] = {}
-    """What the value of each flag has to be."""
+    """Description of a valid value, by flag."""
 
     def error(self, message: str) -> NoReturn:
         flag, _, reason = message.removeprefix("argument ").partition(": ")

@@ -49,7 +49,7 @@ class Computed:
 
 @dataclass(slots=True)
 class CpuPlan:
-    """See `lenet.backend.Plan`. All plans share the session of their backend; none pads."""
+    """A plan without padding. All plans of a backend share its session."""
 
     rows: int
     _backend: CpuBackend

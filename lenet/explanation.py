@@ -1,4 +1,4 @@
-"""What a network computes of one image, layer by layer, for people to look at.
+"""The outputs of each layer for one image, for people to look at.
 
 The values are those of `lenet.reference` in float32, each layer's as bytes between its lowest and
 its highest value.

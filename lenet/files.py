@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 def temporary_prefix(path: Path) -> str:
-    """How the names of files begin that become `path` once they are complete."""
+    """Prefix of temporary files that are renamed to `path` once they are complete."""
     return f".{path.name}."
 
 

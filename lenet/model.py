@@ -200,12 +200,12 @@ class Model:
         return units
 
     def with_classes(self, classes: int) -> Model:
-        """The same network with so many logits."""
+        """A copy of the network with `classes` logits."""
         return replace(self, blocks=(*self.blocks[:-1], DenseBlock(classes, activation=IDENTITY)))
 
     @property
     def folded(self) -> Model:
-        """The same network without batch norm, as it is served."""
+        """A copy of the network without batch norm, as it is served."""
         return replace(
             self, blocks=tuple(replace(block, batch_norm=False) for block in self.blocks)
         )

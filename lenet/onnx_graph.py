@@ -53,7 +53,7 @@ are wrong by 2e-6 with tiles of 4 x 8, by 5e-7 with 4 x 4, and by 1e-5 with 8 x 
 another 5 % less time (AMD EPYC, 2026-11-23)."""
 
 _LEAST_INPUTS = 16
-"""With fewer input channels, what surrounds the products may cost more than they save: of 5 x 5
+"""With fewer input channels, the transforms may cost more than the products save: with 5 x 5
 filters, batches of 8 and more take up to 1.3 times as long with 4 inputs, 0.9 to 1.25 times with 8,
 and 0.35 to 1.0 times from 16 on (AMD EPYC with AVX-512, 2026-11-24)."""
 

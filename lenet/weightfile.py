@@ -230,7 +230,7 @@ _IMPORT = "the trainer's import makes a file with all of it from weights of PyTo
 
 
 def _advice(content: bytes) -> str:
-    """What to do with a file of another kind."""
+    """Advice for a file of another kind."""
     if content.startswith(b"version https://git-lfs"):
         return "; it is a pointer of Git LFS: git lfs pull fetches the file"
     if content.startswith((b"PK\x03\x04", b"\x80", b"\x89HDF")):
@@ -321,7 +321,7 @@ def _digest(metadata: Mapping[str, str], tensors: Mapping[str, NDArray[Any]]) ->
 
 
 def _with_sorted_header(content: bytes) -> bytes:
-    """The same file with the header's keys in order.
+    """Sort the keys of the header.
 
     safetensors 0.8.0 writes metadata in the random order of a Rust hash map.
     """

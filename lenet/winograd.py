@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 _FEW_POINTS = (0.0, 1.0, -1.0, 2.0, -2.0, 0.5, -0.5)
 _MANY_POINTS = (0.0, 1.0, -1.0, 1.5, -1.5, 2 / 3, -2 / 3, 3.0, -3.0, 1 / 3, -1 / 3)
-"""Where polynomials are evaluated, besides at infinity. Rounding errors depend on them: among 6,188
-sets of 11 points these were within 0.1 % of the best. With the first 7 of them, errors are more
+"""Points of evaluation, besides infinity. Rounding errors depend on them: among 6,188 sets of 11
+points these were within 0.1 % of the best. With the first 7 of them, errors are more
 than twice those with the few."""
 
 MAX_INPUTS = len(_MANY_POINTS) + 1

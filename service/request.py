@@ -213,7 +213,7 @@ class Request:
             self._watch()
             self._hold_arrived()
 
-    def end(self, body: Body | None = None) -> None:
+    def complete(self, body: Body | None = None) -> None:
         """The body is complete: decode it and queue its images.
 
         `body` is all of it, if `data` was not called.
@@ -251,13 +251,13 @@ class Request:
     def fail(self, error: ServiceError) -> None:
         """Answer with `error`, if nothing is answered yet."""
         if not self.done:
-            self._end(error.code)
+            self._close(error.code)
             self._on_done(error)
 
     def cancel(self) -> None:
         """The client is gone."""
         if not self.done:
-            self._end(Cancelled.code)
+            self._close(Cancelled.code)
 
     def _check_model(self) -> None:
         """Raises: UnknownModel, unless the model was loaded meanwhile."""
@@ -408,7 +408,7 @@ class Request:
         _log.exception("a request failed")
         if self.done:
             return
-        self._end(ServiceError.code)
+        self._close(ServiceError.code)
         self._on_done(ServiceError("internal error; see the server log"))
 
     def evict(self) -> None:
@@ -449,7 +449,7 @@ class Request:
         self._transferring = False
         self._requests.budget.unwatch(self)
 
-    def _end(self, outcome: str) -> None:
+    def _close(self, outcome: str) -> None:
         """Take the call out of whatever it waits for, and count it."""
         self.done = True
         self._unwatch()

@@ -68,7 +68,7 @@ from service.process.stopping import Stop
 from service.process.tls import ServedCertificate
 from service.request import Requests
 from service.settings import Settings
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes
 from service.transport.http2_head import Methods
@@ -415,7 +415,7 @@ async def _answer(
     `ports`: the listeners for HTTP and, unless they are the same, for gRPC. All speak both.
     """
     _freeze_objects()
-    door = FrontDoor(
+    door = HttpService(
         service.fast_routes,
         service.budget,
         gate=service.gate,

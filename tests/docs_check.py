@@ -91,7 +91,7 @@ def _is_complete(text: str) -> bool:
 
 
 def difference(answer: str, expected: str) -> str:
-    """Where a JSON answer is not the documented one, "" if nowhere.
+    """The first difference between a JSON answer and the documented one, "" if none.
 
     `...` in `expected` stands for any value, any further items of a list, or any further keys.
     Numbers are compared to three decimal places.
@@ -145,7 +145,7 @@ class Clone:
         self._log = self._tmp / "service.log"
 
     def lacks(self, command: str) -> str:
-        """What a command needs that is not here, "" if nothing."""
+        """The missing requirement of a command, "" if none."""
         mnist = self.root / "data" / "mnist"
         return NO_MNIST if "data/mnist" in command and not mnist.exists() else ""
 

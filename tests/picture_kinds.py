@@ -502,7 +502,7 @@ NO_DIGITS: dict[str, Callable[[Random], tuple[bytes, str]]] = {
 }
 
 
-# What is made of them.
+# Decoding and prediction.
 
 _ROOT = Path(__file__).parents[1]
 _LIMITS = Limits(max_images=64)
@@ -515,7 +515,7 @@ def _weights() -> WeightFile:
 
 
 def labels(images: Any) -> Any:
-    """What the model `lenet` takes them for."""
+    """The labels that the model `lenet` predicts."""
     weights = _weights()
     pieces = [images[at : at + 64] for at in range(0, len(images), 64)]
     return np.concatenate(
@@ -536,7 +536,7 @@ class Outcome:
 def outcome(
     pictures: Iterable[tuple[tuple[bytes, str], Sequence[int]]], digits: Digits = "one"
 ) -> Outcome:
-    """What becomes of pictures, each with the digits that it shows."""
+    """The outcome of pictures, each with the digits that it shows."""
     found, decoded, shown = Outcome(), [], []
     for (body, content_type), expected in pictures:
         doubts: Doubts = []

@@ -140,7 +140,7 @@ class Service:
         self.process.send_signal(number)
 
     def signal_all(self, number):
-        """To the service and all its children, as Ctrl-C, systemd and `timeout` do."""
+        """Send a signal to the service and all its children, like Ctrl-C, systemd and `timeout`."""
         self._signalled_s = time.monotonic()
         os.killpg(self.process.pid, number)
 

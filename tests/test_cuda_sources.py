@@ -97,7 +97,7 @@ def forward_and_backward(cases):
     }
 
 
-# What the named networks need: none of these may spill.
+# Kernels of the named networks: none may spill.
 LENET = forward_and_backward(EPILOGUES) | {
     "conv1": (SERVING / "conv1.cu", conv1_macros((5, 5), 20)),
     "conv1-6-16": (SERVING / "conv1.cu", conv1_macros((5, 5), 6)),
@@ -118,7 +118,7 @@ LENET |= {
     for name, model in ARCHITECTURES.items()
 }
 
-# What other networks may need.
+# Kernels of other networks.
 OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
     "conv1-unpooled": (
         SERVING / "conv1.cu",

@@ -1,4 +1,4 @@
-"""What is built for others to install: a source archive, and a wheel that serves by itself."""
+"""The built packages: a source archive, and a wheel that serves by itself."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class Snapshot:
     def __init__(self, network: Network, optimizer: Sgd) -> None:
         self.epochs: tuple[Epoch, ...] = ()
         self.loss_scale: LossScale = (1.0, 0)
-        """With which the step after an epoch begins."""
+        """The loss scale for the step after an epoch."""
         self._model, self._ops = network.model, network.ops
         self._live = {"": network.arrays, "velocity.": optimizer.velocities}
         self._kept = {

@@ -1,4 +1,4 @@
-r"""From trained tensors to a weight file, verified before it appears under its name.
+r"""Exports trained tensors to a weight file, verified before it appears under its name.
 
 Batch norm is folded, the file is written to a temporary folder, read back as the service reads it,
 run through the serving backend and compared with the trained network, which has batch norm. Then it
@@ -79,7 +79,7 @@ class Exported:
     errors: int
     weights: WeightFile
     logits: Tensor | None = None
-    """Of the test images, as they are served."""
+    """Logits of the test images, as served."""
 
 
 def export_weights(

@@ -61,7 +61,7 @@ class Source:
     shifts: Mapping[str, Pair]
 
     def weights(self) -> Iterator[tuple[str, tuple[int, ...], bool]]:
-        """Of each layer: name, shape of the maker's weight in torch, whether it has batch norm."""
+        """For each layer: name, shape of the maker's weight in torch, whether it has batch norm."""
         shapes = self.model.parameters()
         for block, shape in zip(self.model.blocks, self.model.shapes(), strict=True):
             weight = shapes[f"{shape.name}.weight"]
@@ -162,7 +162,7 @@ def mapped(
 
 
 def matched(tensors: Mapping[str, Tensor], source: Source, layout: Layout) -> dict[str, str]:
-    """Which tensor of the file is which of the network's: {"conv1.weight": its name there, ...}.
+    """Match the file's tensors to the network's: {"conv1.weight": its name there, ...}.
 
     The shape of a tensor shows whether it belongs to a convolution, a dense layer or a batch norm.
     Layers of one kind are matched in order. Three orders are tried: that of the file, that of the
@@ -264,7 +264,7 @@ def _check_shapes(
 
 
 def _advice(shape: tuple[int, ...], expected: tuple[int, ...], layout: Layout) -> str:
-    """What would make it fit."""
+    """Advice on a shape that does not fit."""
     other: Layout = "torch" if layout == "keras" else "keras"
     for axes in permutations(range(len(expected))):
         if len(shape) == len(expected) and tuple(shape[axis] for axis in axes) == expected:

@@ -1,4 +1,4 @@
-"""What is in a weight file; and what each call of one training step computes and moves.
+"""Describes a weight file, or the work and traffic of each call of one training step.
 
 A real step runs on operations that record their calls. On a GPU each recorded call is then captured
 and timed alone, and compared with a large copy and a large matrix product: how near it is to the
@@ -234,7 +234,7 @@ def record_step(
 
 
 def content(weights: WeightFile) -> str:
-    """What is in a weight file: where it comes from, and a row for each layer."""
+    """Describe a weight file: its origin, and a row for each layer."""
     model, training = weights.model, weights.training
     rows = [("layer", "what", "shape in -> out", "weight", "parameters", "mean", "sd", "largest")]
     for block, shape in zip(model.blocks, model.shapes(), strict=True):
@@ -346,7 +346,7 @@ class Measured(NamedTuple):
 
 
 class Roofline(NamedTuple):
-    """What a large copy, counting bytes read and written, and a large product reached."""
+    """Rates of a large copy, counting bytes read and written, and of a large product."""
 
     copy_bytes_per_s: float
     product_flop_per_s: float

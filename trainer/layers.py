@@ -103,7 +103,7 @@ class BlockEpilogue(Layer):
         self._epilogue = epilogue
 
     def forward(self, x: Array, state: RunState | None) -> Array:
-        """In training, batch norm uses the batch's statistics and updates the running ones."""
+        """Compute y. In training, batch norm uses and records the batch's statistics."""
         y, saved = self._ops.epilogue(x, self._epilogue, state is not None)
         self._save(saved, state)
         return y

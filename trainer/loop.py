@@ -155,7 +155,7 @@ def train(
                         f"{_left(recipe.epochs - len(epochs), seconds / (len(epochs) - resumed))}"
                     )
         finally:
-            # Also after the last epoch: a failed export must not cost the training.
+            # After the last epoch, too: a failed export must not cost the training.
             if leader and len(snapshot.epochs) > written:
                 checkpoint.save(snapshot)
     return epochs, seconds

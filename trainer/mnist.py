@@ -53,7 +53,7 @@ class IdxFile:
             yield from (name, f"{name}.gz")
 
     def find(self, folder: Path) -> Path | None:
-        """Its path in `folder`, or None. MNIST's own names come first.
+        """The file's path in `folder`, or None. MNIST's own names come first.
 
         Raises:
             InvalidDataset: several files could be it.
@@ -96,7 +96,7 @@ FILES = (
         r"(?:.*[-_.])?(?:t10k|test)[-_.]labels[-_.]idx1[-_.]ubyte(?:\.gz)?",
     ),
 )
-"""In the order in which `Dataset.sha256` hashes their uncompressed bytes."""
+"""Files in the order in which `Dataset.sha256` hashes their uncompressed bytes."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -299,7 +299,7 @@ def label_names(path: Path | None) -> tuple[str, ...]:
 
 
 def missing_files_message(folder: Path, names: Sequence[str], reason: str = "") -> str:
-    """What to do about missing files; `reason` says why they were not downloaded."""
+    """The message for missing files; `reason` says why they were not downloaded."""
     return (
         f"{folder}: lacks {', '.join(names)}{reason}; put the files there, with or without .gz, or "
         "name the folder that holds them with --data FOLDER"

@@ -29,7 +29,7 @@ Tensor: TypeAlias = NDArray[Any]
 """A float32 or float64 NumPy array, shaped as `lenet.model.Model.parameters` says."""
 
 Saved: TypeAlias = Any
-"""What a forward saves for its gradients."""
+"""Values that a forward saves for its gradients."""
 
 RunState: TypeAlias = Any
 """The state of a run on the device: digits, step number, rates, losses, correct answers."""
@@ -69,7 +69,7 @@ class Update(NamedTuple):
 
 
 LossScale: TypeAlias = tuple[float, int]
-"""What the loss is multiplied by in mixed precision, and for how many steps it has been that."""
+"""Factor of the loss in mixed precision, and the number of steps since it changed."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

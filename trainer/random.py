@@ -55,12 +55,12 @@ def philox(
 
 
 def uniform(words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """From 0 inclusive to 1 exclusive: multiples of 2^-24, which float32 holds exactly."""
+    """Uniform from 0 inclusive to 1 exclusive: multiples of 2^-24, which float32 holds exactly."""
     return (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-24)
 
 
 def symmetric(words: NDArray[np.uint32]) -> NDArray[np.float32]:
-    """From -1 inclusive to 1 exclusive: multiples of 2^-23, which float32 holds exactly."""
+    """Uniform from -1 inclusive to 1 exclusive: multiples of 2^-23, which float32 holds exactly."""
     return (words >> np.uint32(8)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
 
 

@@ -41,7 +41,7 @@ WORST = 50
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What a network does on the test images.
+    """Results of a network on the test images.
 
     `confusion[i][j]` counts images of class i that are taken for j. `calibration`: for each tenth
     of confidence [mean confidence, accuracy, images], empty ones left out. `calibration_error`: the
@@ -156,7 +156,7 @@ class RunFolder:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """What a folder holds."""
+    """The run in a folder."""
 
     path: Path
     settings: dict[str, Any]

@@ -116,7 +116,7 @@ class Recipe(_Command):
     """How many of the training images, the last ones, are held out for validation."""
 
     device: Device = "auto"
-    """Where to train: auto takes a GPU if there is one. The last bits of the result depend on
+    """Device to train on: auto takes a GPU if there is one. The last bits of the result depend on
     it."""
 
     precision: Literal["auto", "fp32", "tf32", "mixed"] = "auto"
@@ -184,7 +184,7 @@ class Fit(Recipe):
     """The folder for interrupted runs; the same command resumes one."""
 
     runs: Path = Path("runs")
-    """What a run did is written to RUNS/TIME-MODEL: settings, metrics by epoch, report.html."""
+    """Results of a run are written to RUNS/TIME-MODEL: settings, metrics by epoch, report.html."""
 
     target: float | None = Field(None, gt=0, le=100)
     """Stop after the first epoch with this validation accuracy, in percent."""
@@ -320,7 +320,7 @@ class Import(_Command):
     where an array is called kernel."""
 
     epsilon: float = Field(0.0, ge=0, le=1)
-    """What the maker's batch norm added to variances; 0 means 1e-5 for torch, 1e-3 for keras."""
+    """Epsilon of the maker's batch norm; 0 means 1e-5 for torch, 1e-3 for keras."""
 
     input_mean: float = Field(0.0, ge=0, le=1)
     """The mean that the maker subtracted from pixels between 0 and 1."""
@@ -370,4 +370,4 @@ class Inspect(_Command):
     """Images in the step."""
 
     device: Device = "auto"
-    """Where to measure: without a GPU, or with cpu, the table has no engines and no times."""
+    """Device to measure on: without a GPU, or with cpu, the table has no engines and no times."""

@@ -1,4 +1,4 @@
-"""What a training run starts from: its network, and the weights of a file where they fit."""
+"""The start of a training run: its network, and the weights of a file where they fit."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def read_model(name: str, classes: int) -> Model:
 
 
 def read_described(name: str, classes: int) -> Source:
-    """As `read_model`, of weights made elsewhere: padding may also be "same" or "valid".
+    """`read_model` for weights made elsewhere: padding may also be "same" or "valid".
 
     Raises:
-        InvalidModel: as `read_model`.
-        InvalidImport: no padding on both sides does the same.
+        InvalidModel: see `read_model`.
+        InvalidImport: the padding has no symmetric equivalent.
     """
     if not name.endswith(".json"):
         return Source(named(name).with_classes(classes), {})

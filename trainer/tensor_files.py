@@ -21,7 +21,7 @@ from safetensors import SafetensorError, deserialize
 from trainer.errors import InvalidImport
 
 MAX_FILE_BYTES = 256 * 1024 * 1024
-"""Of a file, and of what an npz unpacks to."""
+"""Limit of a file, and of the unpacked size of an npz."""
 
 MAX_TENSORS = 10_000
 IGNORED = ("num_batches_tracked",)
@@ -42,10 +42,10 @@ _OTHERS: dict[bytes, str] = {
     b"\x89HDF": f"is an HDF5 file; {_KERAS}",
     b"\x93NUMPY": "is a single array; save all of them in one file with numpy.savez",
 }
-"""What files of other formats begin with."""
+"""Signatures of other formats."""
 
 _MAX_HEADER_BYTES = 1024
-"""Of an array in an npz file, which needs about 120: NumPy's time is quadratic in it."""
+"""Limit of an array's header in an npz file (about 120): NumPy's time is quadratic in it."""
 
 
 def read_tensors(path: Path) -> dict[str, NDArray[Any]]:

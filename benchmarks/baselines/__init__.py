@@ -1,1 +1,1 @@
-"""What the benchmarks compare this project with: plain services, and PyTorch."""
+"""Baselines of the benchmarks: plain services, and PyTorch."""

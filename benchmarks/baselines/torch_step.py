@@ -142,7 +142,7 @@ def training_step(
     kind = torch.device(device).type
     optimizer = torch.optim.SGD(
         net.parameters(),
-        # As a tensor it can change without a new capture or compilation; foreach reads it back.
+        # A tensor can change without a new capture or compilation; foreach reads it back.
         lr=_RATE if variant.optimizer == "foreach" else torch.tensor(_RATE, device=device),
         momentum=_MOMENTUM,
         weight_decay=_WEIGHT_DECAY,

@@ -24,7 +24,7 @@ from lenet.errors import DeviceError
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
 
-# Of cudnn_ops_v9.h and cudnn_adv_v9.h.
+# Constants from cudnn_ops_v9.h and cudnn_adv_v9.h.
 _FLOAT, _HALF = 0, 2  # cudnnDataType_t
 _DEFAULT_MATH, _TENSOR_OP_MATH, _FMA_MATH = 0, 1, 3  # cudnnMathType_t; FMA never rounds to TF32
 _MATH: dict[Precision, int] = {"fp32": _FMA_MATH, "tf32": _DEFAULT_MATH, "fp16": _TENSOR_OP_MATH}
@@ -216,7 +216,7 @@ class CudnnLstm:
                 self._view(part, own.shape).set(own)
 
     def _places(self, layer: int, gate: int, block: Any) -> tuple[int, int, int]:
-        """Where w, r and b of a gate lie in `block`: addresses."""
+        """Addresses of w, r and b of a gate in `block`."""
         matrices, biases = [], []
         for number in (gate, gate + _GATES):
             shapes = [self._new("cudnnCreateTensorDescriptor") for _ in range(2)]

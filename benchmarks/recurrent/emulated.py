@@ -93,7 +93,7 @@ class EmulatedLstm:
         self._wx, self._rh = (cupy.empty(gate_shape, dtype) for _ in range(2))
         count = len(layers)
         self._outputs = cupy.empty((count, steps + 1, *state_shape), dtype)
-        """Of each layer: the state before the first step, then its outputs."""
+        """For each layer, the state before the first step, then its outputs."""
         self._cells = cupy.empty((count, steps + 1, *state_shape), dtype)
         self._training = training
         if training:

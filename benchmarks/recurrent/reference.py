@@ -42,7 +42,7 @@ def flop(steps: int, layers: int, inputs: int, hidden: int, batch: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """What a forward pass gives: `y` (t, n, h) of the last layer, final `h` and `c` (l, n, h)."""
+    """A forward pass's results: `y` (t, n, h) of the last layer, final `h` and `c` (l, n, h)."""
 
     y: Floats
     h: Floats

@@ -85,7 +85,7 @@ class CudaBackend:
 
     @property
     def tolerance(self) -> float:
-        """By the precision; see `lenet.backend.Backend.tolerance`."""
+        """The tolerance of the precision, see `lenet.backend.Backend.tolerance`."""
         return TOLERANCES[self.precision]
 
     @property

@@ -13,10 +13,10 @@ from typing import Any, Literal, TypeAlias
 from lenet.errors import BackendUnavailable, DeviceError
 
 Arithmetic: TypeAlias = Literal["fp32", "tf32", "fp16"]
-"""Of the operands: float32, float32 rounded to TF32, or float16. Sums are float32."""
+"""Type of the operands: float32, float32 rounded to TF32, or float16. Sums are float32."""
 
 WORKSPACE_BYTES = 32 << 20
-"""What NVIDIA recommends for Hopper."""
+"""The size that NVIDIA recommends for Hopper."""
 
 _OPERATION = {False: 0, True: 1}  # cublasOperation_t
 _TYPE = {"float32": 0, "float16": 2}  # cudaDataType_t

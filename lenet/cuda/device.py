@@ -21,7 +21,7 @@ CUDNN_MAJOR = 9
 _OLDEST_CUDA, _NEWEST_CUDA = 12, 13  # of the extras of pyproject.toml
 _NO_GPU = "use the cpu device"
 
-# Of cudaError_t; CUresult has the same numbers.
+# Values of cudaError_t; CUresult has the same numbers.
 _OUT_OF_MEMORY = 2
 _INSUFFICIENT_DRIVER = 35
 _NO_DEVICE = 100
@@ -34,7 +34,7 @@ _STICKY = frozenset(
 
 
 def _install(cuda: int | None = None) -> str:
-    """What to do for CUDA of the major version `cuda`, None if it is not known."""
+    """Advice for CUDA's major version `cuda`, None if it is not known."""
     if cuda is None:
         older = f"where nvidia-smi says CUDA {_OLDEST_CUDA}, take cuda{_OLDEST_CUDA}"
         return f"{_install(_NEWEST_CUDA)}; {older}"
@@ -113,7 +113,7 @@ def devices() -> int:
 
 
 def _driver(needed: int, found: int) -> BackendUnavailable:
-    """What is wrong with the driver.
+    """The error of a missing or old driver.
 
     `needed`: CUDA's major version. `found`: the newest CUDA x.y that the driver supports, as
     1000 x + 10 y; 0 without a driver.

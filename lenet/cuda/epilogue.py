@@ -13,9 +13,9 @@ from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros
 from lenet.model import Activation, Pool, window_count
 
 THREADS = 256
-"""Of a block, for kernels that do not sum."""
+"""Threads of a block, for kernels that do not sum."""
 
-# Of a grid: the best of those tried for lenet at batch 256 on an H200 (2026-11-20), though 396 were
+# Blocks of a grid: the best tried for lenet at batch 256 on an H200 (2026-11-20), though 396 were
 # faster for the backward kernel on halves.
 MAX_BLOCKS = 528
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:  # these import CuPy, which packing does not need
     from lenet.cuda.weights import DeviceWeights
 
 MAX_CLASSES = 32
-"""In `dense_softmax.cu` each lane of a warp writes one class."""
+"""Each lane of a warp writes one class in `dense_softmax.cu`."""
 
 # Smaller convolutions cost little more than their launch; for a smaller product cuDNN's first
 # engine was 1 us slower than its best, and each engine tried costs the first start 0.2 s (H200,
@@ -122,7 +122,7 @@ def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """What all buckets of a backend share; `weights` are packed by `pack`."""
+    """Shared by all buckets of a backend; `weights` are packed by `pack`."""
 
     handle: Handle
     precision: Precision

@@ -88,7 +88,7 @@ class Workspace:
 
     @property
     def pointer(self) -> int:
-        """Its device address; 0 if nothing is reserved."""
+        """The device address; 0 if nothing is reserved."""
         return int(self._buffers[-1].data.ptr) if self._buffers else 0
 
     def free(self) -> None:

@@ -24,8 +24,8 @@ from numpy.typing import NDArray
 from lenet.model import Model
 
 PIXEL_SCALE = 256 / 255
-"""What serving multiplies the first weights by: its kernels store a pixel as its value / 256, which
-is exact in half and keeps the weights clear of the subnormals."""
+"""Factor of the first layer's weights in serving: the kernels store a pixel as its value / 256,
+which is exact in half and keeps the weights clear of the subnormals."""
 
 
 def padded(channels: int) -> int:

@@ -90,7 +90,7 @@ class CudaPlan:
         return self.run_in_place(len(images))
 
     def run_in_place(self, rows: int) -> BatchResult:
-        """As `run`, on the first `rows` images that are in `pixels`."""
+        """Run on the first `rows` images in `pixels`."""
         timed = self._start()
         with translated("running a batch"):
             self._stream.synchronize()
@@ -173,7 +173,7 @@ class PendingBatch:
     _timed: bool
     _range: Any
     _staged: Images | None = None
-    """What the device reads: kept until the batch is done."""
+    """Images that the device reads: kept until the batch is done."""
 
     def done(self) -> bool:
         """Ask the driver, without waiting."""

@@ -59,7 +59,7 @@ class ModelInfer(_InferMethod):
 class _Single:
     """A call of `ModelInfer`."""
 
-    patience_s = math.inf
+    body_timeout_s = math.inf
     _received = False
 
     def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcExchange) -> None:
@@ -121,7 +121,7 @@ class _Slot:
 class _Stream:
     """A call of `ModelStreamInfer`. Each request has the time that a call of `ModelInfer` has."""
 
-    patience_s = math.inf
+    body_timeout_s = math.inf
 
     def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcExchange) -> None:
         self._requests, self._wanted, self._exchange = requests, wanted, exchange

@@ -269,7 +269,7 @@ class _Stream(_Small):
 class _SmallCall:
     """A call with small messages: collects them and runs a task that answers."""
 
-    patience_s = _MESSAGE_S
+    body_timeout_s = _MESSAGE_S
 
     def __init__(self, method: Any, timeout_s: float | None, exchange: GrpcExchange) -> None:
         self._method, self._exchange = method, exchange
@@ -308,9 +308,9 @@ class _SmallCall:
         """Not called."""
 
     def wait_for_body(self) -> None:
-        """Does nothing: `patience_s` limits the time."""
+        """Does nothing: `body_timeout_s` limits the time."""
 
-    def end(self, body: bytes | memoryview | None = None) -> None:
+    def complete(self, body: bytes | memoryview | None = None) -> None:
         """The message is complete."""
         try:
             request = self._method.request.FromString(self._body if body is None else bytes(body))
@@ -337,7 +337,7 @@ class _SmallCall:
             raise InvalidInput("message: got none, expected a request", field="message")
 
     def wait(self) -> None:
-        """Does nothing: `patience_s` limits the time."""
+        """Does nothing: `body_timeout_s` limits the time."""
 
     def is_ahead(self) -> bool:
         """Returns False: there is one answer."""

@@ -497,7 +497,7 @@ def image_routes(*, explained: bool) -> APIRouter:
     )
 
     def explain(query: _OfExplain, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
-        """What each layer computes of one of at most 64 images, in float32 on the CPU."""
+        """The outputs of each layer for one of at most 64 images, in float32 on the CPU."""
 
     if explained:
         add(

@@ -435,7 +435,7 @@ class _Decoder:
         try:
             self._received()
         except (ValueError, KeyError, TypeError) as exc:
-            # What it decodes may have taken it over.
+            # The decoded content may have compromised the process.
             self._pool.log("a decoding process sent an invalid reply: %s", exc)
             self._lost()
 
@@ -504,6 +504,6 @@ def _start(theirs: socket.socket, memory_bytes: int) -> subprocess.Popen[bytes]:
         stderr=subprocess.DEVNULL,
         # Not a session of its own, in which Linux' autogroups would ignore its priority.
         process_group=0,
-        # Of OpenBLAS each thread would reserve memory, and matrices here are small.
+        # Each OpenBLAS thread would reserve memory, and matrices here are small.
         env={**environment, "PYTHONPATH": path, "OPENBLAS_NUM_THREADS": "1"},
     )

@@ -34,7 +34,7 @@ class Batcher:
     are busy. `version` is what the contexts of `pool` were warmed up with. `clock` is monotonic
     and on the time base of the running loop.
 
-    `joined_rows` is for a device that computes beside the event loop; 0 where a batch may be
+    `overlap_rows` is for a device that computes beside the event loop; 0 where a batch may be
     computed on the loop itself. A batch starts beside running ones only if it and they have so many
     rows together; with fewer it waits for an end, also for that of a batch that hangs, and grows.
     And the next batch is started before the answers of the last are written.
@@ -49,7 +49,7 @@ class Batcher:
         busy_poll: BusyPoll,
         deadlines: Deadlines,
         clock: Callable[[], float],
-        joined_rows: int = 0,
+        overlap_rows: int = 0,
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._clock = clock
@@ -59,7 +59,7 @@ class Batcher:
         self._metrics = metrics
         self._busy_poll = busy_poll
         self._deadlines = deadlines
-        self._joined_rows = joined_rows
+        self._overlap_rows = overlap_rows
         self._older: set[Request] = set()
         self._older_done: asyncio.Future[None] | None = None
         self._dispatching = False
@@ -183,7 +183,7 @@ class Batcher:
 
     def _dispatch(self) -> None:
         before, self._waiting = self._waiting, len(self._queue)
-        if self._waiting > before + 1 and not self._joined_rows and not self._queue.is_full:
+        if self._waiting > before + 1 and not self._overlap_rows and not self._queue.is_full:
             # Nothing is read while a batch is computed on the loop: those that arrived while these
             # were read come first. 5 % more requests a second from 32 connections. Not if as many
             # left again: then this could go on for ever.
@@ -197,9 +197,9 @@ class Batcher:
                     self._timer.cancel()
                 self._timer = self._loop.call_at(due, self._dispatch)
                 return
-            if self._in_flight and self._joined_rows:
+            if self._in_flight and self._overlap_rows:
                 running = sum(cut.rows for cut in self._in_flight)
-                if running + self._queue.rows < self._joined_rows:
+                if running + self._queue.rows < self._overlap_rows:
                     return  # the end of one dispatches again
             worker = self._pool.acquire()
             if worker is None:
@@ -230,13 +230,13 @@ class Batcher:
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
         self._pool.release(worker)
-        if not self._joined_rows or isinstance(outcome, Exception):
+        if not self._overlap_rows or isinstance(outcome, Exception):
             self._schedule()
         now, result = self._clock(), None
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            if self._joined_rows:
+            if self._overlap_rows:
                 self._dispatch()  # the device computes while the answers are written
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"

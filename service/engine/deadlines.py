@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 _log = logging.getLogger(__name__)
 
-LATE_S = 0.002
+RESOLUTION_S = 0.002
 """How late a deadline may be noticed; later while there are more than some thousand."""
 
 _SHARE = 0.05
@@ -80,7 +80,7 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()  # of one that was added meanwhile
         self._look_s, self._timer = _NEVER, None
-        pause_s = max(LATE_S, (time.perf_counter() - began_s) / _SHARE)
+        pause_s = max(RESOLUTION_S, (time.perf_counter() - began_s) / _SHARE)
         self._pause_until_s = self._loop.time() + pause_s
         if earliest_s < _NEVER:
             self._look_at(max(earliest_s, self._pause_until_s))

@@ -17,8 +17,8 @@ CONTEXTS = {"cpu": 1, "cuda": 2}
 
 MAX_BATCH_ROWS = {"cpu": 64, "cuda": 1024}
 BUSY_POLL_US = {"cpu": 0, "cuda": 200}
-JOINED_ROWS = 64
-"""Default `joined_rows` of a single GPU, see `Batcher`. An H200 takes about as long for several
+OVERLAP_ROWS = 64
+"""Default `overlap_rows` of a single GPU, see `Batcher`. An H200 takes about as long for several
 dozen rows as for one,
 but each batch costs the host's time. With 512, four connections that send 64 images each waited for
 each other, and got 0.8 of the throughput (2026-11-22)."""
@@ -34,7 +34,7 @@ class Placement:
     """Contexts on each target."""
     max_batch_rows: int
     busy_poll_s: float = 0.0
-    joined_rows: int = 0
+    overlap_rows: int = 0
 
     @property
     def name(self) -> str:
@@ -72,8 +72,8 @@ def place(settings: Settings) -> Placement:
         for index in _indices(settings.devices, gpus())
     )
     # A small batch on one GPU does not keep another GPU from starting one.
-    joined_rows = JOINED_ROWS if len(targets) == 1 else 1
-    placement = Placement(targets, contexts, max_batch_rows, busy_poll_s, joined_rows)
+    overlap_rows = OVERLAP_ROWS if len(targets) == 1 else 1
+    placement = Placement(targets, contexts, max_batch_rows, busy_poll_s, overlap_rows)
     _log.info(
         "computing on %s in %s: %d contexts for each model on each GPU",
         placement.name,

@@ -290,7 +290,7 @@ class Models:
             self._busy_poll,
             self._deadlines,
             time.monotonic,
-            placement.joined_rows,
+            placement.overlap_rows,
         )
         if self.lost.is_set():
             batcher.fail_all()

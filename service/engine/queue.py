@@ -61,9 +61,9 @@ class Request:
     answered_rows = 0
     first_cut_s = 0.0
     parts: dict[int, Probabilities] | None = None
-    """By first row: batches of one request finish in any order."""
+    """Results by first row: batches of one request finish in any order."""
     batch: BatchAnswer
-    """Where the answers are, once they are complete, from row `row` on."""
+    """The batch that holds the complete answer, from row `row` on."""
     row = 0
     batch_rows = 0
     """The rows of the batch that completed it, those of other requests included."""
@@ -139,12 +139,12 @@ class Cut:
 
     @property
     def version(self) -> ModelVersion:
-        """What to compute the batch with."""
+        """The version that computes the batch."""
         return self.segments[0].request.version
 
     @property
     def requests(self) -> list[Request]:
-        """Whose rows are in the batch."""
+        """The requests with rows in the batch."""
         return [segment.request for segment in self.segments]
 
     def images(self) -> list[Images]:
@@ -229,7 +229,7 @@ class BatchQueue:
         return waiting
 
     def cut_due_s(self) -> float | None:
-        """From when on `cut` is due; None if nothing waits. In the past means now."""
+        """Time from which `cut` is due, perhaps in the past; None if nothing waits."""
         if not self._rows:
             return None
         first = next(iter(self)).arrived_s

@@ -32,7 +32,7 @@ STUCK_S = 0.01
 """Waited when no worker's socket has room, or no descriptor is free."""
 
 _CONTROL_BYTES = socket.CMSG_LEN(4)
-"""Of a message with one descriptor."""
+"""Control bytes of a message with one descriptor."""
 
 
 def take(source: socket.socket) -> list[socket.socket]:
@@ -98,7 +98,7 @@ def _shared_number() -> Number:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inbox:
-    """What a worker has of its connections.
+    """The connections that a worker receives.
 
     Attributes:
         source: where they come from, by `take`.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from uvicorn import Config
     from uvicorn.server import ServerState
 
-    from service.transport.door import FrontDoor
+    from service.transport.door import HttpService
 
 _STOP_LINGER_S = 0.2
 _STOP_S = 1.0
@@ -53,7 +53,7 @@ class Connection(asyncio.Protocol):
 
     def __init__(
         self,
-        door: FrontDoor,
+        door: HttpService,
         config: Config,
         server_state: ServerState,
         app_state: dict[str, Any],

@@ -25,7 +25,7 @@ from service.transport.turns import Turns
 _KNOWN_STARTS = 512
 
 
-class FrontDoor:
+class HttpService:
     """Makes the protocol of each connection when called.
 
     Times are in seconds: for the headers of a request, between requests, and for a client to read.
@@ -59,9 +59,9 @@ class FrontDoor:
         self.header_timeout_s = header_timeout_s
         self.keep_alive_s = keep_alive_s
         self.write_timeout_s = write_timeout_s
-        self.known: dict[bytes, Head] = {}
+        self.head_cache: dict[bytes, Head] = {}
         """Heads of HTTP/1.1 requests by header section: clients repeat it."""
-        self.known_blocks: dict[bytes, Http2Head] = {}
+        self.block_cache: dict[bytes, Http2Head] = {}
         """Heads of HTTP/2 requests by header block."""
         self.open_streams = OpenStreams(MAX_OPEN_STREAMS)
         self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)

@@ -158,7 +158,7 @@ class Exchange:
     def closed(self) -> None:
         """The stream has ended."""
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """How long the client may send nothing of the body."""
         return self.writer.peer.keep_alive_s
 
@@ -241,7 +241,7 @@ class FastExchange(Exchange):
         route = self.head.route
         assert route is not None, "bug: not a fast route"
         self._call = call = route.open(self.head.wanted, self._reply)
-        call.end(body)
+        call.complete(body)
 
     def data(self, data: bytes, end: bool) -> None:
         """Hand it on."""
@@ -256,12 +256,12 @@ class FastExchange(Exchange):
             return
         try:
             if is_all:
-                call.end(data)
+                call.complete(data)
                 return
             if data:
                 call.data(data)
             if end:
-                call.end()
+                call.complete()
         except ServiceError as exc:
             call.fail(exc)
 
@@ -306,7 +306,7 @@ class FastExchange(Exchange):
         if call is not None:
             call.cancel()
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """A call has its own deadline; what is refused is only read to be dropped."""
         return self.writer.peer.header_timeout_s if self._call is None else math.inf
 

@@ -220,7 +220,7 @@ class Method(Protocol):
 class Call(Protocol):
     """One call of a method."""
 
-    patience_s: float
+    body_timeout_s: float
     """How long the client may send nothing while its request is not complete."""
 
     def message(self, size: int | None) -> FastCall:
@@ -352,7 +352,7 @@ class GrpcExchange:
             if between and whole:  # the frequent case: a frame is a message
                 message = call.message(size)
                 self._answers.took(len(data))
-                message.end(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
+                message.complete(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
                 if end:
                     call.half_close()
                 return
@@ -466,7 +466,7 @@ class GrpcExchange:
             message.data(piece)
         if not self._left:
             self._message = None
-            message.end()
+            message.complete()
         else:
             message.wait_for_body()
 
@@ -474,7 +474,7 @@ class GrpcExchange:
         message = self._message
         if self._inflater is not None and self._inflater.complete and message is not None:
             self._message = self._inflater = None
-            message.end()
+            message.complete()
 
     def _inflate(self) -> bool:
         """Decompress a part; whether more is to be done."""
@@ -561,9 +561,9 @@ class GrpcExchange:
         if self._call is not None:
             self._call.stop(error)
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """How long it may be silent. Requests for inference have deadlines of their own."""
-        return math.inf if self._call is None else self._call.patience_s
+        return math.inf if self._call is None else self._call.body_timeout_s
 
     def sent(self) -> None:
         """The client has taken what was written."""

@@ -93,9 +93,9 @@ class GrpcStream(Exchange):
             call.cancel()
             self.log("CANCELLED", 0, self._method, "grpc")
 
-    def patience_s(self) -> float:
+    def body_timeout_s(self) -> float:
         """How long the client may send nothing."""
-        return math.inf if self._call is None else self._call.patience_s()
+        return math.inf if self._call is None else self._call.body_timeout_s()
 
     @property
     def _method(self) -> str:

@@ -43,7 +43,7 @@ class FastCall(Protocol):
         """The body has not arrived whole; may be called again. Raises as `data`."""
         ...
 
-    def end(self, body: bytes | memoryview | None = None) -> None:
+    def complete(self, body: bytes | memoryview | None = None) -> None:
         """The body is complete; `body` is all of it, if `data` was not called."""
         ...
 

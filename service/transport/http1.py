@@ -85,15 +85,15 @@ class Http1:
 
     Args:
         handler: gets requests.
-        known: heads by header section, shared by connections whose `Handler.read` is the same.
+        head_cache: heads by header section, shared by connections whose `Handler.read` is the same.
         max_header_bytes: the most bytes of a header section.
         expected: what malformed requests are not, for their answer.
     """
 
     def __init__(
-        self, handler: Handler, known: dict[bytes, Head], max_header_bytes: int, expected: str
+        self, handler: Handler, head_cache: dict[bytes, Head], max_header_bytes: int, expected: str
     ) -> None:
-        self._handler, self._known, self._expected = handler, known, expected
+        self._handler, self._head_cache, self._expected = handler, head_cache, expected
         self._max_header_bytes = max_header_bytes
         self.idle = True
         """Whether nothing of a request has come that is not answered."""
@@ -146,7 +146,7 @@ class Http1:
         """Parse `data`; whether it was one whole request whose header section is known."""
         if self.idle:
             end = data.find(b"\r\n\r\n") + 4
-            head = self._known.get(data[:end])
+            head = self._head_cache.get(data[:end])
             if head is not None and len(data) - end == head.known_length:
                 self.idle = False
                 self.serving = self.used = True
@@ -187,7 +187,7 @@ class Http1:
         found = data.find(b"\r\n\r\n", start)
         end = found + 4 if found >= 0 else 0
         if self._parser is None:
-            if end and (head := self._known.get(data[start:end])) is not None:
+            if end and (head := self._head_cache.get(data[start:end])) is not None:
                 self._position = end
                 self._open(head)
                 return
@@ -268,9 +268,9 @@ class Http1:
             self._malformed()
             return
         if head.known_length and 0 < len(section) <= _KNOWN_HEAD_BYTES:
-            if len(self._known) >= _KNOWN_HEADS:
-                self._known.clear()
-            self._known[section] = head
+            if len(self._head_cache) >= _KNOWN_HEADS:
+                self._head_cache.clear()
+            self._head_cache[section] = head
         self._open(head)
 
     def _open(self, head: Head) -> None:

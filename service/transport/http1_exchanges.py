@@ -44,7 +44,7 @@ class Http1Exchanges:
         door = connection.door
         self._connection, self._door, self.peer = connection, door, connection.peer
         expected = "HTTP/1.1" if door.certificate else "HTTP/1.1, in the clear"
-        self.http1 = Http1(self, door.known, door.max_header_bytes, expected)
+        self.http1 = Http1(self, door.head_cache, door.max_header_bytes, expected)
         self.exchange: Exchange | None = None
         """The request that is not answered."""
         self._begun = False
@@ -178,7 +178,7 @@ class Http1Exchanges:
         waited_s = now_s - connection.since_s
         if exchange is not None:
             waits = http1.receiving and connection.reading
-            if waits and now_s - exchange.since_s > exchange.patience_s():
+            if waits and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
         elif http1.in_headers or not http1.used:
             if waited_s > header_s:

@@ -4,7 +4,7 @@ No socket, clock or event loop. `Http2.receive` parses what a client sent and ca
 what is to be sent collects in `Http2.out`.
 
 Header blocks are decoded by the package hpack. The client is asked for a table of size 0, so that
-a block means the same on every connection: equal blocks are decoded once, see `Http2.known`. Our
+a block means the same on every connection: equal blocks are decoded once (`Http2.head_cache`). Our
 own header blocks hold literals alone and need no table either.
 
     client                          server
@@ -226,11 +226,11 @@ class Http2:
 
     Args:
         handler: gets requests.
-        known: heads by header block, shared by connections whose `Handler.read` is the same.
+        head_cache: heads by header block, shared by connections whose `Handler.read` is the same.
     """
 
-    def __init__(self, handler: Handler, known: dict[bytes, Any]) -> None:
-        self._handler, self.known = handler, known
+    def __init__(self, handler: Handler, head_cache: dict[bytes, Any]) -> None:
+        self._handler, self.head_cache = handler, head_cache
         self.out: list[bytes] = []
         self.streams: dict[int, Stream] = {}
         self.failed: ConnectionFault | None = None
@@ -538,7 +538,7 @@ class Http2:
         if stream is not None or number <= self._last or not number & 1:
             self._other_headers(stream, number, ends, block)
             return
-        head = self.known.get(block) if self._table_is_empty else None
+        head = self.head_cache.get(block) if self._table_is_empty else None
         if head is None:
             fields = self._decode(block)
             try:
@@ -550,9 +550,9 @@ class Http2:
                 return
             small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
             if self._table_is_empty and small and not head.once:
-                if len(self.known) >= _KNOWN_BLOCKS:
-                    self.known.clear()
-                self.known[block] = head
+                if len(self.head_cache) >= _KNOWN_BLOCKS:
+                    self.head_cache.clear()
+                self.head_cache[block] = head
         self._last = number
         if self._final is not None:
             self._spend()

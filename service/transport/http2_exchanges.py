@@ -56,7 +56,7 @@ class Http2Exchanges:
         door = connection.door
         self._connection, self.door, self.peer = connection, door, connection.peer
         self._write_planned = False
-        self.http2 = Http2(self, door.known_blocks)
+        self.http2 = Http2(self, door.block_cache)
         self._waiting: list[Exchange] = []
         """Opened or continued by what was read, and not complete."""
         self._more = False
@@ -205,7 +205,7 @@ class Http2Exchanges:
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange
-            if stream.receiving and now_s - exchange.since_s > exchange.patience_s():
+            if stream.receiving and now_s - exchange.since_s > exchange.body_timeout_s():
                 exchange.fail(BodyTimeout("body: it did not arrive in time", field="body"))
             elif stream.number in http2.blocked:
                 unsent = stream.unsent_bytes

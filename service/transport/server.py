@@ -13,7 +13,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from service.process.sharing import take, take_all
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 
 _log = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ class HttpServer(uvicorn.Server):
     def __init__(
         self,
         app: FastAPI,
-        door: FrontDoor,
+        door: HttpService,
         stop_timeout_s: float,
         refused: Callable[[], None] = lambda: None,
         closed: Callable[[int], None] = lambda _: None,

@@ -68,7 +68,7 @@ class Visit:
     """Parts of console errors that the test provokes."""
 
     def at(self, x, y):
-        """Where a point of the surface is on the screen, in pixels of CSS."""
+        """Screen position of a point of the surface, in CSS pixels."""
         box = self.page.locator("#paper").bounding_box()
         return box["x"] + x * box["width"], box["y"] + y * box["height"]
 

@@ -1,4 +1,4 @@
-"""What is the same after an experiment as before it."""
+"""Checks that an experiment left the service as it was."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def outcomes(found):
 
 
 class Watch:
-    """What a service was before an experiment; `check` compares."""
+    """State of a service before an experiment; `check` compares."""
 
     def __init__(self, service, digit):
         self.service = service

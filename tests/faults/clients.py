@@ -202,7 +202,7 @@ def infer_request(images, *, model="", **changes):
 
 
 class AsyncConnection:
-    """As `Connection`, for many at the same time on one event loop; one request at a time."""
+    """An asyncio `Connection`: many on one event loop, one request at a time on each."""
 
     def __init__(self, reader, writer):
         self.reader, self.writer = reader, writer

@@ -54,7 +54,7 @@ def served(_shared):
 
 @pytest.fixture
 def start_committed(start):
-    """As `start`, with the committed `lenet` and batches of the usual size."""
+    """`start` with the committed `lenet` and batches of the default size."""
     return partial(start, *COMMITTED, "--max-batch-rows", "64")
 
 

@@ -44,7 +44,7 @@ class Digits:
                 made += 1
 
     def computed_by(self, weights):
-        """What `weights` answer to `images`, each computed alone; float32 (n, 10)."""
+        """Probabilities of `images`, each computed alone with `weights`; float32 (n, 10)."""
         plan = open_backend(Target("cpu")).plan(weights, 1)
         return np.concatenate([plan.run(image[np.newaxis]).probabilities for image in self.images])
 

@@ -74,7 +74,7 @@ def _calls(block, end=b""):
 
 
 def _varied(block, end=b""):
-    """The same with another block for each stream."""
+    """Batches of calls with the header block `block(stream)`, each followed by `end`, if any."""
     streams = itertools.count(3, 2)
     while True:
         parts = []
@@ -91,7 +91,7 @@ def small_headers(count):
 
 
 def new_headers(count, field=None):
-    """The same, and no two calls have equal blocks."""
+    """`small_headers`, or `count` fields `field`, with a different block in each call."""
     fields = (field or literal(b"a", b"")) * count
     return lambda: _varied(
         lambda stream: call_headers(extra=literal(b"number", b"%d" % stream) + fields)
@@ -127,7 +127,7 @@ def open_streams():
 
 
 def silent_streams():
-    """The same, as many as may be, with few headers."""
+    """The most calls allowed, with few headers, that send nothing."""
     yield SILENT
 
 
@@ -178,7 +178,7 @@ def unread_documents():
 
 
 def unread_predictions():
-    """The same, each of 80 images, as fast as the windows of the service allow."""
+    """Predictions of 80 images each, as fast as the service's windows allow."""
     length = 784 * 80
     kind = literal(b"content-type", b"application/octet-stream")
     block = request_headers(b"POST", b"/predict", (b"content-length", b"%d" % length)) + kind

@@ -25,7 +25,7 @@ QUEUE_S = 1.0
 
 PEAK_S = 5.0
 GOODPUT = 0.9
-"""Of the measured peak, under overload."""
+"""Least share of the measured peak under overload."""
 
 LATENCY = 1.3
 """How many times queue bound over drain rate the p99 of accepted requests may be, ..."""
@@ -48,7 +48,7 @@ convolution they were (two EPYC cores, 2026-11-23)."""
 
 @dataclass
 class Load:
-    """What came of the requests of one run."""
+    """Results of the requests of one run."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     accepted_s: list[float] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Overload:
         return answer.status
 
     async def closed(self, clients, duration_s, retry_s=0.0):
-        """So many clients that ask again as soon as they have an answer, `retry_s` after a 429.
+        """`clients` ask again as soon as they have an answer, `retry_s` after a 429.
 
         They begin one after another in the first `retry_s`. If they began together they would also
         retry together, and the load would be thousands of requests at once and then a pause.

@@ -99,7 +99,7 @@ class Answered(AsyncConnection):
 
 @dataclass
 class Report:
-    """What was sent, what came of it, and what was wrong."""
+    """Counts of requests and outcomes, and the errors found."""
 
     counts: Counter = field(default_factory=Counter)
     images: int = 0
@@ -136,7 +136,7 @@ class Soak:
         self.over = asyncio.Event()
         self.killed_s = -1e9
         self.readings: dict[str, list[tuple[float, dict[str, float]]]] = {}
-        """Of each worker and of all they share: seconds since its first one, and what was read."""
+        """Readings of each worker and of shared metrics: (seconds since the first, values)."""
         self.kills = self.reloads = 0
 
     # Sending and checking
@@ -158,7 +158,7 @@ class Soak:
         return [*((PNG, file) for file in files), (multipart, parts + b"--soak--\r\n")]
 
     async def learn_pictures(self):
-        """What each version answers to pictures while nothing else goes on; golden labels hold."""
+        """Record each version's answers to pictures on an idle service; golden labels hold."""
         for version in ("1", "2"):
             await self.reload(to=version)
             connection = await self.connect()
@@ -466,7 +466,7 @@ class Soak:
             self.judge("1 ms, answered", chosen, answer, began_s)
         await connection.close()
 
-    # What happens to the service
+    # Faults of the service
 
     async def reload(self, to):
         """Let version `to` be served, 1 or 2."""
@@ -581,7 +581,7 @@ class Soak:
     # The end
 
     def check_end(self):
-        """What the counters and the log say, and how the service stops."""
+        """Check the counters, the log and the stop."""
         report, service = self.report, self.service
         time.sleep(2.5)  # the counters of other workers are a second old
         found = samples(service)
@@ -625,7 +625,7 @@ class Soak:
 
 
 def slope_and_margin(at, values):
-    """Of the linear regression: units of `values` a unit of `at`, and twice its standard error."""
+    """Slope of the linear regression, units of `values` a unit of `at`, and 2 standard errors."""
     centred = at - at.mean()
     spread = float((centred**2).sum())
     slope = float((centred * values).sum()) / spread

@@ -129,7 +129,7 @@ def _fail_in(name, seed, start_committed, digits, tmp_path, requests):
 def test_only_the_requests_of_a_batch_fail_when_it_cannot_be_assembled(
     start_committed, digits, tmp_path, seed
 ):
-    # Of fewer batches none may fail: 0.9 ** 40 is 1.5 %.
+    # With fewer batches perhaps none fails: 0.9 ** 40 is 1.5 %.
     _fail_in("images of a batch", seed, start_committed, digits, tmp_path, requests=150)
 
 

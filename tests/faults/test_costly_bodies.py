@@ -22,7 +22,7 @@ LONG = long_form()
 """About 4 s of decoding, more on a machine with other work."""
 
 LATE_S = 1.0
-"""What an answer may be late on two cores that run other tests, too. Alone it is 5 to 50 ms; behind
+"""Most latency of an answer on two cores that run other tests, too. Alone it is 5 to 50 ms; behind
 `LONG` it would be 4 s and more."""
 
 MIB = 1 << 20

@@ -36,7 +36,7 @@ INVALID, LATE = "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"
 
 
 def message(rows, pixels=None):
-    """Of `rows` raw images, serialized; with `pixels` other than 784 each, an invalid one."""
+    """A serialized request of `rows` raw images; invalid if `pixels` is not 784."""
     tensor = pb.ModelInferRequest.InferInputTensor(
         name="image", datatype="UINT8", shape=(rows, 28, 28)
     )

@@ -94,7 +94,7 @@ def test_the_413_of_a_large_body_is_seen_by_clients_that_send_all_of_it(served, 
 def test_the_429_of_large_bodies_is_seen_by_clients_that_send_all_of_them(served, intact):
     body = bytes(30_000_000)  # no multiple of 784: what is read whole is a 400
     clients = 16
-    # As many are read whole as the budget allows, and on a busy machine a slow one gives way to
+    # The budget limits how many are read whole, and on a busy machine a slow one gives way to
     # others with 408. At most 60 MB of a burst may stay.
     moved = {f"http {code}": (0, clients) for code in ("invalid_input", "body_timeout")}
     moved["http overloaded"] = (1, clients)

@@ -23,7 +23,7 @@ CASES = {
 
 
 TOO_LARGE = ("a string of 30 MB", "30 MB of zeros")
-"""What would take more memory than a decoding process may."""
+"""Bodies that need more memory than a decoding process may use."""
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -11,7 +11,7 @@ from tests.service_process import PATIENCE_S
 MIB = 1 << 20
 LIMITS = ("--max-body-bytes", str(2 * MIB), "--max-in-flight-bytes", str(8 * MIB))
 ROWS = 1000
-"""In a large healthy request, 784 kB."""
+"""Images of a large valid request, 784 kB."""
 
 
 def connect(service):

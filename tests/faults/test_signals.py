@@ -20,10 +20,10 @@ from tests.service_process import PATIENCE_S, PROGRAM
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 LIMIT_S = 3.0
-"""From the end of the drain to the end of the process, at most."""
+"""Most seconds from the end of the drain to the end of the process."""
 
 SCRIPT = ("-c", "import sys; from service.__main__ import main; sys.exit(main())")
-"""What the console script `lenet-serve` runs."""
+"""The code of the console script `lenet-serve`."""
 
 
 def until_received(service):

@@ -18,7 +18,7 @@ ATTEMPTS = 3
 
 @pytest.fixture
 def many_files():
-    """As many descriptors as this process may have, for thousands of connections."""
+    """Raise the descriptor limit to its maximum, for thousands of connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     yield hard
@@ -165,7 +165,7 @@ def test_pipelined_requests_whose_answers_are_never_read_take_little_memory(
             pinger.run(3.0)
             grown = resident_bytes(service) - watch.resident_bytes
             assert grown < 60_000_000, f"RSS grew by {grown >> 10} KiB"
-            # Of each connection an unread answer, and requests that are not parsed yet.
+            # Each connection has an unread answer, and requests that are not parsed yet.
             assert total(samples(service), "lenet_in_flight_bytes") < 16 << 20
         assert set(pinger.statuses) == {200}
         end_s = time.monotonic() + SETTLE_S

@@ -21,7 +21,7 @@ REQUESTS = {
     "kept": HEAD + b"\r\n" + bytes(784),
     "fresh": HEAD + b"Connection: close\r\n\r\n" + bytes(784),
 }
-"""On a connection that stays, and on a new one each."""
+"""Senders on a connection that stays, and on a new one each time."""
 
 COUNTING = """
 import os

@@ -139,7 +139,7 @@ def _keep_what_adds(name: str) -> None:
     measured = coverage.Coverage(data_file=None, config_file=False, branch=True, include=files)
     found = sorted((WORK / name).glob("*"), key=lambda path: path.stat().st_size)
     reached = kept = 0
-    # Also what is run once on import is measured.
+    # Code that runs once on import is measured, too.
     with measured.collect(), closing(load(name)) as target:
         for path in (*sorted((CORPUS / name).iterdir()), *found):
             data = path.read_bytes()

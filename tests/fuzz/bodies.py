@@ -42,7 +42,7 @@ def decoded(
 
 
 def check_images(images: Images) -> None:
-    """What every decoder promises."""
+    """Check the guarantees of every decoder."""
     if images.dtype != np.uint8 or images.shape[1:] != (28, 28) or images.ndim != 3:
         raise Finding(f"got {images.dtype} {images.shape}, expected uint8 (n, 28, 28)")
     if not 1 <= len(images) <= MAX_IMAGES or not images.flags.c_contiguous:
@@ -229,7 +229,7 @@ def _fits(array: np.ndarray[Any, Any]) -> bool:
 
 
 def _npy_reference(body: bytes) -> np.ndarray[Any, Any] | None:
-    """What numpy makes of it; of the header's spaces, quotes and zeros we are not strict."""
+    """NumPy's result; our parser is lenient about spaces, quotes and zeros in the header."""
     start = 12 if body[6:7] > b"\1" else 10
     end = start + int.from_bytes(body[8:start], "little")
     header = "".join(body[start:end].decode("latin-1").replace('"', "'").split())
@@ -301,7 +301,7 @@ class MultipartTarget(Target):
 
 
 _PART_LINES = 8
-"""With more headers, or longer ones, python-multipart refuses a part."""
+"""python-multipart refuses a part with more header lines, or longer ones."""
 
 
 def _plain_parts(body: bytes, boundary: bytes) -> list[tuple[str, bytes]] | None:

@@ -22,7 +22,7 @@ from uvicorn.server import ServerState
 from service.budget import Budget
 from service.errors import InvalidInput, Overloaded, TooLarge
 from service.transport.answer import Answer, error_answer
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 from service.transport.http2_exchanges import Http2Exchanges
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 from tests.fuzz.turns import Turns
@@ -30,7 +30,7 @@ from tests.fuzz.turns import Turns
 MAX_HEADER_BYTES = 2048
 MAX_BODY_BYTES = 4096
 STATUSES = {200, 400, 408, 413, 417, 421, 429, 431, 501, 505}
-"""What may be answered. 501 and 505 are RFC 9112's, for codings and versions."""
+"""Allowed statuses. 501 and 505 are RFC 9112's, for codings and versions."""
 
 _LIFETIME_S = 600.0
 
@@ -93,7 +93,7 @@ class Transport(asyncio.Transport):
         return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2), "socket": self}[name]
 
     def getsockopt(self, *_: object) -> int:
-        """Of its socket: no error."""
+        """Report no error of the socket."""
         return 0
 
 
@@ -118,7 +118,7 @@ class Call:
         if self._open and self._body.startswith(b"overload"):
             raise Overloaded("planted", retry_after_s=1)
 
-    def end(self, body: bytes | memoryview | None = None) -> None:
+    def complete(self, body: bytes | memoryview | None = None) -> None:
         self._body = self._body if body is None else bytes(body)
         if len(self._body) > MAX_BODY_BYTES:
             self.fail(TooLarge("too many bytes", field="body"))
@@ -209,7 +209,7 @@ class ConnectionTarget(Target):
         route = Route(loop)
         budget = Budget(1 << 20)
         routes = {(b"POST", b"/fast"): route}
-        door = FrontDoor(routes, budget, max_header_bytes=MAX_HEADER_BYTES)
+        door = HttpService(routes, budget, max_header_bytes=MAX_HEADER_BYTES)
         if self._config is None:
             self._config = Config(
                 application, http=door, ws="none", lifespan="off", log_config=None
@@ -228,12 +228,17 @@ class ConnectionTarget(Target):
         ]
         for answers in ways[1:]:
             compare(ways[0], answers)
-        if len(door.known) > 512:
-            raise Finding(f"{len(door.known)} header sections are kept")
+        if len(door.head_cache) > 512:
+            raise Finding(f"{len(door.head_cache)} header sections are kept")
         self._compare_with_h11(data, ways[0])
 
     def _answers(
-        self, pieces: list[bytes], door: FrontDoor, config: Config, state: ServerState, loop: Turns
+        self,
+        pieces: list[bytes],
+        door: HttpService,
+        config: Config,
+        state: ServerState,
+        loop: Turns,
     ) -> list[Found]:
         transport = Transport()
         connection = loop.call(lambda: door(config, state, {}, loop))

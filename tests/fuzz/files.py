@@ -118,7 +118,7 @@ def _joined(header: Any, tensors: bytes) -> bytes:
 
 
 def _with_digest(header: dict[str, Any], tensors: bytes) -> dict[str, Any]:
-    """With the digest that belongs to the metadata and tensors, as far as they make sense."""
+    """Add the right digest of the metadata and tensors, as far as they are valid."""
     try:
         metadata = {k: v for k, v in header["__metadata__"].items() if k != "sha256"}
         digest = hashlib.sha256(json.dumps(metadata, sort_keys=True).encode())

@@ -30,7 +30,7 @@ from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH, PING, GOAWAY, UPDATE, CONTINUATION = range(10)
 END, ACK, WHOLE, PADDED, PRIORITIZED = 1, 1, 4, 8, 32
 _ANSWER_BYTES = 70_000
-"""Of an answer to `/large`: more than the windows that a client begins with."""
+"""Size of an answer to `/large`: more than a client's initial windows."""
 
 
 class Request(NamedTuple):
@@ -164,7 +164,7 @@ class Other:
 
 
 class Windows:
-    """What the client may be sent, as its frames and ours say."""
+    """Flow-control windows of the client, computed from its frames and ours."""
 
     def __init__(self) -> None:
         self.connection = self.initial = 65_535
@@ -207,7 +207,7 @@ class Frame(NamedTuple):
     size: int | None = None
 
     def encoded(self) -> bytes:
-        """As it is sent, with its true length unless `size` is one that lies."""
+        """The frame's bytes, with its true length unless `size` gives a wrong one."""
         size = len(self.payload) if self.size is None else self.size
         return struct.pack(">I", size % 2**24)[1:] + (
             struct.pack(">BBI", self.kind, self.flags, self.stream) + self.payload

@@ -70,7 +70,7 @@ class InferBodyTarget(Target):
 
 
 def check_refusal(error: ServiceError, size: int, expected: Images | None) -> None:
-    """Of a body of `size` bytes. Raises: Finding, if images were `expected`."""
+    """Check the error for a body of `size` bytes. Raises: Finding, if images were `expected`."""
     check_error(error)
     counted = size > _UNCHECKED_BYTES and "more" in error.message  # before it was parsed
     if expected is not None and not counted:
@@ -78,7 +78,7 @@ def check_refusal(error: ServiceError, size: int, expected: Images | None) -> No
 
 
 class Refused(Exception):
-    """By the rules of the documentation."""
+    """The documented rules refuse the body."""
 
 
 def reference(

@@ -28,7 +28,7 @@ class _PictureTarget(Target):
     traced_bytes = 6 << 20  # ten arrays of float32 of all allowed pixels, and the plain decoder's
 
     def decode(self, data: bytes) -> Images | ServiceError:
-        """With `invert` auto; the other two find the same picture readable."""
+        """Decode with `invert` auto; the other two settings accept the same pictures."""
         found = decoded(data, self.kind)
         unreadable = isinstance(found, ServiceError) and _no_picture(found)
         for invert in ("true", "false"):
@@ -63,7 +63,7 @@ class PngTarget(_PictureTarget):
         if grey is None:
             self._check_lenient(data)
             return
-        # The same levels in the plainest PNG.
+        # The pixels as a minimal PNG.
         again = decoded(samples.png(grey), "image/png")
         if isinstance(found, ServiceError) != isinstance(again, ServiceError):
             raise Finding(f"a digit or none, and a plain decoder's levels differ: {again!r:.80}")
@@ -252,7 +252,7 @@ def _samples(
 
 
 def _until_error(data: bytes, needed: int) -> bytes:
-    """What zlib gives before it finds an error."""
+    """The output of zlib before its error."""
     unpacker, raw = zlib.decompressobj(), b""
     try:
         for at in range(len(data)):
@@ -346,10 +346,10 @@ class JpegTarget(_PictureTarget):
         again = decoded(samples.png(grey), "image/png")
         if isinstance(again, ServiceError):
             raise Finding(f"accepted, and as PNG refused: {again.message}")
-        # Of repeated or broken metadata Pillow reads the orientation in another way.
+        # Pillow reads the orientation in another way from repeated or broken metadata.
         metadata = len(re.findall(rb"(?i)exif|tiff|photoshop|MPF\0", data))
         plain = metadata == data[2:].startswith(_PLAIN_EXIF)
-        # What we leave out of a scan is damage, which libjpeg conceals by the bytes around it.
+        # Bytes that we drop from a scan are damage, which libjpeg conceals by its surroundings.
         plain &= not re.search(rb"\xff[\x01-\xbf\xe1-\xfe]", data[data.find(b"\xff\xda") :])
         # After a second end marker a damaged scan is concealed in another way.
         plain &= data.count(b"\xff\xd9") < 2
@@ -386,7 +386,7 @@ class JpegTarget(_PictureTarget):
 
 
 class _WholeFileTarget(_PictureTarget):
-    """What is accepted is what Pillow makes of the first frame of the whole file."""
+    """Accepted files must equal Pillow's first frame of the whole file."""
 
     format = ""
 
@@ -412,7 +412,7 @@ class _WholeFileTarget(_PictureTarget):
             raise Finding("other pixels than Pillow's of the whole file")
 
     def decode_plain(self, picture: Image.Image) -> Images | ServiceError | None:
-        """What is decoded from Pillow's pixels; None if it reads them in another way than we do."""
+        """The images from Pillow's pixels; None if it reads them in another way than we do."""
         plain = io.BytesIO()
         transparent = picture.mode in ("RGBA", "LA") or "transparency" in picture.info
         picture.convert("RGBA" if transparent else "RGB").save(plain, "PNG")

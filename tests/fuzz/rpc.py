@@ -39,7 +39,7 @@ _SIZES = {"UINT8": 1, "FP32": 4}
 
 @dataclass(frozen=True)
 class Tensor:
-    """What a request holds of one input, as plain values."""
+    """One input of a request, as plain values."""
 
     name: Any
     datatype: Any
@@ -134,7 +134,7 @@ def changed(value: Any, rng: random.Random) -> Any:
 
 
 def decode(message: bytes) -> Decoded:
-    """As the service does: at once, or in a decoding process."""
+    """Decode like the service: at once, or in a decoding process."""
     form = OipProtoForm(MAX_IMAGES)
     return form.decode_now(message) or form.decode(message, lambda: None)
 

@@ -33,7 +33,7 @@ NPY_TOKENS = (
 
 
 def npy(array: np.ndarray[Any, Any], version: tuple[int, int] | None = None) -> bytes:
-    """What `np.save` writes."""
+    """An array as `np.save` writes it."""
     buffer = io.BytesIO()
     np.lib.format.write_array(buffer, array, version=version, allow_pickle=False)
     return buffer.getvalue()
@@ -71,7 +71,7 @@ def png_of(
 
 
 def jpeg(grey: np.ndarray[Any, Any], mode: str = "L", **options: Any) -> bytes:
-    """What Pillow writes."""
+    """A JPEG by Pillow."""
     buffer = io.BytesIO()
     Image.fromarray(grey).convert(mode).save(buffer, "JPEG", **options)
     return buffer.getvalue()
@@ -116,7 +116,7 @@ _JPEG_FRAME = re.compile(rb"\xff[\xc0-\xc2].{3}(.{4})", re.DOTALL)
 
 
 def sniffed(content: bytes) -> str:
-    """What a part without a type of its own is taken for."""
+    """Content type of a part that states none."""
     for start, kind in (
         (PNG_MAGIC, "image/png"),
         (b"\xff\xd8\xff", "image/jpeg"),

@@ -1,4 +1,4 @@
-"""What a fuzzing target is: one parser, what is expected of it, and how its inputs are changed."""
+"""A fuzzing target: one parser, what is expected of it, and how its inputs are changed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from types import MappingProxyType
 
 CORPUS = Path(__file__).parent / "corpus"
 LARGEST_INPUT_BYTES = 10_000
-"""Of the corpus."""
+"""Largest input of the corpus."""
 
 MutateBytes = Callable[[bytes], bytes]
 """Changes bytes without knowing what they mean: libFuzzer's mutations, or `mutated`."""
@@ -47,11 +47,11 @@ class Target:
 
     max_bytes = 1 << 16
     traced_bytes = 1 << 20
-    """What Python allocates for any case, such as imports and caches when they are first used."""
+    """Allowance for Python's own allocations in any case, such as first imports and caches."""
 
     def __init__(self) -> None:
         self.undo = ExitStack()
-        """What `close` does: nothing of a target is left for the tests that follow."""
+        """Undone by `close`: nothing of a target is left for the tests that follow."""
 
     def run(self, data: bytes) -> None:
         """Parse `data`, and compare with what is expected."""
@@ -109,7 +109,7 @@ MODULES = MappingProxyType(
         "idx": ("files", "IdxTarget", ("trainer.mnist",)),
     }
 )
-"""By name: the module below `tests.fuzz`, the class, and the modules whose coverage guides."""
+"""For each name: module below `tests.fuzz`, class, and modules whose coverage guides."""
 
 
 def load(name: str) -> Target:

@@ -66,7 +66,7 @@ class Bench:
         return array.astype(self.dtype).astype(np.float64)
 
     def upload(self, array: np.ndarray, image: bool = False) -> Any:
-        """To the GPU; the padding holds zeros, as after every operation there."""
+        """Upload `array`; the padding holds zeros, as after every operation on the GPU."""
         import cupy
 
         from lenet.cuda.packing import padded
@@ -81,7 +81,7 @@ class Bench:
         return cupy.asarray(np.ascontiguousarray(full))
 
     def download(self, array: Any, channels: int) -> np.ndarray:
-        """From the GPU; whatever lies in the padding must be zero."""
+        """Download `array`; the padding must be zero."""
         import cupy
 
         host = cupy.asnumpy(array).astype(np.float64)

@@ -36,7 +36,7 @@ from trainer.ops_cuda.state import RunState
 WEIGHTS = Path(__file__).parents[2] / "weights"
 MLP = "mlp/1.safetensors"
 
-# What has no layer between the two that are our kernels.
+# Networks without a layer between our two kernels.
 ENDS = Model("ends", (ConvBlock(20, (5, 5), pool=Pool("max")), DenseBlock(10, activation=IDENTITY)))
 
 EPILOGUES = [

@@ -131,7 +131,7 @@ def test_an_image_gets_the_same_bits_whatever_else_is_in_its_bucket(
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_real_digits_are_recognised_as_in_float32(precision, mnist, capsys):
-    """The same digit but where two are about as likely; the accuracy within 0.02 points."""
+    """Equal digits unless two are about as likely; the accuracy within 0.02 points."""
     images, labels = mnist
     weights = WeightFile.read(DEFAULT)
     starts = range(0, len(images), 1000)
@@ -321,7 +321,7 @@ def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):
 
 
 def test_a_poisoned_device_fails_for_good():
-    """In a process of its own, which is lost with it."""
+    """Runs in a process of its own, which is lost with the device."""
     script = """
 import numpy as np
 from lenet.context import Target, open_backend

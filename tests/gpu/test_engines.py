@@ -1,4 +1,4 @@
-"""What cuDNN fuses for a served layer, and the choice of its engines, against float64."""
+"""Fusion of a served layer by cuDNN, and the choice of its engines, against float64."""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_a_dense_product_and_its_gradients_agree(bench, seed):
 
 
 def an_epilogue(bench, random, channels, norm, activation, pool):
-    """The same epilogue for both sides."""
+    """An epilogue, for both sides."""
 
     def vector(values):
         return upload_one(bench, "vector", values), values.astype(np.float64)
@@ -347,7 +347,7 @@ def test_ten_steps_in_reduced_precision_stay_near_float64(make_bench, model, pre
     _, theirs, wanted = trained(bench.cpu, model, run, 10, capture=False)
     before = initial_tensors(model, np.random.default_rng(1))
     assert losses == pytest.approx(wanted, rel=5e-3)
-    # What rounding to half alone does, by NumPy: at most 0.12, to the shift of conv1 in "small",
+    # The error of rounding to half alone, by NumPy: at most 0.12, to the shift of conv1 in "small",
     # most of whose gradient cancels out.
     most = 0.2 if precision == "mixed" else 0.1
     for name, want in theirs.items():

@@ -20,7 +20,7 @@ from service.errors import ExitCode
 
 KEY, RAW = "a-key-of-an-administrator", "application/octet-stream"
 TOLERANCE = 5e-3
-"""Of fp16: the largest ||got - expected|| / ||expected|| of the probabilities of a request."""
+"""Largest ||got - expected|| / ||expected|| of a request's probabilities in fp16."""
 MIB = 1 << 20
 
 
@@ -32,7 +32,7 @@ def post(connection, path, body, headers):
 
 @pytest.fixture
 def images():
-    """Of a request of one, one that fills half a batch, and one that is split."""
+    """Images of a request of one, one that fills half a batch, and one that is split."""
     generator = np.random.default_rng()
     return {rows: generator.integers(0, 256, (rows, 28, 28), np.uint8) for rows in (1, 64, 200)}
 
@@ -57,7 +57,7 @@ def probabilities(weights, images):
 
 @pytest.mark.parametrize("workers", [1, 2])
 def test_models_come_and_go_while_others_are_served(start, write_named, images, workers):
-    """What others get is right, and the memory of what is unloaded is free again."""
+    """Answers of other models stay right, and the memory of unloaded ones is freed."""
     written = {
         (name, version): write_named(name, int(version), seed)
         for seed, (name, version) in enumerate(

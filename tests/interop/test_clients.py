@@ -145,7 +145,7 @@ def call_all(command, serving, tmp_path, **variables):
 
 
 def run(line, **options):
-    """What a program prints; it must end with 0."""
+    """The output of a program, which must exit with 0."""
     done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, **options)
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -1,4 +1,4 @@
-"""What every backend promises, over every backend that this machine has."""
+"""The guarantees of a backend, tested on every backend of this machine."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Oven(BaseSettings):
     max_wait_s: float | None = Field(None, gt=0, le=60)
     """How long to wait. By default for ever."""
     mode: Literal["fan", "grill"] = "fan"
-    """Where the heat comes from."""
+    """Source of the heat."""
     steam: bool = True
     """Add water."""
     dry_run: bool = False

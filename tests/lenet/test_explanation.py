@@ -18,7 +18,7 @@ def image():
 
 
 def values(layer):
-    """What the bytes of a layer stand for."""
+    """The values that the bytes of a layer encode."""
     steps = np.frombuffer(layer.data, np.uint8).reshape(layer.shape)
     return layer.low + steps * (layer.high - layer.low) / 255
 
@@ -103,7 +103,7 @@ def test_layers_beyond_the_limit_have_no_data(random_weights, image):
             (ConvBlock(2, (1, 1), pool=Pool("max")),),
             784 + 784 * 2 + 2 * 196 * 4 + 2 * 784 + 2 * 1960 - 7840,
         ),
-        # What is padded counts, even if strides skip it.
+        # Padding counts, even if strides skip it.
         (
             (ConvBlock(1, (1, 1), (3000, 3000), (3000, 3000)),),
             6028 * 6028 + 3 * 3 * 1 + 9 * 10 - 7840,

@@ -62,7 +62,7 @@ def test_parameters_have_the_shapes_of_the_blocks_when_batch_norm_is_there():
 
 
 def places(size, window, stride, padding, dilation):
-    """By the definition: every start at which the last tap is still inside the padded axis."""
+    """Starts at which the last tap is inside the padded axis: the definition."""
     reach = dilation * (window - 1) + 1
     return sum(
         start + reach <= size + 2 * padding for start in range(0, size + 2 * padding, stride)

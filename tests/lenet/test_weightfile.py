@@ -1,7 +1,7 @@
 """The weight file: what it keeps, and every attack that its docstring names.
 
-`signed` writes a file by the format's own description, not by `WeightFile.to_bytes`: a lie with a
-true checksum is the hostile one.
+`signed` writes a file by the format's own description, not by `WeightFile.to_bytes`: an
+attack is a wrong value with a true checksum.
 """
 
 from __future__ import annotations
@@ -324,19 +324,21 @@ def test_metadata_is_rejected_when_it_is_not_the_formats(content, folder, metada
         ("extra", 1, "metadata training cannot be read"),
     ],
 )
-def test_a_pedigree_is_rejected_when_it_lies(content, weights, folder, key, value, message):
+def test_training_metadata_are_rejected_when_a_value_is_invalid(
+    content, weights, folder, key, value, message
+):
     training = {**dataclasses.asdict(weights.training), key: value}
-    lie = signed(content, metadata={"training": json.dumps(training)})
+    changed = signed(content, metadata={"training": json.dumps(training)})
     path = folder / "training.safetensors"
-    path.write_bytes(lie)
+    path.write_bytes(changed)
     with pytest.raises(InvalidWeightFile, match=message):
         WeightFile.read(path)
 
 
 def test_a_file_is_rejected_when_its_model_still_has_batch_norm(random_weights, folder):
     lenet = random_weights("lenet")
-    lie = signed(lenet.to_bytes(), metadata={"model": named("lenet").to_json()})
-    message = error(folder / "unfolded.safetensors", lie)
+    changed = signed(lenet.to_bytes(), metadata={"model": named("lenet").to_json()})
+    message = error(folder / "unfolded.safetensors", changed)
     assert message == "metadata model still has batch norm, expected it folded"
 
 
@@ -344,8 +346,8 @@ def test_a_file_is_rejected_when_its_model_still_has_batch_norm(random_weights, 
 def test_a_file_is_rejected_when_its_model_takes_other_images(content, weights, folder, shape):
     model = {**json.loads(weights.model.to_json()), "input": shape}
     tensors = {"dense1.weight": np.zeros((10, int(np.prod(shape))), np.float32)}
-    lie = signed(content, metadata={"model": json.dumps(model)}, tensors=tensors)
-    message = error(folder / "input.safetensors", lie)
+    changed = signed(content, metadata={"model": json.dumps(model)}, tensors=tensors)
+    message = error(folder / "input.safetensors", changed)
     assert message == f"metadata model has input {tuple(shape)}, expected 784 pixels"
 
 

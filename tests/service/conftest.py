@@ -1,4 +1,4 @@
-"""What a profiler sees of a request."""
+"""Fixtures of all tests of the service."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What holds on every route and every call: keys, TLS, CORS, ids, the access log."""
+"""Rules of every route and every call: keys, TLS, CORS, ids, the access log."""
 
 from __future__ import annotations
 

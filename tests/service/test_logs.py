@@ -14,7 +14,7 @@ _QUIETED = ("uvicorn.error", "python_multipart", "PIL", "hpack")
 
 @pytest.fixture(autouse=True)
 def restored():
-    """What pytest and others have set."""
+    """Restores the logging settings of pytest and others."""
     root = logging.getLogger()
     before = root.level, root.handlers[:]
     quieted = [logging.getLogger(name) for name in _QUIETED]

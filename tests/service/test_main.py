@@ -27,7 +27,7 @@ def plain_environment(monkeypatch):
 
 @pytest.fixture
 def started(monkeypatch):
-    """What would have been started, with which settings; auto is the CPU."""
+    """Records what would be started, with its settings; auto is the CPU."""
     found = []
     monkeypatch.setattr(devices, "on_gpu", lambda device: device == "cuda")
     monkeypatch.setattr(logs, "configure", lambda level: None)
@@ -137,7 +137,7 @@ def test_a_wrong_flag_is_one_line(started, capsys, arguments, sentence):
     assert not started
 
 
-# As a process
+# In a process of its own
 
 
 def test_the_service_answers_and_stops_with_0_on_a_signal(start):

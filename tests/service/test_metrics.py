@@ -32,7 +32,7 @@ ROOT = Path(__file__).parents[2]
 
 
 TIMES_S = (0.125, 0.25, 0.5, 0.0625, 1.0)
-"""Of the stages and in all."""
+"""Times of the stages, then their total."""
 
 
 @pytest.fixture

@@ -58,7 +58,7 @@ class Shared:
             self.stack.enter_context(socket.create_connection(self.address))
 
     def turn(self):
-        """What the supervisor does while there is something to do."""
+        """Run the supervisor's loop while there is work."""
         while events := self.selector.select(0):
             self.sharing.share({key.fileobj for key, _ in events})
 

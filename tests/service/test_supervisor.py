@@ -246,7 +246,7 @@ def supervise(settings):
     return supervisor.supervise(settings, Signals())
 
 
-class Puppet:
+class FakeProcess:
     """A worker that dies at once."""
 
     def __init__(self, pid, exitcode):
@@ -263,8 +263,8 @@ class Puppet:
 
 
 @pytest.fixture
-def puppets(monkeypatch, tmp_path):
-    """`puppets(*codes)`: workers that end with these codes, one after another."""
+def fake_workers(monkeypatch, tmp_path):
+    """`fake_workers(*codes)`: workers that end with these codes, one after another."""
     monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     made = []
 
@@ -272,15 +272,15 @@ def puppets(monkeypatch, tmp_path):
         left = iter(codes)
 
         def start(_, devices):
-            made.append(Puppet(len(made) + 1, next(left)))
+            made.append(FakeProcess(len(made) + 1, next(left)))
             return made[-1]
 
         monkeypatch.setattr(supervisor._Supervisor, "_start", start)
         return made
 
     yield install
-    for puppet in made:
-        os.close(puppet.sentinel)
+    for process in made:
+        os.close(process.sentinel)
 
 
 @pytest.fixture
@@ -288,54 +288,56 @@ def settings(tiny_weights):
     return Settings(port=0, grpc_port=0, workers=2, weights=tiny_weights)
 
 
-def test_deaths_long_ago_are_forgiven(puppets, settings, monkeypatch):
-    made = puppets(*[-9] * 10, ExitCode.ADDRESS, -9)
+def test_deaths_long_ago_are_forgiven(fake_workers, settings, monkeypatch):
+    made = fake_workers(*[-9] * 10, ExitCode.ADDRESS, -9)
     clock = SimpleNamespace(monotonic=itertools.count(0, 61).__next__)
     monkeypatch.setattr(supervisor, "time", clock)
     assert supervise(settings) is ExitCode.ADDRESS
     assert len(made) == 12
 
 
-def test_a_backend_that_cannot_run_ends_the_service_when_it_never_ran(puppets, settings):
-    made = puppets(ExitCode.BACKEND, -9)
+def test_a_backend_that_cannot_run_ends_the_service_when_it_never_ran(fake_workers, settings):
+    made = fake_workers(ExitCode.BACKEND, -9)
     assert supervise(settings) is ExitCode.BACKEND
     assert len(made) == 2
 
 
-def test_a_backend_that_fails_a_replacement_is_one_death_more(puppets, settings):
-    made = puppets(-9, *[ExitCode.BACKEND] * 20)
+def test_a_backend_that_fails_a_replacement_is_one_death_more(fake_workers, settings):
+    made = fake_workers(-9, *[ExitCode.BACKEND] * 20)
     assert supervise(settings.model_copy(update={"workers": 1})) is ExitCode.WORKERS
     assert len(made) == 1 + RESTARTS
 
 
-def test_workers_that_lose_their_device_together_count_once(puppets, settings):
-    made = puppets(*[ExitCode.DEVICE] * 20)
+def test_workers_that_lose_their_device_together_count_once(fake_workers, settings):
+    made = fake_workers(*[ExitCode.DEVICE] * 20)
     assert supervise(settings) is ExitCode.WORKERS
     assert len(made) == 2 * (1 + RESTARTS), "two at a time, three times"
 
 
-def test_workers_that_die_of_anything_else_count_each(puppets, settings):
-    made = puppets(*[-9] * 20)
+def test_workers_that_die_of_anything_else_count_each(fake_workers, settings):
+    made = fake_workers(*[-9] * 20)
     assert supervise(settings) is ExitCode.WORKERS
     assert len(made) == 2 + RESTARTS
 
 
-def test_one_worker_that_loses_its_device_again_and_again_counts_each_time(puppets, settings):
-    made = puppets(*[ExitCode.DEVICE] * 20)
+def test_one_worker_that_loses_its_device_again_and_again_counts_each_time(fake_workers, settings):
+    made = fake_workers(*[ExitCode.DEVICE] * 20)
     assert supervise(settings.model_copy(update={"workers": 1})) is ExitCode.WORKERS
     assert len(made) == 1 + RESTARTS
 
 
-def test_workers_that_lose_their_devices_some_time_apart_count_each(puppets, settings, monkeypatch):
-    made = puppets(*[ExitCode.DEVICE] * 20)
+def test_workers_that_lose_their_devices_some_time_apart_count_each(
+    fake_workers, settings, monkeypatch
+):
+    made = fake_workers(*[ExitCode.DEVICE] * 20)
     clock = SimpleNamespace(monotonic=itertools.count(0, SAME_FAULT_S).__next__)
     monkeypatch.setattr(supervisor, "time", clock)
     assert supervise(settings) is ExitCode.WORKERS
     assert len(made) == 2 + RESTARTS
 
 
-def test_the_first_reason_is_the_exit_code_when_the_stop_brings_others(puppets, settings):
-    puppets(ExitCode.WEIGHTS, ExitCode.ADDRESS)
+def test_the_first_reason_is_the_exit_code_when_the_stop_brings_others(fake_workers, settings):
+    fake_workers(ExitCode.WEIGHTS, ExitCode.ADDRESS)
     assert supervise(settings) is ExitCode.WEIGHTS
 
 
@@ -348,8 +350,8 @@ def test_an_unexpected_error_is_no_exit_code(settings, monkeypatch):
         supervise(settings)
 
 
-def test_no_worker_is_started_when_a_stop_was_requested_before(puppets, settings):
-    made = puppets()
+def test_no_worker_is_started_when_a_stop_was_requested_before(fake_workers, settings):
+    made = fake_workers()
     signals = Signals()
     signals.take(signal.SIGHUP)
     signals.take(signal.SIGTERM)

@@ -201,7 +201,7 @@ def no_gpu(monkeypatch):
 
 @contextmanager
 def translated(what):
-    """In the place of `lenet.cuda.device.translated`, which needs CuPy to know its errors."""
+    """Replaces `lenet.cuda.device.translated`, which needs CuPy's errors."""
     try:
         yield
     except MemoryError as exc:  # of which CuPy's is one

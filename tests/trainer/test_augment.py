@@ -75,7 +75,7 @@ def warped_one_pixel_at_a_time(image, limits, seed, step, row):
 
 
 def weights(pixel):
-    """Of the seven control points: the cubic B-spline at the distance of each, in intervals."""
+    """Weights of the seven control points: the cubic B-spline at each distance, in intervals."""
     distance = np.abs(pixel / 7 - np.arange(-1, CONTROLS - 1))
     near, far = 4 - 6 * distance**2 + 3 * distance**3, (2 - distance) ** 3
     return np.where(distance < 1, near, np.where(distance < 2, far, 0)) / 6

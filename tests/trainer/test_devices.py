@@ -88,7 +88,7 @@ def test_an_interruption_lets_every_rank_stop_by_itself_also_while_it_chooses_en
 
     def work(ops, rank):
         all_at_once.wait(WAIT_S)
-        # What the choice of an engine checks between two candidates.
+        # Checked between two candidates when an engine is chosen.
         assert ops.stopping.wait(WAIT_S), "no rank was asked to stop"
         aborted_meanwhile.append(ops.joined.marked.is_set())
         raise DeviceError("training was asked to stop")

@@ -56,7 +56,7 @@ def described(tmp_path):
 
 
 def served(tmp_path, images, version=1):
-    """What the imported file's network answers, in float32 on the CPU."""
+    """The answers of the imported network, in float32 on the CPU."""
     weights = WeightFile.read(tmp_path / f"out/mine/{version}.safetensors")
     return CpuBackend().plan(weights, len(images)).run(images).probabilities
 
@@ -239,7 +239,7 @@ def test_arrays_of_keras_give_its_probabilities(tmp_path, described, blocks, nor
     np.testing.assert_allclose(served(tmp_path, images), probabilities, atol=1e-5)
 
 
-# What does not fit
+# Files that do not fit
 
 MLP = {"name": "mine", "blocks": [dense(30), dense(10)]}
 

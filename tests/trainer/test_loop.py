@@ -183,7 +183,7 @@ def test_a_loss_that_is_nan_or_infinite_stops_with_its_step(tiny, tmp_path):
 
 
 class Faulty(Capturing):
-    """From one step on, the second convolution's gradient holds a NaN."""
+    """Puts a NaN into the second convolution's gradient from one step on."""
 
     def start(self, run, step=0, loss_scale=None):
         self.state = super().start(run, step)
@@ -197,7 +197,7 @@ class Faulty(Capturing):
 
 
 def contents(folder):
-    """Of its one checkpoint."""
+    """The contents of the folder's only checkpoint."""
     (path,) = folder.glob("*.safetensors")
     with safe_open(path, "numpy") as file:
         tensors = {name: file.get_tensor(name).tobytes() for name in file.keys()}  # noqa: SIM118
@@ -217,7 +217,7 @@ def test_diverging_names_step_and_layer_and_keeps_the_last_good_epoch(
     )
     # Training stops at the first read of a loss that is not finite.
     assert ops.replays == {1: 22, 4: 23, 1000: 30}[readback_steps]
-    # What is kept is what an interruption in the same epoch would have kept.
+    # The checkpoint equals that of an interruption in the same epoch.
     interrupted = new_network(kind=Interrupting)
     interrupted.steps = STEPS
     with pytest.raises(KeyboardInterrupt):

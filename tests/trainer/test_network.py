@@ -100,7 +100,7 @@ def assert_gradients_agree(run_of, model, tolerance, step):
 
 
 def without_kinks(model):
-    """The same network with sigmoid for what has a kink, and average for max."""
+    """A copy of the network with sigmoid for activations with a kink, and average for max."""
 
     def smooth(block):
         kind = block.activation.kind

@@ -173,7 +173,7 @@ class CpuOps:
     def epilogue(
         self, x: Array, epilogue: Epilogue, training: bool
     ) -> tuple[Array, _SavedEpilogue]:
-        """Of images (k, h, w, n) or units (k, n)."""
+        """Epilogue of images (k, h, w, n) or units (k, n)."""
         if epilogue.norm is None:
             assert epilogue.bias is not None, "bug: a block has neither batch norm nor bias"
             z, norm = (_rows(x) + epilogue.bias[:, np.newaxis]).reshape(x.shape), None

@@ -17,7 +17,7 @@ from lenet.reference import Array
 
 
 class Activated(NamedTuple):
-    """What the slope is computed from: y where that is enough, so that x can be freed."""
+    """Saved for the slope: y where that is enough, so that x can be freed."""
 
     kept: Array
     activation: Activation

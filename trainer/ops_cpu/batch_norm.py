@@ -16,7 +16,7 @@ from trainer.ops import EPSILON
 
 
 class Standardized(NamedTuple):
-    """What the gradient needs."""
+    """Saved for the gradient."""
 
     normal: Array  # mean 0, variance 1: (k, m)
     scale: Array  # gamma / standard deviation, (k,)

@@ -17,7 +17,7 @@ from lenet.reference import Array
 
 
 def taps(kernel: Pair, stride: Pair, dilation: Pair, size: Pair) -> Iterator[tuple[slice, slice]]:
-    """For each tap of a kernel the rows and columns that it covers at `size` output positions."""
+    """Yield the rows and columns that each tap of a kernel covers at `size` output positions."""
     for i in range(kernel[0]):
         for j in range(kernel[1]):
             top, left = i * dilation[0], j * dilation[1]
@@ -43,7 +43,7 @@ def crop(x: Array, padding: Pair) -> Array:
 
 
 class MaxPooled(NamedTuple):
-    """What the gradient of max pooling needs."""
+    """Saved for the gradient of max pooling."""
 
     x: Array  # padded
     y: Array
@@ -51,7 +51,7 @@ class MaxPooled(NamedTuple):
 
 
 class AveragePooled(NamedTuple):
-    """What the gradient of average pooling needs."""
+    """Saved for the gradient of average pooling."""
 
     shape: tuple[int, ...]  # of x
     window: Pool

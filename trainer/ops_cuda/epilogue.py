@@ -31,7 +31,7 @@ _MAX_TILES = 1 << 14
 
 
 class SavedEpilogue(NamedTuple):
-    """What the gradient of an epilogue needs; `index` is the position of each maximum."""
+    """Saved for the gradient of an epilogue; `index` is the position of each maximum."""
 
     shape: EpilogueShape
     epilogue: Epilogue
@@ -51,7 +51,7 @@ class Epilogues:
         self._counters = cupy.zeros(_MAX_TILES, cupy.uint32)
 
     def forward(self, x: Any, epilogue: Epilogue, training: bool) -> tuple[Any, SavedEpilogue]:
-        """From x (n, h, w, c) or (n, c) to y (n, oh, ow, c) or (n, c)."""
+        """Compute y (n, oh, ow, c) or (n, c) from x (n, h, w, c) or (n, c)."""
         norm = epilogue.norm
         mean = variance = None
         shape = _shape(x, epilogue)

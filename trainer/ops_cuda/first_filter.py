@@ -1,4 +1,4 @@
-"""Which convolutions `first_filter.cu` supports, and how it is launched. No GPU library is needed.
+"""Support and launch parameters of `first_filter.cu`. No GPU library is needed.
 
 The kernel computes the weight gradient of a first convolution. For lenet at batch 256 it takes
 14 us; cuDNN takes 70 us in float32 and has no engine for float16 with float32 sums (H200,

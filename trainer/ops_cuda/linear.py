@@ -27,7 +27,7 @@ _COUNTERS = 4096
 
 
 class SavedConvolution(NamedTuple):
-    """What the gradients of a convolution need."""
+    """Saved for the gradients of a convolution."""
 
     x: Any
     weight: Parameter
@@ -35,7 +35,7 @@ class SavedConvolution(NamedTuple):
 
 
 class SavedProduct(NamedTuple):
-    """What the gradients of a product need; `x` has the shape that `dense` was given."""
+    """Saved for the gradients of a product; `x` has the shape that `dense` was given."""
 
     x: Any
     weight: Parameter
@@ -135,7 +135,7 @@ class Linear:
         return dx.reshape(x.shape)
 
     def _first_filter(self, x: Any, dy: Any, forward: Convolution) -> Any:
-        """From x (n, h, w, 1) and dy (n, oh, ow, k) to float32 (k, r, s, 1)."""
+        """The gradient, float32 (k, r, s, 1), from x (n, h, w, 1) and dy (n, oh, ow, k)."""
         blocks, tiles = first_filter.grid(forward, self._wgrad_handle.multiprocessors)
         assert (blocks // first_filter.GROUP + 2) * tiles <= _COUNTERS, "bug: too few counters"
         _, r, s, _ = forward.filters

@@ -186,7 +186,7 @@ class CudaOps:
         return saved
 
     def all_reduce(self, gradients: Mapping[str, Array]) -> None:
-        """By NCCL on a stream of its own; batch norm's gradients are global sums already."""
+        """Sum by NCCL on a stream of its own; batch norm's gradients are global sums already."""
         if self._ranks is not None:
             local = [g for name, g in gradients.items() if not name.endswith((".gamma", ".beta"))]
             if local:

@@ -1,5 +1,5 @@
 // Strokes -> the images that the network takes: 784 bytes each, 28 x 28, ink 255.
-// The steps are those of service/images/picture.py, so that a drawing sent as a picture gives the
+// The steps are those of service/pictures/picture.py, so that a drawing sent as a picture gives the
 // same image; a test compares the two.
 
 import { showGrey } from "./show.js";

@@ -25,7 +25,7 @@ for _kind in ("jpeg", "webp", "gif", "bmp"):
     schemathesis.openapi.media_type(f"image/{_kind}", _files(f"{_kind}/dark-and-light"))
 schemathesis.openapi.format("binary", _PIXELS)
 
-# Its own samples are blank, and the service finds no digit in them.
+# Schemathesis' own samples are blank, and the service finds no digit in them.
 _SAMPLES = {"png": "png/dark-and-light", "jpg": "jpeg/dark-and-light"}
 FILE_SAMPLES.update({kind: (_CORPUS / name).read_bytes() for kind, name in _SAMPLES.items()})
 MEDIA_TYPE_FILE_SAMPLES.update(

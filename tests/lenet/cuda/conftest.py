@@ -9,7 +9,7 @@ import pytest
 
 
 class Mma:
-    """Which weight a lane has at a place, as `ptx.cuh` describes it."""
+    """The weight of a lane at a place, see `ptx.cuh`."""
 
     @staticmethod
     def normal(*shape):

@@ -17,7 +17,7 @@ INSTALL_ANY = f"{INSTALL.format(13, 13)}; where nvidia-smi says CUDA 12, take cu
 
 
 class CudaError(RuntimeError):
-    """As CuPy's errors of the runtime and of the driver."""
+    """Stands in for CuPy's runtime and driver errors."""
 
     def __init__(self, status, message="cudaError: something happened"):
         super().__init__(message)
@@ -73,7 +73,7 @@ def machine(monkeypatch):
 
 
 def message():
-    """Of `devices`, without line ends."""
+    """The message of `devices`, without line ends."""
     with pytest.raises(BackendUnavailable) as caught:
         devices()
     assert "\n" not in str(caught.value)

@@ -22,7 +22,7 @@ from tests.tasks import submit
 CPU = (Target("cpu"),)
 
 
-class House:
+class RunningEngine:
     """Open models, what they count, and a client of them."""
 
     def __init__(self, models, metrics, registry, draw):
@@ -52,8 +52,8 @@ def draw(random_weights, tiny):
 
 
 @pytest.fixture
-def open_house(folder, draw):
-    """`open_house(contexts=2, **config)` serves every model in `folder`, `a` by default."""
+def open_engine(folder, draw):
+    """`open_engine(contexts=2, **config)` serves every model in `folder`, `a` by default."""
 
     @asynccontextmanager
     async def open_(targets=CPU, contexts=2, max_batch_rows=4, wanted=(), latest=1, **changes):
@@ -72,7 +72,7 @@ def open_house(folder, draw):
         try:
             parts = weights, versions, "a", config, metrics, Deadlines()
             async with Models(*parts) as models:
-                yield House(models, metrics, registry, draw)
+                yield RunningEngine(models, metrics, registry, draw)
         finally:
             assert not [t for t in threading.enumerate() if t.name.startswith("context-")]
 
@@ -80,9 +80,9 @@ def open_house(folder, draw):
 
 
 @pytest.fixture
-async def house(open_house, write):
+async def engine(open_engine, write):
     """Version 3 of `a`, drawn with seed 1, and version 1 of `b`, with seed 9."""
     write("a/3", seed=1)
     write("b/1", seed=9)
-    async with open_house() as house:
-        yield house
+    async with open_engine() as engine:
+        yield engine

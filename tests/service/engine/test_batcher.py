@@ -1,4 +1,4 @@
-"""The batcher on virtual time, with puppets for workers: by example, then under random storms."""
+"""The batcher on virtual time over fake workers: by example, then in random scenarios."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from lenet.backend import BatchResult
 from service.engine.batcher import Batcher
 from service.engine.contexts import BusyPoll, ContextPool
-from service.engine.deadlines import LATE_S, Deadlines
+from service.engine.deadlines import RESOLUTION_S, Deadlines
 from service.engine.queue import BatchQueue
 from service.errors import (
     DeadlineExceeded,
@@ -36,20 +36,20 @@ FOREVER_S = 1e6
 
 
 @pytest.fixture(autouse=True, scope="module")
-def looks_are_free():
-    """Deadlines are on virtual time: what a look at them took must not postpone the next."""
+def checks_take_no_time():
+    """Deadlines are on virtual time: the time of a check must not postpone the next."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("service.engine.deadlines.time", SimpleNamespace(perf_counter=lambda: 0.0))
         yield
 
 
 class Boom(Exception):
-    """What a puppet fails with."""
+    """The error of a fake worker."""
 
 
 @dataclass(frozen=True)
 class Act:
-    """How a puppet plays one batch: after `delay_s` it is ok, fails or answers too few rows.
+    """How a fake worker plays one batch: after `delay_s` it is ok, fails or answers too few rows.
 
     `raise` fails at once, instead of starting the batch. A validation is ok or fails.
     """
@@ -76,7 +76,7 @@ def tags_of(made: np.ndarray) -> list[int]:
 
 @dataclass(frozen=True)
 class Weights:
-    """What a puppet adds to every tag, so that an answer shows what computed it."""
+    """A number that a fake worker adds to every tag: the answer shows the version."""
 
     added: int
 
@@ -101,10 +101,10 @@ def tags_in(answer: Prediction) -> list[int]:
     return (answer.probabilities[:, 0].astype(int) - 10_000 * int(answer.version)).tolist()
 
 
-class PuppetWorker:
-    """One thing after another, as on a thread: what comes while it works waits its turn."""
+class FakeWorker:
+    """Does one thing after another, like a thread; further work waits."""
 
-    name, device = "puppet", 0
+    name, device = "fake", 0
     begun = done = 0
 
     def __init__(
@@ -224,8 +224,8 @@ class Watcher:
 
 
 @dataclass
-class Stage:
-    """A batcher over a real pool of puppets; leaving checks that nothing is left behind."""
+class BatcherSetup:
+    """A batcher over a real pool of fake workers; leaving checks that nothing is left behind."""
 
     loop: asyncio.AbstractEventLoop
     acts: tuple[Act, ...] = ()
@@ -234,15 +234,15 @@ class Stage:
     max_batch_rows: int = 4
     max_queue_rows: int = 100
     max_wait_s: float = 0.0
-    joined_rows: int = 0
+    overlap_rows: int = 0
 
-    async def __aenter__(self) -> Stage:
+    async def __aenter__(self) -> BatcherSetup:
         self.queue = BatchQueue(self.max_batch_rows, self.max_queue_rows, self.max_wait_s)
         self.first = Version()
         self.batches: list[list[int]] = []
         script, checks = iter(self.acts), iter(self.checks)
         self.workers = [
-            PuppetWorker(self.first.weights, script, checks, self.batches)
+            FakeWorker(self.first.weights, script, checks, self.batches)
             for _ in range(self.contexts)
         ]
         self.pool = ContextPool(self.workers, lambda *_: None, hang_timeout_s=1e3 * FOREVER_S)
@@ -250,7 +250,7 @@ class Stage:
         self.watcher = Watcher()
         self.batcher = Batcher(
             *(self.queue, self.pool, self.watcher, self.first, BusyPoll(0.0)),
-            *(Deadlines(), self.loop.time, self.joined_rows),
+            *(Deadlines(), self.loop.time, self.overlap_rows),
         )
         self.complaints: list[BaseException] = []
         self.loop.set_exception_handler(
@@ -278,7 +278,7 @@ class Stage:
 
 
 def staged(*acts: Act, **options):
-    """Run `test(stage, ...)` on virtual time, with a `Stage` of these options."""
+    """Run `test(stage, ...)` on virtual time, with a `BatcherSetup` of these options."""
 
     def decorate(test):
         parameters = list(inspect.signature(test).parameters.values())
@@ -286,7 +286,7 @@ def staged(*acts: Act, **options):
 
         def run(run_virtually, **others):
             async def main(loop):
-                async with asyncio.timeout(FOREVER_S), Stage(loop, acts, **options) as stage:
+                async with asyncio.timeout(FOREVER_S), BatcherSetup(loop, acts, **options) as stage:
                     await test(stage, **others)
 
             run_virtually(main)
@@ -310,7 +310,7 @@ async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
 
 
 @pytest.mark.parametrize(
-    ("first", "joined_rows", "batches"),
+    ("first", "overlap_rows", "batches"),
     [
         ([0, 1], 0, [[0, 1, 2]]),
         ([0], 0, [[0], [2]]),
@@ -320,9 +320,9 @@ async def test_requests_of_one_turn_share_a_batch_when_a_context_is_free(stage):
     ids=["several arrived", "one arrived", "the batch is full", "the device is not the loop's"],
 )
 def test_requests_that_arrive_while_others_are_read_join_their_batch(
-    run_virtually, first, joined_rows, batches
+    run_virtually, first, overlap_rows, batches
 ):
-    @staged(contexts=2, joined_rows=joined_rows)
+    @staged(contexts=2, overlap_rows=overlap_rows)
     async def test(stage):
         tasks = [stage.submit(tag) for tag in first]
         await asyncio.sleep(0)  # the batcher is called next; what is submitted now comes after it
@@ -333,7 +333,7 @@ def test_requests_that_arrive_while_others_are_read_join_their_batch(
     test(run_virtually=run_virtually)
 
 
-@staged(contexts=3, max_batch_rows=8, joined_rows=4)
+@staged(contexts=3, max_batch_rows=8, overlap_rows=4)
 async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(stage):
     tasks, loads = [], []
     for tag, rows in ((0, 1), (10, 1), (20, 1), (30, 4), (40, 1)):
@@ -345,7 +345,7 @@ async def test_a_small_batch_waits_for_those_that_run_and_a_large_one_does_not(s
     assert loads == [(0, 1), (1, 1), (2, 1), (0, 2), (0, 3)], "the six began beside the one"
 
 
-@staged(joined_rows=4, contexts=2)
+@staged(overlap_rows=4, contexts=2)
 async def test_the_next_batch_begins_before_the_answers_of_the_last(stage):
     seen = []
 
@@ -371,7 +371,7 @@ async def test_an_answer_says_where_its_time_went_when_it_waited(stage):
 
 @pytest.mark.parametrize("outcome", ["fail", "short", "raise"])
 @staged()
-async def test_a_batch_that_failed_gives_its_images_free_at_once(stage, outcome):
+async def test_a_batch_that_failed_releases_its_images_at_once(stage, outcome):
     # They may lie in memory that is handed out again when nothing refers to it.
     stage.workers[0].script = iter([Act(1.0, outcome)])
     made = images(1, rows=2)
@@ -569,10 +569,10 @@ async def test_the_new_version_serves_when_a_context_cannot_switch_at_the_end(st
     assert await stage.batcher.replace(Version(1)) is None
     assert second.weights == Version(1).weights, "the others switch"
     assert (await stage.submit(1)).version == "1"
-    assert caplog.messages == ["puppet did not switch its weights: the copy failed"]
+    assert caplog.messages == ["fake did not switch its weights: the copy failed"]
 
 
-# --- under random storms
+# --- random scenarios
 
 
 @dataclass(frozen=True)
@@ -584,7 +584,7 @@ class Caller:
 
 
 @dataclass(frozen=True)
-class Storm:
+class Scenario:
     callers: tuple[Caller, ...]
     acts: tuple[Act, ...]
     replaced_s: tuple[float, ...]
@@ -594,7 +594,7 @@ class Storm:
     max_batch_rows: int
     max_queue_rows: int
     max_wait_s: float
-    joined_rows: int
+    overlap_rows: int
     drain_s: float | None
     drain_timeout_s: float
 
@@ -616,8 +616,8 @@ CHECKS = st.builds(
     Act, TICKS.map(lambda time_s: time_s / 4), st.sampled_from(["ok"] * 4 + ["fail"])
 )
 
-STORMS = st.builds(
-    Storm,
+SCENARIOS = st.builds(
+    Scenario,
     callers=st.lists(CALLERS, min_size=1, max_size=14).map(tuple),
     acts=st.lists(ACTS, max_size=20).map(tuple),
     replaced_s=st.lists(TICKS, max_size=5).map(sorted).map(tuple),
@@ -627,17 +627,17 @@ STORMS = st.builds(
     max_batch_rows=st.integers(1, 5),
     max_queue_rows=st.sampled_from([6, 20, 1000]),
     max_wait_s=st.sampled_from([0.0, 0.0, 0.5]),
-    joined_rows=st.sampled_from([0, 0, 3, 8]),
+    overlap_rows=st.sampled_from([0, 0, 3, 8]),
     drain_s=st.none() | TICKS,
     drain_timeout_s=TICKS,
 )
 
 
-async def weather(storm: Storm, stage: Stage) -> None:
-    """Play `storm` and hold the batcher to everything that it promises."""
+async def run_scenario(scenario: Scenario, stage: BatcherSetup) -> None:
+    """Play `scenario` and check every promise of the batcher."""
     loop = stage.loop
-    loop.before_jump = lambda: assert_no_idle_hands(stage)
-    drained_s = None if storm.drain_s is None else storm.drain_s + storm.drain_timeout_s
+    loop.before_jump = lambda: assert_no_idle_context(stage)
+    drained_s = None if scenario.drain_s is None else scenario.drain_s + scenario.drain_timeout_s
     ended_s: dict[int, float] = {}
     served: dict[int, Version] = {}
 
@@ -655,14 +655,14 @@ async def weather(storm: Storm, stage: Stage) -> None:
             task.cancel()
 
     async def drain() -> None:
-        if storm.drain_s is not None:
-            await stage.until(storm.drain_s)
-            await stage.batcher.drain(storm.drain_timeout_s)
+        if scenario.drain_s is not None:
+            await stage.until(scenario.drain_s)
+            await stage.batcher.drain(scenario.drain_timeout_s)
             assert loop.time() <= drained_s
             assert stage.queue.rows == 0
 
     async def replace_again_and_again() -> None:
-        for number, time_s in enumerate(storm.replaced_s, 1):
+        for number, time_s in enumerate(scenario.replaced_s, 1):
             await stage.until(time_s)
             before, new = stage.batcher.version, Version(number)
             error = await stage.batcher.replace(new)
@@ -674,14 +674,14 @@ async def weather(storm: Storm, stage: Stage) -> None:
 
     async def replace() -> None:
         replacing = loop.create_task(replace_again_and_again())
-        if storm.replacing_ends_s is not None:
-            await stage.until(storm.replacing_ends_s)
+        if scenario.replacing_ends_s is not None:
+            await stage.until(scenario.replacing_ends_s)
             replacing.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await replacing
 
-    tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(storm.callers)]
-    others = [leave(*pair) for pair in zip(tasks, storm.callers, strict=True)]
+    tasks = [loop.create_task(call(*numbered)) for numbered in enumerate(scenario.callers)]
+    others = [leave(*pair) for pair in zip(tasks, scenario.callers, strict=True)]
     others += [drain(), replace()]
     await asyncio.gather(*others)
     outcomes = await asyncio.gather(*tasks, return_exceptions=True)
@@ -690,14 +690,14 @@ async def weather(storm: Storm, stage: Stage) -> None:
 
     computed = [tag for batch in stage.batches for tag in batch]
     assert len(computed) == len(set(computed)), "a row was computed twice"
-    assert all(0 < len(batch) <= storm.max_batch_rows for batch in stage.batches)
+    assert all(0 < len(batch) <= scenario.max_batch_rows for batch in stage.batches)
     errors = [outcome for outcome in outcomes if isinstance(outcome, ServiceError)]
     assert len({id(error) for error in errors}) == len(errors), "an error was shared"
-    fails = {act.outcome for act in storm.acts} - {"ok"}
+    fails = {act.outcome for act in scenario.acts} - {"ok"}
 
     computed = set(computed)
     admitted = 0
-    for number, (caller, outcome) in enumerate(zip(storm.callers, outcomes, strict=True)):
+    for number, (caller, outcome) in enumerate(zip(scenario.callers, outcomes, strict=True)):
         event(type(outcome).__name__)
         rows = range(100 * number, 100 * number + caller.rows)
         deadline_s = caller.arrives_s + caller.timeout_s
@@ -710,37 +710,37 @@ async def weather(storm: Storm, stage: Stage) -> None:
                 assert computed.issuperset(rows)
                 assert ended_s[number] <= deadline_s
             case DeadlineExceeded():
-                assert deadline_s <= ended_s[number] <= deadline_s + LATE_S
+                assert deadline_s <= ended_s[number] <= deadline_s + RESOLUTION_S
             case Overloaded():
                 assert ended_s[number] == caller.arrives_s
                 assert not computed.intersection(rows)
             case Unavailable():
-                assert storm.drain_s is not None
-                assert ended_s[number] >= storm.drain_s
+                assert scenario.drain_s is not None
+                assert ended_s[number] >= scenario.drain_s
                 assert ended_s[number] in (caller.arrives_s, drained_s)
             case InferenceFailed():
                 assert fails
             case _:
                 assert isinstance(outcome, asyncio.CancelledError), repr(outcome)
                 assert caller.leaves_s is not None
-    if not fails and storm.drain_s is None:
+    if not fails and scenario.drain_s is None:
         dropped = sum(stage.watcher.dropped.values())
         assert len(computed) + dropped == admitted, "rows appeared or vanished"
         assert sum(rows for rows, *_ in stage.watcher.ended) == len(computed)
 
 
-def assert_no_idle_hands(stage: Stage) -> None:
+def assert_no_idle_context(stage: BatcherSetup) -> None:
     """Before time passes: if rows wait and a context is free, then only for more rows."""
     running = sum(cut.rows for cut in stage.batcher._in_flight)
-    if running and running + stage.queue.rows < stage.joined_rows:
+    if running and running + stage.queue.rows < stage.overlap_rows:
         return
     if len(stage.queue) and stage.pool.busy < len(stage.pool.workers):
         assert stage.queue.cut_due_s() > stage.loop.time(), "rows wait beside a free context"
 
 
 @settings(max_examples=700)
-@given(STORMS)
-def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, storm):
-    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s", "joined_rows")
-    options = {name: getattr(storm, name) for name in names}
-    staged(*storm.acts, **options)(lambda stage: weather(storm, stage))(run_virtually)
+@given(SCENARIOS)
+def test_every_caller_gets_its_own_rows_or_one_error_when_anything_happens(run_virtually, scenario):
+    names = ("checks", "contexts", "max_batch_rows", "max_queue_rows", "max_wait_s", "overlap_rows")
+    options = {name: getattr(scenario, name) for name in names}
+    staged(*scenario.acts, **options)(lambda stage: run_scenario(scenario, stage))(run_virtually)

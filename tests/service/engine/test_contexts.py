@@ -130,7 +130,7 @@ class Stage:
         workers = [
             Worker(
                 partial(self.make_context, device),
-                f"puppet-{device * size + number}",
+                f"fake-{device * size + number}",
                 device,
                 self.on_lost,
             )
@@ -154,7 +154,7 @@ def either(request, stage):
 
 @pytest.fixture(autouse=True)
 async def complaints():
-    """What reaches the event loop's exception handler: nothing."""
+    """Fails if anything reaches the event loop's exception handler."""
     found = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: found.append(context))
     yield found
@@ -162,7 +162,7 @@ async def complaints():
 
 
 def threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("puppet-")]
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("fake-")]
 
 
 def start(worker: Worker, value: int, weights: str = "served", rows: int = 1):
@@ -186,7 +186,7 @@ async def value(worker: Worker, *arguments: object) -> float:
 
 async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stage):
     async with stage.pool(3) as pool:
-        assert sorted(threads()) == ["puppet-0", "puppet-1", "puppet-2"]
+        assert sorted(threads()) == ["fake-0", "fake-1", "fake-2"]
         workers = [pool.acquire() for _ in range(3)]
         results = [start(worker, number, rows=2) for number, worker in enumerate(workers, 1)]
         for number, result in enumerate(await asyncio.gather(*results), 1):
@@ -204,10 +204,10 @@ async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stag
 # The pool
 
 
-class Puppet:
-    """What the pool sees of a worker."""
+class FakeWorker:
+    """A fake worker, with the attributes that the pool uses."""
 
-    name = "puppet-0"
+    name = "fake-0"
 
     def __init__(self, device: int = 0) -> None:
         self.device = device
@@ -226,7 +226,7 @@ class Puppet:
 @given(size=st.integers(1, 3), devices=st.integers(1, 4), data=st.data())
 def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size, devices, data):
     async def main(loop):
-        workers = [Puppet(device) for device in range(devices) for _ in range(size)]
+        workers = [FakeWorker(device) for device in range(devices) for _ in range(size)]
         async with ContextPool(workers, lambda *_: None, LONG_S) as pool:
             taken = []
             for _ in range(data.draw(st.integers(1, 20))):
@@ -306,7 +306,7 @@ async def test_devices_are_warmed_side_by_side_and_one_devices_contexts_one_by_o
 
     monkeypatch.setattr(FakeContext, "warm_up", meet)
     async with stage.pool(2, devices=2) as pool:
-        assert [worker.name for worker in pool.workers] == [f"puppet-{n}" for n in range(4)]
+        assert [worker.name for worker in pool.workers] == [f"fake-{n}" for n in range(4)]
         opening_s, warm_up_s = pool.start_s()
         assert 0 <= opening_s < LONG_S
         of_device = [0.0, 0.0]
@@ -341,7 +341,7 @@ async def test_the_other_devices_contexts_are_closed_when_one_fails_its_warm_up(
 @pytest.mark.parametrize(
     ("error", "losses"),
     [
-        (DeviceError("illegal address", sticky=True), [("sticky", "puppet-0: illegal address")]),
+        (DeviceError("illegal address", sticky=True), [("sticky", "fake-0: illegal address")]),
         (OutOfDeviceMemory("no room for this"), []),
         (ZeroDivisionError("unlucky"), []),
     ],
@@ -368,7 +368,7 @@ async def test_a_device_that_is_lost_beside_a_batch_is_reported_before_its_calle
     async with stage.pool(1) as pool:
         with pytest.raises(DeviceError, match="illegal address"):
             await getattr(pool.acquire(), job)("new")
-        assert stage.losses == [("sticky", "puppet-0: illegal address")]
+        assert stage.losses == [("sticky", "fake-0: illegal address")]
 
 
 async def test_a_batch_is_computed_with_its_weights_when_the_context_rests_on_others(either):
@@ -419,7 +419,7 @@ def test_only_a_batch_that_takes_longer_than_it_may_is_a_hang_and_it_is_one_once
     run_virtually, jobs, last_s
 ):
     async def main(loop):
-        worker, lost_s = Puppet(), []
+        worker, lost_s = FakeWorker(), []
         async with ContextPool([worker], lambda *_: lost_s.append(loop.time()), 10.0):
             for rest_s, work_s in jobs:
                 await asyncio.sleep(rest_s)
@@ -436,7 +436,7 @@ def test_only_a_batch_that_takes_longer_than_it_may_is_a_hang_and_it_is_one_once
 
 def test_a_process_that_was_stopped_for_long_takes_no_worker_for_hung(run_virtually):
     async def main(loop):
-        worker, losses = Puppet(), []
+        worker, losses = FakeWorker(), []
         async with ContextPool([worker], lambda *story: losses.append(story), 10.0):
             working = loop.create_task(worker.work(9.5))
             await asyncio.sleep(5)

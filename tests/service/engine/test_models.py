@@ -22,32 +22,32 @@ from tests.tasks import submit
 IMAGES = np.zeros((3, 28, 28), np.uint8)
 
 
-async def predict(house, name="a"):
-    return await submit(house.models.get(name).batcher, IMAGES, 20.0)
+async def predict(engine, name="a"):
+    return await submit(engine.models.get(name).batcher, IMAGES, 20.0)
 
 
-async def test_models_answer_by_name_and_version_when_they_are_loaded(house):
-    assert [served.version.name for served in house.models.served] == ["a", "b"]
-    assert await house.ask(1, "a") == "3"
-    assert await house.ask(9, "b") == "1"
-    a = house.models.get("a")
-    assert house.models.get() is house.models.get("", "3") is house.models.get("a", "3") is a
-    assert house.models.get("b", "1") is not a
+async def test_models_answer_by_name_and_version_when_they_are_loaded(engine):
+    assert [served.version.name for served in engine.models.served] == ["a", "b"]
+    assert await engine.ask(1, "a") == "3"
+    assert await engine.ask(9, "b") == "1"
+    a = engine.models.get("a")
+    assert engine.models.get() is engine.models.get("", "3") is engine.models.get("a", "3") is a
+    assert engine.models.get("b", "1") is not a
     info = {"model": "a", "version": "3", "sha256": a.version.sha256}
-    assert house.value("lenet_model_info", **info) == 1
-    assert house.value("lenet_contexts", model="b", version="1") == 2
-    assert not house.models.ready, "whoever opens the service says when"
+    assert engine.value("lenet_model_info", **info) == 1
+    assert engine.value("lenet_contexts", model="b", version="1") == 2
+    assert not engine.models.ready, "whoever opens the service says when"
 
 
-async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house):
+async def test_an_unknown_model_or_version_is_refused_with_those_there_are(engine):
     with pytest.raises(UnknownModel, match="'z' is not loaded, expected one of a, b") as caught:
-        house.models.get("z")
+        engine.models.get("z")
     assert caught.value.field == "model"
     for name in ("", "a"):
         with pytest.raises(
             UnknownModel, match="version '2' of model 'a' is not loaded, expected '3'"
         ) as caught:
-            house.models.get(name, "2")
+            engine.models.get(name, "2")
         assert caught.value.field == "version"
 
 
@@ -62,23 +62,23 @@ async def test_an_unknown_model_or_version_is_refused_with_those_there_are(house
     ],
 )
 async def test_a_version_that_was_left_out_is_answered_with_its_flag(
-    open_house, write, wanted, version, words
+    open_engine, write, wanted, version, words
 ):
     write("a/1")
     write("a/3")
-    async with open_house(wanted=wanted) as house:
+    async with open_engine(wanted=wanted) as engine:
         with pytest.raises(UnknownModel, match=words):
-            house.models.get("a", version)
+            engine.models.get("a", version)
 
 
 async def test_the_loaded_models_are_closed_when_a_later_one_fails_its_validation(
-    open_house, write, draw
+    open_engine, write, draw
 ):
     write("a/1")
     path = write("b/1")
     spoil_golden(draw("b", 0)).write(path)
     with pytest.raises(GoldenMismatch, match="'b'"):
-        async with open_house():
+        async with open_engine():
             raise AssertionError
 
 
@@ -112,14 +112,14 @@ class FullBackend(CpuBackend):
     ],
 )
 async def test_a_model_that_does_not_fit_is_refused_with_what_would(
-    open_house, write, monkeypatch, contexts, max_batch_rows, found, advice
+    open_engine, write, monkeypatch, contexts, max_batch_rows, found, advice
 ):
     write("a/1")
     monkeypatch.setattr("service.engine.models.open_backend", lambda *_: FullBackend(True))
     monkeypatch.setattr("service.engine.models.open_staging", lambda *_: None)
     monkeypatch.setattr("service.engine.models.estimate_bytes", lambda *_: 67e6)
     with pytest.raises(OutOfDeviceMemory) as caught:
-        async with open_house((Target("cuda"),), contexts, max_batch_rows):
+        async with open_engine((Target("cuda"),), contexts, max_batch_rows):
             raise AssertionError
     assert str(caught.value) == (
         f"model 'a' does not fit on the GPU with {found}, which take about 67 MB each: "
@@ -128,7 +128,7 @@ async def test_a_model_that_does_not_fit_is_refused_with_what_would(
 
 
 async def test_each_gpu_has_its_contexts_and_their_memory_is_counted(
-    open_house, write, monkeypatch, caplog
+    open_engine, write, monkeypatch, caplog
 ):
     write("a/1")
     write("b/1")
@@ -141,14 +141,14 @@ async def test_each_gpu_has_its_contexts_and_their_memory_is_counted(
     monkeypatch.setattr("service.engine.models.open_staging", lambda *_: None)
     monkeypatch.setattr("service.engine.models.open_backend", open_)
     caplog.set_level(logging.INFO)
-    async with open_house((Target("cuda", 2), Target("cuda", 0))) as house:
-        assert min(house.models.start_s()) > 0
+    async with open_engine((Target("cuda", 2), Target("cuda", 0))) as engine:
+        assert min(engine.models.start_s()) > 0
         assert sorted(target.index for target in targets) == [0] * 4 + [2] * 4
         for model in ("a", "b"):
-            assert house.value("lenet_contexts", model=model, version="1") == 4
-            assert house.value("lenet_device_bytes", model=model, version="1") == 20_000
-            assert house.value("lenet_workspace_bytes", model=model, version="1") == 4000
-    digest = house.models.get("a").version.sha256[:12]
+            assert engine.value("lenet_contexts", model=model, version="1") == 4
+            assert engine.value("lenet_device_bytes", model=model, version="1") == 20_000
+            assert engine.value("lenet_workspace_bytes", model=model, version="1") == 4000
+    digest = engine.models.get("a").version.sha256[:12]
     loaded = f"model a version 1 (sha256 {digest}) loaded: 4 contexts on cuda:2,0, golden logits "
     assert caplog.messages[0].startswith(loaded)
 
@@ -157,14 +157,14 @@ async def test_each_gpu_has_its_contexts_and_their_memory_is_counted(
 
 
 @pytest.fixture
-async def struck(open_house, write):
+async def struck(open_engine, write):
     """Models `a` and `b`, one context each, and the faults that strike their batches."""
     write("a/1")
     write("b/1")
     faults = Faults()
-    async with open_house(contexts=1, faults=faults) as house:
-        house.faults = faults
-        yield house
+    async with open_engine(contexts=1, faults=faults) as engine:
+        engine.faults = faults
+        yield engine
 
 
 async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost(
@@ -206,19 +206,19 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
 # Reloading
 
 
-def reloads(house, name="a"):
+def reloads(engine, name="a"):
     """How many ended ok and were refused."""
     return tuple(
-        house.value("lenet_reloads_total", model=name, outcome=outcome)
+        engine.value("lenet_reloads_total", model=name, outcome=outcome)
         for outcome in ("ok", "refused")
     )
 
 
-def loaded(house, name="a"):
+def loaded(engine, name="a"):
     """The versions and digests that the metrics name."""
     return [
         (sample.labels["version"], sample.labels["sha256"])
-        for family in house.registry.collect()
+        for family in engine.registry.collect()
         for sample in family.samples
         if sample.name == "lenet_model_info" and sample.labels["model"] == name
     ]
@@ -251,17 +251,17 @@ def reads(monkeypatch):
 
 
 async def test_the_highest_version_replaces_the_served_one_and_the_log_says_so(
-    house, write, caplog
+    engine, write, caplog
 ):
     path = write("a/10", seed=2)
     write("a/4", seed=3)
     caplog.set_level(logging.INFO)
-    await house.models.reload()
-    assert await house.ask(2) == "10"
-    version = house.models.get("a", "10").version
+    await engine.models.reload()
+    assert await engine.ask(2) == "10"
+    version = engine.models.get("a", "10").version
     assert version.path == path
-    assert loaded(house) == [("10", version.sha256)]
-    assert (reloads(house), reloads(house, "b")) == ((1, 0), (1, 0))
+    assert loaded(engine) == [("10", version.sha256)]
+    assert (reloads(engine), reloads(engine, "b")) == ((1, 0), (1, 0))
     changed, summary = caplog.messages
     assert changed.startswith(
         f"model a: version 10 (sha256 {version.sha256[:12]}) replaced version 3, golden logits "
@@ -269,12 +269,12 @@ async def test_the_highest_version_replaces_the_served_one_and_the_log_says_so(
     assert summary == "reload: 1 replaced, 1 unchanged, 0 refused"
 
 
-async def test_a_file_replaces_itself_when_its_bytes_changed(house, write):
-    ((_, before),) = loaded(house)
+async def test_a_file_replaces_itself_when_its_bytes_changed(engine, write):
+    ((_, before),) = loaded(engine)
     write("a/3", seed=2)
-    await house.models.reload()
-    assert await house.ask(2) == "3"
-    ((version, digest),) = loaded(house)
+    await engine.models.reload()
+    assert await engine.ask(2) == "3"
+    ((version, digest),) = loaded(engine)
     assert version == "3"
     assert digest != before
 
@@ -305,198 +305,198 @@ def gone(write, folder, draw, random_weights):
 
 @pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid, gone])
 async def test_a_file_is_refused_by_name_and_the_old_version_answers_on(
-    house, write, folder, draw, random_weights, caplog, spoil
+    engine, write, folder, draw, random_weights, caplog, spoil
 ):
-    before = loaded(house)
+    before = loaded(engine)
     reason = spoil(write, folder, draw, random_weights)
-    await house.models.reload()
+    await engine.models.reload()
     (record,) = caplog.records
     assert record.message.startswith(f"model a: reload refused, still serving version 3: {reason}")
     assert record.exc_info is None
     assert "\n" not in record.message
-    assert (reloads(house), reloads(house, "b")) == ((0, 1), (1, 0))
-    assert loaded(house) == before
-    assert await house.ask(1) == "3"
+    assert (reloads(engine), reloads(engine, "b")) == ((0, 1), (1, 0))
+    assert loaded(engine) == before
+    assert await engine.ask(1) == "3"
     write("a/5", seed=4)
-    await house.models.reload()
-    assert await house.ask(4) == "5"
+    await engine.models.reload()
+    assert await engine.ask(4) == "5"
 
 
-async def served(house, version):
+async def served(engine, version):
     async with asyncio.timeout(20):
-        while house.models.get("a").version.version != version:  # noqa: ASYNC110
+        while engine.models.get("a").version.version != version:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
 
-async def test_the_newest_files_are_read_when_reloads_are_requested_at_once(house, write, reads):
-    house.models.request_reload()
+async def test_the_newest_files_are_read_when_reloads_are_requested_at_once(engine, write, reads):
+    engine.models.request_reload()
     assert await asyncio.to_thread(reads.reading.wait, 20)
     write("a/4", seed=2)
     for _ in range(100):
-        house.models.request_reload()
+        engine.models.request_reload()
     reads.go.set()
-    await served(house, "4")
+    await served(engine, "4")
     async with asyncio.timeout(20):
-        while reloads(house, "b") != (2, 0):  # noqa: ASYNC110
+        while reloads(engine, "b") != (2, 0):  # noqa: ASYNC110
             await asyncio.sleep(0)
-    assert await house.ask(2) == "4"
+    assert await engine.ask(2) == "4"
     assert reads.begun == 2 * 2, "the reload under way, and one for all that came meanwhile"
 
 
-async def test_an_answer_is_of_the_version_that_was_served_when_it_was_asked_for(house, write):
+async def test_an_answer_is_of_the_version_that_was_served_when_it_was_asked_for(engine, write):
     write("a/4", seed=2)
-    house.models.request_reload()
+    engine.models.request_reload()
     seen = []
     async with asyncio.timeout(20):
         while "4" not in seen:
-            version = house.models.get("a").version.version
-            seen.append(await house.ask({"3": 1, "4": 2}[version]))
+            version = engine.models.get("a").version.version
+            seen.append(await engine.ask({"3": 1, "4": 2}[version]))
             assert seen[-1] == version
     assert "3" in seen
 
 
 async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
-    open_house, write, reads, caplog
+    open_engine, write, reads, caplog
 ):
     write("a/3", seed=1)
     reads.go.set()
-    async with open_house() as house:
+    async with open_engine() as engine:
         reads.go.clear()
         reads.reading.clear()
         write("a/4", seed=2)
-        house.models.request_reload()
+        engine.models.request_reload()
         assert await asyncio.to_thread(reads.reading.wait, 20)
     assert not caplog.records, "nobody waited for the file"
     reads.go.set()
     begun = reads.begun
-    house.models.request_reload()
+    engine.models.request_reload()
     await asyncio.sleep(0)
     assert reads.begun == begun, "a closed service reloads nothing"
-    assert reloads(house) == (0, 0)
+    assert reloads(engine) == (0, 0)
 
 
 # Several versions, and models that come and go
 
 
-def versions(house, name="a"):
-    return [one.version.version for one in house.models.select(name)]
+def versions(engine, name="a"):
+    return [one.version.version for one in engine.models.select(name)]
 
 
 @pytest.mark.parametrize(
     ("wanted", "latest", "expected"),
     [((), 2, ["10", "3"]), ((), 0, ["10", "3", "2"]), (("a:3", "a:2", "b"), 1, ["3", "2"])],
 )
-async def test_versions_answer_beside_each_other(open_house, write, wanted, latest, expected):
+async def test_versions_answer_beside_each_other(open_engine, write, wanted, latest, expected):
     seeds = {"2": 1, "3": 2, "10": 3}
     for version, seed in seeds.items():
         write(f"a/{version}", seed=seed)
     write("b/1", seed=9)
-    async with open_house(wanted=wanted, latest=latest) as house:
-        assert versions(house) == expected
-        assert await house.ask(seeds[expected[0]]) == expected[0]
+    async with open_engine(wanted=wanted, latest=latest) as engine:
+        assert versions(engine) == expected
+        assert await engine.ask(seeds[expected[0]]) == expected[0]
         for version in expected:
-            assert await house.ask(seeds[version], "a", version) == version
-            assert house.value("lenet_contexts", model="a", version=version) == 2
+            assert await engine.ask(seeds[version], "a", version) == version
+            assert engine.value("lenet_contexts", model="a", version=version) == 2
         with pytest.raises(UnknownModel, match=f"expected one of '{expected[0]}', '"):
-            house.models.get("a", "7")
-        assert await house.ask(9, "b") == "1"
+            engine.models.get("a", "7")
+        assert await engine.ask(9, "b") == "1"
 
 
-async def test_a_reload_keeps_as_many_versions_as_are_wanted(open_house, write):
+async def test_a_reload_keeps_as_many_versions_as_are_wanted(open_engine, write):
     write("a/1", seed=1)
     two = write("a/2", seed=2)
-    async with open_house(latest=2) as house:
+    async with open_engine(latest=2) as engine:
         write("a/4", seed=4)
-        await house.models.reload()
-        assert versions(house) == ["4", "2"]
+        await engine.models.reload()
+        assert versions(engine) == ["4", "2"]
         two.unlink()
-        await house.models.reload()
-        assert versions(house) == ["4", "1"]
+        await engine.models.reload()
+        assert versions(engine) == ["4", "1"]
         for version, seed in (("4", 4), ("1", 1)):
-            assert await house.ask(seed, "a", version) == version
-        (house.models.get("a", "4").version.path).unlink()
-        await house.models.reload()
-        assert versions(house) == ["1"]
-        assert [version for version, _ in loaded(house)] == ["1"]
-        assert house.value("lenet_contexts", model="a", version="4") is None
+            assert await engine.ask(seed, "a", version) == version
+        (engine.models.get("a", "4").version.path).unlink()
+        await engine.models.reload()
+        assert versions(engine) == ["1"]
+        assert [version for version, _ in loaded(engine)] == ["1"]
+        assert engine.value("lenet_contexts", model="a", version="4") is None
         write("a/3", seed=3)
-        await house.models.reload()
-        assert versions(house) == ["3", "1"]
+        await engine.models.reload()
+        assert versions(engine) == ["3", "1"]
 
 
-async def test_a_model_comes_and_goes_and_its_requests_are_finished(house, write):
+async def test_a_model_comes_and_goes_and_its_requests_are_finished(engine, write):
     write("c/1", seed=5)
-    assert {one.name: one.loaded for one in await house.models.index()} == {
+    assert {one.name: one.loaded for one in await engine.models.index()} == {
         "a": True,
         "b": True,
         "c": False,
     }
     with pytest.raises(UnknownModel):
-        house.models.get("c")
-    await house.models.load("c")
-    assert await house.ask(5, "c") == "1"
-    running = [asyncio.ensure_future(house.ask(5, "c")) for _ in range(9)]
+        engine.models.get("c")
+    await engine.models.load("c")
+    assert await engine.ask(5, "c") == "1"
+    running = [asyncio.ensure_future(engine.ask(5, "c")) for _ in range(9)]
     await asyncio.sleep(0)
-    await house.models.unload("c")
+    await engine.models.unload("c")
     assert [task.result() for task in running] == ["1"] * 9
     with pytest.raises(UnknownModel, match="model 'c' is not loaded, expected one of a, b"):
-        house.models.get("c")
+        engine.models.get("c")
     for name in ("c", ""):
         with pytest.raises(UnknownModel):
-            await house.models.unload(name)
+            await engine.models.unload(name)
     assert not [t for t in threading.enumerate() if t.name.startswith("context-c")]
-    await house.models.unload("a")
+    await engine.models.unload("a")
     with pytest.raises(UnknownModel, match="model 'a' is not loaded, expected one of b"):
-        house.models.get()
-    await house.models.load("a")
-    assert house.models.get().version.name == "a"
-    assert await house.ask(1, "a") == "3"
+        engine.models.get()
+    await engine.models.load("a")
+    assert engine.models.get().version.name == "a"
+    assert await engine.ask(1, "a") == "3"
 
 
 @pytest.mark.parametrize("spoil", [broken, of_another_architecture, invalid])
 async def test_a_load_that_is_refused_says_why_and_changes_nothing(
-    house, write, folder, draw, random_weights, caplog, spoil
+    engine, write, folder, draw, random_weights, caplog, spoil
 ):
-    before = loaded(house)
+    before = loaded(engine)
     reason = spoil(write, folder, draw, random_weights)
     with pytest.raises(InvalidInput) as caught:
-        await house.models.load("a")
+        await engine.models.load("a")
     assert str(caught.value).startswith("model: 'a' was not loaded: ")
     assert reason.rpartition(": ")[2] in str(caught.value)
     assert caught.value.field == "model"
-    assert loaded(house) == before
-    assert await house.ask(1) == "3"
+    assert loaded(engine) == before
+    assert await engine.ask(1) == "3"
     for name in ("z", "../weights/a", "", "a/3"):
         with pytest.raises(UnknownModel, match="is not there, expected one of a, b"):
-            await house.models.load(name)
+            await engine.models.load(name)
 
 
 async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_models(
-    open_house, write, reads, caplog
+    open_engine, write, reads, caplog
 ):
     write("a/3", seed=1)
     write("b/1", seed=2)
     reads.go.set()
-    async with open_house(wanted=("a",)) as house:
+    async with open_engine(wanted=("a",)) as engine:
         reads.go.clear()
         reads.reading.clear()
-        caller = asyncio.create_task(house.models.load("b"))
+        caller = asyncio.create_task(engine.models.load("b"))
         assert await asyncio.to_thread(reads.reading.wait, 20)
         caller.cancel()
         with pytest.raises(asyncio.CancelledError):
             await caller
         reads.go.set()
         async with asyncio.timeout(20):
-            while house.models.find("b") is None:  # noqa: ASYNC110
+            while engine.models.find("b") is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
-        assert await house.ask(2, "b") == "1"
+        assert await engine.ask(2, "b") == "1"
         reads.go.clear()
         reads.reading.clear()
-        waiting = asyncio.create_task(house.models.load("b"))
+        waiting = asyncio.create_task(engine.models.load("b"))
         assert await asyncio.to_thread(reads.reading.wait, 20)
     with pytest.raises(Unavailable):
         await waiting
     with pytest.raises(Unavailable):
-        await house.models.load("b")
+        await engine.models.load("b")
     reads.go.set()
     assert not caplog.records

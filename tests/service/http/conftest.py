@@ -19,7 +19,7 @@ from service.engine.batcher import Batcher
 from service.process.listener import listen as bind
 from service.server import open_service
 from service.settings import Settings
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
 
@@ -78,7 +78,7 @@ def open_app(weights):
         options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
         settings = Settings(port=0, grpc_port=0, **options)
         async with open_service(settings, grpc_port=0) as service:
-            door = FrontDoor(service.fast_routes, service.budget, gate=service.gate)
+            door = HttpService(service.fast_routes, service.budget, gate=service.gate)
             refused = service.metrics.connection_refused
             server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
             (listener,) = bind("127.0.0.1", 0)

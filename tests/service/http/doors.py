@@ -12,7 +12,7 @@ from uvicorn.server import ServerState
 from service.budget import Budget
 from service.errors import InvalidInput, TooLarge, UnknownModel
 from service.transport.answer import Answer, error_answer
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 
 MAX_BODY_BYTES = 200_000
 HUGE = bytes(32 << 20)
@@ -90,7 +90,7 @@ class EchoCall:
         if self.route.is_unknown:
             raise UnknownModel("no such model")
 
-    def end(self, body=None):
+    def complete(self, body=None):
         self.body = self.body if body is None else bytes(body)
         if self.route.hold:
             self.route.held.append(self)
@@ -177,7 +177,7 @@ class Client:
             return status, headers, body
 
     async def rest(self):
-        """What comes before the end of the connection."""
+        """The bytes up to the end of the connection."""
         async with asyncio.timeout(20):
             return await self.reader.read()
 
@@ -202,7 +202,7 @@ class Running:
         return await client.answer(method)
 
     def stop(self):
-        """As the service and uvicorn stop."""
+        """Stop like the service and uvicorn."""
         self.door.stop()
         for connection in list(self.state.connections):
             connection.shutdown()
@@ -216,7 +216,7 @@ async def running(tls=(None, None), **options):
     """
     route = Echo()
     options["certificate"], context = tls
-    door = FrontDoor({(b"POST", b"/fast"): route}, Budget(1 << 30), **options)
+    door = HttpService({(b"POST", b"/fast"): route}, Budget(1 << 30), **options)
     config = Config(application, http=door, ws="none", lifespan="off", log_config=None)
     config.load()
     state = ServerState()

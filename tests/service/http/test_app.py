@@ -64,11 +64,11 @@ def as_json(images):
 
 @pytest.fixture
 def expected(tiny, random_weights, images):
-    """What the NumPy forward makes of `images`."""
+    """The NumPy forward of `images`."""
     return softmax(logits(tiny, random_weights(tiny).tensors, images))
 
 
-# What is answered
+# Answers
 
 
 FORMS = {
@@ -264,7 +264,7 @@ async def test_answers_are_those_of_their_own_rows_when_requests_share_batches(o
         for accept, count in asked:
             wanted = route.read(b"", {"content-type": RAW, "accept": accept})
             call = route.open(wanted, partial(replies.__setitem__, (accept, start, count)))
-            call.end(tagged(start, count))
+            call.complete(tagged(start, count))
             start += count
         await until(lambda: len(replies) == len(asked))
     assert (batches[:2], max(batches)) == ([8, 8], 8)
@@ -294,7 +294,7 @@ async def test_server_timing_says_how_many_images_the_last_batch_had(open_app, t
         replies = {}
         for count in (1, 2, 4, 20):
             wanted = route.read(b"", {"content-type": RAW})
-            route.open(wanted, partial(replies.__setitem__, count)).end(tagged(0, count))
+            route.open(wanted, partial(replies.__setitem__, count)).complete(tagged(0, count))
         await until(lambda: len(replies) == 4)
     assert batches == [8, 8, 8, 3]
     rows = {
@@ -317,7 +317,7 @@ async def test_small_bodies_start_no_decoding_process_however_their_type_is_writ
             assert (await served.post(body, kind)).status_code == 200
 
 
-# What is refused
+# Errors
 
 ONE = [[0] * 28 for _ in range(28)]
 MALFORMED = {
@@ -454,11 +454,11 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
 
 
 async def succeed(call, body, **_):
-    call.end(body)
+    call.complete(body)
 
 
 async def be_malformed(call, body, **_):
-    call.end(body[1:])
+    call.complete(body[1:])
 
 
 async def be_refused(call, body, monkeypatch, **_):
@@ -466,28 +466,28 @@ async def be_refused(call, body, monkeypatch, **_):
         raise Overloaded("full")
 
     monkeypatch.setattr(BatchQueue, "push", refuse)
-    call.end(body)
+    call.complete(body)
 
 
 async def find_a_bug(call, body, monkeypatch, **_):
     monkeypatch.setattr(BatchQueue, "push", lambda *_: 1 / 0)
-    call.end(body)
+    call.complete(body)
 
 
 async def fail_with_the_batch(call, body, monkeypatch, **_):
     monkeypatch.setattr(ExecutionContext, "launch", lambda *_: 1 / 0)
-    call.end(body)
+    call.complete(body)
 
 
 async def find_a_bug_at_the_end(call, body, monkeypatch, **_):
     monkeypatch.setattr("service.forms.body.prediction_json", lambda _: 1 / 0)
-    call.end(body)
+    call.complete(body)
 
 
 async def be_late(call, body, pool, **_):
     while pool.acquire():
         pass
-    call.end(body)
+    call.complete(body)
 
 
 async def be_slow(call, body, **_):
@@ -513,7 +513,7 @@ async def leave(call, body, **_):
 async def leave_the_queue(call, body, pool, **_):
     while pool.acquire():
         pass
-    call.end(body)
+    call.complete(body)
     await asyncio.sleep(0)
     call.cancel()
 
@@ -547,7 +547,7 @@ async def test_a_call_has_one_answer_one_outcome_and_one_range_however_it_ends(
         await until(lambda: call.done)
         for _ in range(2):  # what a connection may still do
             call.fail(Unavailable("too late"))
-            call.end()
+            call.complete()
             call.cancel()
         status = 200 if outcome == "ok" else STATUS.get(outcome)
         assert [reply.status for reply in replies] == ([] if outcome == "cancelled" else [status])

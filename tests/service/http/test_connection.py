@@ -1,4 +1,4 @@
-"""What a connection does over time: order, limits, clients that leave or do not read, a stop."""
+"""Connections over time: order, limits, clients that leave or do not read, a stop."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def server():
 
 @pytest.fixture(params=["clear", "TLS"])
 def tls(request, tmp_path):
-    """For `running`: without TLS, and with it."""
+    """Options of `running`: without TLS, and with it."""
     if request.param == "clear":
         return None, None
     authority = trustme.CA()
@@ -544,7 +544,7 @@ async def test_requests_for_the_application_begin_when_the_answers_before_are_re
 
 
 async def test_a_client_that_reads_slowly_but_steadily_is_not_given_up():
-    """Of 1,000 s without any progress, 900 pass between two looks."""
+    """900 s of the 1,000 s limit pass between two checks."""
     async with running(write_timeout_s=1000.0) as server:
         client, connection = await connect(server)
         client.send(GET.replace(b"/ ", b"/huge ", 1))
@@ -594,7 +594,7 @@ def test_a_slow_reader_gets_everything_in_order_before_the_close(tls):
             assert await client.rest() == b""
             await until(lambda: server.door.budget.held_bytes == 0)
 
-    # As the service does: when asyncio closes TLS, it drops what is not encrypted yet.
+    # Write like the service: when asyncio closes TLS, it drops what is not encrypted yet.
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(read())
 
@@ -643,7 +643,7 @@ async def test_a_client_that_leaves_between_two_pieces_of_its_answer_changes_not
     assert (await server.ask(post(b"1")))[2] == b"1" + b"2" * 1000
 
 
-# Their number
+# Number of connections
 
 
 async def test_connections_beyond_the_limit_are_closed_and_room_is_used_again():

@@ -48,11 +48,11 @@ def answer(response):
 
 
 def expected_layers(weights, image, change):
-    """What `lenet.explanation` finds, as the answer has it."""
+    """The result of `lenet.explanation` in the answer's form."""
     for layer in explain(weights, image, change):
         found = {"name": layer.name, "kind": layer.kind, "shape": list(layer.shape)}
         if layer.kind == "logits":
-            # As float32 is written: the shortest number that is read as the same float32.
+            # The shortest number that reads as the same float32.
             yield {**found, "values": [float(str(value)) for value in layer.logits]}
         else:
             data = base64.b64encode(layer.data).decode()
@@ -250,7 +250,7 @@ async def test_a_client_that_leaves_ends_its_explanation(served, held, one):
         route.open(route.read(b"", {"content-type": RAW}), replies.append) for _ in range(3)
     )
     for call in (left, waiting, last):
-        call.end(one)
+        call.complete(one)
     await until(lambda: held.begun == 1)
     left.cancel()
     waiting.cancel()

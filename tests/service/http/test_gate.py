@@ -1,4 +1,4 @@
-"""What `tests/service/test_every_route.py` asks of the service is not repeated here."""
+"""Access rules apart from those that `tests/service/test_every_route.py` tests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call of gRPC does with the bytes of its stream, and what it writes, as tables."""
+"""Tables of gRPC calls: the bytes received, and the bytes written."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Calls:
     each message on, until the next turn, if `slow`. A message that begins with "refuse" fails.
     """
 
-    patience_s = 7.0
+    body_timeout_s = 7.0
 
     def __init__(self, many=False, slow=False):
         self.many, self.slow = many, slow
@@ -164,7 +164,7 @@ class Calls:
         self.is_open = False
         self.heard.append("cancelled")
 
-    # Its message.
+    # The message that arrives.
 
     def data(self, data):
         assert self.is_open
@@ -176,7 +176,7 @@ class Calls:
     def wait_for_body(self):
         assert self.is_open
 
-    def end(self, body=None):
+    def complete(self, body=None):
         if body is None:
             body = self.body
             assert self.sizes[-1] in (None, len(body))
@@ -213,7 +213,7 @@ def deflated(body):
 
 
 def outcome(method, encoding, sent, step, turns_between):
-    """What was written and heard. `sent` is cut into pieces of `step` bytes; the last ends it."""
+    """The output and the handler's calls. `sent` is cut every `step` bytes; the last one ends."""
     answers = Answers()
     exchange = GrpcExchange(answers, encoding)
     exchange.open(method, None)
@@ -482,7 +482,7 @@ def test_messages_do_what_their_row_says_however_they_are_cut(method, encoding, 
             assert found == expected, (step, turns_between)
 
 
-# What is read of the headers.
+# Headers.
 
 POST = (
     *((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/a.B/C"), (b":authority", b"a")),
@@ -597,7 +597,7 @@ def test_headers_lead_to_a_call_or_to_the_status_of_their_row(read, expected):
         assert f"{status.code.name} {status.details}" == expected
 
 
-# What is written of a status.
+# Statuses.
 
 STATUSES = {
     "INVALID_ARGUMENT": InvalidInput("a"),
@@ -651,7 +651,7 @@ def test_the_field_of_an_error_and_the_time_to_a_retry_are_metadata():
     assert fields["grpc-retry-pushback-ms"] == "3000"
 
 
-# How a call ends from outside.
+# Calls ended by the connection.
 
 
 def opened(method):
@@ -694,7 +694,7 @@ def test_a_call_without_an_answer_ends_with_ok_alone():
     exchange.end(Status(StatusCode.OK))
     exchange.end(Status(StatusCode.INTERNAL))
     assert answers.written == ["only OK"]
-    assert exchange.patience_s() == math.inf
+    assert exchange.body_timeout_s() == math.inf
 
 
 def test_the_client_sends_no_more_than_its_window_while_messages_wait():
@@ -706,7 +706,7 @@ def test_the_client_sends_no_more_than_its_window_while_messages_wait():
         answers.turn()  # the call takes more
         answers.turn()  # and gets it
         assert answers.used == count * len(message(b"abc"))
-    assert method.patience_s == exchange.patience_s()
+    assert method.body_timeout_s == exchange.body_timeout_s()
 
 
 def test_a_call_waits_while_a_message_is_not_complete():

@@ -1,4 +1,4 @@
-"""What a connection does with frames of every shape: RFC 9113 and RFC 7541, as a table."""
+"""A table of frames and their effects: RFC 9113 and RFC 7541."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class Client:
             while again:
                 again = self.http2.receive(b"")
 
-    # What `Http2` calls.
+    # Called by `Http2`.
 
     def read(self, fields):
         return Http2Head(fields, {}, {}, Gate())
@@ -204,7 +204,7 @@ class Client:
     def output(self):
         pass
 
-    # What it wrote.
+    # Output.
 
     def answers(self):
         """The frames that were written since the last call; those of equal kind are summed."""
@@ -241,7 +241,7 @@ class Client:
 
 
 def outcome(actions, step, begun=True):
-    """What the handler heard and what was written, each as one line."""
+    """The handler's calls and the output, one line each."""
     client = Client()
     if begun:
         client.feed(START, step)
@@ -266,7 +266,7 @@ def outcome(actions, step, begun=True):
 
 
 FIRST = "settings, window 0 983041"
-"""What is written to every client."""
+"""The first output to every client."""
 
 OPEN = "1 POST /"
 GOT = "1 GET /, 1 end"
@@ -1211,7 +1211,7 @@ def test_a_connection_rests_longer_after_more_header_fields():
 def test_few_heads_are_remembered_and_none_with_ids_of_its_own():
     client = Client()
     client.feed(START + ACKED + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)
-    known = client.http2.known
+    known = client.http2.head_cache
     for stream in range(3, 4003, 2):
         client.feed(get(stream, (b"a", b"%d" % stream), path=b"/answer"), 1 << 20)
         assert known

@@ -1,4 +1,4 @@
-"""What the service does for the page; tests/browser drives the page itself."""
+"""Files of the page; tests/browser drives the page itself."""
 
 from __future__ import annotations
 

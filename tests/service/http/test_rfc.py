@@ -1,4 +1,4 @@
-"""What requests of every shape get: RFC 9110 and 9112, as a table."""
+"""A table of requests and their answers: RFC 9110 and 9112."""
 
 from __future__ import annotations
 
@@ -353,7 +353,7 @@ ANSWERS = {
         "100 200 open",
     ),
 }
-"""What depends on the route, too; over a socket."""
+"""Rows that depend on the route, too; tested over a socket."""
 
 
 class Route:
@@ -385,11 +385,11 @@ class Reader:
         return self.found
 
     def outcome(self):
-        """As in `ROWS`."""
+        """The outcome in the form of `ROWS`."""
         statuses = [str(one) if isinstance(one, int) else "200" for one in self.found]
         return " ".join([*statuses, "closed" if self.http1.closed else "open"])
 
-    # What the reader calls.
+    # Called by the reader.
 
     def read(self, method, url, version, pairs, keep_alive):
         routes = {(b"POST", b"/fast"): self.route}
@@ -536,7 +536,7 @@ def test_header_sections_of_such_requests_are_not_kept(name):
     assert not reader.known
 
 
-# What is not parsed, and limits
+# Unparsed input, and limits
 
 
 def test_a_request_behind_another_waits_for_its_answer():

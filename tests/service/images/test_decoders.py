@@ -145,7 +145,7 @@ def infer_request(rows):
     return pb.ModelInferRequest(model_name="lenet", id="7", inputs=[tensor]).SerializeToString()
 
 
-# What is decoded
+# Decoding
 
 
 async def test_each_kind_of_body_is_decoded_as_in_one_process(pool, tmp_path):

@@ -93,7 +93,7 @@ def test_many_images_keep_their_order_when_their_forms_are_mixed():
 
 
 def by_the_standard_library(body: bytes) -> NDArray[np.uint8] | None:
-    """What `body` says if it is JSON and has images of whole numbers; None otherwise."""
+    """Images of integers in the JSON `body`; None if it is anything else."""
     try:
         images = np.array(json.loads(body)["images"])
     except (ValueError, TypeError, KeyError):
@@ -112,8 +112,8 @@ def test_lists_of_numbers_are_read_as_the_standard_library_does(data, shape, sep
     structure = [at for at, character in enumerate(body) if character in b"[]{}:" or at < 40]
     for _ in range(data.draw(st.integers(0, 3))):
         at = data.draw(st.sampled_from(structure)) + data.draw(st.integers(0, 1))
-        wound = data.draw(st.sampled_from([b"", b"00", b" 1", *map(bytes, zip(b"0,[]{}. -e"))]))
-        body[at : at + data.draw(st.integers(0, 2))] = wound
+        damage = data.draw(st.sampled_from([b"", b"00", b" 1", *map(bytes, zip(b"0,[]{}. -e"))]))
+        body[at : at + data.draw(st.integers(0, 2))] = damage
     expected = by_the_standard_library(bytes(body))
     try:
         images = decode(bytes(body), JSON, limits=LIMITS)

@@ -32,7 +32,7 @@ from service.observe.metrics import Metrics
 from service.process.keys import Keys
 from service.process.listener import listen
 from service.request import Requests
-from service.transport.door import FrontDoor
+from service.transport.door import HttpService
 from service.transport.server import HttpServer
 
 MAX_IMAGES = 64
@@ -103,7 +103,7 @@ class WatchedBatcher:
         self._batcher.cancel(request)
 
 
-class House:
+class RunningGrpc:
     """Models, their metrics, and servers in front of them."""
 
     def __init__(self, models, metrics, registry, decoders, timeout_s):
@@ -127,7 +127,7 @@ class House:
         return self.registry.get_sample_value(name, labels) or 0
 
     def outcomes(self):
-        """What was counted of gRPC requests: {(model, outcome): how many}."""
+        """Counted gRPC requests: {(model, outcome): number}."""
         self.metrics.flush()
         return {
             (sample.labels["model"], sample.labels["outcome"]): sample.value
@@ -165,7 +165,9 @@ class House:
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
         found = methods(requests, servicer, self.models, options["keys"])
-        door = FrontDoor({}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"])
+        door = HttpService(
+            {}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"]
+        )
         server = Server(door, options["stop_timeout_s"])
         (listener,) = listen("127.0.0.1", 0)
         with listener:
@@ -201,7 +203,7 @@ class Server(HttpServer):
         super().__init__(FastAPI(), door, stop_timeout_s)
 
     async def stop(self, timeout_s):
-        """As the service does; what is not answered after `timeout_s` is given up."""
+        """Stop like the service; calls that are open after `timeout_s` are dropped."""
         self._door.stop()
         self.should_exit = True
         self.config.timeout_graceful_shutdown = timeout_s
@@ -210,8 +212,8 @@ class Server(HttpServer):
 
 
 @pytest.fixture
-def open_house(tmp_path, tiny, random_weights, monkeypatch):
-    """`open_house(timeout_s=30.0, max_queue_rows=256)` serves the models tiny and mlp."""
+def start_grpc(tmp_path, tiny, random_weights, monkeypatch):
+    """`start_grpc(timeout_s=30.0, max_queue_rows=256)` serves the models tiny and mlp."""
 
     @asynccontextmanager
     async def open_(timeout_s=30.0, max_queue_rows=256):
@@ -235,7 +237,7 @@ def open_house(tmp_path, tiny, random_weights, monkeypatch):
             models.gate.hold(monkeypatch)
             with Decoders(metrics, 2, 320 << 20) as decoders:
                 try:
-                    yield House(models, metrics, registry, decoders, timeout_s)
+                    yield RunningGrpc(models, metrics, registry, decoders, timeout_s)
                 finally:
                     models.gate.set()
 
@@ -243,14 +245,14 @@ def open_house(tmp_path, tiny, random_weights, monkeypatch):
 
 
 @pytest.fixture
-async def house(open_house):
-    async with open_house() as house:
-        yield house
+async def running(start_grpc):
+    async with start_grpc() as running:
+        yield running
 
 
 @pytest.fixture
-async def stub(house):
-    async with house.connect() as stub:
+async def stub(running):
+    async with running.connect() as stub:
         yield stub
 
 

@@ -43,7 +43,7 @@ async def failure(call):
 
 
 async def test_raw_images_get_raw_answers_when_inferred(
-    stub, house, raw_request, images, tiny, random_weights
+    stub, running, raw_request, images, tiny, random_weights
 ):
     response = await stub.ModelInfer(raw_request(id="a request", model_name="tiny"))
     assert (response.model_name, response.model_version) == ("tiny", "3")
@@ -58,10 +58,10 @@ async def test_raw_images_get_raw_answers_when_inferred(
     assert np.frombuffer(raw_label, "<i8").tolist() == probabilities.argmax(axis=1).tolist()
     assert set(response.parameters) == {"queue_us", "compute_us"}
     assert response.parameters["compute_us"].int64_param > 0
-    assert house.requests("ok") == 1
+    assert running.requests("ok") == 1
     for stage in ("decode", "queue", "compute", "encode"):
         name = "lenet_stage_duration_seconds_count"
-        assert house.value(name, stage=stage) == 1
+        assert running.value(name, stage=stage) == 1
 
 
 @pytest.mark.parametrize("form", ["UINT8 contents", "FP32 contents", "FP32 raw", "flat"])
@@ -95,15 +95,15 @@ def contents(**fields):
 
 @pytest.fixture
 def busy_decoder(monkeypatch):
-    """Inside `busy_decoder(house)` the only decoder is busy."""
+    """Inside `busy_decoder(running)` the only decoder is busy."""
     monkeypatch.setattr(decoders, "CHEAP_S", -1.0)
 
     @contextlib.contextmanager
-    def busy(house):
+    def busy(running):
         source = ImageForm.of(FORM, "auto", "one", Limits(16_384))
-        job = house.decoders.start(source, long_form(), print)
+        job = running.decoders.start(source, long_form(), print)
         yield
-        house.decoders.cancel(job)
+        running.decoders.cancel(job)
 
     return busy
 
@@ -114,12 +114,12 @@ def typed(rows):
     )
 
 
-async def test_only_large_typed_messages_wait_for_a_decoder(house, images, busy_decoder):
+async def test_only_large_typed_messages_wait_for_a_decoder(running, images, busy_decoder):
     flat = typed_request(None, shape=(784,), raw_input_contents=[images[0].tobytes()])
     many = np.resize(images, (100, 28, 28))
     raw = typed_request(None, shape=many.shape, raw_input_contents=[many.tobytes()])
-    async with house.connect(max_images=100) as stub:
-        with busy_decoder(house):
+    async with running.connect(max_images=100) as stub:
+        with busy_decoder(running):
             for request, rows in ((typed(80), 80), (flat, 1), (raw, 100)):
                 assert list((await stub.ModelInfer(request)).outputs[1].shape) == [rows]
             waiting = asyncio.ensure_future(stub.ModelInfer(typed(90)))
@@ -128,31 +128,33 @@ async def test_only_large_typed_messages_wait_for_a_decoder(house, images, busy_
         assert list((await waiting).outputs[1].shape) == [90]
 
 
-async def test_the_call_ends_in_time_when_no_decoder_is_free(open_house, busy_decoder):
-    async with open_house(timeout_s=0.05) as house, house.connect(max_images=100) as stub:
-        with busy_decoder(house):
+async def test_the_call_ends_in_time_when_no_decoder_is_free(start_grpc, busy_decoder):
+    async with start_grpc(timeout_s=0.05) as running, running.connect(max_images=100) as stub:
+        with busy_decoder(running):
             code, _, details = await failure(stub.ModelInfer(typed(90)))
             assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
-            assert house.requests("deadline_exceeded") == 1
+            assert running.requests("deadline_exceeded") == 1
 
 
 @pytest.mark.parametrize("message", [b"\xff\xff\xff", b"\x2a\x7f", b"\x0a\x01\xff"])
-async def test_bytes_are_refused_in_silence_when_they_are_no_message(stub, house, caplog, message):
+async def test_bytes_are_refused_in_silence_when_they_are_no_message(
+    stub, running, caplog, message
+):
     infer = stub.channel.unary_unary(METHOD)
     code, metadata, details = await failure(infer(message))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert metadata["lenet-error-field"] == "message"
     assert details == "message: not a ModelInferRequest"
-    assert house.requests("invalid_input") == 1
+    assert running.requests("invalid_input") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
 
 
 @pytest.fixture
-async def busy(house):
+async def busy(running):
     """The only context of the default model is taken, so requests wait in the queue."""
-    pool = house.models.get().pool
+    pool = running.models.get().pool
     worker = pool.acquire()
-    yield house
+    yield running
     pool.release(worker)
 
 
@@ -204,32 +206,32 @@ async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_
     ],
 )
 async def test_a_call_has_one_outcome_and_one_range_however_it_ends(
-    stub, house, raw_request, ranges, error, fields, model, outcome
+    stub, running, raw_request, ranges, error, fields, model, outcome
 ):
     if error == "cancel":
-        house.models.gate.clear()
+        running.models.gate.clear()
     else:
-        house.models.error = error
+        running.models.error = error
     call = stub.ModelInfer(raw_request(**fields))
     if error == "cancel":
-        await asyncio.wait_for(house.models.entered.wait(), 5)
+        await asyncio.wait_for(running.models.entered.wait(), 5)
         call.cancel()
     (answer,) = await asyncio.gather(call, return_exceptions=True)
     assert isinstance(answer, pb.ModelInferResponse) == (outcome == "ok")
     began, ended = ranges
     async with asyncio.timeout(5):  # the client may be faster than the end of the call
-        while not house.outcomes() or len(ended) < len(began):  # noqa: ASYNC110
+        while not running.outcomes() or len(ended) < len(began):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
-    assert house.outcomes() == {(model, outcome): 1}
-    timed = house.value("lenet_request_duration_seconds_count", protocol="grpc")
+    assert running.outcomes() == {(model, outcome): 1}
+    timed = running.value("lenet_request_duration_seconds_count", protocol="grpc")
     assert timed == (outcome == "ok")
     assert began.count("request") == 1
     assert sorted(ended) == list(range(1, len(began) + 1))
 
 
-def dropped_rows(house):
+def dropped_rows(running):
     name = "lenet_rows_dropped_total"
-    return sum(house.value(name, reason=why) for why in ("cancelled", "late"))
+    return sum(running.value(name, reason=why) for why in ("cancelled", "late"))
 
 
 CODES = {
@@ -247,38 +249,38 @@ CODES = {
 
 
 @pytest.mark.parametrize(("kind", "code"), CODES.items())
-async def test_an_error_keeps_its_sentence_and_its_code(stub, house, raw_request, kind, code):
-    house.models.error = kind("the sentence", field="inputs", retry_after_s=2)
+async def test_an_error_keeps_its_sentence_and_its_code(stub, running, raw_request, kind, code):
+    running.models.error = kind("the sentence", field="inputs", retry_after_s=2)
     status, metadata, details = await failure(stub.ModelInfer(raw_request()))
     assert (status, details) == (grpc.StatusCode[code], "the sentence")
     assert metadata["lenet-error-code"] == kind.code
     assert metadata["lenet-error-field"] == "inputs"
     assert metadata["grpc-retry-pushback-ms"] == "2000"
-    assert house.requests(kind.code) == 1
+    assert running.requests(kind.code) == 1
 
 
-async def test_an_unexpected_error_is_logged_and_hidden(stub, house, raw_request, caplog):
-    house.models.error = RuntimeError("secret of /srv")
+async def test_an_unexpected_error_is_logged_and_hidden(stub, running, raw_request, caplog):
+    running.models.error = RuntimeError("secret of /srv")
     code, metadata, details = await failure(stub.ModelInfer(raw_request()))
     assert code is grpc.StatusCode.INTERNAL
     assert metadata["lenet-error-code"] == "internal"
     assert details == "internal error; see the server log"
-    assert house.requests("internal") == 1
+    assert running.requests("internal") == 1
     assert "secret of /srv" in caplog.text
 
 
-async def test_a_message_that_does_not_come_is_waited_for_as_long_as_an_answer(house):
-    async with house.connect(timeout_s=0.1) as stub:
+async def test_a_message_that_does_not_come_is_waited_for_as_long_as_an_answer(running):
+    async with running.connect(timeout_s=0.1) as stub:
         code, metadata, details = await failure(stub.channel.stream_unary(METHOD)())
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     assert metadata["lenet-error-code"] == "body_timeout"
     assert details == "message: got 0 bytes in 0.1 s, expected the whole message"
-    assert house.requests("body_timeout") == 1
+    assert running.requests("body_timeout") == 1
 
 
 @pytest.mark.parametrize("count", [0, 2])
-async def test_a_call_without_exactly_one_message_is_refused(stub, house, raw_request, count):
-    house.models.gate.clear()
+async def test_a_call_without_exactly_one_message_is_refused(stub, running, raw_request, count):
+    running.models.gate.clear()
     message = raw_request().SerializeToString()
     code, metadata, details = await failure(
         stub.channel.stream_unary(METHOD)(iter([message] * count))
@@ -292,12 +294,12 @@ async def test_a_call_without_exactly_one_message_is_refused(stub, house, raw_re
             2: "message: got a second, expected one request",
         }[count]
     )
-    assert house.requests("invalid_input") == 1
+    assert running.requests("invalid_input") == 1
 
 
 @pytest.mark.parametrize("size", [4097, 5 << 20])
-async def test_a_message_over_the_limit_is_refused(house, raw_request, size):
-    async with house.connect(max_body_bytes=4096) as stub:
+async def test_a_message_over_the_limit_is_refused(running, raw_request, size):
+    async with running.connect(max_body_bytes=4096) as stub:
         await stub.ModelInfer(raw_request())
         code, metadata, details = await failure(
             stub.ModelInfer(raw_request(raw_input_contents=[bytes(size)]))
@@ -307,7 +309,7 @@ async def test_a_message_over_the_limit_is_refused(house, raw_request, size):
         assert metadata["lenet-error-code"] == "too_large"
         assert metadata["lenet-error-field"] == "message"
         await stub.ModelInfer(raw_request())
-    assert (house.requests("ok"), house.requests("too_large")) == (2, 1)
+    assert (running.requests("ok"), running.requests("too_large")) == (2, 1)
 
 
 @pytest.mark.parametrize("compression", [grpc.Compression.Gzip, grpc.Compression.Deflate])
@@ -317,36 +319,36 @@ async def test_a_compressed_message_is_answered_as_any_other(stub, raw_request, 
     assert found.raw_output_contents == expected.raw_output_contents
 
 
-async def test_a_compressed_message_is_limited_by_its_size_decompressed(stub, house, raw_request):
+async def test_a_compressed_message_is_limited_by_its_size_decompressed(stub, running, raw_request):
     bomb = raw_request(raw_input_contents=[bytes(1 << 26)])  # 64 KB compressed
     code, metadata, _ = await failure(stub.ModelInfer(bomb, compression=grpc.Compression.Gzip))
     assert code is grpc.StatusCode.INVALID_ARGUMENT
     assert metadata["lenet-error-code"] == "too_large"
-    assert house.budget.held_bytes == 0
+    assert running.budget.held_bytes == 0
     await stub.ModelInfer(raw_request())
 
 
-async def test_a_message_is_refused_when_the_budget_has_no_room(house, raw_request):
-    house.budget.hold(house.budget.max_bytes - 4096, 0)
-    async with house.connect() as stub:
+async def test_a_message_is_refused_when_the_budget_has_no_room(running, raw_request):
+    running.budget.hold(running.budget.max_bytes - 4096, 0)
+    async with running.connect() as stub:
         await stub.ModelInfer(raw_request(5))
         wrong = raw_request(raw_input_contents=[bytes(100_000)])
         code, metadata, _ = await failure(stub.ModelInfer(wrong))
         assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert metadata["lenet-error-code"] == "overloaded"
-        assert house.requests("overloaded") == 1
-    assert house.budget.held_bytes == house.budget.max_bytes - 4096
+        assert running.requests("overloaded") == 1
+    assert running.budget.held_bytes == running.budget.max_bytes - 4096
 
 
-async def test_a_message_holds_as_much_of_the_budget_as_has_arrived(house, raw_request):
+async def test_a_message_holds_as_much_of_the_budget_as_has_arrived(running, raw_request):
     message = raw_request(raw_input_contents=[bytes(300_000)]).SerializeToString()
-    async with house.connect() as stub:
+    async with running.connect() as stub:
         with grpc_call(stub.port, METHOD.encode()) as connection:
             part = b"\0" + len(message).to_bytes(4, "big") + message[:10_000]
             connection.sendall(len(part).to_bytes(3, "big") + bytes((0, 0, 0, 0, 0, 1)) + part)
-            await until(lambda: house.budget.held_bytes == 10_000)
-        await until(lambda: house.requests("cancelled") == 1)
-    assert house.budget.held_bytes == 0
+            await until(lambda: running.budget.held_bytes == 10_000)
+        await until(lambda: running.requests("cancelled") == 1)
+    assert running.budget.held_bytes == 0
 
 
 async def until(condition):
@@ -364,13 +366,13 @@ REFUSALS = {
 
 @pytest.mark.parametrize(("error", "code"), REFUSALS.values(), ids=REFUSALS)
 async def test_refused_messages_are_freed_when_the_collector_is_off(
-    house, stub, raw_request, error, code
+    running, stub, raw_request, error, code
 ):
     tensor = Tensor(name="image", datatype="UINT8", shape=(64, 28, 28))
     size = 64 * 784 if error else 900_000
     message = raw_request(inputs=[tensor], raw_input_contents=[bytes(size)]).SerializeToString()
     infer = stub.channel.unary_unary(METHOD)
-    house.models.error = error
+    running.models.error = error
 
     async def refused():
         found, _, _ = await failure(infer(message))
@@ -391,11 +393,11 @@ async def test_refused_messages_are_freed_when_the_collector_is_off(
     assert left < 20 * size / 2
 
 
-async def test_a_running_call_is_answered_when_the_server_stops(house, raw_request):
-    house.models.gate.clear()
-    async with house.connect() as stub:
+async def test_a_running_call_is_answered_when_the_server_stops(running, raw_request):
+    running.models.gate.clear()
+    async with running.connect() as stub:
         accepted = stub.ModelInfer(raw_request())
-        await asyncio.wait_for(house.models.entered.wait(), 5)
+        await asyncio.wait_for(running.models.entered.wait(), 5)
         stopping = asyncio.create_task(stub.server.stop(10.0))
         code = grpc.StatusCode.OK
         async with asyncio.timeout(5):
@@ -403,6 +405,6 @@ async def test_a_running_call_is_answered_when_the_server_stops(house, raw_reque
                 code = await stub.ServerLive(pb.ServerLiveRequest()).code()
         assert code is grpc.StatusCode.UNAVAILABLE
         assert not stopping.done()
-        house.models.gate.set()
+        running.models.gate.set()
         assert (await accepted).model_name == "tiny"
         await asyncio.wait_for(stopping, 5)

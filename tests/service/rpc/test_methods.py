@@ -1,4 +1,4 @@
-"""Which methods there are, who may call them, and those of health and reflection."""
+"""The list of methods, their access rights, health and reflection."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ def reflect(stub, version="v1", **options):
 
 
 @pytest.mark.parametrize("service", ["", SERVICE, "tiny", "mlp"])
-async def test_health_follows_readiness_when_checked(stub, house, service):
+async def test_health_follows_readiness_when_checked(stub, running, service):
     assert await health(stub, service) == "SERVING"
-    house.models.ready = False
+    running.models.ready = False
     assert await health(stub, service) == "NOT_SERVING"
 
 
@@ -56,19 +56,19 @@ async def test_health_is_not_found_when_the_name_is_unknown(stub):
     assert error.details() == f"service: got 'vgg', expected one of {SERVICE}, mlp, tiny"
 
 
-async def test_watchers_hear_of_each_change_also_when_others_leave(stub, house):
+async def test_watchers_hear_of_each_change_also_when_others_leave(stub, running):
     names = ("", SERVICE, "tiny", "tiny", "nothing")
     watches = [health_stub(stub.channel).Watch(Check(service=name)) for name in names]
     expected = ["SERVING"] * 4 + ["SERVICE_UNKNOWN"]
     assert [await next_status(watch) for watch in watches] == expected
     watches[2].cancel()
-    house.models.ready = False
+    running.models.ready = False
     for number in (0, 1, 3):
         assert await next_status(watches[number]) == "NOT_SERVING"
 
 
-async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(house, caplog):
-    async with house.connect() as stub:
+async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, caplog):
+    async with running.connect() as stub:
         watch, reflection = health_stub(stub.channel).Watch(Check()), reflect(stub)
         assert await next_status(watch) == "SERVING"
         await reflection.write(Question(list_services=""))
@@ -158,11 +158,11 @@ async def test_a_question_is_refused_when_it_is_not_one(stub, caplog, method, me
     assert not caplog.records
 
 
-async def test_an_unexpected_error_is_logged_and_hidden(stub, house, monkeypatch, caplog):
+async def test_an_unexpected_error_is_logged_and_hidden(stub, running, monkeypatch, caplog):
     def fail(*_):
         raise RuntimeError("secret of /srv")
 
-    monkeypatch.setattr(type(house.models), "served", property(fail))
+    monkeypatch.setattr(type(running.models), "served", property(fail))
     for call in (
         stub.ModelStatistics(pb.ModelStatisticsRequest()),
         health(stub),
@@ -174,9 +174,9 @@ async def test_an_unexpected_error_is_logged_and_hidden(stub, house, monkeypatch
     assert caplog.text.count("RuntimeError: secret of /srv") == 3
 
 
-async def test_a_key_is_needed_where_there_are_keys(house, raw_request):
+async def test_a_key_is_needed_where_there_are_keys(running, raw_request):
     user, admin = "u" * 16, "a" * 16
-    async with house.connect(keys=Keys([user], [admin])) as stub:
+    async with running.connect(keys=Keys([user], [admin])) as stub:
 
         async def codes(key=None):
             metadata = (("authorization", f"Bearer {key}"),) if key else ()
@@ -199,4 +199,4 @@ async def test_a_key_is_needed_where_there_are_keys(house, raw_request):
         assert await codes(admin) == ["OK"] * 4 + ["INVALID_ARGUMENT", "OK"]
         error = await failure(health(stub, "vgg"))
         assert error.details() == f"service: got 'vgg', expected one of {SERVICE}"
-    assert house.requests("unauthorized") == 4
+    assert running.requests("unauthorized") == 4

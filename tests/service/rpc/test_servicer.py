@@ -17,12 +17,12 @@ async def failure(call):
 
 
 async def test_answers_and_metadata_bear_the_new_version_when_the_model_was_replaced(
-    house, stub, raw_request, tiny, random_weights
+    running, stub, raw_request, tiny, random_weights
 ):
     file = dataclasses.replace(
-        house.models.get().version, version="4", weights=random_weights(tiny, 5)
+        running.models.get().version, version="4", weights=random_weights(tiny, 5)
     )
-    assert await house.models.get().batcher.replace(file) is None
+    assert await running.models.get().batcher.replace(file) is None
     response = await stub.ModelInfer(raw_request())
     assert (response.model_name, response.model_version) == ("tiny", "4")
     metadata = await stub.ModelMetadata(pb.ModelMetadataRequest(name="tiny"))

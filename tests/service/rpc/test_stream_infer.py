@@ -16,7 +16,7 @@ def probabilities(answer):
     return found.reshape(answer.outputs[0].shape)
 
 
-async def test_answers_are_in_the_order_of_requests_errors_among_them(stub, house, raw_request):
+async def test_answers_are_in_the_order_of_requests_errors_among_them(stub, running, raw_request):
     expected = {rows: await stub.ModelInfer(raw_request(rows)) for rows in (1, 2, 5)}
     requests = [
         *(raw_request(rows, id=str(number)) for number, rows in enumerate((1, 5, 2) * 30)),
@@ -35,12 +35,12 @@ async def test_answers_are_in_the_order_of_requests_errors_among_them(stub, hous
     assert wrong.error_message.startswith("raw_input_contents[0]: got 5 bytes, expected 1568")
     assert "model 'vgg' is not loaded" in unknown.error_message
     assert (last.error_message, last.infer_response.model_name) == ("", "mlp")
-    assert house.requests("ok") == 3 + 91
-    assert house.requests("invalid_input") == house.requests("unknown_model") == 1
+    assert running.requests("ok") == 3 + 91
+    assert running.requests("invalid_input") == running.requests("unknown_model") == 1
 
 
-async def test_a_stream_goes_on_after_a_request_that_is_too_large(house, raw_request):
-    async with house.connect(max_body_bytes=100_000) as stub:
+async def test_a_stream_goes_on_after_a_request_that_is_too_large(running, raw_request):
+    async with running.connect(max_body_bytes=100_000) as stub:
         requests = [
             *(raw_request(1, id=str(number)) for number in range(20)),
             raw_request(1, id="large", raw_input_contents=[bytes(150_000)]),
@@ -57,11 +57,11 @@ async def test_a_stream_goes_on_after_a_request_that_is_too_large(house, raw_req
     assert not last.error_message
     for answer in answers:  # what Triton's clients may wait for
         assert answer.infer_response.parameters["triton_final_response"].bool_param
-    assert house.requests("too_large") == 2
+    assert running.requests("too_large") == 2
 
 
-async def test_a_request_is_answered_before_the_next_is_sent(house, raw_request):
-    async with house.connect(timeout_s=1.0) as stub:
+async def test_a_request_is_answered_before_the_next_is_sent(running, raw_request):
+    async with running.connect(timeout_s=1.0) as stub:
         call = stub.ModelStreamInfer()
         for rows in (1, 5):
             await asyncio.sleep(1.2)  # longer than a request may take
@@ -74,53 +74,55 @@ async def test_a_request_is_answered_before_the_next_is_sent(house, raw_request)
 
 
 async def test_a_stream_works_on_few_requests_at_a_time_and_holds_no_other_up(
-    stub, house, raw_request
+    stub, running, raw_request
 ):
-    house.models.gate.clear()
+    running.models.gate.clear()
     held, other = stub.ModelStreamInfer(), stub.ModelStreamInfer()
     for _ in range(100):
         await held.write(raw_request(1))
-    await asyncio.wait_for(house.models.entered.wait(), 5)
+    await asyncio.wait_for(running.models.entered.wait(), 5)
     await other.write(raw_request(1, model_name="vgg"))
     assert "'vgg' is not loaded" in (await asyncio.wait_for(other.read(), 5)).error_message
-    assert len(house.models.timeouts_s) <= 32
-    house.models.gate.set()
+    assert len(running.models.timeouts_s) <= 32
+    running.models.gate.set()
     for _ in range(100):
         assert len(probabilities((await held.read()).infer_response)) == 1
     held.cancel()
     other.cancel()
 
 
-async def test_requests_of_a_client_that_leaves_are_cancelled(stub, house, raw_request, caplog):
-    house.models.gate.clear()
+async def test_requests_of_a_client_that_leaves_are_cancelled(stub, running, raw_request, caplog):
+    running.models.gate.clear()
     call = stub.ModelStreamInfer()
     for _ in range(3):
         await call.write(raw_request(1))
-    await asyncio.wait_for(house.models.entered.wait(), 5)
+    await asyncio.wait_for(running.models.entered.wait(), 5)
     await asyncio.sleep(0.1)
     call.cancel()
     async with asyncio.timeout(5):
-        while house.requests("cancelled") < 3:  # noqa: ASYNC110
+        while running.requests("cancelled") < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    house.models.gate.set()
+    running.models.gate.set()
     assert (await stub.ModelInfer(raw_request(1))).model_name == "tiny"
     assert not caplog.records
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, raw_request, ended):
-    async with house.connect() as stub:
-        house.models.gate.clear()
+async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(
+    running, raw_request, ended
+):
+    async with running.connect() as stub:
+        running.models.gate.clear()
         stream = stub.ModelStreamInfer()
         for number in range(5):
             await stream.write(raw_request(1, id=str(number)))
         if ended:
             await stream.done_writing()
-        await asyncio.wait_for(house.models.entered.wait(), 5)
+        await asyncio.wait_for(running.models.entered.wait(), 5)
         await asyncio.sleep(0.1)
         stopping = asyncio.create_task(stub.server.stop(5.0))
         await asyncio.sleep(0.3)
-        house.models.gate.set()
+        running.models.gate.set()
         for number in range(5):
             assert (await stream.read()).infer_response.id == str(number)
         expected = grpc.StatusCode.OK if ended else grpc.StatusCode.UNAVAILABLE
@@ -131,9 +133,9 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(house, r
 SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
 
 
-async def test_a_client_that_does_not_read_in_time_loses_its_stream(house, raw_request):
+async def test_a_client_that_does_not_read_in_time_loses_its_stream(running, raw_request):
     async with (
-        house.serve(write_timeout_s=0.1) as server,
+        running.serve(write_timeout_s=0.1) as server,
         client(server, *SMALL_WINDOWS) as deaf,
     ):
         stream = deaf.ModelStreamInfer()
@@ -146,12 +148,12 @@ async def test_a_client_that_does_not_read_in_time_loses_its_stream(house, raw_r
             await asyncio.wait_for(send(), 20)
         async with client(server) as other:
             assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
-    assert house.budget.held_bytes == 0
+    assert running.budget.held_bytes == 0
 
 
-async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(house, raw_request):
+async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(running, raw_request):
     compressed = {"compression": grpc.Compression.Gzip}
-    async with house.connect(max_body_bytes=500_000) as stub:
+    async with running.connect(max_body_bytes=500_000) as stub:
         requests = [
             raw_request(1, id="first"),
             raw_request(1, raw_input_contents=[bytes(1 << 25)]),  # 32 KB compressed
@@ -160,8 +162,8 @@ async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(ho
         answers = [answer async for answer in stub.ModelStreamInfer(iter(requests), **compressed)]
     assert [answer.infer_response.id for answer in answers] == ["first", "", "last"]
     assert [bool(answer.error_message) for answer in answers] == [False, True, False]
-    assert house.requests("too_large") == 1
-    assert house.budget.held_bytes == 0
+    assert running.requests("too_large") == 1
+    assert running.budget.held_bytes == 0
 
 
 async def fill(stream, raw_request):
@@ -175,16 +177,16 @@ async def fill(stream, raw_request):
     return sent, writing
 
 
-async def test_a_client_that_does_not_read_is_read_no_further(house, raw_request):
-    """Its answers fill the windows of HTTP/2, then the server takes no more of its requests."""
-    async with house.serve() as server, client(server, *SMALL_WINDOWS) as deaf:
+async def test_a_client_that_does_not_read_is_read_no_further(running, raw_request):
+    """Answers fill the HTTP/2 windows, then the server takes no more requests."""
+    async with running.serve() as server, client(server, *SMALL_WINDOWS) as deaf:
         stream = deaf.ModelStreamInfer()
         sent, writing = await fill(stream, raw_request)
-        computed = house.requests("ok")
+        computed = running.requests("ok")
         assert 0 < computed < sent
         async with client(server) as other:
             assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
-        assert house.requests("ok") == computed + 1
+        assert running.requests("ok") == computed + 1
         for number in range(1, sent + 1):
             answer = await asyncio.wait_for(stream.read(), 10)
             assert (answer.error_message, answer.infer_response.id) == ("", f"{number:0128}")

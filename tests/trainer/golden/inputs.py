@@ -1,4 +1,4 @@
-"""What both the golden script and the test start from, so that no weights need to be stored.
+"""Inputs of both the golden script and the test, so that no weights need to be stored.
 
 `RandomState` because its stream is frozen for good; `default_rng` makes no such promise.
 """
@@ -23,7 +23,7 @@ SUMS = 4
 
 MODELS = {
     **ARCHITECTURES,
-    # What no named architecture uses: every other activation and pooling, odd geometry.
+    # Layers that no named architecture uses: every other activation and pooling, odd geometry.
     "every-other-layer": Model(
         "every-other-layer",
         (
@@ -75,7 +75,7 @@ def batch():
 
 
 def digest(value):
-    """What is stored of an array: some of its elements, and (SUMS,) numbers that need them all.
+    """A digest of an array: some of its elements, and (SUMS,) numbers that need them all.
 
     A sum with random signs changes when any element does, by as much as that element; divided by
     the root of the sum of squares of the golden elements it is of the order of one.

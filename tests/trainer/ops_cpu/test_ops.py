@@ -174,7 +174,7 @@ def test_losses_and_correct_answers_are_those_of_the_steps_asked_for():
         OPS.softmax_cross_entropy(logits, labels, state)
         OPS.end_step(state)
     losses, correct = OPS.losses(state, 2, 4)
-    # Of equal logits the first is the answer.
+    # The first of equal logits is the answer.
     assert correct.tolist() == [1, 3]
     assert losses == pytest.approx([np.log(10)] * 2)
     assert OPS.losses(state, 3, 4)[1].tolist() == [3]
