@@ -27,7 +27,7 @@ from service.engine import queue
 from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
 from service.engine.explainer import Explainer
-from service.engine.models import Models
+from service.engine.models import Models, ServedModel
 from service.errors import (
     BodyTimeout,
     Cancelled,
@@ -209,7 +209,7 @@ class Request:
             if self._model_is_unknown and (
                 self._wanted.asks_first or self._length is None or self._length > _DROPPED_BYTES
             ):
-                self._check_model()
+                self._find()
             self._watch()
             self._hold_arrived()
 
@@ -232,7 +232,7 @@ class Request:
                 self.moved_bytes = len(body)
             if self._model_is_unknown:
                 # Before its body: of two mistakes the unknown model is the one to know first.
-                self._check_model()
+                self._find()
             decoded = self._form.decode_now(body)
             if decoded is not None:
                 if self._held_bytes:
@@ -259,21 +259,20 @@ class Request:
         if not self.done:
             self._close(Cancelled.code)
 
-    def _check_model(self) -> None:
-        """Raises: UnknownModel, unless the model was loaded meanwhile."""
-        served = self._requests.models.get(self._wanted.model, self._wanted.version)
+    def _find(self) -> ServedModel:
+        """The model that the body names, or else the head. Raises: UnknownModel."""
+        asked, wanted = self.asked, self._wanted
+        served = self._requests.models.get(
+            asked.model or wanted.model, asked.version or wanted.version
+        )
         self._model, self._model_is_unknown = served.version.key, False
+        return served
 
     # Overridden by explanations.
 
     def enqueue(self, images: Images) -> queue.Request:
         """Have `images` computed, and `answered` called. Raises: ServiceError."""
-        asked, wanted = self.asked, self._wanted
-        served = self._requests.models.get(
-            asked.model or wanted.model, asked.version or wanted.version
-        )
-        batcher = served.batcher
-        self._computer, self._model = batcher, batcher.version.key
+        self._computer = batcher = self._find().batcher
         return batcher.enqueue(images, self.deadline_s, self.answered)
 
     def write(self, queued: queue.Request) -> Content:
@@ -305,8 +304,7 @@ class Request:
         if asked is not None and not self.done:
             self.asked = asked
             try:
-                version = self._requests.models.get(asked.model, asked.version).version
-                self._model = version.key
+                self._find()
             except UnknownModel as exc:  # of two mistakes the one to know first
                 error = exc
         self.fail(error)

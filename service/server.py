@@ -432,7 +432,7 @@ async def _answer(
         *(() if inbox is None else (inbox.count_closed,)),
     )
     listeners = list(itertools.chain(*ports))
-    allow_connections(listeners)  # so that whoever reads "ready" can connect
+    allow_connections(listeners)  # before "ready" is logged, at which clients connect
     (host, port), (_, grpc_port) = (ports[index][0].getsockname()[:2] for index in (0, -1))
     grpc_at = at(host, grpc_port)
     sources = listeners

@@ -168,3 +168,14 @@ class Service:
         self.process.wait()
         self._reader.join()
         self.process.stderr.close()
+
+
+@contextlib.contextmanager
+def committed(folder, *arguments):
+    """Serve the committed weights on the CPU inside; logs go to `folder`."""
+    line = ("--port", "0", "--grpc-port", "0", "--device", "cpu")
+    service = Service([*line, "--weights", str(PROJECT / "weights"), *arguments], folder)
+    try:
+        yield service.ready()
+    finally:
+        service.end()

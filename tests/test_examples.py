@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.service_process import PROJECT, Service
+from tests.service_process import PROJECT, committed
 
 EXAMPLES = {
     "predict.sh": (("sh",), "http://127.0.0.1:{http}", r'"label":7,.*\n.*"label":7,.*"label":3,'),
@@ -31,13 +31,8 @@ PACKAGES = {
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
-    line = ["--port", "0", "--grpc-port", "0", "--device", "cpu"]
-    folder = tmp_path_factory.mktemp("service")
-    service = Service([*line, "--weights", str(PROJECT / "weights"), "--models", "lenet"], folder)
-    try:
-        yield service.ready()
-    finally:
-        service.end()
+    with committed(tmp_path_factory.mktemp("service"), "--models", "lenet") as service:
+        yield service
 
 
 def test_every_example_is_tested():

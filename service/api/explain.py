@@ -94,8 +94,7 @@ class _ExplainRequest(Request):
     def enqueue(self, images: Images) -> queue.Request:
         """Have one of `images` explained. Raises: ServiceError."""
         wanted = self._explained
-        version = self._requests.models.get(wanted.model, wanted.version).version
-        self._computer, self._model = self._explainer, version.key
+        self._computer, version = self._explainer, self._find().version
         if wanted.index >= len(images):
             expected = f"0 to {len(images) - 1}, as the request has {len(images)} images"
             raise invalid("index", str(wanted.index), expected)

@@ -16,7 +16,8 @@ from service.errors import InvalidInput, ServiceError
 from service.forms import open_inference_pb2 as pb
 from service.forms.oip_proto import OipProtoForm
 from service.request import Request, Requests, Wanted, Written
-from service.transport.grpc import Call, GrpcExchange, Status, StatusCode, status_of, timeout_s_of
+from service.transport.grpc import Call, GrpcExchange, timeout_s_of
+from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.head import FastCall
 
 _STREAM_AHEAD = 32

@@ -30,16 +30,8 @@ from service.errors import (
 from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
 from service.request import Requests
-from service.transport.grpc import (
-    Call,
-    GrpcExchange,
-    Method,
-    Status,
-    StatusCode,
-    internal_error,
-    status_of,
-    timeout_s_of,
-)
+from service.transport.grpc import Call, GrpcExchange, Method, timeout_s_of
+from service.transport.grpc_status import Status, StatusCode, internal_error, status_of
 from service.transport.head import FastCall
 
 SERVICE = "inference.GRPCInferenceService"

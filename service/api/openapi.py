@@ -382,7 +382,7 @@ _ERROR_HEADERS = {
     429: _RETRY_AFTER,
     503: _RETRY_AFTER,
 }
-# 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
+# Only requests to the repository get 403. Clients never see 499: they have left.
 _OF_PREDICTIONS = sorted(set(STATUS.values()) - {403, 499})
 OF_REPOSITORY = (400, 401, 403, 413, 503)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast, get_args
+from typing import TypeAlias, cast, get_args
 from urllib.parse import parse_qsl
 
 from service.api.openapi import (
@@ -65,7 +65,7 @@ class ImageRoute:
     read_form: ReadForm
     error: Callable[[ServiceError], Answer] = error_answer
 
-    def read(self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None) -> Any:
+    def read(self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None) -> Wanted:
         """Read the options of a request. `path`: the values of the path's placeholders.
 
         Raises:

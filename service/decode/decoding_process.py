@@ -12,6 +12,7 @@ import select
 import signal
 import socket
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -68,7 +69,7 @@ def _set_up_process(parent: int, memory_bytes: int) -> None:
 
 def _serve(channel: socket.socket, memory_bytes: int) -> None:
     # Imported after memory is limited, and before the first frame is read: it takes 0.1 s.
-    from service.decode.frames import form_of, frame, receive
+    from service.decode.frames import frame, receive
     from service.errors import ServiceError, TooLarge
 
     poll = select.poll()
@@ -82,13 +83,9 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
         header, content = received
         if header is None:
             continue  # the work had ended before it was asked to
-        answer: dict[str, Any]
         images: bytes | memoryview = b""
-        decoded = pixels = None
         try:
-            decoded = form_of(header).decode(content, between)
-            pixels = memoryview(decoded.images)  # type: ignore[arg-type]  # known from NumPy 2.1 on
-            answer, images = {"asked": asdict(decoded.asked)}, pixels.cast("B")
+            answer, images = _decode(header, content, between)
         except _Ended:
             answer = _error("cancelled", "ended early")
         except ServiceError as exc:
@@ -106,10 +103,23 @@ def _serve(channel: socket.socket, memory_bytes: int) -> None:
         del received, content
         channel.sendall(frame(answer, len(images)))
         channel.sendall(images)
-        del images, answer, pixels
-        decoded = pixels = None
+        del images
         if size > _RETURNED_BYTES:
             allocator.return_memory()
+
+
+def _decode(
+    header: dict[str, Any], content: bytes, between: Callable[[], None]
+) -> tuple[dict[str, Any], memoryview]:
+    """The header of the reply, and the pixels of the images.
+
+    Raises: ServiceError, MemoryError, _Ended.
+    """
+    from service.decode.frames import form_of
+
+    decoded = form_of(header).decode(content, between)
+    pixels = memoryview(decoded.images)  # type: ignore[arg-type]  # known from NumPy 2.1 on
+    return {"asked": asdict(decoded.asked)}, pixels.cast("B")
 
 
 def _error(code: str, message: str, field: str = "") -> dict[str, Any]:

@@ -280,7 +280,7 @@ class ContextPool:
         free = self._free[worker.device]
         assert worker not in free, "bug: a worker was released twice"
         claim = self._claims.pop(worker, None)
-        if claim is None or claim.done():  # done: whoever claimed it gave up
+        if claim is None or claim.done():  # done: the claim was given up
             free.append(worker)
         else:
             claim.set_result(None)

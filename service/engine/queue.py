@@ -161,7 +161,7 @@ class BatchQueue:
     """First come, first served, counted in rows.
 
     Whole requests come before the rest of one that was split, and few rows are not filled up to a
-    batch with it: whoever comes behind a large request waits for a batch of it and not for all. But
+    batch with it: requests behind a large one wait for a batch of it and not for all. But
     once the rest is later than in strict order by `_PATIENCE` of the queue's limit, it comes first:
     under overload nothing waits much longer than a full queue takes. A batch ends before the first
     request for another version: batches are smaller while one version replaces another, and no

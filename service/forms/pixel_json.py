@@ -1,7 +1,7 @@
 """A JSON body -> uint8 (n, 28, 28).
 
 Valid images take a fast path; an invalid one is inspected again, slowly, to name the wrong value.
-Floats are rejected, even 1.0: whoever sends floats usually means 0 to 1.
+Floats are rejected, even 1.0: clients that send floats usually mean 0 to 1.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ from collections.abc import Iterable, Sequence
 from ctypes import c_longlong
 from dataclasses import dataclass
 from multiprocessing.sharedctypes import RawValue
-from types import SimpleNamespace
-from typing import Protocol
 
 from service.process.listener import BACKLOG, allow_connections
 
@@ -83,19 +81,6 @@ def _receive(source: socket.socket) -> socket.socket:
     return socket.socket(fileno=int.from_bytes(descriptor, sys.byteorder))
 
 
-class Number(Protocol):
-    """A number that two processes see."""
-
-    value: int
-
-
-def _shared_number() -> Number:
-    try:
-        return RawValue(c_longlong, 0)
-    except OSError:  # nothing can be written here: connections are then shared out in turn
-        return SimpleNamespace(value=0)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Inbox:
     """The connections that a worker receives.
@@ -107,7 +92,7 @@ class Inbox:
 
     source: socket.socket
     ports: tuple[tuple[socket.socket, ...], ...]
-    _closed: Number
+    _closed: c_longlong | None
 
     def begin(self) -> None:
         """Ask for connections."""
@@ -115,7 +100,8 @@ class Inbox:
 
     def count_closed(self, number: int) -> None:
         """Report that `number` of those that were taken have ended."""
-        self._closed.value = number
+        if self._closed is not None:
+            self._closed.value = number
 
 
 class _Share:
@@ -125,12 +111,14 @@ class _Share:
         self.channel, source = socket.socketpair()
         for end in (self.channel, source):
             end.setblocking(False)
-        self._closed = _shared_number()
+        self._closed: c_longlong | None = None
+        with contextlib.suppress(OSError):  # nothing can be written here: workers take turns
+            self._closed = RawValue(c_longlong, 0)
         self.inbox = Inbox(source, ports, self._closed)
         self._handed_over = 0
 
     def open(self) -> int:
-        return self._handed_over - self._closed.value
+        return 0 if self._closed is None else self._handed_over - self._closed.value
 
     def hand_over(self, connection: socket.socket) -> bool:
         """Whether there was room."""
@@ -244,7 +232,7 @@ class Sharing:
         return False
 
     def _refuse(self) -> None:
-        """No worker serves: clients are told at once, and may turn to another instance."""
+        """No worker serves: refuse connections, so that clients try another instance."""
         for listener in self._listeners:
             self._selector.unregister(listener)
             with contextlib.suppress(OSError):  # not Linux: connections wait for a worker

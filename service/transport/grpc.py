@@ -16,26 +16,18 @@ import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from enum import IntEnum
 from functools import partial
 from typing import Any, Protocol
 
 from service.errors import (
-    BodyTimeout,
-    Cancelled,
-    DeadlineExceeded,
-    Forbidden,
-    InferenceFailed,
     InvalidInput,
-    Overloaded,
     ServiceError,
-    TooLarge,
-    Unauthorized,
-    Unavailable,
-    UnknownModel,
-    UnsupportedMediaType,
     shown,
+)
+from service.transport.grpc_status import (
+    OK,
+    Status,
+    WrongCompressedFlag,
 )
 from service.transport.head import FastCall
 from service.transport.http2 import literals, status_field
@@ -53,9 +45,6 @@ _INFLATED_BYTES = 128 * 1024
 _FIRST_BYTES = 16 * 1024
 """Decompressed bytes when a message arrives. The rest of all messages follows in turns."""
 
-_MOST_MESSAGE_CHARACTERS = 500
-"""The longest text of an error: clients drop metadata over 8 KiB, and a character may take 12."""
-
 _TIMEOUT = re.compile(r"([0-9]{1,8})([HMSmun])")
 _UNITS_S = {"H": 3600.0, "M": 60.0, "S": 1.0, "m": 1e-3, "u": 1e-6, "n": 1e-9}
 
@@ -65,93 +54,12 @@ _WINDOW_BITS = {"gzip": 31, "deflate": 15}
 ENCODINGS = ("identity", *_WINDOW_BITS)
 
 
-class StatusCode(IntEnum):
-    """The codes that are used here; https://grpc.io/docs/guides/status-codes/."""
-
-    OK = 0
-    CANCELLED = 1
-    INVALID_ARGUMENT = 3
-    DEADLINE_EXCEEDED = 4
-    NOT_FOUND = 5
-    PERMISSION_DENIED = 7
-    RESOURCE_EXHAUSTED = 8
-    UNIMPLEMENTED = 12
-    INTERNAL = 13
-    UNAVAILABLE = 14
-    UNAUTHENTICATED = 16
-
-
-_CODES: dict[type[ServiceError], StatusCode] = {
-    InvalidInput: StatusCode.INVALID_ARGUMENT,
-    TooLarge: StatusCode.INVALID_ARGUMENT,
-    Unauthorized: StatusCode.UNAUTHENTICATED,
-    Forbidden: StatusCode.PERMISSION_DENIED,
-    UnsupportedMediaType: StatusCode.INVALID_ARGUMENT,
-    UnknownModel: StatusCode.NOT_FOUND,
-    Overloaded: StatusCode.RESOURCE_EXHAUSTED,
-    DeadlineExceeded: StatusCode.DEADLINE_EXCEEDED,
-    BodyTimeout: StatusCode.DEADLINE_EXCEEDED,
-    Cancelled: StatusCode.CANCELLED,
-    Unavailable: StatusCode.UNAVAILABLE,
-    InferenceFailed: StatusCode.INTERNAL,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Status:
-    """How a call ends."""
-
-    code: StatusCode
-    details: str = ""
-    metadata: tuple[tuple[str, str], ...] = ()
-
-    def block(self) -> bytes:
-        """The header fields that say it."""
-        fields = [(b"grpc-status", b"%d" % self.code)]
-        if self.details:
-            fields.append((b"grpc-message", _percent_encoded(self.details)))
-        fields += [(name.encode(), value.encode()) for name, value in self.metadata]
-        return literals(fields)
-
-
-def internal_error(error: Exception) -> Status:
-    """Log an unexpected error, and hide it from the client."""
-    _log.error("a gRPC call failed", exc_info=error)
-    return status_of(ServiceError("internal error; see the server log"))
-
-
-OK = Status(StatusCode.OK)
 _OK_BLOCK = OK.block()
 
 _BEGIN = status_field(200) + literals(
     ((b"content-type", b"application/grpc"), (b"grpc-accept-encoding", b"identity,deflate,gzip"))
 )
 """The header block of every answer."""
-
-
-def _percent_encoded(text: str) -> bytes:
-    data = text.strip().encode("utf-8", "replace")
-    return b"".join(
-        b"%c" % byte if 0x20 <= byte <= 0x7E and byte != 0x25 else b"%%%02X" % byte for byte in data
-    )
-
-
-def status_of(error: ServiceError) -> Status:
-    """The status of a call that failed.
-
-    Metadata: `lenet-error-code`, `lenet-error-field` if a field is wrong, and
-    `grpc-retry-pushback-ms` (gRFC A6, used by clients with a retry policy) if a retry may succeed.
-    """
-    metadata = [("lenet-error-code", error.code)]
-    if error.field:
-        field = error.field.encode("unicode_escape").decode()  # it may quote the client
-        metadata.append(("lenet-error-field", field))
-    if error.retry_after_s is not None:
-        metadata.append(("grpc-retry-pushback-ms", str(1000 * error.retry_after_s)))
-    details = error.message
-    if len(details) > _MOST_MESSAGE_CHARACTERS:
-        details = f"{details[: _MOST_MESSAGE_CHARACTERS - 3]}..."
-    return Status(_CODES.get(type(error), StatusCode.INTERNAL), details, tuple(metadata))
 
 
 def timeout_s_of(headers: Mapping[str, str]) -> float | None:
@@ -169,23 +77,6 @@ def timeout_s_of(headers: Mapping[str, str]) -> float | None:
             field="grpc-timeout",
         )
     return int(found[1]) * _UNITS_S[found[2]]
-
-
-class Unimplemented(InvalidInput):
-    """There is no such method, or it does not understand the call."""
-
-
-class HeadersTooLarge(InvalidInput):
-    """The metadata of a call exceeds its limit."""
-
-
-class WrongCompressedFlag(InvalidInput):
-    """A message is marked as compressed, and its call has no encoding. A code of the protocol's."""
-
-
-_CODES[Unimplemented] = StatusCode.UNIMPLEMENTED
-_CODES[HeadersTooLarge] = StatusCode.RESOURCE_EXHAUSTED
-_CODES[WrongCompressedFlag] = StatusCode.INTERNAL
 
 
 class Method(Protocol):

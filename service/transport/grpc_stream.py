@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from service.errors import ServiceError
 from service.transport.exchange import Exchange
-from service.transport.grpc import GrpcExchange, Status, StatusCode, status_of
+from service.transport.grpc import GrpcExchange
+from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.http2 import Stream
 from service.transport.http2_head import Http2Head
 

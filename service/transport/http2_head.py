@@ -11,7 +11,8 @@ from service.errors import ServiceError, shown
 from service.observe.ids import Ids
 from service.transport.answer import Answer, refusal
 from service.transport.gate import Gate
-from service.transport.grpc import ENCODINGS, HeadersTooLarge, Method, Unimplemented
+from service.transport.grpc import ENCODINGS, Method
+from service.transport.grpc_status import HeadersTooLarge, Unimplemented
 from service.transport.head import HOST, FastRoute, FastRoutes, find
 from service.transport.http2 import (
     MAX_HEADER_BYTES,

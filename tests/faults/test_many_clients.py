@@ -1,4 +1,4 @@
-"""Many clients at the same time: every answer belongs to its caller, whoever leaves."""
+"""Many clients at the same time: every answer belongs to its caller, also while others leave."""
 
 from __future__ import annotations
 

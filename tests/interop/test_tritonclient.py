@@ -10,7 +10,7 @@ import sys
 import numpy as np
 import pytest
 
-from tests.service_process import PROJECT, Service
+from tests.service_process import committed
 
 MISSING = not (importlib.util.find_spec("tritonclient") and importlib.util.find_spec("gevent"))
 ADMIN = "a-key-of-an-administrator"
@@ -144,14 +144,8 @@ json.dump(seen, sys.stdout)
 
 @pytest.fixture(scope="module")
 def serving(tmp_path_factory):
-    """The service on the committed weights."""
-    folder = tmp_path_factory.mktemp("service")
-    line = ["--port", "0", "--grpc-port", "0", "--device", "cpu", "--admin-keys", ADMIN]
-    service = Service([*line, "--weights", str(PROJECT / "weights")], folder)
-    try:
-        yield service.ready()
-    finally:
-        service.end()
+    with committed(tmp_path_factory.mktemp("service"), "--admin-keys", ADMIN) as service:
+        yield service
 
 
 def talk(serving, images, tmp_path):

@@ -25,7 +25,8 @@ from service.errors import (
     UnsupportedMediaType,
 )
 from service.transport.gate import Gate
-from service.transport.grpc import GrpcExchange, Status, StatusCode, status_of, timeout_s_of
+from service.transport.grpc import GrpcExchange, timeout_s_of
+from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.http2 import Malformed
 from service.transport.http2_head import Http2Head
 

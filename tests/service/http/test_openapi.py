@@ -111,7 +111,7 @@ async def test_the_documented_bodies_are_those_that_the_service_takes(served):
 async def test_every_answer_is_documented_with_its_headers(api):
     for path, models in ANSWERS.items():
         responses = api["paths"][path]["post"]["responses"]
-        # 403 is the repository's. 499 is for the log of a proxy: whoever would read it has left.
+        # Only requests to the repository get 403. Clients never see 499: they have left.
         assert {int(status) for status in responses} == {200, *STATUS.values()} - {403, 499}
         good = responses.pop("200")
         assert {"X-Model-Version", "Server-Timing"} <= set(good["headers"])
