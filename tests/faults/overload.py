@@ -1,4 +1,4 @@
-"""Three times what a service can do: what is answered, how late, and what comes after.
+"""Three times what a service can do, over HTTP and gRPC: what is answered, how late, what follows.
 
 The network is larger than the committed ones, so that one process can offer so much.
 """
@@ -7,15 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from dataclasses import dataclass, field
 
+import grpc
 import numpy as np
 
+from benchmarks.grpc_stub import Stub
 from lenet.context import Target, open_backend
 from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, Pool
 from tests.conftest import draw_weights
-from tests.faults.clients import RAW, ROUNDING, AsyncConnection, quantiles_ms, request
+from tests.faults.clients import (
+    RAW,
+    ROUNDING,
+    TIMEOUT_S,
+    AsyncConnection,
+    infer_request,
+    quantiles_ms,
+    request,
+)
 from tests.service_process import Service
 
 SIZES = (1, 64, 200)
@@ -46,9 +57,20 @@ SLOW = Model(
 convolution they were (two EPYC cores, 2026-11-23)."""
 
 
+CALLS = 100
+"""Of gRPC that are open on a connection."""
+
+STATUS = {
+    grpc.StatusCode.OK: 200,
+    grpc.StatusCode.RESOURCE_EXHAUSTED: 429,
+    grpc.StatusCode.UNAVAILABLE: 503,
+    grpc.StatusCode.DEADLINE_EXCEEDED: 504,
+}
+
+
 @dataclass
 class Load:
-    """Results of the requests of one run."""
+    """Results of the requests of one run. A call's status is the one that HTTP has for it."""
 
     statuses: dict[int, int] = field(default_factory=dict)
     accepted_s: list[float] = field(default_factory=list)
@@ -63,14 +85,33 @@ class Overload:
     """Clients of one service, all with requests of `size` images."""
 
     def __init__(self, port, images, expected, size):
-        self.port, self.size = port, size
+        self.port = port
         generator = np.random.default_rng(size)
-        self.messages = []
-        for _ in range(32):
-            chosen = generator.integers(0, len(images), size)
-            message = request(images[chosen].tobytes(), b"Accept: " + RAW)
-            self.messages.append((message, expected[chosen]))
+        chosen = [generator.integers(0, len(images), size) for _ in range(32)]
+        self.messages = [(self.message(images[rows]), expected[rows]) for rows in chosen]
+        self.size = size
         self.idle = []
+
+    def message(self, images):
+        return request(images.tobytes(), b"Accept: " + RAW)
+
+    async def ask(self, message, load):
+        """Status and probabilities, which are None of an error.
+
+        Raises:
+            OSError: the connection ended.
+        """
+        connection = self.idle.pop() if self.idle else await AsyncConnection.open(self.port)
+        answer = await connection.ask(message)
+        if answer is None:
+            raise ConnectionError
+        if answer.status == 429 and "retry-after" not in answer.headers:
+            load.without_retry_after += 1
+        if answer.headers.get("connection") == "close":
+            await connection.close()
+        else:
+            self.idle.append(connection)
+        return answer.status, answer.body if answer.status == 200 else None
 
     async def exchange(self, load, number):
         """One request on an idle connection, or on a new one; the status."""
@@ -78,27 +119,17 @@ class Overload:
         load.offered += 1
         began_s = time.monotonic()
         try:
-            connection = self.idle.pop() if self.idle else await AsyncConnection.open(self.port)
-            answer = await connection.ask(message)
+            status, probabilities = await self.ask(message, load)
         except OSError:
             load.lost += 1
             return 0
-        if answer is None:
-            load.lost += 1
-            return 0
-        load.statuses[answer.status] = load.statuses.get(answer.status, 0) + 1
-        if answer.status == 200:
+        load.statuses[status] = load.statuses.get(status, 0) + 1
+        if probabilities is not None:
             load.accepted_s.append(time.monotonic() - began_s)
-            found = np.frombuffer(answer.body, "<f4").reshape(-1, 10)
+            found = np.frombuffer(probabilities, "<f4").reshape(-1, 10)
             if found.shape != expected.shape or np.abs(found - expected).max() > ROUNDING:
                 load.wrong += 1
-        elif answer.status == 429 and "retry-after" not in answer.headers:
-            load.without_retry_after += 1
-        if answer.headers.get("connection") == "close":
-            await connection.close()
-        else:
-            self.idle.append(connection)
-        return answer.status
+        return status
 
     async def closed(self, clients, duration_s, retry_s=0.0):
         """`clients` ask again as soon as they have an answer, `retry_s` after a 429.
@@ -151,6 +182,31 @@ class Overload:
             await connection.close()
 
 
+class GrpcOverload(Overload):
+    """The same by calls of gRPC; `idle` has a channel for each call that may be open."""
+
+    def message(self, images):
+        return infer_request(images)
+
+    async def ask(self, message, load):
+        if not self.idle:
+            options = (("grpc.use_local_subchannel_pool", 1),)
+            channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options)
+            self.idle += [(channel, Stub(channel).ModelInfer)] * CALLS
+        one = self.idle.pop()
+        try:
+            answer = await one[1](message, timeout=TIMEOUT_S)
+        except grpc.RpcError as exc:
+            return STATUS.get(exc.code(), 500), None
+        finally:
+            self.idle.append(one)
+        return 200, answer.raw_output_contents[0]
+
+    async def close(self):
+        for channel in {channel for channel, _ in self.idle}:
+            await channel.close()
+
+
 async def _peak(clients):
     """Images a second that are answered when a few clients keep the batches full."""
     load = await clients.closed(max(4, 256 // clients.size), PEAK_S)
@@ -160,11 +216,12 @@ async def _peak(clients):
 async def _measure(service, images, expected, duration_s, queue_rows):
     problems = []
     print(
-        f"{'images':>6} {'loop':>7} {'offered':>8} {'goodput':>8} {'of peak':>8} {'p99, s':>7} "
-        f"{'bound, s':>8} {'429':>8} {'wrong':>6} {'back, s':>8}"
+        f"{'':>4} {'images':>6} {'loop':>7} {'offered':>8} {'goodput':>8} {'of peak':>8} "
+        f"{'p99, s':>7} {'bound, s':>8} {'429':>8} {'wrong':>6} {'back, s':>8}"
     )
-    for size in SIZES:
-        clients = Overload(service.port, images, expected, size)
+    for kind, size in itertools.product((Overload, GrpcOverload), SIZES):
+        name = "gRPC" if kind is GrpcOverload else "HTTP"
+        clients = kind(service.port, images, expected, size)
         single = Load()
         for _ in range(5):
             await clients.exchange(single, 0)
@@ -186,12 +243,12 @@ async def _measure(service, images, expected, duration_s, queue_rows):
             p99_s = quantiles_ms(load.accepted_s, 0.99)[0] / 1e3
             bound_s = LATENCY * queue_rows / goodput + BATCHES_S
             print(
-                f"{size:6} {loop:>7} {offered:8.0f} {goodput:8.0f} {goodput / peak_rows:8.2f} "
-                f"{p99_s:7.2f} {bound_s:8.2f} {load.statuses.get(429, 0):8} {load.wrong:6} "
-                f"{back_s:8.2f}",
+                f"{name} {size:6} {loop:>7} {offered:8.0f} {goodput:8.0f} "
+                f"{goodput / peak_rows:8.2f} {p99_s:7.2f} {bound_s:8.2f} "
+                f"{load.statuses.get(429, 0):8} {load.wrong:6} {back_s:8.2f}",
                 flush=True,
             )
-            where = f"{size} images, {loop} loop"
+            where = f"{name}, {size} images, {loop} loop"
             if load.wrong or load.lost or load.without_retry_after:
                 problems.append(
                     f"{where}: {load.wrong} wrong answers, {load.lost} lost, "

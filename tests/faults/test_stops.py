@@ -1,4 +1,8 @@
-"""Stops under load: no request that the service has read is lost."""
+"""Stops under load: no request that the service has read is lost, over HTTP/1.1, HTTP/2 and gRPC.
+
+Over HTTP/1.1 the service notes what it reads. Over HTTP/2 its last GOAWAY says which requests it
+answers, and each connection must end with one.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +11,29 @@ import threading
 import time
 from collections import Counter
 
+import grpc
+import numpy as np
 import pytest
+from hpack import Decoder
 
+from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
+from tests.faults.clients import infer_request
+from tests.faults.http2 import (
+    ACK,
+    DATA,
+    END_HEADERS,
+    END_STREAM,
+    GOAWAY,
+    HEADERS,
+    OPENING,
+    SETTINGS,
+    WINDOW_UPDATE,
+    call_headers,
+    frame,
+    message,
+    request_headers,
+)
 from tests.service_process import PATIENCE_S
 
 CLIENTS = {"kept": 6, "fresh": 16}
@@ -33,7 +57,8 @@ def count_reads():
     receive = Connection.data_received
     reads = os.open(f"reads.{os.getpid()}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     def data_received(self, data):
-        os.write(reads, b"%d %d\\n" % (self.peer.client[1], len(data)))
+        ports = self.peer.server[1], self.peer.client[1]
+        os.write(reads, b"%d %d %d\\n" % (*ports, len(data)))
         receive(self, data)
     Connection.data_received = data_received
 
@@ -53,7 +78,7 @@ def install(workers):
     else:
         supervisor._work = counting_work
 """
-"""Notes the client's port and the number of bytes of each read."""
+"""Notes both ports and the number of bytes of each read."""
 
 
 def program(workers):
@@ -127,14 +152,116 @@ def read_answer(connection):
     return head + b"\r\n\r\n" + body
 
 
-def read_bytes(folder):
-    """Bytes that the service has read, by the client's port."""
+def read_bytes(folder, port):
+    """Bytes that the service has read on this port, by the client's port."""
     found = Counter()
     for path in folder.glob("reads.*"):
         for line in path.read_text().splitlines():
-            port, size = map(int, line.split())
-            found[port] += size
+            own, client, size = map(int, line.split())
+            if own == port:
+                found[client] += size
     return found
+
+
+class Http2Client(threading.Thread):
+    """Keeps eight requests open on a connection, by turns predictions and calls of gRPC."""
+
+    ENDLESS = 2**31 - 1
+
+    def __init__(self, port):
+        super().__init__()
+        self.answered = 0
+        self.lost = []
+        """Of each connection on which a request that was read got no answer, what was seen."""
+        self.cut = 0
+        """Connections that ended before the service sent anything."""
+        self._port = port
+        self.start()
+
+    def run(self):
+        while True:
+            try:
+                connection = socket.create_connection(("127.0.0.1", self._port), PATIENCE_S)
+            except ConnectionError:
+                return
+            with connection:
+                self._use(connection)
+
+    def _use(self, connection):
+        self._open, self._last, self._next, self._seen = set(), None, 1, Counter()
+        try:
+            connection.sendall(OPENING + frame(WINDOW_UPDATE, 0, 0, (1 << 30).to_bytes(4, "big")))
+            with connection.makefile("rb") as received:
+                while True:
+                    if self._last is None and len(self._open) < 8:
+                        connection.sendall(self._request())
+                    elif not (head := received.read(9)):
+                        break
+                    else:
+                        content = received.read(int.from_bytes(head[:3], "big"))
+                        self._take(head, content)
+                        if head[3] == SETTINGS and not head[4] & ACK:
+                            connection.sendall(frame(SETTINGS, ACK))
+        except ConnectionError:
+            pass
+        if not self._seen:
+            self.cut += 1
+        elif self._last in (None, self.ENDLESS) or any(one <= self._last for one in self._open):
+            self.lost.append((self._last, self._open, self._seen))
+
+    def _request(self):
+        stream, self._next = self._next, self._next + 2
+        self._open.add(stream)
+        block, content = H2_REQUESTS[stream % 4 == 1]
+        if stream == 1:  # the settings of the service ask for a smaller table: it is empty
+            block = b"\x20" + block
+        end = frame(DATA, END_STREAM, stream, content)
+        return frame(HEADERS, END_HEADERS, stream, block) + end
+
+    def _take(self, head, content):
+        kind, flags, stream = head[3], head[4], int.from_bytes(head[5:], "big")
+        self._seen[kind] += 1
+        if kind == GOAWAY:
+            self._last = int.from_bytes(content[:4], "big")
+            assert content[4:8] == bytes(4), content
+        if kind == HEADERS:
+            fields = dict(Decoder().decode(content, raw=True))
+            assert fields.get(b":status", b"200") == b"200", fields
+            assert fields.get(b"grpc-status", b"0") == b"0", fields
+        if kind in (DATA, HEADERS) and flags & END_STREAM:
+            self._open.remove(stream)
+            self.answered += 1
+
+
+RAW = (b"content-type", b"application/octet-stream")
+ONE_IMAGE = infer_request(np.zeros((1, 28, 28), np.uint8))
+H2_REQUESTS = (
+    (request_headers(b"POST", b"/predict", RAW), bytes(784)),
+    (call_headers(), message(ONE_IMAGE.SerializeToString())),
+)
+"""Header block and content."""
+
+
+class GrpcClient(threading.Thread):
+    """Makes one call after another by grpcio, until nobody listens."""
+
+    def __init__(self, port):
+        super().__init__()
+        self.answered = 0
+        self.ended = None
+        """By which status."""
+        self._port = port
+        self.start()
+
+    def run(self):
+        with grpc.insecure_channel(f"127.0.0.1:{self._port}") as channel:
+            infer = Stub(channel).ModelInfer
+            while not self.ended:
+                try:
+                    infer(ONE_IMAGE, timeout=PATIENCE_S)
+                    self.answered += 1
+                except grpc.RpcError as exc:
+                    self.ended = exc.code()
 
 
 def rounds():
@@ -160,18 +287,20 @@ def test_no_request_that_was_read_is_lost_when_it_stops_under_load(
         "--workers", str(workers), "--grace-s", grace_s, program=program(workers)
     ).ready(workers)
     clients = [Client(service.port, REQUESTS[kind]) for _ in range(CLIENTS[kind])]
+    others = [Http2Client(service.grpc_port), Http2Client(service.grpc_port)]
+    caller = GrpcClient(service.grpc_port)
     time.sleep(0.3 + index % 10 * 0.007)  # at different moments of their requests
     service.signal()
     code = service.wait()
     took_s = service.stopped_after_s()
-    for client in clients:
+    for client in (*clients, *others, caller):
         client.join()
     assert code == ExitCode.STOPPED
     assert took_s < float(grace_s) + 10 + 3
     answered = sum((client.answered for client in clients), Counter())  # ports come again
     lost = {
         port: (size, answered[port])
-        for port, size in read_bytes(tmp_path).items()
+        for port, size in read_bytes(tmp_path, service.port).items()
         if size > answered[port] * len(REQUESTS[kind])
     }
     assert lost == {}, "bytes read, and requests answered"
@@ -180,5 +309,11 @@ def test_no_request_that_was_read_is_lost_when_it_stops_under_load(
     assert sum(len(client.cut) for client in clients) <= workers
     assert not any(client.wrong for client in clients)
     assert answered.total() > 50
+    for client in others:
+        assert client.lost == []
+        assert client.answered > 50
+    assert sum(client.cut for client in others) <= workers
+    assert caller.ended is grpc.StatusCode.UNAVAILABLE
+    assert caller.answered > 10
     assert "Traceback" not in service.log
     assert "ERROR" not in service.log
