@@ -28,6 +28,9 @@ def _loaded() -> Any | None:
 
 _nvtx = _loaded()
 
+active = _nvtx is not None
+"""Whether ranges are recorded. Where calls that do nothing would take time, it is asked first."""
+
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 

@@ -13,8 +13,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -23,11 +24,9 @@ from lenet.nvtx import span
 from lenet.pixels import Images
 from service.budget import SMALL_BYTES, Budget
 from service.decode.pool import Decoders, Job
-from service.engine import queue
-from service.engine.batcher import Batcher
 from service.engine.deadlines import Deadlines
-from service.engine.explainer import Explainer
 from service.engine.models import Models, ServedModel
+from service.engine.queue import Work
 from service.errors import (
     BodyTimeout,
     Cancelled,
@@ -94,57 +93,55 @@ class Wanted:
     """Whether the client waits for `100 Continue` before it sends the body."""
 
 
-@dataclass(slots=True)  # not frozen: one is made for each request
-class Written:
-    """The answer to a request: `content`, of which `rest` is what follows its `body`.
+TimesS: TypeAlias = tuple[float, float, float, float, float]
+"""Seconds of decoding, in the queue, computing and encoding, and in all."""
 
-    `times_s`: seconds of decoding, in the queue, computing and encoding, and in all.
+
+class Request(Work):
+    """One prediction, from the head of its request to its answer.
+
+    A subclass says how it is answered: by `reply` or `reply_error`, one of which is called once,
+    unless the request is cancelled.
     """
 
-    content: Content
-    rest: list[bytes]
-    version: str
-    batch_rows: int
-    times_s: tuple[float, float, float, float, float]
+    __slots__ = (
+        *("_body", "_decode_s", "_decoding_began_s", "_form", "_held_bytes", "_job", "_length"),
+        *("_model", "_model_is_unknown", "_range", "_requests", "_served", "_started_s"),
+        *("_transferring", "_wanted", "_watched", "_writing", "asked", "done", "moved_bytes"),
+    )
 
-
-OnDone = Callable[[Written | ServiceError], None]
-"""Called once, unless the request is cancelled."""
-
-
-class Request:
-    """One prediction, from the head of its request to its answer."""
-
-    # Initial values, all immutable; setting each of them in every instance would take time.
-    _model = NO_MODEL
-    _decoding_began_s = _decode_s = 0.0
-    moved_bytes = 0
-    """Received bytes of the body."""
-    _held_bytes = 0
-    _watched = _transferring = False
-    done = False
-    _model_is_unknown = False
-    _body: Body = b""
-    _job: Job | None = None
-    _computer: Batcher | Explainer | None = None
-    """Has `_queued` in its queue or in a batch."""
-    _queued: queue.Request | None = None
-    _writing: _Writing | None = None
-    asked: Asked = NOTHING
-    """Options in the body, once it is decoded."""
-
-    def __init__(self, requests: Requests, wanted: Wanted, on_done: OnDone) -> None:
-        self._requests, self._wanted, self._on_done = requests, wanted, on_done
+    def __init__(self, requests: Requests, wanted: Wanted) -> None:
+        self._requests, self._wanted = requests, wanted
         self._form = form = wanted.form
         self._length = wanted.length
-        self._started_s = time.monotonic()
-        self.deadline_s = self._started_s + wanted.timeout_s
-        self._range = nvtx.begin("request")
+        self._started_s = started_s = time.monotonic()
+        self.deadline_s = started_s + wanted.timeout_s
+        self._range: Any = nvtx.begin("request") if nvtx.active else None
+        self.done = self.waits = False
+        self.asked = NOTHING
+        """Options in the body, once it is decoded."""
+        self.moved_bytes = self._held_bytes = 0
+        """`moved_bytes`: received bytes of the body."""
+        self._watched = self._transferring = self._model_is_unknown = False
+        self._body: Body = b""
+        self._job: Job | None = None
+        self._writing: _Writing | None = None
+        self._model = NO_MODEL
+        self._served: ServedModel | None = None
         if not form.names_model:
-            if (served := requests.models.find(wanted.model, wanted.version)) is None:
+            self._served = served = requests.models.find(wanted.model, wanted.version)
+            if served is None:
                 self._model_is_unknown = True
             else:
                 self._model = served.version.key  # whose failures are counted from here on
+
+    def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
+        """Answer with `content`, of which `rest` is what follows its `body`."""
+        raise NotImplementedError
+
+    def reply_error(self, error: ServiceError) -> None:
+        """Answer with `error`."""
+        raise NotImplementedError
 
     def announce(self, size: int | None) -> None:
         """The body has `size` bytes, or so many as come."""
@@ -252,7 +249,7 @@ class Request:
         """Answer with `error`, if nothing is answered yet."""
         if not self.done:
             self._close(error.code)
-            self._on_done(error)
+            self.reply_error(error)
 
     def cancel(self) -> None:
         """The client is gone."""
@@ -261,25 +258,34 @@ class Request:
 
     def _find(self) -> ServedModel:
         """The model that the body names, or else the head. Raises: UnknownModel."""
-        asked, wanted = self.asked, self._wanted
-        served = self._requests.models.get(
-            asked.model or wanted.model, asked.version or wanted.version
-        )
-        self._model, self._model_is_unknown = served.version.key, False
+        served, asked = self._served, self.asked
+        if served is None or asked is not NOTHING or served.batcher.closed:
+            wanted = self._wanted
+            served = self._requests.models.get(
+                asked.model or wanted.model, asked.version or wanted.version
+            )
+            self._served, self._model_is_unknown = served, False
+            self._model = served.version.key
         return served
 
     # Overridden by explanations.
 
-    def enqueue(self, images: Images) -> queue.Request:
+    def compute(self, images: Images) -> None:
         """Have `images` computed, and `answered` called. Raises: ServiceError."""
-        self._computer = batcher = self._find().batcher
-        return batcher.enqueue(images, self.deadline_s, self.answered)
+        self._find().batcher.enqueue(self, images)
+        self._model = self.version.key
 
-    def write(self, queued: queue.Request) -> Content:
+    def withdraw(self) -> None:
+        """Nobody waits for the answer any more: take the images out of the queue."""
+        if self.waits:
+            assert self._served is not None, "bug: queued nowhere"
+            self._served.batcher.cancel(self)
+
+    def write(self) -> Content:
         """The content of the answer."""
-        return self._form.write(self.asked, queued)
+        return self._form.write(self.asked, self)
 
-    def count(self, times_s: tuple[float, ...]) -> None:
+    def count(self, times_s: TimesS) -> None:
         """Count the answer."""
         self._requests.metrics.predicted(self._requests.protocol, self._model, times_s)
 
@@ -316,22 +322,21 @@ class Request:
         self.asked = asked = decoded.asked
         if asked.timeout_us:
             self.deadline_s = min(self.deadline_s, self._started_s + asked.timeout_us / 1e6)
-        self._queued = queued = self.enqueue(decoded.images)
-        self._decode_s = queued.arrived_s - self._decoding_began_s
+        self.compute(decoded.images)
+        self._decode_s = self.arrived_s - self._decoding_began_s
 
-    def answered(self, queued: queue.Request, error: ServiceError | None) -> None:
+    def answered(self, error: ServiceError | None) -> None:
         """The images were computed, or failed with `error`."""
-        self._queued = None
         if error is not None:
             self.fail(self._late() if isinstance(error, DeadlineExceeded) else error)
             return
         began_s = time.monotonic()
         try:
-            content = self.write(queued)
+            content = self.write()
             if content.steps is None:
-                self._end_written(queued, content, began_s, [])
+                self._end_written(content, began_s, [])
             else:
-                self._writing = _Writing(queued, content, content.steps, began_s)
+                self._writing = _Writing(content, content.steps, began_s)
                 self._watch()
                 self._write_on()
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
@@ -351,26 +356,24 @@ class Request:
                 return
             self._unwatch()
             self._writing = None
-            self._end_written(writing.queued, writing.content, writing.began_s, writing.pieces)
+            self._end_written(writing.content, writing.began_s, writing.pieces)
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
             self._crash()
 
-    def _end_written(
-        self, queued: queue.Request, content: Content, began_s: float, rest: list[bytes]
-    ) -> None:
-        now_s, cut_s = time.monotonic(), queued.first_cut_s
+    def _end_written(self, content: Content, began_s: float, rest: list[bytes]) -> None:
+        now_s, cut_s = time.monotonic(), self.first_cut_s
         times_s = (
             self._decode_s,
-            cut_s - queued.arrived_s,
-            queued.answered_s - cut_s,
+            cut_s - self.arrived_s,
+            self.answered_s - cut_s,
             now_s - began_s,
             now_s - self._started_s,
         )
         self.count(times_s)
-        if self._range is not None:
+        if nvtx.active:
             nvtx.end(self._range)
         self.done = True
-        self._on_done(Written(content, rest, queued.version.version, queued.batch_rows, times_s))
+        self.reply(content, rest, times_s)
 
     # Deadline, memory, and other ends.
 
@@ -407,7 +410,7 @@ class Request:
         if self.done:
             return
         self._close(ServiceError.code)
-        self._on_done(ServiceError("internal error; see the server log"))
+        self.reply_error(ServiceError("internal error; see the server log"))
 
     def evict(self) -> None:
         """The body arrives slowly while memory is short: fail."""
@@ -456,12 +459,9 @@ class Request:
         if self._job is not None:
             self._requests.decoders.cancel(self._job)  # which releases the body when it has ended
             self._job = None
-        elif self._queued is not None:
-            queued, self._queued = self._queued, None
-            assert self._computer is not None, "bug: queued nowhere"
-            self._computer.cancel(queued)
         elif self._held_bytes:
             self._release()
+        self.withdraw()
         self._body = b""
         self._writing = None
         try:
@@ -475,7 +475,6 @@ class Request:
 class _Writing:
     """A large answer that is being made, a step in each turn of the event loop."""
 
-    queued: queue.Request
     content: Content
     steps: Iterator[bytes]
     began_s: float

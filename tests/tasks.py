@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from service.engine.queue import BatchAnswer, Request
+from service.engine.queue import BatchAnswer, Work
 from service.errors import DeadlineExceeded
 
 
@@ -25,7 +25,19 @@ class Prediction:
     row: int
 
 
-def _prediction(request: Request) -> Prediction:
+class Asked(Work):
+    """Images in a batcher's queue; `answered(request, error)` is called with their answer."""
+
+    __slots__ = ("__weakref__", "_answered")
+
+    def __init__(self, deadline_s, answered):
+        self.deadline_s, self.waits, self._answered = deadline_s, False, answered
+
+    def answered(self, error):
+        self._answered(self, error)
+
+
+def _prediction(request: Work) -> Prediction:
     return Prediction(
         request.version.name,
         request.version.version,
@@ -54,7 +66,8 @@ async def submit(batcher, images, timeout_s: float) -> Prediction:
     def answered(request, error):
         _resolve(future, error or _prediction(request))
 
-    request = batcher.enqueue(images, loop.time() + timeout_s, answered)
+    request = Asked(loop.time() + timeout_s, answered)
+    batcher.enqueue(request, images)
     try:
         return await future
     finally:

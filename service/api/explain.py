@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import partial
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import orjson
 
@@ -21,17 +21,17 @@ from service.api.openapi import MAX_EXPLAINED_IMAGES, MAX_NOISE
 from service.api.routes import (
     PARAMETERS,
     Headers,
+    ImageRequest,
     ImageRoute,
     Reply,
     parameters_of,
     read_predict,
 )
-from service.engine import queue
-from service.engine.explainer import Explainer, ExplanationRequest
+from service.engine.explainer import Explainer, Explanation
 from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms.form import JSON, Content
 from service.forms.prediction import warnings
-from service.request import OnDone, Request, Requests, Wanted
+from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer
 
 _PARAMETERS = (*PARAMETERS, "index", "biases", "noisy", "noise")
@@ -78,34 +78,46 @@ class ExplainRoute:
 
     def open(self, wanted: ExplainWanted, reply: Reply) -> Request:
         """Begin a request whose body is still to come."""
-        answers = self.predict.answers(reply)
-        return _ExplainRequest(self.predict.requests, wanted, answers, self.explainer)
+        return _ExplainRequest(self.predict, wanted, reply, self.explainer)
 
 
-class _ExplainRequest(Request):
+class _ExplainRequest(ImageRequest):
     """One request for an explanation: an `Explainer` takes the place of the batcher."""
 
     def __init__(
-        self, requests: Requests, wanted: ExplainWanted, on_done: OnDone, explainer: Explainer
+        self, route: ImageRoute, wanted: ExplainWanted, reply: Reply, explainer: Explainer
     ) -> None:
-        super().__init__(requests, wanted, on_done)
+        super().__init__(route, wanted, reply)
         self._explained, self._explainer = wanted, explainer
+        self._explanation: Explanation | None = None
 
-    def enqueue(self, images: Images) -> queue.Request:
+    def compute(self, images: Images) -> None:
         """Have one of `images` explained. Raises: ServiceError."""
-        wanted = self._explained
-        self._computer, version = self._explainer, self._find().version
+        wanted, version = self._explained, self._find().version
         if wanted.index >= len(images):
             expected = f"0 to {len(images) - 1}, as the request has {len(images)} images"
             raise invalid("index", str(wanted.index), expected)
-        return self._explainer.enqueue(
-            version, images, wanted.index, wanted.change, self.deadline_s, self.answered
+        self._explanation = explanation = self._explainer.enqueue(
+            version, images, wanted.index, wanted.change, self.deadline_s, self._explained_to
         )
+        self.version, self.arrived_s, self.batch_rows = version, explanation.arrived_s, 1
+
+    def withdraw(self) -> None:
+        """Nobody waits for the layers any more."""
+        if self._explanation is not None:
+            self._explainer.cancel(self._explanation)
+
+    def _explained_to(self, error: ServiceError | None) -> None:
+        explanation = self._explanation
+        assert explanation is not None, "bug: nothing was asked for"
+        self.first_cut_s, self.answered_s = explanation.begun_s, explanation.answered_s
+        self.answered(error)
 
     @span("encode")
-    def write(self, queued: queue.Request) -> Content:
+    def write(self) -> Content:
         """JSON, see `ExplainResponse`."""
-        explained = cast("ExplanationRequest", queued)
+        explained = self._explanation
+        assert explained is not None, "bug: nothing was asked for"
         version = explained.version
         document: dict[str, Any] = {
             "model": version.name,
@@ -119,7 +131,7 @@ class _ExplainRequest(Request):
         document["layers"] = [_layer(layer) for layer in explained.layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
-    def count(self, times_s: tuple[float, ...]) -> None:
+    def count(self, times_s: TimesS) -> None:
         """Count an answer, apart from predictions."""
         self._requests.metrics.explained(times_s[-1])
 

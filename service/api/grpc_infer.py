@@ -8,14 +8,14 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
 from typing import ClassVar
 
 from service.errors import InvalidInput, ServiceError
 from service.forms import open_inference_pb2 as pb
+from service.forms.form import Content
 from service.forms.oip_proto import OipProtoForm
-from service.request import Request, Requests, Wanted, Written
+from service.request import Request, Requests, TimesS, Wanted
 from service.transport.grpc import Call, GrpcExchange, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.head import FastCall
@@ -57,37 +57,41 @@ class ModelInfer(_InferMethod):
         return _Single(self.requests, wanted, exchange)
 
 
-class _Single:
-    """A call of `ModelInfer`."""
+class _Single(Request):
+    """A call of `ModelInfer`: its request."""
+
+    __slots__ = ("_exchange", "_received")
 
     body_timeout_s = math.inf
-    _received = False
 
     def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcExchange) -> None:
-        self._exchange = exchange
-        self._request = request = Request(requests, wanted, self._done)
-        self.wait = request.wait_for_body
-        self.fail = request.fail
-        self.cancel = request.cancel
+        Request.__init__(self, requests, wanted)
+        self._exchange, self._received = exchange, False
 
-    def _done(self, outcome: Written | ServiceError) -> None:
-        if isinstance(outcome, ServiceError):
-            self._exchange.end(status_of(outcome))
-        else:
-            self._exchange.reply(outcome.content.body)
+    def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
+        """Answer with one message."""
+        self._exchange.reply(content.body)
+
+    def reply_error(self, error: ServiceError) -> None:
+        """End the call with the status of `error`."""
+        self._exchange.end(status_of(error))
 
     def message(self, size: int | None) -> FastCall:
         """The request begins."""
         if self._received:
             raise InvalidInput("message: got a second, expected one request", field="message")
         self._received = True
-        self._request.announce(size)
-        return self._request
+        self.announce(size)
+        return self
 
     def half_close(self) -> None:
         """It has to be there by now."""
         if not self._received:
             raise InvalidInput("message: got none, expected a request", field="message")
+
+    def wait(self) -> None:
+        """Limit its time."""
+        self.wait_for_body()
 
     def is_ahead(self) -> bool:
         """It never is."""
@@ -109,14 +113,38 @@ class ModelStreamInfer(_InferMethod):
         return _Stream(self.requests, self.read({}), exchange)
 
 
-@dataclass(slots=True)
-class _Slot:
-    """The place of an answer."""
+class _Streamed(Request):
+    """A request of a stream, and the place of its answer.
 
-    count: int
-    """How many requests it counts as."""
-    message: bytes | None = None
-    request: Request | None = field(default=None, repr=False)
+    Attributes:
+        places: how many requests it counts as.
+        message: the answer, once it is made.
+    """
+
+    __slots__ = ("_stream", "message", "places")
+
+    def __init__(self, stream: _Stream, requests: Requests, wanted: Wanted, places: int) -> None:
+        Request.__init__(self, requests, wanted)
+        self._stream, self.places = stream, places
+        self.message: bytes | None = None
+
+    def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
+        """Answer with a message."""
+        response = pb.ModelStreamInferResponse()
+        response.infer_response.MergeFromString(content.body)
+        self._end(response)
+
+    def reply_error(self, error: ServiceError) -> None:
+        """Answer with a message that says the error."""
+        response = pb.ModelStreamInferResponse(error_message=status_of(error).details)
+        response.infer_response.id = self.asked.id or ""
+        self._end(response)
+
+    def _end(self, response: pb.ModelStreamInferResponse) -> None:
+        # Triton's clients may wait for it, as a model may give several answers to a request there.
+        response.infer_response.parameters["triton_final_response"].bool_param = True
+        self.message = response.SerializeToString()
+        self._stream.write()
 
 
 class _Stream:
@@ -126,25 +154,25 @@ class _Stream:
 
     def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcExchange) -> None:
         self._requests, self._wanted, self._exchange = requests, wanted, exchange
-        self._slots: deque[_Slot] = deque()
-        self._count = 0
+        self._open: deque[_Streamed] = deque()
+        """The requests that are not answered, or wait for those before them."""
+        self._places = 0
         self._last: Status | None = None
         """How the call ends when all is answered."""
 
     def message(self, size: int | None) -> FastCall:
         """The next request begins."""
-        slot = _Slot(1 + (size or 0) // _BYTES_OF_ONE)
-        request = Request(self._requests, self._wanted, partial(self._answered, slot))
-        slot.request = request
-        self._slots.append(slot)
-        self._count += slot.count
+        places = 1 + (size or 0) // _BYTES_OF_ONE
+        request = _Streamed(self, self._requests, self._wanted, places)
+        self._open.append(request)
+        self._places += places
         request.announce(size)
         return request
 
     def half_close(self) -> None:
         """There are no further requests."""
         self._last = self._last or Status(StatusCode.OK)
-        self._write()
+        self.write()
 
     def wait(self) -> None:
         """A request may come at any time."""
@@ -152,53 +180,38 @@ class _Stream:
     def is_ahead(self) -> bool:
         """Whether many requests wait for their answers, or many answers for the client."""
         return (
-            self._last is not None or self._count >= _STREAM_AHEAD or not self._exchange.is_read()
+            self._last is not None or self._places >= _STREAM_AHEAD or not self._exchange.is_read()
         )
 
     def stop(self, error: ServiceError) -> None:
         """Begin no further request."""
         self._last = self._last or status_of(error)
-        self._write()
+        self.write()
 
     def fail(self, error: ServiceError) -> None:
         """End the call: what the client sends cannot be read, or a stop takes too long."""
-        slots = tuple(self._slots)
+        unanswered = tuple(self._open)
         self._last = status_of(error)
-        if not slots:
+        if not unanswered:
             self._requests.refused(error)
-        for slot in slots:
-            if slot.request is not None:
-                slot.request.fail(error)
-        self._write()
+        for request in unanswered:
+            request.fail(error)
+        self.write()
 
     def cancel(self) -> None:
         """The client is gone."""
-        for slot in self._slots:
-            if slot.request is not None:
-                slot.request.cancel()
-        self._slots.clear()
+        for request in self._open:
+            request.cancel()
+        self._open.clear()
 
-    def _answered(self, slot: _Slot, outcome: Written | ServiceError) -> None:
-        request, slot.request = slot.request, None
-        response = pb.ModelStreamInferResponse()
-        if isinstance(outcome, ServiceError):
-            response.error_message = status_of(outcome).details
-            response.infer_response.id = "" if request is None else request.asked.id or ""
-        else:
-            response.infer_response.MergeFromString(outcome.content.body)
-        # Triton's clients may wait for it, as a model may give several answers to a request there.
-        response.infer_response.parameters["triton_final_response"].bool_param = True
-        slot.message = response.SerializeToString()
-        self._write()
-
-    def _write(self) -> None:
+    def write(self) -> None:
         """Write the answers that are next."""
-        slots, ahead = self._slots, self.is_ahead()
-        while slots and (message := slots[0].message) is not None:
-            self._count -= slots.popleft().count
+        unanswered, ahead = self._open, self.is_ahead()
+        while unanswered and (message := unanswered[0].message) is not None:
+            self._places -= unanswered.popleft().places
             self._exchange.write(message)
         if self._last is not None:
-            if not slots:
+            if not unanswered:
                 self._exchange.end(self._last)
         elif ahead and not self.is_ahead():
             self._exchange.read_on()

@@ -21,11 +21,11 @@ from service.api.openapi import (
 )
 from service.errors import InvalidInput, ServiceError, UnsupportedMediaType, invalid, shown
 from service.forms.body import OCTETS, ImageForm, Limits
-from service.forms.form import Form
+from service.forms.form import Content, Form
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
 from service.forms.tensorflow import TensorflowForm
 from service.pictures.headers import Digits, Invert
-from service.request import Request, Requests, Wanted, Written
+from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer, error_answer, plain_error_answer
 from service.transport.head import FastRoute
 
@@ -84,24 +84,9 @@ class ImageRoute:
         self.requests.refused(error)
         return self.error(error)
 
-    def open(self, wanted: Wanted, reply: Reply) -> Request:
+    def open(self, wanted: Wanted, reply: Reply) -> ImageRequest:
         """Begin a request whose body is still to come."""
-        return Request(self.requests, wanted, self.answers(reply))
-
-    def answers(self, reply: Reply) -> Callable[[Written | ServiceError], None]:
-        """A callback that passes the request's answer to `reply`."""
-
-        def done(outcome: Written | ServiceError) -> None:
-            if isinstance(outcome, ServiceError):
-                reply(self.error(outcome))
-                return
-            content = outcome.content
-            body, rest = content.body, outcome.rest
-            if rest:
-                body, *rest = rest
-            reply(Answer(200, content.media_type, body, content.lines + _timing(outcome), rest))
-
-        return done
+        return ImageRequest(self, wanted, reply)
 
     def _length(self, headers: Headers) -> int | None:
         encoding = headers.get("content-encoding", "identity")
@@ -115,6 +100,28 @@ class ImageRoute:
         if length is not None and length > self.requests.max_body_bytes:
             raise self.requests.too_large("body", f"{length} bytes")
         return length
+
+
+class ImageRequest(Request):
+    """A request for predictions over HTTP."""
+
+    __slots__ = ("_answer", "_error")
+
+    def __init__(self, route: ImageRoute, wanted: Wanted, reply: Reply) -> None:
+        Request.__init__(self, route.requests, wanted)
+        self._answer, self._error = reply, route.error
+
+    def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
+        """Answer with `content`, its times and the model's version."""
+        body = content.body
+        if rest:
+            body, *rest = rest
+        lines = content.lines + _timing(times_s, self.batch_rows, self.version.version)
+        self._answer(Answer(200, content.media_type, body, lines, rest))
+
+    def reply_error(self, error: ServiceError) -> None:
+        """Answer with `error` in its route's form."""
+        self._answer(self._error(error))
 
 
 def read_predict(
@@ -223,9 +230,9 @@ def _timeout_s(headers: Mapping[str, str]) -> float | None:
     return int(text) / 1e3
 
 
-def _timing(written: Written) -> bytes:
+def _timing(times_s: TimesS, batch_rows: int, version: str) -> bytes:
     """Server-Timing (W3C), milliseconds by stage and the rows of the batch, and X-Model-Version."""
-    decode, queue, compute, encode, total = written.times_s
+    decode, queue, compute, encode, total = times_s
     return (
         b"server-timing: decode;dur=%.3f, queue;dur=%.3f, compute;dur=%.3f, encode;dur=%.3f, "
         b'total;dur=%.3f, batch;desc="%d"\r\nx-model-version: %s\r\n'
@@ -235,6 +242,6 @@ def _timing(written: Written) -> bytes:
         1e3 * compute,
         1e3 * encode,
         1e3 * total,
-        written.batch_rows,
-        written.version.encode(),
+        batch_rows,
+        version.encode(),
     )

@@ -13,7 +13,7 @@ from lenet.backend import BatchResult
 from lenet.pixels import Images
 from service.engine.contexts import BusyPoll, ContextPool, Worker
 from service.engine.deadlines import Deadlines
-from service.engine.queue import BatchAnswer, BatchQueue, Cut, OnAnswer, Request
+from service.engine.queue import BatchAnswer, BatchQueue, Cut, Work
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
@@ -60,14 +60,15 @@ class Batcher:
         self._busy_poll = busy_poll
         self._deadlines = deadlines
         self._overlap_rows = overlap_rows
-        self._older: set[Request] = set()
+        self._older: set[Work] = set()
         self._older_done: asyncio.Future[None] | None = None
         self._dispatching = False
         self._waiting = 0
         """Requests when `_dispatch` looked last, or a batch was cut since."""
         self._timer: asyncio.TimerHandle | None = None
         self._in_flight: set[Cut] = set()
-        self._closing = False
+        self.closed = False
+        """Whether new requests are refused."""
         self._lost = False
         self._idle: asyncio.Event | None = None
 
@@ -80,10 +81,10 @@ class Batcher:
         """Waiting rows and busy contexts."""
         return self._queue.rows, self._pool.busy
 
-    def enqueue(self, images: Images, deadline_s: float, on_answer: OnAnswer) -> Request:
-        """Classify `images`, uint8 (n, 28, 28), n >= 1, until `deadline_s` on the batcher's clock.
+    def enqueue(self, request: Work, images: Images) -> None:
+        """Classify `images`, uint8 (n, 28, 28), n >= 1, until the deadline of `request`.
 
-        `on_answer` is called once, never from within this call, with the request and None, or
+        `request.answered` is called once, never from within this call, with None, or with
         DeadlineExceeded, InferenceFailed (a batch with these rows failed) or Unavailable (the
         service stops, or lost its device).
 
@@ -91,21 +92,20 @@ class Batcher:
             Overloaded: the queue is full.
             Unavailable: the service is stopping, or has lost its device.
         """
-        if self._closing:
+        if self.closed:
             raise _device_lost() if self._lost else stopping()
-        request = Request(images, deadline_s, self._clock(), self._version, on_answer)
-        self._queue.push(request)
-        request.waiting = nvtx.begin("queue")
+        self._queue.push(request, images, self._version, self._clock())
+        if nvtx.active:
+            request.queue_range = nvtx.begin("queue")
         self._deadlines.add(request, self._expire)
         # Not at once: every request that arrives in this turn of the loop joins the batch.
         if not self._dispatching:
             self._dispatching = True
             self._loop.call_soon(self._dispatch)
-        return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Work) -> None:
         """Nobody waits for `request` any more: take its waiting rows out of the queue."""
-        if not request.done:
+        if request.waits:
             self._end(request)
             if dropped := self._queue.discard(request):
                 self._metrics.rows_dropped(dropped, "cancelled")
@@ -159,12 +159,12 @@ class Batcher:
         for request in self._unanswered():
             self._fail(request, _device_lost())
 
-    def _unanswered(self) -> set[Request]:
-        cut = {request for cut in self._in_flight for request in cut.requests if not request.done}
+    def _unanswered(self) -> set[Work]:
+        cut = {request for cut in self._in_flight for request in cut.requests if request.waits}
         return cut.union(self._queue)
 
     def _close(self) -> None:
-        self._closing = True
+        self.closed = True
         if self._timer is not None:
             self._timer.cancel()
 
@@ -192,7 +192,7 @@ class Batcher:
             return
         self._dispatching = False
         while (due := self._queue.cut_due_s()) is not None:
-            if due > self._clock() and not self._closing:
+            if due > self._clock() and not self.closed:
                 if self._timer is not None:
                     self._timer.cancel()
                 self._timer = self._loop.call_at(due, self._dispatch)
@@ -207,7 +207,7 @@ class Batcher:
             self._start(worker)
 
     def _start(self, worker: Worker) -> None:
-        cut = self._queue.cut(self._clock(), draining=self._closing)
+        cut = self._queue.cut(self._clock(), draining=self.closed)
         self._waiting = len(self._queue)
         if cut.segments:
             self._in_flight.add(cut)
@@ -223,9 +223,9 @@ class Batcher:
         except Exception as exc:  # noqa: BLE001 - the batch's answer: its callers get it
             self._finish(worker, cut, exc)
             return
-        for segment in cut.segments:
-            if segment.request.waiting is not None:
-                segment.request.end_wait()
+        if nvtx.active:
+            for request in cut.requests:
+                request.end_wait()
 
     def _finish(self, worker: Worker, cut: Cut, outcome: BatchResult | Exception) -> None:
         self._in_flight.discard(cut)
@@ -241,10 +241,9 @@ class Batcher:
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             result, batch, row = outcome, BatchAnswer(outcome.probabilities), 0
-            for segment in cut.segments:
-                request, start = segment.request, segment.start
-                rows = segment.stop - start
-                if not request.done and request.deliver(start, rows, batch, row, now):
+            for request, start, stop in cut.segments:
+                rows = stop - start
+                if request.waits and request.deliver(start, rows, batch, row, now):
                     self._answer(request, None)
                 row += rows
             self._busy_poll.extend()
@@ -257,13 +256,13 @@ class Batcher:
             _log.exception("a batch was not counted")
         self._note_idle()
 
-    def _expire(self, request: Request) -> None:
+    def _expire(self, request: Work) -> None:
         if dropped := self._queue.discard(request):
             self._metrics.rows_dropped(dropped, "late")
         self._fail_late(request)
         self._note_idle()
 
-    def _fail_late(self, request: Request) -> None:
+    def _fail_late(self, request: Work) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
         self._answer(request, DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
@@ -282,22 +281,23 @@ class Batcher:
             error.__cause__ = cause
             self._fail(request, error)
 
-    def _fail(self, request: Request, error: ServiceError) -> None:
+    def _fail(self, request: Work, error: ServiceError) -> None:
         self._queue.discard(request)
         self._answer(request, error)
 
-    def _answer(self, request: Request, error: ServiceError | None) -> None:
-        if request.done:
+    def _answer(self, request: Work, error: ServiceError | None) -> None:
+        if not request.waits:
             return
         self._end(request)
         try:
-            request.on_answer(request, error)
+            request.answered(error)
         except Exception:  # noqa: BLE001 - a transport's fault must not reach its batch mates
             _log.exception("an answer was not delivered")
 
-    def _end(self, request: Request) -> None:
-        request.done = True
-        if request.waiting is not None:
+    def _end(self, request: Work) -> None:
+        request.waits = False
+        del request.images
+        if nvtx.active:
             request.end_wait()
         self._deadlines.remove(request)
         if self._older:

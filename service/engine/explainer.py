@@ -7,6 +7,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Self
@@ -18,7 +19,6 @@ from lenet.explanation import MAX_OPERATIONS, Change, Layer, explain, operations
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.engine.deadlines import Deadlines
-from service.engine.queue import OnAnswer, Request
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
@@ -37,21 +37,34 @@ MAX_WAITING = 32
 """Explanations that wait for the thread; further ones are rejected as `Overloaded`."""
 
 
-class ExplanationRequest(Request):
-    """Images, the one of them that is to be explained, and whom to call with its layers."""
+class Explanation:
+    """Images, uint8 (n, 28, 28), the one of them that is to be explained, and its layers.
+
+    Times are those of `time.monotonic`. `on_answer` is called with None, or with the error.
+    """
 
     def __init__(
         self,
         images: Images,
         deadline_s: float,
         version: ModelVersion,
-        on_answer: OnAnswer,
+        on_answer: Callable[[ServiceError | None], None],
         index: int,
         change: Change,
     ) -> None:
-        super().__init__(images, deadline_s, time.monotonic(), version, on_answer)
-        self.index, self.change = index, change
+        self.images, self.deadline_s, self.version = images, deadline_s, version
+        self.on_answer, self.index, self.change = on_answer, index, change
         self.layers: list[Layer] = []
+        self.done = False
+        """Answered or cancelled."""
+        self.arrived_s = time.monotonic()
+        self.begun_s = self.answered_s = 0.0
+        self._range = nvtx.begin("queue")
+
+    def end_wait(self) -> None:
+        """Close the profiler's range."""
+        nvtx.end(self._range)
+        self._range = None
 
 
 class Explainer:
@@ -64,8 +77,8 @@ class Explainer:
         self._loop = asyncio.get_running_loop()
         self._deadlines = deadlines
         self._thread = ThreadPoolExecutor(1, "explainer")
-        self._waiting: OrderedDict[ExplanationRequest, None] = OrderedDict()
-        self._running: ExplanationRequest | None = None
+        self._waiting: OrderedDict[Explanation, None] = OrderedDict()
+        self._running: Explanation | None = None
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -85,13 +98,13 @@ class Explainer:
         index: int,
         change: Change,
         deadline_s: float,
-        on_answer: OnAnswer,
-    ) -> ExplanationRequest:
+        on_answer: Callable[[ServiceError | None], None],
+    ) -> Explanation:
         """Explain what `version` computes of image `index`, until `deadline_s`.
 
-        `on_answer` is called once, never from within this call, with the request and None, or
-        InvalidInput (`change` names no block, or the network is too large), DeadlineExceeded,
-        InferenceFailed or Unavailable.
+        `on_answer` is called once, never from within this call, with None, or with InvalidInput
+        (`change` names no block, or the network is too large), DeadlineExceeded, InferenceFailed
+        or Unavailable.
 
         Raises:
             Overloaded: too many wait.
@@ -104,17 +117,14 @@ class Explainer:
                 f"{MAX_WAITING} explanations wait, and no more may; try again later",
                 retry_after_s=1,
             )
-        request = ExplanationRequest(images, deadline_s, version, on_answer, index, change)
-        request.waiting = nvtx.begin("queue")
-        request.batch_rows = 1
+        request = Explanation(images, deadline_s, version, on_answer, index, change)
         self._waiting[request] = None
         self._deadlines.add(request, self._expire)
         self._start()
         return request
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: Explanation) -> None:
         """Nobody waits for `request` any more: it is not begun, or ends after its present layer."""
-        assert isinstance(request, ExplanationRequest), "bug: a request of a batcher"
         if not request.done:
             self._end(request)
 
@@ -124,11 +134,11 @@ class Explainer:
             request, _ = self._waiting.popitem(last=False)
             self._running = request
             request.end_wait()
-            request.first_cut_s = time.monotonic()
+            request.begun_s = time.monotonic()
             computing = self._loop.run_in_executor(self._thread, _compute, request)
             computing.add_done_callback(partial(self._finish, request))
 
-    def _finish(self, request: ExplanationRequest, computing: asyncio.Future[None]) -> None:
+    def _finish(self, request: Explanation, computing: asyncio.Future[None]) -> None:
         self._running = None
         self._start()
         request.answered_s = time.monotonic()
@@ -138,16 +148,16 @@ class Explainer:
             error = InferenceFailed("the explanation failed; see the server log")
         self._answer(request, error)
 
-    def _expire(self, request: ExplanationRequest) -> None:
+    def _expire(self, request: Explanation) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
         self._answer(request, DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
-    def _answer(self, request: ExplanationRequest, error: ServiceError | None) -> None:
+    def _answer(self, request: Explanation, error: ServiceError | None) -> None:
         if not request.done:
             self._end(request)
-            request.on_answer(request, error)
+            request.on_answer(error)
 
-    def _end(self, request: ExplanationRequest) -> None:
+    def _end(self, request: Explanation) -> None:
         request.done = True
         request.end_wait()
         self._deadlines.remove(request)
@@ -155,7 +165,7 @@ class Explainer:
 
 
 @span("explain")
-def _compute(request: ExplanationRequest) -> None:
+def _compute(request: Explanation) -> None:
     """Fill its layers, unless it ends meanwhile. Raises: InvalidInput, InferenceFailed."""
     weights, change = request.version.weights, request.change
     model = weights.model

@@ -6,7 +6,7 @@ Pure: time is an argument, and nothing here waits.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, TypeAlias
@@ -39,54 +39,62 @@ class BatchAnswer:
     encoded: dict[str, Any] = field(default_factory=dict)
 
 
-OnAnswer: TypeAlias = Callable[["Request", ServiceError | None], None]
-"""Called on the event loop once a request is answered, or with its error, unless it was cancelled.
-"""
+class Work:
+    """Images that wait to be computed, uint8 (n, 28, 28), and then their answer.
 
-
-class Request:
-    """Images that wait, uint8 (n, 28, 28), and whom to call with their answer.
-
-    A request is split across batches; its answer is reassembled from the parts. All of them are
-    computed with `version`. Times are on the batcher's clock.
+    They are split across batches, all of one version, and the answer is reassembled from the parts.
+    Times are on the batcher's clock. A subclass sets `deadline_s`, and `waits` to False.
     """
 
-    # Initial values, all immutable; setting each of them in every instance would take time.
-    done = False
-    """Answered or cancelled: what its batches still compute is dropped."""
-    cut_rows = 0
+    __slots__ = (
+        *("answered_rows", "answered_s", "arrived_s", "batch", "batch_rows", "cut_rows"),
+        *("deadline_s", "expected_rows", "first_cut_s", "images", "parts", "queue_range", "row"),
+        *("rows", "version", "waits"),
+    )
+
+    waits: bool
+    """Whether it is in the queue or in a batch. What is computed for one that left is dropped."""
+    deadline_s: float
+    images: Images
+    """Released when it leaves: they may lie in memory that is handed out again."""
+    rows: int
+    version: ModelVersion
+    arrived_s: float
+    cut_rows: int
     """How many of its rows have left the queue in batches."""
-    expected_rows = 0
+    expected_rows: int
     """How many rows the queue will have cut, ever, when all of it is, in strict order."""
-    answered_rows = 0
-    first_cut_s = 0.0
-    parts: dict[int, Probabilities] | None = None
+    answered_rows: int
+    first_cut_s: float
+    parts: dict[int, Probabilities] | None
     """Results by first row: batches of one request finish in any order."""
     batch: BatchAnswer
     """The batch that holds the complete answer, from row `row` on."""
-    row = 0
-    batch_rows = 0
+    row: int
+    batch_rows: int
     """The rows of the batch that completed it, those of other requests included."""
-    answered_s = 0.0
-    waiting: Any = None
+    answered_s: float
+    queue_range: Any
     """A profiler's range, open until the first rows leave; None without a profiler."""
 
-    def __init__(
-        self,
-        images: Images,
-        deadline_s: float,
-        arrived_s: float,
-        version: ModelVersion,
-        on_answer: OnAnswer,
-    ) -> None:
-        self.images, self.deadline_s, self.arrived_s = images, deadline_s, arrived_s
-        self.version, self.on_answer = version, on_answer
+    def answered(self, error: ServiceError | None) -> None:
+        """Called on the event loop with the answer or an error, unless it was cancelled."""
+        raise NotImplementedError
+
+    def begin(self, images: Images, version: ModelVersion, now_s: float) -> None:
+        """Wait from now on for `images` to be computed with `version`."""
+        self.images, self.version, self.arrived_s = images, version, now_s
         self.rows = len(images)
+        self.waits = True
+        self.cut_rows = self.answered_rows = self.row = 0
+        self.first_cut_s = self.answered_s = 0.0
+        self.parts = self.queue_range = None
 
     def end_wait(self) -> None:
         """Close the profiler's open range: the first rows were cut, or the request has ended."""
-        nvtx.end(self.waiting)
-        self.waiting = None
+        if self.queue_range is not None:
+            nvtx.end(self.queue_range)
+            self.queue_range = None
 
     def deliver(self, start: int, rows: int, batch: BatchAnswer, row: int, now_s: float) -> bool:
         """Take the answers to its rows from `start` on, `rows` rows of `batch` from `row` on.
@@ -115,13 +123,8 @@ class Request:
         return round(1e6 * (self.answered_s - self.first_cut_s))
 
 
-@dataclass(slots=True)
-class Segment:
-    """Rows `start` to `stop` of one request, in one batch."""
-
-    request: Request
-    start: int
-    stop: int
+Segment: TypeAlias = tuple[Work, int, int]
+"""Rows of one request in a batch: from the first to before the second number."""
 
 
 @dataclass(slots=True, eq=False)
@@ -132,7 +135,7 @@ class Cut:
     """
 
     segments: list[Segment]
-    late: list[Request]
+    late: list[Work]
     rows: int
     reason: CutReason
     now_s: float
@@ -140,20 +143,18 @@ class Cut:
     @property
     def version(self) -> ModelVersion:
         """The version that computes the batch."""
-        return self.segments[0].request.version
+        return self.segments[0][0].version
 
     @property
-    def requests(self) -> list[Request]:
+    def requests(self) -> list[Work]:
         """The requests with rows in the batch."""
-        return [segment.request for segment in self.segments]
+        return [work for work, _, _ in self.segments]
 
     def images(self) -> list[Images]:
         """The batch in parts, uint8 (n, 28, 28), one of each request."""
         return [
-            segment.request.images
-            if segment.stop - segment.start == segment.request.rows
-            else segment.request.images[segment.start : segment.stop]
-            for segment in self.segments
+            work.images if stop - start == work.rows else work.images[start:stop]
+            for work, start, stop in self.segments
         ]
 
 
@@ -181,8 +182,8 @@ class BatchQueue:
         self._max_wait_s = max_wait_s
         self._patience_rows = int(_PATIENCE * max_queue_rows)
         self._few_rows = int(_FEW * max_batch_rows)
-        self._whole: OrderedDict[Request, None] = OrderedDict()
-        self._split: OrderedDict[Request, None] = OrderedDict()  # of which parts have left
+        self._whole: OrderedDict[Work, None] = OrderedDict()
+        self._split: OrderedDict[Work, None] = OrderedDict()  # of which parts have left
         self._rows = 0
         self._cut_rows = 0  # ever
 
@@ -199,26 +200,28 @@ class BatchQueue:
     def __len__(self) -> int:
         return len(self._whole) + len(self._split)
 
-    def __iter__(self) -> Iterator[Request]:
+    def __iter__(self) -> Iterator[Work]:
         return chain(self._split, self._whole)
 
-    def push(self, request: Request) -> None:
-        """Add `request` at the back.
+    def push(self, request: Work, images: Images, version: ModelVersion, now_s: float) -> None:
+        """Add `request`, with what is to be computed, at the back.
 
         Raises:
             Overloaded: there is no room for its rows.
         """
-        if self._rows + request.rows > self._max_queue_rows:
+        rows = len(images)
+        if self._rows + rows > self._max_queue_rows:
             raise Overloaded(
-                f"{self._rows} rows wait and {request.rows} more would pass the limit of "
+                f"{self._rows} rows wait and {rows} more would pass the limit of "
                 f"{self._max_queue_rows}; try again later or send fewer at a time",
                 retry_after_s=1,
             )
+        request.begin(images, version, now_s)
         self._whole[request] = None
-        self._rows += request.rows
+        self._rows += rows
         request.expected_rows = self._cut_rows + self._rows
 
-    def discard(self, request: Request) -> int:
+    def discard(self, request: Work) -> int:
         """Remove what still waits of `request`; returns how many rows that was."""
         waiting_in = self._split if request.cut_rows else self._whole
         if request not in waiting_in:
@@ -241,45 +244,42 @@ class BatchQueue:
         if draining:
             reason = "drain"
         segments: list[Segment] = []
-        late: list[Request] = []
-        room = self._max_batch_rows
+        late: list[Work] = []
+        most, whole, split = self._max_batch_rows, self._whole, self._split
+        room = most
         while self._rows and room:
-            request = self._next()
+            request = self._next() if split else next(iter(whole))
             if request.deadline_s <= now_s:
                 self.discard(request)
                 late.append(request)
                 continue
+            rows = request.rows
             if segments and (
-                request.version is not segments[0].request.version
-                or (
-                    request.rows > self._max_batch_rows
-                    and self._max_batch_rows - room <= self._few_rows
-                )
+                request.version is not segments[0][0].version
+                or (rows > most and most - room <= self._few_rows)
             ):
                 break
             start = request.cut_rows
-            stop = min(request.rows, start + room)
-            segments.append(Segment(request, start, stop))
-            if start == 0:
-                request.first_cut_s = now_s
+            stop = min(rows, start + room)
+            segments.append((request, start, stop))
             request.cut_rows = stop
-            room -= stop - start
-            self._rows -= stop - start
-            self._cut_rows += stop - start
+            cut_rows = stop - start
+            room -= cut_rows
+            self._rows -= cut_rows
+            self._cut_rows += cut_rows
             if not start:
-                del self._whole[request]
-            if stop < request.rows:
-                self._split[request] = None
+                request.first_cut_s = now_s
+                del whole[request]
+            if stop < rows:
+                split[request] = None
             elif start:
-                del self._split[request]
+                del split[request]
         if not room:
             reason = "full"
         return Cut(segments, late, self._max_batch_rows - room, reason, now_s)
 
-    def _next(self) -> Request:
-        if self._split:
-            oldest = next(iter(self._split))
-            overdue = self._cut_rows >= oldest.expected_rows + self._patience_rows
-            if overdue or not self._whole:
-                return oldest
-        return next(iter(self._whole))
+    def _next(self) -> Work:
+        """The request that comes next, where one is split."""
+        oldest = next(iter(self._split))
+        overdue = self._cut_rows >= oldest.expected_rows + self._patience_rows
+        return oldest if overdue or not self._whole else next(iter(self._whole))

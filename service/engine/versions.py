@@ -40,16 +40,16 @@ class ModelVersion:
     weights: WeightFile
     sha256: str
     read_at: float = field(default_factory=time.time)
+    key: ModelKey = field(init=False)
+    """Name and version: the labels of the metrics."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "key", (self.name, self.version))
 
     @property
     def labels(self) -> tuple[str, ...]:
         """The names of its classes."""
         return self.weights.training.labels
-
-    @property
-    def key(self) -> ModelKey:
-        """Name and version: the labels of the metrics."""
-        return self.name, self.version
 
 
 class Listed(NamedTuple):

@@ -14,6 +14,7 @@ def ranges(monkeypatch):
         began.append(name)
         return len(began)
 
+    monkeypatch.setattr("lenet.nvtx.active", True)
     monkeypatch.setattr("lenet.nvtx.begin", begin)
     monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
     return began, ended

@@ -29,7 +29,7 @@ from service.errors import (
     ServiceError,
     Unavailable,
 )
-from tests.tasks import Prediction, submit
+from tests.tasks import Asked, Prediction, submit
 
 FOREVER_S = 1e6
 """A caller that waits so long in virtual time waits for ever."""
@@ -352,7 +352,7 @@ async def test_the_next_batch_begins_before_the_answers_of_the_last(stage):
     def answered(request, error):
         seen.append(list(stage.batches))
 
-    stage.batcher.enqueue(images(1, 1), 100.0, answered)
+    stage.batcher.enqueue(Asked(100.0, answered), images(1, 1))
     await asyncio.sleep(0.1)
     await stage.submit(2)
     assert seen == [[[1], [2]]]
@@ -378,7 +378,7 @@ async def test_a_batch_that_failed_releases_its_images_at_once(stage, outcome):
     freed: list[bool] = []
     weakref.finalize(made, freed.append, True)
     answers: list[ServiceError] = []
-    stage.batcher.enqueue(made, 100.0, lambda _request, error: answers.append(error))
+    stage.batcher.enqueue(Asked(100.0, lambda _request, error: answers.append(error)), made)
     del made
     logging.disable()  # pytest keeps what is logged
     gc.disable()
@@ -471,6 +471,7 @@ async def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(sta
         began.append(name)
         return len(began)
 
+    monkeypatch.setattr("lenet.nvtx.active", True)
     monkeypatch.setattr("lenet.nvtx.begin", begin)
     monkeypatch.setattr("lenet.nvtx.end", ended.append)
     answered, split = stage.submit(1), stage.submit(10, rows=7)

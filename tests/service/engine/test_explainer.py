@@ -69,9 +69,9 @@ class Asking:
         self._explainer, self.answers, self.requests = explainer, {}, {}
 
     def ask(self, name, change=Change(), timeout_s=20.0):  # noqa: B008 - frozen
-        def answered(request, error):
+        def answered(error):
             assert name not in self.answers
-            self.answers[name] = error or [layer.kind for layer in request.layers]
+            self.answers[name] = error or [layer.kind for layer in self.requests[name].layers]
 
         images = np.zeros((1, 28, 28), np.uint8)
         deadline_s = time.monotonic() + timeout_s

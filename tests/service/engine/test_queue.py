@@ -12,28 +12,35 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from service.engine.queue import BatchQueue, Cut, Request
+from service.engine.queue import BatchQueue, Cut, Work
 from service.errors import Overloaded
+from tests.tasks import Asked
 
 IMAGES = np.zeros((10_000, 28, 28), np.uint8)
 
 
 def request(
     rows: int, deadline_s: float = 100.0, arrived_s: float = 0.0, version: str = "one"
-) -> Request:
-    return Request(IMAGES[:rows], deadline_s, arrived_s, version, on_answer=None)
+) -> Asked:
+    made = Asked(deadline_s, answered=None)
+    made.begin(IMAGES[:rows], version, arrived_s)
+    return made
 
 
-def segments(cut: Cut, *requests: Request) -> list[tuple[int, int, int]]:
+def push(queue: BatchQueue, item: Work) -> None:
+    queue.push(item, item.images, item.version, item.arrived_s)
+
+
+def segments(cut: Cut, *requests: Work) -> list[tuple[int, int, int]]:
     """The segments, each request named by its place in `requests`."""
-    return [(requests.index(part.request), part.start, part.stop) for part in cut.segments]
+    return [(requests.index(item), start, stop) for item, start, stop in cut.segments]
 
 
 def test_a_few_rows_do_not_wait_for_a_large_request_in_their_batch():
     queue = BatchQueue(16, 100)
     one, two, large, another = request(1), request(1), request(36), request(30)
     for item in (one, two, large, another):
-        queue.push(item)
+        push(queue, item)
     cuts = [segments(queue.cut(0.0), one, two, large, another) for _ in range(6)]
     assert cuts[0] == [(0, 0, 1), (1, 0, 1)]
     assert cuts[1:4] == [[(2, 0, 16)], [(3, 0, 16)], [(2, 16, 32)]]
@@ -51,14 +58,14 @@ def simulated(queue, arrivals):
         if coming and (coming[0] <= now or not len(queue)):
             now = max(now, coming[0])
             with contextlib.suppress(Overloaded):
-                queue.push(request(coming[1], float("inf"), coming[0]))
+                push(queue, request(coming[1], float("inf"), coming[0]))
             coming = next(arrivals, None)
             continue
         cut = queue.cut(now)
         now += cut.rows
-        for part in cut.segments:
-            if part.stop == part.request.rows:
-                waits.setdefault(part.stop, []).append(now - part.request.arrived_s)
+        for item, _, stop in cut.segments:
+            if stop == item.rows:
+                waits.setdefault(stop, []).append(now - item.arrived_s)
     return waits
 
 
@@ -79,13 +86,13 @@ def test_an_accepted_request_waits_hardly_longer_than_a_full_queue_takes(seed):
 @pytest.mark.parametrize("rows", [1, 5])
 def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
     queue = BatchQueue(4, 10)
-    queue.push(request(11 - rows))
+    push(queue, request(11 - rows))
     with pytest.raises(Overloaded, match=f"{11 - rows} rows wait and {rows} more") as refused:
-        queue.push(request(rows))
+        push(queue, request(rows))
     assert refused.value.retry_after_s == 1
     assert queue.rows == 11 - rows
     if rows > 1:
-        queue.push(request(rows - 1))
+        push(queue, request(rows - 1))
         assert queue.rows == 10
 
 
@@ -101,17 +108,17 @@ def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
 )
 def test_a_cut_says_why_when_it_is_made(rows, max_wait_s, draining, reason):
     queue = BatchQueue(4, 100, max_wait_s)
-    queue.push(request(rows))
+    push(queue, request(rows))
     assert queue.cut(0.0, draining=draining).reason == reason
 
 
 def test_a_cut_is_due_when_the_first_has_waited_or_the_batch_is_full():
     queue = BatchQueue(4, 100, max_wait_s=0.5)
     assert queue.cut_due_s() is None
-    queue.push(request(1, arrived_s=10.0))
-    queue.push(request(2, arrived_s=10.2))
+    push(queue, request(1, arrived_s=10.0))
+    push(queue, request(2, arrived_s=10.2))
     assert queue.cut_due_s() == 10.5
-    queue.push(request(1, arrived_s=10.3))
+    push(queue, request(1, arrived_s=10.3))
     assert queue.cut_due_s() == 10.0, "full: due at once"
     queue.cut(10.3)
     assert queue.cut_due_s() is None
@@ -121,7 +128,7 @@ def test_a_cut_is_due_when_the_first_has_waited_or_the_batch_is_full():
 class Waiting:
     """A request in the naive model: the numbers of its rows that still wait."""
 
-    request: Request
+    request: Work
     left: list[int]
     gone: list[int] = field(default_factory=list)
     expected: int = 0
@@ -153,7 +160,7 @@ class QueueAgainstModel(RuleBasedStateMachine):
         item = Waiting(request(rows, self.now + patience, self.now, version), list(range(rows)))
         fits = self.waiting_rows() + rows <= self.limit
         try:
-            self.queue.push(item.request)
+            push(self.queue, item.request)
         except Overloaded:
             assert not fits
             item.left = []
@@ -173,8 +180,8 @@ class QueueAgainstModel(RuleBasedStateMachine):
 
     @rule(draining=st.booleans())
     def cut(self, draining: bool) -> None:
-        batch: list[tuple[Request, int]] = []
-        late: list[Request] = []
+        batch: list[tuple[Work, int]] = []
+        late: list[Work] = []
         while self.line and len(batch) < self.max_rows:
             split = [item for item in self.all if item.gone and item in self.line]
             overdue = bool(split) and self.cut_rows >= split[0].expected + self.limit // 8
@@ -197,14 +204,12 @@ class QueueAgainstModel(RuleBasedStateMachine):
             if item.left:
                 self.line.append(item)
         made = self.queue.cut(self.now, draining=draining)
-        rows = [
-            (part.request, row) for part in made.segments for row in range(part.start, part.stop)
-        ]
+        rows = [(item, row) for item, start, stop in made.segments for row in range(start, stop)]
         assert rows == batch
         assert made.late == late
         assert made.rows == len(batch) <= self.max_rows
         assert (made.reason == "full") == (len(batch) == self.max_rows)
-        assert all(part.start < part.stop for part in made.segments)
+        assert all(start < stop for _, start, stop in made.segments)
 
     @rule(seconds=st.integers(1, 3))
     def wait(self, seconds: int) -> None:

@@ -85,18 +85,14 @@ class WatchedBatcher:
     def __getattr__(self, name):
         return getattr(self._batcher, name)
 
-    def enqueue(self, images, deadline_s, on_answer):
+    def enqueue(self, request, images):
         models = self._models
-        models.timeouts_s.append(deadline_s - asyncio.get_running_loop().time())
+        models.timeouts_s.append(request.deadline_s - asyncio.get_running_loop().time())
         models.entered.set()
         if models.error is not None:
             raise models.error.with_traceback(None)  # that of the last call holds its message
 
-        def answered(request, error):
-            models.left.set()
-            on_answer(request, error)
-
-        return self._batcher.enqueue(images, deadline_s, answered)
+        self._batcher.enqueue(request, images)
 
     def cancel(self, request):
         self._models.left.set()
