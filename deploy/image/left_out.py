@@ -4,21 +4,23 @@
     left_out.py try [--also PATTERN] [--root FOLDER] COMMAND ...
 
 `try` hides them from this interpreter's packages, runs COMMAND, brings them back, and exits with
-COMMAND's code. While it runs, the shared libraries of NVIDIA that any process loads are noted: the
-report lists those that are there and that nobody loaded. `--also` hides further ones, `--root`
-searches another folder, and `--keep` hides nothing.
+COMMAND's code. It lists which of NVIDIA's libraries any process had loaded meanwhile, and which
+not. `--also` hides further ones, `--root` searches another folder, `--keep` hides nothing. As on a
+machine with a GPU:
+
+    left_out.py try python -m pytest tests/gpu/test_backend.py tests/gpu/test_service_faults.py
 """
 
 from __future__ import annotations
 
 import argparse
-import fnmatch
+import contextlib
 import shutil
 import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 LEFT_OUT = (
@@ -80,15 +82,28 @@ def loaded_libraries() -> set[str]:
     return names
 
 
-def try_without(roots: list[Path], patterns: Iterable[str], command: list[str]) -> int:
+@contextlib.contextmanager
+def hidden(paths: Iterable[Path]) -> Iterator[list[Path]]:
+    """Rename `paths` inside the block; yields those that were there."""
+    found: list[Path] = []
+    try:
+        for path in paths:
+            path.rename(path.with_name(path.name + _HIDDEN))
+            found.append(path)
+        yield found
+    finally:
+        for path in found:
+            path.with_name(path.name + _HIDDEN).rename(path)
+
+
+def try_without(roots: list[Path], patterns: Sequence[str], command: list[str]) -> int:
     """Run `command` while the files of `patterns` are hidden; return its exit code."""
     libraries = {
         path.name: path.stat().st_size
         for root in roots
-        for path in root.rglob("*.so*")
-        if fnmatch.fnmatch(path.name, "lib*.so*") and "nvidia" in path.parts
+        for path in root.rglob("lib*.so*")
+        if path.name.startswith(("libcu", "libnv", "libnccl")) and not path.is_symlink()
     }
-    hidden = [path for root in roots for path in matches(root, patterns)]
     loaded: set[str] = set()
     ended = threading.Event()
 
@@ -97,24 +112,22 @@ def try_without(roots: list[Path], patterns: Iterable[str], command: list[str]) 
             loaded.update(loaded_libraries())
 
     watcher = threading.Thread(target=watch)
-    try:
-        for path in hidden:
-            path.rename(path.with_name(path.name + _HIDDEN))
+    with hidden([path for root in roots for path in matches(root, patterns)]) as paths:
         watcher.start()
-        return subprocess.run(command, check=False).returncode
-    finally:
-        ended.set()
-        watcher.join()
-        for path in hidden:
-            path.with_name(path.name + _HIDDEN).rename(path)
-        print(f"hidden: {', '.join(sorted(path.name for path in hidden)) or 'nothing'}")
-        for kind, names in (
-            ("loaded", loaded & libraries.keys()),
-            ("never loaded", libraries.keys() - loaded),
-        ):
-            print(f"{kind}:")
-            for name in sorted(names, key=libraries.__getitem__, reverse=True):
-                print(f"  {libraries[name] / 1e6:8.1f} MB  {name}")
+        try:
+            code = subprocess.run(command, check=False).returncode
+        finally:
+            ended.set()
+            watcher.join()
+    print(f"hidden: {', '.join(sorted(path.name for path in paths)) or 'nothing'}")
+    for kind, names in (
+        ("loaded", loaded & libraries.keys()),
+        ("not loaded", libraries.keys() - loaded),
+    ):
+        print(f"{kind}:")
+        for name in sorted(names, key=libraries.__getitem__, reverse=True):
+            print(f"  {libraries[name] / 1e6:8.1f} MB  {name}")
+    return code
 
 
 def main() -> int:
