@@ -15,15 +15,16 @@ from service.process.mps import STOP_TIMEOUT_S
 from service.settings import Settings
 from service.supervisor import STOP_LIMIT_S
 
-UNIT = Path(__file__).parents[2] / "deploy/systemd/lenet-serve.service"
+UNIT = Path(__file__).parents[2] / "deploy/systemd/lenet-serve@.service"
 MOST_EXPOSED = 20  # tenths; what is left: the Internet, the host's folders, @resources for nice
 
 
 @pytest.fixture
 def unit(tmp_path):
     """The unit, with a program that is there."""
-    path = tmp_path / UNIT.name
-    path.write_text(UNIT.read_text().replace("/opt/lenet-serve/bin/lenet-serve", sys.executable))
+    path = tmp_path / "lenet-serve@8000.service"
+    text = re.sub(r"/opt/lenet-serve/bin/[\w-]+", sys.executable, UNIT.read_text())
+    path.write_text(text)
     return path
 
 
