@@ -152,7 +152,8 @@ class Instances:
         port, grpc_port = self.ports[index]
         line = ("--port", str(port), "--grpc-port", str(grpc_port), "--workers", "2")
         line += ("--device", "cpu", "--weights", str(weights), "--api-keys", ",".join(self._keys))
-        self._running[index] = Service([*line, *arguments], folder, root=root).ready(2)
+        self._running[index] = Service([*line, *arguments], folder, root=root)
+        self._running[index].ready(2)
 
     def stop(self, index):
         """Stop one by SIGTERM, and wait until it has ended."""
