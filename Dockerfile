@@ -11,7 +11,7 @@ ARG PYTHON_IMAGE=python:3.11.14-slim-bookworm
 FROM ${PYTHON_IMAGE} AS dependencies
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_QUIET=1
 RUN python3 -m venv /build && python3 -m venv --without-pip /opt/lenet-serve && \
-    mkdir -p /home/lenet /srv/weights /srv/data
+    mkdir -p /home/lenet /srv/data /srv/runs
 WORKDIR /src
 COPY pyproject.toml constraints.txt deploy/image/install.sh deploy/image/left_out.py ./
 # A package mirror and its certificates are passed as secrets, which stay out of the layers.
@@ -63,7 +63,7 @@ STOPSIGNAL SIGTERM
 FROM runtime AS trainer
 # Volumes that are mounted here belong to the same user. A volume of weights begins with the
 # committed ones.
-COPY --from=dependencies --chown=65532:65532 /srv/data /srv/data
+COPY --from=dependencies --chown=65532:65532 /srv /srv
 COPY --chown=65532:65532 weights /srv/weights
 COPY --from=dependencies-trainer /opt/lenet-serve /opt/lenet-serve
 COPY --from=program /opt/lenet-serve /opt/lenet-serve
