@@ -41,7 +41,9 @@ COPY lenet lenet
 COPY service service
 COPY trainer trainer
 COPY weights weights
-RUN rm -r /opt/lenet-serve && python3 -m venv --without-pip /opt/lenet-serve && \
+ARG COMMIT=""
+RUN if [ -n "$COMMIT" ]; then echo "$COMMIT" >lenet/COMMIT; fi; \
+    rm -r /opt/lenet-serve && python3 -m venv --without-pip /opt/lenet-serve && \
     /build/bin/pip wheel --no-deps --no-build-isolation --wheel-dir /wheels . && \
     /build/bin/pip --python /opt/lenet-serve/bin/python install --no-deps /wheels/*.whl
 

@@ -101,6 +101,7 @@ env-example: .venv/serve.stamp ## write .env.example anew from the settings
 # The Dockerfile needs BuildKit, which Docker before 23 and docker-compose 1 leave off by default.
 docker-image docker-up docker-down: export DOCKER_BUILDKIT := 1
 docker-up docker-down: export COMPOSE_DOCKER_CLI_BUILD := 1
+docker-image docker-up: export COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
 COMPOSE = $(or $(shell docker compose version >/dev/null 2>&1 && echo docker compose || \
   command -v docker-compose),$(error neither `docker compose` nor docker-compose runs here: install \
   Docker with its Compose plugin, or on Debian: apt install docker.io docker-compose))
@@ -108,7 +109,8 @@ TARGET ?= service
 
 # Compose 1 cannot pass secrets to a build, so this does not use Compose.
 docker-image: ## build an image (TARGET=trainer), behind a mirror too (PIP_CONF=pip.conf CERTIFICATES=ca.pem)
-	docker build --target $(TARGET) --tag lenet-serve:$(TARGET) $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF)) \
+	docker build --target $(TARGET) --tag lenet-serve:$(TARGET) --build-arg COMMIT \
+	  $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF)) \
 	  $(if $(CERTIFICATES),--secret id=certificates$(,)src=$(CERTIFICATES)) $(ARGS) .
 
 docker-up: ## build and start the service and Prometheus with Docker Compose (BUILD=no)

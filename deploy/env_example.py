@@ -41,6 +41,7 @@ COMPOSE = {
     ),
     "GRAFANA_PORT": ("3000", "Port on the host, at 127.0.0.1."),
     "PYTHON_IMAGE": ("python:3.11.14-slim-bookworm", "Base of the images that are built here."),
+    "COMMIT": ("", "Commit that the images are built of; make sets it."),
     "PROMETHEUS_IMAGE": ("prom/prometheus:v3.5.0", "Image of Prometheus."),
     "GRAFANA_IMAGE": ("grafana/grafana:12.3.1", "Image of Grafana."),
 }
