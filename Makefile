@@ -2,6 +2,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 ARGS ?=
+, := ,
 LONG_MODULE := 500
 PROTOS := service/forms/open_inference service/api/health service/api/reflection lenet/onnx_subset
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I.
@@ -13,7 +14,7 @@ ABOUT_TESTS := This takes less than 90 seconds on two idle cores. Tests that sta
 ABOUT_ALL := This takes less than 8 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist docker-up docker-down clean
+.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist env-example docker-image docker-up docker-down image-size clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -94,18 +95,33 @@ dist: .venv/dev.stamp ## build sdist and wheel of the last commit into dist, and
 	$(BIN)/python -m build --no-isolation --outdir dist build/release
 	$(BIN)/python -m twine check --strict dist/*
 
+env-example: .venv/serve.stamp ## write .env.example anew from the settings
+	$(BIN)/python -m deploy.env_example
+
 # The Dockerfile needs BuildKit, which Docker before 23 and docker-compose 1 leave off by default.
-docker-up docker-down: export DOCKER_BUILDKIT := 1
+docker-image docker-up docker-down: export DOCKER_BUILDKIT := 1
 docker-up docker-down: export COMPOSE_DOCKER_CLI_BUILD := 1
+docker-image docker-up: export COMMIT = $(shell git rev-parse HEAD 2>/dev/null)
 COMPOSE = $(or $(shell docker compose version >/dev/null 2>&1 && echo docker compose || \
   command -v docker-compose),$(error neither `docker compose` nor docker-compose runs here: install \
   Docker with its Compose plugin, or on Debian: apt install docker.io docker-compose))
+TARGET ?= service
 
-docker-up: ## build and start the service and Prometheus with Docker Compose
-	$(COMPOSE) up --build --detach
+# Compose 1 cannot pass secrets to a build, so this does not use Compose.
+docker-image: ## build an image (TARGET=trainer), behind a mirror too (PIP_CONF=pip.conf CERTIFICATES=ca.pem)
+	docker build --target $(TARGET) --tag lenet-serve:$(TARGET) --build-arg COMMIT \
+	  $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF)) \
+	  $(if $(CERTIFICATES),--secret id=certificates$(,)src=$(CERTIFICATES)) $(ARGS) .
+
+docker-up: ## build and start the service and Prometheus with Docker Compose (BUILD=no)
+	$(COMPOSE) up $(if $(filter no,$(BUILD)),--no-build,--build) --detach
 
 docker-down: ## stop them
 	$(COMPOSE) down
+
+image-size: ## list what is in the images that are built, without their base
+	@for image in $$(docker image ls --format '{{.Repository}}:{{.Tag}}' lenet-serve | sort); do \
+	  docker run --rm --entrypoint python $$image -c "$$(cat deploy/image/sizes.py)" $$image; done
 
 clean: ## remove what this Makefile made
 	rm -rf .venv build dist *.egg-info .coverage* .hypothesis .mypy_cache .ruff_cache .pytest_cache .import_linter_cache

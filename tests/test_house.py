@@ -17,9 +17,6 @@ import lenet
 import service
 import trainer
 from service.errors import ExitCode
-from service.process.mps import STOP_TIMEOUT_S
-from service.settings import Settings
-from service.supervisor import STOP_LIMIT_S
 from service.transport.answer import STATUS
 
 ROOT = Path(__file__).parents[1]
@@ -139,25 +136,6 @@ def test_the_documents_list_every_http_error():
         if code != "cancelled":  # the client is gone, nobody reads it
             assert f"`{code}`" in documented
             assert str(status) in documented
-
-
-def test_compose_passes_every_setting_of_the_service():
-    compose = (ROOT / "docker-compose.yml").read_text()
-    passed = set(re.findall(r"- (LENET_\w+)", compose)) | {"LENET_HOST"}  # set by the Dockerfile
-    passed |= set(re.findall(r"\$\{(LENET_\w+)", compose)) - {"LENET_BIND"}
-    assert passed == {f"LENET_{name.upper()}" for name in Settings.model_fields}
-
-
-def test_compose_waits_longer_than_a_stop_takes():
-    compose = (ROOT / "docker-compose.yml").read_text()
-
-    def seconds(pattern):
-        return float(re.search(pattern, compose)[1])
-
-    grace_s = seconds(r"LENET_GRACE_S:-(\d+)")
-    drain_s = seconds(r"LENET_DRAIN_TIMEOUT_S:-(\d+)")
-    limit_s = seconds(r"stop_grace_period: (\d+)s")
-    assert grace_s + drain_s + STOP_LIMIT_S + STOP_TIMEOUT_S < limit_s
 
 
 def test_the_image_bears_the_version_of_the_project():

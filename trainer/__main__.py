@@ -43,7 +43,7 @@ from lenet import distribution_version
 _EXTRA = (
     "training needs the packages tqdm and httpx, which serving does not: run `make train` in a "
     "checkout, `python -m pip install tqdm httpx` beside an installed wheel, or build the Docker "
-    "image with --build-arg EXTRAS=[train]"
+    "image with --target trainer"
 )
 
 

@@ -40,7 +40,7 @@ def _install(cuda: int | None = None) -> str:
         return f"{_install(_NEWEST_CUDA)}; {older}"
     return (
         "install it in a checkout with .venv/bin/python -m pip install --constraint "
-        f"constraints.txt -e '.[cuda{cuda}]', in Docker with --build-arg 'EXTRAS=[cuda{cuda}]'"
+        f"constraints.txt -e '.[cuda{cuda}]', in Docker with --target service-cuda{cuda}"
     )
 
 

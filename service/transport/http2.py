@@ -639,7 +639,10 @@ class Http2:
                 raise _size_error("an acknowledgement with settings")
             if self._settings_sent:
                 self._settings_sent = 0
-                self._decoder.max_allowed_table_size = 0
+                # The client should announce the empty table. nginx's module for gRPC does not (seen
+                # with 1.22), and never refers to an entry; where one does, decoding fails.
+                self._decoder.max_allowed_table_size = self._decoder.header_table_size = 0
+                self._table_is_empty = True
             else:
                 self._spend()
             return

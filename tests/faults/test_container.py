@@ -1,4 +1,4 @@
-"""The image, run with nothing that it could misuse. `make docker-up` builds it."""
+"""The image, run with nothing that it could misuse. `make docker-image` builds it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.faults.checks import NO_TRACE
 
-IMAGE = os.environ.get("LENET_TEST_IMAGE", "lenet-serve:local")
+IMAGE = os.environ.get("LENET_TEST_IMAGE", "lenet-serve:service")
 
 INSIDE = """
 import http.client, json, pathlib, socket
@@ -56,7 +56,7 @@ def container():
     if subprocess.run(
         ["docker", "image", "inspect", IMAGE], capture_output=True, check=False
     ).returncode:
-        pytest.skip("the image is not built: make docker-up builds it")
+        pytest.skip("the image is not built: make docker-image builds it")
     hardened = ("--read-only", "--tmpfs", "/tmp", "--cap-drop", "ALL", "--network", "none")
     limits = ("--security-opt", "no-new-privileges:true", "--memory", "2g", "--pids-limit", "1024")
     name = docker("run", "--detach", *hardened, *limits, IMAGE, "--workers", "2").strip()

@@ -18,7 +18,14 @@ from typing import Any, NamedTuple
 import hpack
 from h2.config import H2Configuration
 from h2.connection import H2Connection
-from h2.events import DataReceived, Event, RequestReceived, StreamEnded, StreamReset
+from h2.events import (
+    DataReceived,
+    Event,
+    RequestReceived,
+    SettingsAcknowledged,
+    StreamEnded,
+    StreamReset,
+)
 from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
@@ -139,7 +146,9 @@ class Other:
         self.has_reset |= b"\0\0\4\3\0" in self.h2.data_to_send()
 
     def _read(self, event: Event) -> None:
-        if isinstance(event, RequestReceived):
+        if isinstance(event, SettingsAcknowledged):
+            self.h2.decoder.header_table_size = 0  # as here, where a client does not announce it
+        elif isinstance(event, RequestReceived):
             fields = dict(event.headers)
             found = [fields[b":method"], fields.get(b":path", b"").partition(b"#")[0], b""]
             self._open[event.stream_id] = found
@@ -630,7 +639,7 @@ class HeaderBlocksTarget(Target):
         for flags, one in blocks(data):
             if flags & 1:
                 http2.receive(ACKED)
-                decoder.max_allowed_table_size = 0
+                decoder.max_allowed_table_size = decoder.header_table_size = 0
             server.found = None
             http2.refill()
             again = http2.receive(headers(one, stream))

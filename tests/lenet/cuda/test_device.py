@@ -10,7 +10,7 @@ from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
 
 INSTALL = (
     "install it in a checkout with .venv/bin/python -m pip install --constraint constraints.txt "
-    "-e '.[cuda{}]', in Docker with --build-arg 'EXTRAS=[cuda{}]'"
+    "-e '.[cuda{}]', in Docker with --target service-cuda{}"
 )
 INSTALL_12 = INSTALL.format(12, 12)
 INSTALL_ANY = f"{INSTALL.format(13, 13)}; where nvidia-smi says CUDA 12, take cuda12"

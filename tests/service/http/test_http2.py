@@ -900,7 +900,14 @@ HPACK = {
         ACKED + headers(NO_TABLE + block() + INDEXED + NEWEST),
         *NOT_DECODED,
     ),
-    "7541 4.2 a table that stays as it was": (ACKED + headers(block()), *NOT_DECODED),
+    "7541 4.2 an empty table that is not announced, as nginx's": (
+        ACKED + headers(block() + INDEXED) + headers(block(), stream=3),
+        *(f"{GOT}, 3 GET /, 3 end", ""),
+    ),
+    "7541 4.2 a table that stays as it was": (
+        headers(block() + INDEXED) + ACKED + headers(block() + NEWEST, stream=3),
+        *(GOT, "goaway 1 COMPRESSION_ERROR"),
+    ),
     "7541 4.2 a larger table than allowed": (
         ACKED + headers(integer(100, 5, 0x20) + block()),
         *NOT_DECODED,
