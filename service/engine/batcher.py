@@ -236,7 +236,7 @@ class Batcher:
         try:
             if isinstance(outcome, Exception):
                 raise outcome
-            if self._overlap_rows:
+            if self._overlap_rows and self._queue.rows:
                 self._dispatch()  # the device computes while the answers are written
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
