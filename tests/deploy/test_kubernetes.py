@@ -27,6 +27,7 @@ referencing = pytest.importorskip("referencing")
 
 ROOT = Path(__file__).parents[2] / "deploy" / "kubernetes"
 SCHEMAS = Path(__file__).parent / "schemas"
+DOCUMENT = ROOT.parents[1] / "docs" / "kubernetes.md"
 VERSION = "1.37"
 DEFAULT_GRACE_S = 30  # Kubernetes', where a manifest says nothing
 
@@ -276,3 +277,19 @@ def test_a_manifest_with_a_mistake_is_refused(render, kind, path, value):
     place[path[-1]] = value
     with pytest.raises(jsonschema.ValidationError):
         validate(document)
+
+
+def test_the_overlay_in_the_document_is_valid(kustomize, tmp_path):
+    (text,) = re.findall(r"```yaml\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    folder = os.path.relpath(ROOT, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(text.replace("../../deploy/kubernetes", folder))
+    line = [*kustomize, str(tmp_path)]
+    done = subprocess.run(line, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    kinds = {one["kind"]: one for one in yaml.safe_load_all(done.stdout)}
+    for document in kinds.values():
+        validate(document)
+    assert settings_of(kinds).models == ("lenet",)
+    spec, container = pod_spec(kinds)
+    images = [container["image"], *(one["image"] for one in spec["initContainers"])]
+    assert all(image.startswith("registry.example.org/") for image in images)
