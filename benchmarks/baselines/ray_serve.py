@@ -32,7 +32,7 @@ def main() -> None:
     os.environ["PYTHONPATH"] += os.pathsep + str(FOLDER)  # of the replicas
     import digits
 
-    class Probed(digits.Digits.func_or_class):  # type: ignore[misc, name-defined]
+    class Probed(digits.Digits.func_or_class):
         """Also answers the GET that asks for readiness; Ray's own is 200 before it serves."""
 
         async def __call__(self, http: Request) -> Response:

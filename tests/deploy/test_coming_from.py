@@ -15,7 +15,7 @@ from tests.service_process import PROJECT, committed
 
 DOCUMENT = (PROJECT / "docs" / "coming-from.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
-SHELL = list(commands(DOCUMENT))
+SHELL = [command for command in commands(DOCUMENT) if not command.skip]
 
 pytestmark = pytest.mark.process
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import re
 import subprocess
 import sys
 from http.client import HTTPConnection
@@ -14,8 +15,11 @@ import pytest
 
 from tests.service_process import PROJECT, committed
 
+DOCUMENT = PROJECT / "docs" / "ray.md"
+
 # In a process of its own, which Ray fills with threads. Arguments: a file with the pixels of
-# images, one with the answer to each, and the number of requests before a replica is killed.
+# images, one with the answer to each, the number of requests before a replica is killed, and
+# the code of docs/ray.md.
 DRIVER = r"""
 import json, os, signal, socket, sys, threading, time
 from http.client import HTTPConnection, HTTPException
@@ -82,10 +86,16 @@ stop.set()
 for thread in threads:
     thread.join()
 label = int(handle.predict.remote(pixels[:1]).result().argmax())
+serve.delete("default")
+exec(sys.argv[4])  # the application of the document
+serve.run(application)
+connection = HTTPConnection("127.0.0.1", port, timeout=30)
+connection.request("POST", "/", pixels[:3].tobytes())
+read = json.loads(connection.getresponse().read())
 serve.shutdown()
 ray.shutdown()
 last = set(pids[-before // 2:])
-print(json.dumps([sorted(first), victim, sorted(last), counts, wrong, label]))
+print(json.dumps([sorted(first), victim, sorted(last), counts, wrong, label, read]))
 """
 
 
@@ -124,13 +134,16 @@ def test_two_replicas_answer_as_the_service_and_one_that_is_killed_is_replaced(r
         connection.close()
     np.save(tmp_path / "pixels.npy", pixels)
     (tmp_path / "answers.json").write_text(json.dumps(answers))
-    done = run_ray(DRIVER, str(tmp_path / "pixels.npy"), str(tmp_path / "answers.json"), "300")
+    (code,) = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
+    files = tmp_path / "pixels.npy", tmp_path / "answers.json"
+    done = run_ray(DRIVER, *map(str, files), "300", code)
     assert done.returncode == 0, done.stderr
-    first, victim, last, counts, wrong, label = json.loads(done.stdout.splitlines()[-1])
+    first, victim, last, counts, wrong, label, read = json.loads(done.stdout.splitlines()[-1])
     assert wrong == []
     assert len(first) == len(last) == 2
     assert victim not in last
-    assert label == json.loads(answers[0])["predictions"][0]["label"]
+    labels = [json.loads(answer)["predictions"][0]["label"] for answer in answers[:3]]
+    assert (label, read) == (labels[0], labels)
     # Requests that the killed replica had are lost: at most one of each client.
     assert counts.pop("200") >= 600
     assert sum(counts.values()) <= 8
