@@ -1,12 +1,12 @@
 """`python -m benchmarks.http`: our HTTP service beside other Python model servers.
 
-The others are mosec, a plain FastAPI + ONNX Runtime application, LitServe and MLServer where they
-are installed, and a bare ASGI application on uvicorn that answers a constant. With --against DIR
-our service is compared with that of another checkout instead, for example a `git worktree` of an
-older commit. All servers run at the same time on the CPU, and wrk loads one after another in
-alternating rounds, so that other work on the machine affects all. wrk uses the same cores: the
-ratios mean something, the absolute rates are low. Exit code: 0, 1 when an answer failed, 2 when
-nothing was measured.
+The others are mosec, a plain FastAPI + ONNX Runtime application, LitServe, MLServer and our engine
+behind Ray Serve where they are installed, and a bare ASGI application on uvicorn that answers a
+constant. With --against DIR our service is compared with that of another checkout instead, for
+example a `git worktree` of an older commit. All servers run at the same time on the CPU, and wrk
+loads one after another in alternating rounds, so that other work on the machine affects all. wrk
+uses the same cores: the ratios mean something, the absolute rates are low. Exit code: 0, 1 when an
+answer failed, 2 when nothing was measured.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _NUMBERS = ("rps", "p50_ms", "p99_ms", "cpu_us", *_FIRST_ANSWERS)
 _BODIES_BYTES = 16 * 1024 * 1024  # wrk keeps all bodies in memory
 _DISTRIBUTIONS = (
     *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools", "onnxruntime", "orjson"),
-    *("pydantic", "mosec", "litserve", "mlserver"),
+    *("pydantic", "mosec", "litserve", "mlserver", "ray"),
 )
 
 
@@ -84,6 +84,7 @@ PEERS = {
     CONSTANT: Peer("bare_uvicorn", "uvicorn"),
     "litserve": Peer("plain_litserve", "litserve"),
     "mlserver": Peer("plain_mlserver", "mlserver", ready="/v2/health/ready"),
+    "ray": Peer("ray_serve", "ray", raw="/predict", ready="/predict"),
 }
 
 

@@ -123,7 +123,9 @@ async def open_service(
 
         began = time.perf_counter()
         weights = WeightsFolder(settings.weights, settings.latest_versions)
-        versions = weights.read_all(settings.models, settings.default_model, unloaded(folder))
+        versions = weights.read_all(
+            settings.models, settings.default_model, unloaded(folder), settings.model_alias
+        )
         read = time.perf_counter()
         names = ", ".join(f"{version.name}/{version.version}" for version in versions)
         what = names or "nothing, as all models are unloaded,"
@@ -143,6 +145,7 @@ async def open_service(
                 config,
                 metrics,
                 deadlines,
+                settings.model_alias,
             )
         )
         opening_s, warm_up_s = models.start_s()

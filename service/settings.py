@@ -76,6 +76,10 @@ class Settings(BaseSettings):
     default_model: str = ""
     """Model for requests that name none. By default lenet, or the only one loaded."""
 
+    model_alias: str = ""
+    """Second name of the default model, for clients that know the service by a name of its own, as
+    KServe's do."""
+
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Backend: auto takes all GPUs that --devices names, or the CPU if there is none."""
 
@@ -300,6 +304,10 @@ class Settings(BaseSettings):
                     f"--models: got {model!r}, expected NAME or NAME:VERSION, a positive integer; "
                     "commas separate several"
                 )
+        if set(self.model_alias) & set("/@: "):
+            raise ValueError(
+                f"--model-alias is {self.model_alias!r}, expected a name without /, @, : or space"
+            )
         names = {model.partition(":")[0] for model in self.models}
         if names and self.default_model and self.default_model not in names:
             raise ValueError(

@@ -79,7 +79,9 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             received = stack.enter_context(_received(signals))
             # A setting that no worker could start with is reported once, before any is started.
             folder = WeightsFolder(settings.weights, settings.latest_versions)
-            versions = folder.read_all(settings.models, settings.default_model)
+            versions = folder.read_all(
+                settings.models, settings.default_model, alias=settings.model_alias
+            )
             # A worker that replaces another has the same models, and the same default.
             names = tuple(dict.fromkeys(version.name for version in versions))
             same = {"models": settings.models or names, "default_model": versions[0].name}

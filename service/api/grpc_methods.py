@@ -176,7 +176,7 @@ class HealthServicer:
             await asyncio.sleep(_WATCH_S)
 
     def _known(self) -> set[str]:
-        return {"", SERVICE, *(model.version.name for model in self._models.served)}
+        return {"", SERVICE, *self._models.names}
 
     def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
         if name not in self._known():

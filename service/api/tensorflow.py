@@ -34,9 +34,11 @@ class VersionStatus(BaseModel):
 
 
 class ModelStatus(BaseModel):
-    """The states of the versions of a model."""
+    """The states of the versions of a model, and what KServe's version 1 protocol has instead."""
 
     model_version_status: list[VersionStatus]
+    name: str
+    ready: bool
 
 
 def status_routes(models: Models) -> APIRouter:
@@ -52,7 +54,9 @@ def status_routes(models: Models) -> APIRouter:
         state: Literal["AVAILABLE", "UNLOADING"] = "AVAILABLE" if models.ready else "UNLOADING"
         served = models.select(name, version)
         versions = [VersionStatus(version=one.version.version, state=state) for one in served]
-        return ModelStatus(model_version_status=versions)
+        return ModelStatus(
+            model_version_status=versions, name=served[0].version.name, ready=models.ready
+        )
 
     unknown = errors(ProtocolError, [404])
     for path, dependencies in OWNERS:

@@ -71,7 +71,9 @@ class ServedModel:
 
 
 class Models:
-    """The models of `versions`, which `folder` reloads; `default` answers who names none.
+    """The models of `versions`, which `folder` reloads.
+
+    `default` answers who names none, or `alias`.
 
     Use it as an async context manager: entering warms up and validates every context, leaving
     drains the queues and closes the contexts. `ready` says whether traffic may come; who opens the
@@ -91,12 +93,14 @@ class Models:
         config: EngineConfig,
         metrics: Metrics,
         deadlines: Deadlines,
+        alias: str = "",
     ) -> None:
         self.ready = False
         self.lost = asyncio.Event()
         self._folder = folder
         self._versions = versions
         self._default = default
+        self._default_names = {"", alias}
         self._config = config
         self._metrics = metrics
         self._deadlines = deadlines
@@ -124,9 +128,18 @@ class Models:
         models = sorted(self._served.items(), key=lambda item: item[0] != self._default)
         return tuple(one for _, versions in models for one in versions)
 
+    @property
+    def names(self) -> set[str]:
+        """The names by which requests find models, the alias among them."""
+        loaded = {one.version.name for one in self.served}
+        return loaded | (self._default_names - {""} if self._default in loaded else set())
+
+    def _resolved(self, name: str) -> str:
+        return self._default if name in self._default_names else name
+
     def find(self, name: str = "", version: str = "") -> ServedModel | None:
         """Like `get`, but None if it is not loaded."""
-        versions = self._served.get(name or self._default, ())
+        versions = self._served.get(self._resolved(name), ())
         if not version:
             if len(versions) > 1:  # one may have been replaced a moment ago
                 return max(versions, key=lambda one: int(one.version.version))
@@ -134,7 +147,9 @@ class Models:
         return next((one for one in versions if one.version.version == version), None)
 
     def get(self, name: str = "", version: str = "") -> ServedModel:
-        """The model called `name`, the default one for "", in `version`, the highest one for "".
+        """The model called `name` in `version`, the highest one for "".
+
+        The default model for "" and for the alias.
 
         Raises:
             UnknownModel: not loaded; the message lists what is.
@@ -142,7 +157,7 @@ class Models:
         model = self.find(name, version)
         if model is not None:
             return model
-        versions = self._served.get(name or self._default)
+        versions = self._served.get(self._resolved(name))
         if versions is None:
             raise self._not_loaded(name or self._default)
         loaded = ", ".join(repr(one.version.version) for one in versions)
@@ -158,7 +173,10 @@ class Models:
         )
 
     def _not_loaded(self, name: str) -> UnknownModel:
-        loaded = ", ".join(self._served) or "none: no model is"
+        loaded = (
+            ", ".join([*self._served, *sorted(self.names - self._served.keys())])
+            or "none: no model is"
+        )
         message = f"model {shown(name)} is not loaded, expected one of {loaded}"
         return UnknownModel(message, field="model")
 

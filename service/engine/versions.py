@@ -2,7 +2,8 @@
 
 A model is a folder in it and a version a file there, MODEL/VERSION.safetensors with VERSION a
 positive integer. Of each model the highest versions are served, as many as asked for, or those that
-the settings name.
+the settings name. A folder without such folders may be that of one model: VERSION.safetensors, or
+one file of any name, which is version 1. The model is then called as the metadata of its file say.
 """
 
 from __future__ import annotations
@@ -68,6 +69,8 @@ class WeightsFolder:
 
     def __init__(self, path: Path, latest: int = 1) -> None:
         self._path = path
+        self._only = ""
+        """The model whose files `path` itself holds, "" if it holds folders of models."""
         self._latest = latest
         self._pinned: dict[str, set[int]] = {}
         self._left_out: dict[str, set[str]] = {}
@@ -78,15 +81,18 @@ class WeightsFolder:
         wanted: Sequence[str] = (),
         default_model: str = "",
         unloaded: Container[str] = (),
+        alias: str = "",
     ) -> tuple[ModelVersion, ...]:
         """Read the models `wanted`, or every model there is; the default model comes first.
 
         Of a model that is wanted as `NAME:VERSION`, also several times, these versions are read,
         from now on. Without `default_model` that is `DEFAULT_MODEL`, or the only model. What is
-        `unloaded` is not read now; its files may be missing or broken.
+        `unloaded` is not read now; its files may be missing or broken. `alias` is to be a second
+        name of the default model.
 
         Raises:
-            InvalidWeightFile: the folder or a model is missing or must not be served.
+            InvalidWeightFile: the folder or a model is missing or must not be served, or `alias` is
+                another model.
         """
         if not self._path.is_dir():
             where = "" if self._path.is_absolute() else f" in {Path.cwd()}"
@@ -97,6 +103,7 @@ class WeightsFolder:
                 f"{self._path}: {found}; set --weights to the folder that holds "
                 "MODEL/VERSION.safetensors"
             )
+        self._only = self._find_only()
         names = []
         for one in wanted or self._names():
             name, _, version = one.partition(":")
@@ -106,12 +113,8 @@ class WeightsFolder:
         names = list(dict.fromkeys(names))
         if not names:
             files = _listed(self._path, "*.safetensors")
-            found = f"{files[0].name}, but no" if files else "no"
-            hint = ""
-            if files and files[0].stem.isascii() and files[0].stem.isdigit():
-                hint = f", as {self._path.resolve().parent}"
-            elif files:
-                hint = ", or move a file there, as lenet/1.safetensors"
+            found = f"{files[0].name} and {files[1].name}, but no" if files else "no"
+            hint = ", or call a file there 1.safetensors" if files else ""
             raise InvalidWeightFile(
                 f"{self._path}: holds {found} MODEL/VERSION.safetensors; set --weights to the "
                 f"folder that does{hint}"
@@ -124,6 +127,11 @@ class WeightsFolder:
             raise InvalidWeightFile(
                 f"{self._path}: the default model {default!r} is not among the models "
                 f"{', '.join(names)}; set --default-model to one of them"
+            )
+        if alias != default and alias in {*names, *self._names()}:
+            raise InvalidWeightFile(
+                f"{self._path}: --model-alias is {alias!r}, which is a model of its own there; "
+                f"expected another name, or --default-model {alias}"
             )
         names.sort(key=lambda name: name != default)
         return tuple(
@@ -174,11 +182,14 @@ class WeightsFolder:
         )
 
     def _files(self, name: str) -> dict[int, Path]:
-        folder = self._path / name
+        folder = self._path if name == self._only else self._path / name
         versions: dict[int, Path] = {}
-        for path in _listed(folder, "*.safetensors"):
+        paths = _listed(folder, "*.safetensors")
+        if name == self._only and len(paths) == 1 and not _is_version(paths[0].stem):
+            return {1: paths[0]}
+        for path in paths:
             stem = path.stem
-            if stem.isascii() and stem.isdigit() and not stem.startswith("0"):
+            if _is_version(stem):
                 versions[int(stem)] = path
             elif path not in self._ignored:
                 self._ignored.add(path)
@@ -193,13 +204,14 @@ class WeightsFolder:
             )
         weights = WeightFile.read(path)
         if weights.model.name != name:
+            place = "the files beside it" if name == self._only else "its folder"
             raise InvalidWeightFile(
-                f"{path}: metadata model is {weights.model.name!r}, expected {name!r} as its folder"
+                f"{path}: metadata model is {weights.model.name!r}, expected {name!r} as {place}"
             )
         return ModelVersion(name, str(version), path, weights, weights.digest())
 
     def _folder_of(self, name: str) -> Path:
-        folder = self._path / name
+        folder = self._path if name == self._only else self._path / name
         if not folder.is_dir():
             raise InvalidWeightFile(
                 f"{folder}: no such folder; the models in {self._path} are "
@@ -208,7 +220,27 @@ class WeightsFolder:
         return folder
 
     def _names(self) -> list[str]:
+        if self._only:
+            return [self._only]
         return sorted({path.parent.name for path in _listed(self._path, "*/*.safetensors")})
+
+    def _find_only(self) -> str:
+        """See `_only`; the first file says it."""
+        files = _listed(self._path, "*.safetensors")
+        is_one_model = len(files) == 1 or any(_is_version(path.stem) for path in files)
+        if not is_one_model or _listed(self._path, "*/*.safetensors"):
+            return ""
+        path = next((path for path in files if _is_version(path.stem)), files[0])
+        name = WeightFile.read(path).model.name
+        if not name or set(name) & set("/@: "):
+            raise InvalidWeightFile(
+                f"{path}: metadata model is {name!r}, expected a name without /, @, : or space"
+            )
+        return name
+
+
+def _is_version(stem: str) -> bool:
+    return stem.isascii() and stem.isdigit() and not stem.startswith("0")
 
 
 def _listed(folder: Path, pattern: str) -> list[Path]:

@@ -88,7 +88,7 @@ def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name
     main([])
     values = [getattr(settings, name) for _, settings in started]
     assert values[0] == values[1] != Settings.model_fields[name].default
-    monkeypatch.setenv("LENET_PORT", "1")
+    monkeypatch.setenv("LENET_PORT", "tcp://10.0.0.1:8000")  # as a Service called lenet sets it
     main(["--port", "2"])
     assert started[-1][1].port == 2
 

@@ -110,6 +110,7 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
         ),
         ({"models": "lenet@2"}, "--models: got 'lenet@2', expected NAME or NAME:VERSION"),
         ({"devices": "cpu"}, "--devices is cpu, expected GPUs by number, or all; the backend is"),
+        ({"model_alias": "a/b"}, "--model-alias is 'a/b', expected a name without /"),
         ({"versions": "latest:0"}, "versions"),
         ({"versions": "2"}, "versions"),
         ({"api_keys": " , "}, "--api-keys: got an empty list"),

@@ -60,15 +60,39 @@ def test_a_missing_folder_is_named_with_the_working_directory_and_the_setting(fo
     )
 
 
-def test_a_folder_of_one_model_is_named_with_the_folder_above(folder, write):
-    write("a/1")
-    assert refusal(folder / "a") == (
-        f"{folder / 'a'}: holds 1.safetensors, but no MODEL/VERSION.safetensors; set --weights to "
-        f"the folder that does, as {folder}"
+def test_a_folder_of_versions_or_of_one_file_is_that_of_the_model_in_its_metadata(folder, write):
+    for place in ("lenet/2", "lenet/10"):
+        write(place)
+    weights = WeightsFolder(folder / "lenet")
+    (version,) = weights.read_all()
+    assert version.key == ("lenet", "10")
+    assert weights.index() == (("lenet", "10"), ("lenet", "2"))
+    assert read(folder / "lenet", ("lenet:2",))[0].version == "2"
+    assert "no such folder; the models in" in refusal(folder / "lenet", ("mlp",))
+    write("lenet/3", name="mlp")
+    assert refusal(folder / "lenet", ("lenet:3",)).endswith(
+        "metadata model is 'mlp', expected 'lenet' as the files beside it"
     )
-    (folder / "a" / "1.safetensors").rename(folder / "a" / "lenet.safetensors")
-    message = refusal(folder / "a")
-    assert message.endswith("the folder that does, or move a file there, as lenet/1.safetensors")
+    for name in ("any", "1.5", "0"):
+        write(f"{name}/{name}", name="mlp")
+        assert [version.key for version in read(folder / name)] == [("mlp", "1")]
+    write("any/other", name="mlp")
+    assert refusal(folder / "any") == (
+        f"{folder / 'any'}: holds any.safetensors and other.safetensors, but no "
+        "MODEL/VERSION.safetensors; set --weights to the folder that does, or call a file there "
+        "1.safetensors"
+    )
+    write("odd/1", name="a/b")
+    assert "metadata model is 'a/b', expected a name without /" in refusal(folder / "odd")
+
+
+def test_an_alias_is_refused_when_it_is_another_model(folder, write):
+    write("lenet/1")
+    write("mlp/1")
+    with pytest.raises(InvalidWeightFile, match="--model-alias is 'mlp', which is a model of its"):
+        WeightsFolder(folder).read_all(("lenet",), alias="mlp")
+    for alias in ("lenet", "digits"):
+        assert WeightsFolder(folder).read_all(alias=alias)[0].name == "lenet"
 
 
 def test_the_default_model_is_lenet_or_the_only_one_and_comes_first(folder, write):

@@ -213,6 +213,25 @@ async def test_the_loaded_model_answers_when_it_is_named(served, one):
         assert (await served.post(one, query=query)).json()["model"] == "tiny"
 
 
+async def test_the_default_model_answers_to_its_alias_in_every_protocol(open_app, one, write):
+    write("other/1")
+    async with open_app(model_alias="digits") as served:
+        for path, body in (
+            ("/predict?model=digits", {"images": list(one)}),
+            ("/v1/models/digits:predict", {"instances": [list(one)]}),
+        ):
+            answer = await served.client.post(path, json=body)
+            assert answer.status_code == 200, answer.text
+        for path in ("/v2/models/digits/ready", "/v2/models/digits", "/v1/models/digits"):
+            assert (await served.client.get(path)).json()["name"] == "tiny"
+        assert served.service.models.names == {"tiny", "other", "digits"}
+        refused = await served.client.get("/v2/models/vgg")
+        assert refused.json()["error"].endswith("expected one of tiny, other, digits")
+        await served.service.models.unload("tiny")
+        assert served.service.models.names == {"other"}
+        assert (await served.client.get("/v2/models/digits")).status_code == 404
+
+
 async def test_server_timing_has_every_stage(served, one):
     response = await served.post(one)
     entries = response.headers["server-timing"].split(", ")

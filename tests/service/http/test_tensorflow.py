@@ -145,7 +145,9 @@ async def test_the_status_of_a_model_is_that_of_its_versions(served):
                     "state": "AVAILABLE",
                     "status": {"error_code": "OK", "error_message": ""},
                 }
-            ]
+            ],
+            "name": "tiny",
+            "ready": True,
         }
     for path in ("/v1/models/none", "/v1/models/tiny/versions/9"):
         assert (await served.client.get(path)).status_code == 404
