@@ -643,7 +643,10 @@ def _of_worker(pid):
 
 
 def _resident_mib(pid):
-    return int(re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())[1]) / 1024
+    found = re.search(r"VmRSS:\s+(\d+)", Path(f"/proc/{pid}/status").read_text())
+    if found is None:  # it was killed, and its parent does not know yet
+        raise ProcessLookupError(pid)
+    return int(found[1]) / 1024
 
 
 def device_mib():
