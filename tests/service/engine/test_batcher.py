@@ -378,7 +378,8 @@ async def test_a_batch_that_failed_releases_its_images_at_once(stage, outcome):
     freed: list[bool] = []
     weakref.finalize(made, freed.append, True)
     answers: list[ServiceError] = []
-    stage.batcher.enqueue(Asked(100.0, lambda _request, error: answers.append(error)), made)
+    asked = Asked(100.0, lambda _request, error: answers.append(error))  # outlives its answer
+    stage.batcher.enqueue(asked, made)
     del made
     logging.disable()  # pytest keeps what is logged
     gc.disable()

@@ -61,12 +61,11 @@ class Gate:
 
 
 class WatchedModels(Models):
-    """The real one; says when a request comes and goes, holds it at `gate`, can be made to fail."""
+    """The real one; says when a request comes, holds it at `gate`, can be made to fail."""
 
     def __init__(self, *arguments):
         super().__init__(*arguments)
         self.entered = asyncio.Event()
-        self.left = asyncio.Event()
         self.gate = Gate()
         self.error = None
         self.timeouts_s = []
@@ -91,12 +90,7 @@ class WatchedBatcher:
         models.entered.set()
         if models.error is not None:
             raise models.error.with_traceback(None)  # that of the last call holds its message
-
         self._batcher.enqueue(request, images)
-
-    def cancel(self, request):
-        self._models.left.set()
-        self._batcher.cancel(request)
 
 
 class RunningGrpc:

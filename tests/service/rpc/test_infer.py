@@ -161,7 +161,7 @@ async def busy(running):
 async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_request):
     code, _, _ = await failure(stub.ModelInfer(raw_request(), timeout=0.1))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
-    await asyncio.wait_for(busy.models.left.wait(), 5)
+    await until(lambda: busy.requests("deadline_exceeded") + busy.requests("cancelled"))
     (timeout_s,) = busy.models.timeouts_s
     assert 0 < timeout_s < 0.2  # the header carries it rounded up
     # Whichever comes first, our timer or gRPC's: one outcome, no row left behind.
@@ -185,7 +185,7 @@ async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await asyncio.wait_for(busy.models.left.wait(), 5)
+    await until(lambda: busy.requests("cancelled"))
     assert dropped_rows(busy) == 5
     assert busy.requests("cancelled") == 1
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
