@@ -114,6 +114,12 @@ def remove_live(pid: int) -> None:
             (Path(folder) / f"repository-{pid}").unlink()
 
 
+def ended_workers() -> int:
+    """How many workers have left their counters here, and live no more."""
+    folder = Path(os.environ[VARIABLE])
+    return len(list(folder.glob("counter_*"))) - len(list(folder.glob("gauge_livesum_*")))
+
+
 def _files(folder: Path, pid: int | None = None) -> Iterator[tuple[Path, int]]:
     for kind, size in _FILE_BYTES.items():
         yield folder / f"{kind}_{os.getpid() if pid is None else pid}.db", size

@@ -38,6 +38,7 @@ def sizes():
 before = sizes()
 metrics = Metrics(CollectorRegistry())
 numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 1, "workspace_bytes": 1}
+numbers |= {"queue_limit_rows": 10, "golden_tolerance": 1e-4}
 numbers["load"] = lambda: (1, 1)
 for name in "abcde":
     for version in range(40):

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import platform
 import random
 import re
 from functools import partial
@@ -653,6 +654,10 @@ async def test_info_lists_models_and_limits(served, weights, tiny):
     assert model.parameters == 7850
     assert model.labels == list("0123456789")
     assert model.accuracy == 0.5
+    assert (model.device, model.precision) == ("cpu", "fp32")
+    assert set(model.strategies.values()) == {"onnxruntime"}
+    assert max(model.strategies) == info.limits["max_batch_rows"]
+    assert (info.commit, info.python) == ("", platform.python_version())
     assert info.default_model == "tiny"
     assert info.limits.pop("max_picture_pixels") == 16_777_216
     assert info.limits == {
