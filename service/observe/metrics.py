@@ -63,6 +63,9 @@ ModelKey: TypeAlias = tuple[str, str]
 Load: TypeAlias = tuple[int, int]
 """Load of a model: waiting rows and busy contexts."""
 
+_ALERTED = ("overloaded", "deadline_exceeded", "unavailable", "inference_failed", "internal")
+"""Outcomes that are there from the start: the first of a series that appears is in no rate."""
+
 NO_MODEL: ModelKey = ("none", "")
 """Labels of a request that failed before its model was found."""
 
@@ -419,10 +422,12 @@ class Metrics:
         self._ended: dict[ModelKey, _Batches] = defaultdict(_Batches)
         self._loads: dict[ModelKey, Callable[[], Load]] = {}
         self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
+        _show(self._requests, *((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
         _show(self._losses, get_args(LossReason))
         _show(self._decoder_ends, get_args(DecoderEnd))
+        _show(self._dropped, get_args(DropReason))
         _show(self._connections_refused)
 
     def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
@@ -488,7 +493,7 @@ class Metrics:
         """
         name, version = model
         each = ((name,), (version,))
-        _show(self._requests, *each, get_args(Transport), ("ok",))
+        _show(self._requests, *each, get_args(Transport), ("ok", *_ALERTED))
         _show(self._reloads, (name,), get_args(ReloadOutcome))
         _show(self._batches, *each, get_args(CutReason))
         _show(self._replays, *each, ("hit", "miss"))

@@ -15,6 +15,7 @@ import time
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
 
@@ -54,7 +55,8 @@ _INSECURE.check_hostname, _INSECURE.verify_mode = False, ssl.CERT_NONE
 
 def certificate(folder: Path) -> tuple[str, ...]:
     """Flags for TLS, with files that are made in `folder`."""
-    leaf = trustme.CA().issue_cert("localhost")
+    end = datetime.now(UTC) + timedelta(days=90)
+    leaf = trustme.CA().issue_cert("localhost", not_after=end)
     leaf.private_key_pem.write_to_path(folder / "server.key")
     leaf.cert_chain_pems[0].write_to_path(folder / "server.pem")
     return "--tls-certificate", str(folder / "server.pem"), "--tls-key", str(folder / "server.key")
@@ -71,7 +73,7 @@ class Prometheus:
 
     def __init__(self, program: str, folder: Path, scraped: int) -> None:
         config = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
-        config["global"] = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+        config["global"] = {"scrape_interval": "2s", "evaluation_interval": "1s"}
         config["rule_files"] = [str(ROOT / "deploy/prometheus/rules/*.yml")]
         (job,) = config["scrape_configs"]
         job["static_configs"] = [{"targets": [f"localhost:{scraped}"]}]

@@ -95,8 +95,9 @@ def test_a_panel_names_what_the_service_registers(panel):
     for target, query in zip(panel["targets"], queries(panel), strict=True):
         named = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
         assert named <= labels_of(query)
-        # Of the instances that are chosen above alone.
-        assert query.count("lenet-serve") == len(re.findall(r"(?:lenet|process)_\w+\{", query))
+        # Of the instances that are chosen at the top alone.
+        selectors = len(re.findall(r"\b(?:lenet|process)_\w+", target["expr"]))
+        assert target["expr"].count('{job="$job", instance=~"$instance"') == selectors
 
 
 EMPTY_ON_THE_CPU = {"Device time of a batch"}

@@ -140,8 +140,9 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
     assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
     assert value("lenet_build_info", {"version": distribution_version()}) == 1
     for protocol in get_args(Transport):
-        answered = {**OF_MLP, "protocol": protocol, "outcome": "ok"}
-        assert value("lenet_requests_total", answered) == 0, "it is there before the first"
+        for outcome in ("ok", "overloaded", "unavailable", "internal"):  # and others with alerts
+            answered = {**OF_MLP, "protocol": protocol, "outcome": outcome}
+            assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
 def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):

@@ -48,8 +48,8 @@ for name in "abcde":
         for power in range(11):
             result = BatchResult(None, 1 << power, True)
             metrics.batch_ended(model, 1 << power, "full", 0.1, result)
-        for outcome in range(5):
-            metrics.request_done(model, "http", f"an_error_{outcome}")
+        for outcome in ("cancelled", "invalid_input", "too_large"):
+            metrics.request_done(model, "http", outcome)
         if version:
             metrics.model_unloaded((name, str(version - 1)))
 metrics.started("weights", 1.0)

@@ -586,7 +586,9 @@ async def test_an_unexpected_error_is_a_500_without_trace_or_path(
 
     with monkeypatch.context() as patch:
         patch.setattr(Batcher, "enqueue", fail)
-        error = refusal(await served.post(one), 500, "internal")
+        error = refusal(await served.post(one, x_request_id="r1"), 500, "internal")
+    (named,) = [record for record in caplog.records if "answered with 500" in record.message]
+    assert named.request_id == "r1"
     assert error.message == "internal error; see the server log"
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "/srv/secret.py" in str(record.exc_info[1])
