@@ -92,6 +92,7 @@ proto: .venv/dev.stamp ## regenerate the code of the .proto files
 dist: .venv/dev.stamp ## build sdist and wheel of the last commit into dist, and check them
 	rm -rf dist build/release
 	git clone --quiet . build/release
+	git rev-parse HEAD >build/release/lenet/COMMIT
 	$(BIN)/python -m build --no-isolation --outdir dist build/release
 	$(BIN)/python -m twine check --strict dist/*
 

@@ -12,3 +12,11 @@ def distribution_version() -> str:
         return version(DISTRIBUTION)
     except PackageNotFoundError:
         return "0"
+
+
+def distribution_commit() -> str:
+    """The commit that an image or a wheel was built of, "" in a checkout."""
+    from pathlib import Path
+
+    file = Path(__file__).with_name("COMMIT")  # written by the build
+    return file.read_text().strip() if file.is_file() else ""

@@ -53,6 +53,11 @@ class Plan(Protocol):
         """The largest number of images in a batch."""
         ...
 
+    @property
+    def strategy(self) -> str:
+        """How the network is computed."""
+        ...
+
     def run(self, images: Images) -> BatchResult:
         """Compute `images`, uint8 (n, 28, 28), 1 <= n <= rows, and wait for the result."""
         ...

@@ -159,6 +159,16 @@ class ExecutionContext:
         return self._golden_errors[self._weights]
 
     @property
+    def tolerance(self) -> float:
+        """The `golden_error` beyond which weights are not served."""
+        return self._backend.tolerance
+
+    @property
+    def strategies(self) -> dict[int, str]:
+        """The strategy of each bucket, by its rows. Any thread may ask."""
+        return {bucket: plan.strategy for bucket, plan in sorted(self._plans.items())}
+
+    @property
     def device_bytes(self) -> int:
         """Device memory of all plans."""
         return self._backend.device_bytes

@@ -55,6 +55,7 @@ class CpuPlan:
     _backend: CpuBackend
     _quick: bool = False
     """Whether `rows` images take less than `_QUICK_S`."""
+    strategy: ClassVar[str] = "onnxruntime"
 
     def run(self, images: Images) -> BatchResult:
         """Compute and wait. Works from any thread; the runtime releases the interpreter lock."""

@@ -53,7 +53,7 @@ def start(arguments: Sequence[str], signals: Signals) -> int:
         for message in str(exc).splitlines():
             print(f"settings: {message}", file=sys.stderr)
         return ExitCode.SETTINGS
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     log = logging.getLogger(__name__)
     for message in unknown_variables([Settings], os.environ, _OTHERS):
         log.warning("%s", message)

@@ -14,6 +14,7 @@ import itertools
 import logging
 import math
 import os
+import platform
 import signal
 import socket
 import threading
@@ -31,7 +32,7 @@ import uvloop
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
-from lenet import distribution_version
+from lenet import distribution_commit, distribution_version
 from service.api.app import create_app
 from service.api.explain import ExplainRoute
 from service.api.grpc_methods import methods
@@ -168,7 +169,8 @@ async def open_service(
         budget = Budget(settings.max_in_flight_bytes)
         metrics.watch_in_flight(lambda: budget.held_bytes)
         timeout_s = settings.request_timeout_ms / 1e3
-        access = stack.enter_context(access_log(settings.access_log))
+        probes = settings.access_log_probes == "on"
+        access = stack.enter_context(access_log(settings.access_log, probes))
         keys = Keys(
             (key.get_secret_value() for key in settings.api_keys),
             (key.get_secret_value() for key in settings.admin_keys),
@@ -188,13 +190,13 @@ async def open_service(
             explainer = stack.enter_context(Explainer(deadlines))
             routes[b"POST", b"/explain"] = ExplainRoute.beside(requests, explainer)
         servicer = InferenceServicer(models, repository, metrics, settings.max_images)
-        version = distribution_version()  # read from a file
+        build = distribution_version(), distribution_commit()  # read from files
         app = create_app(
             models=models,
             repository=repository,
             metrics=metrics,
             keys=keys,
-            info=partial(_info, settings, grpc_port, placement, models, version),
+            info=partial(_info, settings, grpc_port, placement, models, build),
             explain=settings.explain == "on",
             max_images=settings.max_images,
         )
@@ -246,14 +248,21 @@ def _engine_config(settings: Settings, placement: Placement, faults: Faults | No
 
 
 def _info(
-    settings: Settings, grpc_port: int, placement: Placement, models: Models, version: str
+    settings: Settings,
+    grpc_port: int,
+    placement: Placement,
+    models: Models,
+    build: tuple[str, str],
 ) -> InfoResponse:
+    version, commit = build
     return InfoResponse(
         name="lenet-serve",
         version=version,
+        commit=commit,
+        python=platform.python_version(),
         grpc_port=grpc_port,
         default_model=models.default,
-        models=[_loaded(model, placement.name) for model in models.served],
+        models=[_loaded(model, placement) for model in models.served],
         limits={
             "max_batch_rows": placement.max_batch_rows,
             "max_queue_rows": settings.max_queue_rows,
@@ -266,13 +275,15 @@ def _info(
     )
 
 
-def _loaded(model: ServedModel, device: str) -> LoadedModel:
+def _loaded(model: ServedModel, placement: Placement) -> LoadedModel:
     version = model.version
     training = version.weights.training
     return LoadedModel(
         name=version.name,
         version=version.version,
-        device=device,
+        device=placement.name,
+        precision=placement.precision,
+        strategies=model.pool.workers[0].context.strategies,
         sha256=version.sha256,
         parameters=sum(math.prod(shape) for shape in version.weights.model.parameters().values()),
         accuracy=training.accuracy,
@@ -348,6 +359,7 @@ async def _serve(
         service.repository.request_changes()
         if certificate is not None:
             _renew(certificate)
+            service.metrics.certificate_read(certificate.ends_s)
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -364,6 +376,8 @@ async def _serve(
             async with open_service(
                 settings, grpc_port=grpc_port, shared=shared, folder=folder
             ) as service:
+                if certificate is not None:
+                    service.metrics.certificate_read(certificate.ends_s)
                 if reload_requested:
                     on_hangup()
                 ending = asyncio.create_task(_end_when_lost(service.models))

@@ -154,6 +154,9 @@ class Settings(BaseSettings):
     access_log: Literal["off", "text", "json"] = "off"
     """A line on standard output for each answer over HTTP and gRPC."""
 
+    access_log_probes: Literal["on", "off"] = "on"
+    """Whether health checks and scrapes of /metrics that succeed have lines in the access log."""
+
     tls_certificate: Path | None = None
     """PEM file of a certificate and its chain: HTTPS, and gRPC over TLS. SIGHUP reads it again."""
 
@@ -165,6 +168,9 @@ class Settings(BaseSettings):
 
     log_level: Literal["debug", "info", "warning", "error"] = "info"
     """Least severe level that is logged."""
+
+    log_format: Literal["text", "json"] = "text"
+    """Form of the log lines on standard error; json is an object a line."""
 
     profile: bool = False
     """Use no captured graphs on a GPU, so that a profiler shows each layer by its name."""

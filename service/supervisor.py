@@ -352,7 +352,7 @@ def _work(
     signals.start()
     with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only
         Path("/proc/self/comm").write_text("lenet-worker")
-    logs.configure(settings.log_level)
+    logs.configure(settings.log_level, settings.log_format)
     folder = metrics_files.shared()
     metrics_files.prepare()
     gc.disable()  # until it serves, as in `service.__main__`

@@ -35,6 +35,7 @@ LIMIT_S = 600
 SKIPS = {
     "gpu": "needs a GPU",
     "docker": "needs Docker",
+    "promtool": "needs Prometheus",
     "network": "downloads from elsewhere than the package index",
     "long": "takes too long",
     "example": "an example, not run",

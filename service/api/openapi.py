@@ -320,6 +320,11 @@ class LoadedModel(BaseModel):
     name: str
     version: str
     device: str = Field(description="cpu, or cuda and numbers.", examples=["cpu", "cuda:0,1"])
+    precision: str = Field(description="fp32 on the CPU.", examples=["fp32", "fp16"])
+    strategies: dict[int, str] = Field(
+        description="How batches of up to so many rows are computed.",
+        examples=[{"1": "fused_network", "64": "layer_by_layer"}],
+    )
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="Number of learned parameters.")
     accuracy: float | None = Field(description="On the test set; null if it was not measured.")
@@ -335,6 +340,8 @@ class InfoResponse(BaseModel):
 
     name: str
     version: str
+    commit: str = Field(description="Of the build; empty in a checkout.")
+    python: str
     grpc_port: int
     default_model: str
     models: list[LoadedModel]

@@ -37,6 +37,12 @@ class Placement:
     overlap_rows: int = 0
 
     @property
+    def precision(self) -> str:
+        """What the devices compute in."""
+        target = self.targets[0]
+        return "fp32" if target.device == "cpu" else target.precision
+
+    @property
     def name(self) -> str:
         """The devices as logged: cpu, or cuda:0,1."""
         if self.targets[0].device == "cpu":

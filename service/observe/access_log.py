@@ -24,12 +24,24 @@ _LAST_LINES_S = 0.2
 _TARGET_CHARACTERS = 200
 _STANDARD_OUTPUT = 1
 
+_PROBES = {
+    f"{method} {path}"
+    for method in ("GET", "HEAD")
+    for path in ("/healthz", "/readyz", "/v2/health/live", "/v2/health/ready", "/metrics")
+} | {"Check", "Watch", "ServerLive", "ServerReady"}
+_SUCCESSES = (200, "OK", "CANCELLED")
+"""CANCELLED: how clients end a `Watch`."""
+
 
 class AccessLog:
-    """Puts a line for each answer, in `form`, into `lines`; drops it if they are full."""
+    """Puts a line for each answer, in `form`, into `lines`; drops it if they are full.
 
-    def __init__(self, form: Form, lines: queue.Queue[str | None]) -> None:
+    Without `probes`, health checks and scrapes that succeed get no line.
+    """
+
+    def __init__(self, form: Form, lines: queue.Queue[str | None], probes: bool = True) -> None:
         self._json = form == "json"
+        self._left_out = () if probes else _PROBES
         self._lines = lines
 
     def add(
@@ -43,6 +55,8 @@ class AccessLog:
         ids: Ids,
     ) -> None:
         """`request` is the method and the target, `size` the bytes of the answer's body."""
+        if request in self._left_out and status in _SUCCESSES:
+            return
         now_s = time.time()
         at = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now_s)) + f".{int(now_s % 1 * 1e3):03}Z"
         milliseconds = round(1e3 * seconds, 3)
@@ -57,9 +71,7 @@ class AccessLog:
                 "bytes": size,
                 "ms": milliseconds,
             }
-            if ids:
-                fields |= {"request_id": ids.request, "traceparent": ids.trace}
-            line = orjson.dumps(fields).decode()
+            line = orjson.dumps(fields | ids.fields).decode()
         else:
             # Quoted, so that no client can begin a line of its own.
             shown = request.encode("unicode_escape").decode().replace('"', "%22")
@@ -70,7 +82,7 @@ class AccessLog:
 
 
 @contextmanager
-def access_log(form: Form) -> Iterator[AccessLog | None]:
+def access_log(form: Form, probes: bool = True) -> Iterator[AccessLog | None]:
     """The access log while the block runs; None if it is off."""
     if form == "off":
         yield None
@@ -79,7 +91,7 @@ def access_log(form: Form) -> Iterator[AccessLog | None]:
     writer = threading.Thread(target=_write, args=(lines,), name="access-log", daemon=True)
     writer.start()
     try:
-        yield AccessLog(form, lines)
+        yield AccessLog(form, lines, probes)
     finally:
         with suppress(queue.Full):
             lines.put_nowait(None)

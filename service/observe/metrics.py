@@ -63,6 +63,9 @@ ModelKey: TypeAlias = tuple[str, str]
 Load: TypeAlias = tuple[int, int]
 """Load of a model: waiting rows and busy contexts."""
 
+_ALERTED = ("overloaded", "deadline_exceeded", "unavailable", "inference_failed", "internal")
+"""Outcomes that are there from the start: the first of a series that appears is in no rate."""
+
 NO_MODEL: ModelKey = ("none", "")
 """Labels of a request that failed before its model was found."""
 
@@ -361,6 +364,9 @@ class Metrics:
             "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
         )
         self._queue_rows = self._gauge("lenet_queue_rows", "Rows waiting.", *_MODEL)
+        self._queue_limit_rows = self._gauge(
+            "lenet_queue_limit_rows", "Most rows that may wait.", *_MODEL
+        )
         self._contexts = self._gauge("lenet_contexts", "Execution contexts.", *_MODEL)
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", *_MODEL)
         self._device_bytes = self._gauge(
@@ -375,9 +381,24 @@ class Metrics:
             *_MODEL,
             mode="livemax",
         )
+        self._golden_tolerance = self._gauge(
+            "lenet_golden_tolerance",
+            "The lenet_golden_error beyond which a version is not served.",
+            *_MODEL,
+            mode="livemax",
+        )
         self._per_version = (
-            *(self._queue_rows, self._contexts, self._busy),
-            *(self._device_bytes, self._workspace_bytes, self._golden_error),
+            *(self._queue_rows, self._queue_limit_rows, self._contexts, self._busy),
+            *(self._device_bytes, self._workspace_bytes),
+            *(self._golden_error, self._golden_tolerance),
+        )
+        workers = self._gauge("lenet_workers", "Processes that serve or start.")
+        workers[()].set(1)
+        _show(self._counter("lenet_worker_deaths", "Workers that ended while others go on."))
+        self._certificate_end = self._gauge(
+            "lenet_certificate_end_timestamp_seconds",
+            "When the served certificate, or one of its chain, expires; absent without TLS.",
+            mode="livemax",
         )
         self._start_phase = self._gauge(
             "lenet_start_phase_seconds",
@@ -401,10 +422,12 @@ class Metrics:
         self._ended: dict[ModelKey, _Batches] = defaultdict(_Batches)
         self._loads: dict[ModelKey, Callable[[], Load]] = {}
         self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
+        _show(self._requests, *((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
         _show(self._losses, get_args(LossReason))
         _show(self._decoder_ends, get_args(DecoderEnd))
+        _show(self._dropped, get_args(DropReason))
         _show(self._connections_refused)
 
     def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
@@ -457,7 +480,9 @@ class Metrics:
         sha256: str,
         *,
         contexts: int,
+        queue_limit_rows: int,
         golden_error: float,
+        golden_tolerance: float,
         device_bytes: int,
         workspace_bytes: int,
         load: Callable[[], Load],
@@ -468,7 +493,7 @@ class Metrics:
         """
         name, version = model
         each = ((name,), (version,))
-        _show(self._requests, *each, get_args(Transport), ("ok",))
+        _show(self._requests, *each, get_args(Transport), ("ok", *_ALERTED))
         _show(self._reloads, (name,), get_args(ReloadOutcome))
         _show(self._batches, *each, get_args(CutReason))
         _show(self._replays, *each, ("hit", "miss"))
@@ -482,6 +507,8 @@ class Metrics:
         self._device_bytes[model].set(device_bytes)
         self._workspace_bytes[model].set(workspace_bytes)
         self._golden_error[model].set(golden_error)
+        self._golden_tolerance[model].set(golden_tolerance)
+        self._queue_limit_rows[model].set(queue_limit_rows)
         if (former := self._loaded.pop(model, None)) is not None:  # another file of the version
             self._remove(self._model, former)
         self._loads[model] = load
@@ -507,6 +534,10 @@ class Metrics:
         """Count a reload of a model."""
         self._reloads[model, outcome].inc()
         self.flush()
+
+    def certificate_read(self, ends_s: float) -> None:
+        """The certificate that is served from now on ends at `ends_s`, as `time.time()`."""
+        self._certificate_end[()].set(ends_s)
 
     def device_lost(self, reason: LossReason) -> None:
         """Count the loss that ends this process, and flush."""
@@ -720,6 +751,9 @@ def _all_workers() -> Iterator[Metric]:
         info.samples = [sample for sample in info.samples if sample.value]
         loaded = {_key_of(sample) for sample in info.samples}
     for metric in metrics:
+        if metric.name == "lenet_worker_deaths":  # nobody is left to count them
+            deaths = Sample(f"{metric.name}_total", {}, metrics_files.ended_workers())
+            metric.samples = [deaths]
         if metric.type == "gauge" and metric.name not in _KEPT:
             metric.samples = [one for one in metric.samples if _key_of(one) in (*loaded, None)]
         yield metric

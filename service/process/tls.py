@@ -5,8 +5,11 @@ With several workers or a GPU a load or unload of a model sends one, too.
 
 from __future__ import annotations
 
+import math
+import re
 import ssl
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 from service.errors import InvalidCertificate
@@ -68,6 +71,8 @@ class CertificateFiles:
 class ServedCertificate:
     """The certificate in `files` when they were last read.
 
+    `ends_s` is when it expires, or one of its chain does, as `time.time()`.
+
     Raises:
         InvalidCertificate: they must not be served.
     """
@@ -86,6 +91,42 @@ class ServedCertificate:
         if self._files.contents() != contents:
             raise InvalidCertificate("the files of the certificate changed while they were read")
         self.contents, self.context = contents, context
+        self.ends_s = _ends_s(contents[1].decode("latin-1"))
+
+
+_PEM = re.compile("-----BEGIN CERTIFICATE-----.+?-----END CERTIFICATE-----", re.DOTALL)
+_VERSION, _UTC_TIME = 0xA0, 0x17
+
+
+def _ends_s(pem: str) -> float:
+    """When the first of the certificates in `pem` to expire does, as `time.time()`.
+
+    The ssl module shows that of a peer's certificate alone. What comes before it is fixed (RFC
+    5280, 4.1): perhaps a version, then number, algorithm, issuer.
+    """
+    ends_s = [math.inf]
+    for block in _PEM.findall(pem):
+        ((_, certificate),) = _der(ssl.PEM_cert_to_DER_cert(block))
+        fields = _der(_der(certificate)[0][1])
+        validity = fields[4 if fields[0][0] == _VERSION else 3][1]
+        _, (tag, text) = _der(validity)
+        form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+        end = datetime.strptime(text.decode(), form).replace(tzinfo=UTC)
+        ends_s.append(end.timestamp())
+    return min(ends_s)
+
+
+def _der(data: bytes) -> list[tuple[int, bytes]]:
+    """Tags and contents of the DER elements in `data`."""
+    elements = []
+    while data:
+        tag, length, start = data[0], data[1], 2
+        if length > 0x7F:
+            start += length & 0x7F
+            length = int.from_bytes(data[2:start])
+        elements.append((tag, data[start : start + length]))
+        data = data[start + length :]
+    return elements
 
 
 def _read(flag: str, path: Path) -> bytes:

@@ -196,7 +196,8 @@ class Exchange:
         head = self.head
         if status in _FAILURES and head is not None and head.ids:
             request = self.request[:_LOGGED_CHARACTERS]
-            _log.error("%s was answered with %d: %s", request, status, head.ids)
+            extra = head.ids.fields
+            _log.error("%s was answered with %d: %s", request, status, head.ids, extra=extra)
         if self.writer.peer.access is not None:
             if head is not None and head.method == b"HEAD":
                 size = 0

@@ -149,6 +149,6 @@ class GrpcStream(Exchange):
         """The answer is complete."""
         self._call = None
         if status.code is StatusCode.INTERNAL and self.head.ids:
-            found = status.code.name
-            _log.error("%s was answered with %s: %s", self._method, found, self.head.ids)
+            found, ids = status.code.name, self.head.ids
+            _log.error("%s was answered with %s: %s", self._method, found, ids, extra=ids.fields)
         self.log(status.code.name, size, self._method, "grpc")

@@ -414,7 +414,7 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
         found = [(row["request"], row["status"], row["bytes"]) for row in rows]
         assert all(row["client"].split(":")[-1].isdecimal() for row in rows)
         assert all(0 < row["ms"] < 10_000 for row in rows)
-        ids = [(row.get("request_id"), row.get("traceparent")) for row in rows]
+        ids = [(row.get("request_id"), row.get("trace_id")) for row in rows]
     else:
         shape = r'\S+Z (?:http|grpc) \S+:\d+ "([^"]+)" (\w+) (\d+) [0-9.]+ms(?: (.+))?'
         rows = [re.fullmatch(shape, line).groups() for line in lines]
@@ -426,7 +426,9 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
     assert without[:2] == ("POST /predict", 400)
     assert found == expected
     assert ids.pop(len(every) + 1) in ((None, None), ())
-    assert set(ids) == {tuple(IDS.values())}
+    trace = IDS["traceparent"]
+    expected = trace.split("-")[1] if form == "json" else trace
+    assert set(ids) == {(IDS["X-Request-Id"], expected)}
 
 
 def test_a_stream_that_its_client_ends_is_in_the_access_log(start, tmp_path):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import logging
 import os
 import re
@@ -57,3 +58,24 @@ def test_libraries_do_not_fill_the_log(capsys):
     logging.getLogger("asyncio").error("Task exception was never retrieved")
     lines = capsys.readouterr().err.splitlines()
     assert [line.rpartition(": ")[2].split()[0] for line in lines] == ["Exception", "Task"]
+
+
+def test_a_line_in_json_is_an_object_with_the_ids_of_its_request(capsys):
+    logs.configure("info", "json")
+    logger = logging.getLogger("service.test")
+    logger.info("two\nlines: %d", 7)
+    ids = {"request_id": "r1", "trace_id": "4b" * 16, "span_id": "00" * 8}
+    try:
+        raise ValueError("x")
+    except ValueError:
+        logger.exception("failed", extra=ids)
+    first, second = map(json.loads, capsys.readouterr().err.splitlines())
+    assert re.fullmatch(rf"{datetime.now(UTC):%Y-%m-%dT%H:}\S+\.\d\d\dZ", first.pop("time"))
+    assert first == {
+        "level": "INFO",
+        "pid": os.getpid(),
+        "logger": "service.test",
+        "message": "two\nlines: 7",
+    }
+    assert second["exception"].endswith("ValueError: x")
+    assert ids.items() <= second.items()

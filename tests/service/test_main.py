@@ -30,7 +30,7 @@ def started(monkeypatch):
     """Records what would be started, with its settings; auto is the CPU."""
     found = []
     monkeypatch.setattr(devices, "on_gpu", lambda device: device == "cuda")
-    monkeypatch.setattr(logs, "configure", lambda level: None)
+    monkeypatch.setattr(logs, "configure", lambda *_: None)
     for module, name in ((server, "run"), (supervisor, "supervise")):
         monkeypatch.setattr(
             module, name, lambda s, _, name=name: found.append((name, s)) or ExitCode.STOPPED
@@ -67,6 +67,8 @@ TEXTS = {
     "max_queue_rows": "40000",
     "max_in_flight_bytes": "67108864",
     "access_log": "json",
+    "access_log_probes": "off",
+    "log_format": "json",
     "cors_origins": "https://a.example,http://localhost:3000",
     "api_keys": "a key of 16 characters or more",
     "admin_keys": "another key of 16 characters",

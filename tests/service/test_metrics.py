@@ -74,6 +74,7 @@ OF_LENET, OF_MLP = ({"model": model, "version": version} for model, version in (
 
 def load(metrics, model, sha256="ab" * 32, **values):
     given = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 2, "workspace_bytes": 1}
+    given |= {"queue_limit_rows": 10, "golden_tolerance": 1e-4}
     given["load"] = lambda: (0, 0)
     metrics.model_loaded(model, sha256, **given | values)
 
@@ -139,8 +140,9 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
     assert value("lenet_start_phase_seconds", {"phase": "weights"}) == 0.5
     assert value("lenet_build_info", {"version": distribution_version()}) == 1
     for protocol in get_args(Transport):
-        answered = {**OF_MLP, "protocol": protocol, "outcome": "ok"}
-        assert value("lenet_requests_total", answered) == 0, "it is there before the first"
+        for outcome in ("ok", "overloaded", "unavailable", "internal"):  # and others with alerts
+            answered = {**OF_MLP, "protocol": protocol, "outcome": outcome}
+            assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
 def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
@@ -149,7 +151,15 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     metrics.batch_ended(MLP, 48, "full", 0.5, result(48))
     metrics.predicted("http", MLP, TIMES_S)
     metrics.model_unloaded(MLP)
-    gauges = ("queue_rows", "contexts", "contexts_busy", "device_bytes", "workspace_bytes")
+    gauges = (
+        "queue_rows",
+        "queue_limit_rows",
+        "golden_tolerance",
+        "contexts",
+        "contexts_busy",
+        "device_bytes",
+        "workspace_bytes",
+    )
     for name in (*gauges, "golden_error"):
         assert value(f"lenet_{name}", OF_MLP) is None
         assert value(f"lenet_{name}", {"model": "mlp", "version": "8"}) is not None
@@ -163,7 +173,7 @@ def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
 def test_an_exposition_has_everything_at_once_and_nothing_twice(metrics):
     of_loaded = [
         f"lenet_{name}" for name in ("contexts", "golden_error", "device_bytes", "workspace_bytes")
-    ]
+    ] + ["lenet_queue_limit_rows", "lenet_golden_tolerance", "lenet_workers"]
     metrics.predicted("grpc", LENET, TIMES_S)
     load(metrics, LENET, load=lambda: (4, 1))
     metrics.batch_ended(LENET, 3, "full", 0.5, result(4, True, 0.5))
@@ -283,7 +293,7 @@ metrics = Metrics(CollectorRegistry())
 if rows:
     numbers = {
         "contexts": 2, "golden_error": 1e-7, "device_bytes": 10 * rows, "workspace_bytes": rows,
-        "load": lambda: (rows, 1),
+        "load": lambda: (rows, 1), "queue_limit_rows": 10 * rows, "golden_tolerance": 1e-4,
     }
     LENET = "lenet", "2"
     metrics.model_loaded(("lenet", "1"), "ab", **numbers)
@@ -332,6 +342,7 @@ def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
     assert values["lenet_contexts", (lenet, version)] == 4
     assert values["lenet_contexts_busy", (lenet, version)] == 2
     assert values["lenet_queue_rows", (lenet, version)] == 7
+    assert values["lenet_queue_limit_rows", (lenet, version)] == 70
     assert values["lenet_start_phase_seconds", (("phase", "weights"),)] == 0.4
     assert values["lenet_reloads_total", (lenet, ("outcome", "ok"))] == 2
     assert {labels: value for (name, labels), value in values.items() if "model_info" in name} == {

@@ -38,6 +38,7 @@ def sizes():
 before = sizes()
 metrics = Metrics(CollectorRegistry())
 numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 1, "workspace_bytes": 1}
+numbers |= {"queue_limit_rows": 10, "golden_tolerance": 1e-4}
 numbers["load"] = lambda: (1, 1)
 for name in "abcde":
     for version in range(40):
@@ -47,8 +48,8 @@ for name in "abcde":
         for power in range(11):
             result = BatchResult(None, 1 << power, True)
             metrics.batch_ended(model, 1 << power, "full", 0.1, result)
-        for outcome in range(5):
-            metrics.request_done(model, "http", f"an_error_{outcome}")
+        for outcome in ("cancelled", "invalid_input", "too_large"):
+            metrics.request_done(model, "http", outcome)
         if version:
             metrics.model_unloaded((name, str(version - 1)))
 metrics.started("weights", 1.0)

@@ -73,6 +73,8 @@ def test_workers_count_together_and_a_killed_one_is_replaced_and_its_live_gauges
     assert other in service.started_workers()
     found = values(service)
     assert found["lenet_contexts"] == 2, "not the killed one's"
+    assert found["lenet_workers"] == 2
+    assert found["lenet_worker_deaths_total"] == 1
     assert found["lenet_requests_total"] == found["lenet_request_duration_seconds_count"] == 40
     service.signal()
     assert service.wait() == ExitCode.STOPPED

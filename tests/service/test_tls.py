@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+from datetime import UTC, datetime
+
 import pytest
 import trustme
 from cryptography.hazmat.primitives import serialization
 
 from service.errors import InvalidCertificate
-from service.process.tls import CertificateFiles
+from service.process.tls import CertificateFiles, ServedCertificate
 
 
 @pytest.fixture
@@ -72,3 +74,13 @@ def test_an_authority_that_is_no_certificate_is_named(contents, tmp_path):
     files.client_ca.write_bytes(contents["text"])
     with pytest.raises(InvalidCertificate, match=r"--tls-client-ca: .*ca\.pem: .*; expected PEM"):
         files.context()
+
+
+@pytest.mark.parametrize("year", [2035, 2055])  # in X.509 two digits of the year, or four
+def test_the_end_of_a_certificate_is_that_of_the_first_in_its_chain_to_end(tmp_path, year):
+    first, last = datetime(year, 2, 3, 4, 5, 6, tzinfo=UTC), datetime(2061, 1, 1, tzinfo=UTC)
+    leaf, other = (trustme.CA().issue_cert("localhost", not_after=end) for end in (last, first))
+    files = CertificateFiles(tmp_path / "a.pem", tmp_path / "a.key")
+    files.certificate.write_bytes(b"".join(c.cert_chain_pems[0].bytes() for c in (leaf, other)))
+    files.key.write_bytes(leaf.private_key_pem.bytes())
+    assert ServedCertificate(files).ends_s == first.timestamp()

@@ -5,6 +5,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import platform
 import random
 import re
 from functools import partial
@@ -604,7 +605,9 @@ async def test_an_unexpected_error_is_a_500_without_trace_or_path(
 
     with monkeypatch.context() as patch:
         patch.setattr(Batcher, "enqueue", fail)
-        error = refusal(await served.post(one), 500, "internal")
+        error = refusal(await served.post(one, x_request_id="r1"), 500, "internal")
+    (named,) = [record for record in caplog.records if "answered with 500" in record.message]
+    assert named.request_id == "r1"
     assert error.message == "internal error; see the server log"
     (record,) = [record for record in caplog.records if record.exc_info]
     assert "/srv/secret.py" in str(record.exc_info[1])
@@ -672,6 +675,10 @@ async def test_info_lists_models_and_limits(served, weights, tiny):
     assert model.parameters == 7850
     assert model.labels == list("0123456789")
     assert model.accuracy == 0.5
+    assert (model.device, model.precision) == ("cpu", "fp32")
+    assert set(model.strategies.values()) == {"onnxruntime"}
+    assert max(model.strategies) == info.limits["max_batch_rows"]
+    assert (info.commit, info.python) == ("", platform.python_version())
     assert info.default_model == "tiny"
     assert info.limits.pop("max_picture_pixels") == 16_777_216
     assert info.limits == {

@@ -261,7 +261,10 @@ async def test_an_error_keeps_its_sentence_and_its_code(stub, running, raw_reque
 
 async def test_an_unexpected_error_is_logged_and_hidden(stub, running, raw_request, caplog):
     running.models.error = RuntimeError("secret of /srv")
-    code, metadata, details = await failure(stub.ModelInfer(raw_request()))
+    ids = (("x-request-id", "r1"),)
+    code, metadata, details = await failure(stub.ModelInfer(raw_request(), metadata=ids))
+    (named,) = [record for record in caplog.records if "answered with INTERNAL" in record.message]
+    assert named.request_id == "r1"
     assert code is grpc.StatusCode.INTERNAL
     assert metadata["lenet-error-code"] == "internal"
     assert details == "internal error; see the server log"
