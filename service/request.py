@@ -4,7 +4,7 @@ Deadline, memory, model, metrics, cancellation and errors are decided here, once
 goes through these states, by plain calls without a task or a future; in each of them the deadline
 or `cancel` may end it.
 
-    arriving --end()--> decoding --> queued --> computed --> written
+    arriving --complete()--> decoding --> queued --> computed --> written
        \ refused: too large, no room   \ (what takes few milliseconds is decoded at once)
 """
 
