@@ -28,7 +28,7 @@ class WrongQuery(Exception):
 
 @cache
 def registered() -> dict[str, dict[str, set[str]]]:
-    """Of each series of the service: its labels, and the values that they may have."""
+    """Labels by series of the service, each with the values that it may have."""
     registry = CollectorRegistry()
     metrics = Metrics(registry)
     load = {"contexts": 1, "golden_error": 0.0, "device_bytes": 0, "workspace_bytes": 0}

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import shutil
-import socket
 import ssl
 import subprocess
 import time
@@ -20,6 +19,7 @@ from deploy.env_example import COMPOSE, FILE, example
 from service.process.mps import STOP_TIMEOUT_S
 from service.settings import Settings
 from service.supervisor import STOP_LIMIT_S
+from tests.deploy.proxies import free_ports
 from tests.faults.checks import NO_TRACE
 
 ROOT = Path(__file__).parents[2]
@@ -117,14 +117,6 @@ def compose_command():
     if shutil.which("docker-compose") is None:
         pytest.skip("Docker has no Compose")
     return ("docker-compose",)
-
-
-def free_ports(count):
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
 
 
 def secured(folder):

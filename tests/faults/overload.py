@@ -58,7 +58,7 @@ convolution they were (two EPYC cores, 2026-11-23)."""
 
 
 CALLS = 100
-"""Of gRPC that are open on a connection."""
+"""Calls of gRPC that are open on a connection at a time."""
 
 STATUS = {
     grpc.StatusCode.OK: 200,
@@ -183,7 +183,7 @@ class Overload:
 
 
 class GrpcOverload(Overload):
-    """The same by calls of gRPC; `idle` has a channel for each call that may be open."""
+    """Clients of gRPC. `idle` has a channel for each call that may be open."""
 
     def message(self, images):
         return infer_request(images)

@@ -172,7 +172,7 @@ class Http2Client(threading.Thread):
         super().__init__()
         self.answered = 0
         self.lost = []
-        """Of each connection on which a request that was read got no answer, what was seen."""
+        """Last stream, unanswered streams and frames of each connection that broke the promise."""
         self.cut = 0
         """Connections that ended before the service sent anything."""
         self._port = port

@@ -36,7 +36,7 @@ async def test_models_answer_by_name_and_version_when_they_are_loaded(engine):
     info = {"model": "a", "version": "3", "sha256": a.version.sha256}
     assert engine.value("lenet_model_info", **info) == 1
     assert engine.value("lenet_contexts", model="b", version="1") == 2
-    assert not engine.models.ready, "whoever opens the service says when"
+    assert not engine.models.ready, "it is set by the caller, when the service is open"
 
 
 async def test_an_unknown_model_or_version_is_refused_with_those_there_are(engine):
