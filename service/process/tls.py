@@ -99,19 +99,22 @@ _VERSION, _UTC_TIME = 0xA0, 0x17
 
 
 def _ends_s(pem: str) -> float:
-    """When the first of the certificates in `pem` to expire does, as `time.time()`.
+    """When the first of the certificates in `pem` to expire does, as `time.time()`, or infinity.
 
     The ssl module shows that of a peer's certificate alone. What comes before it is fixed (RFC
     5280, 4.1): perhaps a version, then number, algorithm, issuer.
     """
     ends_s = [math.inf]
     for block in _PEM.findall(pem):
-        ((_, certificate),) = _der(ssl.PEM_cert_to_DER_cert(block))
-        fields = _der(_der(certificate)[0][1])
-        validity = fields[4 if fields[0][0] == _VERSION else 3][1]
-        _, (tag, text) = _der(validity)
-        form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
-        end = datetime.strptime(text.decode(), form).replace(tzinfo=UTC)
+        try:
+            ((_, certificate),) = _der(ssl.PEM_cert_to_DER_cert(block))
+            fields = _der(_der(certificate)[0][1])
+            validity = fields[4 if fields[0][0] == _VERSION else 3][1]
+            _, (tag, text) = _der(validity)
+            form = "%y%m%d%H%M%SZ" if tag == _UTC_TIME else "%Y%m%d%H%M%SZ"
+            end = datetime.strptime(text.decode(), form).replace(tzinfo=UTC)
+        except (ValueError, IndexError):  # OpenSSL takes it, and says whether it may be served
+            continue
         ends_s.append(end.timestamp())
     return min(ends_s)
 

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 
 import pytest
@@ -7,6 +8,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from service.errors import InvalidCertificate
+from service.process import tls
 from service.process.tls import CertificateFiles, ServedCertificate
 
 
@@ -84,3 +86,9 @@ def test_the_end_of_a_certificate_is_that_of_the_first_in_its_chain_to_end(tmp_p
     files.certificate.write_bytes(b"".join(c.cert_chain_pems[0].bytes() for c in (leaf, other)))
     files.key.write_bytes(leaf.private_key_pem.bytes())
     assert ServedCertificate(files).ends_s == first.timestamp()
+
+
+@pytest.mark.parametrize("content", ["AAAA", "MIIB", "MAMwAQA=", "!"])
+def test_a_certificate_whose_end_cannot_be_read_is_served_all_the_same(content):
+    pem = f"-----BEGIN CERTIFICATE-----\n{content}\n-----END CERTIFICATE-----\n"
+    assert tls._ends_s(pem) == math.inf
