@@ -17,17 +17,17 @@ COPY pyproject.toml constraints.txt deploy/image/install.sh deploy/image/left_ou
 # A package mirror and its certificates are passed as secrets, which stay out of the layers.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/mirror.pem \
-    sh install.sh .
+    sh install.sh '.[otel]'
 
 FROM dependencies AS dependencies-cuda12
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/mirror.pem \
-    sh install.sh '.[cuda12]'
+    sh install.sh '.[otel,cuda12]'
 
 FROM dependencies AS dependencies-cuda13
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     --mount=type=secret,id=certificates,target=/etc/ssl/mirror.pem \
-    sh install.sh '.[cuda13]'
+    sh install.sh '.[otel,cuda13]'
 
 FROM dependencies AS dependencies-trainer
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \

@@ -38,6 +38,7 @@ from service.errors import (
 from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
 from service.observe.metrics import NO_MODEL, Metrics, Transport
+from service.observe.traces import Batch, Ended, Operation, Span, Traces, new_span
 
 _log = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class Requests:
     """The longest that a request may take."""
     protocol: Transport = "http"
     """The label in metrics."""
+    traces: Traces | None = None
 
     def too_large(self, part: str, found: str) -> TooLarge:
         """The error for a body of more than `max_body_bytes`."""
@@ -85,6 +87,10 @@ class Wanted:
 
     form: Form
     timeout_s: float
+    operation: Operation
+    """What is asked for, in traces."""
+    parent: Span | None = None
+    """The caller's span."""
     length: int | None = None
     """Bytes of the body, if that is known."""
     model: str = ""
@@ -289,6 +295,18 @@ class Request(Work):
         """Count the answer."""
         self._requests.metrics.predicted(self._requests.protocol, self._model, times_s)
 
+    def batch_span(self, traces: Traces) -> Span | None:
+        """The batch that the images were computed in, in traces; None if there were several."""
+        batch = self.batch
+        if (result := batch.result) is None:
+            return None
+        span: Span | None = batch.encoded.get("span")
+        if span is None:
+            span = batch.encoded["span"] = new_span()
+            sizes = self.batch_rows, result.computed_rows, batch.reason, result.device_s
+            traces.add(Batch(span, self._model, *sizes, self.first_cut_s, self.answered_s))
+        return span
+
     # From the decoded body to the answer.
 
     def _on_decoded(self, outcome: Decoded | ServiceError) -> None:
@@ -370,6 +388,9 @@ class Request(Work):
             now_s - self._started_s,
         )
         self.count(times_s)
+        if self._requests.traces is not None:
+            steps_s = self._decoding_began_s, self.arrived_s, cut_s, self.answered_s, began_s
+            self._trace(self._requests.traces, "", now_s, steps_s)
         if nvtx.active:
             nvtx.end(self._range)
         self.done = True
@@ -466,9 +487,23 @@ class Request(Work):
         self._writing = None
         try:
             self._requests.metrics.request_done(self._model, self._requests.protocol, outcome)
+            if self._requests.traces is not None:
+                self._trace(self._requests.traces, outcome, time.monotonic())
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("an answer was not counted")
         nvtx.end(self._range)
+
+    def _trace(
+        self, traces: Traces, code: str, now_s: float, steps_s: tuple[float, ...] = ()
+    ) -> None:
+        """Trace the request, if it is to be. `code`: of the error, "" for an answer."""
+        wanted = self._wanted
+        if not traces.wants(wanted.parent, code, now_s - self._started_s):
+            return
+        rows, batch = (self.rows, self.batch_span(traces)) if steps_s else (0, None)
+        protocol, began_s = self._requests.protocol, self._started_s
+        asked = protocol, wanted.operation, wanted.parent
+        traces.add(Ended(*asked, self._model, rows, code, began_s, now_s, steps_s, batch))
 
 
 @dataclass(slots=True)

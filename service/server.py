@@ -19,8 +19,8 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
@@ -59,6 +59,7 @@ from service.errors import (
 from service.forms.body import Limits
 from service.observe.access_log import AccessLog, access_log
 from service.observe.metrics import NO_MODEL, Metrics
+from service.observe.traces import Traces
 from service.process import allocator, descriptors
 from service.process.heartbeat import Heartbeat
 from service.process.keys import Keys
@@ -69,8 +70,10 @@ from service.process.stopping import Stop
 from service.process.tls import ServedCertificate
 from service.request import Requests
 from service.settings import Settings
+from service.transport.answer import STATUS
 from service.transport.door import HttpService
 from service.transport.gate import Gate
+from service.transport.grpc_status import STATUS_NAMES
 from service.transport.head import FastRoutes
 from service.transport.http2_head import Methods
 from service.transport.server import HttpServer
@@ -175,6 +178,7 @@ async def open_service(
             (key.get_secret_value() for key in settings.api_keys),
             (key.get_secret_value() for key in settings.admin_keys),
         )
+        build = distribution_version(), distribution_commit()  # read from files
         requests = Requests(
             models,
             metrics,
@@ -184,13 +188,13 @@ async def open_service(
             decoders,
             deadlines,
             timeout_s,
+            traces=stack.enter_context(_traces(settings, build[0])),
         )
         routes = image_routes(requests)
         if settings.explain == "on":
             explainer = stack.enter_context(Explainer(deadlines))
             routes[b"POST", b"/explain"] = ExplainRoute.beside(requests, explainer)
         servicer = InferenceServicer(models, repository, metrics, settings.max_images)
-        build = distribution_version(), distribution_commit()  # read from files
         app = create_app(
             models=models,
             repository=repository,
@@ -221,6 +225,22 @@ async def open_service(
             )
         finally:
             models.ready = False
+
+
+@contextmanager
+def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
+    """What chooses the requests to be traced, and sends their spans; None if that is off."""
+    url = settings.traces_endpoint
+    if not url:
+        yield None
+        return
+    from service.observe import otlp  # needs an extra
+
+    traces = Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3)
+    scheme = "http" if settings.certificate is None else "https"
+    encoder = otlp.Encoder({"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}, scheme)
+    with otlp.sent(traces, encoder, url, version):
+        yield traces
 
 
 def _decoder_count(settings: Settings) -> int:

@@ -5,6 +5,7 @@ A flag wins over a variable. Below `server` only small values are passed on, nev
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from pathlib import Path
 from typing import Annotated, Literal, Self
@@ -26,6 +27,7 @@ from service.process.tls import CertificateFiles
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~:\[\]-]+")
+_COLLECTOR = re.compile(r"https?://[^/?#\s]+/[^\s#]*")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -172,6 +174,17 @@ class Settings(BaseSettings):
     log_format: Literal["text", "json"] = "text"
     """Form of the log lines on standard error; json is an object a line."""
 
+    traces_endpoint: str = ""
+    """URL of an OpenTelemetry collector that takes traces by OTLP over HTTP, as
+    http://collector:4318/v1/traces. Without it there are none. Needs the extra otel."""
+
+    traces_one_in: NonNegativeInt = 100
+    """One in so many requests whose callers say nothing about it is traced; 0 is none."""
+
+    traces_slower_ms: NonNegativeInt = 0
+    """A request that takes longer is traced in any case, as is one that fails by our own fault; 0
+    is no such limit."""
+
     profile: bool = False
     """Use no captured graphs on a GPU, so that a profiler shows each layer by its name."""
 
@@ -209,6 +222,18 @@ class Settings(BaseSettings):
         if not host or host.count(":") == 1 or set(host) & set("/[] "):
             raise ValueError("expected an address or a host name alone; the port is --port")
         return host
+
+    @field_validator("traces_endpoint")
+    @classmethod
+    def _check_endpoint(cls, url: str) -> str:
+        if url and not _COLLECTOR.fullmatch(url):
+            raise ValueError("expected a URL with a path, as http://collector:4318/v1/traces")
+        if url and not _is_installed("opentelemetry.proto.trace"):
+            raise ValueError(
+                "it needs OpenTelemetry's messages, which are not installed: "
+                "pip install 'lenet-serve[otel]'"
+            )
+        return url
 
     @field_validator("versions")
     @classmethod
@@ -321,3 +346,10 @@ class Settings(BaseSettings):
                 f"{', '.join(self.models)}"
             )
         return self
+
+
+def _is_installed(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is in
+        return False

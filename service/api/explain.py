@@ -31,6 +31,7 @@ from service.engine.explainer import Explainer, Explanation
 from service.errors import InvalidInput, ServiceError, invalid, shown
 from service.forms.form import JSON, Content
 from service.forms.prediction import warnings
+from service.observe.traces import Traces
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer
 
@@ -60,7 +61,8 @@ class ExplainRoute:
         """A route for fewer images than `requests` allow."""
         most = min(MAX_EXPLAINED_IMAGES, requests.limits.max_images)
         fewer = replace(requests, limits=replace(requests.limits, max_images=most))
-        return cls(ImageRoute(fewer, partial(read_predict, names=_PARAMETERS)), explainer)
+        read = partial(read_predict, names=_PARAMETERS)
+        return cls(ImageRoute(fewer, "/explain", read), explainer)
 
     def read(
         self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None
@@ -100,7 +102,8 @@ class _ExplainRequest(ImageRequest):
         self._explanation = explanation = self._explainer.enqueue(
             version, images, wanted.index, wanted.change, self.deadline_s, self._explained_to
         )
-        self.version, self.arrived_s, self.batch_rows = version, explanation.arrived_s, 1
+        self.version, self.arrived_s = version, explanation.arrived_s
+        self.rows = self.batch_rows = 1
 
     def withdraw(self) -> None:
         """Nobody waits for the layers any more."""
@@ -130,6 +133,9 @@ class _ExplainRequest(ImageRequest):
             document["warnings"] = warnings(self.asked.doubts)
         document["layers"] = [_layer(layer) for layer in explained.layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
+
+    def batch_span(self, traces: Traces) -> None:
+        """There is no batch."""
 
     def count(self, times_s: TimesS) -> None:
         """Count an answer, apart from predictions."""

@@ -8,17 +8,20 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from service.errors import InvalidInput, ServiceError
 from service.forms import open_inference_pb2 as pb
 from service.forms.form import Content
 from service.forms.oip_proto import OipProtoForm
+from service.observe.traces import Operation, grpc_operation, parent_of
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.grpc import Call, GrpcExchange, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.head import FastCall
+
+SERVICE = "inference.GRPCInferenceService"
 
 _STREAM_AHEAD = 32
 """Requests of a stream that are worked on while the first of them is not written."""
@@ -32,6 +35,7 @@ class _InferMethod:
     """Shared by the two inference methods."""
 
     requests: Requests
+    operation: ClassVar[Operation]
     is_limited: ClassVar[bool] = True
     is_endless: ClassVar[bool] = False
 
@@ -40,7 +44,8 @@ class _InferMethod:
         longest_s = self.requests.timeout_s
         timeout_s = timeout_s_of(headers)
         limit_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
-        return Wanted(OipProtoForm(self.requests.limits.max_images), limit_s)
+        form = OipProtoForm(self.requests.limits.max_images)
+        return Wanted(form, limit_s, self.operation, parent_of(headers))
 
     def refused(self, error: ServiceError) -> None:
         """Count it."""
@@ -51,6 +56,8 @@ class ModelInfer(_InferMethod):
     """The method with one request and one answer."""
 
     __slots__ = ()
+
+    operation = grpc_operation(f"{SERVICE}/ModelInfer")
 
     def open(self, wanted: Wanted, exchange: GrpcExchange) -> Call:
         """Begin a call."""
@@ -108,9 +115,12 @@ class ModelStreamInfer(_InferMethod):
 
     __slots__ = ()
 
+    operation = grpc_operation(f"{SERVICE}/ModelStreamInfer")
+
     def open(self, wanted: Wanted, exchange: GrpcExchange) -> Call:
         """Begin a call."""
-        return _Stream(self.requests, self.read({}), exchange)
+        of_each = replace(self.read({}), parent=wanted.parent)
+        return _Stream(self.requests, of_each, exchange)
 
 
 class _Streamed(Request):

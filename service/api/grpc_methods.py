@@ -15,7 +15,7 @@ from google.protobuf.descriptor_pool import Default
 from google.protobuf.message import DecodeError, Message
 
 from service.api import health_pb2, reflection_pb2
-from service.api.grpc_infer import ModelInfer, ModelStreamInfer
+from service.api.grpc_infer import SERVICE, ModelInfer, ModelStreamInfer
 from service.api.servicer import InferenceServicer
 from service.engine.models import Models
 from service.errors import (
@@ -33,8 +33,6 @@ from service.request import Requests
 from service.transport.grpc import Call, GrpcExchange, Method, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, internal_error, status_of
 from service.transport.head import FastCall
-
-SERVICE = "inference.GRPCInferenceService"
 
 _HEALTH = "grpc.health.v1.Health"
 _REFLECTION = "grpc.reflection.v1.ServerReflection"

@@ -24,6 +24,7 @@ from service.forms.body import OCTETS, ImageForm, Limits
 from service.forms.form import Content, Form
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
 from service.forms.tensorflow import TensorflowForm
+from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer, error_answer, plain_error_answer
@@ -47,14 +48,12 @@ ReadForm: TypeAlias = Callable[[bytes, Headers, Mapping[str, str], Limits], tupl
 
 def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], FastRoute]:
     """The routes that take images, by method and path."""
-    predict = ImageRoute(requests, read_predict)
-    infer = ImageRoute(requests, read_infer, plain_error_answer)
-    tensorflow = ImageRoute(requests, read_tensorflow, plain_error_answer)
-    routes: dict[str, FastRoute] = {"/predict": predict}
+    routes = [ImageRoute(requests, "/predict", read_predict)]
     for owner in (MODEL, MODEL_VERSION):
-        routes[f"{PREFIX}{owner}/infer"] = infer
-        routes[f"{TENSORFLOW}{owner}:predict"] = tensorflow
-    return {(b"POST", path.encode()): route for path, route in routes.items()}
+        infer, predict = f"{PREFIX}{owner}/infer", f"{TENSORFLOW}{owner}:predict"
+        routes.append(ImageRoute(requests, infer, read_infer, plain_error_answer))
+        routes.append(ImageRoute(requests, predict, read_tensorflow, plain_error_answer))
+    return {(b"POST", route.template.encode()): route for route in routes}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +61,8 @@ class ImageRoute:
     """A route that takes images; `error` gives its errors their form."""
 
     requests: Requests
+    template: str
+    """Its path, which may have placeholders."""
     read_form: ReadForm
     error: Callable[[ServiceError], Answer] = error_answer
 
@@ -74,10 +75,13 @@ class ImageRoute:
             TooLarge: Content-Length exceeds the limit.
         """
         requests = self.requests
-        form, model, version = self.read_form(query, headers, path or {}, requests.limits)
+        path = path or {}
+        form, model, version = self.read_form(query, headers, path, requests.limits)
         timeout_s = min(_timeout_s(headers) or requests.timeout_s, requests.timeout_s)
         asks_first = headers.get("expect", "").lower() == "100-continue"
-        return Wanted(form, timeout_s, self._length(headers), model, version, asks_first)
+        operation = http_operation("POST", self.template, self.template.format(**path))
+        length, parent = self._length(headers), parent_of(headers)
+        return Wanted(form, timeout_s, operation, parent, length, model, version, asks_first)
 
     def refuse(self, error: ServiceError) -> Answer:
         """The answer to a request that `read` rejected."""

@@ -240,7 +240,8 @@ class Batcher:
                 self._dispatch()  # the device computes while the answers are written
             answered = len(outcome.probabilities)
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
-            result, batch, row = outcome, BatchAnswer(outcome.probabilities), 0
+            result, row = outcome, 0
+            batch = BatchAnswer(outcome.probabilities, outcome, cut.reason)
             for request, start, stop in cut.segments:
                 rows = stop - start
                 if request.waits and request.deliver(start, rows, batch, row, now):

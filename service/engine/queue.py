@@ -14,6 +14,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from lenet import nvtx
+from lenet.backend import BatchResult
 from lenet.pixels import Images, Probabilities
 from service.engine.versions import ModelVersion
 from service.errors import Overloaded, ServiceError
@@ -32,10 +33,13 @@ _FEW = 1 / 8
 class BatchAnswer:
     """The probabilities of a batch, float32 (n, classes).
 
-    A transport keeps in `encoded` what it makes of the whole batch, for the batch's other requests.
+    What is made of the whole batch is kept in `encoded` for its other requests. `result` is None,
+    and `reason` not known, where the rows of one request are of several batches.
     """
 
     probabilities: Probabilities
+    result: BatchResult | None = None
+    reason: CutReason = "full"
     encoded: dict[str, Any] = field(default_factory=dict)
 
 

@@ -35,10 +35,7 @@ class Ids(NamedTuple):
 
     @property
     def fields(self) -> dict[str, str]:
-        """The ids as fields of a log line in JSON; `span_id` is the caller's span.
-
-        A span of our own, were there one, would be named here.
-        """
+        """The ids as fields of a log line in JSON; `span_id` is the caller's span."""
         _, trace_id, span_id, *_ = self.trace.split("-") if self.trace else ("", "", "")
         named = {"request_id": self.request, "trace_id": trace_id, "span_id": span_id}
         return {name: value for name, value in named.items() if value}

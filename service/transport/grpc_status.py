@@ -75,6 +75,11 @@ _CODES: dict[type[ServiceError], StatusCode] = {
     WrongCompressedFlag: StatusCode.INTERNAL,
 }
 
+STATUS_NAMES = {"": "OK", ServiceError.code: "INTERNAL"} | {
+    error.code: code.name for error, code in reversed(_CODES.items())
+}
+"""Status by error code; "" is that of an answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Status:

@@ -1,0 +1,83 @@
+"""A collector of OpenTelemetry in the process of a test: it keeps the spans that come."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
+    ExportTraceServiceRequest,
+    ExportTraceServiceResponse,
+)
+
+PATIENCE_S = 20.0
+
+
+def attributes(owner):
+    """Those of a span or a resource, by name."""
+    values = {one.key: one.value for one in owner.attributes}
+    return {key: getattr(value, value.WhichOneof("value")) for key, value in values.items()}
+
+
+class Collector:
+    """`resources`, `spans` and the `headers` of what came; `refuses` so many spans of each."""
+
+    def __init__(self, port):
+        self.url = f"http://127.0.0.1:{port}/v1/traces"
+        self.resources, self.spans, self.headers = [], [], []
+        self.refuses = 0
+
+    def take(self, path, headers, body):
+        assert path == "/v1/traces"
+        message = ExportTraceServiceRequest.FromString(body)
+        self.headers.append(headers)
+        for resource in message.resource_spans:
+            self.resources.append(attributes(resource.resource))
+            for scope in resource.scope_spans:
+                self.spans += scope.spans
+        answer = ExportTraceServiceResponse()
+        answer.partial_success.rejected_spans = self.refuses
+        return answer.SerializeToString()
+
+    def wait_for(self, count, name):
+        """The spans called `name`, when there are so many. More must not come within a second."""
+        until_s = time.monotonic() + PATIENCE_S
+        while len(found := self.called(name)) < count:
+            assert time.monotonic() < until_s, f"{len(found)} spans {name}, expected {count}"
+            time.sleep(0.05)
+        return found
+
+    def called(self, name):
+        return [span for span in self.spans if span.name == name]
+
+    def children(self, parent):
+        """Spans below `parent`, by name."""
+        below = [span for span in self.spans if span.parent_span_id == parent.span_id]
+        assert all(span.trace_id == parent.trace_id for span in below)
+        return {span.name: span for span in below}
+
+
+@contextlib.contextmanager
+def collector():
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["content-length"]))
+            answer = found.take(self.path, dict(self.headers), body)
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        found = Collector(server.server_port)
+        thread = threading.Thread(target=server.serve_forever, args=(0.05,))
+        thread.start()
+        try:
+            yield found
+        finally:
+            server.shutdown()
+            thread.join()

@@ -1,0 +1,353 @@
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import subprocess
+import sys
+import time
+from http.client import HTTPConnection
+
+import grpc
+import pytest
+from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
+from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
+
+from service.errors import ServiceError
+from service.forms import open_inference_pb2 as pb
+from service.observe import otlp
+from service.observe.traces import (
+    FAULTS,
+    MOST_WAITING,
+    Batch,
+    Ended,
+    Span,
+    Traces,
+    grpc_operation,
+    http_operation,
+    new_span,
+    parent_of,
+)
+from service.transport.answer import STATUS
+from service.transport.grpc_status import STATUS_NAMES
+from tests.collector import attributes, collector
+
+TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+SAMPLED, UNSAMPLED = (Span(bytes(16), bytes(8), sampled) for sampled in (True, False))
+
+
+# What is chosen.
+
+
+@pytest.mark.parametrize(
+    ("header", "sampled"),
+    [
+        (f"00-{TRACE}-{CALLER}-01", True),
+        (f"00-{TRACE}-{CALLER}-03", True),  # W3C's random flag beside it
+        (f"00-{TRACE}-{CALLER}-00", False),
+        (f"01-{TRACE}-{CALLER}-01-later", True),
+        (f"ff-{TRACE}-{CALLER}-01", None),
+        (f"00-{'0' * 32}-{CALLER}-01", None),
+        (f"00-{TRACE}-{'0' * 16}-01", None),
+        (f"00-{TRACE.upper()}-{CALLER}-01", None),
+        ("nonsense", None),
+        ("", None),
+    ],
+)
+def test_the_parent_is_read_as_w3c_says(header, sampled):
+    parent = parent_of({"traceparent": header, "tracestate": "a=1"})
+    if sampled is None:
+        assert parent is None
+    else:
+        assert parent == (bytes.fromhex(TRACE), bytes.fromhex(CALLER), sampled, "a=1")
+
+
+def test_a_tracestate_that_is_too_long_is_left_out():
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "a=" + "1" * 511}
+    assert parent_of(headers).state == ""
+
+
+@pytest.mark.parametrize(
+    ("one_in", "parent", "code", "took_s", "chosen"),
+    [
+        (0, SAMPLED, "", 0.0, [True] * 6),
+        (1, UNSAMPLED, "", 0.0, [False] * 6),
+        (0, None, "", 0.0, [False] * 6),
+        (1, None, "", 0.0, [True] * 6),
+        (3, None, "", 0.0, [False, False, True] * 2),
+        (0, None, "", 0.6, [True] * 6),
+        (0, UNSAMPLED, "", 0.6, [True] * 6),
+        (0, None, "invalid_input", 0.0, [False] * 6),
+        (0, None, "overloaded", 0.0, [False] * 6),
+        *((0, None, fault, 0.0, [True] * 6) for fault in sorted(FAULTS)),
+    ],
+)
+def test_the_caller_decides_else_one_in_n_and_what_is_slow_or_fails_is_always_chosen(
+    one_in, parent, code, took_s, chosen
+):
+    traces = Traces(one_in, slower_s=0.5)
+    assert [traces.wants(parent, code, took_s) for _ in chosen] == chosen
+
+
+def test_a_fault_is_what_http_answers_with_a_5xx():
+    assert {code for code, status in STATUS.items() if status >= 500} == FAULTS
+
+
+def test_every_error_has_a_status_in_spans():
+    def kinds(kind):
+        return {kind}.union(*map(kinds, kind.__subclasses__()))
+
+    codes = {kind.code for kind in kinds(ServiceError)}
+    assert codes == set(STATUS) == set(STATUS_NAMES) - {""}
+    assert STATUS_NAMES["invalid_input"] == "INVALID_ARGUMENT"
+
+
+def test_what_waits_is_bounded_and_what_was_dropped_is_counted():
+    traces = Traces(1, 1.0)
+    for number in range(MOST_WAITING + 3):
+        traces.add(number)
+    assert traces.take() == (list(range(MOST_WAITING)), 3)
+    assert traces.take() == ([], 0)
+
+
+# What is made of it.
+
+ENCODER = otlp.Encoder({"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}, "https")
+CLOCK_NS = 1_700_000_000 * 10**9
+STEPS_S = 1.001, 1.002, 1.004, 1.008, 1.016
+PREDICT = http_operation("POST", "/v1/models/{model}:predict", "/v1/models/lenet:predict")
+INFER = grpc_operation("a.B/C")
+
+
+def spans_of(*ended):
+    spans = ScopeSpans()
+    for one in ended:
+        ENCODER.add(one, CLOCK_NS, spans)
+    for span in spans.spans:
+        assert len(span.trace_id) == 16
+        assert len(span.span_id) == 8
+    return list(spans.spans)
+
+
+def seconds(span):
+    return [
+        round((ns - CLOCK_NS) / 1e9, 6)
+        for ns in (span.start_time_unix_nano, span.end_time_unix_nano)
+    ]
+
+
+def test_an_answer_has_a_span_and_one_for_each_stage():
+    parent, batch = Span(b"t" * 16, b"p" * 8, True, "a=1"), new_span()
+    root, *stages = spans_of(
+        Ended("http", PREDICT, parent, ("lenet", "3"), 2, "", 1.0, 1.032, STEPS_S, batch)
+    )
+    assert (root.name, root.kind) == ("POST /v1/models/{model}:predict", OtlpSpan.SPAN_KIND_SERVER)
+    assert (root.trace_id, root.parent_span_id, root.trace_state) == (b"t" * 16, b"p" * 8, "a=1")
+    assert root.status.code == Status.STATUS_CODE_UNSET
+    assert seconds(root) == [1.0, 1.032]
+    assert attributes(root) == {
+        "http.request.method": "POST",
+        "http.route": "/v1/models/{model}:predict",
+        "url.path": "/v1/models/lenet:predict",
+        "url.scheme": "https",
+        "http.response.status_code": 200,
+        "lenet.model": "lenet",
+        "lenet.model_version": "3",
+        "lenet.rows": 2,
+    }
+    assert [(span.name, *seconds(span)) for span in stages] == [
+        ("decode", 1.001, 1.002),
+        ("queue", 1.002, 1.004),
+        ("compute", 1.004, 1.008),
+        ("encode", 1.016, 1.032),
+    ]
+    assert {span.parent_span_id for span in stages} == {root.span_id}
+    assert {span.trace_id for span in stages} == {root.trace_id}
+    links = {span.name: [(link.trace_id, link.span_id) for link in span.links] for span in stages}
+    assert links.pop("compute") == [(batch.trace_id, batch.span_id)]
+    assert not any(links.values())
+
+
+@pytest.mark.parametrize(
+    ("code", "http", "rpc", "status"),
+    [
+        ("invalid_input", 400, "INVALID_ARGUMENT", Status.STATUS_CODE_UNSET),
+        ("cancelled", 499, "CANCELLED", Status.STATUS_CODE_UNSET),
+        ("unavailable", 503, "UNAVAILABLE", Status.STATUS_CODE_ERROR),
+        ("deadline_exceeded", 504, "DEADLINE_EXCEEDED", Status.STATUS_CODE_ERROR),
+    ],
+)
+def test_an_error_has_one_span_with_its_code(code, http, rpc, status):
+    for protocol, operation, key, expected in (
+        ("http", PREDICT, "http.response.status_code", http),
+        ("grpc", INFER, "rpc.response.status_code", rpc),
+    ):
+        (span,) = spans_of(Ended(protocol, operation, None, ("", ""), 0, code, 1.0, 2.0))
+        found = attributes(span)
+        assert (found[key], found["error.type"]) == (expected, code)
+        assert "lenet.model" not in found
+        assert span.status.code == status
+        assert (span.parent_span_id, span.trace_state) == (b"", "")
+    assert (span.name, found["rpc.system.name"], found["rpc.method"]) == ("a.B/C", "grpc", "a.B/C")
+
+
+def test_a_batch_has_a_trace_of_its_own():
+    of = new_span()
+    (span,) = spans_of(Batch(of, ("lenet", "3"), 5, 8, "idle", 25e-6, 1.0, 2.0))
+    assert (span.name, span.trace_id, span.span_id) == ("batch", of.trace_id, of.span_id)
+    assert seconds(span) == [1.0, 2.0]
+    assert attributes(span) == {
+        "lenet.model": "lenet",
+        "lenet.model_version": "3",
+        "lenet.rows": 5,
+        "lenet.computed_rows": 8,
+        "lenet.cut_reason": "idle",
+        "lenet.device_us": 25.0,
+    }
+
+
+# What arrives.
+
+
+def one_ended():
+    return Ended("grpc", INFER, None, ("lenet", "1"), 1, "", 1.0, 2.0)
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_the_variables_of_opentelemetry_are_heeded(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20x, b=2")
+    monkeypatch.setenv("OTEL_SERVICE_NAME", "digits")
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=no,deployment.environment.name=t")
+    traces = Traces(1, 1.0)
+    with collector() as found:
+        with otlp.sent(traces, ENCODER, found.url, "1.2"):
+            traces.add(one_ended())
+        (resource,) = found.resources
+    assert (resource["service.name"], resource["service.version"]) == ("digits", "1.2")
+    assert resource["deployment.environment.name"] == "t"
+    assert found.headers[0]["Authorization"] == "Bearer x"
+    assert found.headers[0]["B"] == "2"
+    assert [span.name for span in found.spans] == ["a.B/C"]  # sent at the end of the block
+
+
+def closed_port():
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@pytest.mark.parametrize("how", ["away", "refuses"])
+def test_a_collector_that_takes_nothing_is_said_once(monkeypatch, caplog, how):
+    monkeypatch.setattr(otlp, "_EVERY_S", 0.05)
+    traces = Traces(1, 1.0)
+    with collector() as found:
+        found.refuses = 1
+        url = found.url if how == "refuses" else f"http://127.0.0.1:{closed_port()}/v1/traces"
+        with caplog.at_level(logging.WARNING), otlp.sent(traces, ENCODER, url, "1.2"):
+            for _ in range(5):
+                traces.add(one_ended())
+                time.sleep(0.1)
+    (record,) = caplog.records
+    assert f"traces to {url}: 1 dropped so far: " in record.getMessage()
+
+
+def test_a_collector_that_does_not_answer_keeps_nothing_up(monkeypatch, caplog):
+    monkeypatch.setattr(otlp, "_LAST_PATIENCE_S", 0.2)
+    traces = Traces(1, 1.0)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
+        began_s = time.monotonic()
+        with otlp.sent(traces, ENCODER, url, "1.2"):
+            traces.add(one_ended())
+        assert time.monotonic() - began_s < 2.0
+
+
+def test_nothing_of_it_is_imported_while_it_is_off():
+    program = (
+        "import sys, service.server\n"
+        "print(*(name for name in sys.modules if 'opentelemetry.proto' in name or 'otlp' in name))"
+    )
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (found.returncode, found.stdout.strip()) == (0, "")
+
+
+def predict(service, **headers):
+    connection = HTTPConnection("127.0.0.1", service.port, timeout=30)
+    kind = {"content-type": "application/octet-stream", **headers}
+    connection.request("POST", "/predict", bytes(784), kind)
+    assert connection.getresponse().status == 200
+    connection.close()
+
+
+def infer_request(model="lenet"):
+    tensor = pb.ModelInferRequest.InferInputTensor(
+        name="image", datatype="FP32", shape=[1, 1, 28, 28]
+    )
+    raw = [struct.pack("<784f", *[0.0] * 784)]
+    return pb.ModelInferRequest(model_name=model, inputs=[tensor], raw_input_contents=raw)
+
+
+def test_spans_arrive_of_both_protocols(start):
+    with collector() as found:
+        arguments = ("--traces-endpoint", found.url, "--traces-one-in", "1")
+        service = start(*arguments).ready()
+        for _ in range(3):
+            predict(service)
+        sampled, not_sampled = (f"00-{TRACE}-{CALLER}-0{flag}" for flag in (1, 0))
+        predict(service, traceparent=sampled, tracestate="a=1")
+        predict(service, traceparent=not_sampled)
+        path = "/inference.GRPCInferenceService"
+        with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+            ways = {"request_serializer": lambda message: message.SerializeToString()}
+            call = channel.unary_unary(f"{path}/ModelInfer", **ways)
+            call(infer_request(), metadata=[("traceparent", sampled)])
+            with pytest.raises(grpc.RpcError):
+                call(infer_request("nobody"))
+            stream = channel.stream_stream(f"{path}/ModelStreamInfer", **ways)
+            messages = iter([infer_request()] * 2)
+            assert len(list(stream(messages, metadata=[("traceparent", sampled)]))) == 2
+        https = found.wait_for(4, "POST /predict")
+        calls = found.wait_for(2, f"{path[1:]}/ModelInfer")
+        streamed = found.wait_for(2, f"{path[1:]}/ModelStreamInfer")
+        batches = {span.span_id: span for span in found.wait_for(5, "batch")}
+        time.sleep(1.2)  # what came too often would be here
+        assert len(found.called("POST /predict")) == 4
+        of_caller = [span for span in https + calls if span.parent_span_id]
+        assert [span.parent_span_id.hex() for span in of_caller + streamed] == [CALLER] * 4
+        assert [span.trace_id.hex() for span in of_caller] == [TRACE] * 2
+        assert of_caller[0].trace_state == "a=1"
+        assert {attributes(span)["rpc.response.status_code"] for span in calls} == {
+            "OK",
+            "NOT_FOUND",
+        }
+        for span in (*https, *streamed):
+            children = found.children(span)
+            assert list(children) == ["decode", "queue", "compute", "encode"]
+            (link,) = children["compute"].links
+            assert attributes(batches[link.span_id])["lenet.model"] == "lenet"
+            assert abs(span.start_time_unix_nano - time.time_ns()) < 60e9
+        # From the clock readings of the answer: each stage lies within its request.
+        for parent in https:
+            for child in found.children(parent).values():
+                assert parent.start_time_unix_nano <= child.start_time_unix_nano
+                assert child.start_time_unix_nano <= child.end_time_unix_nano
+                assert child.end_time_unix_nano <= parent.end_time_unix_nano
+        resource = found.resources[0]
+        assert resource["service.name"] == "lenet-serve"
+        assert "opentelemetry" not in service.log.lower()
+
+
+def test_explanations_have_spans_without_a_batch(start):
+    with collector() as found:
+        service = start("--traces-endpoint", found.url, "--traces-one-in", "1").ready()
+        connection = HTTPConnection("127.0.0.1", service.port, timeout=30)
+        kind = {"content-type": "application/octet-stream"}
+        connection.request("POST", "/explain", bytes(784), kind)
+        assert connection.getresponse().status == 200
+        connection.close()
+        (span,) = found.wait_for(1, "POST /explain")
+        assert not found.children(span)["compute"].links
