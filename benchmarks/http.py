@@ -3,7 +3,8 @@
 The others are mosec, a plain FastAPI + ONNX Runtime application, LitServe, MLServer and our engine
 behind Ray Serve where they are installed, and a bare ASGI application on uvicorn that answers a
 constant. With --against DIR our service is compared with that of another checkout instead, for
-example a `git worktree` of an older commit. All servers run at the same time on the CPU, and wrk
+example a `git worktree` of an older commit, and with --against-args with itself under other
+arguments. All servers run at the same time on the CPU, and wrk
 loads one after another in alternating rounds, so that other work on the machine affects all. wrk
 uses the same cores: the ratios mean something, the absolute rates are low. Exit code: 0, 1 when an
 answer failed, 2 when nothing was measured.
@@ -51,6 +52,8 @@ from lenet.weightfile import WeightFile
 from trainer.errors import TrainerError
 
 RESULTS = Path("docs/benchmarks/http.json")
+
+_HERE = Path(__file__).parents[1]
 
 _WARM_UP_S = 1
 _BURST_CONNECTIONS = 512  # cases of so many also measure them when all are opened at once
@@ -148,6 +151,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the comparison; the exit code."""
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.against is None and options.against_args is not None:
+        options.against = _HERE
     against = options.against
     if against is not None and not (against / "service").is_dir():
         parser.error(f"--against: {against} is not a checkout of this repository")
@@ -195,10 +200,13 @@ def _servers(weights: Path, model: str, options: argparse.Namespace) -> Iterator
     flags = ["--device=cpu", *shlex.split(options.service_args)]
     with contextlib.ExitStack() as stack:
         if options.against is not None:
-            here = Path(__file__).parents[1]
+            others = flags
+            if options.against_args is not None:
+                others = ["--device=cpu", *shlex.split(options.against_args)]
+            pair = ("ours", flags, _HERE), ("against", others, options.against.resolve())
             yield [
-                stack.enter_context(lenet_serve(weights, model, flags, name=name, checkout=folder))
-                for name, folder in (("ours", here), ("against", options.against.resolve()))
+                stack.enter_context(lenet_serve(weights, model, some, name=name, checkout=folder))
+                for name, some, folder in pair
             ]
             return
         servers = [
@@ -426,6 +434,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--data", type=Path, help="folder of MNIST, instead of the weight file's ten images")
     add("--weights", type=Path, help="weight file, instead of the latest in weights/lenet")
     add("--service-args", default="", help="more arguments for our services, as one string")
+    add("--against-args", help="instead of --service-args, for the service compared with")
     add(
         "--json",
         type=Path,

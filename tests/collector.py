@@ -1,8 +1,12 @@
-"""A collector of OpenTelemetry in the process of a test: it keeps the spans that come."""
+"""A collector of OpenTelemetry in the process of a test: it keeps the spans that come.
+
+As a program it counts them, while tracing is measured: `python -m tests.collector 4318`.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -60,7 +64,7 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector():
+def collector(port=0):
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
@@ -72,7 +76,7 @@ def collector():
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+    with ThreadingHTTPServer(("127.0.0.1", port), Handler) as server:
         found = Collector(server.server_port)
         thread = threading.Thread(target=server.serve_forever, args=(0.05,))
         thread.start()
@@ -81,3 +85,12 @@ def collector():
         finally:
             server.shutdown()
             thread.join()
+
+
+if __name__ == "__main__":
+    with collector(int(sys.argv[1])) as found, contextlib.suppress(KeyboardInterrupt):
+        came = 0
+        while True:
+            time.sleep(10)
+            came, found.spans = came + len(found.spans), []
+            print(f"{came} spans", flush=True)
