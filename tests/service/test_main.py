@@ -74,6 +74,7 @@ TEXTS = {
     "admin_keys": "another key of 16 characters",
     "versions": "latest:3",
     "explain": "off",
+    "traces_endpoint": "https://collector.example/v1/traces",
 }
 
 
@@ -114,6 +115,10 @@ def test_every_setting_is_both_flag_and_variable_and_the_flag_wins(started, name
         (
             ["--versions", "2"],
             "--versions is '2', expected latest, latest:N or all; one version by its number is",
+        ),
+        (
+            ["--traces-endpoint", "http://collector:4318"],
+            "--traces-endpoint is 'http://collector:4318', expected a URL with a path, as",
         ),
         (["--host", "http://0.0.0.0"], "--host is 'http://0.0.0.0', expected an address or a host"),
         (["--host", "[::1]"], "--host is '[::1]', expected an address or a host name alone"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 import pytest
 from pydantic import ValidationError
@@ -119,3 +120,10 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
 def test_settings_that_contradict_each_other_are_refused(changes, words):
     with pytest.raises(ValidationError, match=words):
         Settings(**changes)
+
+
+def test_traces_need_their_extra(monkeypatch):
+    monkeypatch.delitem(sys.modules, "opentelemetry.proto.trace", raising=False)
+    monkeypatch.setitem(sys.modules, "opentelemetry.proto", None)  # as if it were not installed
+    with pytest.raises(ValidationError, match=r"pip install 'lenet-serve\[otel\]'"):
+        Settings(traces_endpoint="http://collector:4318/v1/traces")
