@@ -14,12 +14,11 @@ import struct
 import time
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from itertools import product
-from typing import Any, Generic, Literal, Protocol, TypeAlias, TypeVar, get_args
+from typing import Literal, TypeAlias, get_args
 
 import numpy as np
 from prometheus_client import (
@@ -32,12 +31,20 @@ from prometheus_client import (
     generate_latest,
 )
 from prometheus_client.metrics_core import Metric
-from prometheus_client.multiprocess import MultiProcessCollector
-from prometheus_client.samples import Sample
 
 from lenet import distribution_version
 from lenet.backend import BatchResult
 from service.observe import metrics_files
+from service.observe.buffers import (
+    B,
+    Buffered,
+    BufferedCounter,
+    BufferedGauge,
+    BufferedHistogram,
+    Family,
+    Labels,
+)
+from service.observe.samples import Collected, Totals, WorkerProcess, all_workers
 
 _log = logging.getLogger(__name__)
 
@@ -70,8 +77,6 @@ NO_MODEL: ModelKey = ("none", "")
 """Labels of a request that failed before its model was found."""
 
 _MODEL = ("model", "version")
-_KEPT = ("lenet_last_prediction_timestamp_seconds",)
-"""Gauges of a version that stay when it is unloaded."""
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -91,111 +96,6 @@ _FIRST_BINS = _STAGE_BINS * np.arange(_TIMES)
 _SIZED = (*_MODEL, "rows")
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
 _ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
-
-
-class Buffered(Protocol):
-    """Collects changes of a metric until the next flush."""
-
-    def flush(self) -> None:
-        """Add it to the library's metric."""
-        ...
-
-
-class BufferedCounter:
-    """Buffers increments of one series."""
-
-    __slots__ = ("_amount", "_series")
-
-    def __init__(self, series: Counter) -> None:
-        self._series = series
-        self._amount = 0.0
-
-    def inc(self, amount: float = 1) -> None:
-        """Count `amount` more."""
-        self._amount += amount
-
-    def flush(self) -> None:
-        """Write the collected changes to the metric."""
-        if self._amount:
-            self._series.inc(self._amount)
-            self._amount = 0.0
-
-
-class BufferedGauge:
-    """Buffers the last value of one series."""
-
-    __slots__ = ("_changed", "_series", "_value")
-
-    def __init__(self, series: Gauge) -> None:
-        self._series = series
-        self._value, self._changed = 0.0, False
-
-    def set(self, value: float) -> None:
-        """Replace the value."""
-        self._value, self._changed = value, True
-
-    def flush(self) -> None:
-        """Write the collected changes to the metric."""
-        if self._changed:
-            self._series.set(self._value)
-            self._changed = False
-
-
-class BufferedHistogram:
-    """Buffers observations of one series with upper bounds `bounds` and infinity."""
-
-    __slots__ = ("_bounds", "_counts", "_series", "_sum")
-
-    def __init__(self, series: Histogram, bounds: tuple[float, ...]) -> None:
-        self._series, self._bounds = series, bounds
-        self._counts = [0] * (len(bounds) + 1)
-        self._sum = 0.0
-
-    def observe(self, value: float) -> None:
-        """Count one event."""
-        self._counts[bisect_left(self._bounds, value)] += 1
-        self._sum += value
-
-    def add(self, counts: Sequence[int], total: float) -> None:
-        """Count events: how many between each two bounds, and the sum of their values."""
-        self._counts = [before + more for before, more in zip(self._counts, counts, strict=True)]
-        self._sum += total
-
-    def flush(self) -> None:
-        """Write the collected changes to the metric.
-
-        The only use of private attributes of prometheus_client: its public interface takes one
-        event a call. pyproject.toml bounds the version.
-        """
-        if any(self._counts):
-            for index, count in enumerate(self._counts):
-                if count:
-                    self._series._buckets[index].inc(count)
-                    self._counts[index] = 0
-            self._series._sum.inc(self._sum)
-            self._sum = 0.0
-
-
-B = TypeVar("B", bound=Buffered)
-_Labels: TypeAlias = tuple[str, ...]
-
-
-class Family(dict[_Labels, B], Generic[B]):
-    """The buffered series of one metric by the values of its labels, made when first used."""
-
-    def __init__(self, metric: Counter | Gauge | Histogram, buffer: Callable[[Any], B]) -> None:
-        super().__init__()
-        self.metric = metric
-        self._buffer = buffer
-
-    def __missing__(self, labels: _Labels) -> B:
-        series = self[labels] = self._buffer(self.metric.labels(*labels) if labels else self.metric)
-        return series
-
-    def flush(self) -> None:
-        """Write the collected changes to the metric."""
-        for series in self.values():
-            series.flush()
 
 
 class _Predictions:
@@ -273,7 +173,7 @@ class Metrics:
         self._shared = metrics_files.VARIABLE in os.environ
         self._alone = False  # with files that were lost, which is reported
         if self._shared:
-            self._buffers.append(_WorkerProcess(registry))
+            self._buffers.append(WorkerProcess(registry))
         else:
             ProcessCollector(registry=registry)
         build = self._gauge(
@@ -421,7 +321,7 @@ class Metrics:
         self._predictions = defaultdict(_Predictions)
         self._ended: dict[ModelKey, _Batches] = defaultdict(_Batches)
         self._loads: dict[ModelKey, Callable[[], Load]] = {}
-        self._loaded: dict[ModelKey, _Labels] = {}  # of lenet_model_info
+        self._loaded: dict[ModelKey, Labels] = {}  # of lenet_model_info
         _show(self._requests, *((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
         _show(self._request_duration, get_args(Transport))
         _show(self._stage_duration, get_args(Stage))
@@ -524,8 +424,8 @@ class Metrics:
             self._remove(family, model)
         self.flush()
 
-    def _remove(self, family: Family[BufferedGauge], labels: _Labels) -> None:
-        if self._shared:  # where the library cannot remove; `_all_workers` leaves it out
+    def _remove(self, family: Family[BufferedGauge], labels: Labels) -> None:
+        if self._shared:  # where the library cannot remove; `all_workers` leaves it out
             family[labels].set(0)
         elif family.pop(labels, None) is not None:
             family.metric.remove(*labels)
@@ -640,14 +540,14 @@ class Metrics:
         return await asyncio.to_thread(self._generate)
 
     def _generate(self) -> bytes:
-        return generate_latest(_Collected(self._families()))
+        return generate_latest(Collected(self._families()))
 
     def _families(self) -> list[Metric]:
         """The metrics of all workers; of this one alone if the others' cannot be read."""
         if self._shared:
             try:
                 if metrics_files.are_there():
-                    return list(_all_workers())
+                    return list(all_workers())
                 reason = "this worker's files are gone"
             # The folder, a file of it, or what is in one is not what this program left there.
             except (OSError, ValueError, RuntimeError, struct.error) as exc:
@@ -690,106 +590,3 @@ def _show(family: Family[B], *values: tuple[str, ...]) -> None:
     """Expose the series with each combination of these label values as 0 before the first event."""
     for labels in product(*values):
         family[labels]
-
-
-@dataclass(slots=True)
-class Totals:
-    """Totals of one version: requests, images, batches and seconds.
-
-    `stages_s`: by stage, and "total". `sized`: number and seconds of batches by the next power of
-    two of their rows.
-    """
-
-    predicted: int = 0
-    failed: int = 0
-    images: int = 0
-    batches: int = 0
-    last_s: float = 0.0
-    """When it last answered, as `time.time()`; 0 if it never did."""
-    stages_s: dict[str, float] = field(default_factory=dict)
-    sized: dict[int, list[float]] = field(default_factory=dict)
-
-    def add(self, name: str, labels: Mapping[str, str], value: float) -> None:
-        """Take one sample of the model."""
-        match name:
-            case "lenet_requests_total" if labels["outcome"] == "ok":
-                self.predicted += int(value)
-            case "lenet_requests_total":
-                self.failed += int(value)
-            case "lenet_images_total":
-                self.images += int(value)
-            case "lenet_batches_total":
-                self.batches += int(value)
-            case "lenet_last_prediction_timestamp_seconds":
-                self.last_s = value
-            case "lenet_stage_seconds_total":
-                self.stages_s[labels["stage"]] = value
-            case "lenet_sized_batches_total":
-                self.sized.setdefault(int(labels["rows"]), [0.0, 0.0])[0] = value
-            case "lenet_sized_batch_seconds_total":
-                self.sized.setdefault(int(labels["rows"]), [0.0, 0.0])[1] = value
-
-
-@dataclass(frozen=True, slots=True)
-class _Collected:
-    """Passes collected metrics to the library's writer."""
-
-    metrics: list[Metric]
-
-    def collect(self) -> list[Metric]:
-        """See `CollectorRegistry.collect`."""
-        return self.metrics
-
-
-def _all_workers() -> Iterator[Metric]:
-    """The merged series of all workers, without versions that none of them serves any more."""
-    merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
-    metrics = list(merged.collect())  # type: ignore[no-untyped-call]
-    (info,) = [metric for metric in metrics if metric.name == "lenet_model_info"] or [None]
-    loaded = set()
-    if info is not None:
-        info.samples = [sample for sample in info.samples if sample.value]
-        loaded = {_key_of(sample) for sample in info.samples}
-    for metric in metrics:
-        if metric.name == "lenet_worker_deaths":  # nobody is left to count them
-            deaths = Sample(f"{metric.name}_total", {}, metrics_files.ended_workers())
-            metric.samples = [deaths]
-        if metric.type == "gauge" and metric.name not in _KEPT:
-            metric.samples = [one for one in metric.samples if _key_of(one) in (*loaded, None)]
-        yield metric
-
-
-def _key_of(sample: Sample) -> ModelKey | None:
-    labels = sample.labels
-    return (labels["model"], labels["version"]) if "model" in labels else None
-
-
-class _WorkerProcess:
-    """Memory, CPU time and open files of this worker, summed over the live workers.
-
-    prometheus_client's own process metrics do not add up over processes.
-    """
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._process = ProcessCollector(registry=None)
-        self._cpu = Counter(
-            "process_cpu_seconds", "User and system CPU time of all workers.", registry=registry
-        )
-        self._cpu_s = 0.0
-        self._gauges = {
-            name: Gauge(name, help_text, multiprocess_mode="livesum", registry=registry)
-            for name, help_text in (
-                ("process_resident_memory_bytes", "Resident memory of all workers."),
-                ("process_open_fds", "Open file descriptors of all workers."),
-            )
-        }
-
-    def flush(self) -> None:
-        """Write the collected changes to the metric."""
-        for family in self._process.collect():
-            for sample in family.samples:
-                if sample.name == "process_cpu_seconds_total":
-                    self._cpu.inc(sample.value - self._cpu_s)
-                    self._cpu_s = sample.value
-                elif sample.name in self._gauges:
-                    self._gauges[sample.name].set(sample.value)
