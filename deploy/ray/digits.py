@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from lenet.command_line import parse
 from lenet.errors import InvalidSettings
+from service.assembly import open_service
 from service.errors import ServiceError, Unavailable
-from service.server import open_service
 from service.settings import Settings
 from service.transport.answer import Answer
 

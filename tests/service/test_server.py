@@ -19,13 +19,13 @@ import pytest
 from benchmarks.grpc_stub import Stub
 from lenet.errors import DeviceError, InvalidWeightFile
 from service import server as module
+from service.assembly import open_service
 from service.budget import Budget
 from service.errors import ExitCode, Unavailable
 from service.forms import open_inference_pb2 as pb
 from service.process.sharing import AT_ONCE
 from service.process.signals import SAME_STOP_S, Signals
 from service.process.stopping import Stop
-from service.server import open_service
 from service.settings import Settings
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
@@ -87,7 +87,7 @@ async def test_only_the_asked_for_models_are_loaded_when_some_are_named(settings
 async def test_a_broken_weight_file_is_refused_before_any_context_is_made(settings, monkeypatch):
     path = settings.weights / "mlp" / "1.safetensors"
     path.write_bytes(path.read_bytes()[:-1])
-    monkeypatch.setattr(module, "Models", lambda *_: pytest.fail("a context was made"))
+    monkeypatch.setattr("service.assembly.Models", lambda *_: pytest.fail("a context was made"))
     with pytest.raises(InvalidWeightFile, match=r"mlp/1.safetensors: "):
         async with open_service(settings, grpc_port=0):
             pytest.fail("it opened")

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.context import ExecutionContext
 from service.api.openapi import ErrorResponse
+from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.process.listener import listen as bind
-from service.server import open_service
 from service.settings import Settings
 from service.transport.door import HttpService
 from service.transport.server import HttpServer

@@ -1,0 +1,280 @@
+"""All of a service but its listeners: models, routes, methods, opened and closed in order."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import platform
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+
+from fastapi import FastAPI
+from prometheus_client import CollectorRegistry
+
+from lenet import distribution_commit, distribution_version
+from service.api.app import create_app
+from service.api.explain import ExplainRoute
+from service.api.grpc_methods import methods
+from service.api.openapi import InfoResponse, LoadedModel
+from service.api.routes import image_routes
+from service.api.servicer import InferenceServicer
+from service.budget import Budget
+from service.decode.pool import Decoders
+from service.engine.deadlines import Deadlines
+from service.engine.devices import Placement, place
+from service.engine.explainer import Explainer
+from service.engine.faults import Faults
+from service.engine.models import EngineConfig, Models, ServedModel
+from service.engine.repository import Repository, unloaded
+from service.engine.versions import WeightsFolder
+from service.forms.body import Limits
+from service.observe.access_log import AccessLog, access_log
+from service.observe.metrics import NO_MODEL, Metrics
+from service.observe.traces import Traces
+from service.process.keys import Keys
+from service.request import Requests
+from service.settings import Settings
+from service.transport.answer import STATUS
+from service.transport.gate import Gate
+from service.transport.grpc_status import STATUS_NAMES
+from service.transport.head import FastRoutes
+from service.transport.http2_head import Methods
+
+_log = logging.getLogger(__name__)
+
+_DECODER_BYTES = 256 << 20
+"""60 MiB for the process itself, 155 for the largest WebP, 130 for a PNG of 16 megapixels with
+transparency. With 384 JSON of 30 MB killed the process instead of being refused."""
+
+
+@dataclass(frozen=True, slots=True)
+class Service:
+    """An open service: `app`, `fast_routes` and the `methods` of gRPC are to be served."""
+
+    models: Models
+    repository: Repository
+    app: FastAPI
+    fast_routes: FastRoutes
+    methods: Methods
+    budget: Budget
+    gate: Gate
+    metrics: Metrics
+    access: AccessLog | None
+    faults: Faults | None
+    """Set by `--fault-injection`."""
+
+
+@asynccontextmanager
+async def open_service(
+    settings: Settings,
+    *,
+    grpc_port: int,
+    shared: bool = False,
+    folder: Path | None = None,
+) -> AsyncIterator[Service]:
+    """Open everything but the listeners, and close it on leaving.
+
+    `shared`: this is a worker of a supervisor; others may share `folder`, if there is one.
+
+    Raises:
+        InvalidWeightFile, GoldenMismatch: the weights must not be served.
+        BackendUnavailable, DeviceError: the device cannot be used.
+    """
+    async with AsyncExitStack() as stack:
+        metrics = Metrics(CollectorRegistry())
+        stack.enter_context(metrics.flushed_regularly())
+
+        began = time.perf_counter()
+        weights = WeightsFolder(settings.weights, settings.latest_versions)
+        versions = weights.read_all(
+            settings.models, settings.default_model, unloaded(folder), settings.model_alias
+        )
+        read = time.perf_counter()
+        names = ", ".join(f"{version.name}/{version.version}" for version in versions)
+        what = names or "nothing, as all models are unloaded,"
+        _log.info("read %s from %s: warming up", what, settings.weights)
+
+        deadlines = Deadlines()
+        stack.callback(deadlines.close)
+        placement = place(settings)
+        placed = time.perf_counter()
+        faults = Faults() if settings.fault_injection else None
+        config = _engine_config(settings, placement, faults)
+        models = await stack.enter_async_context(
+            Models(
+                weights,
+                versions,
+                settings.default_model or versions[0].name,
+                config,
+                metrics,
+                deadlines,
+                settings.model_alias,
+            )
+        )
+        opening_s, warm_up_s = models.start_s()
+        phases = {
+            "weights": read - began,
+            "device": placed - read + opening_s,
+            "warm_up": warm_up_s,
+            "contexts": time.perf_counter() - placed,
+        }
+        for phase, seconds in phases.items():
+            metrics.started(phase, seconds)
+        took = ", ".join(f"{name} {seconds:.2f}" for name, seconds in phases.items())
+        _log.info("start phases, in seconds: %s", took)
+
+        repository = Repository(models, folder, alone=not shared)
+        await repository.apply_changes()
+        decoders = stack.enter_context(
+            Decoders(metrics, _decoder_count(settings), _decoder_memory_bytes(settings))
+        )
+        budget = Budget(settings.max_in_flight_bytes)
+        metrics.watch_in_flight(lambda: budget.held_bytes)
+        timeout_s = settings.request_timeout_ms / 1e3
+        probes = settings.access_log_probes == "on"
+        access = stack.enter_context(access_log(settings.access_log, probes))
+        keys = Keys(
+            (key.get_secret_value() for key in settings.api_keys),
+            (key.get_secret_value() for key in settings.admin_keys),
+        )
+        build = distribution_version(), distribution_commit()  # read from files
+        requests = Requests(
+            models,
+            metrics,
+            Limits(settings.max_images),
+            settings.max_body_bytes,
+            budget,
+            decoders,
+            deadlines,
+            timeout_s,
+            traces=stack.enter_context(_traces(settings, build[0])),
+        )
+        routes = image_routes(requests)
+        if settings.explain == "on":
+            explainer = stack.enter_context(Explainer(deadlines))
+            routes[b"POST", b"/explain"] = ExplainRoute.beside(requests, explainer)
+        servicer = InferenceServicer(models, repository, metrics, settings.max_images)
+        app = create_app(
+            models=models,
+            repository=repository,
+            metrics=metrics,
+            keys=keys,
+            info=partial(_info, settings, grpc_port, placement, models, build),
+            explain=settings.explain == "on",
+            max_images=settings.max_images,
+        )
+        gate = Gate(
+            keys,
+            settings.cors_origins,
+            lambda error: metrics.request_done(NO_MODEL, "http", error.code),
+        )
+        models.ready = True
+        try:
+            yield Service(
+                models=models,
+                repository=repository,
+                app=app,
+                fast_routes=routes,
+                methods=methods(replace(requests, protocol="grpc"), servicer, models, keys),
+                budget=budget,
+                gate=gate,
+                metrics=metrics,
+                access=access,
+                faults=faults,
+            )
+        finally:
+            models.ready = False
+
+
+@contextmanager
+def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
+    """What chooses the requests to be traced, and sends their spans; None if that is off."""
+    url = settings.traces_endpoint
+    if not url:
+        yield None
+        return
+    from service.observe import otlp  # needs an extra
+
+    traces = Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3)
+    scheme = "http" if settings.certificate is None else "https"
+    encoder = otlp.Encoder({"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}, scheme)
+    with otlp.sent(traces, encoder, url, version):
+        yield traces
+
+
+def _decoder_count(settings: Settings) -> int:
+    """The setting; by default one for each core of this worker, two to eight."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        cores = len(os.sched_getaffinity(0))
+    return settings.decoders or min(8, max(2, cores // settings.workers))
+
+
+def _decoder_memory_bytes(settings: Settings) -> int:
+    """The most memory of a decoder: for itself and the largest picture, and a body and its copy."""
+    return _DECODER_BYTES + 2 * settings.max_body_bytes
+
+
+def _engine_config(settings: Settings, placement: Placement, faults: Faults | None) -> EngineConfig:
+    return EngineConfig(
+        placement=placement,
+        max_queue_rows=settings.max_queue_rows,
+        max_wait_s=settings.max_wait_us / 1e6,
+        hang_timeout_s=settings.hang_timeout_s,
+        drain_timeout_s=settings.drain_timeout_s,
+        faults=faults,
+    )
+
+
+def _info(
+    settings: Settings,
+    grpc_port: int,
+    placement: Placement,
+    models: Models,
+    build: tuple[str, str],
+) -> InfoResponse:
+    version, commit = build
+    return InfoResponse(
+        name="lenet-serve",
+        version=version,
+        commit=commit,
+        python=platform.python_version(),
+        grpc_port=grpc_port,
+        default_model=models.default,
+        models=[_loaded(model, placement) for model in models.served],
+        limits={
+            "max_batch_rows": placement.max_batch_rows,
+            "max_queue_rows": settings.max_queue_rows,
+            "max_images": settings.max_images,
+            "max_picture_pixels": Limits(settings.max_images).max_picture_pixels,
+            "max_body_bytes": settings.max_body_bytes,
+            "request_timeout_ms": settings.request_timeout_ms,
+        },
+        explain=settings.explain == "on",
+    )
+
+
+def _loaded(model: ServedModel, placement: Placement) -> LoadedModel:
+    version = model.version
+    training = version.weights.training
+    return LoadedModel(
+        name=version.name,
+        version=version.version,
+        device=placement.name,
+        precision=placement.precision,
+        strategies=model.pool.workers[0].context.strategies,
+        sha256=version.sha256,
+        parameters=sum(math.prod(shape) for shape in version.weights.model.parameters().values()),
+        accuracy=training.accuracy,
+        epochs=training.epochs,
+        seed=training.seed,
+        dataset_sha256=training.dataset_sha256,
+        labels=list(training.labels),
+        loaded_at=datetime.fromtimestamp(version.read_at, UTC),
+    )
