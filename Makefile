@@ -14,7 +14,7 @@ ABOUT_TESTS := This takes less than 90 seconds on two idle cores. Tests that sta
 ABOUT_ALL := This takes less than 8 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist env-example docker-image docker-up docker-down image-size clean
+.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist reference env-example docker-image docker-up docker-down image-size clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -95,6 +95,9 @@ dist: .venv/dev.stamp ## build sdist and wheel of the last commit into dist, and
 	git rev-parse HEAD >build/release/lenet/COMMIT
 	$(BIN)/python -m build --no-isolation --outdir dist build/release
 	$(BIN)/python -m twine check --strict dist/*
+
+reference: .venv/dev.stamp ## write docs/reference anew from the code
+	$(BIN)/python -m website.reference
 
 env-example: .venv/serve.stamp ## write .env.example anew from the settings
 	$(BIN)/python -m deploy.env_example

@@ -1,0 +1,359 @@
+"""`make reference` writes docs/reference and the list of decisions from the code.
+
+Each page is a function that returns Markdown; PAGES says where it goes. A test compares them with
+the files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import re
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+from google.protobuf.descriptor_pool import Default
+from prometheus_client import CollectorRegistry
+from pydantic_core import PydanticUndefined
+from pydantic_settings import CLI_SUPPRESS, BaseSettings
+
+from benchmarks import load_test
+from lenet import weightfile
+from service import errors
+from service.api import grpc_methods
+from service.api.app import create_app
+from service.errors import ServiceError
+from service.observe.metrics import Metrics
+from service.settings import Settings
+from service.transport.answer import STATUS
+from service.transport.grpc_status import STATUS_NAMES
+from tests.deploy.promql import registered
+from trainer import __main__ as trainer
+from trainer import settings as trainer_settings
+
+ROOT = Path(__file__).parents[1]
+
+
+def settings() -> str:
+    """Flags and variables of the service."""
+    return _page(
+        "Settings of the service",
+        "`python -m service`, installed `lenet-serve`. A flag wins over a variable; "
+        "[operations](../operations.md) says how they work together.",
+        _settings_table(Settings),
+    )
+
+
+def metrics() -> str:
+    """Metrics, in the order of /metrics."""
+    registry = CollectorRegistry()
+    Metrics(registry)
+    rows = []
+    series = registered()
+    for family in registry.collect():
+        if family.name.startswith("process_"):  # what there is differs between systems
+            continue
+        total = f"{family.name}_total"
+        name = total if total in series else family.name
+        sample = name if name in series else f"{name}_count"
+        labels = [_label(label, series[sample][label]) for label in series[sample]]
+        rows.append((f"`{name}`", family.type, ", ".join(labels), family.documentation))
+    return _page(
+        "Metrics",
+        "`GET /metrics`, in its order. Durations are in seconds; a histogram has the series "
+        "`_bucket`, `_sum` and `_count`. On Linux there are also `process_resident_memory_bytes`, "
+        "`process_cpu_seconds_total` and `process_open_fds`, with several workers as sums. "
+        "[Operations](../operations.md#metrics) has queries to start with, a dashboard and alerts.",
+        _table(("metric", "type", "labels", "meaning"), rows),
+    )
+
+
+def _label(name: str, values: Iterable[str]) -> str:
+    closed = name in {"protocol", "stage", "reason", "result", "outcome"}
+    return f"`{name}`" + (f" ({', '.join(sorted(values))})" if closed else "")
+
+
+def routes() -> str:
+    """Routes, from the OpenAPI document."""
+    document = _openapi()
+    sections: dict[str, list[str]] = {}
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            section = sections.setdefault(operation["tags"][0], [])
+            section.append(_route(f"{method.upper()} {path}", operation))
+    parts = [
+        "Paths, parameters and answers over HTTP/1.1 and HTTP/2. The service shows the same at "
+        "`GET /docs`, with schemas and examples, and as OpenAPI at `GET /openapi.json`. Where "
+        "`LENET_API_KEYS` is set, every path needs a key but those marked *no key*. "
+        "[HTTP](../http.md) explains `POST /predict`, [errors](errors.md) lists the codes.",
+    ]
+    for tag, found in sections.items():
+        parts += [f"## {tag[0].upper()}{tag[1:]}", *found]
+    return _page("Routes", *parts)
+
+
+def _route(name: str, operation: dict[str, Any]) -> str:
+    text = " ".join((operation.get("description") or "").split())
+    parts = [f"### `{name}`", f"{operation['summary']}. {text}".strip()]
+    if operation.get("security") == []:
+        parts[-1] += " *No key.*"
+    rows = [
+        (f"`{one['name']}`", one["in"], _kind(one["schema"]), one.get("description", ""))
+        for one in operation.get("parameters", ())
+    ]
+    if rows:
+        parts.append(_table(("parameter", "in", "value", "meaning"), rows))
+    if body := operation.get("requestBody"):
+        parts.append(f"Body: {_words(body['content'])}.")
+    answers = []
+    for status, answer in operation["responses"].items():
+        meaning = answer["description"] if int(status) >= 400 else _words(answer.get("content", ()))
+        answers.append(f"{status}" + (f" ({meaning})" if meaning else ""))
+    parts.append(f"Answers: {', '.join(answers)}.")
+    return "\n\n".join(parts)
+
+
+def error_codes() -> str:
+    """Codes of errors with their status over both transports."""
+    kinds = {kind.code: kind for kind in reversed(list(vars(errors).values())) if _is_error(kind)}
+    meanings = dict(re.findall(r"^[│├└─\s]*(\w+) {2,}(.+)$", errors.__doc__ or "", re.MULTILINE))
+    rows = []
+    for code, status in STATUS.items():
+        meaning = meanings.get(kinds[code].__name__, "an error of the program; the log has it")
+        rows.append((f"`{code}`", str(status), STATUS_NAMES[code], meaning))
+    return _page(
+        "Errors",
+        "Over HTTP the code is `error.code` of the answer, over gRPC the trailer "
+        "`lenet-error-code`; `lenet_requests_total` counts by it. [HTTP](../http.md#errors) says "
+        "what a client does about each.",
+        _table(("code", "HTTP", "gRPC", "meaning"), rows),
+        "HTTP alone has `not_found` (404) and `method_not_allowed` (405), of paths that do not "
+        "exist, and answers a malformed request with 400, 417, 421, 431, 501 or 505 and "
+        "`invalid_input`. A call of an unknown gRPC method ends with UNIMPLEMENTED. `cancelled` is "
+        "never read by a client: it is in logs and metrics.",
+    )
+
+
+def _is_error(kind: object) -> bool:
+    return isinstance(kind, type) and issubclass(kind, ServiceError)
+
+
+def grpc() -> str:
+    """Methods of gRPC, from the descriptors."""
+    stand_in: Any = MagicMock()
+    found = grpc_methods.methods(stand_in, stand_in, stand_in, stand_in)
+    rows = []
+    for path, method in sorted(found.items()):
+        service, _, name = path.decode().strip("/").rpartition("/")
+        # Both versions of reflection have the same messages, and only one descriptor.
+        described = Default().FindServiceByName(service.replace("v1alpha", "v1"))
+        one = described.methods_by_name[name]
+        stream = ("stream " * one.client_streaming, "stream " * one.server_streaming)
+        admin = getattr(method, "admin", None)
+        key = {None: "no", False: "if there are keys", True: "administrator's"}[admin]
+        messages = (f"{stream[0]}`{one.input_type.name}`", f"{stream[1]}`{one.output_type.name}`")
+        rows.append((f"`{service}/{name}`", *messages, key))
+    return _page(
+        "gRPC",
+        "Methods on both ports. Messages are described by "
+        "[open_inference.proto](../../service/forms/open_inference.proto), "
+        "[health.proto](../../service/api/health.proto) and "
+        "[reflection.proto](../../service/api/reflection.proto); reflection lists them, too. "
+        "[The Open Inference Protocol](../open-inference-protocol.md) says what tensors a model "
+        "has, [errors](errors.md) with which status a call ends.",
+        _table(("method", "request", "response", "needs a key"), rows),
+    )
+
+
+_METADATA = {
+    "format_version": "version of this format",
+    "model": "JSON: name, input shape and layers of the network",
+    "batch_norm": "batch norm was folded into the layer before it; there is no other value",
+    "training": "JSON: where the weights come from, below",
+    "sha256": "digest of the other metadata and of all tensors",
+}
+_TRAINING = {
+    "dataset_sha256": 'digest of the uncompressed dataset files, "" if unknown',
+    "seed": "seed of the run",
+    "command": "command that made the weights",
+    "epochs": "epochs trained",
+    "accuracy": "on the test set, 0 to 1, null if it was not measured",
+    "labels": "names of the classes, in order",
+}
+
+
+def weight_file() -> str:
+    """Metadata and tensors of a weight file, from the committed `lenet`."""
+    with (ROOT / "weights" / "lenet" / "2.safetensors").open("rb") as file:
+        header = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+    metadata = header.pop("__metadata__")
+    training = json.loads(metadata["training"])
+    tensors = [
+        (f"`{name}`", one["dtype"], " x ".join(map(str, one["shape"])))
+        for name, one in sorted(header.items())
+    ]
+    attacks = re.findall(r"^ {4}(\S.*?) {2,}(\S.*)$", weightfile.__doc__ or "", re.MULTILINE)
+    return _page(
+        "Weight file",
+        "MODEL/VERSION.safetensors: a [safetensors](https://github.com/huggingface/safetensors) "
+        "file with float32 tensors, batch norm folded in, and ten golden images with the logits "
+        "that the trainer computed, by which every context is verified before it serves. A file is "
+        "valid only if it is, byte for byte, what [weightfile.py](../../lenet/weightfile.py) "
+        "writes. `python -m trainer inspect FILE` shows one, `python -m trainer import` makes one "
+        "of weights from elsewhere.",
+        "## Metadata",
+        _table(("key", "value"), [(f"`{key}`", _METADATA[key]) for key in metadata]),
+        "Keys of `training`:",
+        _table(
+            ("key", "type", "meaning"),
+            [(f"`{key}`", _json_type(value), _TRAINING[key]) for key, value in training.items()],
+        ),
+        "## Tensors",
+        "Those of `lenet`. Filters are (outputs, inputs, height, width), matrices of dense layers "
+        "(outputs, inputs). The tensors `golden.*` are the golden vectors.",
+        _table(("tensor", "dtype", "shape"), tensors),
+        "## Limits and checks",
+        f"At most {weightfile.MAX_FILE_BYTES >> 20} MiB, of which the header has at most "
+        f"{weightfile.MAX_HEADER_BYTES >> 20} MiB; {weightfile.GOLDEN_IMAGES} golden images; "
+        f"labels of at most {weightfile.MAX_LABEL_CHARACTERS} characters.",
+        _table(("attack or defect", "check"), attacks),
+    )
+
+
+def _json_type(value: object) -> str:
+    return {str: "string", int: "integer", float: "number", list: "list"}[type(value)]
+
+
+def commands() -> str:
+    """Command lines of the service, the trainer and the load test."""
+    out = io.StringIO()
+    width = patch.dict(os.environ, COLUMNS="100")
+    with width, contextlib.redirect_stdout(out), contextlib.suppress(SystemExit):
+        load_test.main(["--help"])
+    options = out.getvalue().partition("\n\n")[2]  # without the usage line
+    parts = [
+        "## `python -m service`",
+        "Also `lenet-serve`. `--help` lists the [settings](settings.md), `--version` prints the "
+        "version. [Exit codes](../operations.md#start-and-stop).",
+        "## `python -m trainer`",
+        f"Also `lenet-train`.\n\n```text\n{(trainer.__doc__ or '').strip()}\n```",
+    ]
+    for command in ("fit", "search", "compare", "import", "export", "inspect"):
+        kind = getattr(trainer_settings, command.capitalize())
+        parts += [f"### `{command}`", f"{kind.__doc__}", _settings_table(kind)]
+    parts += ["## `make load-test`", f"```text\n{options.strip()}\n```"]
+    return _page("Command lines", *parts)
+
+
+def decisions() -> str:
+    """The list of decisions, which a forge shows with their folder."""
+    links = []
+    for path in sorted((ROOT / "docs" / "decisions").glob("0*.md")):
+        number, _, title = path.read_text().partition("\n")[0].removeprefix("# ").partition(". ")
+        links.append(
+            f"- [{number}. {title}]({path.name})" if title else f"- [{number}]({path.name})"
+        )
+    return _page(
+        "Decisions",
+        "What was decided, why, and what was measured. A later one replaces an earlier one where "
+        "it says so.",
+        "\n".join(links),
+    )
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    "reference/settings.md": settings,
+    "reference/metrics.md": metrics,
+    "reference/routes.md": routes,
+    "reference/errors.md": error_codes,
+    "reference/grpc.md": grpc,
+    "reference/weight-file.md": weight_file,
+    "reference/commands.md": commands,
+    "decisions/README.md": decisions,
+}
+"""The function that generates each page below docs."""
+
+
+def _openapi() -> dict[str, Any]:
+    stand_in: Any = MagicMock()  # routes are described, none is called
+    app = create_app(
+        *[stand_in] * 5, explain=True, max_images=Settings.model_fields["max_images"].default
+    )
+    return app.openapi()
+
+
+def _settings_table(kind: type[BaseSettings]) -> str:
+    prefix = kind.model_config["env_prefix"]
+    schemas = kind.model_json_schema()["properties"]
+    rows = []
+    for name, field in kind.model_fields.items():
+        if CLI_SUPPRESS not in field.metadata:
+            flag = f"--{name.rstrip('_').replace('_', '-')}"
+            default = "" if field.default in (None, (), "", PydanticUndefined) else field.default
+            if isinstance(default, tuple):
+                default = ",".join(map(str, default))
+            shown = f"`{default}`" if default is not False and default != "" else ""
+            variable = f"{prefix}{name}".upper()
+            text = schemas[name]["description"]
+            rows.append((f"`{flag}`<br>`{variable}`", _kind(schemas[name]), shown, text))
+    return _table(("flag and variable", "value", "default", "meaning"), rows)
+
+
+def _kind(schema: dict[str, Any]) -> str:
+    """The values that a schema allows."""
+    if "anyOf" in schema:
+        return " or ".join(_kind(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "enum" in schema:
+        return " or ".join(f"`{value}`" for value in schema["enum"])
+    kind = {"path": "path", "password": "secret"}.get(schema.get("format", ""), schema["type"])
+    if kind == "array":
+        return f"list: {_kind(schema['items'])}"
+    low, high = schema.get("minimum"), schema.get("maximum")
+    above, below = schema.get("exclusiveMinimum"), schema.get("exclusiveMaximum")
+    if kind == "integer":
+        low = low if above is None else above + 1
+        high = high if below is None else below - 1
+        above = below = None
+    bounds = ((low, "at least"), (above, "more than"), (high, "at most"), (below, "less than"))
+    if low is not None and high is not None:
+        return f"{kind}, {low:,} to {high:,}"
+    return ", ".join(
+        (kind, *(f"{words} {bound:,}" for bound, words in bounds if bound is not None))
+    )
+
+
+def _words(kinds: Iterable[str]) -> str:
+    return ", ".join(f"`{kind}`" for kind in kinds)
+
+
+def _page(title: str, *parts: str) -> str:
+    note = "<!-- Generated by `make reference`; website/reference.py has the sentences. -->"
+    return "\n\n".join((note, f"# {title}", *parts)) + "\n"
+
+
+def _table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    heads = tuple(heads)
+    lines = [heads, ("---",) * len(heads), *rows]
+    return "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines)
+
+
+def _cell(text: str) -> str:
+    text = " ".join(text.split()).replace("|", "\\|")
+    return re.sub(r"(?<![`\w-])--[a-z][a-z-]*", r"`\g<0>`", text)
+
+
+def main() -> None:
+    """Write every page."""
+    for name, page in PAGES.items():
+        path = ROOT / "docs" / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(page())
+
+
+if __name__ == "__main__":
+    main()
