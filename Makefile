@@ -14,7 +14,7 @@ ABOUT_TESTS := This takes less than 90 seconds on two idle cores. Tests that sta
 ABOUT_ALL := This takes less than 8 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs-check check format proto dist reference env-example docker-image docker-up docker-down image-size clean
+.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example docker-image docker-up docker-down image-size clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -64,6 +64,9 @@ gpu-check: .venv/dev.stamp ## on a GPU: its tests, and compute-sanitizer on our 
 	for tool in memcheck racecheck initcheck; do \
 	  compute-sanitizer --report-api-errors no --tool $$tool --error-exitcode 1 \
 	    $(BIN)/python -m tests.gpu.sanitize || exit 1; done
+
+docs: .venv/docs.stamp ## build the documentation as a site in build/site, which opens without a server
+	$(BIN)/python -m website.build
 
 docs-check: ## run the commands of README.md and docs that need no GPU (LENET_TEST_MNIST=FOLDER)
 	@$(PYTHON) tests/docs_check.py
@@ -143,13 +146,18 @@ INSTALL = echo 'installing what $(1) needs into .venv'; \
   "every dependency: name one of them, as in PYTHON=python3.12. If this is one of them, pip does" \
   "not reach its package index." >&2; fi; exit 1; }
 
-# Two stamps on one environment: serving needs a fraction of what developing needs.
+# Three stamps on one environment: serving and the site need a fraction of what developing
+# needs.
 .venv/serve.stamp: pyproject.toml constraints.txt | .venv/created.stamp
 	@$(call INSTALL,serving,.)
 	@touch $@
 
 .venv/dev.stamp: pyproject.toml constraints.txt | .venv/created.stamp
 	@$(call INSTALL,developing,'.[dev]')
+	@touch $@ .venv/serve.stamp .venv/docs.stamp
+
+.venv/docs.stamp: pyproject.toml constraints.txt | .venv/created.stamp
+	@$(call INSTALL,the site,'.[docs]')
 	@touch $@ .venv/serve.stamp
 
 # An environment of its own: it brings thirty packages, some of them older than ours.

@@ -29,6 +29,7 @@ from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.weightfile import GOLDEN_IMAGES, Golden, Training, WeightFile
 from tests.service_process import Service
 from trainer.mnist import FILES, load
+from website.build import build
 
 # Every machine tries the same examples: they are derived from the name of the test.
 settings.register_profile(
@@ -220,6 +221,13 @@ def mnist(mnist_folder: Path) -> tuple[np.ndarray, np.ndarray]:
     """The 10,000 real test images, uint8 (10000, 28, 28), and their labels, uint8 (10000,)."""
     test = load(mnist_folder).test
     return test.images, test.labels
+
+
+@pytest.fixture(scope="session")
+def site(tmp_path_factory):
+    """The folder with the site of the documentation, built from this checkout."""
+    pytest.importorskip("zensical", reason="zensical, which builds the site, is not installed")
+    return build(ROOT, tmp_path_factory.mktemp("site"))
 
 
 @pytest.fixture

@@ -26,6 +26,12 @@ BUILD = ROOT / "build"
 IMAGES = {".png", ".svg", ".gif", ".jpg", ".webp"}
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _LINES = re.compile(r"(L\d+)-L\d+")
+_ACCESSIBLE = {
+    "<th></th>": "<td></td>",  # an empty cell is no heading
+    'class="md-path" aria-label="Navigation"': 'class="md-path" aria-label="Breadcrumbs"',
+}
+"""What is replaced in Zensical's HTML, so that a screen reader says what is there."""
+
 _SOURCE = """\
 <!doctype html>
 <html lang="en">
@@ -85,7 +91,7 @@ class Site:
         target.write_text(_SOURCE.format(title=html.escape(title), up=up, body=body))
 
     def _translated(self, path: str) -> Iterator[str]:
-        """The lines of a page, with links to pages of source files, and plain languages of fences."""
+        """The lines of a page, its links followed, and of each fence only the language."""
         inside = False
         for line in (self._root / path).read_text().splitlines(keepends=True):
             if line.startswith("```"):
@@ -177,6 +183,11 @@ def build(root: Path = ROOT, build: Path = BUILD) -> Path:
     if result.returncode:
         raise SystemExit(f"zensical failed\n{result.stdout}{result.stderr}")
     shutil.rmtree(site / "assets" / "stylesheets" / "classic")  # of the theme's other variant
+    for path in site.rglob("*.html"):
+        text = path.read_text()
+        for theirs, ours in _ACCESSIBLE.items():
+            text = text.replace(theirs, ours)
+        path.write_text(text)
     if found := problems(site):
         raise SystemExit("\n".join(found))
     return site

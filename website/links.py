@@ -22,6 +22,7 @@ class _Page(HTMLParser):
         self.anchors: set[str] = set()
         self.links: list[tuple[int, str]] = []
         self.loaded: list[tuple[int, str]] = []
+        self._in_style = False
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -34,6 +35,16 @@ class _Page(HTMLParser):
         reference = found.get(_LOADED.get(tag, "")) or ""
         if reference and (tag != "link" or found.get("rel") not in _NOT_LOADED):
             self.loaded.append((line, reference))
+        self._in_style = tag == "style"
+        self._add_urls(found.get("style") or "")
+
+    def handle_data(self, data: str) -> None:
+        """Note what a style sheet within the page loads."""
+        if self._in_style:
+            self._add_urls(data)
+
+    def _add_urls(self, css: str) -> None:
+        self.loaded += [(self.getpos()[0], url) for url in _urls(css) if _OUTSIDE.match(url)]
 
 
 def problems(site: Path) -> list[str]:
@@ -43,10 +54,13 @@ def problems(site: Path) -> list[str]:
     for path, page in pages.items():
         if path.name == "404.html":  # for servers alone: its links begin at their root
             continue
-        for line, link in page.links + page.loaded:
-            problem = _dead(site, path, link, pages)
-            if not problem and (line, link) in page.loaded and _OUTSIDE.match(link):
-                problem = "is loaded from elsewhere"
+        outside = [(line, url) for line, url in page.loaded if _OUTSIDE.match(url)]
+        inside = [one for one in page.links + page.loaded if one not in outside]
+        dead = ((*one, _dead(site, path, one[1], pages)) for one in inside)
+        for line, link, problem in (
+            *((*one, "is loaded from elsewhere") for one in outside),
+            *dead,
+        ):
             if problem:
                 found.append(f"{path.relative_to(site)}:{line}: {link} {problem}")
     for path in site.rglob("*.css"):
