@@ -183,7 +183,8 @@ class Metrics:
         self._requests = self._counter(
             "lenet_requests",
             "Requests answered, by outcome: ok, except for explanations, or the code of the error. "
-            "The model is none if the request failed before its model was found.",
+            "The model is none, and the version empty, if the request failed before its model was "
+            "found. Outcomes with alerts are there from the start, others from their first.",
             *(*_MODEL, "protocol", "outcome"),
         )
         self._request_duration = self._histogram(
@@ -203,7 +204,7 @@ class Metrics:
             _STAGE_BOUNDS_S,
             "stage",
         )
-        self._batch_rows = self._histogram("lenet_batch_rows", "Rows in a batch.", _ROW_BOUNDS)
+        self._batch_rows = self._histogram("lenet_batch_rows", "Images in a batch.", _ROW_BOUNDS)
         self._batch_duration = self._histogram(
             "lenet_batch_duration_seconds",
             "From the cut of a batch to its result.",
@@ -214,7 +215,9 @@ class Metrics:
             "Time of one batch by the device's clock, where it is read.",
             _STAGE_BOUNDS_S,
         )
-        self._batches = self._counter("lenet_batches", "Batches, by why cut.", *_MODEL, "reason")
+        self._batches = self._counter(
+            "lenet_batches", "Batches, by the reason for which they were cut.", *_MODEL, "reason"
+        )
         self._images = self._counter("lenet_images", "Images classified.", *_MODEL)
         self._padding_rows = self._counter(
             "lenet_padding_rows", "Rows computed only to fill a batch up.", *_MODEL
@@ -248,7 +251,8 @@ class Metrics:
         )
         self._in_flight = self._gauge(
             "lenet_in_flight_bytes",
-            "Bodies being received or decoded, and answers waiting to be sent.",
+            "Bodies being received or decoded, and answers waiting to be sent: what is in use of "
+            "--max-in-flight-bytes.",
         )
         self._in_flight_bytes: Callable[[], int] = lambda: 0
         self._decoder_ends = self._counter(
@@ -261,11 +265,15 @@ class Metrics:
             "Connections that were closed at once because as many as are allowed were open.",
         )
         self._dropped = self._counter(
-            "lenet_rows_dropped", "Rows that left the queue without a batch.", "reason"
+            "lenet_rows_dropped",
+            "Images that left the queue without a batch: cancelled, or too late.",
+            "reason",
         )
-        self._queue_rows = self._gauge("lenet_queue_rows", "Rows waiting.", *_MODEL)
+        self._queue_rows = self._gauge("lenet_queue_rows", "Images waiting in the queue.", *_MODEL)
         self._queue_limit_rows = self._gauge(
-            "lenet_queue_limit_rows", "Most rows that may wait.", *_MODEL
+            "lenet_queue_limit_rows",
+            "Most images that may wait: --max-queue-rows of all workers.",
+            *_MODEL,
         )
         self._contexts = self._gauge("lenet_contexts", "Execution contexts.", *_MODEL)
         self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", *_MODEL)
@@ -294,7 +302,12 @@ class Metrics:
         )
         workers = self._gauge("lenet_workers", "Processes that serve or start.")
         workers[()].set(1)
-        _show(self._counter("lenet_worker_deaths", "Workers that ended while others go on."))
+        _show(
+            self._counter(
+                "lenet_worker_deaths",
+                "Workers that ended, for whatever reason, while others go on.",
+            )
+        )
         self._certificate_end = self._gauge(
             "lenet_certificate_end_timestamp_seconds",
             "When the served certificate, or one of its chain, expires; absent without TLS.",
@@ -314,7 +327,7 @@ class Metrics:
         )
         self._reloads = self._counter(
             "lenet_reloads",
-            "Reloads of a model: ok if the newest file is served afterwards.",
+            "Loads and reloads of a model: ok if the newest file is served afterwards.",
             *("model", "outcome"),
         )
         self._predictions: dict[tuple[Transport, ModelKey], _Predictions]
