@@ -54,15 +54,12 @@ def problems(site: Path) -> list[str]:
     for path, page in pages.items():
         if path.name == "404.html":  # for servers alone: its links begin at their root
             continue
-        outside = [(line, url) for line, url in page.loaded if _OUTSIDE.match(url)]
-        inside = [one for one in page.links + page.loaded if one not in outside]
-        dead = ((*one, _dead(site, path, one[1], pages)) for one in inside)
-        for line, link, problem in (
-            *((*one, "is loaded from elsewhere") for one in outside),
-            *dead,
-        ):
-            if problem:
-                found.append(f"{path.relative_to(site)}:{line}: {link} {problem}")
+        place = path.relative_to(site)
+        for line, link in page.links + page.loaded:
+            if (line, link) in page.loaded and _OUTSIDE.match(link):
+                found.append(f"{place}:{line}: {link} is loaded from elsewhere")
+            elif problem := _dead(site, path, link, pages):
+                found.append(f"{place}:{line}: {link} {problem}")
     for path in site.rglob("*.css"):
         found += [
             f"{path.relative_to(site)}: {url} is loaded from elsewhere"
