@@ -26,6 +26,7 @@ LINK = re.compile(r"\[`([\w.]+)`\]\(([\w./-]+)#L(\d+)\)")
 ANY_LINK = re.compile(r"\]\(([^)#\s]*)(?:#([\w-]+))?\)")
 FENCE = re.compile(r"^```.*?^```$", re.MULTILINE | re.DOTALL)
 NAME = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
+COMMIT = re.compile(r"[0-9a-f]{7}")
 PATH = re.compile(r"[\w./-]+\.(py|cu|cuh|md|json|txt|safetensors)")
 
 FOREIGN = {
@@ -169,7 +170,7 @@ def test_every_name_of_code_in_the_prose_exists(page):
         if PATH.fullmatch(code):
             ending = f"/{code.lstrip('./')}"
             assert any(f"/{path}".endswith(ending) for path in tracked()), code
-        elif NAME.fullmatch(code):
+        elif NAME.fullmatch(code) and not COMMIT.fullmatch(code):
             missing = [part for part in code.split(".") if part not in vocabulary() | FOREIGN]
             assert missing == [], code
 
