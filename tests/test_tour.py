@@ -30,10 +30,7 @@ COMMIT = re.compile(r"[0-9a-f]{7}")
 PATH = re.compile(r"[\w./-]+\.(py|cu|cuh|md|json|txt|safetensors)")
 
 FOREIGN = {
-    "nsys",  # a command
-    "nvjet_",  # how the names of cuBLAS's kernels begin
-    "sm80_xmma_",  # and those of cuDNN's
-    "sm90_xmma_",
+    "nvtx_gpu_proj_sum",  # a report of Nsight Systems
 }
 """Names in the pages that no source of ours has."""
 
