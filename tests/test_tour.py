@@ -7,6 +7,7 @@ the line on which that is defined. `python -m tests.test_tour --write` corrects 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import subprocess
@@ -192,6 +193,39 @@ def test_every_picture_is_shown_with_a_description():
     shown = dict(re.findall(r"!\[([^\]]+)\]\(images/([\w-]+\.svg)\)", text))
     assert set(shown.values()) == {path.name for path in IMAGES.iterdir()}
     assert all(len(description) > 20 for description in shown)
+
+
+def rows(page, first):
+    """The cells of the rows of a page's tables whose first cell matches."""
+    found = re.findall(rf"^\| ({first}) \|(.*)\|$", (TOUR / page).read_text(), re.MULTILINE)
+    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in found}
+
+
+def test_errors_and_times_are_those_of_the_recorded_benchmarks():
+    engine = json.loads((ROOT / "docs/benchmarks/engine.json").read_text())
+    errors = rows("precision.md", "`\\w+`")
+    for precision in ("fp16", "tf32", "fp32"):
+        worst = max(b["max_error"] for b in engine["buckets"] if b["precision"] == precision)
+        assert errors[f"`{precision}`"] == [f"{worst:.1e}"]
+    lstm = json.loads((ROOT / "docs/benchmarks/lstm.json").read_text())
+    times = rows("lstm.md", "`\\w+`, \\d+")
+    assert len(times) == 6
+    for case, cells in times.items():
+        precision, batch = case.replace("`", "").split(", ")
+        measured = lstm["precisions"][precision]["inference"][batch]
+        names = ("cudnn_us", "emulated_us", "cudnn_called_us", "emulated_called_us")
+        assert cells == [f"{measured[name] / 1e3:.1f}" for name in names]
+    text = (TOUR / "lstm.md").read_text()
+    for precision, by_version in lstm["differences"].items():
+        assert f"{by_version['cudnn']['outputs']:.1e} in " in text, precision
+    table = rows("one-convolution.md", "forward|gradient of the \\w+")
+    recorded = (ROOT / "docs/benchmarks/inspect-mixed.txt").read_text()
+    for part, found in zip(
+        ("forward", "weight gradient", "input gradient"), table.values(), strict=True
+    ):
+        (line,) = re.findall(rf"^conv2 +{part} .*$", recorded, re.MULTILINE)
+        *_, workspace, took, _, engine_name = line.split()
+        assert found == [engine_name.split("_")[0].removeprefix("eng"), took, f"{int(workspace):,}"]
 
 
 def main():

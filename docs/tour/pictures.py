@@ -231,7 +231,9 @@ def time_line() -> Picture:
         "The length of a bar was measured (decision 13). Its steps have no times of their own "
         "there: they are drawn equally wide, in their order.",
     )
-    picture.text("note", 24, y + 56, "Green: cuDNN. Blue: kernels of ours. Each bar is one graph launch.")
+    picture.text(
+        "note", 24, y + 56, "Green: cuDNN. Blue: kernels of ours. Each bar is one graph launch."
+    )
     return picture
 
 
@@ -355,7 +357,10 @@ def backward() -> Picture:
         "one after another: it is no trace.",
     )
     picture.text(
-        "note", 24, 374, "In the step they take longer: alone, a call finds its data in the L2 cache."
+        "note",
+        24,
+        374,
+        "In the step they take longer: alone, a call finds its data in the L2 cache.",
     )
     return picture
 
