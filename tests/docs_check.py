@@ -1,4 +1,4 @@
-"""Run the shell commands of README.md and docs/*.md in a temporary clone: `make docs-check`.
+"""Run the shell commands of README.md and of docs/ in a temporary clone: `make docs-check`.
 
 Fenced blocks of the language `sh` are run command by command, with bash, in the clone's root.
 A word after the language skips a block and is not rendered, as in ```sh gpu. SKIPS has the words.
@@ -235,7 +235,7 @@ def main() -> int:
     failed = 0
     with tempfile.TemporaryDirectory(prefix="lenet-serve-docs-") as folder:
         clone = Clone(Path(folder))
-        for path in (clone.root / "README.md", *sorted(clone.root.glob("docs/*.md"))):
+        for path in (clone.root / "README.md", *sorted(clone.root.glob("docs/**/*.md"))):
             try:
                 for command in commands(path.read_text()):
                     place = f"{path.relative_to(clone.root)}:{command.line}"
