@@ -14,7 +14,7 @@ ABOUT_TESTS := This takes less than 90 seconds on two idle cores. Tests that sta
 ABOUT_ALL := This takes less than 8 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
-.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example docker-image docker-up docker-down image-size clean
+.PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example prometheus-rule docker-image docker-up docker-down image-size clean
 
 help: ## list every target
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:[^#]*## /\t/' | expand -t 14
@@ -105,6 +105,9 @@ reference: .venv/dev.stamp ## write docs/reference anew from the code
 env-example: .venv/serve.stamp ## write .env.example anew from the settings
 	$(BIN)/python -m deploy.env_example
 
+prometheus-rule: ## write the resource of the Prometheus Operator anew from deploy/prometheus/rules
+	@$(PYTHON) -m deploy.prometheus_rule
+
 # The Dockerfile needs BuildKit, which Docker before 23 and docker-compose 1 leave off by default.
 docker-image docker-up docker-down: export DOCKER_BUILDKIT := 1
 docker-up docker-down: export COMPOSE_DOCKER_CLI_BUILD := 1
@@ -118,7 +121,8 @@ TARGET ?= service
 docker-image: ## build an image (TARGET=trainer), behind a mirror too (PIP_CONF=pip.conf CERTIFICATES=ca.pem)
 	docker build --target $(TARGET) --tag lenet-serve:$(TARGET) --build-arg COMMIT \
 	  $(if $(PIP_CONF),--secret id=pip$(,)src=$(PIP_CONF)) \
-	  $(if $(CERTIFICATES),--secret id=certificates$(,)src=$(CERTIFICATES)) $(ARGS) .
+	  $(if $(CERTIFICATES),--secret id=certificates$(,)src=$(CERTIFICATES)) \
+	  $(if $(PYTHON_IMAGE),--build-arg PYTHON_IMAGE=$(PYTHON_IMAGE)) $(ARGS) .
 
 docker-up: ## build and start the service and Prometheus with Docker Compose (BUILD=no)
 	$(COMPOSE) up $(if $(filter no,$(BUILD)),--no-build,--build) --detach

@@ -32,6 +32,12 @@ COMPOSE = {
     "LENET_TLS_CERTIFICATE": ("", "/srv/secrets/server.pem: HTTPS, and gRPC over TLS."),
     "LENET_TLS_KEY": ("", "/srv/secrets/server.key, which user 65532 can read."),
     "LENET_TLS_CLIENT_CA": ("", "/srv/secrets/clients.pem: clients need certificates."),
+    "OTEL_SERVICE_NAME": ("lenet-serve", "Name in traces."),
+    "OTEL_RESOURCE_ATTRIBUTES": (
+        "",
+        "Further attributes of traces, as deployment.environment=a,b=c.",
+    ),
+    "OTEL_EXPORTER_OTLP_HEADERS": ("", "For the collector, as authorization=Bearer%20KEY."),
     "MEMORY_LIMIT": ("2g", "Memory of the service; 16g on a GPU."),
     "GPU_TARGET": ("service-cuda12", "service-cuda13 where nvidia-smi says CUDA 13."),
     "PROMETHEUS_PORT": ("9090", "Port on the host."),

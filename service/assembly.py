@@ -204,6 +204,8 @@ def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
     traces = Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3)
     scheme = "http" if settings.certificate is None else "https"
     encoder = otlp.Encoder({"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}, scheme)
+    chosen = f"one request in {settings.traces_one_in}" if settings.traces_one_in else "none"
+    _log.info("traces to %s: %s, besides what callers, faults and slowness choose", url, chosen)
     with otlp.sent(traces, encoder, url, version):
         yield traces
 

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
+from http.client import HTTPException
 from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
@@ -208,12 +209,13 @@ class _Sender:
                 dropped = self._post(self._message(taken).SerializeToString(), timeout_s)
                 self._lost += dropped
                 problem = f"it refused {dropped} spans" if dropped else problem
-            except (OSError, ValueError, DecodeError) as exc:  # of HTTP, URL and headers, answer
+            except (OSError, ValueError, HTTPException, DecodeError) as exc:
                 self._lost += len(taken)
                 problem = f"{type(exc).__name__}: {exc}"
         if problem and time.monotonic() >= self._says_next_s:
             self._says_next_s = time.monotonic() + _LOGGED_EVERY_S
-            _log.warning("traces to %s: %d dropped so far: %s", self._url, self._lost, problem)
+            said = "traces to %s: %d requests, batches or spans dropped so far: %s"
+            _log.warning(said, self._url, self._lost, problem)
 
     def _message(self, taken: Iterable[Ended | Batch]) -> ExportTraceServiceRequest:
         spans = ScopeSpans(scope=self._scope)

@@ -46,7 +46,7 @@ def test_env_example_lists_what_compose_reads_with_its_defaults():
     text = "\n".join(file.read_text() for file in FILES)
     read = re.findall(r"\$\{(\w+)(?::-([^}]*))?\}", text)
     of_compose = {"COMPOSE_FILE", "COMPOSE_PROFILES"}  # Compose itself reads them
-    passed = set(re.findall(r"- (LENET_\w+)\b(?!=)", text))
+    passed = set(re.findall(r"- ((?:LENET|OTEL)_\w+)\b(?!=)", text))
     lines = dict(LINE.findall(FILE.read_text()))
     assert {name for name, _ in read} | passed | of_compose == lines.keys()
     on_a_gpu = {("LENET_DEVICE", "cuda"), ("MEMORY_LIMIT", "16g")}

@@ -9,10 +9,12 @@ import shutil
 import subprocess
 from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 from prometheus_client import CollectorRegistry
 
+from deploy import prometheus_rule
 from service.observe.metrics import Metrics
 from service.process.mps import STOP_TIMEOUT_S
 from service.settings import Settings
@@ -36,7 +38,7 @@ GPU = ("overlays/gpu", "podmonitor", "keda", "weights-volume", "keys", "tls")
 KSERVE = ("overlays/kserve",)
 COMBINATIONS = (
     CPU,
-    (*CPU, "podmonitor", "weights-image", "keys"),
+    (*CPU, "podmonitor", "prometheusrule", "weights-image", "keys", "traces"),
     (*CPU, "podmonitor", "weights-init", "tls"),
     ("overlays/gpu",),
     GPU,
@@ -61,7 +63,7 @@ def kustomize():
 
 @pytest.fixture(scope="session")
 def render(kustomize, tmp_path_factory):
-    """`render(overlay, *components)` returns the documents, by kind."""
+    """`render(overlay, *components)` returns the documents, by kind; a second one by KIND/NAME."""
     folder = tmp_path_factory.mktemp("kustomize").resolve()
 
     @cache
@@ -82,7 +84,10 @@ def render(kustomize, tmp_path_factory):
 
     def render_(overlay, *components):
         documents = list(yaml.safe_load_all(rendered(overlay, *components)))
-        kinds = {one["kind"]: one for one in documents}
+        kinds = {}
+        for one in documents:
+            kind = one["kind"]
+            kinds[f"{kind}/{one['metadata']['name']}" if kind in kinds else kind] = one
         assert len(kinds) == len(documents)
         return kinds
 
@@ -130,7 +135,11 @@ def settings_of(kinds):
     variables = dict(kinds.get("ConfigMap", {"data": {}})["data"])
     for variable in container.get("env", ()):
         variables[variable["name"]] = variable.get("value", "a key of 16 characters")
-    values = {name.removeprefix("LENET_").lower(): text for name, text in variables.items()}
+    values = {
+        name.removeprefix("LENET_").lower(): text
+        for name, text in variables.items()
+        if name.startswith("LENET_")
+    }
     for argument in container.get("args", ()):
         flag, _, text = argument.partition("=")
         values[flag.removeprefix("--").replace("-", "_")] = text.replace("{{.Name}}", "digits")
@@ -293,3 +302,21 @@ def test_the_overlay_in_the_document_is_valid(kustomize, tmp_path):
     spec, container = pod_spec(kinds)
     images = [container["image"], *(one["image"] for one in spec["initContainers"])]
     assert all(image.startswith("registry.example.org/") for image in images)
+
+
+def test_the_rules_for_the_operator_are_those_of_prometheus():
+    assert prometheus_rule.FILE.read_text() == prometheus_rule.resource(), "make prometheus-rule"
+    rules = yaml.safe_load(prometheus_rule.RULES.read_text())
+    assert yaml.safe_load(prometheus_rule.FILE.read_text())["spec"] == rules
+
+
+def test_traces_may_leave_for_the_port_of_their_endpoint(render):
+    kinds = render("overlays/cpu", "traces")
+    policy = kinds["NetworkPolicy/lenet-serve-traces"]["spec"]
+    assert policy["podSelector"] == kinds["NetworkPolicy"]["spec"]["podSelector"]
+    collector, _ = policy["egress"]
+    url = urlsplit(settings_of(kinds).traces_endpoint)
+    assert collector["ports"] == [{"port": url.port}]
+    (there,) = collector["to"]
+    namespace = there["namespaceSelector"]["matchLabels"]["kubernetes.io/metadata.name"]
+    assert url.hostname.split(".")[1] == namespace

@@ -240,19 +240,22 @@ def closed_port():
         return listener.getsockname()[1]
 
 
-@pytest.mark.parametrize("how", ["away", "refuses"])
+@pytest.mark.parametrize("how", ["away", "refuses", "talks nonsense"])
 def test_a_collector_that_takes_nothing_is_said_once(monkeypatch, caplog, how):
     monkeypatch.setattr(otlp, "_EVERY_S", 0.05)
     traces = Traces(1, 1.0)
     with collector() as found:
         found.refuses = 1
-        url = found.url if how == "refuses" else f"http://127.0.0.1:{closed_port()}/v1/traces"
+        if how == "talks nonsense":
+            monkeypatch.setattr("http.client._MAXLINE", 3)  # no status line can be read
+        url = found.url if how != "away" else f"http://127.0.0.1:{closed_port()}/v1/traces"
         with caplog.at_level(logging.WARNING), otlp.sent(traces, ENCODER, url, "1.2"):
             for _ in range(5):
                 traces.add(one_ended())
                 time.sleep(0.1)
     (record,) = caplog.records
-    assert f"traces to {url}: 1 dropped so far: " in record.getMessage()
+    said = f"traces to {url}: 1 requests, batches or spans dropped so far: "
+    assert said in record.getMessage()
 
 
 def test_a_collector_that_does_not_answer_keeps_nothing_up(monkeypatch, caplog):

@@ -15,7 +15,7 @@ from typing import Any
 
 import kserve.models
 from cloudcoil.models.keda.v1alpha1 import ScaledObject
-from cloudcoil.models.prometheus_operator.v1 import PodMonitor
+from cloudcoil.models.prometheus_operator.v1 import PodMonitor, PrometheusRule
 from importlib_resources import files
 
 HERE = Path(__file__).parent
@@ -147,6 +147,7 @@ SCHEMAS = {
     ),
     "InferenceService": kserve_schema("InferenceService", "v1beta1", "V1beta1InferenceServiceSpec"),
     "PodMonitor": cloudcoil_schema(PodMonitor, "monitoring.coreos.com/v1"),
+    "PrometheusRule": cloudcoil_schema(PrometheusRule, "monitoring.coreos.com/v1"),
     "ScaledObject": cloudcoil_schema(ScaledObject, "keda.sh/v1alpha1"),
 }
 
