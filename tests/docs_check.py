@@ -1,4 +1,6 @@
-"""Run the shell commands of README.md and docs/*.md in a temporary clone: `make docs-check`.
+"""Run the shell commands of README.md and of docs in a temporary clone: `make docs-check`.
+
+`python3 tests/docs_check.py docs/tutorial/first-minute.md ...` runs those of the named files only.
 
 Fenced blocks of the language `sh` are run command by command, with bash, in the clone's root.
 A word after the language skips a block and is not rendered, as in ```sh gpu. SKIPS has the words.
@@ -26,7 +28,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -228,14 +230,21 @@ class Clone:
             self._service = None
 
 
-def main() -> int:
-    """Run everything; 1 if a command failed."""
+def documents(root: Path, names: Sequence[str]) -> list[Path]:
+    """The documents of `names`, relative to `root`, or else README.md and all of docs."""
+    if names:
+        return [root / name for name in names]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the commands of `names`, or of every document; 1 if a command failed."""
     if subprocess.run(["git", "-C", ROOT, "diff", "--quiet", "HEAD"], check=False).returncode:
         print("uncommitted changes are not checked")
     failed = 0
     with tempfile.TemporaryDirectory(prefix="lenet-serve-docs-") as folder:
         clone = Clone(Path(folder))
-        for path in (clone.root / "README.md", *sorted(clone.root.glob("docs/*.md"))):
+        for path in documents(clone.root, names):
             try:
                 for command in commands(path.read_text()):
                     place = f"{path.relative_to(clone.root)}:{command.line}"
@@ -255,4 +264,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))
