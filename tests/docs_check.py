@@ -12,7 +12,8 @@ A block of the language `json` right after them is what their last command, a cu
   document's commands change in the clone is undone at the end of the document.
 - curl fails on every HTTP error, unless an answer is documented: then that is compared.
 - Where LENET_TEST_MNIST names a folder with the MNIST files, the clone has them in data/mnist;
-  elsewhere commands that read data/mnist are skipped.
+  elsewhere commands that read data/mnist are skipped, and blocks that need what these wrote: the
+  word behind `sh` is then mnist.
 """
 
 from __future__ import annotations
@@ -44,6 +45,7 @@ SKIPS = {
     "long": "takes too long",
     "example": "an example, not run",
 }
+MNIST = "mnist"
 NO_MNIST = "needs MNIST: set LENET_TEST_MNIST to the folder with its four files"
 _FENCE = re.compile(
     r"^```sh\b([^\n]*)\n(.*?)^```(?:\s*^```json\n(.*?)^```)?", re.MULTILINE | re.DOTALL
@@ -57,12 +59,14 @@ class Command:
     """A command of a document.
 
     `skip` is the reason not to run it, `answer` the JSON that it has to print; "" for none.
+    `mnist`: whether it reads MNIST, or what a command made of it.
     """
 
     line: int
     text: str
     skip: str
     answer: str = ""
+    mnist: bool = False
 
 
 def commands(document: str) -> Iterator[Command]:
@@ -72,7 +76,8 @@ def commands(document: str) -> Iterator[Command]:
         KeyError: a fence bears a word that is not in SKIPS.
     """
     for fence in _FENCE.finditer(document):
-        skip = ", ".join(SKIPS[word] for word in fence[1].split())
+        words = fence[1].split()
+        skip = ", ".join(SKIPS[word] for word in words if word != MNIST)
         first = document.count("\n", 0, fence.start(2)) + 1
         text, found = "", []
         for number, line in enumerate(fence[2].splitlines(keepends=True), first):
@@ -80,7 +85,9 @@ def commands(document: str) -> Iterator[Command]:
                 continue
             text += line
             if _is_complete(text):
-                found.append(Command(number - text.count("\n") + 1, text.strip(), skip))
+                mnist = MNIST in words or "data/mnist" in text
+                line = number - text.count("\n") + 1
+                found.append(Command(line, text.strip(), skip, mnist=mnist))
                 text = ""
         if fence[3] is not None and found and "curl" in found[-1].text:
             found[-1] = replace(found[-1], answer=fence[3])
@@ -149,10 +156,10 @@ class Clone:
         self._service: subprocess.Popen[bytes] | None = None
         self._log = self._tmp / "service.log"
 
-    def lacks(self, command: str) -> str:
+    def lacks(self, command: Command) -> str:
         """The missing requirement of a command, "" if none."""
         mnist = self.root / "data" / "mnist"
-        return NO_MNIST if "data/mnist" in command and not mnist.exists() else ""
+        return NO_MNIST if command.mnist and not mnist.exists() else ""
 
     def run(self, command: str, answer: str = "") -> str:
         """Run a command to its end; the problem in words, "" if there is none.
@@ -251,7 +258,7 @@ def main(names: Sequence[str]) -> int:
                 for command in commands(path.read_text()):
                     place = f"{path.relative_to(clone.root)}:{command.line}"
                     start_s = time.monotonic()
-                    skip = command.skip or clone.lacks(command.text)
+                    skip = command.skip or clone.lacks(command)
                     problem = "" if skip else clone.run(command.text, command.answer)
                     taken = f"{time.monotonic() - start_s:.1f} s"
                     outcome = "FAILED" if problem else skip or f"ok, {taken}"

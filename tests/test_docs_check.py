@@ -26,3 +26,21 @@ def test_only_the_named_documents_are_checked_when_there_are_names(tmp_path):
 @pytest.mark.parametrize("path", documents(ROOT, []), ids=lambda path: path.name)
 def test_the_words_behind_each_fence_are_known_when_a_document_is_read(path):
     list(commands(path.read_text()))  # KeyError for a word without a reason
+
+
+def test_a_block_needs_mnist_when_it_says_so_or_names_the_folder():
+    document = """
+```sh
+echo 1
+make train ARGS="fit --data data/mnist"
+```
+```sh mnist
+echo 2
+```
+"""
+    found = {one.text: one.mnist for one in commands(document)}
+    assert found == {
+        "echo 1": False,
+        'make train ARGS="fit --data data/mnist"': True,
+        "echo 2": True,
+    }
