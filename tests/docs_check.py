@@ -166,7 +166,7 @@ class Clone:
 
         If there is a documented `answer`, one that differs is a problem.
         """
-        if re.match(r"make serve\b(?!.*--(help|version))", command):
+        if re.match(r"make serve\b(?!.*--(help|version)\b)", command):
             return self._serve(command)
         if self._service is None and _TALKS.search(command):
             problem = self._serve("make serve")
