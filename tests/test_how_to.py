@@ -45,3 +45,15 @@ def test_the_page_shows_the_code_of_its_patch():
     added = [line[1:] for line in patch.splitlines() if line.startswith("+")]
     assert shown.splitlines()
     assert all(line in added for line in shown.splitlines())
+
+
+@pytest.mark.process
+def test_the_new_activation_passes_its_tests_when_its_patch_is_applied(tmp_path):
+    root = copy(tmp_path / "copy")
+    in_copy(root, "git", "apply", "--3way", str(HOW_TO / "add-a-layer.patch"))
+    tests = ("test_reference.py", "test_backend.py")
+    paths = [f"tests/lenet/{name}" for name in tests] + ["tests/trainer/ops_cpu"]
+    paths.append("tests/test_cuda_sources.py")
+    kinds = ("-k", "leaky or every_activation", "-m", "")
+    pytest_ = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider")
+    assert " passed" in in_copy(root, *pytest_, *paths, *kinds)
