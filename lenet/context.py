@@ -73,10 +73,10 @@ def gpus() -> int:
 
 
 def open_staging(target: Target, count: int, size_bytes: int) -> Staging | None:
-    """`count` buffers of `size_bytes`; None where batches are not computed from such: on the CPU.
+    """`count` buffers of `size_bytes`; None on the CPU and with `profile`, which do not use them.
 
     Raises:
-        DeviceError: they cannot be had.
+        DeviceError: they cannot be allocated.
     """
     if target.device == "cpu" or target.profile:
         return None

@@ -1,4 +1,4 @@
-"""Memory that pixels arrive in and that a device reads itself: the CPU does not copy them again."""
+"""Page-locked receive buffers that a GPU reads directly, without another copy by the CPU."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ async def open_service(
 
 @contextmanager
 def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
-    """What chooses the requests to be traced, and sends their spans; None if that is off."""
+    """Chooses the requests to trace and sends their spans; None if tracing is off."""
     url = settings.traces_endpoint
     if not url:
         yield None

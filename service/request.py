@@ -438,8 +438,8 @@ class Request(Work):
         part = self._form.part
         self.fail(
             BodyTimeout(
-                f"{part}: got {self.moved_bytes} bytes, and little in the last second, while "
-                "other requests need the memory; send it faster",
+                f"{part}: upload too slow while other requests need the memory, got "
+                f"{self.moved_bytes} bytes so far; send it faster",
                 field=part,
             )
         )

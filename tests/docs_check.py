@@ -1,4 +1,6 @@
-"""Run the shell commands of README.md and of docs/ in a temporary clone: `make docs-check`.
+"""Run the shell commands of README.md and of docs in a temporary clone: `make docs-check`.
+
+`python3 tests/docs_check.py docs/tutorial/first-minute.md ...` runs those of the named files only.
 
 Fenced blocks of the language `sh` are run command by command, with bash, in the clone's root.
 A word after the language skips a block and is not rendered, as in ```sh gpu. SKIPS has the words.
@@ -8,9 +10,10 @@ A block of the language `json` right after them is what their last command, a cu
   started for the first command that talks to port 8000 or 8001, or names PID.
 - PID is the process id of the service, and /tmp a folder that is removed at the end. What a
   document's commands change in the clone is undone at the end of the document.
-- curl fails on every HTTP error.
+- curl fails on every HTTP error, unless an answer is documented: then that is compared.
 - Where LENET_TEST_MNIST names a folder with the MNIST files, the clone has them in data/mnist;
-  elsewhere commands that read data/mnist are skipped.
+  elsewhere commands that read data/mnist are skipped, and blocks that need what these wrote: the
+  word behind `sh` is then mnist.
 """
 
 from __future__ import annotations
@@ -26,12 +29,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600
+HTTP_ERROR = 22
+"""Exit code of curl with --fail-with-body, where the status is 400 or more."""
 SKIPS = {
     "gpu": "needs a GPU",
     "docker": "needs Docker",
@@ -40,6 +45,7 @@ SKIPS = {
     "long": "takes too long",
     "example": "an example, not run",
 }
+MNIST = "mnist"
 NO_MNIST = "needs MNIST: set LENET_TEST_MNIST to the folder with its four files"
 _FENCE = re.compile(
     r"^```sh\b([^\n]*)\n(.*?)^```(?:\s*^```json\n(.*?)^```)?", re.MULTILINE | re.DOTALL
@@ -53,12 +59,14 @@ class Command:
     """A command of a document.
 
     `skip` is the reason not to run it, `answer` the JSON that it has to print; "" for none.
+    `mnist`: whether it reads MNIST, or what a command made of it.
     """
 
     line: int
     text: str
     skip: str
     answer: str = ""
+    mnist: bool = False
 
 
 def commands(document: str) -> Iterator[Command]:
@@ -68,7 +76,8 @@ def commands(document: str) -> Iterator[Command]:
         KeyError: a fence bears a word that is not in SKIPS.
     """
     for fence in _FENCE.finditer(document):
-        skip = ", ".join(SKIPS[word] for word in fence[1].split())
+        words = fence[1].split()
+        skip = ", ".join(SKIPS[word] for word in words if word != MNIST)
         first = document.count("\n", 0, fence.start(2)) + 1
         text, found = "", []
         for number, line in enumerate(fence[2].splitlines(keepends=True), first):
@@ -76,7 +85,9 @@ def commands(document: str) -> Iterator[Command]:
                 continue
             text += line
             if _is_complete(text):
-                found.append(Command(number - text.count("\n") + 1, text.strip(), skip))
+                mnist = MNIST in words or "data/mnist" in text
+                line = number - text.count("\n") + 1
+                found.append(Command(line, text.strip(), skip, mnist=mnist))
                 text = ""
         if fence[3] is not None and found and "curl" in found[-1].text:
             found[-1] = replace(found[-1], answer=fence[3])
@@ -145,17 +156,17 @@ class Clone:
         self._service: subprocess.Popen[bytes] | None = None
         self._log = self._tmp / "service.log"
 
-    def lacks(self, command: str) -> str:
+    def lacks(self, command: Command) -> str:
         """The missing requirement of a command, "" if none."""
         mnist = self.root / "data" / "mnist"
-        return NO_MNIST if "data/mnist" in command and not mnist.exists() else ""
+        return NO_MNIST if command.mnist and not mnist.exists() else ""
 
     def run(self, command: str, answer: str = "") -> str:
         """Run a command to its end; the problem in words, "" if there is none.
 
         If there is a documented `answer`, one that differs is a problem.
         """
-        if re.match(r"make serve\b(?!.*--(help|version))", command):
+        if re.match(r"make serve\b(?!.*--(help|version)\b)", command):
             return self._serve(command)
         if self._service is None and _TALKS.search(command):
             problem = self._serve("make serve")
@@ -175,7 +186,7 @@ class Clone:
             )
         except subprocess.TimeoutExpired:
             return f"still running after {LIMIT_S} s"
-        if result.returncode:
+        if result.returncode and not (answer and result.returncode == HTTP_ERROR):
             return f"exit code {result.returncode}\n{result.stdout}"
         return difference(result.stdout, answer) if answer else ""
 
@@ -228,19 +239,26 @@ class Clone:
             self._service = None
 
 
-def main() -> int:
-    """Run everything; 1 if a command failed."""
+def documents(root: Path, names: Sequence[str]) -> list[Path]:
+    """The documents of `names`, relative to `root`, or else README.md and all of docs."""
+    if names:
+        return [root / name for name in names]
+    return [root / "README.md", *sorted((root / "docs").rglob("*.md"))]
+
+
+def main(names: Sequence[str]) -> int:
+    """Run the commands of `names`, or of every document; 1 if a command failed."""
     if subprocess.run(["git", "-C", ROOT, "diff", "--quiet", "HEAD"], check=False).returncode:
         print("uncommitted changes are not checked")
     failed = 0
     with tempfile.TemporaryDirectory(prefix="lenet-serve-docs-") as folder:
         clone = Clone(Path(folder))
-        for path in (clone.root / "README.md", *sorted(clone.root.glob("docs/**/*.md"))):
+        for path in documents(clone.root, names):
             try:
                 for command in commands(path.read_text()):
                     place = f"{path.relative_to(clone.root)}:{command.line}"
                     start_s = time.monotonic()
-                    skip = command.skip or clone.lacks(command.text)
+                    skip = command.skip or clone.lacks(command)
                     problem = "" if skip else clone.run(command.text, command.answer)
                     taken = f"{time.monotonic() - start_s:.1f} s"
                     outcome = "FAILED" if problem else skip or f"ok, {taken}"
@@ -255,4 +273,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -47,7 +47,7 @@ def obtain(
     """`load` the dataset in `folder`, which for MNIST's own folder is completed before.
 
     Nothing is downloaded to another folder, where a misspelt name would give MNIST instead of the
-    dataset that was meant, nor to one that holds files of another dataset. `report` is called with
+    requested dataset, nor to one that holds files of another dataset. `report` is called with
     a line for each download.
 
     Raises:

@@ -213,7 +213,7 @@ class ImagePrediction(BaseModel):
     """The prediction for one image."""
 
     label: int = Field(description="The class with the highest probability.", examples=[7])
-    name: str = Field("", description="That of the class, absent where it is the class's number.")
+    name: str = Field("", description="Name of the class; absent if it is the class's number.")
     confidence: float = Field(ge=0, le=1, description="Its probability.", examples=[0.9998])
     probabilities: list[float] = Field(min_length=2, examples=[_PROBABILITIES])
 

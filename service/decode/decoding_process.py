@@ -33,7 +33,7 @@ class _Ended(Exception):
 
 
 def main() -> None:
-    """Decode what comes on the descriptor `argv[1]` until the service closes it.
+    """Decode the bodies that arrive on the descriptor `argv[1]` until the service closes it.
 
     `argv[2]` is the service's process id, `argv[3]` the most bytes of memory.
     """

@@ -148,7 +148,7 @@ class Decoders:
         self._ending.clear()
 
     def _wait_for_all(self, timeout_s: float) -> None:
-        """Wait for the end of processes; `_ending` keeps those that have not ended in time."""
+        """Wait for processes to end; those still running after `timeout_s` stay in `_ending`."""
         until_s = time.monotonic() + timeout_s
         while self._ending and (self._ending[0].poll() is not None or time.monotonic() < until_s):
             if self._ending[0].poll() is not None:
@@ -163,7 +163,7 @@ class Decoders:
         on_done: OnDone,
         ended: Callable[[], None] = lambda: None,
     ) -> Job:
-        """Decode `body`, then call `on_done` with what came of it.
+        """Decode `body`, then call `on_done` with the images and options, or the error.
 
         `ended` is called once, before that, when the work has ended or been dropped: `body` is kept
         until then. Both are called on the event loop, and never by `start`.

@@ -33,7 +33,7 @@ OnLost: TypeAlias = Callable[[LossReason, str], None]
 """Called on the event loop when the process cannot compute any more, with the reason in words."""
 
 OnDone: TypeAlias = Callable[[BatchResult | Exception], None]
-"""Called on the event loop with what came of a batch."""
+"""Called on the event loop with the result of a batch, or its error."""
 
 T = TypeVar("T")
 

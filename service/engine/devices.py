@@ -38,7 +38,7 @@ class Placement:
 
     @property
     def precision(self) -> str:
-        """What the devices compute in."""
+        """The precision that the devices compute in."""
         target = self.targets[0]
         return "fp32" if target.device == "cpu" else target.precision
 

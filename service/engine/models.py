@@ -422,7 +422,8 @@ class Models:
         names = {listed.name for listed in await self.index()}
         if name not in names:
             raise UnknownModel(
-                f"model {shown(name)} is not there, expected one of {', '.join(sorted(names))}",
+                f"no model {shown(name)} in the weights folder, expected one of "
+                f"{', '.join(sorted(names))}",
                 field="model",
             )
         _, error = await self._update(name)

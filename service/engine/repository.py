@@ -185,8 +185,8 @@ class Repository:
 def _unreached(cause: Exception) -> Unavailable:
     _log.error("models: the other workers could not be reached: %s", cause)
     return Unavailable(
-        "model: this worker did it, the others could not be reached; see the server log and ask "
-        "again"
+        "model: changed in this worker only, the other workers could not be reached; see the "
+        "server log and ask again"
     )
 
 

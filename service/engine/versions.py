@@ -225,7 +225,7 @@ class WeightsFolder:
         return sorted({path.parent.name for path in _listed(self._path, "*/*.safetensors")})
 
     def _find_only(self) -> str:
-        """See `_only`; the first file says it."""
+        """The name of the only model, read from its first file; "" if there are model folders."""
         files = _listed(self._path, "*.safetensors")
         is_one_model = len(files) == 1 or any(_is_version(path.stem) for path in files)
         if not is_one_model or _listed(self._path, "*/*.safetensors"):

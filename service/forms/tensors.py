@@ -1,7 +1,7 @@
-"""Tensors of the Open Inference Protocol: those of a request to images, answers to tensors.
+"""Tensors of the Open Inference Protocol: a request's tensors to images, answers to tensors.
 
-Defines names, shapes and datatypes of tensors and what comes back. A shape is compared with the
-size of the data before any of it is read, and no memory is allocated by it.
+Defines names, shapes and datatypes of the tensors of requests and answers. A shape is compared with
+the size of the data before any of it is read, and no memory is allocated by it.
 
 Source: https://github.com/kserve/open-inference-protocol
 """

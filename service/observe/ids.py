@@ -10,11 +10,11 @@ REQUEST_ID, TRACEPARENT = "x-request-id", "traceparent"
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{1,64})?")
-"""W3C Trace Context, 3.2; later versions may have more behind it."""
+"""W3C Trace Context, 3.2; later versions may append fields."""
 
 
 class Ids(NamedTuple):
-    """Those of one request, "" where there is none. Malformed values are ignored."""
+    """The ids of one request, "" for a missing one. Malformed values are ignored."""
 
     request: str = ""
     trace: str = ""

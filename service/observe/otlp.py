@@ -168,7 +168,10 @@ def sent(traces: Traces, encoder: Encoder, url: str, version: str) -> Iterator[N
 
 
 class _Sender:
-    """What its thread does. What the collector does not take is dropped, and said once a minute."""
+    """The loop of the sending thread.
+
+    Spans that the collector does not accept are dropped; one log line a minute says so.
+    """
 
     def __init__(self, traces: Traces, encoder: Encoder, url: str, version: str) -> None:
         self.ending = threading.Event()

@@ -1,4 +1,4 @@
-"""What was counted, read again: of one process, or of all workers together."""
+"""Reads the counts of one process, or the sums over all workers, for `/metrics`."""
 
 from __future__ import annotations
 

@@ -118,7 +118,10 @@ class Traces:
             self._dropped += 1
 
     def take(self) -> tuple[list[Ended | Batch], int]:
-        """What came since the last call, and how many were dropped. Called by that thread."""
+        """The requests and batches since the last call, and how many were dropped.
+
+        Called by the sender's thread.
+        """
         taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
         dropped, self._dropped = self._dropped, 0
         return taken, dropped

@@ -37,7 +37,7 @@ class Keys:
         """
         if admin and not self._admin:
             return Forbidden(
-                "models are not loaded and unloaded by requests here; "
+                "loading and unloading models by requests is disabled; "
                 "start the service with LENET_ADMIN_KEYS",
                 field="authorization",
             )

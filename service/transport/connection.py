@@ -173,7 +173,7 @@ class Connection(asyncio.Protocol):
     # Large bodies over HTTP/1.1.
 
     def receive_into(self, room: memoryview) -> None:
-        """Have what comes written to `room`, and `body_arrived` called."""
+        """Write data that arrives from now on to `room`, and call `body_arrived` at its end."""
         self._receiver = BodyReceiver(self, room)
         self._switch(self._receiver)
 
@@ -204,7 +204,7 @@ class Connection(asyncio.Protocol):
     # Turns of the event loop.
 
     def turn(self) -> None:
-        """Go on with what came before in the next turn of the event loop."""
+        """Process the data received so far in the next turn of the event loop."""
         if not self._turn_planned:
             self._turn_planned = True
             self.loop.call_soon(self._turn)
@@ -326,7 +326,7 @@ class Connection(asyncio.Protocol):
         self.hold()
         if transport.is_closing():
             return
-        if exchanges.is_broken:  # what comes behind it is not worth reading, or decrypting
+        if exchanges.is_broken:  # nothing after it can be parsed
             if self.plain is None:
                 transport.write_eof()
                 self.set_reading()

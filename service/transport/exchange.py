@@ -210,7 +210,7 @@ class Exchange:
 
 
 class FastExchange(Exchange):
-    """A request on a fast route, or one that may not pass."""
+    """A request on a fast route, or one whose head was refused."""
 
     head: Head | Http2Head
     _call: FastCall | None = None

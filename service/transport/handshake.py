@@ -82,12 +82,12 @@ class Handshake(asyncio.Protocol):
             secured.close()
 
     def data_received(self, data: bytes) -> None:
-        """Before TLS has taken over, its first bytes; later what came with the last of them."""
+        """Keep bytes that arrive before TLS has taken over the transport."""
         self._early.append(data)
         self._begun.set()
 
     def eof_received(self) -> bool:
-        """The client has said all."""
+        """The client has closed its side."""
         self._ended = True
         self._begun.set()
         return True
@@ -109,7 +109,7 @@ class Handshake(asyncio.Protocol):
             self._tls = None
 
     def _hand_on(self) -> None:
-        """Give what came too early to the protocol that `start_tls` has put in this one's place."""
+        """Give the early bytes to the protocol by which `start_tls` has replaced this one."""
         found = self._connection.transport.get_protocol()
         if found is self:
             return  # it failed

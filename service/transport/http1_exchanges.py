@@ -77,13 +77,13 @@ class Http1Exchanges:
         return exchange is None or exchange.buffered_bytes <= BUFFERED_BYTES
 
     def receive(self, data: bytes) -> None:
-        """Serve what came."""
+        """Serve the requests in `data`."""
         was_idle = self.http1.idle
         if not self.http1.receive(data):
             self._after_reading(was_idle)
 
     def go_on(self) -> None:
-        """Serve what came before."""
+        """Serve the next request in the data received so far."""
         http1 = self.http1
         if http1.can_go_on:
             was_idle = not http1.serving

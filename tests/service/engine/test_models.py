@@ -467,7 +467,7 @@ async def test_a_load_that_is_refused_says_why_and_changes_nothing(
     assert loaded(engine) == before
     assert await engine.ask(1) == "3"
     for name in ("z", "../weights/a", "", "a/3"):
-        with pytest.raises(UnknownModel, match="is not there, expected one of a, b"):
+        with pytest.raises(UnknownModel, match="in the weights folder, expected one of a, b"):
             await engine.models.load(name)
 
 
