@@ -120,6 +120,16 @@ def provenance(distributions: Iterable[str]) -> dict[str, Any]:
     }
 
 
+def save_picture(figure: Any, path: Path, **options: Any) -> None:
+    """Write a figure of matplotlib as PNG of 256 colours, a third as large."""
+    from PIL import Image
+
+    figure.savefig(path, **options)
+    Image.open(path).convert("RGB").quantize(256, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
+
+
 def commit(folder: Path = Path()) -> str:
     """The short hash of the commit checked out in `folder`, "unknown" outside a repository."""
     command = ["git", "rev-parse", "--short", "HEAD"]

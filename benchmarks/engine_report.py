@@ -10,7 +10,7 @@ from typing import Any, get_args
 
 from benchmarks.baselines.torch_serving import Precision
 from benchmarks.baselines.torch_step import MODES
-from benchmarks.command import missing_library
+from benchmarks.command import missing_library, save_picture
 from lenet.files import write_atomically
 
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
@@ -175,7 +175,7 @@ def draw(content: dict[str, Any], path: Path) -> None:
         fontsize="small",
     )
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _lines(latency: Any, throughput: Any, buckets: list[dict[str, Any]]) -> None:

@@ -35,6 +35,7 @@ from benchmarks.command import (
     missing_library,
     positive_int,
     provenance,
+    save_picture,
 )
 from benchmarks.digits import Format, PreparedRequest, prepare_requests, read_digits
 from benchmarks.servers import (
@@ -387,7 +388,7 @@ def draw(document: dict[str, Any], path: Path) -> None:
         "Floor: a bare ASGI application on uvicorn that answers a constant.",
         fontsize=9,
     )
-    figure.savefig(path)
+    save_picture(figure, path)
 
 
 def _bars(panel: Any, servers: dict[str, dict[str, Any]]) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.command import save_picture
 from benchmarks.load import WRONG_LABEL, Load, Results, Stage
 from benchmarks.timing import percentile
 
@@ -278,4 +279,4 @@ def draw(stages: Sequence[Summary], mode: str, title: str, path: Path) -> None:
     axes.grid(color="#DDDDDD", linewidth=0.6, which="both")
     axes.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_picture(figure, path)

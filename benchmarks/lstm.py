@@ -27,7 +27,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.command import commit, explained, positive_int, provenance
+from benchmarks.command import commit, explained, positive_int, provenance, save_picture
 from benchmarks.recurrent import reference
 
 STEPS, LAYERS, HIDDEN = 512, 4, 512
@@ -282,7 +282,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     times.set_title("inference, cuDNN and emulated as CUDA graphs", fontsize=10)
     roofline.set_title("roofline: filled cuDNN, hollow emulated", fontsize=10)
     figure.legend(loc="outside lower center", ncols=4, frameon=False, fontsize=8)
-    figure.savefig(path, dpi=110)
+    save_picture(figure, path, dpi=110)
 
 
 @explained

@@ -24,6 +24,8 @@ from website.links import problems
 ROOT = Path(__file__).parents[1]
 BUILD = ROOT / "build"
 IMAGES = {".png", ".svg", ".gif", ".jpg", ".webp"}
+PLAIN = {".json", ".txt", ".log"}
+"""Files that a browser shows as they are: pages with numbered lines would be thrice as large."""
 _LINK = re.compile(r"(\]\()([^)\s]+)(\))")
 _LINES = re.compile(r"(L\d+)-L\d+")
 _ACCESSIBLE = {
@@ -73,14 +75,12 @@ class Site:
             elif source.suffix == ".md":
                 target.parent.mkdir(parents=True, exist_ok=True)
                 target.write_text("".join(self._translated(path)))
-            elif source.suffix in IMAGES or path.startswith("website/theme/"):
+            elif source.suffix in IMAGES | PLAIN or path.startswith("website/theme/"):
                 target.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy(source, target)
             else:
                 lines = html.escape(source.read_text()).splitlines()
-                spans = "\n".join(
-                    f'<span id="L{n}">{line}</span>' for n, line in enumerate(lines, 1)
-                )
+                spans = "\n".join(f"<i id=L{n}>{line}</i>" for n, line in enumerate(lines, 1))
                 self._write_page(path, _page(path), f"<pre tabindex=0>{spans}</pre>")
         return sorted(path for path in self._found if path.endswith(".md"))
 
@@ -119,14 +119,14 @@ class Site:
                 return f"{place.rstrip('/')}/index.html"
             path, place = f"{path}/README.md", f"{place.rstrip('/')}/README.md"
         self._left.append(path)
-        if target.suffix == ".md" or target.is_dir() or target.suffix in IMAGES:
+        if target.suffix in {".md", *IMAGES, *PLAIN} or target.is_dir():
             return place + hash_ + anchor
         return _page(place) + hash_ + _LINES.sub(r"\1", anchor)
 
 
 def _page(path: str) -> str:
     """The page of a source file."""
-    if Path(path).suffix in {*IMAGES, ".md"}:
+    if Path(path).suffix in {".md", *IMAGES, *PLAIN}:
         return path
     return re.sub(r"(^|/)\.(?=\w)", r"\1", path) + ".html"  # Zensical leaves hidden files out
 

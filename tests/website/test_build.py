@@ -45,7 +45,7 @@ def test_a_linked_source_file_becomes_a_page_with_an_anchor_for_each_line(collec
     text, _ = collect("[c](code/c.py) [line](code/c.py#L2) [lines](code/c.py#L1-L2)\n")
     assert text == "[c](code/c.py.html) [line](code/c.py.html#L2) [lines](code/c.py.html#L1)\n"
     page = (tmp_path / "site/code/c.py.html").read_text()
-    assert '<span id="L1">if a &lt; b:</span>\n<span id="L2">    pass</span>' in page
+    assert "<i id=L1>if a &lt; b:</i>\n<i id=L2>    pass</i>" in page
 
 
 def test_a_linked_folder_becomes_a_list_of_its_files(collect, tmp_path):
