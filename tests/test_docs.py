@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -26,3 +28,28 @@ def test_each_line_of_output_stands_in_a_linked_file_when_a_page_shows_that_of_a
 @pytest.mark.parametrize("path", sorted((DOCS / "notes").glob("*.md")), ids=lambda path: path.stem)
 def test_a_design_note_has_at_most_forty_lines(path):
     assert len(path.read_text().splitlines()) <= 40
+
+
+def test_the_record_is_what_was_measured():
+    page = (DOCS / "record.md").read_text()
+    found = json.loads((DOCS / "benchmarks" / "training.json").read_text())
+    fast, networks = found["time_to_99"], found["architectures_cuda"]
+    rows = [(fast["mean_s"], fast["accuracies"], "99.0")]
+    for name, reached in (("lenet-6-16", "99.5"), ("lenet", "99.6")):
+        run = networks[f"{name}, 20 epochs"]
+        rows.append((run["seconds"]["mean"], run["test_accuracy"]["values"], reached))
+    for seconds, accuracies, reached in rows:
+        mean = statistics.mean(accuracies)
+        assert mean >= float(reached)
+        time = f"{seconds:.{3 if seconds < 1 else 2}f}"
+        shown = f"{mean:.2f} % ({min(accuracies):.2f})"
+        assert f"| {reached} % | {time} | {shown} | {len(accuracies)} |" in page
+    engine = json.loads((DOCS / "benchmarks" / "engine.json").read_text())
+    (largest,) = [
+        one for one in engine["buckets"] if (one["rows"], one["precision"]) == (8192, "fp16")
+    ]
+    for images_per_s in (
+        largest["rows"] / largest["device_us"] * 1e6,
+        engine["pool"]["images_per_s"],
+    ):
+        assert f"| {images_per_s / 1e6:.1f} million |" in page
