@@ -44,7 +44,7 @@ CALLBACKS = {
     "JSON of an answer": ("service.forms.body", "module", "prediction_json"),
     "bytes of an answer": ("service.forms.body", "module", "prediction_bytes"),
     "message of an answer": ("service.forms.oip_proto", "module", "_encode"),
-    "delivery of rows": ("service.engine.queue", "module.Request", "deliver"),
+    "delivery of rows": ("service.engine.queue", "module.Work", "deliver"),
     "polling after an answer": ("service.engine.contexts", "module.BusyPoll", "extend"),
 }
 
