@@ -171,18 +171,20 @@ def operation_graph() -> Picture:
     units, inputs = packed["dense1.weight"].shape
     assert inputs == math.prod((*dense.input[1:], k)), "dense1 reads conv2's padded output"
     picture.text("head", 24, 250, "dense1: a graph of three operations, fused by cuDNN")
-    picture.box("data", (24, 272, 140, 56), "INPUT, half", [f"dim 1, n, {inputs}"])
-    picture.box("data", (24, 344, 140, 56), "WEIGHT, half", [f"dim 1, {inputs}, {units}"])
-    picture.box("cudnn", (212, 306, 110, 60), "matmul")
-    picture.line("arrow", (164, 300), (188, 300), (188, 326), (210, 326))
-    picture.line("arrow", (164, 372), (188, 372), (188, 346), (210, 346))
+    strides = f"stride n*{inputs}, {inputs}, 1", f"stride {units * inputs}, 1, {inputs}"
+    picture.box("data", (24, 268, 170, 64), "INPUT, half", [f"dim 1, n, {inputs}", strides[0]])
+    weights = [f"dim 1, {inputs}, {units}", strides[1]]
+    picture.box("data", (24, 342, 170, 64), "WEIGHT, half", weights)
+    picture.box("cudnn", (236, 306, 96, 60), "matmul")
+    picture.line("arrow", (194, 300), (214, 300), (214, 326), (234, 326))
+    picture.line("arrow", (194, 374), (214, 374), (214, 346), (234, 346))
     picture.box("cudnn", (426, 306, 110, 60), "bias")
-    picture.line("arrow", (322, 336), (424, 336))
+    picture.line("arrow", (332, 336), (424, 336))
     picture.box("data", (426, 386, 110, 30), "BIAS, half")
     picture.line("arrow", (481, 386), (481, 368))
     picture.box("cudnn", (640, 306, 110, 60), "relu")
     picture.line("arrow", (536, 336), (638, 336))
-    for x in (373, 587):
+    for x in (377, 587):
         picture.text("note centre", x, 328, "float, not")
         picture.text("note centre", x, 354, "in memory")
     picture.box("data", (806, 306, 150, 60), "OUTPUT, half", [f"dim 1, n, {units}"])
@@ -228,8 +230,8 @@ def time_line() -> Picture:
         "note",
         24,
         y + 36,
-        "The length of a bar was measured (decision 13). Its steps have no times of their own "
-        "there: they are drawn equally wide, in their order.",
+        "The length of a bar was measured: one launch and the wait for it, by the host's clock "
+        "(decision 13). Its steps were not: they are drawn equally wide.",
     )
     picture.text(
         "note", 24, y + 56, "Green: cuDNN. Blue: kernels of ours. Each bar is one graph launch."
@@ -296,7 +298,7 @@ def _calls() -> Mapping[tuple[str, str], tuple[float, str]]:
 
 def backward() -> Picture:
     """The backward pass on two streams."""
-    picture = Picture(1040, 400, "The backward pass: gradients of weights on a second stream.")
+    picture = Picture(1040, 420, "The backward pass: gradients of weights on a second stream.")
     calls = _calls()
     left, scale = 118, 8.7
     main = [
@@ -346,20 +348,21 @@ def backward() -> Picture:
         "note",
         24,
         330,
-        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours. A dashed line is an event that the "
-        "other stream waits for.",
+        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two each in 3, 5 and 7 (sums, then "
+        "the gradient) and several in the update.",
     )
-    picture.text(
-        "note",
-        24,
-        352,
-        "The times are those of each call alone (inspect-mixed.txt, H200). The picture puts them "
-        "one after another: it is no trace.",
-    )
+    picture.text("note", 24, 352, "A dashed line is an event that the other stream waits for.")
     picture.text(
         "note",
         24,
         374,
+        "The times are those of each call alone (inspect-mixed.txt, H200, cuDNN 9.14), put one "
+        "after another: the picture is no trace.",
+    )
+    picture.text(
+        "note",
+        24,
+        396,
         "In the step they take longer: alone, a call finds its data in the L2 cache.",
     )
     return picture
@@ -367,14 +370,14 @@ def backward() -> Picture:
 
 def folding() -> Picture:
     """A block before and after folding."""
-    picture = Picture(1040, 330, "A block in training, and the same block with batch norm folded.")
-    picture.text("head", 24, 34, "in training")
+    picture = Picture(1040, 330, "A block as trained, and the same block with batch norm folded.")
+    picture.text("head", 24, 34, "the trained network, outside training")
     picture.box("box", (70, 56, 170, 80), "linear", ["x' = w x", "no bias"])
     picture.box(
         "ours",
         (318, 56, 300, 80),
         "batch norm",
-        ["y = gamma (x' - m) / √(v + eps) + beta", "m, v: mean and variance"],
+        ["y = gamma (x' - m) / √(v + eps) + beta", "m, v: the running mean and variance"],
     )
     picture.box("box", (696, 56, 170, 80), "", ["activation,", "pooling"])
     for start, end, name in ((24, 68, "x"), (240, 316, "x'"), (618, 694, "y"), (866, 930, "")):
