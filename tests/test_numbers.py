@@ -54,6 +54,10 @@ CLAIMS = [
         r"a step, us \([^)]*\)", [TRAINING["step_us"][name] for name in ("fp32", "tf32", "mixed")]
     ),
     (
+        r"It takes ([\d.]+), ([\d.]+) and ([\d.]+) us on the device for 8, 16 and 32 images",
+        [bucket(rows)["device_us"] for rows in (8, 16, 32)],
+    ),
+    (
         r"one image on the (?:device|H200), fp16 \| ([\d,.]+) us",
         [bucket(1)["device_us"]],
     ),
