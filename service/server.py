@@ -33,6 +33,7 @@ from service.errors import (
     Unavailable,
     exit_code,
 )
+from service.observe.metrics import Metrics
 from service.process import allocator, descriptors
 from service.process.heartbeat import Heartbeat
 from service.process.listener import allow_connections, at, listen
@@ -135,7 +136,7 @@ async def _serve(
                     service.metrics.certificate_read(certificate.ends_s)
                 if reload_requested:
                     on_hangup()
-                ending = asyncio.create_task(_end_when_lost(service.models))
+                ending = asyncio.create_task(_end_when_lost(service.models, service.metrics))
                 if service.faults is not None:
                     loop.add_signal_handler(signal.SIGUSR2, service.faults.inject, "poison")
                     loop.add_signal_handler(signal.SIGUSR1, service.faults.inject, "hang")
@@ -243,11 +244,12 @@ def _freeze_objects() -> None:
     allocator.return_memory()  # 12 MiB with five models
 
 
-async def _end_when_lost(models: Models) -> None:
+async def _end_when_lost(models: Models, metrics: Metrics) -> None:
     """End the process soon after its device is lost; every request has its error by then."""
     await models.lost.wait()
     models.ready = False
     await asyncio.sleep(LAST_ANSWERS_S)
+    metrics.flush()  # those errors are counted, for the other workers to show
     _end_at_once()
 
 

@@ -308,11 +308,7 @@ class Metrics:
                 "Workers that ended, for whatever reason, while others go on.",
             )
         )
-        self._certificate_end = self._gauge(
-            "lenet_certificate_end_timestamp_seconds",
-            "When the served certificate, or one of its chain, expires; absent without TLS.",
-            mode="livemax",
-        )
+        self._certificate_end: Family[BufferedGauge] | None = None
         self._start_phase = self._gauge(
             "lenet_start_phase_seconds",
             "Time of each phase of the start; contexts holds most of device and all of warm_up.",
@@ -450,6 +446,12 @@ class Metrics:
 
     def certificate_read(self, ends_s: float) -> None:
         """The certificate that is served from now on ends at `ends_s`, as `time.time()`."""
+        if self._certificate_end is None:  # made here: the library shows 0 of one without labels
+            self._certificate_end = self._gauge(
+                "lenet_certificate_end_timestamp_seconds",
+                "When the served certificate, or one of its chain, expires; absent without TLS.",
+                mode="livemax",
+            )
         self._certificate_end[()].set(ends_s)
 
     def device_lost(self, reason: LossReason) -> None:

@@ -7,6 +7,7 @@ import http.client
 import os
 import signal
 import time
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from http.client import HTTPConnection
 
@@ -79,16 +80,21 @@ def assert_not_ready(answer):
     assert answer is None or answer[0] == 503
 
 
-def losses(service):
-    """How often a device was lost, by reason, as any worker exposes it."""
+def counted(service, name, label):
+    """The samples called `name`, by one of their labels, summed, as any worker exposes them."""
     with Caller(service) as caller:
         answer = caller.ask("GET", "/metrics")
-    return {
-        sample.labels["reason"]: sample.value
-        for family in text_string_to_metric_families(answer[2])
-        for sample in family.samples
-        if sample.name == "lenet_device_losses_total"
-    }
+    found = Counter()
+    for family in text_string_to_metric_families(answer[2]):
+        for sample in family.samples:
+            if sample.name == name:
+                found[sample.labels[label]] += sample.value
+    return found
+
+
+def losses(service):
+    """How often a device was lost, by reason."""
+    return counted(service, "lenet_device_losses_total", "reason")
 
 
 def inject(service, fault, pid=None):
@@ -176,6 +182,7 @@ def test_a_worker_that_lost_its_device_is_replaced_while_the_other_answers(start
         assert caller.ask("GET", "/readyz")[0] == 200
         assert caller.predict()[0] == 200
     assert losses(service) == {"sticky": 1, "hang": 0}
+    assert counted(service, "lenet_requests_total", "outcome")["unavailable"] >= 1
     service.signal()
     assert service.wait() == ExitCode.STOPPED
 

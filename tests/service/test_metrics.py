@@ -145,6 +145,14 @@ def test_a_loaded_model_shows_itself_at_rest_when_exposed(metrics, value):
             assert value("lenet_requests_total", answered) == 0, "it is there before the first"
 
 
+def test_the_end_of_a_certificate_is_shown_only_where_there_is_one(metrics, value):
+    name = "lenet_certificate_end_timestamp_seconds"
+    assert value(name) is None
+    for ends_s in (1.8e9, 1.9e9):
+        metrics.certificate_read(ends_s)
+        assert value(name) == ends_s
+
+
 def test_a_version_that_is_unloaded_leaves_only_what_it_did(metrics, value):
     load(metrics, MLP)
     load(metrics, ("mlp", "8"))
