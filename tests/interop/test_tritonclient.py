@@ -189,7 +189,7 @@ def test_each_client_reads_what_the_service_says(serving, tmp_path):
         status, message = one["forbidden"]
         assert status == ("401" if kind == "http" else "StatusCode.UNAUTHENTICATED")
         status, message = one["no model"]
-        assert "model 'vgg' is not there" in message
+        assert "no model 'vgg' in the weights folder" in message
         status, message = one["unknown"]
         assert "model 'vgg' is not loaded" in message
         assert status == ("404" if kind == "http" else "StatusCode.NOT_FOUND")
