@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from http.client import HTTPConnection
+from threading import Thread
 
 import grpc
 import pytest
@@ -354,3 +355,19 @@ def test_explanations_have_spans_without_a_batch(start):
         connection.close()
         (span,) = found.wait_for(1, "POST /explain")
         assert not found.children(span)["compute"].links
+
+
+def test_requests_that_were_computed_together_link_to_one_batch(start):
+    with collector() as found:
+        arguments = ("--traces-endpoint", found.url, "--traces-one-in", "1")
+        service = start(*arguments, "--max-wait-us", "500000").ready()
+        callers = [Thread(target=predict, args=(service,)) for _ in range(2)]
+        for caller in callers:
+            caller.start()
+        for caller in callers:
+            caller.join()
+        spans = found.wait_for(2, "POST /predict")
+        links = [found.children(span)["compute"].links[0].span_id for span in spans]
+        (batch,) = found.wait_for(1, "batch")
+        assert links == [batch.span_id] * 2
+        assert attributes(batch)["lenet.rows"] == 2
