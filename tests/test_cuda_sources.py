@@ -8,11 +8,21 @@ from __future__ import annotations
 import ctypes
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from lenet.cuda import conv1, fused_network
-from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
+from lenet.model import (
+    ARCHITECTURES,
+    IDENTITY,
+    Activation,
+    ActivationKind,
+    ConvBlock,
+    DenseBlock,
+    Model,
+    Pool,
+)
 
 pytestmark = pytest.mark.process  # runs a compiler
 
@@ -227,3 +237,8 @@ def test_the_fused_network_fails_to_compile_with_the_reason_beyond_its_bounds(
 def test_every_cuda_source_is_compiled_here():
     found = {*SERVING.glob("*.cu"), *TRAINING.glob("*.cu")}
     assert found == {source for source, _ in LENET.values()}
+
+
+def test_every_activation_is_compiled_here():
+    compiled = {macros["ACTIVATION"] for macros in (EPILOGUES | OTHER_EPILOGUES).values()}
+    assert compiled == set(get_args(ActivationKind))
