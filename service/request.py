@@ -487,23 +487,24 @@ class Request(Work):
         self._writing = None
         try:
             self._requests.metrics.request_done(self._model, self._requests.protocol, outcome)
-            if self._requests.traces is not None:
-                self._trace(self._requests.traces, outcome, time.monotonic())
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("an answer was not counted")
+        if self._requests.traces is not None:
+            self._trace(self._requests.traces, outcome, time.monotonic())
         nvtx.end(self._range)
 
     def _trace(
         self, traces: Traces, code: str, now_s: float, steps_s: tuple[float, ...] = ()
     ) -> None:
         """Trace the request, if it is to be. `code`: of the error, "" for an answer."""
-        wanted = self._wanted
-        if not traces.wants(wanted.parent, code, now_s - self._started_s):
-            return
-        rows, batch = (self.rows, self.batch_span(traces)) if steps_s else (0, None)
-        protocol, began_s = self._requests.protocol, self._started_s
-        asked = protocol, wanted.operation, wanted.parent
-        traces.add(Ended(*asked, self._model, rows, code, began_s, now_s, steps_s, batch))
+        operation, parent, began_s = self._wanted.operation, self._wanted.parent, self._started_s
+        try:
+            if traces.wants(parent, code, now_s - began_s):
+                rows, batch = (self.rows, self.batch_span(traces)) if steps_s else (0, None)
+                of = self._requests.protocol, operation, parent, self._model, rows
+                traces.add(Ended(*of, code, began_s, now_s, steps_s, batch))
+        except Exception:  # noqa: BLE001 - its client is answered all the same
+            _log.exception("a request was not traced")
 
 
 @dataclass(slots=True)

@@ -249,8 +249,10 @@ async def _end_when_lost(models: Models, metrics: Metrics) -> None:
     await models.lost.wait()
     models.ready = False
     await asyncio.sleep(LAST_ANSWERS_S)
-    metrics.flush()  # those errors are counted, for the other workers to show
-    _end_at_once()
+    try:
+        metrics.flush()  # those errors are counted, for the other workers to show
+    finally:
+        _end_at_once()
 
 
 def _end_at_once() -> NoReturn:

@@ -27,7 +27,7 @@ from service.process.tls import CertificateFiles
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~:\[\]-]+")
-_COLLECTOR = re.compile(r"https?://[^/?#\s]+/[^\s#]*")
+_COLLECTOR = re.compile(r"https?://[^/?#@\s]+/[^\s?#]*")
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -227,7 +227,10 @@ class Settings(BaseSettings):
     @classmethod
     def _check_endpoint(cls, url: str) -> str:
         if url and not _COLLECTOR.fullmatch(url):
-            raise ValueError("expected a URL with a path, as http://collector:4318/v1/traces")
+            raise ValueError(
+                "expected a URL with a path, without a user and a query, as "
+                "http://collector:4318/v1/traces"
+            )
         if url and not _is_installed("opentelemetry.proto.trace"):
             raise ValueError(
                 "it needs OpenTelemetry's messages, which are not installed: "

@@ -64,14 +64,25 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector(port=0):
+def collector(port=0, moved_to=None):
+    """`moved_to`: every request is redirected there."""
+
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
             body = self.rfile.read(int(self.headers["content-length"]))
+            if moved_to is not None:
+                self.send_response(302)
+                self.send_header("Location", moved_to)
+                self.end_headers()
+                return
             answer = found.take(self.path, dict(self.headers), body)
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answer)
+
+        def do_GET(self):
+            found.headers.append(dict(self.headers))
+            self.send_error(405)
 
         def log_message(self, *_):
             pass

@@ -379,10 +379,10 @@ class Models:
         if self.lost.is_set():
             return  # contexts of one device are lost together
         _log.error("the device is lost, this process ends: %s", story)
-        self._metrics.device_lost(reason)
         self.lost.set()
         for model in self._models:
             model.batcher.fail_all()
+        self._metrics.device_lost(reason)
 
     def _start_reload(self) -> None:
         if self._reload_requested and self._reloading is None and not self._closed:

@@ -450,9 +450,10 @@ class Metrics:
             self._certificate_end = self._gauge(
                 "lenet_certificate_end_timestamp_seconds",
                 "When the served certificate, or one of its chain, expires; absent without TLS.",
-                mode="livemax",
+                mode="livemin",  # a worker that could not read the next one still serves the last
             )
         self._certificate_end[()].set(ends_s)
+        self.flush()
 
     def device_lost(self, reason: LossReason) -> None:
         """Count the loss that ends this process, and flush."""
@@ -585,7 +586,7 @@ class Metrics:
         name: str,
         help_text: str,
         *labels: str,
-        mode: Literal["livesum", "livemax", "max"] = "livesum",
+        mode: Literal["livesum", "livemax", "livemin", "max"] = "livesum",
     ) -> Family[BufferedGauge]:
         gauge = Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
         return self._buffered(Family(gauge, BufferedGauge))

@@ -28,6 +28,7 @@ _FILE_BYTES = {
     "histogram": 1 << 17,
     "gauge_livesum": 1 << 18,
     "gauge_livemax": 1 << 20,
+    "gauge_livemin": 1 << 16,
     "gauge_max": 1 << 16,
 }
 """Five models use 58 KiB of histogram at first, 35 of counter, and 5 of each gauge's. A version

@@ -14,7 +14,7 @@ import threading
 import time
 import urllib.request
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
@@ -32,13 +32,13 @@ from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 
 from service.observe.metrics import ModelKey, Transport
-from service.observe.traces import FAULTS, Batch, Ended, Traces, new_span
+from service.observe.traces import FAULTS, Batch, Ended, Span, Traces, new_span
 
 _log = logging.getLogger(__name__)
 
-_EVERY_S = 1.0
+_EVERY_S = 0.2  # a worker that has lost its device ends after half a second
 _PATIENCE_S = 5.0
-_LAST_PATIENCE_S = 1.0
+_LAST_PATIENCE_S = 0.5  # with what is under way less than the last limit of a stop
 _LOGGED_EVERY_S = 60.0
 _TOGETHER = 8
 """So many requests are worked on before the event loop may go on: 0.1 ms."""
@@ -78,29 +78,15 @@ class Encoder:
             attributes.append(("error.type", ended.code))
         parent = ended.parent
         own = new_span(parent and parent.trace_id)
-        request = spans.spans.add(
-            trace_id=own.trace_id,
-            span_id=own.span_id,
-            parent_span_id=parent.span_id if parent else b"",
-            trace_state=parent.state if parent else "",
-            name=name,
-            kind=OtlpSpan.SPAN_KIND_SERVER,
-            start_time_unix_nano=_at(ended.began_s, clock_ns),
-            end_time_unix_nano=_at(ended.ended_s, clock_ns),
-            attributes=[_pair(*one) for one in attributes],
-        )
+        request = _add(spans, own, name, (ended.began_s, ended.ended_s), clock_ns, attributes)
+        request.kind = OtlpSpan.SPAN_KIND_SERVER
+        if parent:
+            request.parent_span_id, request.trace_state = parent.span_id, parent.state
         if ended.code in FAULTS:
             request.status.code = Status.STATUS_CODE_ERROR
-        for stage, begin, end in _stages(ended):
-            span = spans.spans.add(
-                trace_id=own.trace_id,
-                span_id=new_span().span_id,
-                parent_span_id=own.span_id,
-                name=stage,
-                kind=OtlpSpan.SPAN_KIND_INTERNAL,
-                start_time_unix_nano=_at(begin, clock_ns),
-                end_time_unix_nano=_at(end, clock_ns),
-            )
+        for stage, *times_s in _stages(ended):
+            span = _add(spans, new_span(own.trace_id), stage, times_s, clock_ns)
+            span.parent_span_id = own.span_id
             if stage == "compute" and ended.batch is not None:
                 span.links.add(trace_id=ended.batch.trace_id, span_id=ended.batch.span_id)
 
@@ -113,15 +99,28 @@ class Encoder:
         ]
         if batch.device_s is not None:
             attributes.append(("lenet.device_us", 1e6 * batch.device_s))
-        spans.spans.add(
-            trace_id=batch.span.trace_id,
-            span_id=batch.span.span_id,
-            name="batch",
-            kind=OtlpSpan.SPAN_KIND_INTERNAL,
-            start_time_unix_nano=_at(batch.cut_s, clock_ns),
-            end_time_unix_nano=_at(batch.answered_s, clock_ns),
-            attributes=[_pair(*one) for one in attributes],
-        )
+        times_s = batch.cut_s, batch.answered_s
+        _add(spans, batch.span, "batch", times_s, clock_ns, attributes)
+
+
+def _add(
+    spans: ScopeSpans,
+    span: Span,
+    name: str,
+    times_s: Sequence[float],
+    clock_ns: int,
+    attributes: Iterable[tuple[str, _Value]] = (),
+) -> OtlpSpan:
+    begin_ns, end_ns = (int(1e9 * monotonic_s) + clock_ns for monotonic_s in times_s)
+    return spans.spans.add(
+        trace_id=span.trace_id,
+        span_id=span.span_id,
+        name=name,
+        kind=OtlpSpan.SPAN_KIND_INTERNAL,
+        start_time_unix_nano=begin_ns,
+        end_time_unix_nano=end_ns,
+        attributes=[_pair(*one) for one in attributes],
+    )
 
 
 def _stages(ended: Ended) -> Iterator[tuple[str, float, float]]:
@@ -132,13 +131,9 @@ def _stages(ended: Ended) -> Iterator[tuple[str, float, float]]:
         yield from zip(_STAGES, (decoding_s, queued_s, cut_s, encoding_s), ends_s, strict=True)
 
 
-def _at(monotonic_s: float, clock_ns: int) -> int:
-    return int(1e9 * monotonic_s) + clock_ns
-
-
 def _of_model(model: ModelKey) -> Iterable[tuple[str, str]]:
     name, version = model
-    return (("lenet.model", name), ("lenet.model_version", version)) if name else ()
+    return (("lenet.model", name), ("lenet.model_version", version)) if version else ()
 
 
 @lru_cache(1024)
@@ -152,7 +147,7 @@ def _pair(key: str, value: _Value) -> KeyValue:
 
 @contextmanager
 def sent(traces: Traces, encoder: Encoder, url: str, version: str) -> Iterator[None]:
-    """While the block runs, send what `traces` takes to the collector at `url`, once a second.
+    """While the block runs, send what `traces` takes to the collector at `url`.
 
     Headers for the collector, our name and further attributes are read from OpenTelemetry's
     variables OTEL_EXPORTER_OTLP_HEADERS, OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
@@ -182,12 +177,13 @@ class _Sender:
             "user-agent": f"lenet-serve/{version}",
             **_pairs("OTEL_EXPORTER_OTLP_HEADERS"),
         }
-        named = {
+        self._open = urllib.request.build_opener(_NoRedirect).open
+        named: dict[str, str | int] = {
             "service.name": "lenet-serve",
             "service.version": version,
             "service.instance.id": str(uuid.uuid4()),
             "host.name": socket.gethostname(),
-            "process.pid": str(os.getpid()),
+            "process.pid": os.getpid(),
             **_pairs("OTEL_RESOURCE_ATTRIBUTES"),
         }
         if name := os.environ.get("OTEL_SERVICE_NAME"):
@@ -205,7 +201,7 @@ class _Sender:
 
     def _send(self, timeout_s: float) -> None:
         taken, dropped = self._traces.take()
-        problem = "more came in a second than are kept" if dropped else ""
+        problem = "more came at once than are kept" if dropped else ""
         self._lost += dropped
         if taken:
             try:
@@ -214,32 +210,43 @@ class _Sender:
                 problem = f"it refused {dropped} spans" if dropped else problem
             except (OSError, ValueError, HTTPException, DecodeError) as exc:
                 self._lost += len(taken)
-                problem = f"{type(exc).__name__}: {exc}"
+                problem = type(exc).__name__  # a ValueError may show a header, and so a key
+                if not isinstance(exc, ValueError):
+                    problem += f": {exc}"
         if problem and time.monotonic() >= self._says_next_s:
             self._says_next_s = time.monotonic() + _LOGGED_EVERY_S
             said = "traces to %s: %d requests, batches or spans dropped so far: %s"
             _log.warning(said, self._url, self._lost, problem)
 
     def _message(self, taken: Iterable[Ended | Batch]) -> ExportTraceServiceRequest:
-        spans = ScopeSpans(scope=self._scope)
+        message = ExportTraceServiceRequest()
+        of_all = message.resource_spans.add(resource=self._resource)
+        spans = of_all.scope_spans.add(scope=self._scope)
         clock_ns = time.time_ns() - time.monotonic_ns()
         for number, ended in enumerate(taken):
             self._encoder.add(ended, clock_ns, spans)
             if number % _TOGETHER == 0:
                 time.sleep(0)  # lets the event loop go on, which would wait for 5 ms otherwise
-        message = ExportTraceServiceRequest()
-        message.resource_spans.add(resource=self._resource, scope_spans=[spans])
         return message
 
     def _post(self, body: bytes, timeout_s: float) -> int:
         """Send `body`; how many spans of it were refused."""
         request = urllib.request.Request(self._url, body, self._headers)  # noqa: S310 - its setting
-        with urllib.request.urlopen(request, timeout=timeout_s) as response:  # noqa: S310
+        with self._open(request, timeout=timeout_s) as response:
             answer = ExportTraceServiceResponse.FromString(response.read())
         return int(answer.partial_success.rejected_spans)
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """A redirect is a failure: followed, it would be a GET, and take the key to another host."""
+
+    def redirect_request(self, *_: object) -> None:
+        """None: the answer is raised as an HTTPError."""
 
 
 def _pairs(variable: str) -> dict[str, str]:
     """A variable's KEY=VALUE, separated by commas; values are percent-encoded."""
     pairs = (pair.partition("=") for pair in os.environ.get(variable, "").split(","))
-    return {key.strip(): unquote(text.strip()) for key, _, text in pairs if key.strip()}
+    found = {key.strip(): unquote(text.strip()) for key, _, text in pairs if key.strip()}
+    # Bytes that are no UTF-8, which neither protobuf nor a header takes, become question marks.
+    return {key: text.encode("utf-8", "replace").decode() for key, text in found.items()}

@@ -16,7 +16,8 @@ from typing import NamedTuple, TypeAlias
 from service.observe.ids import TRACEPARENT, Ids
 from service.observe.metrics import ModelKey, Transport
 
-MOST_WAITING = 4096
+MOST_WAITING = 1024
+_MOST_PATH_CHARACTERS = 256
 
 FAULTS = frozenset(("internal", "inference_failed", "unavailable", "deadline_exceeded"))
 """Codes of errors that are not the client's fault."""
@@ -43,7 +44,8 @@ Operation: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
 
 def http_operation(method: str, route: str, path: str) -> Operation:
     """After OpenTelemetry's conventions for HTTP; `route` is `path` with placeholders."""
-    asked = (("http.request.method", method), ("http.route", route), ("url.path", path))
+    shown = path[:_MOST_PATH_CHARACTERS]  # the client chooses its length
+    asked = (("http.request.method", method), ("http.route", route), ("url.path", shown))
     return f"{method} {route}", asked
 
 

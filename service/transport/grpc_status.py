@@ -78,7 +78,7 @@ _CODES: dict[type[ServiceError], StatusCode] = {
 STATUS_NAMES = {"": "OK", ServiceError.code: "INTERNAL"} | {
     error.code: code.name for error, code in reversed(_CODES.items())
 }
-"""Status by error code; "" is that of an answer."""
+"""Status by error code, as traces say it; "" is that of an answer."""
 
 
 @dataclass(frozen=True, slots=True)

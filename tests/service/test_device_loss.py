@@ -34,6 +34,21 @@ if __name__ == "__main__":
 """
 """A service that takes its workers for neighbours under MPS."""
 
+WITHOUT_METRICS = """
+import sys
+from service import __main__
+from service.observe.metrics import Metrics
+def fail(*_):
+    raise OSError(28, "No space left on device")
+def lost(*_):
+    Metrics.flush = fail
+    fail()
+if __name__ == "__main__":
+    Metrics.device_lost = lost
+    sys.exit(__main__.main())
+"""
+"""A service whose metrics can no longer be written when it loses its device."""
+
 TENSOR = pb.ModelInferRequest.InferInputTensor(name="image", datatype="UINT8", shape=(1, 28, 28))
 INFER = pb.ModelInferRequest(inputs=[TENSOR], raw_input_contents=[bytes(784)])
 HEALTH = health_pb2.HealthCheckRequest()
@@ -122,6 +137,17 @@ def test_a_poisoned_batch_ends_the_process_with_7_and_its_caller_may_try_again(s
     assert len(errors) == 1
     assert "the device is lost, this process ends: context-lenet-0: poisoned for a" in errors[0]
     assert "Traceback" not in service.log
+
+
+def test_a_lost_process_ends_though_its_metrics_cannot_be_written(start, tmp_path):
+    program = tmp_path / "without_metrics.py"
+    program.write_text(WITHOUT_METRICS)
+    service = start("--fault-injection", program=[program]).ready()
+    with Caller(service) as caller:
+        assert caller.predict()[0] == 200
+        inject(service, POISON)
+        assert_unavailable(caller.predict())
+    assert service.wait() == ExitCode.DEVICE
 
 
 def test_whoever_runs_or_waits_is_answered_when_a_batch_hangs(start):

@@ -53,6 +53,7 @@ for name in "abcde":
         if version:
             metrics.model_unloaded((name, str(version - 1)))
 metrics.started("weights", 1.0)
+metrics.certificate_read(1e9)
 asyncio.run(metrics.exposition())
 assert before == sizes(), (before, sizes())
 assert before
@@ -122,3 +123,23 @@ def test_a_place_without_room_is_one_warning_and_no_folder(place, monkeypatch, c
     (message,) = caplog.messages
     assert "no folder for the metrics of several workers: /dev/null/nowhere (Not a dir" in message
     assert "set TMPDIR" in message
+
+
+SERVING = """
+import asyncio, sys
+from service.observe import metrics_files
+metrics_files.prepare()
+from prometheus_client import CollectorRegistry
+from service.observe.metrics import Metrics
+metrics = Metrics(CollectorRegistry())
+metrics.certificate_read(float(sys.argv[1]))
+print(asyncio.run(metrics.exposition()).decode())
+"""
+
+
+def test_the_certificate_of_the_worker_whose_ends_first_is_shown(place):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(place)}
+    for end in ("1000", "9000"):  # the second worker reads the renewed one
+        line = [sys.executable, "-c", SERVING, end]
+        shown = subprocess.run(line, env=environment, check=True, capture_output=True, text=True)
+    assert "lenet_certificate_end_timestamp_seconds 1000.0" in shown.stdout

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
 import struct
 import subprocess
@@ -17,6 +18,7 @@ from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from service.errors import ServiceError
 from service.forms import open_inference_pb2 as pb
 from service.observe import otlp
+from service.observe.metrics import NO_MODEL
 from service.observe.traces import (
     FAULTS,
     MOST_WAITING,
@@ -183,7 +185,7 @@ def test_an_error_has_one_span_with_its_code(code, http, rpc, status):
         ("http", PREDICT, "http.response.status_code", http),
         ("grpc", INFER, "rpc.response.status_code", rpc),
     ):
-        (span,) = spans_of(Ended(protocol, operation, None, ("", ""), 0, code, 1.0, 2.0))
+        (span,) = spans_of(Ended(protocol, operation, None, NO_MODEL, 0, code, 1.0, 2.0))
         found = attributes(span)
         assert (found[key], found["error.type"]) == (expected, code)
         assert "lenet.model" not in found
@@ -205,6 +207,11 @@ def test_a_batch_has_a_trace_of_its_own():
         "lenet.cut_reason": "idle",
         "lenet.device_us": 25.0,
     }
+
+
+def test_a_long_path_is_cut():
+    _, asked = http_operation("POST", "/v2/models/{model}/infer", "/v2/models/" + "a" * 60_000)
+    assert len(dict(asked)["url.path"]) == 256
 
 
 # What arrives.
@@ -234,6 +241,28 @@ def test_the_variables_of_opentelemetry_are_heeded(monkeypatch):
     assert found.headers[0]["Authorization"] == "Bearer x"
     assert found.headers[0]["B"] == "2"
     assert [span.name for span in found.spans] == ["a.B/C"]  # sent at the end of the block
+
+
+def test_what_is_no_utf_8_in_a_variable_is_replaced(monkeypatch):
+    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", os.fsdecode(b"place=caf\xe9"))
+    with collector() as found:
+        with otlp.sent(traces := Traces(1, 1.0), ENCODER, found.url, "1.2"):
+            traces.add(one_ended())
+        (resource,) = found.resources
+    assert resource["place"] == "caf?"
+    assert resource["process.pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("header", ["authorization=Bearer%20s3cr3t", "authorization=s3cr3t%0A"])
+def test_the_collectors_key_goes_nowhere_else(monkeypatch, caplog, header):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
+    with collector() as elsewhere, collector(moved_to=elsewhere.url) as found:
+        with otlp.sent(traces := Traces(1, 1.0), ENCODER, found.url, "1.2"):
+            traces.add(one_ended())
+        assert not elsewhere.headers
+    (record,) = caplog.records
+    assert "1 requests, batches or spans dropped" in record.getMessage()
+    assert "s3cr3t" not in record.getMessage()
 
 
 def closed_port():
