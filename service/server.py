@@ -12,11 +12,13 @@ import contextlib
 import gc
 import itertools
 import logging
+import math
 import os
 import signal
 import socket
 import threading
 from collections.abc import Sequence
+from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import NoReturn
@@ -114,8 +116,7 @@ async def _serve(
         service.models.request_reload()
         service.repository.request_changes()
         if certificate is not None:
-            _renew(certificate)
-            service.metrics.certificate_read(certificate.ends_s)
+            _renew(certificate, service.metrics)
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -133,7 +134,7 @@ async def _serve(
                 settings, grpc_port=grpc_port, shared=shared, folder=folder
             ) as service:
                 if certificate is not None:
-                    service.metrics.certificate_read(certificate.ends_s)
+                    _show(certificate, service.metrics, "read")
                 if reload_requested:
                     on_hangup()
                 ending = asyncio.create_task(_end_when_lost(service.models, service.metrics))
@@ -165,13 +166,21 @@ def _bind(settings: Settings) -> tuple[tuple[socket.socket, ...], ...]:
         raise
 
 
-def _renew(certificate: ServedCertificate) -> None:
+def _show(certificate: ServedCertificate, metrics: Metrics, how: str) -> None:
+    metrics.certificate_read(certificate.ends_s)
+    end = "unknown"
+    if math.isfinite(certificate.ends_s):
+        end = datetime.fromtimestamp(certificate.ends_s, UTC).isoformat(timespec="seconds")
+    _log.info("certificate: %s, its end is %s", how, end)
+
+
+def _renew(certificate: ServedCertificate, metrics: Metrics) -> None:
     try:
         certificate.renew()
     except InvalidCertificate as exc:
         _log.error("certificate: not read again, still presenting the earlier one: %s", exc)
     else:
-        _log.info("certificate: read again")
+        _show(certificate, metrics, "read again")
 
 
 async def _answer(
