@@ -21,8 +21,6 @@ def main() -> int:
 
     SIGTERM, SIGINT and SIGHUP stay blocked: nothing but the end may follow.
     """
-    # gRPC's core would log what clients send, unescaped and without a limit.
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     allocator.set_up()
     signals = Signals()
     signals.start()

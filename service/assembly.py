@@ -19,11 +19,11 @@ from prometheus_client import CollectorRegistry
 
 from lenet import distribution_commit, distribution_version
 from service.api.app import create_app
-from service.api.explain import ExplainRoute
+from service.api.explain import explain_route
 from service.api.grpc_methods import methods
 from service.api.openapi import InfoResponse, LoadedModel
 from service.api.routes import image_routes
-from service.api.servicer import InferenceServicer
+from service.api.servicer import small_methods
 from service.budget import Budget
 from service.decode.pool import Decoders
 from service.engine.deadlines import Deadlines
@@ -158,8 +158,8 @@ async def open_service(
         routes = image_routes(requests)
         if settings.explain == "on":
             explainer = stack.enter_context(Explainer(deadlines))
-            routes[b"POST", b"/explain"] = ExplainRoute.beside(requests, explainer)
-        servicer = InferenceServicer(models, repository, metrics, settings.max_images)
+            routes[b"POST", b"/explain"] = explain_route(requests, explainer)
+        servicer = small_methods(models, repository, metrics, settings.max_images)
         app = create_app(
             models=models,
             repository=repository,

@@ -97,6 +97,8 @@ class Wanted:
     version: str = ""
     asks_first: bool = False
     """Whether the client waits for `100 Continue` before it sends the body."""
+    options: Any = None
+    """Further ones of a route's own."""
 
 
 TimesS: TypeAlias = tuple[float, float, float, float, float]

@@ -8,9 +8,9 @@ from __future__ import annotations
 import base64
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Self
+from typing import Any
 
 import orjson
 
@@ -20,118 +20,76 @@ from lenet.pixels import Images
 from service.api.openapi import MAX_EXPLAINED_IMAGES, MAX_NOISE
 from service.api.routes import (
     PARAMETERS,
-    Headers,
     ImageRequest,
     ImageRoute,
     Reply,
     parameters_of,
     read_predict,
 )
-from service.engine.explainer import Explainer, Explanation
-from service.errors import InvalidInput, ServiceError, invalid, shown
+from service.engine.explainer import Explained, Explainer
+from service.errors import InvalidInput, invalid, shown
 from service.forms.form import JSON, Content
 from service.forms.prediction import warnings
 from service.observe.traces import Traces
-from service.request import Request, Requests, TimesS, Wanted
-from service.transport.answer import Answer
+from service.request import Requests, TimesS, Wanted
 
 _PARAMETERS = (*PARAMETERS, "index", "biases", "noisy", "noise")
 _INDEX = re.compile(r"[0-9]{1,5}")
 _NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 
 
-@dataclass(frozen=True, slots=True)
-class ExplainWanted(Wanted):
-    """The options of an explanation, read from the request's head."""
-
-    index: int = field(kw_only=True)
-    """Index of the explained image."""
-    change: Change = field(kw_only=True)
-
-
-@dataclass(frozen=True, slots=True)
-class ExplainRoute:
-    """`POST /explain`, answered like `POST /predict`, by which its requests are read."""
-
-    predict: ImageRoute
-    explainer: Explainer
-
-    @classmethod
-    def beside(cls, requests: Requests, explainer: Explainer) -> Self:
-        """A route for fewer images than `requests` allow."""
-        most = min(MAX_EXPLAINED_IMAGES, requests.limits.max_images)
-        fewer = replace(requests, limits=replace(requests.limits, max_images=most))
-        read = partial(read_predict, names=_PARAMETERS)
-        return cls(ImageRoute(fewer, "/explain", read), explainer)
-
-    def read(
-        self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None
-    ) -> ExplainWanted:
-        """Read the options from the query and headers. Raises: see `ImageRoute.read`."""
-        wanted = self.predict.read(query, headers)
-        parameters = parameters_of(query, _PARAMETERS)
-        index, change = _index(parameters), _change(parameters)
-        shared = {one.name: getattr(wanted, one.name) for one in fields(wanted)}
-        return ExplainWanted(**shared, index=index, change=change)
-
-    def refuse(self, error: ServiceError) -> Answer:
-        """The answer to a request that `read` rejected."""
-        return self.predict.refuse(error)
-
-    def open(self, wanted: ExplainWanted, reply: Reply) -> Request:
-        """Begin a request whose body is still to come."""
-        return _ExplainRequest(self.predict, wanted, reply, self.explainer)
+def explain_route(requests: Requests, explainer: Explainer) -> ImageRoute:
+    """`POST /explain`, for fewer images than `requests` allow."""
+    most = min(MAX_EXPLAINED_IMAGES, requests.limits.max_images)
+    fewer = replace(requests, limits=replace(requests.limits, max_images=most))
+    read = partial(read_predict, names=_PARAMETERS)
+    return ImageRoute(
+        fewer, "/explain", read, request=partial(_ExplainRequest, explainer), options=_options
+    )
 
 
-class _ExplainRequest(ImageRequest):
+def _options(query: bytes) -> tuple[int, Change]:
+    """Which image is explained, and of which network. Raises: InvalidInput."""
+    parameters = parameters_of(query, _PARAMETERS)
+    return _index(parameters), _change(parameters)
+
+
+class _ExplainRequest(ImageRequest, Explained):
     """One request for an explanation: an `Explainer` takes the place of the batcher."""
 
     def __init__(
-        self, route: ImageRoute, wanted: ExplainWanted, reply: Reply, explainer: Explainer
+        self, explainer: Explainer, route: ImageRoute, wanted: Wanted, reply: Reply
     ) -> None:
         super().__init__(route, wanted, reply)
-        self._explained, self._explainer = wanted, explainer
-        self._explanation: Explanation | None = None
+        self._explainer, self.layers = explainer, []
+        self.index, self.change = wanted.options
 
     def compute(self, images: Images) -> None:
         """Have one of `images` explained. Raises: ServiceError."""
-        wanted, version = self._explained, self._find().version
-        if wanted.index >= len(images):
+        if self.index >= len(images):
             expected = f"0 to {len(images) - 1}, as the request has {len(images)} images"
-            raise invalid("index", str(wanted.index), expected)
-        self._explanation = explanation = self._explainer.enqueue(
-            version, images, wanted.index, wanted.change, self.deadline_s, self._explained_to
-        )
-        self.version, self.arrived_s = version, explanation.arrived_s
-        self.rows = self.batch_rows = 1
+            raise invalid("index", str(self.index), expected)
+        self._explainer.enqueue(self, images, self._find().version)
 
     def withdraw(self) -> None:
         """Nobody waits for the layers any more."""
-        if self._explanation is not None:
-            self._explainer.cancel(self._explanation)
-
-    def _explained_to(self, error: ServiceError | None) -> None:
-        explanation = self._explanation
-        assert explanation is not None, "bug: nothing was asked for"
-        self.first_cut_s, self.answered_s = explanation.begun_s, explanation.answered_s
-        self.answered(error)
+        if self.waits:
+            self._explainer.cancel(self)
 
     @span("encode")
     def write(self) -> Content:
         """JSON, see `ExplainResponse`."""
-        explained = self._explanation
-        assert explained is not None, "bug: nothing was asked for"
-        version = explained.version
+        version = self.version
         document: dict[str, Any] = {
             "model": version.name,
             "version": version.version,
-            "images": [base64.b64encode(image.tobytes()).decode() for image in explained.images],
-            "index": explained.index,
-            "prediction": _prediction(explained.layers[-1], version.labels),
+            "images": [base64.b64encode(image.tobytes()).decode() for image in self.images],
+            "index": self.index,
+            "prediction": _prediction(self.layers[-1], version.labels),
         }
         if self.asked.doubts:
             document["warnings"] = warnings(self.asked.doubts)
-        document["layers"] = [_layer(layer) for layer in explained.layers]
+        document["layers"] = [_layer(layer) for layer in self.layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
     def batch_span(self, traces: Traces) -> None:

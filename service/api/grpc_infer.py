@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
 
 from service.errors import InvalidInput, ServiceError
 from service.forms import open_inference_pb2 as pb
@@ -17,7 +17,7 @@ from service.forms.form import Content
 from service.forms.oip_proto import OipProtoForm
 from service.observe.traces import Operation, grpc_operation, parent_of
 from service.request import Request, Requests, TimesS, Wanted
-from service.transport.grpc import Call, GrpcExchange, timeout_s_of
+from service.transport.grpc import Call, GrpcStream, Method, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.head import FastCall
 
@@ -30,38 +30,24 @@ _BYTES_OF_ONE = 400 * 1024
 """A request of a stream counts as another one for each so many bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class _InferMethod:
-    """Shared by the two inference methods."""
+def infer_methods(requests: Requests) -> dict[str, Method]:
+    """The two methods, by name."""
+    form = OipProtoForm(requests.limits.max_images)
 
-    requests: Requests
-    operation: ClassVar[Operation]
-    is_limited: ClassVar[bool] = True
-    is_endless: ClassVar[bool] = False
+    def read(operation: Operation, headers: Mapping[str, str]) -> Wanted:
+        limit_s, timeout_s = requests.timeout_s, timeout_s_of(headers)
+        if timeout_s is not None:
+            limit_s = min(timeout_s, limit_s)
+        return Wanted(form, limit_s, operation, parent_of(headers))
 
-    def read(self, headers: Mapping[str, str]) -> Wanted:
-        """Read the options in the call's headers. Raises: InvalidInput."""
-        longest_s = self.requests.timeout_s
-        timeout_s = timeout_s_of(headers)
-        limit_s = longest_s if timeout_s is None else min(timeout_s, longest_s)
-        form = OipProtoForm(self.requests.limits.max_images)
-        return Wanted(form, limit_s, self.operation, parent_of(headers))
+    def method(name: str, open_call: Callable[[Requests, Wanted, GrpcStream], Call]) -> Method:
+        reading = partial(read, grpc_operation(f"{SERVICE}/{name}"))
+        return Method(reading, partial(open_call, requests), requests.refused, is_limited=True)
 
-    def refused(self, error: ServiceError) -> None:
-        """Count it."""
-        self.requests.refused(error)
-
-
-class ModelInfer(_InferMethod):
-    """The method with one request and one answer."""
-
-    __slots__ = ()
-
-    operation = grpc_operation(f"{SERVICE}/ModelInfer")
-
-    def open(self, wanted: Wanted, exchange: GrpcExchange) -> Call:
-        """Begin a call."""
-        return _Single(self.requests, wanted, exchange)
+    return {
+        "ModelInfer": method("ModelInfer", _Single),
+        "ModelStreamInfer": method("ModelStreamInfer", _Stream),
+    }
 
 
 class _Single(Request):
@@ -71,7 +57,7 @@ class _Single(Request):
 
     body_timeout_s = math.inf
 
-    def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcExchange) -> None:
+    def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcStream) -> None:
         Request.__init__(self, requests, wanted)
         self._exchange, self._received = exchange, False
 
@@ -108,19 +94,6 @@ class _Single(Request):
         """It is answered, if it has begun."""
         if not self._received:
             self.fail(error)
-
-
-class ModelStreamInfer(_InferMethod):
-    """The method with a stream of requests, answered in their order, errors included."""
-
-    __slots__ = ()
-
-    operation = grpc_operation(f"{SERVICE}/ModelStreamInfer")
-
-    def open(self, wanted: Wanted, exchange: GrpcExchange) -> Call:
-        """Begin a call."""
-        of_each = replace(self.read({}), parent=wanted.parent)
-        return _Stream(self.requests, of_each, exchange)
 
 
 class _Streamed(Request):
@@ -162,8 +135,9 @@ class _Stream:
 
     body_timeout_s = math.inf
 
-    def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcExchange) -> None:
-        self._requests, self._wanted, self._exchange = requests, wanted, exchange
+    def __init__(self, requests: Requests, wanted: Wanted, exchange: GrpcStream) -> None:
+        self._requests, self._exchange = requests, exchange
+        self._wanted = replace(wanted, timeout_s=requests.timeout_s)
         self._open: deque[_Streamed] = deque()
         """The requests that are not answered, or wait for those before them."""
         self._places = 0

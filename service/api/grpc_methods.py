@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import replace
+from functools import partial
 from inspect import iscoroutinefunction
 from typing import Any, Literal, TypeAlias
 
 from google.protobuf.descriptor_pool import Default
+from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
 from service.api import health_pb2, reflection_pb2
-from service.api.grpc_infer import SERVICE, ModelInfer, ModelStreamInfer
-from service.api.servicer import InferenceServicer
+from service.api.grpc_infer import SERVICE, infer_methods
 from service.engine.models import Models
 from service.errors import (
     BodyTimeout,
@@ -30,7 +31,7 @@ from service.errors import (
 from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
 from service.request import Requests
-from service.transport.grpc import Call, GrpcExchange, Method, timeout_s_of
+from service.transport.grpc import GrpcStream, Method, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, internal_error, status_of
 from service.transport.head import FastCall
 
@@ -63,68 +64,46 @@ _SMALL_METHODS: dict[str, Access] = {
 }
 """Methods of the inference service that take no images."""
 
-_One: TypeAlias = Callable[[Any], Message | Awaitable[Message]]
-_Many: TypeAlias = Callable[[AsyncIterator[Any]], AsyncIterator[Message]]
-
 
 def methods(
-    requests: Requests, inference: InferenceServicer, models: Models, keys: Keys
+    requests: Requests, inference: Mapping[str, Callable[[Any], Any]], models: Models, keys: Keys
 ) -> dict[bytes, Method]:
     """All methods, by the path of a call."""
     tasks: set[asyncio.Task[None]] = set()
     health = HealthServicer(models, tells_names=not keys)
     check = health_pb2.HealthCheckRequest
-    reflect = _Stream(answer_reflection, reflection_pb2.ServerReflectionRequest, tasks)
+
+    def small(call: type[_SmallCall], answer: Any, request: type[Message]) -> Method:
+        open_call = partial(call, answer, request, tasks)
+        return Method(timeout_s_of, open_call, is_endless=call is _StreamCall)
+
+    reflect = small(_StreamCall, answer_reflection, reflection_pb2.ServerReflectionRequest)
     found: dict[str, tuple[Access, Method]] = {
-        f"/{SERVICE}/ModelInfer": ("user", ModelInfer(requests)),
-        f"/{SERVICE}/ModelStreamInfer": ("user", ModelStreamInfer(requests)),
-        f"/{_HEALTH}/Check": ("public", _Unary(health.check, check, tasks)),
-        f"/{_HEALTH}/Watch": ("public", _Stream(health.watch, check, tasks)),
+        f"/{_HEALTH}/Check": ("public", small(_UnaryCall, health.check, check)),
+        f"/{_HEALTH}/Watch": ("public", small(_StreamCall, health.watch, check)),
         f"/{_REFLECTION}/ServerReflectionInfo": ("user", reflect),
         f"/{_EARLIER_REFLECTION}/ServerReflectionInfo": ("user", reflect),
     }
+    for name, method in infer_methods(requests).items():
+        found[f"/{SERVICE}/{name}"] = "user", method
     for name, access in _SMALL_METHODS.items():
-        unary = _Unary(getattr(inference, name), getattr(pb, f"{name}Request"), tasks)
+        unary = small(_UnaryCall, inference[name], getattr(pb, f"{name}Request"))
         found[f"/{SERVICE}/{name}"] = access, unary
     return {
-        path.encode(): method if access == "public" else _Guarded(method, keys, access == "admin")
-        for path, (access, method) in found.items()
+        path.encode(): _guarded(method, keys, access) for path, (access, method) in found.items()
     }
 
 
-@dataclass(frozen=True, slots=True)
-class _Guarded:
-    """A method that needs a key where there are keys; `admin`: in any case, an administrator's."""
+def _guarded(method: Method, keys: Keys, access: Access) -> Method:
+    """`method`, which needs a key where there are keys, or in any case an administrator's."""
 
-    method: Method
-    keys: Keys
-    admin: bool
+    def read(headers: Mapping[str, str]) -> Any:
+        error = keys.check(headers.get("authorization"), admin=access == "admin")
+        if error is not None:
+            raise error
+        return method.read(headers)
 
-    @property
-    def is_limited(self) -> bool:
-        """Delegates to `method`."""
-        return self.method.is_limited
-
-    @property
-    def is_endless(self) -> bool:
-        """Delegates to `method`."""
-        return self.method.is_endless
-
-    def read(self, headers: Mapping[str, str]) -> Any:
-        """Check the key, then delegate to `method`. Raises: Unauthorized, Forbidden."""
-        if self.keys or self.admin:
-            error = self.keys.check(headers.get("authorization"), admin=self.admin)
-            if error is not None:
-                raise error
-        return self.method.read(headers)
-
-    def refused(self, error: ServiceError) -> None:
-        """Count it."""
-        self.method.refused(error)
-
-    def open(self, wanted: Any, exchange: GrpcExchange) -> Call:
-        """Begin a call."""
-        return self.method.open(wanted, exchange)
+    return method if access == "public" else replace(method, read=read)
 
 
 class HealthServicer:
@@ -219,50 +198,20 @@ def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> N
     response.file_descriptor_response.file_descriptor_proto.append(file.serialized_pb)
 
 
-class _Small:
-    """Base of the methods whose messages are small."""
-
-    is_limited = is_endless = False
-
-    def __init__(self, answer: Any, request: type[Message], tasks: set[asyncio.Task[None]]) -> None:
-        self.answer, self.request, self.tasks = answer, request, tasks
-
-    def read(self, headers: Mapping[str, str]) -> float | None:
-        """The time that the call has. Raises: InvalidInput."""
-        return timeout_s_of(headers)
-
-    def refused(self, error: ServiceError) -> None:
-        """Requests without images are not counted."""
-
-
-class _Unary(_Small):
-    """A method with one answer to one request."""
-
-    answer: _One
-
-    def open(self, wanted: float | None, exchange: GrpcExchange) -> Call:
-        """Begin a call."""
-        return _UnaryCall(self, wanted, exchange)
-
-
-class _Stream(_Small):
-    """A method with a stream of answers to a stream of requests."""
-
-    answer: _Many
-    is_endless = True
-
-    def open(self, wanted: float | None, exchange: GrpcExchange) -> Call:
-        """Begin a call."""
-        return _StreamCall(self, wanted, exchange)
-
-
 class _SmallCall:
     """A call with small messages: collects them and runs a task that answers."""
 
     body_timeout_s = _MESSAGE_S
 
-    def __init__(self, method: Any, timeout_s: float | None, exchange: GrpcExchange) -> None:
-        self._method, self._exchange = method, exchange
+    def __init__(
+        self,
+        answer: Any,
+        request: type[Message],
+        tasks: set[asyncio.Task[None]],
+        timeout_s: float | None,
+        exchange: GrpcStream,
+    ) -> None:
+        self._answer, self._kind, self._tasks, self._exchange = answer, request, tasks, exchange
         self._body = b""
         self._received = 0
         self._task: asyncio.Task[None] | None = None
@@ -276,7 +225,7 @@ class _SmallCall:
 
     def message(self, size: int | None) -> FastCall:
         """A message begins."""
-        name = self._method.request.DESCRIPTOR.name
+        name = self._kind.DESCRIPTOR.name
         if size is not None and size > _MAX_SMALL_BYTES:
             raise self._too_large(f"{size} bytes")
         if self._received and isinstance(self, _UnaryCall):
@@ -303,15 +252,15 @@ class _SmallCall:
     def complete(self, body: bytes | memoryview | None = None) -> None:
         """The message is complete."""
         try:
-            request = self._method.request.FromString(self._body if body is None else bytes(body))
+            request = self._kind.FromString(self._body if body is None else bytes(body))
         except DecodeError:
-            name = self._method.request.DESCRIPTOR.name
+            name = self._kind.DESCRIPTOR.name
             raise InvalidInput(f"message: not a {name}", field="message") from None
         self.received(request)
 
     def _too_large(self, found: str) -> InvalidInput:
-        expected = f"at most {_MAX_SMALL_BYTES} of a {self._method.request.DESCRIPTOR.name}"
-        if self._method.request is pb.RepositoryModelLoadRequest:
+        expected = f"at most {_MAX_SMALL_BYTES} of a {self._kind.DESCRIPTOR.name}"
+        if self._kind is pb.RepositoryModelLoadRequest:
             expected += "; models are read from the folder, and not from requests"
         return invalid("message", found, expected)
 
@@ -355,8 +304,8 @@ class _SmallCall:
     def run(self, work: Callable[[], Awaitable[None]]) -> None:
         """Answer in a task."""
         self._task = task = asyncio.ensure_future(self._run(work))
-        self._method.tasks.add(task)
-        task.add_done_callback(self._method.tasks.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
         try:
@@ -375,11 +324,11 @@ class _UnaryCall(_SmallCall):
 
     def received(self, request: Message) -> None:
         """Answer it."""
-        if iscoroutinefunction(self._method.answer):
+        if iscoroutinefunction(self._answer):
             self.run(lambda: self._reply(request))
             return
         try:
-            found = self._method.answer(request)
+            found = self._answer(request)
         except ServiceError as exc:
             self.fail(exc)
             return
@@ -389,27 +338,29 @@ class _UnaryCall(_SmallCall):
         self._write(found)
 
     async def _reply(self, request: Message) -> None:
-        self._write(await self._method.answer(request))
+        self._write(await self._answer(request))
 
-    def _write(self, found: Message) -> None:
+    def _write(self, found: Any) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if isinstance(found, dict):
+            name = self._kind.DESCRIPTOR.name.removesuffix("Request")
+            found = ParseDict(found, getattr(pb, f"{name}Response")())
         self._exchange.reply(found.SerializeToString())
 
 
 class _StreamCall(_SmallCall):
     """A call with streams of requests and answers."""
 
-    def __init__(self, method: _Stream, timeout_s: float | None, exchange: GrpcExchange) -> None:
-        super().__init__(method, timeout_s, exchange)
+    def __init__(self, *shared: Any) -> None:
+        super().__init__(*shared)
         self._requests: asyncio.Queue[Message | None] = asyncio.Queue()
-        self._drained = asyncio.Event()
 
     def received(self, request: Message) -> None:
         """Have it answered."""
         self._requests.put_nowait(request)
         if self._task is None:
-            self.run(self._answer)
+            self.run(self._answer_all)
 
     def half_close(self) -> None:
         """There are no further requests."""
@@ -424,8 +375,8 @@ class _StreamCall(_SmallCall):
         """A stream has no end of its own."""
         self.fail(error)
 
-    async def _answer(self) -> None:
-        async for answer in self._method.answer(self._next()):
+    async def _answer_all(self) -> None:
+        async for answer in self._answer(self._next()):
             self._exchange.write(answer.SerializeToString())
             await self._exchange.drained()
         self._exchange.end(Status(StatusCode.OK))

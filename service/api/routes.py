@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias, cast, get_args
+from typing import Any, TypeAlias, cast, get_args
 from urllib.parse import parse_qsl
 
 from service.api.openapi import (
@@ -65,6 +65,9 @@ class ImageRoute:
     """Its path, which may have placeholders."""
     read_form: ReadForm
     error: Callable[[ServiceError], Answer] = error_answer
+    request: Callable[[ImageRoute, Wanted, Reply], ImageRequest] | None = None
+    options: Callable[[bytes], Any] = lambda _: None
+    """Reads further options from the query."""
 
     def read(self, query: bytes, headers: Headers, path: Mapping[str, str] | None = None) -> Wanted:
         """Read the options of a request. `path`: the values of the path's placeholders.
@@ -81,7 +84,10 @@ class ImageRoute:
         asks_first = headers.get("expect", "").lower() == "100-continue"
         operation = http_operation("POST", self.template, self.template.format(**path))
         length, parent = self._length(headers), parent_of(headers)
-        return Wanted(form, timeout_s, operation, parent, length, model, version, asks_first)
+        options = self.options(query)
+        return Wanted(
+            form, timeout_s, operation, parent, length, model, version, asks_first, options
+        )
 
     def refuse(self, error: ServiceError) -> Answer:
         """The answer to a request that `read` rejected."""
@@ -90,7 +96,7 @@ class ImageRoute:
 
     def open(self, wanted: Wanted, reply: Reply) -> ImageRequest:
         """Begin a request whose body is still to come."""
-        return ImageRequest(self, wanted, reply)
+        return (self.request or ImageRequest)(self, wanted, reply)
 
     def _length(self, headers: Headers) -> int | None:
         encoding = headers.get("content-encoding", "identity")

@@ -5,11 +5,11 @@ RESOURCE_EXHAUSTED, so that a client can tell "send less" from UNAVAILABLE, "sen
 many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 """
 
-# ruff: noqa: N802 - methods are named like the protocol's calls
-
 from __future__ import annotations
 
-from google.protobuf.json_format import ParseDict
+from collections.abc import Awaitable, Callable
+from dataclasses import asdict
+from typing import Any, TypeAlias
 
 from lenet import DISTRIBUTION, distribution_version
 from service.api.descriptions import (
@@ -22,104 +22,63 @@ from service.api.descriptions import (
 )
 from service.engine.models import Models
 from service.engine.repository import Repository
-from service.errors import UnknownModel
-from service.forms import open_inference_pb2 as pb
-from service.forms.tensors import (
-    TensorMetadata,
-)
 from service.observe.metrics import Metrics
 
+Fields: TypeAlias = dict[str, Any]
+"""The fields of an answer by name."""
 
-class InferenceServicer:
-    """Answers questions about the loaded models.
+
+def small_methods(
+    models: Models, repository: Repository, metrics: Metrics, max_images: int
+) -> dict[str, Callable[[Any], Fields | Awaitable[Fields]]]:
+    """The methods by name; each gets the request's message.
 
     A model that is not loaded is not ready, without an error, as in Triton, whose clients poll
     `ModelReady` until a model is loaded; every other call answers NOT_FOUND.
     """
 
-    def __init__(
-        self, models: Models, repository: Repository, metrics: Metrics, max_images: int
-    ) -> None:
-        self._models, self._repository = models, repository
-        self._metrics, self._max_images = metrics, max_images
+    def model_ready(request: Any) -> Fields:
+        found = models.find(request.name, request.version)
+        return {"ready": found is not None and models.ready}
 
-    def ServerLive(self, request: pb.ServerLiveRequest) -> pb.ServerLiveResponse:
-        """True."""
-        return pb.ServerLiveResponse(live=True)
+    def metadata(request: Any) -> Fields:
+        version = models.get(request.name, request.version).version
+        loaded = [one.version.version for one in models.select(version.name)]
+        return asdict(model_metadata(version, loaded))
 
-    def ServerReady(self, request: pb.ServerReadyRequest) -> pb.ServerReadyResponse:
-        """Like /readyz."""
-        return pb.ServerReadyResponse(ready=self._models.ready)
+    def config(request: Any) -> Fields:
+        version = models.get(request.name, request.version).version
+        return {"config": model_config(version, max_images)}
 
-    def ModelReady(self, request: pb.ModelReadyRequest) -> pb.ModelReadyResponse:
-        """Whether the model is loaded and the server ready."""
-        try:
-            self._models.get(request.name, request.version)
-        except UnknownModel:
-            return pb.ModelReadyResponse(ready=False)
-        return pb.ModelReadyResponse(ready=self._models.ready)
-
-    def ServerMetadata(self, request: pb.ServerMetadataRequest) -> pb.ServerMetadataResponse:
-        """Name, version and the extensions of the protocol that are supported."""
-        return pb.ServerMetadataResponse(
-            name=DISTRIBUTION, version=distribution_version(), extensions=GRPC_EXTENSIONS
-        )
-
-    def ModelMetadata(self, request: pb.ModelMetadataRequest) -> pb.ModelMetadataResponse:
-        """The model's tensors."""
-        version = self._models.get(request.name, request.version).version
-        loaded = [one.version.version for one in self._models.select(version.name)]
-        metadata = model_metadata(version, loaded)
-        return pb.ModelMetadataResponse(
-            name=metadata.name,
-            versions=metadata.versions,
-            platform=metadata.platform,
-            inputs=map(_tensor_metadata, metadata.inputs),
-            outputs=map(_tensor_metadata, metadata.outputs),
-        )
-
-    def ModelConfig(self, request: pb.ModelConfigRequest) -> pb.ModelConfigResponse:
-        """The model's configuration, as Triton's clients read it."""
-        version = self._models.get(request.name, request.version).version
-        config = model_config(version, self._max_images)
-        return ParseDict({"config": config}, pb.ModelConfigResponse())
-
-    async def ModelStatistics(
-        self, request: pb.ModelStatisticsRequest
-    ) -> pb.ModelStatisticsResponse:
-        """Counts and durations since the start; of all models if the request names none."""
+    async def statistics(request: Any) -> Fields:
         named = request.name or request.version
-        served = (
-            self._models.select(request.name, request.version) if named else self._models.served
-        )
-        totals = await self._metrics.totals()
+        served = models.select(request.name, request.version) if named else models.served
+        totals = await metrics.totals()
         found = [model_statistics(one.version, totals[one.version.key]) for one in served]
-        return ParseDict({"model_stats": found}, pb.ModelStatisticsResponse())
+        return {"model_stats": found}
 
-    async def RepositoryIndex(
-        self, request: pb.RepositoryIndexRequest
-    ) -> pb.RepositoryIndexResponse:
-        """Every version of a model in the weights folder, or those that are loaded."""
-        entries = repository_entries(await self._repository.index(), request.ready)
-        return ParseDict({"models": entries}, pb.RepositoryIndexResponse())
+    async def index(request: Any) -> Fields:
+        return {"models": repository_entries(await repository.index(), request.ready)}
 
-    async def RepositoryModelLoad(
-        self, request: pb.RepositoryModelLoadRequest
-    ) -> pb.RepositoryModelLoadResponse:
-        """Load a model, or what its files are now if it is loaded."""
+    async def load(request: Any) -> Fields:
         check_repository_parameters(request.parameters)
-        await self._repository.load(request.model_name)
-        return pb.RepositoryModelLoadResponse()
+        await repository.load(request.model_name)
+        return {}
 
-    async def RepositoryModelUnload(
-        self, request: pb.RepositoryModelUnloadRequest
-    ) -> pb.RepositoryModelUnloadResponse:
-        """Unload a model; requests that came before are answered."""
-        await self._repository.unload(request.model_name)
-        return pb.RepositoryModelUnloadResponse()
+    async def unload(request: Any) -> Fields:
+        await repository.unload(request.model_name)
+        return {}
 
-
-def _tensor_metadata(tensor: TensorMetadata) -> pb.ModelMetadataResponse.TensorMetadata:
-    return pb.ModelMetadataResponse.TensorMetadata(
-        name=tensor.name, datatype=tensor.datatype, shape=tensor.shape
-    )
+    server = {"name": DISTRIBUTION, "version": distribution_version()}
+    return {
+        "ServerLive": lambda _: {"live": True},
+        "ServerReady": lambda _: {"ready": models.ready},
+        "ServerMetadata": lambda _: {**server, "extensions": GRPC_EXTENSIONS},
+        "ModelReady": model_ready,
+        "ModelMetadata": metadata,
+        "ModelConfig": config,
+        "ModelStatistics": statistics,
+        "RepositoryIndex": index,
+        "RepositoryModelLoad": load,
+        "RepositoryModelUnload": unload,
+    }

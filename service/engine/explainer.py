@@ -7,7 +7,6 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Self
@@ -19,6 +18,7 @@ from lenet.explanation import MAX_OPERATIONS, Change, Layer, explain, operations
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.engine.deadlines import Deadlines
+from service.engine.queue import Work
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
@@ -37,34 +37,14 @@ MAX_WAITING = 32
 """Explanations that wait for the thread; further ones are rejected as `Overloaded`."""
 
 
-class Explanation:
-    """Images, uint8 (n, 28, 28), the one of them that is to be explained, and its layers.
+class Explained(Work):
+    """Images, the one of them that is to be explained, and its layers, once it is answered."""
 
-    Times are those of `time.monotonic`. `on_answer` is called with None, or with the error.
-    """
+    __slots__ = ()
 
-    def __init__(
-        self,
-        images: Images,
-        deadline_s: float,
-        version: ModelVersion,
-        on_answer: Callable[[ServiceError | None], None],
-        index: int,
-        change: Change,
-    ) -> None:
-        self.images, self.deadline_s, self.version = images, deadline_s, version
-        self.on_answer, self.index, self.change = on_answer, index, change
-        self.layers: list[Layer] = []
-        self.done = False
-        """Answered or cancelled."""
-        self.arrived_s = time.monotonic()
-        self.begun_s = self.answered_s = 0.0
-        self._range = nvtx.begin("queue")
-
-    def end_wait(self) -> None:
-        """Close the profiler's range."""
-        nvtx.end(self._range)
-        self._range = None
+    index: int
+    change: Change
+    layers: list[Layer]
 
 
 class Explainer:
@@ -77,8 +57,8 @@ class Explainer:
         self._loop = asyncio.get_running_loop()
         self._deadlines = deadlines
         self._thread = ThreadPoolExecutor(1, "explainer")
-        self._waiting: OrderedDict[Explanation, None] = OrderedDict()
-        self._running: Explanation | None = None
+        self._waiting: OrderedDict[Explained, None] = OrderedDict()
+        self._running: Explained | None = None
         self._closed = False
 
     def __enter__(self) -> Self:
@@ -91,20 +71,12 @@ class Explainer:
             self._answer(request, stopping())
         self._thread.shutdown()  # after the layer that it computes
 
-    def enqueue(
-        self,
-        version: ModelVersion,
-        images: Images,
-        index: int,
-        change: Change,
-        deadline_s: float,
-        on_answer: Callable[[ServiceError | None], None],
-    ) -> Explanation:
-        """Explain what `version` computes of image `index`, until `deadline_s`.
+    def enqueue(self, request: Explained, images: Images, version: ModelVersion) -> None:
+        """Explain what `version` computes of one of `images`, until the deadline of `request`.
 
-        `on_answer` is called once, never from within this call, with None, or with InvalidInput
-        (`change` names no block, or the network is too large), DeadlineExceeded, InferenceFailed
-        or Unavailable.
+        `request.answered` is called once, never from within this call, with None, or with
+        InvalidInput (`change` names no block, or the network is too large), DeadlineExceeded,
+        InferenceFailed or Unavailable.
 
         Raises:
             Overloaded: too many wait.
@@ -117,15 +89,16 @@ class Explainer:
                 f"{MAX_WAITING} explanations wait, and no more may; try again later",
                 retry_after_s=1,
             )
-        request = Explanation(images, deadline_s, version, on_answer, index, change)
+        request.begin(images, version, time.monotonic())
+        request.rows = request.batch_rows = 1
+        request.queue_range = nvtx.begin("queue")
         self._waiting[request] = None
         self._deadlines.add(request, self._expire)
         self._start()
-        return request
 
-    def cancel(self, request: Explanation) -> None:
+    def cancel(self, request: Explained) -> None:
         """Nobody waits for `request` any more: it is not begun, or ends after its present layer."""
-        if not request.done:
+        if request.waits:
             self._end(request)
 
     def _start(self) -> None:
@@ -134,11 +107,11 @@ class Explainer:
             request, _ = self._waiting.popitem(last=False)
             self._running = request
             request.end_wait()
-            request.begun_s = time.monotonic()
+            request.first_cut_s = time.monotonic()
             computing = self._loop.run_in_executor(self._thread, _compute, request)
             computing.add_done_callback(partial(self._finish, request))
 
-    def _finish(self, request: Explanation, computing: asyncio.Future[None]) -> None:
+    def _finish(self, request: Explained, computing: asyncio.Future[None]) -> None:
         self._running = None
         self._start()
         request.answered_s = time.monotonic()
@@ -148,24 +121,24 @@ class Explainer:
             error = InferenceFailed("the explanation failed; see the server log")
         self._answer(request, error)
 
-    def _expire(self, request: Explanation) -> None:
+    def _expire(self, request: Explained) -> None:
         timeout_ms = 1e3 * (request.deadline_s - request.arrived_s)
         self._answer(request, DeadlineExceeded(f"no answer within {timeout_ms:.0f} ms"))
 
-    def _answer(self, request: Explanation, error: ServiceError | None) -> None:
-        if not request.done:
+    def _answer(self, request: Explained, error: ServiceError | None) -> None:
+        if request.waits:
             self._end(request)
-            request.on_answer(error)
+            request.answered(error)
 
-    def _end(self, request: Explanation) -> None:
-        request.done = True
+    def _end(self, request: Explained) -> None:
+        request.waits = False
         request.end_wait()
         self._deadlines.remove(request)
         self._waiting.pop(request, None)
 
 
 @span("explain")
-def _compute(request: Explanation) -> None:
+def _compute(request: Explained) -> None:
     """Fill its layers, unless it ends meanwhile. Raises: InvalidInput, InferenceFailed."""
     weights, change = request.version.weights, request.change
     model = weights.model
@@ -181,7 +154,7 @@ def _compute(request: Explanation) -> None:
     image = request.images[request.index : request.index + 1]
     with np.errstate(over="ignore", invalid="ignore"):
         for layer in explain(weights, image, change):
-            if request.done:
+            if not request.waits:
                 return
             if not math.isfinite(layer.high - layer.low):
                 raise InferenceFailed(f"layer {layer.name} computes values that are not finite")

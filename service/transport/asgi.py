@@ -11,8 +11,7 @@ from urllib.parse import unquote
 from service.errors import ServiceError
 from service.transport.answer import INTERNAL_ERROR, error_answer
 from service.transport.exchange import Exchange
-from service.transport.head import Head
-from service.transport.http2_head import Http2Head
+from service.transport.head import RequestHead
 
 _log = logging.getLogger(__name__)
 
@@ -20,7 +19,7 @@ _log = logging.getLogger(__name__)
 class AsgiExchange(Exchange):
     """One run of the application."""
 
-    head: Head | Http2Head
+    head: RequestHead
     is_limited = False  # a probe may be one
     may_give_way = True
     _gone = _whole = _handed_over = _begun = _complete = False

@@ -16,8 +16,7 @@ from service.observe.access_log import AccessLog
 from service.observe.ids import Ids
 from service.process.listener import at
 from service.transport.answer import STATUS, Answer
-from service.transport.head import FastCall, Head
-from service.transport.http2_head import Http2Head
+from service.transport.head import FastCall, RequestHead
 
 if TYPE_CHECKING:
     from service.transport.asgi import AsgiExchange
@@ -212,7 +211,7 @@ class Exchange:
 class FastExchange(Exchange):
     """A request on a fast route, or one whose head was refused."""
 
-    head: Head | Http2Head
+    head: RequestHead
     _call: FastCall | None = None
     _refusal: Answer | None = None
     _received_bytes = 0

@@ -10,27 +10,28 @@ Source: https://github.com/grpc/grpc/blob/master/doc/PROTOCOL-HTTP2.md
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import math
 import re
 import zlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from service.errors import (
     InvalidInput,
     ServiceError,
     shown,
 )
-from service.transport.grpc_status import (
-    OK,
-    Status,
-    WrongCompressedFlag,
-)
+from service.transport.exchange import Exchange
+from service.transport.grpc_status import OK, Status, StatusCode, WrongCompressedFlag, status_of
 from service.transport.head import FastCall
-from service.transport.http2 import literals, status_field
+from service.transport.http2 import Stream, literals, status_field
+
+if TYPE_CHECKING:
+    from service.transport.http2_exchanges import Http2Exchanges
+    from service.transport.http2_head import Http2Head
 
 _log = logging.getLogger(__name__)
 
@@ -79,33 +80,24 @@ def timeout_s_of(headers: Mapping[str, str]) -> float | None:
     return int(found[1]) * _UNITS_S[found[2]]
 
 
-class Method(Protocol):
-    """One method of a service."""
+@dataclass(frozen=True, slots=True)
+class Method:
+    """One method of a service.
 
-    @property
-    def is_limited(self) -> bool:
-        """Whether its calls wait for a batch, and are refused where too many are open."""
-        ...
+    Args:
+        read: reads the options in a call's headers, names in lower case. Equal ones are read once.
+            Raises ServiceError.
+        open: begins a call.
+        refused: counts a call that failed at its headers.
+        is_limited: whether its calls wait for a batch, and are refused where too many are open.
+        is_endless: whether they may go on for ever, and give way where too many are open.
+    """
 
-    @property
-    def is_endless(self) -> bool:
-        """Whether its calls may go on for ever, and give way where too many are open."""
-        ...
-
-    def read(self, headers: Mapping[str, str]) -> Any:
-        """Read the options in a call's headers, names in lower case. Equal ones are read once.
-
-        Raises: ServiceError.
-        """
-        ...
-
-    def refused(self, error: ServiceError) -> None:
-        """A call failed at its headers: count it."""
-        ...
-
-    def open(self, wanted: Any, exchange: GrpcExchange) -> Call:
-        """Begin a call."""
-        ...
+    read: Callable[[Mapping[str, str]], Any]
+    open: Callable[[Any, GrpcStream], Call]
+    refused: Callable[[ServiceError], None] = lambda _: None
+    is_limited: bool = False
+    is_endless: bool = False
 
 
 class Call(Protocol):
@@ -146,88 +138,50 @@ class Call(Protocol):
         ...
 
 
-class Answers(Protocol):
-    """Writes the answers of an exchange to its stream."""
+class GrpcStream(Exchange):
+    """A call of gRPC: takes messages out of its stream, and writes answers to it."""
 
-    def begin(self, block: bytes, end: bool) -> None:
-        """The header block of the answer; `end`: it is all."""
-        ...
+    writer: Http2Exchanges
+    stream: Stream
+    head: Http2Head
+    answered = False
+    _call: Call | None = None
+    _message: FastCall | None = None
+    """Receives the message that arrives."""
+    _left = 0
+    """Bytes of that message still to be received."""
+    _inflater: _Inflater | None = None
+    _ended = _begun = False
+    _sent_bytes = 0
 
-    def whole(self, block: bytes, body: bytes, trailers: bytes) -> None:
-        """A whole answer."""
-        ...
+    @property
+    def is_limited(self) -> bool:  # type: ignore[override]
+        """Probes are not."""
+        method = self.head.method_of_grpc
+        return method is not None and method.is_limited
 
-    def write(self, *pieces: bytes) -> None:
-        """The next bytes of the answer."""
-        ...
-
-    def finish(self, trailers: bytes) -> None:
-        """The end of the answer."""
-        ...
-
-    def took(self, size: int) -> None:
-        """Bytes of the request are used, and the client may send others."""
-        ...
-
-    def is_read(self) -> bool:
-        """Whether the client takes what is written."""
-        ...
-
-    def soon(self, call: Callable[[], None]) -> None:
-        """Call in the next turn of the event loop, unless the stream has ended."""
-        ...
-
-    def in_turn(self, step: Callable[[], bool]) -> None:
-        """Call once in each turn of the event loop, when the work before it is done.
-
-        Ends when `step` returns False, or the stream.
-        """
-        ...
-
-    def ended(self, status: Status, size: int) -> None:
-        """The answer is complete: for the access log."""
-        ...
-
-
-class GrpcExchange:
-    """One call on a stream: takes messages out of the stream, and writes answers to it.
-
-    `encoding` is the call's `grpc-encoding`, one of `ENCODINGS`.
-    """
-
-    __slots__ = (
-        "_answers",
-        "_begun",
-        "_call",
-        "_drained",
-        "_ended",
-        "_inflater",
-        "_left",
-        "_message",
-        "_sent_bytes",
-        "_unread",
-        "answered",
-        "encoding",
-    )
-
-    def __init__(self, answers: Answers, encoding: str = "identity") -> None:
-        self._answers = answers
-        self.encoding = encoding
-        self._call: Call | None = None
-        self._message: FastCall | None = None
-        """Receives the message that arrives."""
-        self._left = 0
-        """Bytes of that message still to be received."""
-        self._inflater: _Inflater | None = None
+    def open(self) -> None:
+        """Begin the call."""
+        head, method = self.head, self.head.method_of_grpc
         self._unread = bytearray()
         """Received, unused bytes: less than a prefix, or messages that wait for the call."""
-        self._drained: asyncio.Event | None = None
-        self._ended = self._begun = self.answered = False
-        self._sent_bytes = 0
+        if head.error is not None:
+            if method is not None:
+                method.refused(head.error)
+            self.end(status_of(head.error))
+            return
+        assert method is not None, "bug: neither a method nor an error"
+        self._call = method.open(head.wanted, self)
+        if method.is_endless:
+            self.may_give_way = True
+            self.writer.door.endless_calls.open()
+            for places in (self.writer.door.endless_calls, self.writer.door.open_streams):
+                places.wait(self)
 
-    def open(self, method: Method, wanted: Any) -> None:
-        """Begin the call."""
-        self._call = method.open(wanted, self)
+    def closed(self) -> None:
+        """The stream is over."""
+        if self.may_give_way:
+            self.writer.door.endless_calls.close(self)
 
     # Input.
 
@@ -235,14 +189,16 @@ class GrpcExchange:
         """The next bytes of the stream; `end`: the last."""
         call, size = self._call, len(data) - PREFIX_BYTES
         if call is None:  # it has failed
-            self._answers.took(len(data))
+            self._took(len(data))
             return
+        if not end:
+            self.since_s = self.writer.active_s
         try:
             between = self._message is None and not self._unread and not call.is_ahead()
             whole = size >= 0 and not data[0] and int.from_bytes(data[1:5], "big") == size
             if between and whole:  # the frequent case: a frame is a message
                 message = call.message(size)
-                self._answers.took(len(data))
+                self._took(len(data))
                 message.complete(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
                 if end:
                     call.half_close()
@@ -256,18 +212,23 @@ class GrpcExchange:
     def wait(self) -> None:
         """All input was handled, and the request is not complete."""
         if self._message is not None:
-            self.guard_message(self._message.wait_for_body)
+            self._guard_message(self._message.wait_for_body)
         elif self._call is not None:
             self._guarded(self._call.wait)
 
-    def _guarded(self, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except ServiceError as exc:
-            if self._call is not None:
-                self._call.fail(exc)
+    def _took(self, size: int) -> None:
+        """Bytes of the request are used, and the client may send others."""
+        if size and self.stream.buffered:
+            self.writer.http2.taken(self.stream, size)
 
-    def guard_message(self, step: Callable[[], None]) -> None:
+    def _guarded(self, step: Callable[[], None]) -> None:
+        if self._call is not None:
+            try:
+                step()
+            except ServiceError as exc:
+                self.fail(exc)
+
+    def _guard_message(self, step: Callable[[], None]) -> None:
         """Run `step`. Its error is that of the message, which is read to its end and dropped."""
         message = self._message
         assert message is not None, "bug: no message"
@@ -281,7 +242,7 @@ class GrpcExchange:
 
     def read_on(self) -> None:
         """Take the messages that waited while the call was ahead."""
-        self._answers.soon(lambda: self._guarded(self._read))
+        self.writer.peer.loop.call_soon(self._guarded, self._read)
 
     def _read(self) -> None:
         """Hand on what has arrived. Raises: ServiceError."""
@@ -297,16 +258,16 @@ class GrpcExchange:
                 piece = bytes(data[position : position + self._left])
                 position += len(piece)
                 self._left -= len(piece)
-                self.guard_message(partial(self._receive, piece))
+                self._guard_message(partial(self._receive, piece))
                 if self._left and position == len(data):
                     break
         finally:
             data.release()
             waiting = 0 if self._inflater is None or position == 0 else self._inflater.input_bytes
-            self._answers.took(position - waiting)
+            self._took(position - waiting)
             del self._unread[:position]
         if self._call is None:
-            self._answers.took(len(self._unread))
+            self._took(len(self._unread))
             self._unread.clear()
             return
         if not self._ended:
@@ -334,14 +295,14 @@ class GrpcExchange:
             raise InvalidInput(f"message: got {got}, expected 0 or 1", field="message")
         if not compressed:
             self._message, self._left = self._call.message(size), size
-        elif self.encoding == "identity":
+        elif self.head.encoding == "identity":
             raise WrongCompressedFlag(
                 "message: got a compressed message, expected grpc-encoding to say how",
                 field="grpc-encoding",
             )
         else:
             self._message, self._left = self._call.message(None), size
-            self._inflater = _Inflater(self._message, self.encoding)
+            self._inflater = _Inflater(self._message, self.head.encoding)
 
     def _receive(self, piece: bytes) -> None:
         message = self._message
@@ -349,7 +310,7 @@ class GrpcExchange:
         if self._inflater is not None:
             self._inflater.take(piece, last=not self._left)
             if self._inflater.busy:
-                self._answers.in_turn(self._inflate)
+                self.writer.door.turns.add(self._inflate)
             else:
                 self._end_inflated()
             return
@@ -373,9 +334,9 @@ class GrpcExchange:
         if inflater is None or not inflater.busy:
             return False
         before = inflater.input_bytes
-        self.guard_message(partial(inflater.step, _INFLATED_BYTES))
+        self._guard_message(partial(inflater.step, _INFLATED_BYTES))
         failed = self._inflater is not inflater
-        self._answers.took(before - (0 if failed else inflater.input_bytes))
+        self._took(before - (0 if failed else inflater.input_bytes))
         if not failed and not inflater.busy:
             self._guarded(self._inflated)
         return self._inflater is inflater and inflater.busy
@@ -389,48 +350,56 @@ class GrpcExchange:
 
     def reply(self, message: bytes) -> None:
         """The whole answer of a call with one."""
-        if self.answered:
-            return
-        self._end()
-        size = len(message)
-        prefix = b"\0" + size.to_bytes(4, "big")
-        self._answers.whole(_BEGIN, prefix + message, _OK_BLOCK)
-        self._answers.ended(OK, size)
+        if not self.answered:
+            size = len(message)
+            if self.stream.sending:
+                body = b"\0" + size.to_bytes(4, "big") + message
+                self.writer.http2.answer(self.stream, _BEGIN, body, _OK_BLOCK)
+            self._end(OK, size)
 
     def write(self, message: bytes) -> None:
         """One of several answers."""
-        if self.answered:
+        if self.answered or not self.stream.sending:
             return
         if not self._begun:
             self._begun = True
-            self._answers.begin(_BEGIN, False)
+            self.writer.http2.headers(self.stream, _BEGIN)
         self._sent_bytes += len(message)
-        self._answers.write(b"\0" + len(message).to_bytes(4, "big"), message)
+        pieces = b"\0" + len(message).to_bytes(4, "big"), message
+        self.writer.http2.write(self.stream, pieces)
 
     def is_read(self) -> bool:
         """Whether the client takes what is written."""
-        return self._answers.is_read()
+        return not self.stream.unsent and self.writer.is_read()
 
     async def drained(self) -> None:
         """Wait until the client has taken what is written."""
-        while not self.answered and not self._answers.is_read():
-            self._drained = event = asyncio.Event()
-            await event.wait()
+        while not self.answered and not self.is_read():
+            await self.wait_until_sent()
 
     def end(self, status: Status = OK) -> None:
         """End the call."""
         if self.answered:
             return
-        self._end()
-        if self._begun:
-            self._answers.finish(status.block())
-        else:
-            self._answers.begin(_BEGIN + status.block(), True)
-        self._answers.ended(status, self._sent_bytes)
+        if self.stream.sending:
+            if self._begun:
+                self.writer.http2.finish(self.stream, status.block())
+            else:
+                self.writer.http2.headers(self.stream, _BEGIN + status.block(), end=True)
+        self._end(status, self._sent_bytes)
 
-    def _end(self) -> None:
+    def _end(self, status: Status, size: int) -> None:
         self.answered = True
         self._call = self._message = self._inflater = None
+        ids = self.head.ids
+        if status.code is StatusCode.INTERNAL and ids:
+            found = status.code.name
+            _log.error("%s was answered with %s: %s", self._method, found, ids, extra=ids.fields)
+        self.log(status.code.name, size, self._method, "grpc")
+
+    @property
+    def _method(self) -> str:
+        return self.head.path.rpartition(b"/")[2].decode("latin-1")
 
     # Called by the connection.
 
@@ -438,9 +407,11 @@ class GrpcExchange:
         """The client is gone."""
         call, self._call = self._call, None
         self._message = self._inflater = None
+        super().sent()
         if call is not None:
             self.answered = True
             call.cancel()
+            self.log("CANCELLED", 0, self._method, "grpc")
 
     def fail(self, error: ServiceError) -> None:
         """End the call with `error`."""
@@ -458,8 +429,7 @@ class GrpcExchange:
 
     def sent(self) -> None:
         """The client has taken what was written."""
-        if self._drained is not None:
-            self._drained.set()
+        super().sent()
         if self._call is not None and self._unread:
             self.read_on()
 

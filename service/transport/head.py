@@ -107,36 +107,56 @@ class Refused(Exception):
         self.answer = refusal(status, "invalid_input", message)
 
 
-class Head:
-    """The checked headers of a request.
+class RequestHead:
+    """The checked headers of a request, in either version of HTTP.
 
     `answer` is that of a request which the gate does not let pass, `error` what its route found.
-    `extra` are header lines of the answer. `known_length` is the length of the body where an equal
-    header section may be taken for this one without parsing it: on a fast route, without error, on
-    a connection that is kept. Else 0.
+    `extra` are header lines of the answer, in HTTP/2 a block of them.
+    """
+
+    method: bytes
+    version: str
+    headers: Sequence[tuple[bytes, bytes]]
+    length: int | None
+    chunked = False
+    expects_continue: bool
+    extra: bytes
+    ids: Ids
+    wanted: Any = None
+    answer: Answer | None = None
+    error: ServiceError | None = None
+    route: FastRoute | None = None
+
+    def aim(self, target: bytes) -> None:
+        """Take path and query from the target."""
+        self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
+
+    def ask(self, named: Mapping[str, str], routes: FastRoutes, gate: Gate) -> None:
+        """Find the route, and let the gate and the route decide."""
+        self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
+        self.answer = gate.check(self.method, self.path, named)
+        if self.answer is None and self.route is not None:
+            try:
+                self.wanted = self.route.read(self.query, named, values)
+            except ServiceError as exc:
+                self.error = without_frames(exc)
+
+
+def without_frames(error: ServiceError) -> ServiceError:
+    """The error without its frames, which hold the connection."""
+    error.__context__ = error.__cause__ = None
+    return error.with_traceback(None)
+
+
+class Head(RequestHead):
+    """The head of a request over HTTP/1.1.
+
+    `known_length` is the length of the body where an equal header section may be taken for this one
+    without parsing it: on a fast route, without error, on a connection that is kept. Else 0.
 
     Raises:
         Refused: they break HTTP's rules.
     """
-
-    __slots__ = (
-        "answer",
-        "chunked",
-        "error",
-        "expects_continue",
-        "extra",
-        "headers",
-        "ids",
-        "keep_alive",
-        "known_length",
-        "length",
-        "method",
-        "path",
-        "query",
-        "route",
-        "version",
-        "wanted",
-    )
 
     def __init__(
         self,
@@ -193,27 +213,14 @@ class Head:
                 found = shown(parts.schema.decode())
                 raise Refused(421, f"target: got scheme {found}, expected {scheme.decode()}")
             target = (parts.path or b"/") + (b"?" + parts.query if parts.query else b"")
-        self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
-        self.route: FastRoute | None
-        self.route, values = find(routes, method, unquote_to_bytes(self.path))
-        self.error: ServiceError | None = None
-        self.wanted: Any = None
-        self.known_length = 0
+        self.aim(target)
         named = {
             name.decode("latin-1"): found[0].decode("latin-1") for name, found in by_name.items()
         }
         self.ids = Ids.read(named)
         self.extra = self.ids.line + gate.cors_lines(named)
-        self.answer = gate.check(method, self.path, named)
-        if self.answer is None and self.route is not None:
-            try:
-                self.wanted = self.route.read(self.query, named, values)
-            except ServiceError as exc:
-                # Drop the traceback: its frames hold the connection.
-                self.error = exc.with_traceback(None)
-                exc.__context__ = exc.__cause__ = None
-            else:
-                # An id is not sent again.
-                once = self.expects_continue or self.chunked or self.ids
-                if self.keep_alive and not once:
-                    self.known_length = self.length or 0
+        self.ask(named, routes, gate)
+        # An id is not sent again.
+        once = self.expects_continue or self.chunked or self.ids or not self.keep_alive
+        done = self.route is None or self.answer is not None or self.error is not None
+        self.known_length = 0 if once or done else self.length or 0

@@ -13,7 +13,7 @@ from service.errors import BodyTimeout, stopping
 from service.transport.answer import Answer
 from service.transport.asgi import AsgiExchange
 from service.transport.exchange import Exchange, FastExchange
-from service.transport.grpc_stream import GrpcStream
+from service.transport.grpc import GrpcStream
 from service.transport.http2 import (
     ErrorCode,
     Fields,

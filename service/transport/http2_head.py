@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
-from urllib.parse import unquote_to_bytes
 
 from service.errors import ServiceError, shown
 from service.observe.ids import Ids
-from service.transport.answer import Answer, refusal
+from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.grpc import ENCODINGS, Method
 from service.transport.grpc_status import HeadersTooLarge, Unimplemented
-from service.transport.head import HOST, FastRoute, FastRoutes, find
+from service.transport.head import HOST, FastRoutes, RequestHead, without_frames
 from service.transport.http2 import (
     MAX_HEADER_BYTES,
     Fields,
@@ -34,42 +32,24 @@ Methods = Mapping[bytes, Method]
 """The methods of gRPC, by path."""
 
 
-class Http2Head:
-    """The checked fields of a request.
+class Http2Head(RequestHead):
+    """The head of a request over HTTP/2.
 
-    `method_of_grpc` is what a call of gRPC asks for, if it is one and known; otherwise `answer` is
-    that of a request which may not pass. `error` is what the route or the method found.
+    `method_of_grpc` is what a call of gRPC asks for, if it is one and known.
 
     Raises:
         Malformed: they break HTTP's rules.
     """
 
-    __slots__ = (
-        "answer",
-        "chunked",
-        "encoding",
-        "error",
-        "expects_continue",
-        "extra",
-        "headers",
-        "ids",
-        "is_grpc",
-        "length",
-        "method",
-        "method_of_grpc",
-        "once",
-        "path",
-        "query",
-        "route",
-        "version",
-        "wanted",
-    )
+    version = "2"
+    extra = b""
+    encoding = "identity"
+    method_of_grpc: Method | None = None
 
     def __init__(self, fields: Fields, routes: FastRoutes, methods: Methods, gate: Gate) -> None:
         pseudo, self.headers = _checked(fields)
         self.method = pseudo[b":method"]
-        target = pseudo.get(b":path", b"")
-        self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
+        self.aim(pseudo.get(b":path", b""))
         named: dict[str, str] = {}
         for name, value in self.headers:
             named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
@@ -80,14 +60,6 @@ class Http2Head:
         self.is_grpc = self.method == b"POST" and named.get("content-type", "").startswith(
             "application/grpc"
         )
-        self.version, self.chunked = "2", False
-        self.extra = b""
-        self.encoding = "identity"
-        self.wanted: Any = None
-        self.error: ServiceError | None = None
-        self.answer: Answer | None = None
-        self.route: FastRoute | None = None
-        self.method_of_grpc: Method | None = None
         size = list_bytes(fields)
         if self.is_grpc:
             self._read_call(named, methods, size)
@@ -106,14 +78,8 @@ class Http2Head:
             message = "method: got CONNECT, expected another; see /docs"
             self.answer = refusal(501, "invalid_input", message)
             return
-        self.answer = gate.check(self.method, self.path, named)
+        self.ask(named, routes, gate)
         self.once = self.once or self.answer is not None  # the gate counts each
-        self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
-        if self.answer is None and self.route is not None:
-            try:
-                self.wanted = self.route.read(self.query, named, values)
-            except ServiceError as exc:
-                self.error = _without_frames(exc)
 
     def _read_call(self, named: Mapping[str, str], methods: Methods, size: int) -> None:
         self.method_of_grpc = method = methods.get(self.path)
@@ -136,13 +102,7 @@ class Http2Head:
                 raise Unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
             self.wanted = method.read(named)
         except ServiceError as exc:
-            self.error = _without_frames(exc)
-
-
-def _without_frames(error: ServiceError) -> ServiceError:
-    """The error without its frames, which hold the connection."""
-    error.__context__ = error.__cause__ = None
-    return error.with_traceback(None)
+            self.error = without_frames(exc)
 
 
 def _checked(fields: Fields) -> tuple[dict[bytes, bytes], list[tuple[bytes, bytes]]]:

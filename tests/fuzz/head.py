@@ -10,7 +10,8 @@ from urllib.parse import unquote_plus
 
 import httptools
 
-from service.api.explain import ExplainRoute, ExplainWanted
+from lenet.explanation import Change
+from service.api.explain import explain_route
 from service.api.routes import image_routes, prefers
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
 from service.forms.body import ACCEPTED, Limits
@@ -72,7 +73,7 @@ class HeadTarget(Target):
         parts: dict[str, Any] = dict.fromkeys(field.name for field in fields(Requests))
         parts |= {"limits": Limits(max_images=8), "max_body_bytes": MAX_BODY_BYTES}
         requests = Requests(**{**parts, "timeout_s": TIMEOUT_S})
-        explain = ExplainRoute.beside(requests, cast("Any", None))
+        explain = explain_route(requests, cast("Any", None))
         self._routes: FastRoutes = {
             (b"POST", b"/predict"): image_routes(requests)[b"POST", b"/predict"],
             (b"POST", b"/explain"): explain,
@@ -144,13 +145,13 @@ class HeadTarget(Target):
                 raise Finding(f"{name} is {getattr(wanted, name)!r} of {head.query!r}")
         if prefers("application/octet-stream", named.get("accept", "")) != wanted.form.binary:
             raise Finding("Accept is read in two ways")
-        if isinstance(wanted, ExplainWanted):
-            self._check_change(wanted, query)
+        if wanted.options is not None:
+            self._check_options(*wanted.options, query)
 
-    def _check_change(self, wanted: ExplainWanted, query: dict[str, str]) -> None:
-        change, noise = wanted.change, query.get("noise", "0")
-        if wanted.index != int(query.get("index", "0")) or wanted.index < 0:
-            raise Finding(f"index is {wanted.index} of {query}")
+    def _check_options(self, index: int, change: Change, query: dict[str, str]) -> None:
+        noise = query.get("noise", "0")
+        if index != int(query.get("index", "0")) or index < 0:
+            raise Finding(f"index is {index} of {query}")
         if change.biases != {"on": True, "off": False}[query.get("biases", "on")]:
             raise Finding(f"biases is {change.biases} of {query}")
         if change.noisy != query.get("noisy", "") or change.noise != float(noise):

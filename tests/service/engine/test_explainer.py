@@ -12,7 +12,7 @@ from lenet.explanation import Change
 from lenet.model import DenseBlock, Model
 from service.engine import explainer as module
 from service.engine.deadlines import Deadlines
-from service.engine.explainer import MAX_WAITING, Explainer
+from service.engine.explainer import MAX_WAITING, Explained, Explainer
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
@@ -60,6 +60,10 @@ async def explainer():
     deadlines.close()
 
 
+class Asked(Explained):
+    """What a request for an explanation has."""
+
+
 class Asking:
     """Asks for explanations; `answers` are what came of them, by name."""
 
@@ -73,11 +77,11 @@ class Asking:
             assert name not in self.answers
             self.answers[name] = error or [layer.kind for layer in self.requests[name].layers]
 
-        images = np.zeros((1, 28, 28), np.uint8)
-        deadline_s = time.monotonic() + timeout_s
-        self.requests[name] = self._explainer.enqueue(
-            self._version, images, 0, change, deadline_s, answered
-        )
+        request = Asked()
+        request.deadline_s, request.answered = time.monotonic() + timeout_s, answered
+        request.index, request.change, request.layers = 0, change, []
+        self._explainer.enqueue(request, np.zeros((1, 28, 28), np.uint8), self._version)
+        self.requests[name] = request
 
     async def answered(self, *names):
         await until(lambda: self.answers.keys() >= set(names))

@@ -220,7 +220,7 @@ async def test_too_many_explanations_are_a_429_and_predictions_go_on(
     monkeypatch.setattr(explainer, "MAX_WAITING", 1)
     asked = [asyncio.create_task(post(one)) for _ in range(2)]
     route = served.service.fast_routes[b"POST", b"/explain"]
-    await until(lambda: held.begun and route.explainer._waiting)
+    await until(lambda: held.begun and route.request.args[0]._waiting)
     response = await post(one)
     refusal(response, 429, "overloaded")
     assert response.headers["retry-after"] == "1"

@@ -6,6 +6,8 @@ import asyncio
 import gzip
 import math
 import zlib
+from functools import partial
+from types import SimpleNamespace
 
 import hpack
 import pytest
@@ -24,8 +26,9 @@ from service.errors import (
     UnknownModel,
     UnsupportedMediaType,
 )
+from service.observe.ids import Ids
 from service.transport.gate import Gate
-from service.transport.grpc import GrpcExchange, timeout_s_of
+from service.transport.grpc import GrpcStream, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.http2 import Malformed
 from service.transport.http2_head import Http2Head
@@ -49,52 +52,67 @@ def status_text(fields):
     return f"{name} {fields['grpc-message']}" if "grpc-message" in fields else name
 
 
-class Answers:
-    """A stream whose client reads all, and a loop whose turns are taken by `turn`."""
+class Client:
+    """A client that reads all, seen as the connection of its one call: its writer, HTTP/2, access
+    log, and a loop whose turns are taken by `turn`.
+    """
+
+    active_s, client = 0.0, None
 
     def __init__(self):
+        self.http2 = self.peer = self.loop = self.door = self.turns = self.access = self
         self.written, self.used, self.later, self.most_held = [], 0, [], 0
         self.has_ended, self.reads = False, True
+        self.stream = SimpleNamespace(sending=True, buffered=1, unsent=())
 
-    def begin(self, block, end):
+    def call(self, method, encoding):
+        """Open one."""
+        head = SimpleNamespace(error=None, method_of_grpc=method, wanted=None, encoding=encoding)
+        head.path, head.ids = b"/a.B/C", Ids()
+        stream = GrpcStream(self, self.stream, head)
+        stream.open()
+        return stream
+
+    def headers(self, stream, block, end=False):
         fields = decoded(block)
         assert {name: fields.pop(name) for name in HEAD} == HEAD
         self.written.append(f"only {status_text(fields)}" if end else "headers")
 
-    def whole(self, block, body, trailers):
-        self.begin(block, False)
-        self.write(body)
-        self.finish(trailers)
+    def answer(self, stream, block, body, trailers):
+        self.headers(stream, block)
+        self.write(stream, (body,))
+        self.finish(stream, trailers)
 
-    def write(self, *pieces):
+    def write(self, stream, pieces):
         body = b"".join(pieces)
         assert body[:1] == b"\0"
         assert int.from_bytes(body[1:5], "big") == len(body) - 5
         self.written.append(f"{body[5:]!r:.40}"[1:])
 
-    def finish(self, trailers):
+    def finish(self, stream, trailers):
         self.written.append(status_text(decoded(trailers)))
 
-    def took(self, size):
+    def taken(self, stream, size):
         self.used += size
 
     def is_read(self):
         return self.reads
 
-    def soon(self, call):
-        self.later.append(call)
+    def call_soon(self, call, *arguments):
+        self.later.append(partial(call, *arguments))
 
-    def in_turn(self, step):
+    def add(self, *logged):
+        if len(logged) > 1:  # to the access log, and not to the turns
+            assert not self.has_ended
+            self.has_ended = True
+            return
+        (step,) = logged
+
         def again():
             if step():
                 self.later.append(again)
 
         self.later.append(again)
-
-    def ended(self, status, size):
-        assert not self.has_ended
-        self.has_ended = True
-        self.later.clear()
 
     def turn(self):
         later, self.later = self.later, []
@@ -110,15 +128,13 @@ class Calls:
     """
 
     body_timeout_s = 7.0
+    is_endless = False
 
     def __init__(self, many=False, slow=False):
         self.many, self.slow = many, slow
 
     def read(self, headers):
         return timeout_s_of(headers)
-
-    def refused(self, error):
-        raise AssertionError("bug: nobody calls this here")
 
     def open(self, wanted, exchange):
         self.exchange, self.heard, self.wanted = exchange, [], wanted
@@ -194,7 +210,7 @@ class Calls:
         self.exchange.write(found)
         if self.slow:
             self.ahead = True
-            self.exchange._answers.soon(self._follow)
+            self.exchange.writer.call_soon(self._follow)
 
     def _follow(self):
         self.ahead = False
@@ -215,9 +231,8 @@ def deflated(body):
 
 def outcome(method, encoding, sent, step, turns_between):
     """The output and the handler's calls. `sent` is cut every `step` bytes; the last one ends."""
-    answers = Answers()
-    exchange = GrpcExchange(answers, encoding)
-    exchange.open(method, None)
+    client = Client()
+    exchange = client.call(method, encoding)
     pieces = [piece for piece in sent if piece is not END]
     cut = [
         (piece[at : at + step], last and at + step >= len(piece))
@@ -231,12 +246,12 @@ def outcome(method, encoding, sent, step, turns_between):
         if not end:
             exchange.wait()
         if turns_between:
-            answers.turn()
+            client.turn()
     for _ in range(100):
-        answers.turn()
-    assert answers.used == total or exchange.answered or sent[-1] is not END
-    assert answers.used <= total
-    return ", ".join(answers.written)
+        client.turn()
+    assert client.used == total or exchange.answered or sent[-1] is not END
+    assert client.used <= total
+    return ", ".join(client.written)
 
 
 END = object()
@@ -656,14 +671,12 @@ def test_the_field_of_an_error_and_the_time_to_a_retry_are_metadata():
 
 
 def opened(method):
-    answers = Answers()
-    exchange = GrpcExchange(answers, "gzip")
-    exchange.open(method, None)
-    return answers, exchange
+    client = Client()
+    return client, client.call(method, "gzip")
 
 
 def test_a_cancelled_call_writes_nothing():
-    answers, exchange = opened(method := Calls(many=True))
+    client, exchange = opened(method := Calls(many=True))
     exchange.data(message(b"abc")[:6], False)
     exchange.cancel()
     exchange.cancel()
@@ -671,42 +684,42 @@ def test_a_cancelled_call_writes_nothing():
     exchange.end()
     exchange.data(message(b"abc")[6:], True)
     assert method.heard == ["cancelled"]
-    assert answers.written == []
-    assert answers.used == len(message(b"abc"))
+    assert client.written == []
+    assert client.used == len(message(b"abc"))
 
 
 def test_a_call_that_fails_in_the_middle_of_its_answers_ends_with_a_status():
-    answers, exchange = opened(Calls(many=True))
+    client, exchange = opened(Calls(many=True))
     exchange.data(message(b"abc"), False)
     exchange.fail(Unavailable("stopping"))
     exchange.fail(Unavailable("stopping"))
-    assert answers.written == ["headers", "'abc'", "UNAVAILABLE stopping"]
+    assert client.written == ["headers", "'abc'", "UNAVAILABLE stopping"]
 
 
 def test_a_call_that_is_stopped_before_its_answer_has_a_status_alone():
-    answers, exchange = opened(Calls())
+    client, exchange = opened(Calls())
     exchange.data(message(b"abc")[:6], False)
     exchange.stop(Unavailable("stopping"))
-    assert answers.written == ["only UNAVAILABLE stopping"]
+    assert client.written == ["only UNAVAILABLE stopping"]
 
 
 def test_a_call_without_an_answer_ends_with_ok_alone():
-    answers, exchange = opened(Calls())
+    client, exchange = opened(Calls())
     exchange.end(Status(StatusCode.OK))
     exchange.end(Status(StatusCode.INTERNAL))
-    assert answers.written == ["only OK"]
+    assert client.written == ["only OK"]
     assert exchange.body_timeout_s() == math.inf
 
 
 def test_the_client_sends_no_more_than_its_window_while_messages_wait():
-    answers, exchange = opened(method := Calls(many=True, slow=True))
+    client, exchange = opened(method := Calls(many=True, slow=True))
     for _ in range(10):
         exchange.data(message(b"abc"), False)
-    assert answers.used == len(message(b"abc"))
+    assert client.used == len(message(b"abc"))
     for count in range(2, 11):
-        answers.turn()  # the call takes more
-        answers.turn()  # and gets it
-        assert answers.used == count * len(message(b"abc"))
+        client.turn()  # the call takes more
+        client.turn()  # and gets it
+        assert client.used == count * len(message(b"abc"))
     assert method.body_timeout_s == exchange.body_timeout_s()
 
 
@@ -720,16 +733,16 @@ def test_a_call_waits_while_a_message_is_not_complete():
 
 def test_a_call_that_answers_waits_for_a_client_that_does_not_read():
     async def run():
-        answers, exchange = opened(Calls(many=True))
+        client, exchange = opened(Calls(many=True))
         await exchange.drained()
-        answers.reads = False
+        client.reads = False
         waits = asyncio.ensure_future(exchange.drained())
         await asyncio.sleep(0)
         exchange.sent()  # by the stream's window, and the connection still does not write
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         assert not waits.done()
-        answers.reads = True
+        client.reads = True
         exchange.sent()
         await waits
 

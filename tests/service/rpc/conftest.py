@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from benchmarks.grpc_stub import Stub
 from lenet.context import ExecutionContext, Target
 from service.api.grpc_methods import methods
-from service.api.servicer import InferenceServicer
+from service.api.servicer import small_methods
 from service.budget import Budget
 from service.decode.pool import Decoders
 from service.engine.deadlines import Deadlines
@@ -151,10 +151,10 @@ class RunningGrpc:
             options["timeout_s"],
             "grpc",
         )
-        servicer = InferenceServicer(
+        answers = small_methods(
             self.models, Repository(self.models), self.metrics, options["max_images"]
         )
-        found = methods(requests, servicer, self.models, options["keys"])
+        found = methods(requests, answers, self.models, options["keys"])
         door = HttpService(
             {}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"]
         )
