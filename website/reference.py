@@ -27,10 +27,12 @@ from lenet import weightfile
 from service import errors
 from service.api import grpc_methods
 from service.api.app import create_app
-from service.errors import ServiceError
+from service.errors import Forbidden, ServiceError, Unauthorized
 from service.observe.metrics import Metrics
+from service.process.keys import Keys
 from service.settings import Settings
 from service.transport.answer import STATUS
+from service.transport.grpc import Method
 from service.transport.grpc_status import STATUS_NAMES
 from tests.deploy.promql import registered
 from trainer import __main__ as trainer
@@ -143,19 +145,34 @@ def _is_error(kind: object) -> bool:
     return isinstance(kind, type) and issubclass(kind, ServiceError)
 
 
+def _refuses(method: Method) -> bool:
+    """Whether it refuses a call without a key."""
+    try:
+        method.read({})
+    except (Unauthorized, Forbidden):
+        return True
+    return False
+
+
 def grpc() -> str:
     """Methods of gRPC, from the descriptors."""
     stand_in: Any = MagicMock()
-    found = grpc_methods.methods(stand_in, stand_in, stand_in, stand_in)
+
+    def refusing(keys: Keys) -> set[bytes]:
+        """The methods that need a key where these exist."""
+        found = grpc_methods.methods(stand_in, stand_in, stand_in, keys)
+        return {path for path, method in found.items() if _refuses(method)}
+
+    of_administrators, of_users = refusing(Keys()), refusing(Keys(("user",)))
     rows = []
-    for path, method in sorted(found.items()):
+    for path in sorted(grpc_methods.methods(stand_in, stand_in, stand_in, Keys())):
         service, _, name = path.decode().strip("/").rpartition("/")
         # Both versions of reflection have the same messages, and only one descriptor.
         described = Default().FindServiceByName(service.replace("v1alpha", "v1"))
         one = described.methods_by_name[name]
         stream = ("stream " * one.client_streaming, "stream " * one.server_streaming)
-        admin = getattr(method, "admin", None)
-        key = {None: "no", False: "if there are keys", True: "administrator's"}[admin]
+        key = "if there are keys" if path in of_users else "no"
+        key = "administrator's" if path in of_administrators else key
         messages = (f"{stream[0]}`{one.input_type.name}`", f"{stream[1]}`{one.output_type.name}`")
         rows.append((f"`{service}/{name}`", *messages, key))
     return _page(
