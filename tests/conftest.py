@@ -42,9 +42,10 @@ settings.load_profile("suite")
 
 ROOT = Path(__file__).parents[1]
 
-# Tests of these folders, and those that take these fixtures, start a service, a browser or a load.
+# Tests of these folders, and those that take these fixtures, start a service, a browser, a load or
+# a program that takes seconds.
 PROCESS_FOLDERS = {"benchmarks", "browser", "faults", "interop"}
-PROCESS_FIXTURES = {"start", "serving"}
+PROCESS_FIXTURES = {"start", "serving", "site", "promtool"}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by `-m`

@@ -35,6 +35,7 @@ def arguments(tiny, write_idx, tmp_path):
     ]
 
 
+@pytest.mark.process
 def test_fit_trains_and_writes_a_weight_file_that_says_how(arguments, tmp_path, capsys):
     assert main(["fit", *arguments]) == 0
     path = tmp_path / "out/mlp/1.safetensors"
@@ -226,6 +227,7 @@ def test_inspect_prints_what_is_in_a_weight_file(capsys):
     assert main(["inspect", "nowhere.safetensors"]) == 6
 
 
+@pytest.mark.process
 def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
     main(arguments)
     weights, out = tmp_path / "out/mlp/1.safetensors", tmp_path / "model.onnx"
