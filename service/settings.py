@@ -27,7 +27,10 @@ from service.process.tls import CertificateFiles
 _VERSION = re.compile(r"[1-9][0-9]{0,17}", re.ASCII)
 _VERSIONS = re.compile(r"latest(:[1-9][0-9]{0,3})?|all", re.ASCII)
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[a-z0-9._~:\[\]-]+")
-_COLLECTOR = re.compile(r"https?://[^/?#@\s]+/[^\s?#]*")
+_COLLECTOR = re.compile(r"https?://[^/?#\s]+/[^\s#]*")
+_PRIVATE = frozenset("@?")
+"""Begin what may be secret in a URL: a message that shows the URL would show it, too."""
+
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
 Port = Annotated[int, Field(ge=0, le=65535)]
 
@@ -226,11 +229,8 @@ class Settings(BaseSettings):
     @field_validator("traces_endpoint")
     @classmethod
     def _check_endpoint(cls, url: str) -> str:
-        if url and not _COLLECTOR.fullmatch(url):
-            raise ValueError(
-                "expected a URL with a path, without a user and a query, as "
-                "http://collector:4318/v1/traces"
-            )
+        if url and not set(url) & _PRIVATE and not _COLLECTOR.fullmatch(url):
+            raise ValueError("expected a URL with a path, as http://collector:4318/v1/traces")
         if url and not _is_installed("opentelemetry.proto.trace"):
             raise ValueError(
                 "it needs OpenTelemetry's messages, which are not installed: "
@@ -303,6 +303,11 @@ class Settings(BaseSettings):
             verb = "is" if len(missing) == 1 else "are"
             raise ValueError(
                 f"{' and '.join(missing)} {verb} missing: {min(given)} alone makes no TLS"
+            )
+        if set(self.traces_endpoint) & _PRIVATE:
+            raise ValueError(
+                "--traces-endpoint: got a URL with a user or a query, expected none, as logs show "
+                "it; a key belongs into OTEL_EXPORTER_OTLP_HEADERS"
             )
         if len(set(self.devices)) < len(self.devices):
             raise ValueError(

@@ -1,8 +1,8 @@
 """Which requests OpenTelemetry gets spans of, and what is kept of them until a thread makes these.
 
-At most `MOST_WAITING` requests wait, the newer ones are dropped. Spans are made after the answer,
-of clock readings that it has anyway: on the event loop a request that is traced costs a few
-microseconds, any other a comparison.
+At most `MOST_WAITING` requests and batches wait, the newer ones are dropped. Spans are made after
+the answer, of clock readings that it has anyway: on the event loop a request that is traced costs a
+few microseconds, any other a comparison.
 """
 
 from __future__ import annotations

@@ -24,13 +24,12 @@ from service.errors import (
     ServiceError,
     shown,
 )
-from service.transport.exchange import Exchange
+from service.transport.exchange import Exchange, Writer
 from service.transport.grpc_status import OK, Status, StatusCode, WrongCompressedFlag, status_of
 from service.transport.head import FastCall
-from service.transport.http2 import Stream, literals, status_field
+from service.transport.http2 import Http2, Stream, literals, status_field
 
 if TYPE_CHECKING:
-    from service.transport.http2_exchanges import Http2Exchanges
     from service.transport.http2_head import Http2Head
 
 _log = logging.getLogger(__name__)
@@ -138,10 +137,24 @@ class Call(Protocol):
         ...
 
 
+class GrpcWriter(Writer, Protocol):
+    """What a call uses of its connection, which it does not know."""
+
+    http2: Http2
+    door: Any
+    """The limits of the process, and the turns of its work, see `HttpService`."""
+    active_s: float
+    """When the client was last heard of."""
+
+    def is_read(self) -> bool:
+        """Whether the client takes what is written."""
+        ...
+
+
 class GrpcStream(Exchange):
     """A call of gRPC: takes messages out of its stream, and writes answers to it."""
 
-    writer: Http2Exchanges
+    writer: GrpcWriter
     stream: Stream
     head: Http2Head
     answered = False

@@ -27,6 +27,7 @@ from service.engine.queue import BatchQueue
 from service.errors import Overloaded, ServiceError, Unavailable
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
+from service.observe.traces import Traces
 from service.transport.answer import STATUS
 from tests.conftest import draw_weights
 from tests.service.http.doors import until
@@ -212,6 +213,22 @@ async def test_probabilities_are_float32_rows_when_octets_are_accepted(served, i
 async def test_the_loaded_model_answers_when_it_is_named(served, one):
     for query in ("?model=tiny", "?version=3", "?model=tiny&version=3", "?model="):
         assert (await served.post(one, query=query)).json()["model"] == "tiny"
+
+
+async def test_a_request_that_cannot_be_traced_is_answered_and_counted_once(
+    open_app, one, monkeypatch, caplog
+):
+    def fail(*_):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Traces, "add", fail)
+    nowhere = {"traces_endpoint": "http://127.0.0.1:9/v1/traces", "traces_one_in": 1}
+    async with open_app(**nowhere) as served:
+        assert (await served.client.post("/predict", json={"images": list(one)})).status_code == 200
+        assert (await served.client.post("/predict", json={})).status_code == 400
+        assert await served.requests("ok") == await served.requests("invalid_input") == 1
+        assert await served.requests("internal") == 0
+    assert caplog.text.count("a request was not traced") == 2
 
 
 async def test_the_default_model_answers_to_its_alias_in_every_protocol(open_app, one, write):
