@@ -29,6 +29,53 @@ __device__ inline void multiply(float (&accumulator)[4], const unsigned (&a)[4],
 #endif
 }
 
+// The same with float operands, of which the instruction reads the TF32 part (10 bits behind the
+// leading one): a is (16, 8), b (8, 8). A register holds one value:
+//     a[0], a[1]:  rows g and g + 8, k = t;    a[2], a[3]:  the same rows, k = t + 4
+//     b[0], b[1]:  column g, k = t and t + 4
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+__device__ inline void multiply_tf32(float (&accumulator)[4], const unsigned (&a)[4],
+                                     const unsigned (&b)[2]) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+        : "+f"(accumulator[0]), "+f"(accumulator[1]), "+f"(accumulator[2]), "+f"(accumulator[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// A float as the sum of its nearest TF32 number and a rest. Adding half of the last bit that is
+// kept rounds to nearest.
+__device__ inline void split(unsigned value, unsigned& high, unsigned& low) {
+    high = (value + 0x1000u) & 0xffffe000u;
+    low = __float_as_uint(__uint_as_float(value) - __uint_as_float(high));
+}
+
+// Four matrices of 8 rows of 16 bytes from shared memory: lane l names row l % 8 of matrix l / 8,
+// and gets bytes 4 t to 4 t + 3 of row g of each: the left operand of both products above, if the
+// matrices are the upper and the lower eight rows, first for the smaller k.
+__device__ inline void load_matrices(const char* row, unsigned (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+
+// Copies 16 bytes to shared memory, not through registers; the thread goes on meanwhile.
+__device__ inline void copy_async(void* to, const void* from) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
+                     static_cast<unsigned>(__cvta_generic_to_shared(to))),
+                 "l"(from)
+                 : "memory");
+}
+// Waits for the copies of this thread; a barrier then shows them to others.
+__device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+#endif
+
+// A barrier of `threads` of the block, whole warps; 0 is that of __syncthreads.
+__device__ inline void barrier(int number, int threads) {
+    asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
 // Loads 16 bytes that no kernel writes, here and not where they are used: a volatile asm stays on
 // its side of a barrier, and the load runs while other things compute.
 __device__ inline uint4 load_early(const uint4* source) {

@@ -35,6 +35,16 @@ __device__ inline void store(SCALAR* to, const float (&from)[LANES]) {
     *reinterpret_cast<Pack<SCALAR>*>(to) = pack;
 }
 
+// Four neighbours, aligned to their size.
+__device__ inline void store_four(SCALAR* to, const float (&from)[4]) {
+    if constexpr (sizeof(SCALAR) == 4) {
+        *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
+    } else {
+        __half2 halves[] = {__floats2half2_rn(from[0], from[1]), __floats2half2_rn(from[2], from[3])};
+        *reinterpret_cast<uint2*>(to) = reinterpret_cast<const uint2&>(halves);
+    }
+}
+
 __device__ inline void load_floats(const float* from, float (&to)[LANES]) {
     for (int k = 0; k < LANES; k += 4) {
         const float4 four = *reinterpret_cast<const float4*>(from + k);
