@@ -153,7 +153,8 @@ class CudaBackend:
             return
         model = weights.model
         layers.check(model)
-        self._weights = DeviceWeights(weights, partial(layers.pack, precision=self.precision))
+        pack = partial(layers.pack, precision=self.precision, limits=self._handle.limits)
+        self._weights = DeviceWeights(weights, pack)
         if self.precision != "fp16" or self.profile:
             return
         if fused_network.is_supported(model, self._handle.capability):

@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from lenet.cuda.capture import Launch
 from lenet.cuda.conv1 import is_plain
+from lenet.cuda.device import Limits
 from lenet.cuda.graphs import Precision
 from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.packing import padded, round_up, zero_pad_to
@@ -25,6 +26,9 @@ _SOURCE = FOLDER / "convolution.cu"
 _AMPERE = 80
 _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
+_MANY_IMAGES = 2  # for each multiprocessor: from here on a warp takes whole images
+_MOST_TEAMS = 8
+_WARPS_OF_AN_IMAGE = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,19 +44,28 @@ class Split:
     parts: int
 
 
-def is_supported(block: Block, precision: Precision, capability: int) -> bool:
-    """Whether the kernel computes `block`, which is not the first, on this compute capability.
-
-    It may still need more shared memory than a multiprocessor has, see `shared_bytes`.
-    """
+def is_supported(block: Block, shape: BlockShape, precision: Precision, limits: Limits) -> bool:
+    """Whether the kernel computes `block`, which is not the first."""
     return (
-        capability >= _AMPERE
+        limits.capability >= _AMPERE
         and isinstance(block, ConvBlock)
         and is_plain(block)
         and block.pool is not None
         and padded(block.channels) % 16 == 0
         and padded(block.channels) - block.channels < 16
+        and shared_bytes(block, shape, precision, 1) <= limits.shared_bytes
     )
+
+
+def split(
+    block: ConvBlock, shape: BlockShape, precision: Precision, rows: int, limits: Limits
+) -> Split:
+    """How the work of `rows` images is divided."""
+    if rows < _MANY_IMAGES * limits.multiprocessors:
+        return Split(1, _WARPS_OF_AN_IMAGE, groups=1, parts=2)
+    alone = shared_bytes(block, shape, precision, 0)
+    image = shared_bytes(block, shape, precision, 1) - alone
+    return Split(min(_MOST_TEAMS, (limits.shared_bytes - alone) // image), 1, groups=2, parts=1)
 
 
 def macros(block: ConvBlock, shape: BlockShape, precision: Precision, split: Split) -> Macros:
@@ -124,3 +137,26 @@ def fragments(weight: ArrayLike, precision: Precision) -> Fragments:
     ordered = axes.transpose(0, 4, 6, 5, 7, 2, 1, 3)
     lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)
     return np.ascontiguousarray(lanes[:, : tiles(k)].astype(dtype))
+
+
+def launch(  # pragma: no cover - needs a GPU
+    kernels: Kernels,
+    limits: Limits,
+    block: ConvBlock,
+    shape: BlockShape,
+    precision: Precision,
+    x: Any,
+    weight: Any,
+    bias: Any,
+    y: Any,
+    divided: Split | None = None,
+) -> Launch:
+    """Prepare the launch from `x`, (n, h, w, C), to `y`, (n, oh, ow, K)."""
+    rows = len(x)
+    divided = divided or split(block, shape, precision, rows, limits)
+    kernel = kernels.get(_SOURCE, "convolution", macros(block, shape, precision, divided))
+    size = shared_bytes(block, shape, precision, divided.teams)
+    grid = (min(-(-rows // divided.teams), limits.multiprocessors),)
+    threads = (32 * divided.team * divided.teams,)
+    arguments = (x, weight, bias, y, np.int32(rows))
+    return lambda: kernel(grid, threads, arguments, size)

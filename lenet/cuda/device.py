@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 from lenet.cuda.cublas import WORKSPACE_BYTES, Cublas
 from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory, WrongThread
@@ -196,6 +196,16 @@ def _out_of_memory(what: str, problem: Exception, runtime: Any) -> OutOfDeviceMe
     )
 
 
+class Limits(NamedTuple):
+    """What kernels of our own are divided by."""
+
+    capability: int
+    """Compute capability: 90 is 9.0."""
+    shared_bytes: int
+    """The most shared memory of a block of threads."""
+    multiprocessors: int
+
+
 class Handle:  # pragma: no cover - needs a GPU
     """A stream and a cuDNN handle on GPU `device`, for the thread that made it.
 
@@ -232,6 +242,8 @@ class Handle:  # pragma: no cover - needs a GPU
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
         self.capability: int = 10 * properties["major"] + properties["minor"]
+        shared_bytes = properties["sharedMemPerBlockOptin"]
+        self.limits = Limits(self.capability, shared_bytes, self.multiprocessors)
         self.cudnn_version: str = cudnn.backend_version_string()
 
     @property

@@ -23,6 +23,8 @@ Macros: TypeAlias = Mapping[str, str | int | float]
 FOLDER = Path(__file__).parent
 """The folder of the kernels for serving and of the headers for all kernels."""
 
+_UNASKED_SHARED_BYTES = 48 << 10  # more must be requested for a function
+
 NULL = np.uintp(0)
 """A null pointer as a kernel's argument."""
 
@@ -49,12 +51,20 @@ class Kernel:  # pragma: no cover - needs a GPU
         self._source, self._name, self._module = source, name, module
         self._function: Any = None
 
-    def __call__(self, grid: tuple[int, ...], block: tuple[int, ...], arguments: Any) -> None:
-        """Queue it on the current stream."""
+    def __call__(
+        self,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Any,
+        shared_bytes: int = 0,
+    ) -> None:
+        """Queue it on the current stream; `shared_bytes` of a block are not known to the file."""
         if self._function is None:
             with translated(f"compiling {self._name} of {self._source.name}"):
                 self._function = self._module.result().get_function(self._name)
-        self._function(grid, block, arguments)
+                if shared_bytes > _UNASKED_SHARED_BYTES:
+                    self._function.max_dynamic_shared_size_bytes = shared_bytes
+        self._function(grid, block, arguments, shared_mem=shared_bytes)
 
 
 class Kernels:  # pragma: no cover - needs a GPU

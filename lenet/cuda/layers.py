@@ -2,8 +2,9 @@
 
     first convolution    `conv1`: one kernel from pixels to pooled activations. Where it does not
                          support the block: `unpack.cu`, then as any other convolution
-    convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
-                         cuDNN adds the bias and applies ReLU itself
+    convolution          `convolution`: one kernel with bias, activation and pooling. Where it does
+                         not support the block: cuDNN, then the `epilogue`. Without pooling cuDNN
+                         adds the bias and applies ReLU itself
     dense                cuDNN with bias and ReLU, or cuDNN and the epilogue; in fp32 cuBLAS and
                          the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
@@ -20,10 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lenet.cuda import conv1, epilogue
+from lenet.cuda import conv1, convolution, epilogue
 from lenet.cuda.capture import Launch
 from lenet.cuda.cublas import WORKSPACE_BYTES
-from lenet.cuda.device import Handle
+from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
 from lenet.cuda.kernels import FOLDER, Kernels, scalar, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, layout, padded
@@ -72,7 +73,7 @@ def is_fused_by_cudnn(block: Block, precision: Precision) -> bool:
     return block.activation in _CUDNN_ACTIVATIONS and block.pool is None
 
 
-def pack(file: WeightFile, precision: Precision) -> dict[str, Any]:
+def pack(file: WeightFile, precision: Precision, limits: Limits) -> dict[str, Any]:
     """The tensors of `file` under their canonical names, as the layers read them."""
     model, dtype = file.model, storage_dtype(precision)
     layouts, shapes = layout(model), model.shapes()
@@ -84,6 +85,8 @@ def pack(file: WeightFile, precision: Precision) -> dict[str, Any]:
         by_conv1 = first and conv1.is_supported(block, precision)
         if by_conv1:
             packed[names[0]] = conv1.fragments(weight, conv1.parts(precision))
+        elif not first and convolution.is_supported(block, shape, precision, limits):
+            packed[names[0]] = convolution.fragments(weight, precision)
         else:
             scaled = weight * np.float32(PIXEL_SCALE) if first else weight
             packed[names[0]] = layouts[names[0]].pack(scaled).astype(dtype)
@@ -144,15 +147,17 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._dtype = storage_dtype(build.precision)
         self._launches: list[tuple[str, Launch]] = []
         (first, first_shape), *rest = zip(model.blocks, model.shapes(), strict=True)
+        self._limits = build.handle.limits
         if conv1.is_supported(first, build.precision):
             assert isinstance(first, ConvBlock), "bug: not a convolution"
             x = self._conv1(first, first_shape, buffers.pixels)
         else:
             x = self._unpack(buffers.pixels)
             rest = [(first, first_shape), *rest]
+        self._first = first_shape
         *hidden, (_, last) = rest
         for block, shape in hidden:
-            x = self._block(block, shape.name, x)
+            x = self._block(block, shape, x)
         self._dense_softmax(last.name, x, buffers)
 
     def queue(self) -> None:
@@ -179,9 +184,18 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._launches.append(("unpack", lambda: kernel(grid, (epilogue.THREADS,), arguments)))
         return x
 
-    def _block(self, block: Block, name: str, x: Any) -> Any:
+    def _block(self, block: Block, shape: BlockShape, x: Any) -> Any:
+        name = shape.name
         weight, bias = self._tensors(name)
-        precision = self._build.precision
+        precision, limits = self._build.precision, self._limits
+        if shape != self._first and convolution.is_supported(block, shape, precision, limits):
+            assert isinstance(block, ConvBlock), "bug: not a convolution"
+            _, oh, ow = shape.output
+            y = self._take(oh, ow, padded(block.channels))
+            kernels, tensors = self._build.kernels, (x, weight, bias, y)
+            launch = convolution.launch(kernels, limits, block, shape, precision, *tensors)
+            self._launches.append((name, launch))
+            return y
         fused = is_fused_by_cudnn(block, precision)
         relu = fused and block.activation == RELU
         operation: Operation
