@@ -5,8 +5,8 @@
     convolution          `convolution`: one kernel with bias, activation and pooling. Where it does
                          not support the block: cuDNN, then the `epilogue`. Without pooling cuDNN
                          adds the bias and applies ReLU itself
-    dense                cuDNN with bias and ReLU, or cuDNN and the epilogue; in fp32 cuBLAS and
-                         the epilogue
+    dense                for few rows `dense.cu`; else cuDNN with bias and ReLU, or cuDNN and the
+                         epilogue; in fp32 cuBLAS and the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
 
 The buffers are taken once, so the launches can be captured into a CUDA graph and replayed.
@@ -26,7 +26,7 @@ from lenet.cuda.capture import Launch
 from lenet.cuda.cublas import WORKSPACE_BYTES
 from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
-from lenet.cuda.kernels import FOLDER, Kernels, scalar, storage_dtype
+from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, layout, padded
 from lenet.errors import BackendUnavailable
 from lenet.model import IDENTITY, RELU, Block, BlockShape, ConvBlock, DenseBlock, Model
@@ -47,6 +47,8 @@ MAX_CLASSES = 32
 # 2026-11-20).
 _TUNED_FROM_ROWS = {Convolution: 256, Product: 1024}
 _TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
+_DENSE_ROWS = 32  # up to so many rows `dense.cu` is faster
+_ROWS_OF_A_WARP = 8  # in it
 _CUDNN_ACTIVATIONS = (IDENTITY, RELU)  # fused by cuDNN into a convolution or product
 _ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
 _WEIGHT_COPIES = 6  # three for each strategy
@@ -209,6 +211,9 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         else:
             x, (n, k) = x.reshape(self._rows, -1), weight.shape
             y = self._take(n)
+            if self._rows <= _DENSE_ROWS:
+                self._dense(block, name, x, weight, bias, y)
+                return y
             if precision == "fp32":
                 product = self._build.handle.cublas.product
                 launch = partial(product, x, weight, y, "fp32", transpose_b=True)
@@ -217,6 +222,22 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
                 operation = Product(precision, self._rows, n, k, bias=fused, relu=relu)
                 self._cudnn(name, operation, x, weight, bias, y)
         return y if fused else self._epilogue(block, name, y, bias)
+
+    def _dense(self, block: DenseBlock, name: str, x: Any, weight: Any, bias: Any, y: Any) -> None:
+        macros: Macros = {
+            "SCALAR": scalar(self._dtype),
+            "BIAS": scalar(bias.dtype),
+            "I": x.shape[1],
+            "U": y.shape[1],
+            "UNITS": block.units,
+            "ROWS": min(self._rows, _ROWS_OF_A_WARP),
+            "ACTIVATION": block.activation.kind,
+            "PARAMETER": float(block.activation.parameter),
+        }
+        kernel = self._build.kernels.get(FOLDER / "dense.cu", "dense", macros)
+        grid = y.shape[1] // 4, -(-self._rows // _ROWS_OF_A_WARP)
+        arguments = (x, weight, bias, y, np.int32(self._rows))
+        self._launches.append((name, lambda: kernel(grid, (128,), arguments)))
 
     def _cudnn(
         self, name: str, operation: Operation, x: Any, weight: Any, bias: Any, y: Any
