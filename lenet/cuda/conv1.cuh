@@ -88,7 +88,7 @@ __device__ inline int quad_offset(int quad) {
 template <typename Activate>
 __device__ inline float pooled(Pooling pooling, float a, float b, float c, float d,
                                Activate activate) {
-    if (pooling == MAX) return activate(fmaxf(fmaxf(a, b), fmaxf(c, d)));
+    if (pooling == MAX) return activate(max_or_nan(max_or_nan(a, b), max_or_nan(c, d)));
     return (activate(a) + activate(b) + activate(c) + activate(d)) / 4;
 }
 }  // namespace conv1

@@ -6,8 +6,8 @@
 // bias:   BIAS (U), float or __half
 // y:      SCALAR (n, U); the units from UNITS on become 0
 //
-// Macros: SCALAR, BIAS; I, a multiple of LANES; U, a multiple of 4; UNITS; ROWS; ACTIVATION, PARAMETER.
-// Grid: U / 4 by ceil(n / ROWS). 128 threads.
+// Macros: SCALAR, BIAS; I, a multiple of LANES; U, a multiple of 4; UNITS; ROWS; ACTIVATION,
+// PARAMETER. Grid: U / 4 by ceil(n / ROWS). 128 threads.
 
 #include "activation.cuh"
 #include "vector.cuh"

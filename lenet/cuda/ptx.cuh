@@ -71,6 +71,17 @@ __device__ inline void copy_async(void* to, const void* from) {
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 #endif
 
+// The larger one, or NaN if one of them is.
+__device__ inline float max_or_nan(float a, float b) {
+#if __CUDA_ARCH__ >= 800
+    float value;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(value) : "f"(a), "f"(b));
+    return value;
+#else
+    return a > b || isnan(a) ? a : b;
+#endif
+}
+
 // A barrier of `threads` of the block, whole warps; 0 is that of __syncthreads.
 __device__ inline void barrier(int number, int threads) {
     asm volatile("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");

@@ -35,12 +35,20 @@ __device__ inline void store(SCALAR* to, const float (&from)[LANES]) {
     *reinterpret_cast<Pack<SCALAR>*>(to) = pack;
 }
 
-// Four neighbours, aligned to their size.
+// Two and four neighbours, aligned to their size.
+__device__ inline void store_two(SCALAR* to, const float (&from)[2]) {
+    if constexpr (sizeof(SCALAR) == 4) {
+        *reinterpret_cast<float2*>(to) = make_float2(from[0], from[1]);
+    } else {
+        *reinterpret_cast<__half2*>(to) = __floats2half2_rn(from[0], from[1]);
+    }
+}
 __device__ inline void store_four(SCALAR* to, const float (&from)[4]) {
     if constexpr (sizeof(SCALAR) == 4) {
         *reinterpret_cast<float4*>(to) = make_float4(from[0], from[1], from[2], from[3]);
     } else {
-        __half2 halves[] = {__floats2half2_rn(from[0], from[1]), __floats2half2_rn(from[2], from[3])};
+        __half2 halves[] = {__floats2half2_rn(from[0], from[1]),
+                            __floats2half2_rn(from[2], from[3])};
         *reinterpret_cast<uint2*>(to) = reinterpret_cast<const uint2&>(halves);
     }
 }

@@ -1,0 +1,233 @@
+"""The first two convolutions of a network in one kernel: `convolutions.cu`.
+
+It computes on tensor cores, in float32 too. Here are the networks that the kernel supports, its
+macros, the packing of its weights and its launch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lenet.cuda.capture import Launch
+from lenet.cuda.conv1 import filter_matrix, is_plain, mma_b, parts
+from lenet.cuda.device import Limits
+from lenet.cuda.graphs import Precision
+from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
+from lenet.cuda.packing import padded, round_up, zero_pad_to
+from lenet.model import ConvBlock, Model
+
+Fragments: TypeAlias = NDArray[np.float16] | NDArray[np.float32]
+
+_SOURCE = FOLDER / "convolutions.cu"
+_AMPERE = 80
+_PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
+_CHUNK_BYTES = 16
+_WITH_PARAMETER = ("clipped_relu", "elu")
+_MANY_IMAGES = 2  # for each multiprocessor: from here on a warp takes whole images
+_MOST_TEAMS = 8
+_WARPS_OF_AN_IMAGE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Split:
+    """How a block of threads divides its work: `teams` of `team` warps, each with an image.
+
+    In the second convolution a warp computes `groups` times eight quads of one of `parts` parts of
+    the channels.
+    """
+
+    teams: int
+    team: int
+    groups: int
+    parts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Convolutions:
+    """The geometry of the kernel for the first two blocks of `model`; see `of`."""
+
+    model: Model
+    precision: Precision
+
+    @classmethod
+    def of(cls, model: Model, precision: Precision, limits: Limits) -> Convolutions | None:
+        """None if the kernel does not support the network on such a GPU."""
+        first, second, *_ = (*model.blocks, None, None)
+        if not (isinstance(first, ConvBlock) and isinstance(second, ConvBlock)):
+            return None
+        parameters = {
+            block.activation.parameter
+            for block in (first, second)
+            if block.activation.kind in _WITH_PARAMETER
+        }
+        found = cls(model, precision)
+        if (
+            limits.capability >= _AMPERE
+            and is_plain(first)
+            and is_plain(second)
+            and first.pool is not None
+            and second.pool is not None
+            and len(parameters) <= 1
+            and padded(second.channels) % 16 == 0
+            and padded(second.channels) - second.channels < 16
+            and found.shared_bytes(1) <= limits.shared_bytes
+        ):
+            return found
+        return None
+
+    @property
+    def first(self) -> ConvBlock:
+        """The first block."""
+        block = self.model.blocks[0]
+        assert isinstance(block, ConvBlock), "bug: not supported"
+        return block
+
+    @property
+    def second(self) -> ConvBlock:
+        """The second block."""
+        block = self.model.blocks[1]
+        assert isinstance(block, ConvBlock), "bug: not supported"
+        return block
+
+    def macros(self, split: Split) -> Macros:
+        """The macros of the kernel."""
+        first, second = self.first, self.second
+        assert first.pool is not None, "bug: not supported"
+        assert second.pool is not None, "bug: not supported"
+        _, h, w = self.model.input
+        parameter = next(
+            (
+                block.activation.parameter
+                for block in (first, second)
+                if block.activation.kind in _WITH_PARAMETER
+            ),
+            1.0,
+        )
+        return {
+            "SCALAR": scalar(storage_dtype(self.precision)),
+            "PRODUCTS": _PRODUCTS[self.precision],
+            "H": h,
+            "W": w,
+            "R": first.kernel[0],
+            "S": first.kernel[1],
+            "PAD_H": first.padding[0],
+            "PAD_W": first.padding[1],
+            "POOL": first.pool.kind.upper(),
+            "C": round_up(first.channels, 8),
+            "CHANNELS1": first.channels,
+            "R2": second.kernel[0],
+            "S2": second.kernel[1],
+            "PAD2_H": second.padding[0],
+            "PAD2_W": second.padding[1],
+            "POOL2": second.pool.kind.upper(),
+            "K": padded(second.channels),
+            "CHANNELS": second.channels,
+            "ACTIVATION": second.activation.kind,
+            "ACTIVATION_1": first.activation.kind,
+            "ACTIVATION_2": second.activation.kind,
+            "PARAMETER": float(parameter),
+            "TEAMS": split.teams,
+            "TEAM": split.team,
+            "TASK_GROUPS": split.groups,
+            "PARTS": split.parts,
+        }
+
+    def shared_bytes(self, teams: int) -> int:
+        """The shared memory of a block of threads: filters, offsets, and images of the teams."""
+        first, second = self.first, self.second
+        channels, *sides = self.model.shapes()[0].output
+        (h, ph), (w, pw) = zip(sides, second.padding, strict=True)
+        r, s = second.kernel
+        width = storage_dtype(self.precision).itemsize
+        chunks = -(-channels * width // _CHUNK_BYTES)
+        steps = -(-r * s * chunks // 2)
+        pixel, half = (chunks | 1) * _CHUNK_BYTES, (w + 2 * pw + 1) // 2
+        wanted = (w + 2 * pw - s + 1) // 2 * pixel // 2 // 16 * 16 % 64
+        pitch = 2 * half * pixel + (wanted - 2 * half * pixel) % 64
+        taps = filter_matrix(np.zeros((1, 1, *first.kernel), np.float32), 8)
+        padded_channels = round_up(channels, 8)
+        first_bytes = parts(self.precision) * len(taps) * padded_channels * 2
+        filters = steps * (256 * tiles(second.channels) + 16) + first_bytes + 4 * padded_channels
+        return filters + teams * (self._copies_bytes() + (h + 2 * ph) * pitch)
+
+    def _copies_bytes(self) -> int:
+        """`conv1::Copies`."""
+        _, qh, qw = self.model.shapes()[0].output
+        _, h, w = self.model.input
+        r, s = self.first.kernel
+        ph, pw = self.first.padding
+        rows = max(h + ph, 2 * qh + r - 1)
+        pitch = round_up(max(w + pw, 2 * (qw + (s + 1) // 2 - 1)), 16)
+        return 2 * rows * pitch * 2
+
+    def split(self, rows: int, limits: Limits) -> Split:
+        """How the work of `rows` images is divided."""
+        if rows < _MANY_IMAGES * limits.multiprocessors:
+            return Split(1, _WARPS_OF_AN_IMAGE, groups=1, parts=2)
+        alone = self.shared_bytes(0)
+        image = self.shared_bytes(1) - alone
+        teams = min(_MOST_TEAMS, (limits.shared_bytes - alone) // image)
+        return Split(teams, 1, groups=2, parts=1)
+
+    def pack(self, weight1: ArrayLike, weight2: ArrayLike) -> tuple[Fragments, Fragments]:
+        """The filters of both convolutions, canonical, as the lanes of a warp read them.
+
+        Returns:
+            float16 (halves, steps, tiles, 32 lanes, 4), the halves of each weight; and (steps,
+            tiles, 32, 2, values in 4 bytes), float16 or float32. Both C-contiguous.
+        """
+        rest = mma_b(filter_matrix(weight1, round_up(self.first.channels, 8)))
+        halves: list[NDArray[np.float16]] = []
+        for _ in range(parts(self.precision)):
+            halves.append(rest.astype(np.float16))
+            rest = rest - halves[-1]
+        return np.stack(halves), fragments(weight2, self.precision)
+
+    def launch(  # pragma: no cover - needs a GPU
+        self,
+        kernels: Kernels,
+        limits: Limits,
+        images: Any,
+        weights: tuple[Any, Any],
+        biases: tuple[Any, Any],
+        y: Any,
+        divided: Split | None = None,
+    ) -> Launch:
+        """Prepare the launch from `images`, uint8 (n, 28, 28), to `y`, (n, oh, ow, K)."""
+        rows = len(images)
+        divided = divided or self.split(rows, limits)
+        kernel = kernels.get(_SOURCE, "convolutions", self.macros(divided))
+        size = self.shared_bytes(divided.teams)
+        grid = (min(-(-rows // divided.teams), limits.multiprocessors),)
+        threads = (32 * divided.team * divided.teams,)
+        arguments = (images, *weights, *biases, y, np.int32(rows))
+        return lambda: kernel(grid, threads, arguments, size)
+
+
+def tiles(channels: int) -> int:
+    """The tiles of eight output channels: pairs, but the last may be alone with two channels."""
+    rest = channels % 16
+    return channels // 16 * 2 + (0 if rest == 0 else 1 if rest <= 2 else 2)
+
+
+def fragments(weight: ArrayLike, precision: Precision) -> Fragments:
+    """The filters (k, c, r, s) of the second convolution, see `Convolutions.pack`."""
+    weight = np.asarray(weight, np.float32)
+    dtype = storage_dtype(precision)
+    k, c, r, s = weight.shape
+    values = _CHUNK_BYTES // dtype.itemsize
+    taps = zero_pad_to(
+        weight.transpose(2, 3, 1, 0), (r, s, round_up(c, values), round_up(k, 16))
+    )
+    chunks = taps.reshape(-1, values, taps.shape[-1])
+    chunks = zero_pad_to(chunks, (round_up(len(chunks), 2), *chunks.shape[1:]))
+    # Channel 16 a + 4 t + 2 b + e is column 2 t + e of tile 2 a + b.
+    axes = chunks.reshape(-1, 2, 4, values // 4, taps.shape[-1] // 16, 4, 2, 2)
+    # step, half, t of k, value; a, t, b, e -> step, a, b, (t, e), t of k, half, value
+    ordered = axes.transpose(0, 4, 6, 5, 7, 2, 1, 3)
+    lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)
+    return np.ascontiguousarray(lanes[:, : tiles(k)].astype(dtype))
