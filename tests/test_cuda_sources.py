@@ -13,6 +13,8 @@ from typing import get_args
 import pytest
 
 from lenet.cuda import conv1, fused_network
+from lenet.cuda.convolutions import Convolutions
+from lenet.cuda.device import Limits
 from lenet.model import (
     ARCHITECTURES,
     IDENTITY,
@@ -128,6 +130,31 @@ LENET |= {
     for name, model in ARCHITECTURES.items()
 }
 
+HOPPER = Limits(90, 232_448, 132)
+
+
+def convolutions(name, precision, rows):
+    """The kernel of the first two convolutions of a named network, as it is launched."""
+    found = Convolutions.of(ARCHITECTURES[name].folded, precision, HOPPER)
+    assert found is not None
+    return SERVING / "convolutions.cu", found.macros(found.split(rows, HOPPER))
+
+
+LENET |= {
+    f"convolutions-{name}-{precision}-{rows}": convolutions(name, precision, rows)
+    for name in ("lenet", "lenet-6-16", "cnn-32-64")
+    for precision in ("fp16", "tf32", "fp32")
+    for rows in (1, 8192)
+}
+LENET |= {
+    f"dense-{rows}": (
+        SERVING / "dense.cu",
+        {"I": 1024, "U": 512, "UNITS": 500, "ROWS": rows, "ACTIVATION": "relu"}
+        | {"PARAMETER": "1.0f", "BIAS": "float"},
+    )
+    for rows in (1, 8)
+}
+
 # Kernels of other networks.
 OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
     "conv1-unpooled": (
@@ -153,6 +180,14 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
 def supported(source):
     """(GPUs, storage types) of a source: thread block clusters need Hopper or newer."""
     return (GPUS[-1:], SCALARS[-1:]) if source.name == "fused_network.cu" else (GPUS, SCALARS)
+
+
+def supported_case(case):
+    """The same of a case; a file that names its storage type is compiled for that one."""
+    source, macros = LENET[case]
+    if "SCALAR" in macros:
+        return GPUS[1:], (macros["SCALAR"],)
+    return supported(source)
 
 
 class Nvrtc:
@@ -194,9 +229,9 @@ def nvrtc():
     ("case", "scalar", "gpu"),
     [
         (case, scalar, gpu)
-        for case, (source, _) in LENET.items()
-        for scalar in supported(source)[1]
-        for gpu in supported(source)[0]
+        for case in LENET
+        for scalar in supported_case(case)[1]
+        for gpu in supported_case(case)[0]
     ],
 )
 def test_a_kernel_of_a_named_network_compiles_and_keeps_everything_in_registers(

@@ -28,8 +28,7 @@ _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
 _WITH_PARAMETER = ("clipped_relu", "elu")
 _MANY_IMAGES = 2  # for each multiprocessor: from here on a warp takes whole images
-_MOST_TEAMS = 8
-_WARPS_OF_AN_IMAGE = 4
+_WARPS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,27 +164,58 @@ class Convolutions:
         return 2 * rows * pitch * 2
 
     def split(self, rows: int, limits: Limits) -> Split:
-        """How the work of `rows` images is divided."""
-        if rows < _MANY_IMAGES * limits.multiprocessors:
-            return Split(1, _WARPS_OF_AN_IMAGE, groups=1, parts=2)
-        alone = self.shared_bytes(0)
-        image = self.shared_bytes(1) - alone
-        teams = min(_MOST_TEAMS, (limits.shared_bytes - alone) // image)
-        return Split(teams, 1, groups=2, parts=1)
+        """How the work of `rows` images is divided.
 
-    def pack(self, weight1: ArrayLike, weight2: ArrayLike) -> tuple[Fragments, Fragments]:
-        """The filters of both convolutions, canonical, as the lanes of a warp read them.
+        Few: a block computes one image. Many: as many as it has room for, one, two, four or eight;
+        the larger its part of an image, the less often a warp reads the filters.
+        """
+        teams = 1
+        if rows >= _MANY_IMAGES * limits.multiprocessors:
+            while 2 * teams <= _WARPS and self.shared_bytes(2 * teams) <= limits.shared_bytes:
+                teams *= 2
+        team = _WARPS // teams
+        _, h, w = self.model.shapes()[1].output
+        groups = -(-h * w // 8)
+        if -(-groups // 2) >= team:
+            return Split(teams, team, groups=2, parts=1)
+        pairs = -(-tiles(self.second.channels) // 2)
+        parts = min(pairs, max(1, team // groups))
+        return Split(teams, team, groups=1, parts=parts)
+
+    def pack_first(self, weight: ArrayLike) -> Fragments:
+        """The first filters (k, 1, r, s) as the lanes of a warp read them.
 
         Returns:
-            float16 (halves, steps, tiles, 32 lanes, 4), the halves of each weight; and (steps,
-            tiles, 32, 2, values in 4 bytes), float16 or float32. Both C-contiguous.
+            float16 (halves, steps, tiles, 32 lanes, 4), C-contiguous: the halves of each weight.
         """
-        rest = mma_b(filter_matrix(weight1, round_up(self.first.channels, 8)))
+        rest = mma_b(filter_matrix(weight, round_up(self.first.channels, 8)))
         halves: list[NDArray[np.float16]] = []
         for _ in range(parts(self.precision)):
             halves.append(rest.astype(np.float16))
             rest = rest - halves[-1]
-        return np.stack(halves), fragments(weight2, self.precision)
+        return np.stack(halves)
+
+    def pack_second(self, weight: ArrayLike) -> Fragments:
+        """The second filters (k, c, r, s) as the lanes of a warp read them.
+
+        Returns:
+            (steps, tiles, 32 lanes, 2, values in 4 bytes), float16 or float32, C-contiguous. A step
+            covers two chunks, of 16 bytes of channels each.
+        """
+        weight = np.asarray(weight, np.float32)
+        dtype = storage_dtype(self.precision)
+        k, c, r, s = weight.shape
+        values = _CHUNK_BYTES // dtype.itemsize
+        size = r, s, round_up(c, values), round_up(k, 16)
+        taps = zero_pad_to(weight.transpose(2, 3, 1, 0), size)
+        chunks = taps.reshape(-1, values, size[-1])
+        chunks = zero_pad_to(chunks, (round_up(len(chunks), 2), *chunks.shape[1:]))
+        # Channel 16 a + 4 t + 2 b + e is column 2 t + e of tile 2 a + b.
+        axes = chunks.reshape(-1, 2, 4, values // 4, size[-1] // 16, 4, 2, 2)
+        # step, half, t of k, value; a, t, b, e -> step, a, b, (t, e), t of k, half, value
+        ordered = axes.transpose(0, 4, 6, 5, 7, 2, 1, 3)
+        lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)
+        return np.ascontiguousarray(lanes[:, : tiles(k)].astype(dtype))
 
     def launch(  # pragma: no cover - needs a GPU
         self,
@@ -212,22 +242,3 @@ def tiles(channels: int) -> int:
     """The tiles of eight output channels: pairs, but the last may be alone with two channels."""
     rest = channels % 16
     return channels // 16 * 2 + (0 if rest == 0 else 1 if rest <= 2 else 2)
-
-
-def fragments(weight: ArrayLike, precision: Precision) -> Fragments:
-    """The filters (k, c, r, s) of the second convolution, see `Convolutions.pack`."""
-    weight = np.asarray(weight, np.float32)
-    dtype = storage_dtype(precision)
-    k, c, r, s = weight.shape
-    values = _CHUNK_BYTES // dtype.itemsize
-    taps = zero_pad_to(
-        weight.transpose(2, 3, 1, 0), (r, s, round_up(c, values), round_up(k, 16))
-    )
-    chunks = taps.reshape(-1, values, taps.shape[-1])
-    chunks = zero_pad_to(chunks, (round_up(len(chunks), 2), *chunks.shape[1:]))
-    # Channel 16 a + 4 t + 2 b + e is column 2 t + e of tile 2 a + b.
-    axes = chunks.reshape(-1, 2, 4, values // 4, taps.shape[-1] // 16, 4, 2, 2)
-    # step, half, t of k, value; a, t, b, e -> step, a, b, (t, e), t of k, half, value
-    ordered = axes.transpose(0, 4, 6, 5, 7, 2, 1, 3)
-    lanes = ordered.reshape(len(ordered), -1, 32, 2, values // 4)
-    return np.ascontiguousarray(lanes[:, : tiles(k)].astype(dtype))

@@ -1,10 +1,11 @@
 """The strategy "layer by layer": cuDNN's fused operations and our kernels, over fixed buffers.
 
+    first two            `convolutions`: one kernel from pixels to the second's pooled activations.
+                         Where it does not support them, or the network has one convolution:
     first convolution    `conv1`: one kernel from pixels to pooled activations. Where it does not
                          support the block: `unpack.cu`, then as any other convolution
-    convolution          `convolution`: one kernel with bias, activation and pooling. Where it does
-                         not support the block: cuDNN, then the `epilogue`. Without pooling cuDNN
-                         adds the bias and applies ReLU itself
+    convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
+                         cuDNN adds the bias and applies ReLU itself
     dense                for few rows `dense.cu`; else cuDNN with bias and ReLU, or cuDNN and the
                          epilogue; in fp32 cuBLAS and the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
@@ -21,8 +22,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lenet.cuda import conv1, convolution, epilogue
+from lenet.cuda import conv1, epilogue
 from lenet.cuda.capture import Launch
+from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.cublas import WORKSPACE_BYTES
 from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
@@ -80,15 +82,16 @@ def pack(file: WeightFile, precision: Precision, limits: Limits) -> dict[str, An
     model, dtype = file.model, storage_dtype(precision)
     layouts, shapes = layout(model), model.shapes()
     packed: dict[str, Any] = {}
+    both = Convolutions.of(model, precision, limits)
     for block, shape in zip(model.blocks, shapes, strict=True):
         names = f"{shape.name}.weight", f"{shape.name}.bias"
         weight, bias = (file.tensors[name] for name in names)
         first = shape is shapes[0]
-        by_conv1 = first and conv1.is_supported(block, precision)
-        if by_conv1:
+        by_conv1 = both is None and first and conv1.is_supported(block, precision)
+        if both is not None and shape in shapes[:2]:
+            packed[names[0]] = both.pack_first(weight) if first else both.pack_second(weight)
+        elif by_conv1:
             packed[names[0]] = conv1.fragments(weight, conv1.parts(precision))
-        elif not first and convolution.is_supported(block, shape, precision, limits):
-            packed[names[0]] = convolution.fragments(weight, precision)
         else:
             scaled = weight * np.float32(PIXEL_SCALE) if first else weight
             packed[names[0]] = layouts[names[0]].pack(scaled).astype(dtype)
@@ -148,18 +151,19 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._rows, self._build = buffers.rows, build
         self._dtype = storage_dtype(build.precision)
         self._launches: list[tuple[str, Launch]] = []
-        (first, first_shape), *rest = zip(model.blocks, model.shapes(), strict=True)
-        self._limits = build.handle.limits
-        if conv1.is_supported(first, build.precision):
+        blocks = list(zip(model.blocks, model.shapes(), strict=True))
+        first, first_shape = blocks[0]
+        both = Convolutions.of(model, build.precision, build.handle.limits)
+        if both is not None:
+            x, rest = self._convolutions(both, buffers.pixels), blocks[2:]
+        elif conv1.is_supported(first, build.precision):
             assert isinstance(first, ConvBlock), "bug: not a convolution"
-            x = self._conv1(first, first_shape, buffers.pixels)
+            x, rest = self._conv1(first, first_shape, buffers.pixels), blocks[1:]
         else:
-            x = self._unpack(buffers.pixels)
-            rest = [(first, first_shape), *rest]
-        self._first = first_shape
+            x, rest = self._unpack(buffers.pixels), blocks
         *hidden, (_, last) = rest
         for block, shape in hidden:
-            x = self._block(block, shape, x)
+            x = self._block(block, shape.name, x)
         self._dense_softmax(last.name, x, buffers)
 
     def queue(self) -> None:
@@ -167,6 +171,16 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         for name, launch in self._launches:
             with span(name):
                 launch()
+
+    def _convolutions(self, both: Convolutions, pixels: Any) -> Any:
+        first, second, *_ = both.model.shapes()
+        _, oh, ow = second.output
+        y = self._take(oh, ow, padded(both.second.channels))
+        weights, biases = zip(self._tensors(first.name), self._tensors(second.name), strict=True)
+        kernels, limits = self._build.kernels, self._build.handle.limits
+        launch = both.launch(kernels, limits, pixels, weights, biases, y)
+        self._launches.append((f"{first.name}, {second.name}", launch))
+        return y
 
     def _conv1(self, block: ConvBlock, shape: BlockShape, pixels: Any) -> Any:
         _, oh, ow = shape.output
@@ -186,18 +200,9 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._launches.append(("unpack", lambda: kernel(grid, (epilogue.THREADS,), arguments)))
         return x
 
-    def _block(self, block: Block, shape: BlockShape, x: Any) -> Any:
-        name = shape.name
+    def _block(self, block: Block, name: str, x: Any) -> Any:
         weight, bias = self._tensors(name)
-        precision, limits = self._build.precision, self._limits
-        if shape != self._first and convolution.is_supported(block, shape, precision, limits):
-            assert isinstance(block, ConvBlock), "bug: not a convolution"
-            _, oh, ow = shape.output
-            y = self._take(oh, ow, padded(block.channels))
-            kernels, tensors = self._build.kernels, (x, weight, bias, y)
-            launch = convolution.launch(kernels, limits, block, shape, precision, *tensors)
-            self._launches.append((name, launch))
-            return y
+        precision = self._build.precision
         fused = is_fused_by_cudnn(block, precision)
         relu = fused and block.activation == RELU
         operation: Operation

@@ -3,10 +3,24 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from lenet.cuda.device import Limits
 from lenet.cuda.layers import MAX_CLASSES, check, pack
 from lenet.cuda.packing import PIXEL_SCALE, layout
 from lenet.errors import BackendUnavailable
 from lenet.model import IDENTITY, DenseBlock, Model
+
+TURING = Limits(75, 65_536, 40)
+HOPPER = Limits(90, 232_448, 132)
+
+
+def test_the_first_two_convolutions_are_packed_for_their_kernel_where_there_is_one(random_weights):
+    file = random_weights("lenet")
+    for precision, halves, dtype in (("fp16", 1, np.float16), ("fp32", 2, np.float32)):
+        packed = pack(file, precision, HOPPER)
+        assert packed["conv1.weight"].shape == (halves, 2, 3, 32, 4)
+        assert packed["conv2.weight"].shape[1:4] == (7, 32, 2)
+        assert packed["conv2.weight"].dtype == dtype
+        assert packed["conv1.bias"].dtype == packed["conv2.bias"].dtype == np.float32
 
 
 def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name():
@@ -22,7 +36,7 @@ def test_weights_have_the_networks_type_and_biases_that_of_whoever_adds_them(
     name, precision, random_weights
 ):
     file = random_weights(name)
-    packed = pack(file, precision)
+    packed = pack(file, precision, TURING)
     assert set(packed) == set(file.model.parameters())
     half = precision == "fp16"
     last = f"dense{sum(isinstance(block, DenseBlock) for block in file.model.blocks)}"
@@ -36,6 +50,6 @@ def test_weights_have_the_networks_type_and_biases_that_of_whoever_adds_them(
 
 def test_a_first_layer_that_takes_unpacked_pixels_has_their_scale_in_its_weights(random_weights):
     file = random_weights("mlp")
-    packed = pack(file, "fp32")["dense1.weight"]
+    packed = pack(file, "fp32", TURING)["dense1.weight"]
     canonical = layout(file.model)["dense1.weight"].unpack(packed)
     np.testing.assert_allclose(canonical, file.tensors["dense1.weight"] * PIXEL_SCALE, rtol=1e-6)

@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from lenet.cuda.convolutions import Convolutions, Split, tiles
+from lenet.cuda.device import Limits
+from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool, named
+
+H100 = Limits(90, 232_448, 132)
+HALVED = Pool("max")
+FIRST, SECOND = ConvBlock(20, (5, 5), pool=HALVED), ConvBlock(50, (5, 5), pool=HALVED)
+LAST = DenseBlock(10, activation=IDENTITY)
+ELU, CLIPPED = Activation("elu", 0.5), Activation("clipped_relu", 6.0)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "is_supported"),
+    [
+        ((FIRST, SECOND), True),
+        ((FIRST, SECOND, DenseBlock(30)), True),
+        ((FIRST, ConvBlock(50, (3, 3), padding=(1, 1), pool=Pool("average"))), True),
+        ((FIRST, ConvBlock(50, (5, 5), activation=ELU, pool=HALVED)), True),
+        # Both have the one parameter.
+        (
+            (
+                ConvBlock(20, (5, 5), activation=CLIPPED, pool=HALVED),
+                ConvBlock(50, (5, 5), activation=ELU, pool=HALVED),
+            ),
+            False,
+        ),
+        ((FIRST,), False),
+        ((FIRST, DenseBlock(30)), False),
+        ((ConvBlock(20, (5, 5)), SECOND), False),
+        ((FIRST, ConvBlock(50, (5, 5))), False),
+        ((FIRST, ConvBlock(50, (5, 5), stride=(2, 2), pool=HALVED)), False),
+        ((FIRST, ConvBlock(8, (5, 5), pool=HALVED)), False),  # channels come in pairs of tiles
+        ((FIRST, ConvBlock(600, (5, 5), pool=HALVED)), False),  # too large for a multiprocessor
+    ],
+)
+def test_two_plain_pooled_convolutions_that_fit_are_supported(blocks, is_supported):
+    model = Model("m", (*blocks, LAST))
+    for precision in ("fp16", "tf32", "fp32"):
+        assert (Convolutions.of(model, precision, H100) is not None) == is_supported
+        assert Convolutions.of(model, precision, Limits(75, 65_536, 40)) is None
+
+
+def convolutions(name, precision):
+    found = Convolutions.of(named(name).folded, precision, H100)
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "precision", "rows", "expected"),
+    [
+        ("lenet", "fp16", 1, Split(1, 8, 1, 4)),
+        ("lenet", "fp16", 8192, Split(8, 1, 2, 1)),
+        ("lenet", "fp32", 8192, Split(4, 2, 1, 1)),
+        ("cnn-32-64", "fp32", 8192, Split(2, 4, 2, 1)),
+    ],
+)
+def test_few_images_are_divided_and_many_have_warps_of_their_own(name, precision, rows, expected):
+    assert convolutions(name, precision).split(rows, H100) == expected
+
+
+@pytest.mark.parametrize(("channels", "expected"), [(16, 2), (17, 3), (18, 3), (19, 4), (50, 7)])
+def test_two_channels_need_one_more_tile_and_three_need_two(channels, expected):
+    assert tiles(channels) == expected
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_a_lane_finds_the_second_filters_of_its_channels(mma, precision):
+    weight = mma.normal(50, 20, 5, 5)
+    found = convolutions("lenet", precision).pack_second(weight)
+    values = 8 if precision == "fp16" else 4  # of 16 bytes of a pixel
+    chunks = -(-20 // values)
+    assert found.shape == (-(-25 * chunks // 2), 7, 32, 2, values // 4)
+    step, tile, lane, half, value = np.indices(found.shape)
+    tap, part = np.divmod(2 * step + half, chunks)
+    c = part * values + lane % 4 * (values // 4) + value
+    column = lane // 4
+    k = tile // 2 * 16 + column // 2 * 4 + tile % 2 * 2 + column % 2
+    expected = mma.picked(weight, k, c, tap // 5, tap % 5)
+    np.testing.assert_array_equal(found, expected.astype(found.dtype))
+    assert found.flags.c_contiguous
+
+
+def test_a_lane_finds_the_first_filters_in_two_halves(mma):
+    weight = mma.normal(20, 1, 5, 5)
+    found = convolutions("lenet", "fp32").pack_first(weight)
+    assert found.shape == (2, 2, 3, 32, 4)
+    _, step, tile, lane, place = np.indices(found.shape)
+    k, column = mma.b(lane, place)
+    expected = mma.first_filter(weight, 16 * step[0] + k[0], tile[0] * 8 + column[0])
+    np.testing.assert_allclose(found.astype(float).sum(0), expected, rtol=2.0**-22, atol=2.0**-25)
