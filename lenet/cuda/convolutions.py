@@ -27,7 +27,6 @@ _AMPERE = 80
 _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
 _WITH_PARAMETER = ("clipped_relu", "elu")
-_MANY_IMAGES = 2  # for each multiprocessor: from here on a warp takes whole images
 _WARPS = 8
 
 
@@ -166,13 +165,17 @@ class Convolutions:
     def split(self, rows: int, limits: Limits) -> Split:
         """How the work of `rows` images is divided.
 
-        Few: a block computes one image. Many: as many as it has room for, one, two, four or eight;
-        the larger its part of an image, the less often a warp reads the filters.
+        A block has as many teams (1, 2, 4 or 8) as all images need to be computed at once, one
+        block on a multiprocessor, as far as it has room. The larger its part of an image, the less
+        often a warp reads the filters.
         """
         teams = 1
-        if rows >= _MANY_IMAGES * limits.multiprocessors:
-            while 2 * teams <= _WARPS and self.shared_bytes(2 * teams) <= limits.shared_bytes:
-                teams *= 2
+        while (
+            teams < _WARPS
+            and teams * limits.multiprocessors < rows
+            and self.shared_bytes(2 * teams) <= limits.shared_bytes
+        ):
+            teams *= 2
         team = _WARPS // teams
         _, h, w = self.model.shapes()[1].output
         groups = -(-h * w // 8)

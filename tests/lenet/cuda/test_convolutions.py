@@ -55,12 +55,15 @@ def convolutions(name, precision):
     ("name", "precision", "rows", "expected"),
     [
         ("lenet", "fp16", 1, Split(1, 8, 1, 4)),
+        ("lenet", "fp16", 132, Split(1, 8, 1, 4)),
+        ("lenet", "fp16", 133, Split(2, 4, 1, 2)),
+        ("lenet", "fp16", 512, Split(4, 2, 1, 1)),
         ("lenet", "fp16", 8192, Split(8, 1, 2, 1)),
         ("lenet", "fp32", 8192, Split(4, 2, 1, 1)),
         ("cnn-32-64", "fp32", 8192, Split(2, 4, 2, 1)),
     ],
 )
-def test_few_images_are_divided_and_many_have_warps_of_their_own(name, precision, rows, expected):
+def test_all_images_are_computed_at_once_where_that_is_possible(name, precision, rows, expected):
     assert convolutions(name, precision).split(rows, H100) == expected
 
 
