@@ -103,7 +103,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     first_block_moments(const __half* __restrict__ x, const float* __restrict__ weight,
                         float* partial, unsigned* counters, float* patches, float* mean,
                         float* variance, float* running_mean, float* running_variance, int rows) {
-    __shared__ alignas(16) conv1::Copies copies;
+    alignas(16) __shared__ conv1::Copies copies;
     __shared__ float by_warp[WARPS][MOMENTS];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const int g = lane / 4, t = lane % 4;
@@ -189,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
                         const float* __restrict__ mean, const float* __restrict__ variance,
                         const float* __restrict__ gamma, const float* __restrict__ beta,
                         __half* __restrict__ y, uint8* __restrict__ index, int rows) {
-    __shared__ alignas(16) conv1::Copies copies;
+    alignas(16) __shared__ conv1::Copies copies;
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
     const int g = lane / 4, t = lane % 4;
     const conv1::TapOffsets taps(lane);

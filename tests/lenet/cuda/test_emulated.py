@@ -26,6 +26,7 @@ pytestmark = [
 ]
 
 EMULATED = Path(__file__).parent / "emulated"
+TRAINING = Path(__file__).parents[3] / "trainer" / "ops_cuda"
 HOPPER = Limits(90, 232_448, 132)
 LARGEST = {"fp16": 1e-3, "tf32": 1e-3, "fp32": 1e-6}
 """Relative errors in norm."""
@@ -36,8 +37,9 @@ def compiled(tmp_path):
     """`compiled("dense", macros)`: the library of a kernel."""
 
     def compile_(name, macros):
-        for file in (*FOLDER.glob("*.cu"), *FOLDER.glob("*.cuh"), *EMULATED.iterdir()):
-            shutil.copy(file, tmp_path)  # the stand-ins last
+        sources = [*FOLDER.glob("*.cu*"), *TRAINING.glob("*.cu*")]
+        for file in (*sources, *EMULATED.iterdir()):  # the stand-ins last
+            shutil.copy(file, tmp_path)
         defines = [f"-D{key}={value}" for key, value in macros.items()]
         options = ["-std=c++20", "-I.", "-O2", "-w", "-shared", "-fPIC", "-pthread"]
         line = ["g++", *options, *defines, f"{name}.cc", "-o", "kernel.so"]
@@ -125,3 +127,65 @@ def test_a_dense_layer_of_few_rows_is_that_of_float64(compiled, dtype, largest):
     error = np.linalg.norm(y[:, :units] - expected) / np.linalg.norm(expected)
     assert error < largest
     assert not y[:, units:].any()
+
+
+def test_the_first_block_of_training_is_that_of_float64(compiled):
+    rows, blocks, channels, padded_channels, epsilon = 5, 3, 20, 32, 1e-5
+    macros = {"H": 28, "W": 28, "R": 5, "S": 5, "PAD_H": 0, "PAD_W": 0, "POOL": "MAX"}
+    kernel = compiled("first_block", macros | {"C": padded_channels, "CHANNELS": channels})
+    generator = np.random.default_rng(5)
+
+    def zeros(*shape, dtype=np.float32):
+        return aligned(np.zeros(shape, dtype))
+
+    def normal(*shape):
+        tensor = np.zeros(shape, np.float32)
+        tensor[:channels] = generator.standard_normal((channels, *shape[1:]))
+        return aligned(tensor)
+
+    x = aligned(generator.random((rows, 28, 28)).astype(np.float16))
+    weight, gamma, beta = normal(32, 25), normal(32), normal(32)
+    partial, counters = zeros(blocks * 1024), zeros(8, dtype=np.uint32)
+    patches, mean, variance, running_mean = zeros(32, 32), zeros(32), zeros(32), zeros(32)
+    running_variance = aligned(np.ones(32, np.float32))
+    moments = patches, mean, variance, running_mean, running_variance
+    kernel.moments(*addresses(x, weight, partial, counters, *moments), rows, blocks)
+    y, dy = zeros(rows, 12, 12, 32, dtype=np.float16), zeros(rows, 12, 12, 32, dtype=np.float16)
+    dy[...] = generator.standard_normal(dy.shape)
+    index = zeros(rows, 12, 12, 32, dtype=np.uint8)
+    given = addresses(x, weight, mean, variance, gamma, beta, y, index)
+    kernel.forward(*given, rows, blocks)
+    dweight, dgamma, dbeta = zeros(32, 25), zeros(32), zeros(32)
+    saved = x, y, dy, index, weight, mean, variance, gamma, patches, partial, counters
+    kernel.backward(*addresses(*saved, dweight, dgamma, dbeta), rows, blocks)
+
+    # The usual way, with all that the convolution computes.
+    patch = np.lib.stride_tricks.sliding_window_view(x.astype(float), (5, 5), (1, 2))
+    patch = patch.reshape(-1, 25)
+    computed = patch @ weight.astype(np.float16).astype(float).T
+    inverse = 1 / np.sqrt(computed.var(0) + epsilon)
+    normalized = (computed - computed.mean(0)) * inverse
+    windows = (gamma * normalized + beta).reshape(rows, 12, 2, 12, 2, 32)
+    windows = windows.transpose(0, 1, 3, 5, 2, 4).reshape(rows, 12, 12, 32, 4)
+    gradient = np.zeros_like(windows)
+    passed = np.where(y > 0, dy, 0).astype(float)[..., None]
+    np.put_along_axis(gradient, index.astype(int)[..., None], passed, -1)
+    gradient = gradient.reshape(rows, 12, 12, 32, 2, 2).transpose(0, 1, 4, 2, 5, 3)
+    dz = gradient.reshape(-1, 32)
+    dbeta_exact, dgamma_exact = dz.sum(0), (dz * normalized).sum(0)
+    centred = dz - (dbeta_exact + normalized * dgamma_exact) / len(patch)
+    for found, exact, largest in (
+        (mean, computed.mean(0), 1e-6),
+        (variance, computed.var(0), 1e-6),
+        (running_mean, 0.1 * computed.mean(0), 1e-6),
+        (y, np.maximum(windows.max(-1), 0), 1e-3),
+        (dbeta, dbeta_exact, 1e-6),
+        (dgamma, dgamma_exact, 1e-6),
+        (dweight, (gamma * inverse * centred).T @ patch, 1e-6),
+    ):
+        real = (slice(channels),) if found.ndim < 4 else (..., slice(channels))
+        error = np.linalg.norm(found[real] - exact[real]) / np.linalg.norm(exact[real])
+        assert error < largest
+    assert not counters.any()
+    assert not y[..., channels:].any()
+    assert not dweight[channels:].any()

@@ -3,6 +3,7 @@
 // outside of the block's shared memory, or not aligned, ends the program. Not for clusters.
 
 #pragma once
+#include <atomic>
 #include <barrier>
 #include <cmath>
 #include <cstdlib>
@@ -137,6 +138,14 @@ inline void split(unsigned value, unsigned& high, unsigned& low) {
     high = (value + 0x1000u) & 0xffffe000u;
     low = bits<unsigned>(bits<float>(value) - bits<float>(high));
 }
+
+inline void __threadfence() {}
+inline unsigned atomicAdd(unsigned* at, unsigned value) {
+    return std::atomic_ref<unsigned>(*at).fetch_add(value);
+}
+inline float rsqrtf(float x) { return 1 / std::sqrt(x); }
+using std::isfinite;
+using std::isnan;
 
 inline float max_or_nan(float a, float b) { return a > b || std::isnan(a) ? a : b; }
 
