@@ -26,12 +26,13 @@ from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.kernels import Kernels, storage_dtype
 from lenet.cuda.memory import Arena, Workspace
 from lenet.errors import DeviceError
-from lenet.model import Model
+from lenet.model import ConvBlock, Model
 from lenet.pixels import Images
-from trainer.ops import Array, LossScale, Run, Update
+from trainer.ops import Array, Epilogue, LossScale, Run, Saved, Update
 from trainer.ops_cuda import parameters
 from trainer.ops_cuda.batch import BatchKernels
 from trainer.ops_cuda.epilogue import Epilogues
+from trainer.ops_cuda.first_block import FirstBlock, FirstGradient, SavedFirst, Unwritten
 from trainer.ops_cuda.linear import Linear
 from trainer.ops_cuda.parameters import Parameter
 from trainer.ops_cuda.ranks import Ranks
@@ -86,6 +87,7 @@ class CudaOps:
             self.arithmetic,
         )
         self._epilogues = Epilogues(self.handle, kernels, self.arena)
+        self._first = FirstBlock(self.handle, kernels, self.arena)
         self._batch = BatchKernels(kernels, self.arena, storage_dtype(self.arithmetic))
         self._sgd = FusedSgd(kernels)
         self._parameters: WeakSet[Parameter] = WeakSet()
@@ -93,14 +95,9 @@ class CudaOps:
         self._captured: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._classes = 0
         self.batch = self._batch.batch
-        self.convolution = self.linear.convolution
-        self.convolution_weight_gradient = self.linear.convolution_weight_gradient
-        self.convolution_input_gradient = self.linear.convolution_input_gradient
         self.dense = self.linear.dense
         self.dense_weight_gradient = self.linear.dense_weight_gradient
         self.dense_input_gradient = self.linear.dense_input_gradient
-        self.epilogue = self._epilogues.forward
-        self.epilogue_backward = self._epilogues.backward
 
     def join(self, ranks: Ranks) -> None:
         """Train on a part of every batch from now on, together with the other ranks."""
@@ -166,6 +163,38 @@ class CudaOps:
         with translated("waiting for the GPU"):
             host: NDArray[Any] = cupy.asnumpy(x)[:, : self._classes].astype(np.float32)
         return host
+
+    def convolution(
+        self, x: Array, weight: Parameter, block: ConvBlock
+    ) -> tuple[Array | Unwritten, Saved]:
+        """Not computed where the epilogue may do without it, see `first_block`."""
+        unwritten = None if self._ranks else self._first.convolution(x, weight, block)
+        if unwritten is not None:
+            return unwritten, unwritten
+        return self.linear.convolution(x, weight, block)
+
+    def convolution_weight_gradient(self, dy: Array | FirstGradient, saved: Saved) -> Array:
+        if isinstance(dy, FirstGradient):
+            return dy.dweight
+        return self.linear.convolution_weight_gradient(dy, _of(saved))
+
+    def convolution_input_gradient(self, dy: Array, saved: Saved) -> Array:
+        return self.linear.convolution_input_gradient(dy, _of(saved))
+
+    def epilogue(
+        self, x: Array | Unwritten, epilogue: Epilogue, training: bool
+    ) -> tuple[Array, Saved]:
+        if isinstance(x, Unwritten):
+            if training and self._first.supports(x, epilogue):
+                return self._first.forward(x, epilogue)
+            unwritten = x
+            x, unwritten.saved = self.linear.convolution(x.x, x.weight, x.block)
+        return self._epilogues.forward(x, epilogue, training)
+
+    def epilogue_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
+        if isinstance(saved, SavedFirst):
+            return self._first.backward(dy, saved)
+        return self._epilogues.backward(dy, saved)
 
     def dropout(
         self, x: Array, units: int, rate: float, layer: int, state: RunState
@@ -261,7 +290,10 @@ class CudaOps:
 
     def finite(self, x: Array) -> bool:
         self.handle.join(self.wgrad_handle)
+        if isinstance(x, Unwritten):
+            return True
         array = x.master if isinstance(x, Parameter) else x
+        array = array.dweight if isinstance(array, FirstGradient) else array
         return bool(cupy.isfinite(array).all())
 
     @property
@@ -277,6 +309,11 @@ class CudaOps:
     def memory_bytes(self) -> int:
         """The memory that CuPy has allocated, without contexts and libraries."""
         return int(cupy.get_default_memory_pool().total_bytes())
+
+
+def _of(saved: Saved) -> Saved:
+    """What a convolution saved, also one that was computed late."""
+    return saved.saved if isinstance(saved, Unwritten) else saved
 
 
 def _check_stop(stopping: Event) -> None:
