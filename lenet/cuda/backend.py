@@ -47,6 +47,9 @@ _ENGINES_TRIED = {Convolution: 12, Product: 3}
 
 _ROUNDS, _LAUNCHES = 7, 20  # when a strategy is timed
 
+COPIED_ROWS = 256
+"""Layer by layer, smaller buckets read pixels from host memory and write probabilities there."""
+
 
 class CudaBackend:
     """cuDNN, cuBLAS and our kernels on GPU number `device`, for the thread that makes it.
@@ -179,7 +182,10 @@ class CudaBackend:
         many = buffers.rows >= _LAYER_BY_LAYER_FROM_ROWS
         if not found or (many and cached != "fused_network"):
             network = LayerByLayer(model, buffers, self._build_context())
-            from_host = partial(_queue_with_copies, network, buffers)
+            direct = buffers.rows < COPIED_ROWS
+            from_host = (
+                network.queue_from_host if direct else partial(_queue_with_copies, network, buffers)
+            )
             found.append(ChosenStrategy("layer_by_layer", from_host, network.queue))
         found = [replace(one, launch=self._prepared(one.launch)) for one in found]
         if len(found) == 1:

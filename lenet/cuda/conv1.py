@@ -137,7 +137,7 @@ def launch(  # pragma: no cover - needs a GPU
     y: Any,
 ) -> Launch:
     """Prepare the launch from `pixels`, uint8 (n, 28, 28), to `y`, (n, oh, ow, C)."""
-    rows = len(pixels)
+    rows = len(y)
     images = 2 if rows >= _TWO_IMAGES_FROM_ROWS else 1
     sizes: Macros = {"SCALAR": scalar(y.dtype), "IMAGES": images}
     kernel = kernels.get(_SOURCE, "first_convolution", {**macros(block, shape), **sizes})

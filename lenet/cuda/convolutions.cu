@@ -11,9 +11,10 @@
 // Macros besides those of conv1.cuh: SCALAR; C, the first's channels, a multiple of 8, of which
 // CHANNELS1 are real; R2, S2, PAD2_H, PAD2_W; POOL2: MAX or AVERAGE; K, a multiple of 16, of which
 // CHANNELS are real; ACTIVATION_1, ACTIVATION_2, PARAMETER (of both); PRODUCTS: 0 for halves, for
-// floats 1 (rounded to TF32) or 3 (the error of float32). TEAMS of TEAM warps, each with an image;
-// in the second convolution a warp computes TASK_GROUPS times eight quads (2 x 2 neighbours) in one of
-// PARTS parts of the channels.
+// floats 1 (rounded to TF32) or 3 (the error of float32). For few images, SLICES blocks compute each:
+// all of them the first convolution, and a slice of the second's channels. A block has TEAMS of TEAM
+// warps, each with an image; in the second convolution a warp computes eight quads (2 x 2
+// neighbours), one of PARTS parts of the slice, and one of DEPTHS parts of the sum over k.
 //
 // As a matrix product it has the pixels as rows (m), channels of taps as k, output channels as
 // columns (n). 16 bytes of a pixel, LANES channels, are a chunk; a step of k has two chunks. The
@@ -22,16 +23,22 @@
 // conflicts.
 //
 // Three products: a float is the sum of two TF32 numbers and a rest of 2^-22; the product of the
-// two smaller parts, of the same size, is left out. The first convolution multiplies pixels, exact
-// in half, by weights that are the sum of HALVES halves, see conv1.cu.
+// two smaller parts, of the same size, is left out. Tensor cores cut the last bits of a sum off, so
+// sums of many products are too small: after CHAIN steps they are added to others, rounded to nearest.
+// The first convolution multiplies pixels, exact in half, by weights that are the sum of HALVES
+// halves, see conv1.cu.
 //
-// Grid: any number of blocks, at most ceil(n / TEAMS); 32 TEAM TEAMS threads; shared memory:
-// `shared_bytes` of convolutions.py.
+// Grid: at most ceil(n / TEAMS), by SLICES; 32 TEAM TEAMS threads; shared memory: `shared_bytes` of
+// convolutions.py.
 
 #include "activation.cuh"
 #include "conv1.cuh"
 #include "ptx.cuh"
 #include "vector.cuh"
+
+#ifndef UNROLL
+#define UNROLL 4
+#endif
 
 constexpr int HALVES = sizeof(SCALAR) / 2, TILES1 = C / 8;
 
@@ -45,7 +52,10 @@ constexpr int ALL_CHUNKS = R2 * S2 * CHUNKS, STEPS = (ALL_CHUNKS + 1) / 2;
 // most two channels are left for the last two, they are in the first of them.
 constexpr int REST = CHANNELS % 16;
 constexpr int TILES = CHANNELS / 16 * 2 + (REST == 0 ? 0 : REST <= 2 ? 1 : 2);
-constexpr int PART_TILES = ((TILES + 1) / 2 + PARTS - 1) / PARTS * 2 - (PARTS == 1 && TILES % 2);
+constexpr int PAIRS = (TILES + 1) / 2, SLICE_PAIRS = (PAIRS + SLICES - 1) / SLICES;
+constexpr int SLICE_TILES = SLICE_PAIRS * 2 - (SLICES == 1 && TILES % 2);
+constexpr int PART_TILES =
+    (SLICE_PAIRS + PARTS - 1) / PARTS * 2 - (SLICES == 1 && PARTS == 1 && TILES % 2);
 
 // Bytes in shared memory. An odd number of chunks as the distance of pixels, and rows that continue
 // it from one row of quads to the next, avoid bank conflicts.
@@ -54,14 +64,16 @@ constexpr int WANTED = QUADS_W * PIXEL / 2 / 16 * 16 % 64;
 constexpr int PITCH = 2 * HALF * PIXEL + (WANTED - 2 * HALF * PIXEL % 64 + 64) % 64;
 constexpr int IMAGE = IN_H * PITCH;
 
-constexpr int TASK_QUADS = 8 * TASK_GROUPS;
-constexpr int TASKS = (QUADS + TASK_QUADS - 1) / TASK_QUADS * PARTS;
+constexpr int GROUPS = (QUADS + 7) / 8, TASKS = GROUPS * PARTS * DEPTHS;
+constexpr int DEPTH = (STEPS + DEPTHS - 1) / DEPTHS;  // steps of a part of the sum
+constexpr int CHAIN = PRODUCTS == 3 ? 8 : STEPS;
 constexpr int TEAM_THREADS = TEAM * WARP, THREADS = TEAMS * TEAM_THREADS;
 
 static_assert(C % 8 == 0 && CHANNELS1 <= C, "channels are padded to a multiple of 8");
 static_assert(K % 16 == 0 && CHANNELS <= K && K < CHANNELS + 16, "tiles come in pairs");
 static_assert(conv1::POOLING != NONE && POOL2 != NONE, "each convolution is pooled");
 static_assert(QUADS_H > 0 && QUADS_W > 0, "no quad fits");
+static_assert(DEPTHS == 1 || (TEAMS == 1 && TASKS == TEAM), "each warp has one part of a sum");
 
 __device__ inline int column(int j) { return (j / 2 + j % 2 * HALF) * PIXEL; }
 
@@ -95,9 +107,20 @@ __device__ inline void convolve_first(const conv1::Copies& copies,
                                       const uint2 (&filters)[HALVES][conv1::STEPS][TILES1][WARP],
                                       const float* bias, char* image, int lane, int warp) {
     const conv1::TapOffsets taps(lane);
+    unsigned b[HALVES * conv1::STEPS][TILES1][2];
+    float biases[TILES1][2];
+#pragma unroll
+    for (int tile = 0; tile < TILES1; ++tile) {
+#pragma unroll
+        for (int k = 0; k < HALVES * conv1::STEPS; ++k) {
+            const uint2 pair = filters[k / conv1::STEPS][k % conv1::STEPS][tile][lane];
+            b[k][tile][0] = pair.x, b[k][tile][1] = pair.y;
+        }
+        for (int k = 0; k < 2; ++k) biases[tile][k] = bias[tile * 8 + lane % 4 * 2 + k];
+    }
     for (int group = warp; group < conv1::GROUPS; group += TEAM) {
         const int quad = group * 8 + lane / 4;
-        const bool inside = quad < conv1::QUADS;
+        const bool inside = conv1::QUADS % 8 == 0 || quad < conv1::QUADS;
         const __half* pixels = copies[0][0] + conv1::quad_offset(inside ? quad : 0);
         unsigned a[conv1::STEPS][2][4];
 #pragma unroll
@@ -105,81 +128,76 @@ __device__ inline void convolve_first(const conv1::Copies& copies,
             for (int lower = 0; lower < 2; ++lower) taps.load(pixels, step, lower, a[step][lower]);
         char* const to = image + (quad / conv1::QUADS_W + PAD2_H) * PITCH +
                          column(quad % conv1::QUADS_W + PAD2_W);
+        __syncwarp();
 #pragma unroll
         for (int tile = 0; tile < TILES1; ++tile) {
-            float sums[2][4] = {};
-            __syncwarp();
+            float sums[2][4];
+            for (int k = 0; k < 8; ++k) sums[k / 4][k % 4] = biases[tile][k % 2];
 #pragma unroll
-            for (int k = 0; k < HALVES * conv1::STEPS; ++k) {
-                const uint2 pair = filters[k / conv1::STEPS][k % conv1::STEPS][tile][lane];
-                const unsigned b[2] = {pair.x, pair.y};
+            for (int k = 0; k < HALVES * conv1::STEPS; ++k)
                 for (int lower = 0; lower < 2; ++lower)
-                    multiply(sums[lower], a[k % conv1::STEPS][lower], b);
-            }
+                    multiply(sums[lower], a[k % conv1::STEPS][lower], b[k][tile]);
             const int channel = tile * 8 + lane % 4 * 2;
             if (!inside || channel >= CHUNKS * LANES) continue;
             float values[2];
             for (int k = 0; k < 2; ++k)
                 values[k] =
                     conv1::pooled(conv1::POOLING, sums[0][k], sums[0][k + 2], sums[1][k],
-                                  sums[1][k + 2], [&](float z) {
-                                      return activation::ACTIVATION_1::value(z + bias[channel + k]);
-                                  });
+                                  sums[1][k + 2], activation::ACTIVATION_1::value);
             store_two(reinterpret_cast<SCALAR*>(to) + channel, values);
         }
     }
 }
 
+// The sums of a warp: of the left and of the right pixels of its quads.
+using Sums = float[2][PART_TILES][4];
+constexpr int SUMS = 2 * PART_TILES * 4;
+
 // Both operands of a step, of a warp's quads and channels.
 struct Operands {
-    unsigned a[TASK_GROUPS][2][4];  // rows g and g + 8: the upper and lower pixel of quad g; left, right
+    unsigned a[2][4];  // left, right; rows g and g + 8: the upper and the lower pixel of quad g
     unsigned b[PART_TILES][2];
 };
 
 #if PRODUCTS == 0
-__device__ inline void multiply_all(float (&sums)[TASK_GROUPS][2][PART_TILES][4], const Operands& of,
-                                    int tiles) {
+__device__ inline void multiply_all(Sums& sums, const Operands& of, int tiles) {
 #pragma unroll
     for (int tile = 0; tile < PART_TILES; ++tile)
         if (tile < tiles)
-#pragma unroll
-            for (int m = 0; m < 2 * TASK_GROUPS; ++m)
-                multiply(sums[m / 2][m % 2][tile], of.a[m / 2][m % 2], of.b[tile]);
+            for (int m = 0; m < 2; ++m) multiply(sums[m][tile], of.a[m], of.b[tile]);
 }
 #else
-__device__ inline void multiply_all(float (&sums)[TASK_GROUPS][2][PART_TILES][4], const Operands& of,
-                                    int tiles) {
-    unsigned high[TASK_GROUPS][2][4], low[TASK_GROUPS][2][4];
+__device__ inline void multiply_all(Sums& sums, const Operands& of, int tiles) {
+    unsigned high[2][4], low[2][4];
 #pragma unroll
-    for (int m = 0; m < 2 * TASK_GROUPS; ++m)
-#pragma unroll
-        for (int k = 0; k < 4; ++k)
-            split(of.a[m / 2][m % 2][k], high[m / 2][m % 2][k], low[m / 2][m % 2][k]);
+    for (int k = 0; k < 8; ++k) split(of.a[k / 4][k % 4], high[k / 4][k % 4], low[k / 4][k % 4]);
 #pragma unroll
     for (int tile = 0; tile < PART_TILES; ++tile) {
         if (tile >= tiles) continue;
         unsigned b_high[2], b_low[2];
-#pragma unroll
         for (int k = 0; k < 2; ++k) split(of.b[tile][k], b_high[k], b_low[k]);
         // The small products first. Those of other pixels are between two sums of the same.
         if constexpr (PRODUCTS == 3) {
-#pragma unroll
-            for (int m = 0; m < 2 * TASK_GROUPS; ++m)
-                multiply_tf32(sums[m / 2][m % 2][tile], low[m / 2][m % 2], b_high);
-#pragma unroll
-            for (int m = 0; m < 2 * TASK_GROUPS; ++m)
-                multiply_tf32(sums[m / 2][m % 2][tile], high[m / 2][m % 2], b_low);
+            for (int m = 0; m < 2; ++m) multiply_tf32(sums[m][tile], low[m], b_high);
+            for (int m = 0; m < 2; ++m) multiply_tf32(sums[m][tile], high[m], b_low);
         }
-#pragma unroll
-        for (int m = 0; m < 2 * TASK_GROUPS; ++m)
-            multiply_tf32(sums[m / 2][m % 2][tile], high[m / 2][m % 2], b_high);
+        for (int m = 0; m < 2; ++m) multiply_tf32(sums[m][tile], high[m], b_high);
     }
 }
 #endif
 
+__device__ inline void add(Sums& sums, const Sums& others) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m)
+#pragma unroll
+        for (int tile = 0; tile < PART_TILES; ++tile)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) sums[m][tile][k] += others[m][tile][k];
+}
+
 // What a block has in shared memory, before the images of its teams.
 struct Filters {
-    uint2 second[STEPS][TILES][WARP];
+    uint2 second[STEPS][SLICE_TILES][WARP];
     uint2 first[HALVES][conv1::STEPS][TILES1][WARP];
     // Of a chunk, from a quad's upper left pixel: for its left and its right pixels.
     int2 offsets[STEPS][2];
@@ -201,13 +219,21 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     extern __shared__ uint4 shared[];
     Filters& filters = *reinterpret_cast<Filters*>(shared);
     auto* const of_teams = reinterpret_cast<Images*>(&filters + 1);
+    // All parts of a sum but the first.
+    auto* const others = reinterpret_cast<float(*)[SUMS][WARP]>(of_teams + TEAMS);
     const int thread = threadIdx.x % TEAM_THREADS, team = threadIdx.x / TEAM_THREADS;
     const int lane = thread % WARP, warp = thread / WARP;
     conv1::Copies& copies = of_teams[team].copies;
     char* const image = of_teams[team].image;
 
-    for (int k = threadIdx.x; k < static_cast<int>(sizeof(filters.second) / 16); k += THREADS)
-        copy_async(reinterpret_cast<uint4*>(filters.second) + k, weight2 + k);
+    // Two vectors of a step have a tile's lanes; the last slice may have fewer tiles.
+    constexpr int VECTORS = SLICE_TILES * WARP / 2;
+    const int slice_tile = blockIdx.y * SLICE_TILES;
+    const int slice_tiles = min(SLICE_TILES, TILES - slice_tile);
+    for (int k = threadIdx.x; k < STEPS * VECTORS; k += THREADS)
+        if (k % VECTORS < slice_tiles * WARP / 2)
+            copy_async(reinterpret_cast<uint4*>(filters.second) + k,
+                       weight2 + (k / VECTORS * TILES + slice_tile) * WARP / 2 + k % VECTORS);
     for (int k = threadIdx.x; k < static_cast<int>(sizeof(filters.first) / 16); k += THREADS)
         copy_async(reinterpret_cast<uint4*>(filters.first) + k, weight1 + k);
     int row = blockIdx.x * TEAMS + team;
@@ -235,23 +261,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int next_row = row + gridDim.x * TEAMS;
         if (next_row < n) next.load(images + static_cast<size_t>(next_row) * H * W, thread);
         for (int task = warp; task < TASKS; task += TEAM) {
-            const int first_quad = task / PARTS * TASK_QUADS;
-            const int first_tile = task % PARTS * PART_TILES;
-            const int tiles = min(PART_TILES, TILES - first_tile);
-            // The rows that a lane names: of the upper or lower pixels of eight quads.
-            const char* pixels[TASK_GROUPS];
-            for (int k = 0; k < TASK_GROUPS; ++k) {
-                const int quad = min(first_quad + 8 * k + lane % 8, QUADS - 1);
-                pixels[k] =
-                    image + (quad / QUADS_W * 2 + lane / 8 % 2) * PITCH + quad % QUADS_W * PIXEL;
-            }
+            const int depth = task % DEPTHS, part = task / DEPTHS % PARTS;
+            const int first_quad = task / DEPTHS / PARTS * 8, first_tile = part * PART_TILES;
+            const int tiles = min(PART_TILES, slice_tiles - first_tile);
+            // The row that a lane names: of the upper or lower pixels of eight quads.
+            const int named = min(first_quad + lane % 8, QUADS - 1);
+            const char* const pixels =
+                image + (named / QUADS_W * 2 + lane / 8 % 2) * PITCH + named % QUADS_W * PIXEL;
             const auto load_step = [&](int step, Operands& to) {
                 const int2 offset = filters.offsets[step][lane / 16];
-#pragma unroll
-                for (int k = 0; k < TASK_GROUPS; ++k) {
-                    load_matrices(pixels[k] + offset.x, to.a[k][0]);
-                    load_matrices(pixels[k] + offset.y, to.a[k][1]);
-                }
+                load_matrices(pixels + offset.x, to.a[0]);
+                load_matrices(pixels + offset.y, to.a[1]);
 #pragma unroll
                 for (int tile = 0; tile < PART_TILES; ++tile) {
                     if (tile >= tiles) continue;
@@ -259,38 +279,51 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     to.b[tile][0] = pair.x, to.b[tile][1] = pair.y;
                 }
             };
-            float sums[TASK_GROUPS][2][PART_TILES][4] = {};
-            Operands current, ahead;
-            load_step(0, ahead);
-#pragma unroll 2
-            for (int step = 0; step < STEPS; ++step) {
-                current = ahead;
-                if (step + 1 < STEPS) load_step(step + 1, ahead);
-                multiply_all(sums, current, tiles);
-            }
-#pragma unroll
-            for (int group = 0; group < TASK_GROUPS; ++group) {
-                const int quad = first_quad + 8 * group + lane / 4;
-                if (quad >= QUADS) continue;
-                SCALAR* const to = y + (static_cast<size_t>(row) * QUADS + quad) * K;
-#pragma unroll
-                for (int tile = 0; tile < PART_TILES; tile += 2) {
-                    if (tile >= tiles) continue;
-                    const int channel = (first_tile + tile) * 8 + lane % 4 * 4;
-                    float values[4] = {};
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        if (tile + k / 2 >= PART_TILES || channel + k >= CHANNELS) continue;
-                        const auto& left = sums[group][0][tile + k / 2];
-                        const auto& right = sums[group][1][tile + k / 2];
-                        const auto activated = [&](float z) {
-                            return activation::ACTIVATION_2::value(z + bias2[channel + k]);
-                        };
-                        values[k] = conv1::pooled(POOL2, left[k % 2], right[k % 2], left[k % 2 + 2],
-                                                  right[k % 2 + 2], activated);
-                    }
-                    store_four(to + channel, values);
+            Sums sums = {};
+            const int end = min((depth + 1) * DEPTH, STEPS);
+            for (int start = depth * DEPTH; start < end; start += CHAIN) {
+                Sums chain = {};
+                Sums& into = CHAIN < DEPTH ? chain : sums;
+#pragma unroll UNROLL
+                for (int step = start; step < min(start + CHAIN, end); ++step) {
+                    Operands current;
+                    load_step(step, current);
+                    multiply_all(into, current, tiles);
                 }
+                if constexpr (CHAIN < DEPTH) add(sums, chain);
+            }
+            if constexpr (DEPTHS > 1) {
+                auto& values = reinterpret_cast<float(&)[SUMS]>(sums);
+                float(*const own)[SUMS][WARP] = others + task / DEPTHS * (DEPTHS - 1);
+                if (depth > 0)
+#pragma unroll
+                    for (int k = 0; k < SUMS; ++k) own[depth - 1][k][lane] = values[k];
+                synchronize_team(team);
+                if (depth > 0) continue;
+                for (int other = 0; other < DEPTHS - 1; ++other)
+#pragma unroll
+                    for (int k = 0; k < SUMS; ++k) values[k] += own[other][k][lane];
+            }
+            const int quad = first_quad + lane / 4;
+            if (quad >= QUADS) continue;
+            SCALAR* const to = y + (static_cast<size_t>(row) * QUADS + quad) * K;
+#pragma unroll
+            for (int tile = 0; tile < PART_TILES; tile += 2) {
+                if (tile >= tiles) continue;
+                const int channel = (slice_tile + first_tile + tile) * 8 + lane % 4 * 4;
+                float values[4] = {};
+#pragma unroll
+                for (int k = 0; k < 4; ++k) {
+                    if (tile + k / 2 >= PART_TILES || channel + k >= CHANNELS) continue;
+                    const auto& left = sums[0][tile + k / 2];
+                    const auto& right = sums[1][tile + k / 2];
+                    const auto activated = [&](float z) {
+                        return activation::ACTIVATION_2::value(z + bias2[channel + k]);
+                    };
+                    values[k] = conv1::pooled(POOL2, left[k % 2], right[k % 2], left[k % 2 + 2],
+                                              right[k % 2 + 2], activated);
+                }
+                store_four(to + channel, values);
             }
         }
     }

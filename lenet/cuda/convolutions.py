@@ -27,21 +27,19 @@ _AMPERE = 80
 _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
 _WITH_PARAMETER = ("clipped_relu", "elu")
-_WARPS = 8
+_WARPS = 16  # of a block
+_MAX_DEPTHS = 8
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
-    """How a block of threads divides its work: `teams` of `team` warps, each with an image.
-
-    In the second convolution a warp computes `groups` times eight quads of one of `parts` parts of
-    the channels.
-    """
+    """How the work is divided: see `convolutions.cu`."""
 
     teams: int
     team: int
-    groups: int
-    parts: int
+    slices: int = 1
+    parts: int = 1
+    depths: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,7 @@ class Convolutions:
             and len(parameters) <= 1
             and padded(second.channels) % 16 == 0
             and padded(second.channels) - second.channels < 16
-            and found.shared_bytes(1) <= limits.shared_bytes
+            and found.shared_bytes(Split(1, 1)) <= limits.shared_bytes
         ):
             return found
         return None
@@ -130,12 +128,13 @@ class Convolutions:
             "PARAMETER": float(parameter),
             "TEAMS": split.teams,
             "TEAM": split.team,
-            "TASK_GROUPS": split.groups,
+            "SLICES": split.slices,
             "PARTS": split.parts,
+            "DEPTHS": split.depths,
         }
 
-    def shared_bytes(self, teams: int) -> int:
-        """The shared memory of a block of threads: filters, offsets, and images of the teams."""
+    def shared_bytes(self, split: Split) -> int:
+        """The shared memory of a block of threads: filters, offsets, images, parts of sums."""
         first, second = self.first, self.second
         channels, *sides = self.model.shapes()[0].output
         (h, ph), (w, pw) = zip(sides, second.padding, strict=True)
@@ -149,8 +148,29 @@ class Convolutions:
         taps = filter_matrix(np.zeros((1, 1, *first.kernel), np.float32), 8)
         padded_channels = round_up(channels, 8)
         first_bytes = parts(self.precision) * len(taps) * padded_channels * 2
-        filters = steps * (256 * tiles(second.channels) + 16) + first_bytes + 4 * padded_channels
-        return filters + teams * (self._copies_bytes() + (h + 2 * ph) * pitch)
+        slice_tiles, part_tiles = self._tiles(split)
+        filters = steps * (256 * slice_tiles + 16) + first_bytes + 4 * padded_channels
+        images = split.teams * (self._copies_bytes() + (h + 2 * ph) * pitch)
+        sums = (split.depths - 1) * self._groups * split.parts * part_tiles * 1024
+        return filters + images + sums
+
+    def _tiles(self, split: Split) -> tuple[int, int]:
+        """The tiles of a slice and of a part of it."""
+        everything = tiles(self.second.channels)
+        pairs = -(-self._pairs // split.slices)
+        part = -(-pairs // split.parts)
+        return min(2 * pairs, everything), min(2 * part, everything)
+
+    @property
+    def _pairs(self) -> int:
+        """Pairs of tiles."""
+        return -(-tiles(self.second.channels) // 2)
+
+    @property
+    def _groups(self) -> int:
+        """Groups of eight quads."""
+        _, h, w = self.model.shapes()[1].output
+        return -(-h * w // 8)
 
     def _copies_bytes(self) -> int:
         """`conv1::Copies`."""
@@ -165,25 +185,27 @@ class Convolutions:
     def split(self, rows: int, limits: Limits) -> Split:
         """How the work of `rows` images is divided.
 
-        A block has as many teams (1, 2, 4 or 8) as all images need to be computed at once, one
-        block on a multiprocessor, as far as it has room. The larger its part of an image, the less
-        often a warp reads the filters.
+        Many images: as many teams as have the least time, which is about that of two images and of
+        the teams for each round. Few: several blocks for each image, as far as there are
+        multiprocessors, and several warps for each sum.
         """
-        teams = 1
-        while (
-            teams < _WARPS
-            and teams * limits.multiprocessors < rows
-            and self.shared_bytes(2 * teams) <= limits.shared_bytes
-        ):
-            teams *= 2
+        teams = min(
+            (n for n in range(1, _WARPS // 2 + 1) if self._fits(Split(n, 1), limits)),
+            key=lambda n: -(-rows // (n * limits.multiprocessors)) * (2 + n),
+        )
         team = _WARPS // teams
-        _, h, w = self.model.shapes()[1].output
-        groups = -(-h * w // 8)
-        if -(-groups // 2) >= team:
-            return Split(teams, team, groups=2, parts=1)
-        pairs = -(-tiles(self.second.channels) // 2)
-        parts = min(pairs, max(1, team // groups))
-        return Split(teams, team, groups=1, parts=parts)
+        slices = 1 if teams > 1 else min(self._pairs, max(1, limits.multiprocessors // rows))
+        slice_pairs = -(-self._pairs // slices)
+        parts = min(slice_pairs, max(1, team // self._groups))
+        tasks = self._groups * parts
+        for depths in range(min(_MAX_DEPTHS, team // tasks) if teams == 1 else 1, 1, -1):
+            split = Split(1, tasks * depths, slices, parts, depths)
+            if self._fits(split, limits):
+                return split
+        return Split(teams, team, slices, parts)
+
+    def _fits(self, split: Split, limits: Limits) -> bool:
+        return self.shared_bytes(split) <= limits.shared_bytes
 
     def pack_first(self, weight: ArrayLike) -> Fragments:
         """The first filters (k, 1, r, s) as the lanes of a warp read them.
@@ -231,11 +253,12 @@ class Convolutions:
         divided: Split | None = None,
     ) -> Launch:
         """Prepare the launch from `images`, uint8 (n, 28, 28), to `y`, (n, oh, ow, K)."""
-        rows = len(images)
+        rows = len(y)
         divided = divided or self.split(rows, limits)
         kernel = kernels.get(_SOURCE, "convolutions", self.macros(divided))
-        size = self.shared_bytes(divided.teams)
-        grid = (min(-(-rows // divided.teams), limits.multiprocessors),)
+        size = self.shared_bytes(divided)
+        blocks = min(-(-rows // divided.teams), limits.multiprocessors // divided.slices)
+        grid = (blocks, divided.slices)
         threads = (32 * divided.team * divided.teams,)
         arguments = (images, *weights, *biases, y, np.int32(rows))
         return lambda: kernel(grid, threads, arguments, size)

@@ -178,10 +178,7 @@ class FusedNetwork:  # pragma: no cover - needs a GPU
 
     def queue_from_host(self, buffers: Buffers) -> None:
         """Compute all rows, from page-locked host memory to page-locked host memory."""
-        pixels, probabilities = (
-            np.uintp(array.ctypes.data)
-            for array in (buffers.host_pixels, buffers.host_probabilities)
-        )
+        pixels, probabilities = buffers.pixels_on_host, buffers.probabilities_on_host
         self._queue(buffers.rows, pixels, buffers.logits, probabilities)
 
     def _queue(self, rows: int, pixels: Any, logits: Any, probabilities: Any) -> None:

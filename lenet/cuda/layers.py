@@ -151,16 +151,17 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._rows, self._build = buffers.rows, build
         self._dtype = storage_dtype(build.precision)
         self._launches: list[tuple[str, Launch]] = []
+        self._from_host: list[tuple[str, Launch]] = []
         blocks = list(zip(model.blocks, model.shapes(), strict=True))
         first, first_shape = blocks[0]
         both = Convolutions.of(model, build.precision, build.handle.limits)
         if both is not None:
-            x, rest = self._convolutions(both, buffers.pixels), blocks[2:]
+            x, rest = self._convolutions(both, buffers), blocks[2:]
         elif conv1.is_supported(first, build.precision):
             assert isinstance(first, ConvBlock), "bug: not a convolution"
-            x, rest = self._conv1(first, first_shape, buffers.pixels), blocks[1:]
+            x, rest = self._conv1(first, first_shape, buffers), blocks[1:]
         else:
-            x, rest = self._unpack(buffers.pixels), blocks
+            x, rest = self._unpack(buffers), blocks
         *hidden, (_, last) = rest
         for block, shape in hidden:
             x = self._block(block, shape.name, x)
@@ -168,36 +169,62 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
 
     def queue(self) -> None:
         """Compute all rows, from device memory to device memory; an NVTX range for each layer."""
-        for name, launch in self._launches:
-            with span(name):
-                launch()
+        _queue(self._launches)
 
-    def _convolutions(self, both: Convolutions, pixels: Any) -> Any:
+    def queue_from_host(self) -> None:
+        """The same from page-locked host memory to page-locked host memory, without copies.
+
+        The first kernel reads each pixel once, while it computes, and the last one writes each
+        probability once.
+        """
+        _queue(self._from_host)
+
+    def _add(self, name: str, launch: Launch, from_host: Launch | None = None) -> None:
+        self._launches.append((name, launch))
+        self._from_host.append((name, from_host or launch))
+
+    def _convolutions(self, both: Convolutions, buffers: Buffers) -> Any:
         first, second, *_ = both.model.shapes()
         _, oh, ow = second.output
         y = self._take(oh, ow, padded(both.second.channels))
         weights, biases = zip(self._tensors(first.name), self._tensors(second.name), strict=True)
         kernels, limits = self._build.kernels, self._build.handle.limits
-        launch = both.launch(kernels, limits, pixels, weights, biases, y)
-        self._launches.append((f"{first.name}, {second.name}", launch))
+        self._add(
+            f"{first.name}, {second.name}",
+            *(
+                both.launch(kernels, limits, pixels, weights, biases, y)
+                for pixels in (buffers.pixels, buffers.pixels_on_host)
+            ),
+        )
         return y
 
-    def _conv1(self, block: ConvBlock, shape: BlockShape, pixels: Any) -> Any:
+    def _conv1(self, block: ConvBlock, shape: BlockShape, buffers: Buffers) -> Any:
         _, oh, ow = shape.output
         y = self._take(oh, ow, padded(block.channels))
         kernels, multiprocessors = self._build.kernels, self._build.handle.multiprocessors
         weight, bias = self._tensors(shape.name)
-        launch = conv1.launch(kernels, multiprocessors, block, shape, pixels, weight, bias, y)
-        self._launches.append((shape.name, launch))
+        self._add(
+            shape.name,
+            *(
+                conv1.launch(kernels, multiprocessors, block, shape, pixels, weight, bias, y)
+                for pixels in (buffers.pixels, buffers.pixels_on_host)
+            ),
+        )
         return y
 
-    def _unpack(self, pixels: Any) -> Any:
+    def _unpack(self, buffers: Buffers) -> Any:
         x = self._take(HEIGHT, WIDTH, 1)
         grid = (-(-x.size // (16 * epilogue.THREADS)),)
         macros = {"SCALAR": scalar(self._dtype)}
         kernel = self._build.kernels.get(FOLDER / "unpack.cu", "unpack", macros)
-        arguments = (pixels, x, np.int32(self._rows))
-        self._launches.append(("unpack", lambda: kernel(grid, (epilogue.THREADS,), arguments)))
+        rows = np.int32(self._rows)
+        self._add(
+            "unpack",
+            *(
+                partial(kernel, grid, (epilogue.THREADS,), (pixels, x, rows))
+                for pixels in (buffers.pixels, buffers.pixels_on_host)
+            ),
+        )
         return x
 
     def _block(self, block: Block, name: str, x: Any) -> Any:
@@ -222,7 +249,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
             if precision == "fp32":
                 product = self._build.handle.cublas.product
                 launch = partial(product, x, weight, y, "fp32", transpose_b=True)
-                self._launches.append((name, launch))
+                self._add(name, launch)
             else:
                 operation = Product(precision, self._rows, n, k, bias=fused, relu=relu)
                 self._cudnn(name, operation, x, weight, bias, y)
@@ -242,7 +269,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         kernel = self._build.kernels.get(FOLDER / "dense.cu", "dense", macros)
         grid = y.shape[1] // 4, -(-self._rows // _ROWS_OF_A_WARP)
         arguments = (x, weight, bias, y, np.int32(self._rows))
-        self._launches.append((name, lambda: kernel(grid, (128,), arguments)))
+        self._add(name, partial(kernel, grid, (128,), arguments))
 
     def _cudnn(
         self, name: str, operation: Operation, x: Any, weight: Any, bias: Any, y: Any
@@ -252,7 +279,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         addresses = {Uid.INPUT: x, Uid.WEIGHT: weight, Uid.OUTPUT: y}
         if operation.bias:
             addresses[Uid.BIAS] = bias
-        self._launches.append((name, partial(engine.run, addresses)))
+        self._add(name, partial(engine.run, addresses))
 
     def _epilogue(self, block: Block, name: str, x: Any, bias: Any) -> Any:
         h, w = x.shape[1:3] if x.ndim == 4 else (1, 1)
@@ -263,7 +290,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         )
         y = self._take(*(shape.output if x.ndim == 4 else ()), shape.c)
         launch = epilogue.launch(self._build.kernels, shape, x, bias, y)
-        self._launches.append((f"{name}.epilogue", launch))
+        self._add(f"{name}.epilogue", launch)
         return y
 
     def _dense_softmax(self, name: str, x: Any, buffers: Buffers) -> None:
@@ -279,9 +306,14 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         source = FOLDER / "dense_softmax.cu"
         kernel = self._build.kernels.get(source, "dense_softmax", macros)
         grid = (-(-self._rows // (4 * rows)),)  # four warps a block
-        answers = buffers.logits, buffers.probabilities
-        arguments = (flat, weight, bias, *answers, np.int32(self._rows))
-        self._launches.append((name, lambda: kernel(grid, (128,), arguments)))
+        given = (flat, weight, bias, buffers.logits)
+        self._add(
+            name,
+            *(
+                partial(kernel, grid, (128,), (*given, answers, np.int32(self._rows)))
+                for answers in (buffers.probabilities, buffers.probabilities_on_host)
+            ),
+        )
 
     def _tensors(self, name: str) -> tuple[Any, Any]:
         weights = self._build.weights
@@ -289,3 +321,9 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
 
     def _take(self, *shape: int) -> Any:
         return self._build.arena.take((self._rows, *shape), self._dtype)
+
+
+def _queue(launches: list[tuple[str, Launch]]) -> None:  # pragma: no cover - needs a GPU
+    for name, launch in launches:
+        with span(name):
+            launch()

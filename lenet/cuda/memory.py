@@ -134,6 +134,16 @@ class Buffers:
         """The largest number of images."""
         return len(self.host_pixels)
 
+    @property
+    def pixels_on_host(self) -> Any:
+        """The address of `host_pixels`, for kernels."""
+        return np.uintp(self.host_pixels.ctypes.data)
+
+    @property
+    def probabilities_on_host(self) -> Any:
+        """The address of `host_probabilities`, for kernels."""
+        return np.uintp(self.host_probabilities.ctypes.data)
+
     def copy_in(self) -> None:
         """Queue the copy of the pixels to the device."""
         runtime = cupy.cuda.runtime

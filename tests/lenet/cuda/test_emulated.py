@@ -65,18 +65,19 @@ def addresses(*arrays):
 @pytest.mark.parametrize(
     ("name", "precision", "split"),
     [
-        ("lenet", "fp16", Split(2, 1, 2, 1)),
-        ("lenet", "fp32", Split(1, 4, 1, 2)),
-        ("lenet-classic", "tf32", Split(1, 2, 1, 1)),
-        ("lenet-6-16", "fp32", Split(2, 1, 2, 1)),
-        ("cnn-32-64", "fp16", Split(1, 4, 1, 2)),
+        ("lenet", "fp16", Split(2, 2)),
+        ("lenet", "fp16", Split(1, 4, slices=3, parts=1, depths=2)),
+        ("lenet", "fp32", Split(1, 4, parts=2)),
+        ("lenet-classic", "tf32", Split(1, 8, slices=2, parts=2, depths=2)),
+        ("lenet-6-16", "fp32", Split(2, 1)),
+        ("cnn-32-64", "fp16", Split(1, 4, parts=2)),
     ],
 )
 def test_the_first_two_convolutions_are_those_of_float64(compiled, name, precision, split):
     model = ARCHITECTURES[name].folded
     both = Convolutions.of(model, precision, HOPPER)
     kernel = compiled("convolutions", both.macros(split))
-    assert kernel.shared_bytes() == both.shared_bytes(split.teams)
+    assert kernel.shared_bytes() == both.shared_bytes(split)
     generator, dtype = np.random.default_rng(5), storage_dtype(precision)
     images = generator.integers(0, 256, (3, 28, 28), np.uint8)
     tensors = {
@@ -91,7 +92,7 @@ def test_the_first_two_convolutions_are_those_of_float64(compiled, name, precisi
         aligned, (images, both.pack_first(filters["conv1"]), both.pack_second(filters["conv2"]))
     )
     kept = [*given, *map(aligned, biases), y]
-    kernel.run(*addresses(*kept), len(images), 1)
+    kernel.run(*addresses(*kept), len(images), 1, split.slices)
 
     exact = {key: tensor.astype(float) for key, tensor in tensors.items()}
     if precision == "fp16":  # as they are stored

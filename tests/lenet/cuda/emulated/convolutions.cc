@@ -5,9 +5,13 @@
 alignas(16) uint4 shared[SHARED_BYTES / 16];
 
 extern "C" void run(const uint8* images, const uint4* weight1, const uint4* weight2,
-                    const float* bias1, const float* bias2, SCALAR* y, int n, int blocks) {
-    run_blocks({blocks, 1, 1}, THREADS, TEAMS, TEAM_THREADS,
+                    const float* bias1, const float* bias2, SCALAR* y, int n, int blocks,
+                    int slices) {
+    run_blocks({blocks, slices, 1}, THREADS, TEAMS, TEAM_THREADS,
                [=] { convolutions(images, weight1, weight2, bias1, bias2, y, n); });
 }
 
-extern "C" int shared_bytes() { return sizeof(Filters) + TEAMS * sizeof(Images); }
+extern "C" int shared_bytes() { 
+    constexpr int PARTIAL = (DEPTHS - 1) * GROUPS * PARTS * SUMS * WARP * 4;
+    return sizeof(Filters) + TEAMS * sizeof(Images) + PARTIAL;
+}
