@@ -144,7 +144,7 @@ LENET |= {
     f"convolutions-{name}-{precision}-{rows}": convolutions(name, precision, rows)
     for name in ("lenet", "lenet-6-16", "cnn-32-64")
     for precision in ("fp16", "tf32", "fp32")
-    for rows in (1, 8192)
+    for rows in (1, 512, 8192)
 }
 LENET |= {
     f"dense-{rows}": (

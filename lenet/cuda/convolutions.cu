@@ -36,10 +36,6 @@
 #include "ptx.cuh"
 #include "vector.cuh"
 
-#ifndef UNROLL
-#define UNROLL 4
-#endif
-
 constexpr int HALVES = sizeof(SCALAR) / 2, TILES1 = C / 8;
 
 constexpr int IN_H = conv1::QUADS_H + 2 * PAD2_H, IN_W = conv1::QUADS_W + 2 * PAD2_W;
@@ -284,7 +280,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             for (int start = depth * DEPTH; start < end; start += CHAIN) {
                 Sums chain = {};
                 Sums& into = CHAIN < DEPTH ? chain : sums;
-#pragma unroll UNROLL
+#pragma unroll 8
                 for (int step = start; step < min(start + CHAIN, end); ++step) {
                     Operands current;
                     load_step(step, current);

@@ -49,7 +49,8 @@ MAX_CLASSES = 32
 # 2026-11-20).
 _TUNED_FROM_ROWS = {Convolution: 256, Product: 1024}
 _TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
-_DENSE_ROWS = 32  # up to so many rows `dense.cu` is faster
+# Up to so many rows `dense.cu` is faster (H100, 2026-11-25).
+_DENSE_ROWS: dict[Precision, int] = {"fp16": 32, "tf32": 32, "fp32": 64}
 _ROWS_OF_A_WARP = 8  # in it
 _CUDNN_ACTIVATIONS = (IDENTITY, RELU)  # fused by cuDNN into a convolution or product
 _ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
@@ -105,7 +106,7 @@ def pack(file: WeightFile, precision: Precision, limits: Limits) -> dict[str, An
 
 
 def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
-    """About the device memory that a backend takes for batches of up to `rows` images.
+    """About the most device memory that a backend takes for batches of up to `rows` images.
 
     Images, answers, the output of each layer before and after its pooling, the weights and cuBLAS's
     workspace; without cuDNN's workspaces and what CUDA takes for itself.
@@ -243,7 +244,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         else:
             x, (n, k) = x.reshape(self._rows, -1), weight.shape
             y = self._take(n)
-            if self._rows <= _DENSE_ROWS:
+            if self._rows <= _DENSE_ROWS[precision]:
                 self._dense(block, name, x, weight, bias, y)
                 return y
             if precision == "fp32":
