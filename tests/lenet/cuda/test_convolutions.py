@@ -54,17 +54,22 @@ def convolutions(name, precision):
 @pytest.mark.parametrize(
     ("name", "precision", "rows", "expected"),
     [
-        ("lenet", "fp16", 1, Split(1, 8, 1, 4)),
-        ("lenet", "fp16", 132, Split(1, 8, 1, 4)),
-        ("lenet", "fp16", 133, Split(2, 4, 1, 2)),
-        ("lenet", "fp16", 512, Split(4, 2, 1, 1)),
-        ("lenet", "fp16", 8192, Split(8, 1, 2, 1)),
-        ("lenet", "fp32", 8192, Split(4, 2, 1, 1)),
-        ("cnn-32-64", "fp32", 8192, Split(2, 4, 2, 1)),
+        ("lenet", "fp16", 1, Split(1, 8, slices=4, depths=4)),
+        ("lenet", "fp16", 66, Split(1, 8, slices=2, parts=2, depths=2)),
+        ("lenet", "fp16", 132, Split(1, 8, parts=4)),
+        ("lenet", "fp16", 133, Split(2, 4, parts=2)),
+        ("lenet", "fp16", 512, Split(4, 2)),
+        ("lenet", "fp16", 8192, Split(8, 2)),
+        ("lenet", "tf32", 8192, Split(4, 2)),
+        ("lenet", "fp32", 1, Split(1, 16, slices=4, depths=8)),
+        ("lenet", "fp32", 8192, Split(4, 4, parts=2)),
+        ("cnn-32-64", "fp32", 8192, Split(2, 8, parts=2)),
     ],
 )
-def test_all_images_are_computed_at_once_where_that_is_possible(name, precision, rows, expected):
-    assert convolutions(name, precision).split(rows, H100) == expected
+def test_few_images_are_shared_by_blocks_and_many_share_a_block(name, precision, rows, expected):
+    both = convolutions(name, precision)
+    assert both.split(rows, H100) == expected
+    assert both.shared_bytes(expected) <= H100.shared_bytes
 
 
 @pytest.mark.parametrize(("channels", "expected"), [(16, 2), (17, 3), (18, 3), (19, 4), (50, 7)])
