@@ -9,6 +9,7 @@ are made, only new weights allocate memory.
 from __future__ import annotations
 
 import logging
+import statistics
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
@@ -45,7 +46,7 @@ _LAYER_BY_LAYER_FROM_ROWS = 8
 # cuDNN compiles a product, which takes up to 0.5 s; convolutions are ready.
 _ENGINES_TRIED = {Convolution: 12, Product: 3}
 
-_ROUNDS, _LAUNCHES = 7, 20  # when a strategy is timed
+_ROUNDS, _LAUNCHES = 15, 20  # when strategies are timed
 
 COPIED_ROWS = 256
 """Layer by layer, smaller buckets read pixels from host memory and write probabilities there: 64
@@ -190,7 +191,10 @@ class CudaBackend:
         found = [replace(one, launch=self._prepared(one.launch)) for one in found]
         if len(found) == 1:
             return found[0]
-        measured_us = {one.strategy: time_us(one.launch, _ROUNDS, _LAUNCHES) for one in found}
+        # In turns: a GPU that was idle is slow at first.
+        rounds = [[time_us(one.launch, 1, _LAUNCHES) for one in found] for _ in range(_ROUNDS)]
+        medians = map(statistics.median, zip(*rounds, strict=True))
+        measured_us = dict(zip((one.strategy for one in found), medians, strict=True))
         strategy = self._agreed(key, measured_us)
         (chosen,) = (one for one in found if one.strategy == strategy)
         return replace(chosen, measured_us=measured_us)

@@ -37,7 +37,10 @@ WEIGHTS = Path(__file__).parents[2] / "weights"
 MLP = "mlp/1.safetensors"
 
 # Networks without a layer between our two kernels.
-ENDS = Model("ends", (ConvBlock(20, (5, 5), pool=Pool("max")), DenseBlock(10, activation=IDENTITY)))
+LAST = DenseBlock(10, activation=IDENTITY)
+ONE = Model("one", (ConvBlock(20, (5, 5), pool=Pool("max")), LAST))
+TWO = Model("two", (*ONE.blocks[:1], ConvBlock(50, (5, 5), pool=Pool("max")), LAST))
+ROWS = (1, 7, 140, 300, 1100)  # from several blocks for an image to several images for a block
 
 EPILOGUES = [
     ((5, 12, 12, 32), 20, True, RELU, Pool("max")),
@@ -93,14 +96,17 @@ def main() -> None:
             sgd.end_step(state)
             handle.synchronize()
     lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
-    tensors = {
-        name: random.standard_normal(shape).astype(np.float32)
-        for name, shape in ENDS.parameters().items()
-    }
-    ends = replace(lenet, model=ENDS, tensors=tensors)
-    for file, precision in ((lenet, "fp16"), (mlp, "fp16"), (ends, "fp16"), (ends, "fp32")):
+    runs = [(lenet, "fp16", (1, 7)), (mlp, "fp16", (1, 7)), (lenet, "fp32", (1, 7))]
+    for model, rows in ((ONE, (1, 7)), (TWO, ROWS)):
+        tensors = {
+            name: random.standard_normal(shape).astype(np.float32)
+            for name, shape in model.parameters().items()
+        }
+        file = replace(lenet, model=model, tensors=tensors)
+        runs += [(file, precision, rows) for precision in ("fp16", "tf32", "fp32")]
+    for file, precision, rows in runs:
         with CudaBackend(precision=precision) as backend:
-            for count in (1, 7):
+            for count in rows:
                 plan = backend.plan(file, count)
                 plan.run(random.integers(0, 256, (count, 28, 28), np.uint8))
                 plan.logits(np.zeros((count, 28, 28), np.uint8))

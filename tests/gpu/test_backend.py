@@ -113,6 +113,18 @@ def test_the_committed_weights_agree_with_float64_in_every_bucket(path, precisio
     check_every_bucket(WeightFile.read(path), precision)
 
 
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_float32_logits_have_a_relative_error_below_one_millionth(name, random_weights):
+    weights, random = random_weights(name), np.random.default_rng()
+    tensors = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
+    with opened("fp32") as backend:
+        for bucket in (1, 32, 64, 128, 256, 1024):
+            images = random.integers(0, 256, (bucket, 28, 28), np.uint8)
+            exact = reference.logits(weights.model, tensors, images)
+            error = backend.plan(weights, bucket).logits(images) - exact
+            assert np.linalg.norm(error) < 1e-6 * np.linalg.norm(exact), bucket
+
+
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("bucket", [1, 8, 64, 1024])
 def test_an_image_gets_the_same_bits_whatever_else_is_in_its_bucket(
