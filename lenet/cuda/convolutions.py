@@ -199,6 +199,7 @@ class Convolutions:
         team = max(min(2, self._groups), warps // teams)
         slices = 1 if teams > 1 else min(self._pairs, max(1, limits.multiprocessors // rows))
         pairs = -(-self._pairs // slices)
+        slices = -(-self._pairs // pairs)
         parts = min(pairs, max(1, team // self._groups))
         if self.precision == "fp32":  # has two sums in registers
             parts = max(parts, -(-pairs // 2))

@@ -55,7 +55,7 @@ def convolutions(name, precision):
     ("name", "precision", "rows", "expected"),
     [
         ("lenet", "fp16", 1, Split(1, 8, slices=4, depths=4)),
-        ("lenet", "fp16", 66, Split(1, 8, slices=2, parts=2, depths=2)),
+        ("lenet", "fp16", 44, Split(1, 8, slices=2, parts=2, depths=2)),
         ("lenet", "fp16", 132, Split(1, 8, parts=4)),
         ("lenet", "fp16", 133, Split(2, 4, parts=2)),
         ("lenet", "fp16", 512, Split(4, 2)),
