@@ -68,9 +68,10 @@ struct Pixels {
     __device__ void load(const __half* x, int first_row, int count) {
         const auto from = reinterpret_cast<const Neighbours<__half, 4>*>(x) +
                           static_cast<size_t>(first_row) * conv1::WORDS;
-        for (int k = 0; k < LOADS; ++k)
-            if (k * THREADS + threadIdx.x < count * conv1::WORDS)
-                words[k] = from[k * THREADS + threadIdx.x];
+        for (int k = 0; k < LOADS; ++k) {
+            const int at = k * THREADS + threadIdx.x;
+            if (at < count * conv1::WORDS) words[k] = from[at];
+        }
     }
     __device__ void store(Copies* copies, int count) const {
         for (int k = 0; k < LOADS; ++k) {
@@ -100,8 +101,8 @@ struct LaneTaps {
 
     __device__ explicit LaneTaps(int g) {
         for (int tile = 0; tile < 4; ++tile) {
-            const int tap = tile * 8 + g, r = tap / S, s = tap % S;
-            offsets[tile] = tap < TAPS ? s % 2 * SECOND + r * conv1::PITCH + s - s % 2 : 0;
+            const int tap = tile * 8 + g, read = min(tap, TAPS - 1), r = read / S, s = read % S;
+            offsets[tile] = s % 2 * SECOND + r * conv1::PITCH + s - s % 2;
             kept[tile] = tap < TAPS ? ~0u : 0;
             constants[tile] = tap == TAPS ? 0x3c003c00u : 0;  // 1 twice, in halves
         }
@@ -211,18 +212,20 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     alignas(16) __shared__ unsigned char scratch[SCRATCH<SUM_TILES>];
     const auto copies = reinterpret_cast<Copies*>(scratch);
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, first_row = blockIdx.x * IMAGES;
     const LaneTaps taps(g);
     float sums[SUM_TILES][4] = {};
     Pixels pixels;
-    pixels.load(x, blockIdx.x * IMAGES, min(IMAGES, rows - blockIdx.x * IMAGES));
+    pixels.load(x, first_row, min(IMAGES, rows - first_row));
     clear(copies);
-    for (int row = blockIdx.x * IMAGES; row < rows; row += gridDim.x * IMAGES) {
+    for (int row = first_row; row < rows; row += gridDim.x * IMAGES) {
         const int count = min(IMAGES, rows - row), next = row + gridDim.x * IMAGES;
         __syncthreads();
         pixels.store(copies, count);
         __syncthreads();
         pixels.load(x, next, min(IMAGES, rows - next));
+        __syncwarp();
+#pragma unroll 5
         for (int task = warp; task < count * STEPS; task += WARPS) {
             unsigned words[4][2];
             for (int half = 0; half < 2; ++half) {
@@ -232,9 +235,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 const __half* from =
                     copies[task / STEPS] + (inside ? at / IN_ROW * conv1::PITCH + j : 0);
                 for (int tile = 0; tile < 4; ++tile)
-                    words[tile][half] = inside ? taps.load(from, tile) : 0;
+                    words[tile][half] = taps.load(from, tile) & (inside ? ~0u : 0);
             }
-            __syncwarp();
 #pragma unroll
             for (int m = 0; m < 2; ++m) {
                 const unsigned a[4] = {words[2 * m][0], words[2 * m + 1][0], words[2 * m][1],
@@ -300,9 +302,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     __shared__ unsigned filter[C][TAP_PAIRS + 1];  // halves; one more: fewer bank conflicts
     __shared__ float scales[C], shifts[C];
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, first_row = blockIdx.x * IMAGES;
     Pixels pixels;
-    pixels.load(x, blockIdx.x * IMAGES, min(IMAGES, rows - blockIdx.x * IMAGES));
+    pixels.load(x, first_row, min(IMAGES, rows - first_row));
     for (int k = thread; k < C * TAP_PAIRS; k += THREADS) {
         const int channel = k / TAP_PAIRS, pair = k % TAP_PAIRS;
         const int r = pair / conv1::PAIRS, s = pair % conv1::PAIRS * 2;
@@ -329,7 +331,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     for (int k = 0; k < LANE_CHANNELS; ++k)
         scale[k] = scales[t * LANE_CHANNELS + k], shift[k] = shifts[t * LANE_CHANNELS + k];
 
-    for (int row = blockIdx.x * IMAGES; row < rows; row += gridDim.x * IMAGES) {
+    for (int row = first_row; row < rows; row += gridDim.x * IMAGES) {
         const int count = min(IMAGES, rows - row), next = row + gridDim.x * IMAGES;
         __syncthreads();
         pixels.store(copies, count);
@@ -406,11 +408,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     alignas(16) __shared__ unsigned char scratch[SCRATCH<SUM_TILES>];
     const auto copies = reinterpret_cast<Copies*>(scratch);
     const int thread = threadIdx.x, lane = thread % WARP, warp = thread / WARP;
-    const int g = lane / 4, t = lane % 4;
+    const int g = lane / 4, t = lane % 4, first_row = blockIdx.x * IMAGES;
     const LaneTaps taps(g);
     float sums[SUM_TILES][4] = {};
     clear(copies);
-    for (int row = blockIdx.x * IMAGES; row < rows; row += gridDim.x * IMAGES) {
+    for (int row = first_row; row < rows; row += gridDim.x * IMAGES) {
         const int count = min(IMAGES, rows - row), tasks = count * STEPS;
         Pixels pixels;
         pixels.load(x, row, count);
@@ -433,6 +435,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 pixels.store(copies, count);
                 __syncthreads();
             }
+            __syncwarp();  // the steps have no branch in which lanes differ
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
                 const int task = first + k * WARPS + warp, quad = task % STEPS * 4 + t;
@@ -443,7 +446,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 for (int m = 0; m < 2; ++m)
                     for (int v = 0; v < 4; ++v)
                         a[m][v] = taps.load(pixel + v / 2 * conv1::PITCH, 2 * m + v % 2);
-                __syncwarp();
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) {
                     const uint16 d = reinterpret_cast<const uint16&>(gradients[k].values[n]);
