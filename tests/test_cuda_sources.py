@@ -120,6 +120,10 @@ LENET = forward_and_backward(EPILOGUES) | {
     "dense-softmax": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 4}),
     "dense-softmax-one-row": (SERVING / "dense_softmax.cu", {"I": 512, "CLASSES": 10, "ROWS": 1}),
     "first-filter": (TRAINING / "first_filter.cu", first_filter(5, 32)),
+    "first-block": (
+        TRAINING / "first_block.cu",
+        conv1_macros((5, 5), 20) | {"C": 32, "SCALAR": "__half"},
+    ),
     "batch": (TRAINING / "batch.cu", {}),
     "loss": (TRAINING / "loss.cu", {"CLASSES": 10, "PADDED": 16}),
     "sgd": (TRAINING / "sgd.cu", {"CHUNK": 1024}),

@@ -18,17 +18,21 @@ from lenet.cuda.conv1 import is_plain
 from lenet.cuda.device import Handle
 from lenet.cuda.kernels import Kernels, Macros
 from lenet.cuda.memory import Arena
+from lenet.cuda.packing import round_up
 from lenet.model import RELU, ConvBlock, window_count
 from trainer.ops import EPSILON, RUNNING_SHARE, Epilogue
 from trainer.ops_cuda.parameters import Parameter
 from trainer.ops_cuda.state import FOLDER
 
 _SOURCE = FOLDER / "first_block.cu"
-_THREADS = 128
+_THREADS = 512
+_IMAGES = 2  # that a block processes at a time
 _GROUP = 12  # blocks whose sums are added first
-_SIDE = 32  # of the patches' matrix, with a place for the constant 1
-_MAX_BLOCKS = 264  # two on a multiprocessor of an H200
-_COUNTERS = _MAX_BLOCKS // _GROUP + 2
+_MAX_BLOCKS = 132  # one on a multiprocessor of an H200; at most _GROUP ** 2
+_COUNTERS = _MAX_BLOCKS // _GROUP + 1
+_MAX_CHANNELS = _MAX_TAPS = 32  # the constant 1 is a tap, too
+_PARTIAL = 1024  # floats of a block
+_MAX_PIXELS = 5120  # of a padded image: in shared memory there are two images twice
 
 
 @dataclass(slots=True, eq=False)
@@ -82,8 +86,9 @@ class FirstBlock:
             x.dtype == cupy.float16
             and c == 1
             and is_plain(block)
-            and r * s < _SIDE
-            and channels <= _SIDE
+            and r * s < _MAX_TAPS
+            and channels <= _MAX_CHANNELS
+            and (h + 2 * block.padding[0]) * round_up(w + 2 * block.padding[1], 16) <= _MAX_PIXELS
             and oh % 2 == ow % 2 == 0
             and w % 4 == 0
         ):
@@ -110,9 +115,9 @@ class FirstBlock:
         y = self._arena.take((n, oh // 2, ow // 2, c), cupy.float16)
         index = self._arena.take(y.shape, cupy.uint8)
         mean, variance = (self._arena.take((c,), cupy.float32) for _ in range(2))
-        patches = self._arena.take((_SIDE, _SIDE), cupy.float32)
-        blocks, rows = self._blocks(n), np.int32(n)
-        partial = self._arena.take((blocks * _SIDE * _SIDE,), cupy.float32)
+        patches = self._arena.take((c + 1, math.prod(of.block.kernel)), cupy.float32)
+        partial = self._arena.take((self._blocks(n) * _PARTIAL,), cupy.float32)
+        rows = np.int32(n)
         running = norm.mean.master, norm.variance.master
         weight = of.weight.master
         self._launch(
@@ -128,10 +133,10 @@ class FirstBlock:
         """The gradient of the filters, float32 (c, r, s, 1), and (dgamma, dbeta)."""
         of, epilogue, y, index, mean, variance, patches = saved
         assert epilogue.norm is not None, "bug: not supported"
-        n, c, taps = len(y), of.shape[3], math.prod(of.block.kernel)
+        n, c = len(y), of.shape[3]
         dweight = self._arena.take(of.weight.master.shape, cupy.float32)
         dgamma, dbeta = (self._arena.take((c,), cupy.float32) for _ in range(2))
-        partial = self._arena.take((self._blocks(n) * (taps + 1) * _SIDE,), cupy.float32)
+        partial = self._arena.take((self._blocks(n) * _PARTIAL,), cupy.float32)
         moments = mean, variance, epilogue.norm.gamma.master, patches
         sums = partial, self._counters, dweight, dgamma, dbeta
         arguments = (of.x, y, dy, index, of.weight.master, *moments, *sums, np.int32(n))
@@ -139,7 +144,7 @@ class FirstBlock:
         return FirstGradient(dweight), (dgamma, dbeta)
 
     def _blocks(self, rows: int) -> int:
-        return min(rows, _MAX_BLOCKS)
+        return min(-(-rows // _IMAGES), _MAX_BLOCKS)
 
     def _launch(self, of: Unwritten, kernel: str, arguments: tuple[Any, ...]) -> None:
         n, h, w, _ = of.x.shape

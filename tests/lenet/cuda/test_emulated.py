@@ -147,7 +147,7 @@ def test_the_first_block_of_training_is_that_of_float64(compiled):
     x = aligned(generator.random((rows, 28, 28)).astype(np.float16))
     weight, gamma, beta = normal(32, 25), normal(32), normal(32)
     partial, counters = zeros(blocks * 1024), zeros(8, dtype=np.uint32)
-    patches, mean, variance, running_mean = zeros(32, 32), zeros(32), zeros(32), zeros(32)
+    patches, mean, variance, running_mean = zeros(21, 25), zeros(32), zeros(32), zeros(32)
     running_variance = aligned(np.ones(32, np.float32))
     moments = patches, mean, variance, running_mean, running_variance
     kernel.moments(*addresses(x, weight, partial, counters, *moments), rows, blocks)

@@ -19,7 +19,7 @@
 #define __launch_bounds__(...)
 
 struct Dimensions {
-    int x, y, z;
+    unsigned x, y, z;
 };
 inline thread_local Dimensions threadIdx, blockIdx;
 inline Dimensions gridDim, blockDim;
