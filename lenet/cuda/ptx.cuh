@@ -60,6 +60,21 @@ __device__ inline void load_matrices(const char* row, unsigned (&words)[4]) {
                  : "memory");
 }
 
+// The same transposed, of four or of two matrices: a lane gets column g of rows 2 t and 2 t + 1, an
+// operand whose k lies along the rows. Lanes from 16 on name rows in vain where there are two.
+__device__ inline void load_transposed(const char* row, unsigned (&words)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+__device__ inline void load_transposed(const char* row, unsigned (&words)[2]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                 : "=r"(words[0]), "=r"(words[1])
+                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+                 : "memory");
+}
+
 // Copies 16 bytes to shared memory, not through registers; the thread goes on meanwhile.
 __device__ inline void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(

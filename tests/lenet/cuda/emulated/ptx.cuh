@@ -159,6 +159,20 @@ inline void load_matrices(const char* row, unsigned (&words)[4]) {
     __syncwarp();
 }
 
+template <int MATRICES>
+void load_transposed(const char* row, unsigned (&words)[MATRICES]) {
+    const int lane = own_lane(), g = lane / 4, t = lane % 4;
+    if (lane < 8 * MATRICES) check(row, 16, true);
+    Meeting& here = meeting();
+    here.rows[lane] = row;
+    __syncwarp();
+    for (int k = 0; k < MATRICES; ++k)
+        for (int half = 0; half < 2; ++half)
+            memcpy(reinterpret_cast<char*>(&words[k]) + 2 * half,
+                   here.rows[8 * k + 2 * t + half] + 2 * g, 2);
+    __syncwarp();
+}
+
 inline void copy_async(void* to, const void* from) {
     check(to, 16, true), check(from, 16, false);
     memcpy(to, from, 16);
