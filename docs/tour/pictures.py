@@ -275,9 +275,9 @@ def cluster() -> Picture:
     )
     width, left, gap = 108, 112, 6
     for y, name, place in (
-        (66, "pixels", "shared memory"),
-        (122, "conv1", "shared memory"),
-        (202, "conv2", "shared memory"),
+        (66, "pixels", "shared mem."),
+        (122, "conv1", "shared mem."),
+        (202, "conv2", "shared mem."),
         (322, "hidden", "registers"),
         (402, "logits", "registers"),
     ):
@@ -394,7 +394,7 @@ def _block_of_many(picture: Picture, top: float) -> None:
     for team in range(split.teams):
         x = 32 + team % 4 * (width + gap)
         y = top + 88 + team // 4 * 62
-        lines = [f"{split.team} warps, an image", _bytes(image)]
+        lines = [f"{split.team} warps", f"image, {_bytes(image)}"]
         picture.box("ours", (x, y, width, 56), f"team {team}", lines)
     picture.text(
         "note",
