@@ -166,7 +166,12 @@ def operation_graph() -> Picture:
     picture.line("arrow", (220, 169), (246, 169), (246, 142), (270, 142))
     picture.box("data", (480, 96, 196, 66), "OUTPUT, half", _axes(result))
     picture.line("arrow", (428, 129), (478, 129))
-    picture.box("ours", (716, 90, 160, 78), "epilogue_forward", ["float: bias or batch", "norm, relu, max 2x2"])
+    picture.box(
+        "ours",
+        (716, 90, 160, 78),
+        "epilogue_forward",
+        ["float: bias or batch", "norm, relu, max 2x2"],
+    )
     picture.line("arrow", (676, 129), (714, 129))
     pooled = ", ".join(map(str, ("n", *shape.output[1:], k)))
     picture.box("data", (912, 98, 112, 62), "half", [pooled])
@@ -364,9 +369,7 @@ def _launches(picture: Picture) -> None:
     picture.line("arrow", (856, 142), (870, 142))
     _step(picture, (872, 104, 148, 76), "ours", "dense_softmax\ndense2, bias,\nsoftmax")
     picture.line("arrow", (946, 180), (946, 198))
-    picture.box(
-        "data", (872, 200, 148, 56), "", [f"float, n x {last.units}", "host or device"]
-    )
+    picture.box("data", (872, 200, 148, 56), "", [f"float, n x {last.units}", "host or device"])
     picture.text(
         "note",
         20,
