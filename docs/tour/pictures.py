@@ -240,8 +240,8 @@ def time_line() -> Picture:
         "note",
         24,
         y + 42,
-        "The length of a bar was measured: by events, 20 launches in a row (decision 13). Its steps "
-        "were not: they are drawn equally wide.",
+        "The length of a bar was measured: by events, 20 launches in a row (decision 13). Its "
+        "steps were not: they are drawn equally wide.",
     )
     picture.text(
         "note",
@@ -374,8 +374,8 @@ def _launches(picture: Picture) -> None:
         "note",
         20,
         270,
-        "Blue: ours. Green: cuDNN. Yellow: cuBLAS. Host or device: up to 128 images the first kernel "
-        "reads page-locked host memory, the last one writes there.",
+        "Blue: ours. Green: cuDNN. Yellow: cuBLAS. Host or device: up to 128 images the first "
+        "kernel reads page-locked host memory, the last one writes there.",
     )
 
 
@@ -449,8 +449,8 @@ def layers() -> Picture:
         "note",
         20,
         540,
-        "fp16 on an H100. A small box is a warp in conv2: its column is for eight pooled pixels, its "
-        "row for a quarter of each sum.",
+        "fp16 on an H100. A small box is a warp in conv2: its column is for eight pooled pixels, "
+        "its row for a quarter of each sum.",
     )
     return picture
 
