@@ -212,7 +212,7 @@ def test_errors_and_times_are_those_of_the_recorded_benchmarks():
                 if (bucket["precision"], bucket["way"]) == (precision, strategy)
             ]
             assert errors[f"`{precision}`"][column] == (f"{max(found):.1e}" if found else "-")
-    single = rows("one-convolution.md", "fp16, fused network|TF32, layer by layer")
+    single = rows("fused-network.md", "fp16, fused network|TF32, layer by layer")
     ways = {"fp16": "whole", "tf32": "layers"}
     for (precision, way), found in zip(ways.items(), single.values(), strict=True):
         (one,) = [

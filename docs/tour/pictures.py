@@ -12,13 +12,19 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import numpy as np
+
 from lenet.cuda import fused_network
+from lenet.cuda.convolutions import Convolutions, Split, tiles
+from lenet.cuda.device import Limits
+from lenet.cuda.layers import _DENSE_ROWS
 from lenet.cuda.packing import layout
 from lenet.model import ConvBlock, DenseBlock, named
 
 TOUR = Path(__file__).parent
 DOCS = TOUR.parent
 MODEL = named("lenet").folded
+HOPPER = Limits(capability=90, shared_bytes=227 << 10, multiprocessors=132)
 
 _STYLE = """
   .page { fill: #f6f8fa; stroke: #d0d7de }
@@ -115,7 +121,7 @@ def network() -> Picture:
         else:
             done = [f"{block.units} units", "bias"]
             done[1] += "" if block.activation.kind == "identity" else ", relu"
-        kind = "cudnn" if shape.name in ("conv2", "dense1") else "ours"
+        kind = "cudnn" if shape.name == "dense1" else "ours"
         after = " x ".join(map(str, shape.output))
         before = " x ".join(map(str, shape.input))
         picture.line("arrow", (x, 114), (x + 58, 114))
@@ -132,8 +138,8 @@ def network() -> Picture:
         "note",
         24,
         194,
-        "Shapes are c x h x w. Layer by layer in fp16, cuDNN computes what is green (of conv2 only "
-        "the convolution), our kernels the rest.",
+        "Shapes are c x h x w. Layer by layer in fp16, both convolutions are one kernel of ours; "
+        f"dense1 is cuDNN's for more than {_DENSE_ROWS['fp16']} images.",
     )
     return picture
 
@@ -151,7 +157,7 @@ def operation_graph() -> Picture:
     k, r, s, c = packed["conv2.weight"].shape
     _, shape, dense, _ = MODEL.shapes()
     source, result = (*shape.input[1:], c), (*shape.linear[1:], k)
-    picture.text("head", 24, 34, "conv2: a graph of one operation, then a kernel of ours")
+    picture.text("head", 24, 34, "conv2, where cuDNN computes it: a graph of one operation")
     picture.box("data", (24, 56, 196, 66), "INPUT, half", _axes(source))
     weights = f"dim {k}, {c}, {r}, {s}", f"stride {r * s * c}, 1, {s * c}, {c}"
     picture.box("data", (24, 136, 196, 66), "WEIGHT, half", weights)
@@ -160,7 +166,12 @@ def operation_graph() -> Picture:
     picture.line("arrow", (220, 169), (246, 169), (246, 142), (270, 142))
     picture.box("data", (480, 96, 196, 66), "OUTPUT, half", _axes(result))
     picture.line("arrow", (428, 129), (478, 129))
-    picture.box("ours", (716, 90, 160, 78), "epilogue_forward", ["float: + bias, relu,", "max 2x2"])
+    picture.box(
+        "ours",
+        (716, 90, 160, 78),
+        "epilogue_forward",
+        ["float: bias or batch", "norm, relu, max 2x2"],
+    )
     picture.line("arrow", (676, 129), (714, 129))
     pooled = ", ".join(map(str, ("n", *shape.output[1:], k)))
     picture.box("data", (912, 98, 112, 62), "half", [pooled])
@@ -196,45 +207,47 @@ def operation_graph() -> Picture:
 def _strategies_us() -> Mapping[int, tuple[float, float]]:
     """(fused, layer by layer) by rows, from decision 13."""
     text = (DOCS / "decisions" / "0013-two-strategies-for-a-bucket.md").read_text()
-    found = re.findall(r"(\d+) rows (\d+\.\d)(?: us fused,| and) (\d+\.\d)", text)
-    assert len(found) == 3, "decision 13 states three batch sizes"
+    found = re.findall(r"^\| (\d+) \| (\d+\.\d) \| (\d+\.\d) \|$", text, re.MULTILINE)
+    assert len(found) == 5, "decision 13 states five batch sizes"
     return {int(rows): (float(fused), float(layers)) for rows, fused, layers in found}
 
 
 def time_line() -> Picture:
     """Both strategies, host to host."""
-    picture = Picture(1040, 386, "Times of the fused network and of layer by layer by batch size.")
-    left, scale = 110, 15.0
-    steps = ("copy in", "conv1", "conv2", "epilogue", "dense1", "dense2", "copy out")
-    kinds = ("box", "ours", "cudnn", "ours", "cudnn", "ours", "box")
-    picture.text("head", 24, 32, "host to host, fp16, H200, microseconds")
+    picture = Picture(1040, 514, "Times of the fused network and of layer by layer by batch size.")
+    left, scale = 110, 16.0
+    picture.text("head", 24, 32, "host to host, fp16, H100, microseconds")
     y = 52
     for rows, (fused_us, layers_us) in _strategies_us().items():
-        picture.text("note", 24, y + 39, f"{rows} images")
-        picture.box("ours", (left, y, scale * fused_us, 28), "")
-        picture.text("sub", left + scale * fused_us / 2, y + 18, "one kernel, no copies")
+        picture.text("note", 24, y + 33, "1 image" if rows == 1 else f"{rows} images")
+        picture.box("ours", (left, y, scale * fused_us, 26), "")
+        picture.text("sub", left + scale * fused_us / 2, y + 18, "one kernel")
         picture.text("note", left + scale * fused_us + 8, y + 18, f"{fused_us} fused network")
-        width = scale * layers_us / len(steps)
-        picture.rect("box", left, y + 34, scale * layers_us, 28)
-        for number, (step, kind) in enumerate(zip(steps, kinds, strict=True)):
+        width = scale * layers_us / 3
+        dense = "ours" if rows <= _DENSE_ROWS["fp16"] else "cudnn"
+        steps = (("convs", "ours"), ("dense1", dense), ("dense2", "ours"))
+        for number, (step, kind) in enumerate(steps):
             x = left + number * width
-            picture.rect(kind, x, y + 34, width, 28)
-            picture.text("sub", x + width / 2, y + 52, step)
-        picture.text("note", left + scale * layers_us + 8, y + 52, f"{layers_us} layer by layer")
-        y += 86
-    picture.line("arrow", (left, y - 6), (left + scale * 55, y - 6))
+            picture.rect(kind, x, y + 30, width, 26)
+            picture.text("sub", x + width / 2, y + 48, step)
+        picture.text("note", left + scale * layers_us + 8, y + 48, f"{layers_us} layer by layer")
+        y += 76
+    picture.line("arrow", (left, y - 2), (left + scale * 54, y - 2))
     for tick in range(0, 51, 10):
-        picture.line("cut", (left + scale * tick, y - 10), (left + scale * tick, y - 2))
-        picture.text("note centre", left + scale * tick, y + 12, str(tick))
+        picture.line("cut", (left + scale * tick, y - 6), (left + scale * tick, y + 2))
+        picture.text("note centre", left + scale * tick, y + 16, str(tick))
     picture.text(
         "note",
         24,
-        y + 36,
-        "The length of a bar was measured: one launch and the wait for it, by the host's clock "
-        "(decision 13). Its steps were not: they are drawn equally wide.",
+        y + 42,
+        "The length of a bar was measured: by events, 20 launches in a row (decision 13). Its "
+        "steps were not: they are drawn equally wide.",
     )
     picture.text(
-        "note", 24, y + 56, "Green: cuDNN. Blue: kernels of ours. Each bar is one graph launch."
+        "note",
+        24,
+        y + 62,
+        "Blue: kernels of ours. Green: cuDNN. Each bar is one graph launch, without copies.",
     )
     return picture
 
@@ -244,44 +257,201 @@ def _range(first: int, end: int, real: int) -> str:
     return "none" if first >= real else f"{first} to {min(end, real) - 1}"
 
 
+def _bytes(count: float) -> str:
+    """A size as one reads it."""
+    return f"{count:.0f} B" if count < 1024 else f"{count / 1024:.3g} KiB"
+
+
 def cluster() -> Picture:
-    """What each block of the cluster computes of one image."""
-    picture = Picture(1040, 432, "A cluster of eight blocks: what each holds of one image.")
+    """What each block of the cluster computes of one image, and the weights that it holds."""
+    picture = Picture(1040, 516, "A cluster of eight blocks: what each holds of one image.")
     conv1, conv2, hidden, last = MODEL.blocks
     assert isinstance(conv1, ConvBlock), "lenet begins with a convolution"
     assert isinstance(conv2, ConvBlock), "lenet has two"
     assert isinstance(hidden, DenseBlock), "then a hidden layer"
     assert isinstance(last, DenseBlock), "then the logits"
-    own_units = -(-hidden.units // (16 * fused_network.CLUSTER)) * 16
-    picture.text("head", 24, 32, "one image, a cluster of eight blocks, time runs downwards")
+    zeros = {name: np.zeros(shape, np.float32) for name, shape in MODEL.parameters().items()}
+    packed = fused_network.pack(MODEL, zeros)
+    blocks = fused_network.CLUSTER
+    second = packed["second"].nbytes / len(packed["second"])
+    own_units = packed["last"].shape[2]
+    picture.text(
+        "head", 24, 32, "one image, a cluster of eight blocks of 512 threads, time runs downwards"
+    )
     width, left, gap = 108, 112, 6
-    for y, name in ((66, "conv1"), (128, "conv2"), (238, "hidden"), (300, "logits")):
-        picture.text("note", 24, y + 26, name)
-    for block in range(fused_network.CLUSTER):
+    for y, name, place in (
+        (66, "pixels", "shared mem."),
+        (122, "conv1", "shared mem."),
+        (202, "conv2", "shared mem."),
+        (322, "hidden", "registers"),
+        (402, "logits", "registers"),
+    ):
+        picture.text("note", 12, y + 18, name)
+        picture.text("note", 12, y + 34, place)
+    for block in range(blocks):
         x = left + block * (width + gap)
         middle = x + width / 2
         channels = _range(8 * block, 8 * block + 8, conv2.channels)
         units = _range(own_units * block, own_units * (block + 1), hidden.units)
         picture.text("sub", middle, 58, f"block {block}")
-        picture.box("ours", (x, 66, width, 44), "", [f"all {conv1.channels}", "channels"])
-        picture.line("arrow", (middle, 110), (middle, 126))
-        lines = ["channels", channels] if channels != "none" else ["no channel", "is left"]
-        picture.box("ours", (x, 128, width, 44), "", lines)
-        picture.line("arrow", (middle, 172), (middle, 190))
-        picture.line("arrow", (middle, 220), (middle, 236))
-        picture.box("ours", (x, 238, width, 44), "", ["units", units])
-        picture.line("arrow", (middle, 282), (middle, 298))
-        picture.box("ours", (x, 300, width, 44), "", ["its part of", f"{last.units} logits"])
-        picture.line("cut", (middle, 344), (middle, 360))
-    right = left + fused_network.CLUSTER * (width + gap) - gap
+        picture.box("data", (x, 66, width, 40), "", ["the whole", "image, twice"])
+        picture.line("arrow", (middle, 106), (middle, 120))
+        first = _bytes(packed["first"].nbytes)
+        picture.box("ours", (x, 122, width, 62), "", [f"all {conv1.channels}", "channels", first])
+        picture.line("arrow", (middle, 184), (middle, 200))
+        lines = ["channels", channels, _bytes(second)]
+        if channels == "none":
+            lines = ["no channel", "is left"]
+        picture.box("ours", (x, 202, width, 62), "", lines)
+        picture.line("arrow", (middle, 264), (middle, 276))
+        picture.line("arrow", (middle, 304), (middle, 320))
+        weights = _bytes(packed["hidden"].nbytes / blocks)
+        picture.box("ours", (x, 322, width, 62), "", ["units", units, weights])
+        picture.line("arrow", (middle, 384), (middle, 400))
+        weights = _bytes(packed["last"].nbytes / blocks)
+        part = ["its part of", f"{last.units} logits", weights]
+        picture.box("ours", (x, 402, width, 62), "", part)
+    right = left + blocks * (width + gap) - gap
     exchange = "barrier: all have started. Each writes its channels to all eight. Barrier: all of "
-    picture.box("box", (left, 192, right - left, 28), "", [f"{exchange}conv2's output is there"])
-    picture.line("cut", (left + width / 2, 360), (right - width / 2, 360))
-    picture.line("arrow", (left + width / 2, 360), (left + width / 2, 374))
-    picture.box("ours", (left, 376, 2 * width + gap, 44), "", ["sum in a fixed order,", "softmax"])
+    picture.box("box", (left, 277, right - left, 27), "", [f"{exchange}conv2's output is there"])
+    picture.line("cut", (left + width / 2, 472), (right - width / 2, 472))
+    for block in range(blocks):
+        middle = left + block * (width + gap) + width / 2
+        picture.line("cut", (middle, 464), (middle, 472))
+    picture.line("arrow", (left + width / 2, 472), (left + width / 2, 482))
+    picture.box("ours", (left, 483, 2 * width + gap, 25), "", ["sum in a fixed order, softmax"])
     x = left + 2 * width + 20
-    picture.text("note", x, 394, "Barrier: every part has arrived in the shared memory of block 0.")
-    picture.text("note", x, 412, "The other blocks end.")
+    picture.text("note", x, 490, "Barrier: every part has arrived in the shared memory of block 0.")
+    picture.text("note", x, 507, "The other blocks end. Sizes are those of a block's weights.")
+    return picture
+
+
+def _step(picture: Picture, place: tuple[float, float, float, float], kind: str, text: str) -> None:
+    """A kernel: its title, then the lines of `text` behind it."""
+    title, *lines = text.splitlines()
+    picture.box(kind, place, title, lines)
+
+
+def _launches(picture: Picture) -> None:
+    """The kernels of `lenet` with what is in memory between them."""
+    *_, dense, last = MODEL.blocks
+    assert isinstance(dense, DenseBlock), "a hidden layer"
+    assert isinstance(last, DenseBlock), "the logits"
+    packed = layout(MODEL)
+    k, *_ = packed["conv2.weight"].shape
+    units, _ = packed["dense1.weight"].shape
+    _, h, w = MODEL.shapes()[1].output
+    assert _DENSE_ROWS["fp16"] == _DENSE_ROWS["tf32"], "they share a line of the picture"
+    few, few_fp32 = _DENSE_ROWS["fp16"], _DENSE_ROWS["fp32"]
+    picture.box("data", (20, 104, 112, 76), "", ["pixels, uint8", "n x 28 x 28", "host or device"])
+    picture.line("arrow", (132, 142), (150, 142))
+    _step(
+        picture,
+        (152, 92, 150, 100),
+        "ours",
+        "convolutions\nconv1 and conv2\nwith bias, relu,\nmax 2x2",
+    )
+    picture.line("arrow", (302, 142), (320, 142))
+    picture.box("data", (322, 114, 108, 56), "", ["half or float", f"n x {h} x {w} x {k}"])
+    for y, kind, text in (
+        (52, "ours", f"dense: + bias, relu\nup to {few} images, in fp32 up to {few_fp32}"),
+        (114, "cudnn", "matmul, bias, relu\nmore images, in fp16 and TF32"),
+    ):
+        picture.line("arrow", (430, 142), (446, 142), (446, y + 28), (462, y + 28))
+        _step(picture, (464, y, 262, 56), kind, text)
+        picture.line("arrow", (726, y + 28), (742, y + 28), (742, 142), (758, 142))
+    picture.line("arrow", (430, 142), (446, 142), (446, 204), (462, 204))
+    _step(picture, (464, 176, 122, 56), "cublas", "product\nmore, in fp32")
+    picture.line("arrow", (586, 204), (600, 204))
+    _step(picture, (602, 176, 124, 56), "ours", "epilogue\nbias, relu")
+    picture.line("arrow", (726, 204), (742, 204), (742, 142), (758, 142))
+    picture.box("data", (760, 114, 96, 56), "", ["half or float", f"n x {units}"])
+    picture.line("arrow", (856, 142), (870, 142))
+    _step(picture, (872, 104, 148, 76), "ours", "dense_softmax\ndense2, bias,\nsoftmax")
+    picture.line("arrow", (946, 180), (946, 198))
+    picture.box("data", (872, 200, 148, 56), "", [f"float, n x {last.units}", "host or device"])
+    picture.text(
+        "note",
+        20,
+        270,
+        "Blue: ours. Green: cuDNN. Yellow: cuBLAS. Host or device: up to 128 images the first "
+        "kernel reads page-locked host memory, the last one writes there.",
+    )
+
+
+def _block_of_many(picture: Picture, top: float) -> None:
+    """A block of threads that computes several images at a time."""
+    both = Convolutions.of(MODEL, "fp16", HOPPER)
+    assert both is not None, "lenet is supported"
+    split = both.split(8192, HOPPER)
+    weights = {name: np.zeros(shape) for name, shape in MODEL.parameters().items()}
+    first = both.pack_first(weights["conv1.weight"]).nbytes
+    second = both.pack_second(weights["conv2.weight"]).nbytes
+    image = both.shared_bytes(Split(2, 1)) - both.shared_bytes(Split(1, 1))
+    everything = both.shared_bytes(split)
+    picture.text("head", 24, top + 22, "convolutions, many images: a block holds the filters once")
+    picture.rect("band", 20, top + 34, 490, 202)
+    filters = [f"filters of conv1, {_bytes(first)}, and conv2, {_bytes(second)}: for all images"]
+    picture.box("data", (32, top + 46, 466, 34), "", filters)
+    width, gap = 109, 10
+    for team in range(split.teams):
+        x = 32 + team % 4 * (width + gap)
+        y = top + 88 + team // 4 * 62
+        lines = [f"{split.team} warps", f"image, {_bytes(image)}"]
+        picture.box("ours", (x, y, width, 56), f"team {team}", lines)
+    picture.text(
+        "note",
+        32,
+        top + 228,
+        f"{32 * split.team * split.teams} threads, {_bytes(everything)} of shared memory. "
+        "Then the next images.",
+    )
+
+
+def _blocks_of_few(picture: Picture, top: float) -> None:
+    """The blocks of threads that compute one image together."""
+    both = Convolutions.of(MODEL, "fp16", HOPPER)
+    assert both is not None, "lenet is supported"
+    split = both.split(1, HOPPER)
+    channels = both.second.channels
+    own = 16 * -(-(tiles(channels) + 1) // 2 // split.slices)
+    _, h, w = MODEL.shapes()[1].output
+    groups = h * w // 8
+    assert split.team == groups * split.depths, "each warp has a group and a part"
+    picture.text("head", 540, top + 22, "few images: an image has four blocks")
+    width, gap = 113, 9
+    for block in range(split.slices):
+        x = 540 + block * (width + gap)
+        picture.rect("band", x, top + 34, width, 202)
+        picture.text("sub", x + width / 2, top + 52, f"block {block}")
+        lines = ["conv1:", f"all {both.first.channels} channels"]
+        picture.box("ours", (x + 6, top + 60, width - 12, 42), "", lines)
+        picture.text("sub", x + width / 2, top + 120, "conv2: channels")
+        found = _range(own * block, own * (block + 1), channels).replace("48 to 49", "48, 49")
+        picture.text("sub", x + width / 2, top + 137, found)
+        cell = (width - 12) / groups
+        for part in range(split.depths):
+            for group in range(groups):
+                place = (x + 6 + group * cell, top + 146 + part * 17, cell - 2, 15)
+                picture.rect("ours", *place)
+        picture.text("note centre", x + width / 2, top + 229, f"{split.team} warps")
+    assert split.depths == 4, "the note below says so"
+
+
+def layers() -> Picture:
+    """What layer by layer launches for lenet, and how the convolutions are divided."""
+    picture = Picture(1040, 560, "What layer by layer launches, and how the convolutions divide.")
+    picture.text("head", 24, 34, "layer by layer, lenet: one kernel after another, n images")
+    _launches(picture)
+    _block_of_many(picture, 282)
+    _blocks_of_few(picture, 282)
+    picture.text(
+        "note",
+        20,
+        540,
+        "fp16 on an H100. A small box is a warp in conv2: its column is for eight pooled pixels, "
+        "its row for a quarter of each sum.",
+    )
     return picture
 
 
@@ -402,6 +572,7 @@ PICTURES = {
     "operation-graph": operation_graph,
     "time-line": time_line,
     "cluster": cluster,
+    "layers": layers,
     "backward": backward,
     "folding": folding,
 }
