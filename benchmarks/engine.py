@@ -205,7 +205,6 @@ def bucket(
         "images_per_s": 1e6 * rows / found["device_us"],
         "max_error": error,
         "way": plan.strategy,
-        "ways_us": dict(plan.measured_us),
         "torch": {
             **{f"{mode}_us": torch.get(f"{mode}_us") for mode in MODES},
             **({"details": torch} if torch else {}),

@@ -1,33 +1,30 @@
 """The CUDA backend: a plan with a captured graph for each bucket, over shared weights and buffers.
 
-A small bucket can be computed by two strategies, the fused network or layer by layer. Both are
-timed when its plan is made, and the faster one is kept. All buckets share the weights and the
-layers' buffers, since the batches of a backend run one after another on its stream. Once the plans
-are made, only new weights allocate memory.
+There are two strategies: a small bucket is computed by the fused network where it is supported,
+every other one layer by layer. All buckets share the weights and the layers' buffers, since the
+batches of a backend run one after another on its stream. Once the plans are made, only new weights
+allocate memory.
 """
 
 from __future__ import annotations
 
 import logging
-import statistics
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Self
 
 import numpy as np
 
 from lenet.cuda import fused_network, layers
-from lenet.cuda.capture import Launch, captured, time_us
+from lenet.cuda.capture import Launch, captured
 from lenet.cuda.device import Handle, translated
-from lenet.cuda.engine_cache import Choice, EngineCache
+from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.fused_network import MAX_ROWS, FusedNetwork
 from lenet.cuda.graphs import Convolution, Precision, Product
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.layers import BuildContext, LayerByLayer
 from lenet.cuda.memory import Arena, Buffers, Workspace
-from lenet.cuda.plan import STAGED_ROWS, ChosenStrategy, CudaPlan, Strategy
+from lenet.cuda.plan import STAGED_ROWS, ChosenStrategy, CudaPlan
 from lenet.cuda.weights import DeviceWeights
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from lenet.model import Model
@@ -39,14 +36,8 @@ _log = logging.getLogger(__name__)
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 
-# Layer by layer takes five launches for any batch: 8 rows of lenet took 34.7 us from host to host,
-# and 15.6 us by the fused network (H200, 2026-11-20). Smaller buckets do not try it.
-_LAYER_BY_LAYER_FROM_ROWS = 8
-
 # cuDNN compiles a product, which takes up to 0.5 s; convolutions are ready.
 _ENGINES_TRIED = {Convolution: 12, Product: 3}
-
-_ROUNDS, _LAUNCHES = 15, 20  # when strategies are timed
 
 COPIED_ROWS = 256
 """Layer by layer, smaller buckets read pixels from host memory and write probabilities there: 64
@@ -112,7 +103,7 @@ class CudaBackend:
             self._load_or_open(weights)
             self._arena.rewind()  # the buckets share it: their batches run one after another
             buffers = Buffers.take(self._arena, rows, weights.model.classes)
-            chosen = self._choose(weights.model, buffers)
+            chosen = self._strategy(weights.model, buffers)
             staging = self._staging if rows >= STAGED_ROWS else None
             return CudaPlan(buffers, self._handle, chosen, not self.profile, staging)
 
@@ -169,48 +160,16 @@ class CudaBackend:
             )
             self._fused_network = FusedNetwork(model, self._fused_weights, self._kernels)
 
-    def _choose(self, model: Model, buffers: Buffers) -> ChosenStrategy:
-        """Prepare the strategies that are worth a try for this bucket, and take the fastest."""
-        key = (
-            f"{self._handle.name} | {self.precision} | strategy | rows {buffers.rows} | "
-            f"model {model.fingerprint()}"
-        )
-        kept = None if self._cache is None else self._cache.get(key)
-        cached = None if kept is None else kept.name
-        found: list[ChosenStrategy] = []
+    def _strategy(self, model: Model, buffers: Buffers) -> ChosenStrategy:
+        """Prepare how this bucket is computed."""
         fused = self._tried_fused_network(model) if buffers.rows <= MAX_ROWS else None
-        if fused is not None and cached != "layer_by_layer":
-            from_host = partial(fused.queue_from_host, buffers)
-            found.append(ChosenStrategy("fused_network", from_host, partial(fused.queue, buffers)))
-        many = buffers.rows >= _LAYER_BY_LAYER_FROM_ROWS
-        if not found or (many and cached != "fused_network"):
-            network = LayerByLayer(model, buffers, self._build_context())
-            copies = partial(_queue_with_copies, network, buffers)
-            launch: Launch = copies if buffers.rows >= COPIED_ROWS else network.queue_from_host
-            found.append(ChosenStrategy("layer_by_layer", launch, network.queue))
-        found = [replace(one, launch=self._prepared(one.launch)) for one in found]
-        if len(found) == 1:
-            return found[0]
-        # In turns: a GPU that was idle is slow at first.
-        rounds = [[time_us(one.launch, 1, _LAUNCHES) for one in found] for _ in range(_ROUNDS)]
-        medians = map(statistics.median, zip(*rounds, strict=True))
-        measured_us = dict(zip((one.strategy for one in found), medians, strict=True))
-        strategy = self._agreed(key, measured_us)
-        (chosen,) = (one for one in found if one.strategy == strategy)
-        return replace(chosen, measured_us=measured_us)
-
-    def _agreed(self, key: str, measured_us: Mapping[Strategy, float]) -> Strategy:
-        """The fastest strategy. The first result is cached: other contexts and restarts use it."""
-        fastest = min(measured_us, key=measured_us.__getitem__)
-        if self._cache is None:
-            return fastest
-        with self._cache.locked():
-            cached = self._cache.get(key)
-            for strategy in measured_us:
-                if cached is not None and strategy == cached.name:
-                    return strategy
-            self._cache.put(key, Choice(fastest))
-        return fastest
+        if fused is not None:
+            launch: Launch = self._prepared(partial(fused.queue_from_host, buffers))
+            return ChosenStrategy("fused_network", launch, partial(fused.queue, buffers))
+        network = LayerByLayer(model, buffers, self._build_context())
+        copies = partial(_queue_with_copies, network, buffers)
+        queue = copies if buffers.rows >= COPIED_ROWS else network.queue_from_host
+        return ChosenStrategy("layer_by_layer", self._prepared(queue), network.queue)
 
     def _tried_fused_network(self, model: Model) -> FusedNetwork | None:
         """The fused network, if it compiles and runs here: the first call tries it."""

@@ -1,4 +1,4 @@
-"""The fastest cuDNN engines and strategies, kept on disk between runs. Needs no GPU library.
+"""The fastest cuDNN engines, kept on disk between runs. Needs no GPU library.
 
 Each choice is a file: a line of JSON with its key and name, then the engine as cuDNN serialized it.
 The files are not trusted: what is damaged is measured and built again.
@@ -24,10 +24,10 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The `name` of an engine or strategy; `engine` is its serialized form, if it has one."""
+    """The `name` of an engine and its serialized form."""
 
     name: str
-    engine: bytes = b""
+    engine: bytes
 
 
 def default_cache() -> Path:

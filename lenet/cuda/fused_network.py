@@ -26,9 +26,9 @@ if TYPE_CHECKING:  # these import CuPy, which packing does not need
 Halves: TypeAlias = NDArray[np.float16]
 Floats: TypeAlias = NDArray[np.float32]
 
-MAX_ROWS = 64
-"""The largest bucket that tries it. Host to host, 64 images took 49.8 us and 42.9 layer by
-layer; 32 images took 32.1 and 41.9 (H200, 2026-11-20)."""
+MAX_ROWS = 8
+"""The largest bucket that it computes. From host to host 8 images took 11.9 us and 13.9 layer by
+layer; 16 images took 20.5 and 13.6 (H100, 2026-11-25)."""
 
 CLUSTER = 8
 """Blocks that compute one image together."""

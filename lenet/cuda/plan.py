@@ -1,13 +1,13 @@
 """The plan of one bucket: from page-locked pixels to probabilities in one graph launch.
 
-The graph holds the copy in, the network and the copy out. Any thread may launch it, since replaying
-a graph uses neither cuDNN nor cuBLAS.
+The graph holds the network, which reads and writes the host's memory, or is between two copies. Any
+thread may launch it, since replaying a graph uses neither cuDNN nor cuBLAS.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import cupy
@@ -38,14 +38,11 @@ class ChosenStrategy:
     """How a bucket computes.
 
     `launch` runs from host memory to host memory, `network` from device memory to device memory.
-    `measured_us` holds microseconds of one launch, copies included, of each strategy that was
-    tried; it is empty if there was no choice or the choice was cached.
     """
 
     strategy: Strategy
     launch: Launch
     network: Launch
-    measured_us: Mapping[Strategy, float] = field(default_factory=dict)
 
 
 class CudaPlan:
@@ -67,7 +64,7 @@ class CudaPlan:
         self.pixels: Images = buffers.host_pixels
         """Page-locked uint8 (rows, 28, 28); `run` copies its images here."""
         self.captured = captured
-        self.strategy, self.measured_us = chosen.strategy, chosen.measured_us
+        self.strategy = chosen.strategy
         self._buffers, self._stream, self._device = buffers, handle.stream, handle.device
         self._launch, self._network = chosen.launch, chosen.network
         self._events = cupy.cuda.Event(), cupy.cuda.Event()

@@ -173,7 +173,7 @@ def in_float32(weights, images):
 def test_replaced_weights_answer_as_if_they_had_been_there_first(
     precision, random_weights, tmp_path
 ):
-    # With one cache all backends agree on strategies and engines, whose last bits differ.
+    # With one cache all backends agree on engines, whose last bits differ.
     cache = EngineCache(tmp_path)
     files = [random_weights("lenet", seed) for seed in (0, 1, 2)]
     images = np.random.default_rng(3).integers(0, 256, (64, 28, 28), np.uint8)
@@ -219,7 +219,7 @@ def test_after_warm_up_no_batch_takes_device_memory(random_weights):
 def test_contexts_answer_side_by_side_as_each_alone(random_weights, tmp_path):
     weights = random_weights("lenet")
     images = np.random.default_rng(5).integers(0, 256, (32, 28, 28), np.uint8)
-    # With one cache all backends agree on strategies and engines.
+    # With one cache all backends agree on engines.
     with opened("fp16", EngineCache(tmp_path)) as backend:
         want = {n: answer(backend.plan(weights, n), images[:n]).tobytes() for n in (1, 8, 32)}
     wrong = []

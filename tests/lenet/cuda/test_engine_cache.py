@@ -32,10 +32,10 @@ def test_a_choice_is_found_by_another_cache_under_its_own_key(folder, caplog):
     assert not folder.exists()
     first.put(KEY, Choice("old", b"engine"))
     first.put(KEY, ENGINE)
-    second.put("other", Choice("fused_network"))
+    second.put("other", Choice("eng1", b""))
     for cache in (first, second, EngineCache(folder)):
         assert cache.get(KEY) == ENGINE
-        assert cache.get("other") == Choice("fused_network")
+        assert cache.get("other") == Choice("eng1", b"")
         assert cache.get("third") is None
     assert warnings(caplog) == []
     assert {json.loads(path.read_bytes().split(b"\n")[0])["key"] for path in entries(folder)} == {
@@ -93,8 +93,8 @@ def test_one_of_several_chooses_and_the_others_agree(folder, shared):
         with cache.locked():
             if cache.get(KEY) is None:
                 made.append(name)
-                cache.put(KEY, Choice(name))
-        assert cache.get(KEY) == Choice(made[0])
+                cache.put(KEY, Choice(name, b""))
+        assert cache.get(KEY) == Choice(made[0], b"")
 
     threads = [threading.Thread(target=choose, args=(f"eng{number}",)) for number in range(4)]
     for thread in threads:
