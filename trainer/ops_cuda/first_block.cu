@@ -319,6 +319,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int g = lane / 4, t = lane % 4, first_row = blockIdx.x * IMAGES;
     Pixels pixels;
     pixels.load(x, first_row, min(IMAGES, rows - first_row));
+    // Loaded here, used after the loop: one latency instead of two.
+    const int own = min(thread, CHANNELS - 1);
+    const float expected = mean[own], spread = variance[own], slope = gamma[own], start = beta[own];
     for (int k = thread; k < C * TAP_PAIRS; k += THREADS) {
         const int channel = k / TAP_PAIRS, pair = k % TAP_PAIRS;
         const int r = pair / conv1::PAIRS, s = pair % conv1::PAIRS * 2;
@@ -328,9 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         filter[channel][pair] = reinterpret_cast<const unsigned&>(two);
     }
     if (thread < C) {
-        const float factor = gamma[thread] * rsqrtf(variance[thread] + EPSILON);
+        const float factor = slope * rsqrtf(spread + EPSILON);
         scales[thread] = thread < CHANNELS ? factor : 0;
-        shifts[thread] = thread < CHANNELS ? beta[thread] - mean[thread] * factor : 0;
+        shifts[thread] = thread < CHANNELS ? start - expected * factor : 0;
     }
     clear(copies);
     __syncthreads();
@@ -374,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (!inside) continue;
             // A NaN of one pixel comes from a weight, and makes the channel's shift NaN too: so it
             // is enough if the first z stays.
-            Neighbours<__half2, TILES> largest;
+            Neighbours<unsigned, TILES> largest;  // halves in twos
             Neighbours<uint8, LANE_CHANNELS> taps_of_largest;
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
@@ -394,11 +397,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     if (value < 0) value = 0;  // keeps a NaN
                     taps_of_largest.values[channel] = at;
                 }
-                largest.values[tile] = __floats2half2_rn(values[0], values[1]);
+                const __half2 two = __floats2half2_rn(values[0], values[1]);
+                largest.values[tile] = reinterpret_cast<const unsigned&>(two);
             }
             const size_t to =
                 (static_cast<size_t>(row + image) * conv1::QUADS + quad) * C + t * LANE_CHANNELS;
-            *reinterpret_cast<Neighbours<__half2, TILES>*>(y + to) = largest;
+            const unsigned (&words)[TILES] = largest.values;
+            if constexpr (TILES == 4)  // nvcc 13 does not merge these stores itself
+                *reinterpret_cast<uint4*>(y + to) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            else
+                *reinterpret_cast<Neighbours<unsigned, TILES>*>(y + to) = largest;
             *reinterpret_cast<Neighbours<uint8, LANE_CHANNELS>*>(index + to) = taps_of_largest;
         }
     }
