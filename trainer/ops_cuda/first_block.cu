@@ -42,6 +42,8 @@ constexpr int IMAGES = 2;  // of a block at a time: enough positions for its war
 constexpr int GROUP = 12;  // blocks whose sums are added first, in parallel with other groups
 constexpr int TAPS = R * S, WEIGHTS = CHANNELS * TAPS;
 constexpr int TILES = C / 8;
+// Of a warp, without a branch between them: all steps of two images with 24 x 24 positions.
+constexpr int AHEAD = 5;
 constexpr int PER_THREAD = (WEIGHTS + THREADS - 1) / THREADS;
 
 static_assert(TAPS < 32, "the constant needs a place");
@@ -88,8 +90,8 @@ struct Pixels {
 };
 
 __device__ inline void clear(Copies* copies) {
-    for (int k = threadIdx.x; k < static_cast<int>(IMAGES * sizeof(Copies) / 4); k += THREADS)
-        reinterpret_cast<unsigned*>(copies)[k] = 0;
+    for (int k = threadIdx.x; k < static_cast<int>(IMAGES * sizeof(Copies) / 16); k += THREADS)
+        reinterpret_cast<uint4*>(copies)[k] = make_uint4(0, 0, 0, 0);
 }
 
 __device__ inline float rounded(float weight) { return static_cast<float>(__half(weight)); }
@@ -123,14 +125,14 @@ template <int SUM_TILES>
 constexpr int SCRATCH =  // bytes: the images, and after them the sums of half of the warps
     conv1::larger(IMAGES * sizeof(Copies), WARPS / 2 * SUM_TILES * 128 * sizeof(float));
 
-// The sum of from[0], from[step], ... in this order. All loads come before the first sum.
-__device__ inline float2 sum_of(const float2* from, int count, int step) {
+// The sum of from[0], from[STEP], ... in this order. All loads come before the first sum.
+template <int STEP>
+__device__ inline float2 sum_of(const float2* from, int count) {
     float2 loaded[GROUP], sum = {0, 0};
 #pragma unroll
-    for (int k = 0; k < GROUP; ++k) loaded[k] = from[min(k, count - 1) * step];
+    for (int k = 0; k < GROUP; ++k) loaded[k] = k < count ? from[k * STEP] : make_float2(0, 0);
 #pragma unroll
-    for (int k = 0; k < GROUP; ++k)
-        if (k < count) sum.x += loaded[k].x, sum.y += loaded[k].y;
+    for (int k = 0; k < GROUP; ++k) sum.x += loaded[k].x, sum.y += loaded[k].y;
     return sum;
 }
 
@@ -152,19 +154,27 @@ __device__ inline bool sum_in_groups(const float (&sums)[SUM_TILES][4], unsigned
     if (warp < HALF)
         for (int k = 0; k < 4 * SUM_TILES; ++k) own[k * WARP] += sums[k / 4][k % 4];
     __syncthreads();
-    for (int k = thread; k < ALL; k += THREADS) {
+#pragma unroll
+    for (int first = 0; first < ALL; first += THREADS) {
+        const int k = first + thread;
+        if (k >= ALL) break;
         float sum = 0;
+#pragma unroll
         for (int other = 0; other < HALF; ++other) sum += by_warp[other * ALL + k];
         by_warp[k] = sum;
     }
     __syncthreads();
-    for (int k = thread; k < SIZE; k += THREADS) partial[blockIdx.x * SIZE + k] = by_warp[place(k)];
+#pragma unroll
+    for (int first = 0; first < SIZE; first += THREADS) {
+        const int k = first + thread;
+        if (k < SIZE) partial[blockIdx.x * SIZE + k] = by_warp[place(k)];
+    }
 
     const int blocks = gridDim.x, group = blockIdx.x / GROUP;
     const int members = min(GROUP, blocks - group * GROUP);
     if (!last_block(counters + 1 + group, members)) return false;
     const auto slot = reinterpret_cast<float2*>(partial + group * GROUP * SIZE) + thread;
-    if (thread < SIZE / 2) *slot = sum_of(slot, members, SIZE / 2);
+    if (thread < SIZE / 2) *slot = sum_of<SIZE / 2>(slot, members);
     return last_block(counters, (blocks + GROUP - 1) / GROUP);
 }
 
@@ -173,7 +183,7 @@ __device__ inline void sum_of_groups(const float* partial, float* totals) {
     const int thread = threadIdx.x, groups = (static_cast<int>(gridDim.x) + GROUP - 1) / GROUP;
     if (thread < SIZE / 2)
         reinterpret_cast<float2*>(totals)[thread] =
-            sum_of(reinterpret_cast<const float2*>(partial) + thread, groups, GROUP * SIZE / 2);
+            sum_of<GROUP * SIZE / 2>(reinterpret_cast<const float2*>(partial) + thread, groups);
 }
 
 // The sum of a channel's R S values in shared memory. R S is often odd: then no bank conflicts.
@@ -224,25 +234,29 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         pixels.store(copies, count);
         __syncthreads();
         pixels.load(x, next, min(IMAGES, rows - next));
-        __syncwarp();
-#pragma unroll 5
-        for (int task = warp; task < count * STEPS; task += WARPS) {
-            unsigned words[4][2];
-            for (int half = 0; half < 2; ++half) {
-                const int at = task % STEPS * 2 + half, j = at % IN_ROW * 8 + 2 * t;
-                const bool inside = (EIGHTS % 2 == 0 || at < EIGHTS) &&
-                                    (conv1::CONV_W % 8 == 0 || j < conv1::CONV_W);
-                const __half* from =
-                    copies[task / STEPS] + (inside ? at / IN_ROW * conv1::PITCH + j : 0);
-                for (int tile = 0; tile < 4; ++tile)
-                    words[tile][half] = taps.load(from, tile) & (inside ? ~0u : 0);
-            }
+        for (int first = warp; first < count * STEPS; first += AHEAD * WARPS) {
+            __syncwarp();
 #pragma unroll
-            for (int m = 0; m < 2; ++m) {
-                const unsigned a[4] = {words[2 * m][0], words[2 * m + 1][0], words[2 * m][1],
-                                       words[2 * m + 1][1]};
+            for (int k = 0; k < AHEAD; ++k) {
+                const int task = min(first + k * WARPS, count * STEPS - 1);
+                unsigned words[4][2];
+                for (int half = 0; half < 2; ++half) {
+                    const int at = task % STEPS * 2 + half, j = at % IN_ROW * 8 + 2 * t;
+                    const bool inside = task == first + k * WARPS &&
+                                        (EIGHTS % 2 == 0 || at < EIGHTS) &&
+                                        (conv1::CONV_W % 8 == 0 || j < conv1::CONV_W);
+                    const __half* from =
+                        copies[task / STEPS] + (inside ? at / IN_ROW * conv1::PITCH + j : 0);
+                    for (int tile = 0; tile < 4; ++tile)
+                        words[tile][half] = taps.load(from, tile) & (inside ? ~0u : 0);
+                }
 #pragma unroll
-                for (int n = 2 * m; n < 4; ++n) multiply(sums[2 * m + n], a, words[n]);
+                for (int m = 0; m < 2; ++m) {
+                    const unsigned a[4] = {words[2 * m][0], words[2 * m + 1][0], words[2 * m][1],
+                                           words[2 * m + 1][1]};
+#pragma unroll
+                    for (int n = 2 * m; n < 4; ++n) multiply(sums[2 * m + n], a, words[n]);
+                }
             }
         }
     }
@@ -305,6 +319,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int g = lane / 4, t = lane % 4, first_row = blockIdx.x * IMAGES;
     Pixels pixels;
     pixels.load(x, first_row, min(IMAGES, rows - first_row));
+    // Loaded here, used after the loop: one latency instead of two.
+    const int own = min(thread, CHANNELS - 1);
+    const float expected = mean[own], spread = variance[own], slope = gamma[own], start = beta[own];
     for (int k = thread; k < C * TAP_PAIRS; k += THREADS) {
         const int channel = k / TAP_PAIRS, pair = k % TAP_PAIRS;
         const int r = pair / conv1::PAIRS, s = pair % conv1::PAIRS * 2;
@@ -314,9 +331,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         filter[channel][pair] = reinterpret_cast<const unsigned&>(two);
     }
     if (thread < C) {
-        const float factor = gamma[thread] * rsqrtf(variance[thread] + EPSILON);
+        const float factor = slope * rsqrtf(spread + EPSILON);
         scales[thread] = thread < CHANNELS ? factor : 0;
-        shifts[thread] = thread < CHANNELS ? beta[thread] - mean[thread] * factor : 0;
+        shifts[thread] = thread < CHANNELS ? start - expected * factor : 0;
     }
     clear(copies);
     __syncthreads();
@@ -360,7 +377,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
             if (!inside) continue;
             // A NaN of one pixel comes from a weight, and makes the channel's shift NaN too: so it
             // is enough if the first z stays.
-            Neighbours<__half2, TILES> largest;
+            Neighbours<unsigned, TILES> largest;  // halves in twos
             Neighbours<uint8, LANE_CHANNELS> taps_of_largest;
 #pragma unroll
             for (int tile = 0; tile < TILES; ++tile) {
@@ -380,11 +397,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                     if (value < 0) value = 0;  // keeps a NaN
                     taps_of_largest.values[channel] = at;
                 }
-                largest.values[tile] = __floats2half2_rn(values[0], values[1]);
+                const __half2 two = __floats2half2_rn(values[0], values[1]);
+                largest.values[tile] = reinterpret_cast<const unsigned&>(two);
             }
             const size_t to =
                 (static_cast<size_t>(row + image) * conv1::QUADS + quad) * C + t * LANE_CHANNELS;
-            *reinterpret_cast<Neighbours<__half2, TILES>*>(y + to) = largest;
+            const unsigned (&words)[TILES] = largest.values;
+            if constexpr (TILES == 4)  // nvcc 13 does not merge these stores itself
+                *reinterpret_cast<uint4*>(y + to) =
+                    make_uint4(words[0], words[1], words[2], words[3]);
+            else
+                *reinterpret_cast<Neighbours<unsigned, TILES>*>(y + to) = largest;
             *reinterpret_cast<Neighbours<uint8, LANE_CHANNELS>*>(index + to) = taps_of_largest;
         }
     }
@@ -402,8 +425,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                          const float* __restrict__ patches, float* partial, unsigned* counters,
                          float* dweight, float* dgamma, float* dbeta, int rows) {
     constexpr int STEPS = (conv1::QUADS + 3) / 4, SUM_TILES = 2 * TILES;
-    // Of a warp, whose loads come first: all steps of two images with 24 x 24 positions.
-    constexpr int AHEAD = 5;
     constexpr int SIZE = (WEIGHTS + CHANNELS + 1) / 2 * 2;  // D as weights are, and dbeta
     alignas(16) __shared__ unsigned char scratch[SCRATCH<SUM_TILES>];
     const auto copies = reinterpret_cast<Copies*>(scratch);
@@ -417,13 +438,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         Pixels pixels;
         pixels.load(x, row, count);
         for (int first = 0; first < tasks; first += AHEAD * WARPS) {
+            // Loaded without a branch, so that no load waits for another; padding has y = 0.
             Neighbours<__half, TILES> outputs[AHEAD], gradients[AHEAD];
             Neighbours<uint8, TILES> maxima[AHEAD];
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
-                const int task = first + k * WARPS + warp, quad = task % STEPS * 4 + t;
-                outputs[k] = {}, gradients[k] = {}, maxima[k] = {};
-                if (task >= tasks || quad >= conv1::QUADS || g * TILES >= CHANNELS) continue;
+                const int task = min(first + k * WARPS + warp, tasks - 1);
+                const int quad = min(task % STEPS * 4 + t, conv1::QUADS - 1);
                 const size_t from =
                     (static_cast<size_t>(row + task / STEPS) * conv1::QUADS + quad) * C + g * TILES;
                 outputs[k] = *reinterpret_cast<const Neighbours<__half, TILES>*>(y + from);
@@ -435,23 +456,24 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 pixels.store(copies, count);
                 __syncthreads();
             }
-            __syncwarp();  // the steps have no branch in which lanes differ
+            __syncwarp();
 #pragma unroll
             for (int k = 0; k < AHEAD; ++k) {
-                const int task = first + k * WARPS + warp, quad = task % STEPS * 4 + t;
-                if (task >= tasks) break;
-                const __half* pixel =
-                    copies[task / STEPS] + conv1::quad_offset(quad < conv1::QUADS ? quad : 0);
+                const int task = min(first + k * WARPS + warp, tasks - 1);
+                const int quad = min(task % STEPS * 4 + t, conv1::QUADS - 1);
+                const bool inside = task == first + k * WARPS + warp &&
+                                    (conv1::QUADS % 4 == 0 || task % STEPS * 4 + t == quad);
+                const __half* pixel = copies[task / STEPS] + conv1::quad_offset(quad);
                 unsigned a[2][4];
                 for (int m = 0; m < 2; ++m)
                     for (int v = 0; v < 4; ++v)
                         a[m][v] = taps.load(pixel + v / 2 * conv1::PITCH, 2 * m + v % 2);
 #pragma unroll
                 for (int n = 0; n < TILES; ++n) {
-                    const uint16 d = reinterpret_cast<const uint16&>(gradients[k].values[n]);
-                    const uint64 window = static_cast<float>(outputs[k].values[n]) > 0
-                                              ? static_cast<uint64>(d) << 16 * maxima[k].values[n]
-                                              : 0;
+                    const bool passes = inside & (static_cast<float>(outputs[k].values[n]) > 0);
+                    const unsigned d = reinterpret_cast<const uint16&>(gradients[k].values[n]) &
+                                       (passes ? ~0u : 0);
+                    const uint64 window = static_cast<uint64>(d) << 16 * maxima[k].values[n];
                     const unsigned b[2] = {static_cast<unsigned>(window),
                                            static_cast<unsigned>(window >> 32)};
                     for (int m = 0; m < 2; ++m) multiply(sums[m * TILES + n], a[m], b);

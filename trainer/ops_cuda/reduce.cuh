@@ -9,14 +9,15 @@
 // after.
 __device__ inline bool last_block(unsigned* counter, unsigned blocks) {
     __shared__ bool last;
-    __threadfence();
     __syncthreads();
+    // The fences of one thread are enough: barriers order the others' accesses before and after.
     if (threadIdx.x == 0) {
+        __threadfence();
         last = atomicAdd(counter, 1u) == blocks - 1;
         if (last) *counter = 0;
+        __threadfence();
     }
     __syncthreads();
-    __threadfence();
     return last;
 }
 

@@ -132,10 +132,25 @@ def test_a_dense_layer_of_few_rows_is_that_of_float64(compiled, dtype, largest):
     assert not y[:, units:].any()
 
 
-def test_the_first_block_of_training_is_that_of_float64(compiled):
-    rows, blocks, channels, padded_channels, epsilon = 5, 3, 20, 32, 1e-5
-    macros = {"H": 28, "W": 28, "R": 5, "S": 5, "PAD_H": 0, "PAD_W": 0, "POOL": "MAX"}
-    kernel = compiled("first_block", macros | {"C": padded_channels, "CHANNELS": channels})
+@pytest.mark.parametrize(
+    ("rows", "blocks", "image", "filter_size", "padding", "channels"),
+    [
+        (5, 3, (28, 28), (5, 5), (0, 0), (20, 32)),
+        (5, 1, (28, 28), (5, 5), (2, 2), (20, 24)),  # a block takes more than two images
+        (29, 15, (10, 12), (3, 3), (1, 1), (9, 16)),  # blocks of two groups; odd steps
+        (4, 2, (9, 12), (2, 5), (0, 0), (8, 8)),
+    ],
+)
+def test_the_first_block_of_training_is_that_of_float64(
+    compiled, rows, blocks, image, filter_size, padding, channels
+):
+    epsilon, (channels, stored), (r, s) = 1e-5, channels, filter_size
+    oh, ow = (side + 2 * p - k + 1 for side, p, k in zip(image, padding, filter_size, strict=True))
+    macros = dict(
+        zip(("H", "W", "R", "S", "PAD_H", "PAD_W"), (*image, r, s, *padding), strict=True)
+    )
+    macros |= {"POOL": "MAX", "C": stored, "CHANNELS": channels}
+    kernel = compiled("first_block", macros)
     generator = np.random.default_rng(5)
 
     def zeros(*shape, dtype=np.float32):
@@ -146,35 +161,40 @@ def test_the_first_block_of_training_is_that_of_float64(compiled):
         tensor[:channels] = generator.standard_normal((channels, *shape[1:]))
         return aligned(tensor)
 
-    x = aligned(generator.random((rows, 28, 28)).astype(np.float16))
-    weight, gamma, beta = normal(32, 25), normal(32), normal(32)
+    x = aligned(generator.random((rows, *image)).astype(np.float16))
+    weight, gamma, beta = normal(stored, r * s), normal(stored), normal(stored)
     partial, counters = zeros(blocks * 1024), zeros(8, dtype=np.uint32)
-    patches, mean, variance, running_mean = zeros(21, 25), zeros(32), zeros(32), zeros(32)
-    running_variance = aligned(np.ones(32, np.float32))
+    patches, mean = zeros(channels + 1, r * s), zeros(stored)
+    variance, running_mean = zeros(stored), zeros(stored)
+    running_variance = aligned(np.ones(stored, np.float32))
     moments = patches, mean, variance, running_mean, running_variance
     kernel.moments(*addresses(x, weight, partial, counters, *moments), rows, blocks)
-    y, dy = zeros(rows, 12, 12, 32, dtype=np.float16), zeros(rows, 12, 12, 32, dtype=np.float16)
+    pooled = rows, oh // 2, ow // 2, stored
+    y, dy = zeros(*pooled, dtype=np.float16), zeros(*pooled, dtype=np.float16)
     dy[...] = generator.standard_normal(dy.shape)
-    index = zeros(rows, 12, 12, 32, dtype=np.uint8)
+    index = zeros(*pooled, dtype=np.uint8)
     given = addresses(x, weight, mean, variance, gamma, beta, y, index)
     kernel.forward(*given, rows, blocks)
-    dweight, dgamma, dbeta = zeros(32, 25), zeros(32), zeros(32)
+    dweight, dgamma, dbeta = zeros(stored, r * s), zeros(stored), zeros(stored)
     saved = x, y, dy, index, weight, mean, variance, gamma, patches, partial, counters
     kernel.backward(*addresses(*saved, dweight, dgamma, dbeta), rows, blocks)
 
     # The usual way, with all that the convolution computes.
-    patch = np.lib.stride_tricks.sliding_window_view(x.astype(float), (5, 5), (1, 2))
-    patch = patch.reshape(-1, 25)
+    around = [(0, 0), *((p, p) for p in padding)]
+    patch = np.lib.stride_tricks.sliding_window_view(
+        np.pad(x.astype(float), around), filter_size, (1, 2)
+    )
+    patch = patch.reshape(-1, r * s)
     computed = patch @ weight.astype(np.float16).astype(float).T
     inverse = 1 / np.sqrt(computed.var(0) + epsilon)
     normalized = (computed - computed.mean(0)) * inverse
-    windows = (gamma * normalized + beta).reshape(rows, 12, 2, 12, 2, 32)
-    windows = windows.transpose(0, 1, 3, 5, 2, 4).reshape(rows, 12, 12, 32, 4)
+    windows = (gamma * normalized + beta).reshape(rows, oh // 2, 2, ow // 2, 2, stored)
+    windows = windows.transpose(0, 1, 3, 5, 2, 4).reshape(*pooled, 4)
     gradient = np.zeros_like(windows)
     passed = np.where(y > 0, dy, 0).astype(float)[..., None]
     np.put_along_axis(gradient, index.astype(int)[..., None], passed, -1)
-    gradient = gradient.reshape(rows, 12, 12, 32, 2, 2).transpose(0, 1, 4, 2, 5, 3)
-    dz = gradient.reshape(-1, 32)
+    gradient = gradient.reshape(*pooled, 2, 2).transpose(0, 1, 4, 2, 5, 3)
+    dz = gradient.reshape(-1, stored)
     dbeta_exact, dgamma_exact = dz.sum(0), (dz * normalized).sum(0)
     centred = dz - (dbeta_exact + normalized * dgamma_exact) / len(patch)
     for found, exact, largest in (
