@@ -1,5 +1,6 @@
-"""Gradients of a convolution between few channels, in halves: `input_gradient.cu` for its input,
-`weight_gradient.cu` for its filters.
+"""Gradients of a convolution between few channels, in halves.
+
+`input_gradient.cu` computes that of its input, `weight_gradient.cu` that of its filters.
 
 Here are the convolutions that the kernels support, their macros and how their work is divided. No
 GPU library is needed.
@@ -7,6 +8,7 @@ GPU library is needed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,7 @@ class InputGradient:
             warps = found.threads // _WARP
             if (
                 8 <= warps <= 16
+                and math.prod(forward.filters[1:3]) * _ceil(inputs, _CHANNELS) <= found.threads
                 and parts <= forward.filters[2] * _ceil(outputs, _STEP)
                 and found.registers() <= min(_REGISTERS // found.threads, _MOST_REGISTERS)
                 and found.shared_bytes() <= limits.shared_bytes
