@@ -25,6 +25,7 @@ _WARP = 32
 _CHUNK_BYTES, _CHANNELS, _STEP = 16, 8, 16  # of a chunk: bytes, channels; depth of a product
 _IMAGES = 2  # beside each other, for the gradient of the input
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
+_FLAG_BYTES = 16  # of last_block of reduce.cuh
 _OTHER_REGISTERS = 48  # of a thread, besides sums and operands
 
 
@@ -115,7 +116,8 @@ class WeightGradient:
             return None
         for images in (4, 2, 1):
             found = cls(forward, inputs, images)
-            if found.unit_parts <= 4 and found.shared_bytes() <= limits.shared_bytes:
+            shared_bytes = found.shared_bytes() + _FLAG_BYTES
+            if found.unit_parts <= 4 and shared_bytes <= limits.shared_bytes:
                 return found
         return None
 
