@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
+from lenet.cuda.device import Limits
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.packing import layout, padded
 from lenet.model import IDENTITY, Block, ConvBlock, Model, Shape
@@ -30,6 +31,7 @@ from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import Array, Epilogue, Run, RunState, Saved, Tensor, TrainingOps, Update
 from trainer.ops_cpu import CpuOps
 from trainer.ops_cuda import first_filter
+from trainer.ops_cuda.second_gradients import InputGradient, WeightGradient
 from trainer.optimizer import Sgd
 from trainer.settings import Precision, Recipe
 
@@ -42,6 +44,7 @@ _MEASURED = ("workspace B", "us", "roofline %", "engine")
 _NUMBERS = frozenset(
     {"MFLOP", "MB", "workspace B", "us", "roofline %", "parameters", "mean", "sd", "largest"}
 )
+_H100 = Limits(capability=90, shared_bytes=232_448, multiprocessors=132)  # where there is no GPU
 _CUBLAS, _EPILOGUE = "cuBLAS product", "our epilogue kernels"
 _GRADIENTS = {
     "convolution_weight_gradient": "weight gradient",
@@ -85,7 +88,7 @@ class RecordingOps:
     """Runs the operations of `ops` and records in `calls` those that compute something.
 
     Shapes are those of the arrays of `ops`, except on the CPU: there they are those that a step of
-    `batch` images has on a GPU.
+    `batch` images has on a GPU, and kernels those of an H100.
     """
 
     def __init__(self, ops: TrainingOps, batch: int, precision: Precision) -> None:
@@ -94,6 +97,8 @@ class RecordingOps:
         self._width = 2 if precision == "mixed" else _FLOAT32
         self._layers: dict[int, str] = {}  # by the identity of a parameter
         self._sizes: dict[str, int] = {}
+        self._channels: dict[str, tuple[int, int]] = {}  # true ones of a layer: outputs, inputs
+        self._limits = cast("Any", ops).handle.limits if ops.name == "cuda" else _H100
         self._images: Array = None
 
     def __getattr__(self, name: str) -> Any:
@@ -104,6 +109,9 @@ class RecordingOps:
         arrays = self._ops.upload(model, tensors)
         self._layers |= {id(array): name.partition(".")[0] for name, array in arrays.items()}
         self._sizes |= {name: math.prod(packed.shape) for name, packed in layout(model).items()}
+        for name, shape in model.parameters().items():
+            if len(shape) == 4:
+                self._channels[name.partition(".")[0]] = shape[0], shape[1]
         return arrays
 
     def batch(self, state: RunState) -> tuple[Array, Array]:
@@ -142,14 +150,28 @@ class RecordingOps:
         self._record(linear, _GRADIENTS[operation], run)
         return run()
 
+    def _own_kernel(self, layer: str, part: str, convolution: Convolution) -> str | None:
+        """The kernel of ours that computes a part, as chosen by `ops_cuda.linear`."""
+        outputs, inputs = self._channels[layer]
+        if part == "weight gradient":
+            if first_filter.fits(convolution):
+                return "first_filter"
+            if WeightGradient.of(convolution, inputs, self._limits):
+                return "weight_gradient"
+        elif part == "input gradient" and InputGradient.of(
+            convolution, inputs, outputs, self._limits
+        ):
+            return "input_gradient"
+        return None
+
     def _record(self, linear: _Linear, part: str, run: Callable[[], object]) -> None:
         layer, x, y, weight, convolution = linear
         source, to = (x, y) if part == "forward" else (y, x)
         routine, weight_width = _CUBLAS, self._width
         if part == "weight gradient":
             to, weight_width = weight, _FLOAT32
-        if part == "weight gradient" and convolution and first_filter.fits(convolution):
-            routine, convolution = "our first_filter kernel", None
+        if convolution and (kernel := self._own_kernel(layer, part, convolution)):
+            routine, convolution = f"our {kernel} kernel", None
         elif convolution is not None:
             directions: dict[str, tuple[Literal["forward", "filter", "data"], str]] = {
                 "forward": ("forward", "forward"),

@@ -57,6 +57,20 @@ def parameter(random: np.random.Generator, wide: int, true: int) -> Parameter:
     return Parameter(cupy.asarray(values), true)
 
 
+def second_gradients(
+    handle: Handle, kernels: Kernels, arena: Arena, engines: EngineCatalog
+) -> None:
+    """Both gradients of a second convolution, in halves, of an odd number of images."""
+    linear = Linear(handle, handle, (engines, engines), kernels, arena, "fp16")
+    forward = Convolution("forward", "fp16", (13, 12, 12, 32), (64, 5, 5, 32))
+    weight = Parameter(cupy.zeros(forward.filters, "f4"), 50, 20)
+    x, dy = cupy.zeros(forward.image, "f2"), cupy.zeros(forward.output, "f2")
+    saved = SavedConvolution(x, weight, forward)
+    linear.convolution_weight_gradient(dy, saved)
+    linear.convolution_input_gradient(dy, saved)
+    handle.synchronize()
+
+
 def main() -> None:
     """Run each kernel at least once in both storage types."""
     random = np.random.default_rng(1)
@@ -95,6 +109,7 @@ def main() -> None:
             sgd.step([Update("conv1.weight", weight, gradient, velocity)], state, 0.9, 0.1, True)
             sgd.end_step(state)
             handle.synchronize()
+        second_gradients(handle, kernels, arena, engines)
     lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
     runs = [(lenet, "fp16", (1, 7)), (mlp, "fp16", (1, 7)), (lenet, "fp32", (1, 7))]
     for model, rows in ((ONE, (1, 7)), (TWO, ROWS)):

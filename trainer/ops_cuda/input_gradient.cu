@@ -5,8 +5,9 @@
 // As a matrix product it has the positions of dx as rows (m), output channels of taps as k, input
 // channels as columns (n). An m-tile is 8 columns of two rows of dx. For a tap r it needs two rows
 // of dy, and these serve other rows of dx for other taps: so a warp has 8 columns of all rows, and
-// loads dy once for all r. Shared memory would otherwise be the bottleneck, because there are so few
-// columns (n). Two images lie beside each other, so that fewer columns of the last tile are empty.
+// loads dy once for all r. Shared memory would otherwise be the bottleneck, because there are so
+// few columns (n). Two images lie beside each other, so that fewer columns of the last tile are
+// empty.
 //
 // With 12 columns there are only three such warps. So PARTS times as many divide the products, by s
 // and by 16 output channels, and their sums are added at the end.
@@ -15,10 +16,10 @@
 // weight: halves (K, R, S, C)
 // dx:     halves (n, H, W, C); channels from the last tile of 8 with real ones on become 0
 //
-// Macros: H, W, OH, OW, R, S, PAD_H, PAD_W; C and K, multiples of 8, of which INPUTS and OUTPUTS are
-// real; PARTS. Stride and dilation are 1, PAD_H < R, PAD_W < S. Grid: any number of blocks, at most
-// ceil(n / 2), best one a multiprocessor; 32 GROUPS PARTS threads; shared memory: `shared_bytes` of
-// second_gradients.py.
+// Macros: H, W, OH, OW, R, S, PAD_H, PAD_W; C and K, multiples of 8, of which INPUTS and OUTPUTS
+// are real; PARTS. Stride and dilation are 1, PAD_H < R, PAD_W < S. Grid: any number of blocks, at
+// most ceil(n / 2), best one a multiprocessor; 32 GROUPS PARTS threads; shared memory:
+// `shared_bytes` of second_gradients.py.
 
 #undef SCALAR
 #define SCALAR __half
@@ -38,8 +39,11 @@ constexpr int THREADS = GROUPS * PARTS * WARP;
 constexpr int BORDER = S - 1 - PAD_W, DISTANCE = OW + BORDER;
 constexpr int PIXELS = BORDER + IMAGES * DISTANCE;  // of a row
 constexpr int PIXEL = (CHUNKS | 1) * 16, ROW = PIXELS * PIXEL;
-constexpr int FILTER = (R * S * TILES | 1) * 16;
-constexpr int SUMS = (TILES | 1) * 8;  // floats of a position, likewise
+constexpr int FILTER_CHUNKS = R * S * TILES, FILTER = (FILTER_CHUNKS | 1) * 16;
+constexpr int AT_ONCE = THREADS / FILTER_CHUNKS;  // filters that the block copies
+constexpr int SUMS = (TILES | 1) * 8;             // floats of a position, likewise
+
+static_assert(AT_ONCE > 0, "a filter has at most as many chunks as the block threads");
 
 struct Shared {
     char filters[STEPS * 16][FILTER];
@@ -56,9 +60,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = warp % GROUPS, part = warp / GROUPS;
 
-    for (int at = threadIdx.x; at < STEPS * 16 * R * S * TILES; at += THREADS) {
-        const int k = at / (R * S * TILES), tap = at / TILES % (R * S), tile = at % TILES;
-        char* const to = block.filters[k] + (tap * TILES + tile) * 16;
+    // A thread copies the same chunk of every AT_ONCE-th filter: no division for each.
+    const int chunk = threadIdx.x % FILTER_CHUNKS, tap = chunk / TILES, tile = chunk % TILES;
+    const int first_k = threadIdx.x / FILTER_CHUNKS;
+    for (int k = first_k; first_k < AT_ONCE && k < STEPS * 16; k += AT_ONCE) {
+        char* const to = block.filters[k] + chunk * 16;
         if (k < K) {
             copy_async(to, weight + (k * R * S + tap) * C + tile * 8);
         } else {
@@ -73,16 +79,19 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const char* const filter = block.filters[lane % 16] + lane / 16 * 16;
 
     for (int first = blockIdx.x * IMAGES; first < n; first += gridDim.x * IMAGES) {
-        for (int at = threadIdx.x; at < (OH + 2) * PIXELS * CHUNKS; at += THREADS) {
-            const int i = at / (PIXELS * CHUNKS) - 1, column = at / CHUNKS % PIXELS;
-            const int image = first + (column - BORDER) / DISTANCE, chunk = at % CHUNKS;
+        for (int at = threadIdx.x; at < PIXELS * CHUNKS; at += THREADS) {
+            const int column = at / CHUNKS, k = at % CHUNKS * 8;
+            const int image = first + (column - BORDER) / DISTANCE;
             const int j = (column - BORDER) % DISTANCE;
-            char* const to = block.dy[i + 1] + column * PIXEL + chunk * 16;
-            if (i >= 0 && i < OH && column >= BORDER && j < OW && image < n && chunk < K / 8) {
-                copy_async(to,
-                           dy + (static_cast<size_t>(image * OH + i) * OW + j) * K + chunk * 8);
-            } else {
-                *reinterpret_cast<uint4*>(to) = zero;
+            const bool inside = column >= BORDER && j < OW && image < n && k < K;
+            const __half* const from = dy + (static_cast<size_t>(image) * OH * OW + j) * K + k;
+            for (int i = -1; i <= OH; ++i) {
+                char* const to = block.dy[i + 1] + column * PIXEL + k * 2;
+                if (inside && i >= 0 && i < OH) {
+                    copy_async(to, from + i * OW * K);
+                } else {
+                    *reinterpret_cast<uint4*>(to) = zero;
+                }
             }
         }
         wait_for_copies();

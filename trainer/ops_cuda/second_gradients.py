@@ -1,5 +1,6 @@
-"""Gradients of a convolution between few channels, in halves: `input_gradient.cu` for its input,
-`weight_gradient.cu` for its filters.
+"""Gradients of a convolution between few channels, in halves.
+
+`input_gradient.cu` computes that of its input, `weight_gradient.cu` that of its filters.
 
 Here are the convolutions that the kernels support, their macros and how their work is divided. No
 GPU library is needed.
@@ -7,6 +8,7 @@ GPU library is needed.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ _WARP = 32
 _CHUNK_BYTES, _CHANNELS, _STEP = 16, 8, 16  # of a chunk: bytes, channels; depth of a product
 _IMAGES = 2  # beside each other, for the gradient of the input
 _REGISTERS, _MOST_REGISTERS = 1 << 16, 255  # of a multiprocessor, of a thread
+_FLAG_BYTES = 16  # of last_block of reduce.cuh
 _OTHER_REGISTERS = 48  # of a thread, besides sums and operands
 
 
@@ -50,6 +53,7 @@ class InputGradient:
             warps = found.threads // _WARP
             if (
                 8 <= warps <= 16
+                and math.prod(forward.filters[1:3]) * _ceil(inputs, _CHANNELS) <= found.threads
                 and parts <= forward.filters[2] * _ceil(outputs, _STEP)
                 and found.registers() <= min(_REGISTERS // found.threads, _MOST_REGISTERS)
                 and found.shared_bytes() <= limits.shared_bytes
@@ -112,7 +116,8 @@ class WeightGradient:
             return None
         for images in (4, 2, 1):
             found = cls(forward, inputs, images)
-            if found.unit_parts <= 4 and found.shared_bytes() <= limits.shared_bytes:
+            shared_bytes = found.shared_bytes() + _FLAG_BYTES
+            if found.unit_parts <= 4 and shared_bytes <= limits.shared_bytes:
                 return found
         return None
 

@@ -5,8 +5,9 @@
 // As a matrix product it has output channels as rows (m), input channels of taps as columns (n) and
 // the positions of all images as k. A block computes a part of the filters, those of a row r and 16
 // M_TILES output channels, for a share of the images. A warp has all these output channels, a part
-// of the columns, and every SETS-th step of 16 positions. Its sums stay in registers; they are added
-// over the warps of a block, then over the blocks of a part by the last one to finish.
+// of the columns, and every SETS-th step of 16 positions of an
+// image. Its sums stay in registers; they are
+// added over the warps of a block, then over the blocks of a part by the last one to finish.
 //
 // x:       halves (n, H, W, C)
 // dy:      halves (n, OH, OW, K)
@@ -15,8 +16,8 @@
 // dweight: float (K, R, S, C); input channels from the last chunk of 8 with real ones on become 0
 //
 // Macros: H, W, OH, OW, R, S, PAD_H, PAD_W; C and K, multiples of 8, of which INPUTS of C are real;
-// M_TILES; UNIT_PARTS, into which the columns are divided; SETS; IMAGES, loaded together. Stride and
-// dilation are 1. Grid: any number of blocks by R ceil(K / 16 / M_TILES); 32 UNIT_PARTS SETS
+// M_TILES; UNIT_PARTS, into which the columns are divided; SETS; IMAGES, loaded together. Stride
+// and dilation are 1. Grid: any number of blocks by R ceil(K / 16 / M_TILES); 32 UNIT_PARTS SETS
 // threads; shared memory: `shared_bytes` of second_gradients.py. The sums have the same order
 // whenever the grid is the same.
 
@@ -26,8 +27,8 @@
 #include "vector.cuh"
 #include "reduce.cuh"
 
-constexpr int CHUNKS = (INPUTS + 7) / 8;   // of a pixel of x: 16 bytes, 8 channels
-constexpr int UNITS = S * CHUNKS;          // tiles of 8 columns: a chunk at a tap s
+constexpr int CHUNKS = (INPUTS + 7) / 8;  // of a pixel of x: 16 bytes, 8 channels
+constexpr int UNITS = S * CHUNKS;         // tiles of 8 columns: a chunk at a tap s
 constexpr int WARP_UNITS = ((UNITS + 1) / 2 + UNIT_PARTS - 1) / UNIT_PARTS * 2;
 constexpr int PART_K = 16 * M_TILES, PARTS_K = (K + PART_K - 1) / PART_K;
 constexpr int POSITIONS = OH * OW, STEPS = (POSITIONS + 15) / 16;
@@ -57,30 +58,39 @@ __device__ inline void add(float4& sum, const float4& other) {
     sum.x += other.x, sum.y += other.y, sum.z += other.z, sum.w += other.w;
 }
 
+// A thread copies the same chunks of every image, so that it finds their places only once.
 __device__ inline void load_images(Image* to, const __half* x, const __half* dy, int first,
                                    int count, int r, int part) {
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    for (int at = threadIdx.x; at < count * OH * X_COLUMNS * CHUNKS; at += THREADS) {
+    for (int at = threadIdx.x; at < OH * X_COLUMNS * CHUNKS; at += THREADS) {
         const int chunk = at % CHUNKS, column = at / CHUNKS % X_COLUMNS;
-        const int row = at / (CHUNKS * X_COLUMNS) % OH, image = at / (CHUNKS * X_COLUMNS * OH);
-        const int i = row + r - PAD_H, j = column - PAD_W;
-        char* const pixel = to[image].x[row] + column * X_PIXEL + chunk * 16;
-        if (i >= 0 && i < H && j >= 0 && j < W) {
-            copy_async(pixel, x + (static_cast<size_t>((first + image) * H + i) * W + j) * C +
-                                  chunk * 8);
-        } else {
-            *reinterpret_cast<uint4*>(pixel) = zero;
+        const int row = at / (CHUNKS * X_COLUMNS), i = row + r - PAD_H, j = column - PAD_W;
+        const bool inside = i >= 0 && i < H && j >= 0 && j < W;
+        const __half* const from =
+            x + ((static_cast<size_t>(first) * H + i) * W + j) * C + chunk * 8;
+#pragma unroll
+        for (int image = 0; image < IMAGES; ++image) {
+            char* const pixel = to[image].x[row] + column * X_PIXEL + chunk * 16;
+            if (inside && image < count) {
+                copy_async(pixel, from + image * H * W * C);
+            } else {
+                *reinterpret_cast<uint4*>(pixel) = zero;
+            }
         }
     }
-    for (int at = threadIdx.x; at < count * STEPS * 16 * DY_CHUNKS; at += THREADS) {
-        const int chunk = at % DY_CHUNKS, position = at / DY_CHUNKS % (STEPS * 16);
-        const int image = at / (DY_CHUNKS * STEPS * 16), k = part * PART_K + chunk * 8;
-        char* const pixel = to[image].dy[position] + chunk * 16;
-        if (position < POSITIONS && k < K) {
-            copy_async(pixel,
-                       dy + (static_cast<size_t>(first + image) * POSITIONS + position) * K + k);
-        } else {
-            *reinterpret_cast<uint4*>(pixel) = zero;
+    for (int at = threadIdx.x; at < STEPS * 16 * DY_CHUNKS; at += THREADS) {
+        const int chunk = at % DY_CHUNKS, position = at / DY_CHUNKS;
+        const int k = part * PART_K + chunk * 8;
+        const bool inside = position < POSITIONS && k < K;
+        const __half* const from = dy + (static_cast<size_t>(first) * POSITIONS + position) * K + k;
+#pragma unroll
+        for (int image = 0; image < IMAGES; ++image) {
+            char* const pixel = to[image].dy[position] + chunk * 16;
+            if (inside && image < count) {
+                copy_async(pixel, from + image * POSITIONS * K);
+            } else {
+                *reinterpret_cast<uint4*>(pixel) = zero;
+            }
         }
     }
 }
@@ -105,40 +115,41 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int unit = min(first_unit + 2 * k + lane / 16, UNITS - 1);
         units[k] = unit / CHUNKS * X_PIXEL + unit % CHUNKS * 16;
     }
-    const auto load_step = [&](const Image& image, int step, Operands& to) {
-        const int position = min(step * 16 + lane % 16, POSITIONS - 1);
-        const char* const pixel = image.x[position / OW] + position % OW * X_PIXEL;
-#pragma unroll
-        for (int tile = 0; tile < M_TILES; ++tile)
-            load_transposed(image.dy[step * 16] + of_dy + tile * 32, to.a[tile]);
-#pragma unroll
-        for (int k = 0; k < WARP_UNITS / 2; ++k) load_transposed(pixel + units[k], to.b[k]);
-    };
-
     float sums[M_TILES][WARP_UNITS][4] = {};
-    load_images(block.images[0], x, dy, first, min(IMAGES, end - first), r, part);
+    load_images(block.images[0], x, dy, first, end - first, r, part);
     for (int batch = first, stage = 0; batch < end; batch += IMAGES, stage ^= 1) {
         wait_for_copies();
         __syncthreads();
         const int next = batch + IMAGES;
-        if (next < end)
-            load_images(block.images[stage ^ 1], x, dy, next, min(IMAGES, end - next), r, part);
-        const Image* const images = block.images[stage];
-        const int steps = min(IMAGES, end - batch) * STEPS;
-        Operands current, ahead;
-        if (set < steps) load_step(images[set / STEPS], set % STEPS, ahead);
-#pragma unroll 2
-        for (int step = set; step < steps; step += SETS) {
-            current = ahead;
-            const int after = step + SETS;
-            if (after < steps) load_step(images[after / STEPS], after % STEPS, ahead);
-#pragma unroll
-            for (int unit = 0; unit < WARP_UNITS; ++unit) {
-                const unsigned* const words = current.b[unit / 2] + unit % 2 * 2;
-                const unsigned b[2] = {words[0], words[1]};
+        if (next < end) load_images(block.images[stage ^ 1], x, dy, next, end - next, r, part);
+        const Image& image = block.images[stage][0];
+        for (int step = set; step < STEPS; step += SETS) {
+            const int position = min(step * 16 + lane % 16, POSITIONS - 1);
+            const char* const a = image.dy[step * 16] + of_dy;
+            const char* const b = image.x[position / OW] + position % OW * X_PIXEL;
+            const auto load = [&](int image, Operands& to) {
 #pragma unroll
                 for (int tile = 0; tile < M_TILES; ++tile)
-                    multiply(sums[tile][unit], current.a[tile], b);
+                    load_transposed(a + image * sizeof(Image) + tile * 32, to.a[tile]);
+#pragma unroll
+                for (int k = 0; k < WARP_UNITS / 2; ++k)
+                    load_transposed(b + image * sizeof(Image) + units[k], to.b[k]);
+            };
+            // The next image's operands are loaded before this one's are used.
+            Operands operands[2];
+            load(0, operands[0]);
+#pragma unroll
+            for (int image = 0; image < IMAGES; ++image) {
+                if (image + 1 < IMAGES) load(image + 1, operands[(image + 1) % 2]);
+                const Operands& of = operands[image % 2];
+#pragma unroll
+                for (int unit = 0; unit < WARP_UNITS; ++unit) {
+                    const unsigned* const words = of.b[unit / 2] + unit % 2 * 2;
+                    const unsigned pair[2] = {words[0], words[1]};
+#pragma unroll
+                    for (int tile = 0; tile < M_TILES; ++tile)
+                        multiply(sums[tile][unit], of.a[tile], pair);
+                }
             }
         }
     }
@@ -163,8 +174,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         float4 sum = {};
 #pragma unroll
         for (int other = 0; other < SETS; ++other)
-            add(sum, *reinterpret_cast<const float4*>(
-                         &block.sums[other][at / FOURS][at % FOURS * 4]));
+            add(sum,
+                *reinterpret_cast<const float4*>(&block.sums[other][at / FOURS][at % FOURS * 4]));
         slots[blockIdx.x * SIZE + at] = sum;
     }
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -271,8 +272,9 @@ def test_the_gradient_of_a_convolutions_input_is_that_of_float64(
 def test_the_gradient_of_a_convolutions_filters_is_that_of_float64(
     compiled, forward, inputs, outputs
 ):
-    found = WeightGradient.of(forward, inputs, HOPPER)
-    kernel = compiled("weight_gradient", found.macros() | {"IMAGES": 1})  # so that buffers swap
+    found = replace(WeightGradient.of(forward, inputs, HOPPER), images=1)  # so that buffers swap
+    kernel = compiled("weight_gradient", found.macros())
+    assert kernel.shared_bytes() == found.shared_bytes()
     assert kernel.threads() == found.threads
     x, _, dy = tensors(forward, inputs, outputs)
     blocks, parts = found.grid(two_blocks := HOPPER._replace(multiprocessors=2 * found.parts))
