@@ -84,6 +84,21 @@ __device__ inline void copy_async(void* to, const void* from) {
 }
 // Waits for the copies of this thread; a barrier then shows them to others.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
+// Ends a group of copies, those of this thread since the last one.
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+// Waits for all groups but the last `groups`, of which it knows up to 3.
+__device__ inline void wait_for_groups_but(int groups) {
+    if (groups <= 0) {
+        asm volatile("cp.async.wait_group 0;" ::: "memory");
+    } else if (groups == 1) {
+        asm volatile("cp.async.wait_group 1;" ::: "memory");
+    } else if (groups == 2) {
+        asm volatile("cp.async.wait_group 2;" ::: "memory");
+    } else {
+        asm volatile("cp.async.wait_group 3;" ::: "memory");
+    }
+}
 #endif
 
 // The larger one, or NaN if one of them is.

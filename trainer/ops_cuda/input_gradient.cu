@@ -30,7 +30,8 @@ constexpr int IMAGES = 2;  // beside each other
 constexpr int COLUMNS = IMAGES * W, GROUPS = (COLUMNS + 7) / 8, PAIRS = (H + 1) / 2;
 constexpr int TILES = (INPUTS + 7) / 8;     // of 8 input channels
 constexpr int STEPS = (OUTPUTS + 15) / 16;  // of 16 output channels
-constexpr int CHUNKS = 2 * STEPS;           // 16 bytes of a pixel of dy, 8 channels
+constexpr int ITEMS = S * STEPS;
+constexpr int CHUNKS = 2 * STEPS;  // 16 bytes of a pixel of dy, 8 channels
 constexpr int THREADS = GROUPS * PARTS * WARP;
 
 // dy in shared memory has a border of zeros: a row above and below, as the two rows of a tile may
@@ -51,6 +52,25 @@ struct Shared {
     alignas(16) float sums[PARTS][H * COLUMNS][SUMS];
 };
 
+// Each step's filters are a group of copies. A thread copies the same chunk of every AT_ONCE-th
+// filter: no division for each.
+__device__ inline void load_filters(Shared& block, const __half* weight) {
+    const int chunk = threadIdx.x % FILTER_CHUNKS, tap = chunk / TILES, tile = chunk % TILES;
+    const int first = threadIdx.x / FILTER_CHUNKS;
+    for (int step = 0; step < STEPS; ++step) {
+        for (int row = first; first < AT_ONCE && row < 16; row += AT_ONCE) {
+            const int k = step * 16 + row;
+            char* const to = block.filters[k] + chunk * 16;
+            if (k < K) {
+                copy_async(to, weight + (k * R * S + tap) * C + tile * 8);
+            } else {
+                *reinterpret_cast<uint4*>(to) = make_uint4(0, 0, 0, 0);
+            }
+        }
+        end_group();
+    }
+}
+
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
     input_gradient(const __half* __restrict__ dy, const __half* __restrict__ weight,
                    __half* __restrict__ dx, int n) {
@@ -60,17 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     const int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     const int group = warp % GROUPS, part = warp / GROUPS;
 
-    // A thread copies the same chunk of every AT_ONCE-th filter: no division for each.
-    const int chunk = threadIdx.x % FILTER_CHUNKS, tap = chunk / TILES, tile = chunk % TILES;
-    const int first_k = threadIdx.x / FILTER_CHUNKS;
-    for (int k = first_k; first_k < AT_ONCE && k < STEPS * 16; k += AT_ONCE) {
-        char* const to = block.filters[k] + chunk * 16;
-        if (k < K) {
-            copy_async(to, weight + (k * R * S + tap) * C + tile * 8);
-        } else {
-            *reinterpret_cast<uint4*>(to) = zero;
-        }
-    }
     // The rows that a lane names: of dy, a position and a chunk; of the filters, an output channel
     // and a tile, transposed, because the product adds over output channels.
     const int named = min(group * 8 + lane % 8, COLUMNS - 1);
@@ -94,12 +103,25 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 }
             }
         }
-        wait_for_copies();
-        __syncthreads();
+        const bool starts = first == blockIdx.x * IMAGES;
+        if (starts) {
+            load_filters(block, weight);
+        } else {
+            end_group();
+        }
 
+        // At the start, the filters of later steps are loaded meanwhile.
+        int steps_ready = 0;
         float sums[PAIRS][TILES][4] = {};
-        for (int item = part; item < S * STEPS; item += PARTS) {
-            const int s = item % S, step = item / S;
+        for (int items = 0; items < ITEMS; items += PARTS) {
+            const int needed = min(items + PARTS - 1, ITEMS - 1) / S + 1;
+            if (needed > steps_ready) {
+                steps_ready = starts ? needed : STEPS;
+                wait_for_groups_but(STEPS - steps_ready);
+                __syncthreads();
+            }
+            const int item = items + part, s = item % S, step = item / S;
+            if (item >= ITEMS) break;
             const char* const taps = filter + step * 16 * FILTER + s * TILES * 16;
             const char* const pixels = pixel + step * 32 - s * PIXEL;
             unsigned a[2][4], b[R][TILES][2];

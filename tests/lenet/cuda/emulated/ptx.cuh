@@ -173,11 +173,28 @@ void load_transposed(const char* row, unsigned (&words)[MATRICES]) {
     __syncwarp();
 }
 
+// Copies as late as they may be: when the thread waits for their group.
+struct Copy {
+    void* to;
+    const void* from;
+};
+inline thread_local std::vector<std::vector<Copy>> groups(1);  // the last one has no end yet
+
 inline void copy_async(void* to, const void* from) {
     check(to, 16, true), check(from, 16, false);
-    memcpy(to, from, 16);
+    groups.back().push_back({to, from});
 }
-inline void wait_for_copies() {}
+inline void end_group() { groups.emplace_back(); }
+inline void wait_for_groups_but(int count) {
+    for (size_t k = 0; k + 1 + min(count, 3) < groups.size(); ++k) {
+        for (const Copy& copy : groups[k]) memcpy(copy.to, copy.from, 16);
+        groups[k].clear();
+    }
+}
+inline void wait_for_copies() {
+    end_group();
+    wait_for_groups_but(0);
+}
 
 // Runs the blocks one after another. Their shared memory begins as NaN, which nothing may use.
 template <typename Kernel>
