@@ -199,6 +199,14 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
     ),
     "dense-softmax-odd": (SERVING / "dense_softmax.cu", {"I": 1000, "CLASSES": 17, "ROWS": 3}),
     "fused-odd": (SERVING / "fused_network.cu", fused_network.macros(ODD)),
+    "first-block-largest": (
+        TRAINING / "first_block.cu",
+        conv1_macros((31, 1), 32, size=(64, 64)),
+    ),
+    "first-block-smallest": (
+        TRAINING / "first_block.cu",
+        conv1_macros((1, 1), 3, size=(2, 4)),
+    ),
     "first-filter-largest": (
         TRAINING / "first_filter.cu",
         first_filter(7, 40, stride=2, padding=3, dilation=2),

@@ -404,8 +404,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 (static_cast<size_t>(row + image) * conv1::QUADS + quad) * C + t * LANE_CHANNELS;
             const unsigned (&words)[TILES] = largest.values;
             if constexpr (TILES == 4)  // nvcc 13 does not merge these stores itself
-                *reinterpret_cast<uint4*>(y + to) =
-                    make_uint4(words[0], words[1], words[2], words[3]);
+                __stcg(reinterpret_cast<uint4*>(y + to),
+                       make_uint4(words[0], words[1], words[2], words[3]));
             else
                 *reinterpret_cast<Neighbours<unsigned, TILES>*>(y + to) = largest;
             *reinterpret_cast<Neighbours<uint8, LANE_CHANNELS>*>(index + to) = taps_of_largest;

@@ -32,7 +32,7 @@ _MAX_BLOCKS = 132  # one on a multiprocessor of an H200; at most _GROUP ** 2
 _COUNTERS = _MAX_BLOCKS // _GROUP + 1
 _MAX_CHANNELS = _MAX_TAPS = 32  # the constant 1 is a tap, too
 _PARTIAL = 1024  # floats of a block
-_MAX_PIXELS = 5120  # of a padded image: in shared memory there are two images twice
+_MAX_PIXELS = 4096  # of a padded image: in shared memory there are two images twice
 
 
 @dataclass(slots=True, eq=False)

@@ -43,6 +43,7 @@ inline int2 make_int2(int x, int y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
 inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
+inline void __stcg(uint4* to, uint4 value) { *to = value; }
 inline int min(int a, int b) { return a < b ? a : b; }
 
 template <typename To, typename From>
