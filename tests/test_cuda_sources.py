@@ -15,7 +15,6 @@ import pytest
 from lenet.cuda import conv1, fused_network
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.device import Limits
-from lenet.cuda.graphs import Convolution
 from lenet.model import (
     ARCHITECTURES,
     IDENTITY,
@@ -26,7 +25,6 @@ from lenet.model import (
     Model,
     Pool,
 )
-from trainer.ops_cuda.second_gradients import InputGradient, WeightGradient
 
 pytestmark = pytest.mark.process  # runs a compiler
 
@@ -159,32 +157,6 @@ LENET |= {
         | {"PARAMETER": "1.0f", "BIAS": "float"},
     )
     for rows in (1, 8)
-}
-
-
-def gradients(image, filters, inputs, outputs, padding=(0, 0)):
-    """The kernels for the gradients of a convolution, as they are launched for 256 images."""
-    forward = Convolution("forward", "fp16", (256, *image), filters, padding=padding)
-    found = (
-        InputGradient.of(forward, inputs, outputs, HOPPER),
-        WeightGradient.of(forward, inputs, HOPPER),
-    )
-    names = "input_gradient", "weight_gradient"
-    return {
-        name: (TRAINING / f"{name}.cu", gradient.macros())
-        for name, gradient in zip(names, found, strict=True)
-        if gradient is not None
-    }
-
-
-LENET |= {
-    f"{kind}-{network}": case
-    for network, second in (
-        ("lenet", gradients((12, 12, 32), (64, 5, 5, 32), 20, 50)),
-        ("lenet-6-16", gradients((12, 12, 8), (16, 5, 5, 8), 6, 16)),
-        ("cnn-32-64", gradients((14, 14, 32), (64, 3, 3, 32), 32, 64, (1, 1))),
-    )
-    for kind, case in second.items()
 }
 
 # Kernels of other networks.

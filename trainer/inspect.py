@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from lenet.cuda.device import Limits
 from lenet.cuda.graphs import Convolution
 from lenet.cuda.packing import layout, padded
 from lenet.model import IDENTITY, Block, ConvBlock, Model, Shape
@@ -30,8 +29,7 @@ from trainer.mnist import DIGITS, Digits
 from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import Array, Epilogue, Run, RunState, Saved, Tensor, TrainingOps, Update
 from trainer.ops_cpu import CpuOps
-from trainer.ops_cuda import first_filter
-from trainer.ops_cuda.second_gradients import InputGradient, WeightGradient
+from trainer.ops_cuda import first_block, first_filter
 from trainer.optimizer import Sgd
 from trainer.settings import Precision, Recipe
 
@@ -44,8 +42,8 @@ _MEASURED = ("workspace B", "us", "roofline %", "engine")
 _NUMBERS = frozenset(
     {"MFLOP", "MB", "workspace B", "us", "roofline %", "parameters", "mean", "sd", "largest"}
 )
-_H100 = Limits(capability=90, shared_bytes=232_448, multiprocessors=132)  # where there is no GPU
 _CUBLAS, _EPILOGUE = "cuBLAS product", "our epilogue kernels"
+_FIRST_BLOCK = "our first_block kernels"
 _GRADIENTS = {
     "convolution_weight_gradient": "weight gradient",
     "convolution_input_gradient": "input gradient",
@@ -88,7 +86,7 @@ class RecordingOps:
     """Runs the operations of `ops` and records in `calls` those that compute something.
 
     Shapes are those of the arrays of `ops`, except on the CPU: there they are those that a step of
-    `batch` images has on a GPU, and kernels those of an H100.
+    `batch` images has on a GPU.
     """
 
     def __init__(self, ops: TrainingOps, batch: int, precision: Precision) -> None:
@@ -97,9 +95,8 @@ class RecordingOps:
         self._width = 2 if precision == "mixed" else _FLOAT32
         self._layers: dict[int, str] = {}  # by the identity of a parameter
         self._sizes: dict[str, int] = {}
-        self._channels: dict[str, tuple[int, int]] = {}  # true ones of a layer: outputs, inputs
-        self._limits = cast("Any", ops).handle.limits if ops.name == "cuda" else _H100
         self._images: Array = None
+        self._first_block: str | None = None  # the layer that first_block.cu computes, if one
 
     def __getattr__(self, name: str) -> Any:
         return partial(self._gradient, name) if name in _GRADIENTS else getattr(self._ops, name)
@@ -109,9 +106,6 @@ class RecordingOps:
         arrays = self._ops.upload(model, tensors)
         self._layers |= {id(array): name.partition(".")[0] for name, array in arrays.items()}
         self._sizes |= {name: math.prod(packed.shape) for name, packed in layout(model).items()}
-        for name, shape in model.parameters().items():
-            if len(shape) == 4:
-                self._channels[name.partition(".")[0]] = shape[0], shape[1]
         return arrays
 
     def batch(self, state: RunState) -> tuple[Array, Array]:
@@ -147,22 +141,9 @@ class RecordingOps:
     def _gradient(self, operation: str, dy: Array, saved: Saved) -> Array:
         linear, own = saved
         run = partial(getattr(self._ops, operation), dy, own)
-        self._record(linear, _GRADIENTS[operation], run)
+        if linear.layer != self._first_block:  # its gradient is known
+            self._record(linear, _GRADIENTS[operation], run)
         return run()
-
-    def _own_kernel(self, layer: str, part: str, convolution: Convolution) -> str | None:
-        """The kernel of ours that computes a part, as chosen by `ops_cuda.linear`."""
-        outputs, inputs = self._channels[layer]
-        if part == "weight gradient":
-            if first_filter.fits(convolution):
-                return "first_filter"
-            if WeightGradient.of(convolution, inputs, self._limits):
-                return "weight_gradient"
-        elif part == "input gradient" and InputGradient.of(
-            convolution, inputs, outputs, self._limits
-        ):
-            return "input_gradient"
-        return None
 
     def _record(self, linear: _Linear, part: str, run: Callable[[], object]) -> None:
         layer, x, y, weight, convolution = linear
@@ -170,8 +151,8 @@ class RecordingOps:
         routine, weight_width = _CUBLAS, self._width
         if part == "weight gradient":
             to, weight_width = weight, _FLOAT32
-        if convolution and (kernel := self._own_kernel(layer, part, convolution)):
-            routine, convolution = f"our {kernel} kernel", None
+        if part == "weight gradient" and convolution and first_filter.fits(convolution):
+            routine, convolution = "our first_filter kernel", None
         elif convolution is not None:
             directions: dict[str, tuple[Literal["forward", "filter", "data"], str]] = {
                 "forward": ("forward", "forward"),
@@ -189,7 +170,11 @@ class RecordingOps:
 
     def epilogue(self, x: Array, epilogue: Epilogue, training: bool) -> tuple[Array, Saved]:
         """Recorded. Batch norm reads x for its moments first."""
+        forward = self.calls[-1]
         y, saved = self._ops.epilogue(x, epilogue, training)
+        if forward.convolution is not None and first_block.fits(forward.convolution, epilogue):
+            run = partial(self._ops.epilogue, x, epilogue, training)
+            return y, (self._record_first_block(forward, self._shape(y), run), saved)
         norm, pool, passes = epilogue.norm, epilogue.pool, 1 if epilogue.norm is None else 2
         layer = self._layers[id(epilogue.bias if norm is None else norm.gamma)]
         source, to = self._shape(x), self._shape(y)
@@ -203,6 +188,25 @@ class RecordingOps:
             size = written  # dx is dy: only the gradient of the bias is computed
         backward = partial(Call, layer, "epilogue backward", to, source, _EPILOGUE, size)
         return y, (backward, saved)
+
+    def _record_first_block(
+        self, forward: Call, to: Shape, run: Callable[[], object]
+    ) -> Callable[[Callable[[], object]], Call]:
+        """Replaces the call of the convolution; returns what records the gradients."""
+        self._first_block = forward.layer
+        images, outputs = (self._width * math.prod(shape) for shape in (forward.source, to))
+        outputs += math.prod(to)  # the positions of the maxima
+        self.calls[-1] = replace(
+            forward,
+            result=to,
+            routine=_FIRST_BLOCK,
+            size_bytes=2 * images + outputs,
+            run=run,
+            convolution=None,
+        )
+        backward = partial(Call, forward.layer, "backward", to, forward.source, _FIRST_BLOCK)
+        size = images + outputs + self._width * math.prod(to)
+        return partial(backward, size, operations=forward.operations)
 
     def epilogue_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
         """Recorded. Batch norm reads x and dy for its sums first."""

@@ -60,21 +60,6 @@ __device__ inline void load_matrices(const char* row, unsigned (&words)[4]) {
                  : "memory");
 }
 
-// The same transposed, of four or of two matrices: a lane gets column g of rows 2 t and 2 t + 1, an
-// operand whose k lies along the rows. Lanes from 16 on name rows in vain where there are two.
-__device__ inline void load_transposed(const char* row, unsigned (&words)[4]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
-                 : "memory");
-}
-__device__ inline void load_transposed(const char* row, unsigned (&words)[2]) {
-    asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                 : "=r"(words[0]), "=r"(words[1])
-                 : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
-                 : "memory");
-}
-
 // Copies 16 bytes to shared memory, not through registers; the thread goes on meanwhile.
 __device__ inline void copy_async(void* to, const void* from) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(
@@ -84,21 +69,6 @@ __device__ inline void copy_async(void* to, const void* from) {
 }
 // Waits for the copies of this thread; a barrier then shows them to others.
 __device__ inline void wait_for_copies() { asm volatile("cp.async.wait_all;" ::: "memory"); }
-
-// Ends a group of copies, those of this thread since the last one.
-__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-// Waits for all groups but the last `groups`, of which it knows up to 3.
-__device__ inline void wait_for_groups_but(int groups) {
-    if (groups <= 0) {
-        asm volatile("cp.async.wait_group 0;" ::: "memory");
-    } else if (groups == 1) {
-        asm volatile("cp.async.wait_group 1;" ::: "memory");
-    } else if (groups == 2) {
-        asm volatile("cp.async.wait_group 2;" ::: "memory");
-    } else {
-        asm volatile("cp.async.wait_group 3;" ::: "memory");
-    }
-}
 #endif
 
 // The larger one, or NaN if one of them is.

@@ -28,6 +28,7 @@ from trainer.mnist import Digits
 from trainer.ops import Epilogue, Norm, Run, Update
 from trainer.ops_cuda.batch import BatchKernels
 from trainer.ops_cuda.epilogue import Epilogues
+from trainer.ops_cuda.first_block import FirstBlock, Unwritten
 from trainer.ops_cuda.linear import Linear, SavedConvolution
 from trainer.ops_cuda.parameters import Parameter
 from trainer.ops_cuda.sgd import FusedSgd
@@ -55,20 +56,6 @@ def parameter(random: np.random.Generator, wide: int, true: int) -> Parameter:
     values = np.zeros(wide, np.float32)
     values[:true] = random.uniform(0.5, 1.5, true)
     return Parameter(cupy.asarray(values), true)
-
-
-def second_gradients(
-    handle: Handle, kernels: Kernels, arena: Arena, engines: EngineCatalog
-) -> None:
-    """Both gradients of a second convolution, in halves, of an odd number of images."""
-    linear = Linear(handle, handle, (engines, engines), kernels, arena, "fp16")
-    forward = Convolution("forward", "fp16", (13, 12, 12, 32), (64, 5, 5, 32))
-    weight = Parameter(cupy.zeros(forward.filters, "f4"), 50, 20)
-    x, dy = cupy.zeros(forward.image, "f2"), cupy.zeros(forward.output, "f2")
-    saved = SavedConvolution(x, weight, forward)
-    linear.convolution_weight_gradient(dy, saved)
-    linear.convolution_input_gradient(dy, saved)
-    handle.synchronize()
 
 
 def main() -> None:
@@ -108,8 +95,14 @@ def main() -> None:
             gradient = linear.convolution_weight_gradient(dy, saved)
             sgd.step([Update("conv1.weight", weight, gradient, velocity)], state, 0.9, 0.1, True)
             sgd.end_step(state)
+            if dtype == np.float16:
+                block = ConvBlock(20, (5, 5), pool=Pool("max"))
+                first = FirstBlock(handle, kernels, arena)
+                of = Unwritten(x, weight, block, replace(forward, precision="fp16"))
+                norm = Norm(*(parameter(random, 32, 20) for _ in range(4)))
+                y, kept = first.forward(of, Epilogue(norm, None, RELU, block.pool))
+                first.backward(cupy.asarray(random.standard_normal(y.shape).astype(dtype)), kept)
             handle.synchronize()
-        second_gradients(handle, kernels, arena, engines)
     lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
     runs = [(lenet, "fp16", (1, 7)), (mlp, "fp16", (1, 7)), (lenet, "fp32", (1, 7))]
     for model, rows in ((ONE, (1, 7)), (TWO, ROWS)):

@@ -182,6 +182,34 @@ def test_an_epilogue_and_its_gradients_agree(bench, activation, pool, norm):
             bench.agrees(ours_now.master.get().astype(np.float64)[:c], theirs_now, 1e-5)
 
 
+@pytest.mark.parametrize("rows", [1, 5, 301])
+def test_a_first_block_and_its_gradients_agree(bench, rows):
+    random = np.random.default_rng(rows)
+    block = ConvBlock(20, (5, 5), padding=(2, 0), pool=Pool("max"))
+    x = bench.rounded(random.random((rows, 1, 28, 28)))
+    weight = bench.rounded(random.standard_normal((20, 1, 5, 5)) / 5)
+    ours, theirs = an_epilogue(bench, random, 20, True, RELU, block.pool)
+    output, saved = bench.gpu.convolution(
+        bench.upload(x, image=True), upload_one(bench, "first", weight), block
+    )
+    expected_output, kept = bench.cpu.convolution(bench.batch_last(x), weight, block)
+    y, saved_epilogue = bench.gpu.epilogue(output, ours, True)
+    expected, kept_epilogue = bench.cpu.epilogue(expected_output, theirs, True)
+    bench.agrees(bench.download(y, 20), bench.batch_first(expected))
+    for ours_now, theirs_now in zip(ours.norm[2:], theirs.norm[2:], strict=True):
+        bench.agrees(ours_now.master.get().astype(np.float64)[:20], theirs_now)
+
+    dy = bench.rounded(random.standard_normal(bench.batch_first(expected).shape))
+    dx, gradients = bench.gpu.epilogue_backward(bench.upload(dy), saved_epilogue)
+    dw = bench.gpu.convolution_weight_gradient(dx, saved)
+    assert bench.gpu.finite(dw)  # and waits for the second stream
+    want_dx, wanted = bench.cpu.epilogue_backward(bench.batch_last(dy), kept_epilogue)
+    for got, want in zip(gradients, wanted, strict=True):
+        bench.agrees(bench.download(got[None], 20)[0], want)
+    want_dw = bench.cpu.convolution_weight_gradient(want_dx, kept)
+    bench.agrees(np.moveaxis(dw.get().astype(np.float64), -1, 1)[:20], want_dw)
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_dense_epilogue_agrees_in_training_and_outside_it(bench, seed, norm):

@@ -7,24 +7,24 @@ is known: `Unwritten` stands for it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-import cupy
 import numpy as np
 
-from lenet.cuda.conv1 import is_plain
-from lenet.cuda.device import Handle
+from lenet.cuda.graphs import Convolution
 from lenet.cuda.kernels import Kernels, Macros
-from lenet.cuda.memory import Arena
 from lenet.cuda.packing import round_up
-from lenet.model import RELU, ConvBlock, window_count
+from lenet.model import RELU, ConvBlock, Pool
 from trainer.ops import EPSILON, RUNNING_SHARE, Epilogue
-from trainer.ops_cuda.parameters import Parameter
-from trainer.ops_cuda.state import FOLDER
 
-_SOURCE = FOLDER / "first_block.cu"
+if TYPE_CHECKING:  # these import CuPy, which the choice does not need
+    from lenet.cuda.device import Handle
+    from lenet.cuda.memory import Arena
+    from trainer.ops_cuda.parameters import Parameter
+
+_SOURCE = Path(__file__).parent / "first_block.cu"
 _THREADS = 512
 _IMAGES = 2  # that a block processes at a time
 _GROUP = 12  # blocks whose sums are added first
@@ -37,14 +37,19 @@ _MAX_PIXELS = 4096  # of a padded image: in shared memory there are two images t
 
 @dataclass(slots=True, eq=False)
 class Unwritten:
-    """The output (n, oh, ow, c) of a convolution that was not computed."""
+    """The output of a convolution that was not computed."""
 
     x: Any
     weight: Parameter
     block: ConvBlock
-    shape: tuple[int, int, int, int]
+    forward: Convolution
     saved: Any = None
     """For the gradients, once it was computed after all."""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(n, oh, ow, c)."""
+        return self.forward.output
 
 
 class SavedFirst(NamedTuple):
@@ -65,58 +70,54 @@ class FirstGradient(NamedTuple):
     dweight: Any
 
 
-class FirstBlock:
+def is_candidate(forward: Convolution) -> bool:
+    """Whether the kernels can compute a convolution with the right epilogue."""
+    _, h, w, c = forward.image
+    channels, r, s, _ = forward.filters
+    _, oh, ow, _ = forward.output
+    ph, pw = forward.padding
+    return (
+        forward.precision == "fp16"
+        and c == 1
+        and forward.stride == forward.dilation == (1, 1)
+        and r * s < _MAX_TAPS
+        and channels <= _MAX_CHANNELS
+        and (h + 2 * ph) * round_up(w + 2 * pw, 16) <= _MAX_PIXELS
+        and oh % 2 == ow % 2 == w % 4 == 0
+    )
+
+
+def fits(forward: Convolution, epilogue: Epilogue) -> bool:
+    """Whether the kernels compute both: the epilogue is batch norm, ReLU and maximum of 2 x 2."""
+    return (
+        is_candidate(forward)
+        and epilogue.norm is not None
+        and epilogue.activation == RELU
+        and epilogue.pool == Pool("max")
+    )
+
+
+class FirstBlock:  # pragma: no cover - needs a GPU
     """Launches the kernels on the handle's stream, with buffers from the arena."""
 
     def __init__(self, handle: Handle, kernels: Kernels, arena: Arena) -> None:
+        import cupy
+
         self._handle, self._kernels, self._arena = handle, kernels, arena
         # Zeros between any two launches.
         self._counters = cupy.zeros(_COUNTERS, cupy.uint32)
-
-    def convolution(self, x: Any, weight: Parameter, block: ConvBlock) -> Unwritten | None:
-        """None if the kernels do not support it."""
-        n, h, w, c = x.shape
-        r, s = block.kernel
-        oh, ow = (
-            window_count(side, k, 1, p)
-            for side, k, p in zip((h, w), (r, s), block.padding, strict=True)
-        )
-        channels = weight.master.shape[0]
-        if (
-            x.dtype == cupy.float16
-            and c == 1
-            and is_plain(block)
-            and r * s < _MAX_TAPS
-            and channels <= _MAX_CHANNELS
-            and (h + 2 * block.padding[0]) * round_up(w + 2 * block.padding[1], 16) <= _MAX_PIXELS
-            and oh % 2 == ow % 2 == 0
-            and w % 4 == 0
-        ):
-            return Unwritten(x, weight, block, (n, oh, ow, channels))
-        return None
-
-    @staticmethod
-    def supports(of: Unwritten, epilogue: Epilogue) -> bool:
-        """Whether the block ends with batch norm, ReLU and the maximum of 2 x 2."""
-        pool = epilogue.pool
-        return (
-            epilogue.norm is not None
-            and epilogue.activation == RELU
-            and pool is not None
-            and pool == of.block.pool
-            and pool.kind == "max"
-        )
 
     def forward(self, of: Unwritten, epilogue: Epilogue) -> tuple[Any, SavedFirst]:
         """The pooled output (n, oh / 2, ow / 2, c); moves the running moments."""
         norm = epilogue.norm
         assert norm is not None, "bug: not supported"
-        n, oh, ow, c = of.shape
-        y = self._arena.take((n, oh // 2, ow // 2, c), cupy.float16)
-        index = self._arena.take(y.shape, cupy.uint8)
-        mean, variance = (self._arena.take((c,), cupy.float32) for _ in range(2))
-        patches = self._arena.take((c + 1, math.prod(of.block.kernel)), cupy.float32)
-        partial = self._arena.take((self._blocks(n) * _PARTIAL,), cupy.float32)
+        n, oh, ow, c = of.forward.output
+        y = self._arena.take((n, oh // 2, ow // 2, c), np.float16)
+        index = self._arena.take(y.shape, np.uint8)
+        mean, variance = (self._arena.take((c,), np.float32) for _ in range(2))
+        _, r, s, _ = of.forward.filters
+        patches = self._arena.take((c + 1, r * s), np.float32)
+        partial = self._arena.take((self._blocks(n) * _PARTIAL,), np.float32)
         rows = np.int32(n)
         running = norm.mean.master, norm.variance.master
         weight = of.weight.master
@@ -133,10 +134,10 @@ class FirstBlock:
         """The gradient of the filters, float32 (c, r, s, 1), and (dgamma, dbeta)."""
         of, epilogue, y, index, mean, variance, patches = saved
         assert epilogue.norm is not None, "bug: not supported"
-        n, c = len(y), of.shape[3]
-        dweight = self._arena.take(of.weight.master.shape, cupy.float32)
-        dgamma, dbeta = (self._arena.take((c,), cupy.float32) for _ in range(2))
-        partial = self._arena.take((self._blocks(n) * _PARTIAL,), cupy.float32)
+        n, c = len(y), y.shape[-1]
+        dweight = self._arena.take(of.weight.master.shape, np.float32)
+        dgamma, dbeta = (self._arena.take((c,), np.float32) for _ in range(2))
+        partial = self._arena.take((self._blocks(n) * _PARTIAL,), np.float32)
         moments = mean, variance, epilogue.norm.gamma.master, patches
         sums = partial, self._counters, dweight, dgamma, dbeta
         arguments = (of.x, y, dy, index, of.weight.master, *moments, *sums, np.int32(n))
@@ -147,16 +148,17 @@ class FirstBlock:
         return min(-(-rows // _IMAGES), _MAX_BLOCKS)
 
     def _launch(self, of: Unwritten, kernel: str, arguments: tuple[Any, ...]) -> None:
-        n, h, w, _ = of.x.shape
+        n, h, w, _ = of.forward.image
+        c, r, s, _ = of.forward.filters
         macros: Macros = {
             "H": h,
             "W": w,
-            "R": of.block.kernel[0],
-            "S": of.block.kernel[1],
-            "PAD_H": of.block.padding[0],
-            "PAD_W": of.block.padding[1],
+            "R": r,
+            "S": s,
+            "PAD_H": of.forward.padding[0],
+            "PAD_W": of.forward.padding[1],
             "POOL": "MAX",
-            "C": of.shape[3],
+            "C": c,
             "CHANNELS": of.weight.channels,
             "EPSILON": float(EPSILON),
             "RUNNING_SHARE": float(RUNNING_SHARE),

@@ -1,8 +1,5 @@
 """Convolutions by cuDNN and products by cuBLAS, forward and backward.
 
-Kernels of our own compute gradients of convolutions where they support them: `first_filter` that of
-one input channel, `second_gradients` those between few channels in halves.
-
 Nothing but the end of the step waits for the gradient of a weight. So weight gradients are queued
 on a second stream, with handles and a workspace of its own, and run beside the backward pass.
 """
@@ -24,7 +21,6 @@ from lenet.cuda.memory import Arena
 from lenet.model import ConvBlock
 from trainer.ops_cuda import first_filter
 from trainer.ops_cuda.parameters import Parameter
-from trainer.ops_cuda.second_gradients import InputGradient, WeightGradient
 from trainer.ops_cuda.state import FOLDER
 
 _COUNTERS = 4096
@@ -65,8 +61,7 @@ class Linear:
         self._kernels, self._arena = kernels, arena
         self._arithmetic = arithmetic
         self._dtype = storage_dtype(arithmetic)
-        # Zeros between any two launches of first_filter.cu and weight_gradient.cu, which are queued
-        # on one stream.
+        # Zeros between any two launches of first_filter.cu.
         self._counters = cupy.zeros(_COUNTERS, cupy.uint32)
         for handle in (main, wgrad_handle):
             _ = handle.cublas  # its first use allocates memory, which a capture forbids
@@ -76,33 +71,27 @@ class Linear:
         wgrad = convolution.direction == "filter"
         return (self._wgrad_engines if wgrad else self._engines).engine(convolution)
 
+    def forward(self, x: Any, weight: Parameter, block: ConvBlock) -> Convolution:
+        """The description of `convolution`."""
+        geometry = block.stride, block.padding, block.dilation
+        return Convolution("forward", self._arithmetic, x.shape, weight.master.shape, *geometry)
+
     def convolution(
         self, x: Any, weight: Parameter, block: ConvBlock
     ) -> tuple[Any, SavedConvolution]:
         """(n, h, w, c) -> (n, oh, ow, k)."""
-        forward = Convolution(
-            "forward",
-            self._arithmetic,
-            x.shape,
-            weight.master.shape,
-            block.stride,
-            block.padding,
-            block.dilation,
-        )
+        forward = self.forward(x, weight, block)
         y = self._arena.take(forward.output, self._dtype)
         operand = weight.operand(self._dtype)
         self.engine(forward).run({Uid.INPUT: x, Uid.WEIGHT: operand, Uid.OUTPUT: y})
         return y, SavedConvolution(x, weight, forward)
 
     def convolution_weight_gradient(self, dy: Any, saved: SavedConvolution) -> Any:
-        """(k, r, s, c), in the dtype of the arithmetic, or float32 from a kernel of our own."""
+        """(k, r, s, c), in the dtype of the arithmetic, or float32 from `first_filter.cu`."""
         x, weight, forward = saved
         with self._wgrad_handle.fork(self._main):
             if first_filter.fits(forward):
                 return self._first_filter(x, dy, forward)
-            gradient = WeightGradient.of(forward, _inputs(weight), self._wgrad_handle.limits)
-            if gradient is not None:
-                return self._second_filter(x, dy, gradient)
             dweight = self._arena.take(weight.master.shape, self._dtype)
             engine = self.engine(replace(forward, direction="filter"))
             engine.run({Uid.INPUT: x, Uid.WEIGHT: dy, Uid.OUTPUT: dweight})
@@ -113,11 +102,6 @@ class Linear:
         x, weight, forward = saved
         dx = self._arena.take(x.shape, self._dtype)
         operand = weight.operand(self._dtype)
-        limits = self._main.limits
-        gradient = InputGradient.of(forward, _inputs(weight), weight.channels, limits)
-        if gradient is not None:
-            gradient.launch(self._kernels, limits, dy, operand, dx)
-            return dx
         engine = self.engine(replace(forward, direction="data"))
         engine.run({Uid.INPUT: dy, Uid.WEIGHT: operand, Uid.OUTPUT: dx})
         return dx
@@ -162,16 +146,3 @@ class Linear:
             (x, dy, partial, self._counters, dweight, np.int32(len(x))),
         )
         return dweight
-
-    def _second_filter(self, x: Any, dy: Any, gradient: WeightGradient) -> Any:
-        """The gradient, float32 (k, r, s, c), from x (n, h, w, c) and dy (n, oh, ow, k)."""
-        assert gradient.parts <= _COUNTERS, "bug: too few counters"
-        limits = self._wgrad_handle.limits
-        partial = self._arena.take((gradient.partial_size(limits),), cupy.float32)
-        dweight = self._arena.take(gradient.forward.filters, cupy.float32)
-        gradient.launch(self._kernels, limits, x, dy, partial, self._counters, dweight)
-        return dweight
-
-
-def _inputs(weight: Parameter) -> int:
-    return weight.inputs or int(weight.master.shape[-1])

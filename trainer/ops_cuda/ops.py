@@ -29,7 +29,7 @@ from lenet.errors import DeviceError
 from lenet.model import ConvBlock, Model
 from lenet.pixels import Images
 from trainer.ops import Array, Epilogue, LossScale, Run, Saved, Update
-from trainer.ops_cuda import parameters
+from trainer.ops_cuda import first_block, parameters
 from trainer.ops_cuda.batch import BatchKernels
 from trainer.ops_cuda.epilogue import Epilogues
 from trainer.ops_cuda.first_block import FirstBlock, FirstGradient, SavedFirst, Unwritten
@@ -168,8 +168,9 @@ class CudaOps:
         self, x: Array, weight: Parameter, block: ConvBlock
     ) -> tuple[Array | Unwritten, Saved]:
         """Not computed where the epilogue may do without it, see `first_block`."""
-        unwritten = None if self._ranks else self._first.convolution(x, weight, block)
-        if unwritten is not None:
+        forward = self.linear.forward(x, weight, block)
+        if not self._ranks and first_block.is_candidate(forward):
+            unwritten = Unwritten(x, weight, block, forward)
             return unwritten, unwritten
         return self.linear.convolution(x, weight, block)
 
@@ -185,7 +186,7 @@ class CudaOps:
         self, x: Array | Unwritten, epilogue: Epilogue, training: bool
     ) -> tuple[Array, Saved]:
         if isinstance(x, Unwritten):
-            if training and self._first.supports(x, epilogue):
+            if training and first_block.fits(x.forward, epilogue):
                 return self._first.forward(x, epilogue)
             unwritten = x
             x, unwritten.saved = self.linear.convolution(x.x, x.weight, x.block)

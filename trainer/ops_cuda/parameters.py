@@ -27,9 +27,6 @@ class Parameter:
     channels: int
     """The true size of the first axis."""
 
-    inputs: int | None = None
-    """The true number of a convolution's input channels; None: all that `master` has."""
-
     half: Any = field(default=None)
 
     def operand(self, dtype: Any) -> Any:
@@ -52,8 +49,7 @@ def upload(model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Param
     uploaded: dict[str, Parameter] = {}
     for name, tensor in tensors.items():
         packed = layouts[name].pack(tensor.astype(np.float32))
-        inputs = tensor.shape[1] if tensor.ndim == 4 else None
-        uploaded[name] = Parameter(cupy.asarray(packed), len(tensor), inputs)
+        uploaded[name] = Parameter(cupy.asarray(packed), len(tensor))
     return uploaded
 
 

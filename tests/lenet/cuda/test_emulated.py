@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,11 +16,9 @@ import pytest
 from lenet import reference
 from lenet.cuda.convolutions import Convolutions, Split
 from lenet.cuda.device import Limits
-from lenet.cuda.graphs import Convolution
 from lenet.cuda.kernels import FOLDER, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, padded, zero_pad_to
 from lenet.model import ARCHITECTURES
-from trainer.ops_cuda.second_gradients import InputGradient, WeightGradient
 
 pytestmark = [
     pytest.mark.process,  # runs a compiler
@@ -213,82 +210,3 @@ def test_the_first_block_of_training_is_that_of_float64(
     assert not counters.any()
     assert not y[..., channels:].any()
     assert not dweight[channels:].any()
-
-
-CONVOLUTIONS = [
-    # of three images; true channels
-    (Convolution("forward", "fp16", (3, 12, 12, 32), (64, 5, 5, 32)), 20, 50),
-    (Convolution("forward", "fp16", (3, 13, 11, 8), (16, 3, 4, 8), padding=(1, 2)), 6, 16),
-]
-"""lenet's second, and one with padding and odd sides."""
-
-
-def tensors(forward, inputs, outputs):
-    """x, weight and dy of `forward`, halves with zeros as padding of channels."""
-    generator = np.random.default_rng(5)
-    x, weight, dy = (
-        generator.standard_normal(shape).astype(np.float16)
-        for shape in (forward.image, forward.filters, forward.output)
-    )
-    x[..., inputs:], weight[outputs:], weight[..., inputs:], dy[..., outputs:] = 0, 0, 0, 0
-    return aligned(x), aligned(weight), aligned(dy)
-
-
-def taps(forward):
-    """(r, s, the rows and the columns of the padded input that the tap multiplies)."""
-    _, oh, ow, _ = forward.output
-    _, r, s, _ = forward.filters
-    for i in range(r):
-        for j in range(s):
-            yield i, j, slice(i, i + oh), slice(j, j + ow)
-
-
-def padded_image(forward, dtype=float):
-    n, h, w, c = forward.image
-    (ph, pw) = forward.padding
-    return np.zeros((n, h + 2 * ph, w + 2 * pw, c), dtype), slice(ph, ph + h), slice(pw, pw + w)
-
-
-@pytest.mark.parametrize(("forward", "inputs", "outputs"), CONVOLUTIONS)
-def test_the_gradient_of_a_convolutions_input_is_that_of_float64(
-    compiled, forward, inputs, outputs
-):
-    found = InputGradient.of(forward, inputs, outputs, HOPPER)
-    kernel = compiled("input_gradient", found.macros())
-    assert kernel.shared_bytes() == found.shared_bytes()
-    assert kernel.threads() == found.threads
-    _, weight, dy = tensors(forward, inputs, outputs)
-    dx = aligned(np.full(forward.image, 7, np.float16))
-    kernel.run(*addresses(dy, weight, dx), len(dx), 1)
-    exact, rows, columns = padded_image(forward)
-    for i, j, tap_rows, tap_columns in taps(forward):
-        exact[:, tap_rows, tap_columns] += dy.astype(float) @ weight[:, i, j].astype(float)
-    exact = exact[:, rows, columns]
-    assert np.linalg.norm(dx - exact) / np.linalg.norm(exact) < 1e-3
-    assert not dx[..., inputs:].any()
-
-
-@pytest.mark.parametrize(("forward", "inputs", "outputs"), CONVOLUTIONS)
-def test_the_gradient_of_a_convolutions_filters_is_that_of_float64(
-    compiled, forward, inputs, outputs
-):
-    found = replace(WeightGradient.of(forward, inputs, HOPPER), images=1)  # so that buffers swap
-    kernel = compiled("weight_gradient", found.macros())
-    assert kernel.shared_bytes() == found.shared_bytes()
-    assert kernel.threads() == found.threads
-    x, _, dy = tensors(forward, inputs, outputs)
-    blocks, parts = found.grid(two_blocks := HOPPER._replace(multiprocessors=2 * found.parts))
-    partial = aligned(np.full(found.partial_size(two_blocks), np.nan, np.float32))
-    counters = aligned(np.zeros(parts, np.uint32))
-    dweight = aligned(np.full(forward.filters, 7, np.float32))
-    kernel.run(*addresses(x, dy, partial, counters, dweight), len(x), blocks, parts)
-    image, rows, columns = padded_image(forward)
-    image[:, rows, columns] = x
-    exact = np.zeros(forward.filters)
-    for i, j, tap_rows, tap_columns in taps(forward):
-        products = dy.astype(float), image[:, tap_rows, tap_columns]
-        exact[:, i, j] = np.einsum("nhwk,nhwc->kc", *products, optimize=True)
-    assert np.linalg.norm(dweight - exact) / np.linalg.norm(exact) < 1e-6
-    assert not dweight[outputs:].any()
-    assert not dweight[..., inputs:].any()
-    assert not counters.any()

@@ -160,41 +160,16 @@ inline void load_matrices(const char* row, unsigned (&words)[4]) {
     __syncwarp();
 }
 
-template <int MATRICES>
-void load_transposed(const char* row, unsigned (&words)[MATRICES]) {
-    const int lane = own_lane(), g = lane / 4, t = lane % 4;
-    if (lane < 8 * MATRICES) check(row, 16, true);
-    Meeting& here = meeting();
-    here.rows[lane] = row;
-    __syncwarp();
-    for (int k = 0; k < MATRICES; ++k)
-        for (int half = 0; half < 2; ++half)
-            memcpy(reinterpret_cast<char*>(&words[k]) + 2 * half,
-                   here.rows[8 * k + 2 * t + half] + 2 * g, 2);
-    __syncwarp();
-}
-
-// Copies as late as they may be: when the thread waits for their group.
-struct Copy {
-    void* to;
-    const void* from;
-};
-inline thread_local std::vector<std::vector<Copy>> groups(1);  // the last one has no end yet
+// Copies as late as they may be: when the thread waits for them.
+inline thread_local std::vector<std::pair<void*, const void*>> copies_under_way;
 
 inline void copy_async(void* to, const void* from) {
     check(to, 16, true), check(from, 16, false);
-    groups.back().push_back({to, from});
-}
-inline void end_group() { groups.emplace_back(); }
-inline void wait_for_groups_but(int count) {
-    for (size_t k = 0; k + 1 + min(count, 3) < groups.size(); ++k) {
-        for (const Copy& copy : groups[k]) memcpy(copy.to, copy.from, 16);
-        groups[k].clear();
-    }
+    copies_under_way.push_back({to, from});
 }
 inline void wait_for_copies() {
-    end_group();
-    wait_for_groups_but(0);
+    for (const auto& [to, from] : copies_under_way) memcpy(to, from, 16);
+    copies_under_way.clear();
 }
 
 // Runs the blocks one after another. Their shared memory begins as NaN, which nothing may use.
