@@ -35,7 +35,18 @@ def test_a_step_is_a_batch_forward_loss_backward_and_an_update(calls_of, name):
     ]
     # The first layer computes no gradient of its input.
     expected = [("batch", "step"), *forward, ("loss", "step"), *backward[:-1], ("update", "step")]
-    assert [(call.layer, call.part) for call in calls_of(named(name))] == expected
+    calls = calls_of(named(name), precision="fp32")
+    assert [(call.layer, call.part) for call in calls] == expected
+
+
+def test_in_mixed_precision_one_routine_computes_the_first_block(calls_of):
+    calls = [call for call in calls_of(named("lenet")) if call.layer == "conv1"]
+    assert [(call.part, call.routine) for call in calls] == [
+        ("forward", "our first_block kernels"),
+        ("backward", "our first_block kernels"),
+    ]
+    convolution = of(calls_of(named("lenet"), precision="fp32"), "conv1", "forward")
+    assert {call.operations for call in calls} == {convolution.operations}
 
 
 X, Y = 4 * 2 * 26 * 26 * 8, 4 * 2 * 13 * 13 * 8
