@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from pathlib import Path
 
 import pytest
@@ -21,20 +22,35 @@ def read(name):
 
 
 ENGINE, TRAINING, HTTP = read("engine"), read("training"), read("http")["cases"]
-ROWS = (1, 8, 64, 256, 1024, 8192)
+H100, CHANGE = read("engine-h100"), (ROOT / "docs/benchmarks/before-after-h100.txt").read_text()
+ROWS = (1, 8, 16, 64, 128, 256, 1024, 8192)
 
 
-def bucket(rows, precision="fp16"):
+def bucket(rows, engine=H100):
+    """In fp16."""
     (found,) = [
-        one for one in ENGINE["buckets"] if (one["rows"], one["precision"]) == (rows, precision)
+        one for one in engine["buckets"] if (one["rows"], one["precision"]) == (rows, "fp16")
     ]
     return found
 
 
-def torch(rows, precision="fp16"):
+def torch(rows):
     """The fastest of PyTorch's times."""
-    times = bucket(rows, precision)["torch"]
+    times = bucket(rows)["torch"]
     return min(filter(None, (times[f"{way}_us"] for way in ("eager", "graph", "compile"))))
+
+
+def changed(precision, rows):
+    """(before, after) of `lenet` on the device."""
+    (part,) = re.findall(rf"^lenet {precision}\n((?: .*\n)+)", CHANGE, re.MULTILINE)
+    (found,) = re.findall(rf"^ +{rows} \w+ +([\d.]+) -> \w+ +([\d.]+) ", part, re.MULTILINE)
+    return tuple(map(float, found))
+
+
+def step_us(label):
+    """The median of the rounds of a training step."""
+    (rounds,) = re.findall(rf"^{label}  (.*)$", CHANGE, re.MULTILINE)
+    return statistics.median(map(float, rounds.split(", ")))
 
 
 def cells(label, values):
@@ -55,38 +71,61 @@ CLAIMS = [
     ),
     (
         r"It takes ([\d.]+), ([\d.]+) and ([\d.]+) us on the device for 8, 16 and 32 images",
-        [bucket(rows)["device_us"] for rows in (8, 16, 32)],
+        [bucket(rows, ENGINE)["device_us"] for rows in (8, 16, 32)],
     ),
     (
-        r"one image on the (?:device|H200), fp16 \| ([\d,.]+) us",
+        r"one image on (?:the device|an H100), fp16 \| ([\d,.]+) us",
         [bucket(1)["device_us"]],
     ),
-    (r"one image on the H200, fp16 \| [\d.]+ us \| ([\d,.]+) us", [torch(1)]),
+    (r"one image on an H100, fp16 \| [\d.]+ us \| ([\d,.]+) us", [torch(1)]),
+    (r"one image on the device, fp32 \| ([\d,.]+) us", [changed("fp32", 1)[1]]),
+    (r"batch of 4,096 images on the device, fp32 \| ([\d,.]+) us", [changed("fp32", 4096)[1]]),
+    (
+        r"4,096 images on an H100, \*\*fp32\*\* \| ([\d,.]+) us \| ([\d,.]+) us: the version ",
+        changed("fp32", 4096)[::-1],
+    ),
+    *(
+        claim
+        for precision, name in (("fp32", "fp32"), ("tf32", "TF32"), ("fp16", "fp16"))
+        for side, when in enumerate(("before", "after"))
+        for claim in cells(
+            f"{name}, {when}",
+            [changed(precision, rows)[side] for rows in (1, 32, 128, 1024, 4096)],
+        )
+    ),
     (
         r"batch of 8,192 images on the device, fp16 \| ([\d,.]+) us, ([\d,.]+) million",
         [bucket(8192)["device_us"], 8192 / bucket(8192)["device_us"]],
     ),
     (
-        r"8,192 images on the H200, fp16 \| ([\d,.]+) us \| ([\d,.]+) us",
+        r"8,192 images on an H100, fp16 \| ([\d,.]+) us \| ([\d,.]+) us",
         [bucket(8192)["device_us"], torch(8192)],
     ),
     (
-        r"8,192 images on the H200, \*\*fp32\*\* \| ([\d,.]+) us \| \*\*([\d,.]+) us",
-        [bucket(8192, "fp32")["device_us"], torch(8192, "fp32")],
+        r"training step of 256 images[^|]*\| ([\d,.]+) us",
+        [step_us("for none: both are cuDNN's")],
     ),
     (
-        r"training step of 256 images[^|]*\| ([\d,.]+) us(?! \(mixed\) \|)",
-        [TRAINING["step_us"]["mixed"]],
-    ),
-    (
-        r"([\d,.]+) us \(mixed\) \| ([\d,.]+) us: PyTorch's CUDA graph",
-        [TRAINING["step_us"]["mixed"], TRAINING["torch_beside_step"]["graph_us"]],
+        r"([\d,.]+) us: the version before, which took ([\d,.]+) us on an H200, where PyTorch's "
+        r"CUDA graph in TF32 took ([\d,.]+)",
+        [
+            step_us(r"before \(\w+\)"),
+            TRAINING["step_us"]["mixed"],
+            TRAINING["torch_beside_step"]["graph_us"],
+        ],
     ),
     (
         r": ([\d,.]+) us eager, ([\d,.]+) us as a CUDA graph, ([\d,.]+) us with `torch\.compile`",
         [TRAINING["torch"][f"{way}_us"] for way in ("eager", "graph", "compile")],
     ),
-    (r"Two contexts together take ([\d,.]+) million", [ENGINE["pool"]["images_per_s"] / 1e6]),
+    (
+        r"Two contexts together take ([\d,.]+) million images a second from page-locked memory and "
+        r"back there, in batches of 8,192; one takes ([\d,.]+) million",
+        [
+            float(re.findall(rf"{contexts} contexts, 8192 rows: +([\d.]+) M", CHANGE)[0])
+            for contexts in (2, 1)
+        ],
+    ),
     (
         r"is ready ([\d,.]+) s after the command, and ([\d,.]+) s after it",
         [ENGINE["cold_start_s"]["warm_cache"], ENGINE["cold_start_s"]["no_cache"]],
