@@ -11,9 +11,9 @@
 // Macros besides those of conv1.cuh: SCALAR; C, the first's channels, a multiple of 8, of which
 // CHANNELS1 are real; R2, S2, PAD2_H, PAD2_W; POOL2: MAX or AVERAGE; K, a multiple of 16, of which
 // CHANNELS are real; ACTIVATION_1, ACTIVATION_2, PARAMETER (of both); PRODUCTS: 0 for halves, for
-// floats 1 (rounded to TF32) or 3 (the error of float32). For few images, SLICES blocks compute each:
-// all of them the first convolution, and a slice of the second's channels. A block has TEAMS of TEAM
-// warps, each with an image; in the second convolution a warp computes eight quads (2 x 2
+// floats 1 (rounded to TF32) or 3 (the error of float32). For few images, SLICES blocks compute
+// each: all of them the first convolution, and a slice of the second's channels. A block has TEAMS
+// of TEAM warps, each with an image; in the second convolution a warp computes eight quads (2 x 2
 // neighbours), one of PARTS parts of the slice, and one of DEPTHS parts of the sum over k.
 //
 // As a matrix product it has the pixels as rows (m), channels of taps as k, output channels as
@@ -24,9 +24,9 @@
 //
 // Three products: a float is the sum of two TF32 numbers and a rest of 2^-22; the product of the
 // two smaller parts, of the same size, is left out. Tensor cores cut the last bits of a sum off, so
-// sums of many products are too small: after CHAIN steps they are added to others, rounded to nearest.
-// The first convolution multiplies pixels, exact in half, by weights that are the sum of HALVES
-// halves, see conv1.cu.
+// sums of many products are too small: after CHAIN steps they are added to others, rounded to
+// nearest. The first convolution multiplies pixels, exact in half, by weights that are the sum of
+// HALVES halves, see conv1.cu.
 //
 // Grid: at most ceil(n / TEAMS), by SLICES; 32 TEAM TEAMS threads; shared memory: `shared_bytes` of
 // convolutions.py.
@@ -137,9 +137,8 @@ __device__ inline void convolve_first(const conv1::Copies& copies,
             if (!inside || channel >= CHUNKS * LANES) continue;
             float values[2];
             for (int k = 0; k < 2; ++k)
-                values[k] =
-                    conv1::pooled(conv1::POOLING, sums[0][k], sums[0][k + 2], sums[1][k],
-                                  sums[1][k + 2], activation::ACTIVATION_1::value);
+                values[k] = conv1::pooled(conv1::POOLING, sums[0][k], sums[0][k + 2], sums[1][k],
+                                          sums[1][k + 2], activation::ACTIVATION_1::value);
             store_two(reinterpret_cast<SCALAR*>(to) + channel, values);
         }
     }
@@ -216,7 +215,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     Filters& filters = *reinterpret_cast<Filters*>(shared);
     auto* const of_teams = reinterpret_cast<Images*>(&filters + 1);
     // All parts of a sum but the first.
-    auto* const others = reinterpret_cast<float(*)[SUMS][WARP]>(of_teams + TEAMS);
+    auto* const others = reinterpret_cast<float (*)[SUMS][WARP]>(of_teams + TEAMS);
     const int thread = threadIdx.x % TEAM_THREADS, team = threadIdx.x / TEAM_THREADS;
     const int lane = thread % WARP, warp = thread / WARP;
     conv1::Copies& copies = of_teams[team].copies;
@@ -289,8 +288,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
                 if constexpr (CHAIN < DEPTH) add(sums, chain);
             }
             if constexpr (DEPTHS > 1) {
-                auto& values = reinterpret_cast<float(&)[SUMS]>(sums);
-                float(*const own)[SUMS][WARP] = others + task / DEPTHS * (DEPTHS - 1);
+                auto& values = reinterpret_cast<float (&)[SUMS]>(sums);
+                float (*const own)[SUMS][WARP] = others + task / DEPTHS * (DEPTHS - 1);
                 if (depth > 0)
 #pragma unroll
                     for (int k = 0; k < SUMS; ++k) own[depth - 1][k][lane] = values[k];
