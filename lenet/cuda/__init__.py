@@ -11,6 +11,7 @@
     packing        canonical tensors to padded channels-last ones, and back
     weights        one network's weights on the device
     conv1          the first convolution; with conv1.cu
+    convolutions   the first two, in one kernel; with convolutions.cu
     epilogue       bias, activation and pooling; with epilogue.cu
     layers         strategy one: layer by layer
     fused_network  strategy two: the whole network in one kernel; with fused_network.cu
