@@ -470,7 +470,7 @@ def backward() -> Picture:
     """The backward pass on two streams."""
     picture = Picture(1040, 420, "The backward pass: gradients of weights on a second stream.")
     calls = _calls()
-    left, scale = 118, 8.7
+    left, scale = 118, 11
     main = [
         ("dense2", "epilogue backward", "bias of dense2"),
         ("dense2", "input gradient", "input of dense2"),
@@ -478,9 +478,9 @@ def backward() -> Picture:
         ("dense1", "input gradient", "input of dense1"),
         ("conv2", "epilogue backward", "batch norm, relu, max of conv2"),
         ("conv2", "input gradient", "input of conv2"),
-        ("conv1", "epilogue backward", "batch norm, relu, max of conv1"),
+        ("conv1", "backward", "conv1 with batch norm, relu, max"),
     ]
-    after = {"dense2": 0, "dense1": 2, "conv2": 4, "conv1": 6}  # what a weight's gradient waits for
+    after = {"dense2": 0, "dense1": 2, "conv2": 4}  # what a weight's gradient waits for
     picture.text("head", 24, 32, "the backward pass of a step, 256 images, mixed precision")
     picture.text("note", 24, 80, "main stream")
     picture.text("note", 24, 142, "second stream")
@@ -493,7 +493,7 @@ def backward() -> Picture:
         time += took
         ends.append(time)
     end = 0.0
-    for letter, (layer, index) in zip("abcd", after.items(), strict=True):
+    for letter, (layer, index) in zip("abc", after.items(), strict=True):
         took, kind = calls[layer, "weight gradient"]
         start = max(ends[index], end)
         picture.rect(kind, left + scale * start, 118, scale * took, 40)
@@ -505,28 +505,28 @@ def backward() -> Picture:
     picture.line("cut", (left + scale * joined, 50), (left + scale * joined, 164))
     picture.rect(kind, left + scale * joined, 56, scale * took, 40)
     picture.text("sub", left + scale * (joined + took / 2), 80, "update")
-    for tick in range(0, 101, 20):
+    for tick in range(0, 81, 20):
         picture.line("cut", (left + scale * tick, 168), (left + scale * tick, 176))
         picture.text("note centre", left + scale * tick, 192, f"{tick} us")
     for number, (layer, part, name) in enumerate(main):
         text = f"{number + 1}  {name}, {calls[layer, part][0]:.2f} us"
         picture.text("note", 24 + 330 * (number // 4), 228 + 20 * (number % 4), text)
     for number, layer in enumerate(after):
-        text = f"{'abcd'[number]}  weight of {layer}, {calls[layer, 'weight gradient'][0]:.2f} us"
+        text = f"{'abc'[number]}  weight of {layer}, {calls[layer, 'weight gradient'][0]:.2f} us"
         picture.text("note", 700, 228 + 20 * number, text)
     picture.text(
         "note",
         24,
         330,
-        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two each in 3, 5 and 7 (sums, then "
-        "the gradient) and several in the update.",
+        "Green: cuDNN. Yellow: cuBLAS. Blue: kernels of ours, two each in 3 and 5 (sums, then the "
+        "gradient), one in 7 and several in the update.",
     )
     picture.text("note", 24, 352, "A dashed line is an event that the other stream waits for.")
     picture.text(
         "note",
         24,
         374,
-        "The times are those of each call alone (inspect-mixed.txt, H200, cuDNN 9.14), put one "
+        "The times are those of each call alone (inspect-mixed.txt, H100, cuDNN 9.14), put one "
         "after another: the picture is no trace.",
     )
     picture.text(
