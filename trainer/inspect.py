@@ -127,6 +127,9 @@ class RecordingOps:
         convolution = Convolution("forward", precision, (n, h, w, c), filters, *geometry)
         linear = _Linear(self._layers[id(weight)], (n, h, w, c), output, filters, convolution)
         self._record(linear, "forward", partial(self._ops.convolution, x, weight, block))
+        if first_block.fits(convolution, block):
+            self._first_block = linear.layer
+            self.calls[-1] = replace(self.calls[-1], routine=_FIRST_BLOCK, convolution=None)
         return y, (linear, saved)
 
     def dense(self, x: Array, weight: Array) -> tuple[Array, Saved]:
@@ -170,11 +173,10 @@ class RecordingOps:
 
     def epilogue(self, x: Array, epilogue: Epilogue, training: bool) -> tuple[Array, Saved]:
         """Recorded. Batch norm reads x for its moments first."""
-        forward = self.calls[-1]
         y, saved = self._ops.epilogue(x, epilogue, training)
-        if forward.convolution is not None and first_block.fits(forward.convolution, epilogue):
+        if self.calls[-1].routine == _FIRST_BLOCK:
             run = partial(self._ops.epilogue, x, epilogue, training)
-            return y, (self._record_first_block(forward, self._shape(y), run), saved)
+            return y, (self._record_first_block(self._shape(y), run), saved)
         norm, pool, passes = epilogue.norm, epilogue.pool, 1 if epilogue.norm is None else 2
         layer = self._layers[id(epilogue.bias if norm is None else norm.gamma)]
         source, to = self._shape(x), self._shape(y)
@@ -190,19 +192,17 @@ class RecordingOps:
         return y, (backward, saved)
 
     def _record_first_block(
-        self, forward: Call, to: Shape, run: Callable[[], object]
+        self, to: Shape, run: Callable[[], object]
     ) -> Callable[[Callable[[], object]], Call]:
-        """Replaces the call of the convolution; returns what records the gradients."""
-        self._first_block = forward.layer
+        """Completes the call of the convolution; returns what records the gradients."""
+        forward = self.calls[-1]
         images, outputs = (self._width * math.prod(shape) for shape in (forward.source, to))
         outputs += math.prod(to)  # the positions of the maxima
         self.calls[-1] = replace(
             forward,
             result=to,
-            routine=_FIRST_BLOCK,
             size_bytes=2 * images + outputs,
             run=run,
-            convolution=None,
         )
         backward = partial(Call, forward.layer, "backward", to, forward.source, _FIRST_BLOCK)
         size = images + outputs + self._width * math.prod(to)

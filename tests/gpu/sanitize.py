@@ -96,7 +96,7 @@ def main() -> None:
             sgd.step([Update("conv1.weight", weight, gradient, velocity)], state, 0.9, 0.1, True)
             sgd.end_step(state)
             if dtype == np.float16:
-                block = ConvBlock(20, (5, 5), pool=Pool("max"))
+                block = ConvBlock(20, (5, 5), batch_norm=True, pool=Pool("max"))
                 first = FirstBlock(handle, kernels, arena)
                 of = Unwritten(x, weight, block, replace(forward, precision="fp16"))
                 norm = Norm(*(parameter(random, 32, 20) for _ in range(4)))

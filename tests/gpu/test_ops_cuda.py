@@ -187,7 +187,7 @@ def test_an_epilogue_and_its_gradients_agree(bench, activation, pool, norm):
 @pytest.mark.parametrize("rows", [1, 5, 301])
 def test_a_first_block_and_its_gradients_agree(make_bench, precision, rows):
     bench, random = make_bench(precision), np.random.default_rng(rows)
-    block = ConvBlock(20, (5, 5), padding=(2, 0), pool=Pool("max"))
+    block = ConvBlock(20, (5, 5), padding=(2, 0), batch_norm=True, pool=Pool("max"))
     x = bench.rounded(random.random((rows, 1, 28, 28)))
     weight = bench.rounded(random.standard_normal((20, 1, 5, 5)) / 5)
     ours, theirs = an_epilogue(bench, random, 20, True, RELU, block.pool)

@@ -1,8 +1,8 @@
 """The first block of a network in mixed precision, without its convolution's output.
 
-`first_block.cu` computes batch norm's moments and all gradients from the moments of the patches. A
-convolution that may be followed by such an epilogue is therefore not computed before the epilogue
-is known: `Unwritten` stands for it.
+`first_block.cu` computes batch norm's moments and all gradients from the moments of the patches. So
+the convolution alone computes nothing: `Unwritten` stands for its output until the epilogue, which
+outside training computes it after all.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class FirstGradient(NamedTuple):
     dweight: Any
 
 
-def is_candidate(forward: Convolution) -> bool:
-    """Whether the kernels can compute a convolution with the right epilogue."""
+def fits(forward: Convolution, block: ConvBlock) -> bool:
+    """Whether the kernels compute `block`, whose convolution is `forward`."""
     _, h, w, c = forward.image
     channels, r, s, _ = forward.filters
     _, oh, ow, _ = forward.output
@@ -84,16 +84,9 @@ def is_candidate(forward: Convolution) -> bool:
         and channels <= _MAX_CHANNELS
         and (h + 2 * ph) * round_up(w + 2 * pw, 16) <= _MAX_PIXELS
         and oh % 2 == ow % 2 == w % 4 == 0
-    )
-
-
-def fits(forward: Convolution, epilogue: Epilogue) -> bool:
-    """Whether the kernels compute both: the epilogue is batch norm, ReLU and maximum of 2 x 2."""
-    return (
-        is_candidate(forward)
-        and epilogue.norm is not None
-        and epilogue.activation == RELU
-        and epilogue.pool == Pool("max")
+        and block.batch_norm
+        and block.activation == RELU
+        and block.pool == Pool("max")
     )
 
 

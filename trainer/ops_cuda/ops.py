@@ -70,6 +70,7 @@ class CudaOps:
             self._opened = opened.pop_all()
         self.precision = precision
         self._ranks: Ranks | None = None
+        self._alone = True  # stays False in a capture, which leaves the ranks out
         self.arena = Arena()
         self.arithmetic = "fp16" if precision == "mixed" else precision
         kernels = Kernels(self.handle)
@@ -101,6 +102,7 @@ class CudaOps:
 
     def join(self, ranks: Ranks) -> None:
         """Train on a part of every batch from now on, together with the other ranks."""
+        self._alone = False
         self._ranks = self._epilogues.ranks = ranks
 
     def close(self) -> None:
@@ -167,9 +169,9 @@ class CudaOps:
     def convolution(
         self, x: Array, weight: Parameter, block: ConvBlock
     ) -> tuple[Array | Unwritten, Saved]:
-        """Not computed where the epilogue may do without it, see `first_block`."""
+        """Not computed where the epilogue does without it, see `first_block`."""
         forward = self.linear.forward(x, weight, block)
-        if not self._ranks and first_block.is_candidate(forward):
+        if self._alone and first_block.fits(forward, block):
             unwritten = Unwritten(x, weight, block, forward)
             return unwritten, unwritten
         return self.linear.convolution(x, weight, block)
@@ -186,7 +188,7 @@ class CudaOps:
         self, x: Array | Unwritten, epilogue: Epilogue, training: bool
     ) -> tuple[Array, Saved]:
         if isinstance(x, Unwritten):
-            if training and first_block.fits(x.forward, epilogue):
+            if training:
                 return self._first.forward(x, epilogue)
             unwritten = x
             x, unwritten.saved = self.linear.convolution(x.x, x.weight, x.block)

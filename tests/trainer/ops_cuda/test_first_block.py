@@ -3,17 +3,15 @@ from __future__ import annotations
 import pytest
 
 from lenet.cuda.graphs import Convolution
-from lenet.model import IDENTITY, RELU, Pool
-from trainer.ops import Epilogue, Norm
+from lenet.model import IDENTITY, ConvBlock, Pool
 from trainer.ops_cuda.first_block import fits
 
-NORM = Norm(*"gbmv")
-HALVED = Epilogue(NORM, None, RELU, Pool("max"))
+HALVED = {"batch_norm": True, "pool": Pool("max")}
 LENET = (2, 28, 28, 1), (32, 5, 5, 1)
 
 
 @pytest.mark.parametrize(
-    ("shapes", "geometry", "epilogue", "expected"),
+    ("shapes", "geometry", "block", "expected"),
     [
         (LENET, {}, HALVED, True),
         (LENET, {"padding": (2, 0)}, HALVED, True),
@@ -26,18 +24,18 @@ LENET = (2, 28, 28, 1), (32, 5, 5, 1)
         (((2, 28, 28, 1), (32, 5, 7, 1)), {}, HALVED, False),  # 35 taps
         (((2, 28, 28, 8), (32, 5, 5, 8)), {}, HALVED, False),
         (((2, 80, 80, 1), (32, 5, 5, 1)), {}, HALVED, False),  # too large for shared memory
-        (LENET, {}, Epilogue(None, "b", RELU, Pool("max")), False),
-        (LENET, {}, Epilogue(NORM, None, IDENTITY, Pool("max")), False),
-        (LENET, {}, Epilogue(NORM, None, RELU, Pool("average")), False),
-        (LENET, {}, Epilogue(NORM, None, RELU, None), False),
+        (LENET, {}, HALVED | {"batch_norm": False}, False),
+        (LENET, {}, HALVED | {"activation": IDENTITY}, False),
+        (LENET, {}, HALVED | {"pool": Pool("average")}, False),
+        (LENET, {}, HALVED | {"pool": None}, False),
     ],
 )
 def test_the_kernels_need_one_channel_and_batch_norm_relu_and_pooling(
-    shapes, geometry, epilogue, expected
+    shapes, geometry, block, expected
 ):
     forward = Convolution(
         **({"direction": "forward", "precision": "fp16"} | geometry),
         image=shapes[0],
         filters=shapes[1],
     )
-    assert fits(forward, epilogue) == expected
+    assert fits(forward, ConvBlock(20, (5, 5), **block)) == expected
