@@ -21,8 +21,8 @@ from lenet import distribution_commit, distribution_version
 from service.api.app import create_app
 from service.api.explain import explain_route
 from service.api.grpc_methods import methods
-from service.api.openapi import InfoResponse, LoadedModel
 from service.api.routes import image_routes
+from service.api.schemas import InfoResponse, LoadedModel
 from service.api.servicer import small_methods
 from service.budget import Budget
 from service.decode.pool import Decoders

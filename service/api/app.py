@@ -19,9 +19,10 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
-from service.api.openapi import PROTOCOL, Health, InfoResponse, image_routes
+from service.api.openapi import PROTOCOL, image_routes
 from service.api.page import HTML, Page, StaticFile
 from service.api.routes import prefers
+from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
 from service.api.v2 import protocol_routes
 from service.engine.models import Models

@@ -17,7 +17,6 @@ import orjson
 from lenet.explanation import Change, Layer
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service.api.openapi import MAX_EXPLAINED_IMAGES, MAX_NOISE
 from service.api.routes import (
     PARAMETERS,
     ImageRequest,
@@ -26,6 +25,7 @@ from service.api.routes import (
     parameters_of,
     read_predict,
 )
+from service.api.schemas import MAX_EXPLAINED_IMAGES, MAX_NOISE
 from service.engine.explainer import Explained, Explainer
 from service.errors import InvalidInput, invalid, shown
 from service.forms.form import JSON, Content

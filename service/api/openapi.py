@@ -1,27 +1,41 @@
-"""The OpenAPI document: models of parameters, bodies and answers, and the routes that take images.
+"""The OpenAPI document: parameters, errors, and the routes that take images.
 
 Those routes are answered on the connection, before the application: see `transport.head`. Here
-FastAPI generates their documentation, and the answers to other methods of their paths. Predictions
-are neither read nor written by the models, which would take too long; tests compare.
+FastAPI generates their documentation from the models of `schemas`, and the answers to other methods
+of their paths.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Coroutine, Sequence
-from datetime import datetime
 from functools import partial
-from typing import Annotated, Any, Literal, TypeAlias, TypeVar
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
 from fastapi.routing import APIRoute
-from pydantic import BaseModel, ConfigDict, Field
 from starlette.exceptions import HTTPException
 
+from service.api.schemas import (
+    ENCODED_SEVEN,
+    FLAT_SEVEN,
+    SEVEN,
+    ErrorResponse,
+    ExplainQuery,
+    ExplainResponse,
+    InferRequest,
+    InferResponse,
+    PredictQuery,
+    PredictRequest,
+    PredictResponse,
+    ProtocolError,
+    TensorflowColumns,
+    TensorflowOutputs,
+    TensorflowPredictions,
+    TensorflowRows,
+)
 from service.forms.body import ACCEPTED
 from service.forms.body import OCTETS as BINARY
 from service.forms.oip_json import LENGTH_HEADER
-from service.pictures.headers import Digits, Invert
 from service.transport.answer import STATUS
 
 PROTOCOL = "open inference protocol"
@@ -33,25 +47,6 @@ TENSORFLOW = "/v1"
 MODEL = "/models/{model}"
 MODEL_VERSION = f"{MODEL}/versions/{{version}}"
 
-MAX_EXPLAINED_IMAGES = 64
-MAX_NOISE = 10
-
-
-def example_seven() -> list[list[int]]:
-    """A seven drawn with two strokes, 28 x 28."""
-    image = [[0] * 28 for _ in range(28)]
-    for row in range(6, 9):
-        image[row][7:20] = [254] * 13
-    for row in range(9, 23):
-        right = 20 - (row - 8) * 2 // 3
-        image[row][right - 3 : right] = [254] * 3
-    return image
-
-
-_SEVEN = example_seven()
-_FLAT_SEVEN = [pixel for row in _SEVEN for pixel in row]
-_ENCODED_SEVEN = base64.b64encode(bytes(_FLAT_SEVEN)).decode()
-_PROBABILITIES = [0.00001] * 7 + [0.9998] + [0.00005, 0.00008]
 
 # Parameters
 
@@ -82,301 +77,6 @@ Timeout = Annotated[
         "included; at most the service's request_timeout_ms, see /info.",
     ),
 ]
-
-
-class PredictQuery(BaseModel):
-    """The query of `POST /predict`."""
-
-    model: str = Field("", description="The model; the default one without.")
-    version: str = Field("", description="The model's version; the highest without.")
-    invert: Invert = Field("auto", description="auto: ink that is dark in pictures is detected.")
-    digits: Digits = Field("one", description="several: each digit of a picture, 64 at most.")
-
-
-class ExplainQuery(PredictQuery):
-    """The query of `POST /explain`."""
-
-    index: int = Field(0, ge=0, lt=MAX_EXPLAINED_IMAGES, description="Which image is explained.")
-    biases: Literal["on", "off"] = Field("on", description="off computes with all biases 0.")
-    noisy: str = Field("", description="The layer whose weights get normal noise of one seed.")
-    noise: float = Field(0, ge=0, le=MAX_NOISE, description="In deviations of these weights.")
-
-
-# Bodies of requests
-
-_Item = TypeVar("_Item")
-_Some = Annotated[list[_Item], Field(min_length=1)]
-Pixel = Annotated[int, Field(ge=0, le=255)]
-Row = Annotated[list[Pixel], Field(min_length=28, max_length=28)]
-Rows = Annotated[list[Row], Field(min_length=28, max_length=28)]
-Flat = Annotated[list[Pixel], Field(min_length=784, max_length=784)]
-Encoded = Annotated[
-    str,
-    Field(
-        pattern="^[A-Za-z0-9+/]{1046}==$",
-        min_length=1048,
-        max_length=1048,
-        json_schema_extra={"contentEncoding": "base64"},
-    ),
-]
-
-
-class _Exact(BaseModel):
-    model_config = ConfigDict(extra="forbid")
-
-
-class PredictRequest(_Exact):
-    """Images of 28 x 28 pixels, ink high, or one. Pixels have no fraction, not even 1.0."""
-
-    images: _Some[Rows | Flat | Encoded] | Rows | Flat | Encoded
-
-
-class EncodedImage(_Exact):
-    """An image of 784 bytes in base64."""
-
-    b64: Encoded
-
-
-class NamedRows(_Exact):
-    """28 rows of 28 pixels."""
-
-    image: Rows
-
-
-class NamedFlat(_Exact):
-    """784 pixels."""
-
-    image: Flat
-
-
-class NamedEncoded(_Exact):
-    """784 bytes in base64."""
-
-    image: EncodedImage
-
-
-_OneForm: TypeAlias = _Some[Rows] | _Some[Flat] | _Some[EncodedImage]
-
-
-class _Signed(_Exact):
-    signature_name: Literal["", "serving_default"] = ""
-
-
-class NamedImages(_Exact):
-    """Images of one form."""
-
-    image: _OneForm
-
-
-class TensorflowRows(_Signed):
-    """Images of one form that are answered by row."""
-
-    instances: _OneForm | _Some[NamedRows] | _Some[NamedFlat] | _Some[NamedEncoded]
-
-
-class TensorflowColumns(_Signed):
-    """Images of one form that are answered by column."""
-
-    inputs: _OneForm | NamedImages
-
-
-class InferInput(BaseModel):
-    """The images."""
-
-    name: Literal["image"]
-    datatype: Literal["UINT8", "FP32"]
-    shape: list[Annotated[int, Field(ge=0)]]
-    data: list[Any] = Field([], description="Whole numbers 0 to 255, flat or nested.")
-    parameters: dict[str, Any] = {}
-
-
-class InferRequestedOutput(BaseModel):
-    """An output that is wanted."""
-
-    name: Literal["probabilities", "label"]
-    parameters: dict[str, Any] = {}
-
-
-class InferRequest(BaseModel):
-    """A request of the Open Inference Protocol."""
-
-    id: str = Field("", max_length=1024)
-    inputs: Annotated[list[InferInput], Field(min_length=1, max_length=1)]
-    outputs: list[InferRequestedOutput] = []
-    parameters: dict[str, Any] = {}
-
-
-# Answers
-
-
-class ImagePrediction(BaseModel):
-    """The prediction for one image."""
-
-    label: int = Field(description="The class with the highest probability.", examples=[7])
-    name: str = Field("", description="Name of the class; absent if it is the class's number.")
-    confidence: float = Field(ge=0, le=1, description="Its probability.", examples=[0.9998])
-    probabilities: list[float] = Field(min_length=2, examples=[_PROBABILITIES])
-
-
-class PredictionWarning(BaseModel):
-    """Why the prediction for an image of a picture may mean nothing."""
-
-    image: int = Field(description="Index of the prediction.", ge=0)
-    code: str = Field(
-        description="several_shapes: the picture shows several separate shapes, which were read as "
-        "one digit. not_a_digit: the shape is unlike any digit. More codes may follow.",
-        examples=["several_shapes"],
-    )
-    message: str = Field(description="What was found, what to do.")
-
-
-class PredictResponse(BaseModel):
-    """The predictions, in the order of the images."""
-
-    model: str = Field(examples=["lenet"])
-    version: str = Field(examples=["1"])
-    predictions: list[ImagePrediction]
-    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
-
-
-class ExplainedLayer(BaseModel):
-    """The values of a layer: low + byte * (high - low) / 255 for each byte of `data`.
-
-    filters are the weights of a first convolution; the others include bias and activation.
-    """
-
-    name: str = Field(description="As its tensors in the weight file.", examples=["conv1"])
-    kind: Literal["filters", "convolution", "pooling", "dense", "logits"]
-    shape: list[int] = Field(examples=[[20, 24, 24]])
-    low: float | None = Field(None, description="The lowest value.")
-    high: float | None = Field(None, description="The highest value.")
-    data: str | None = Field(None, description="In base64; absent beyond 262,144 values in all.")
-    values: list[float] | None = Field(None, description="Of the logits, instead of the above.")
-
-
-class ExplainResponse(BaseModel):
-    """The outputs of each layer for one image."""
-
-    model: str = Field(examples=["lenet"])
-    version: str = Field(examples=["1"])
-    images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
-    index: int = Field(description="Which of them is explained.")
-    prediction: ImagePrediction
-    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
-    layers: list[ExplainedLayer]
-
-
-class InferOutput(BaseModel):
-    """An output."""
-
-    name: str
-    datatype: Literal["FP32", "INT64", "BYTES"]
-    shape: list[int]
-    data: list[Any] = Field([], description="Absent of a binary tensor.")
-    parameters: dict[str, Any] = {}
-
-
-class InferResponse(BaseModel):
-    """The outputs."""
-
-    model_config = ConfigDict(protected_namespaces=())
-
-    model_name: str
-    model_version: str
-    id: str = Field("", description="That of the request; absent if it has none.")
-    parameters: dict[str, Any] = {}
-    outputs: list[InferOutput]
-
-
-class TensorflowRow(BaseModel):
-    """The outputs for one image."""
-
-    probabilities: list[float] = Field(examples=[_PROBABILITIES])
-    label: int = Field(examples=[7])
-
-
-class TensorflowPredictions(BaseModel):
-    """The outputs by row."""
-
-    predictions: list[TensorflowRow]
-
-
-class TensorflowTable(BaseModel):
-    """The outputs for all images."""
-
-    probabilities: list[list[float]]
-    label: list[int]
-
-
-class TensorflowOutputs(BaseModel):
-    """The outputs by column."""
-
-    outputs: TensorflowTable
-
-
-class LoadedModel(BaseModel):
-    """A loaded model."""
-
-    name: str
-    version: str
-    device: str = Field(description="cpu, or cuda and numbers.", examples=["cpu", "cuda:0,1"])
-    precision: str = Field(description="fp32 on the CPU.", examples=["fp32", "fp16"])
-    strategies: dict[int, str] = Field(
-        description="How batches of up to so many rows are computed.",
-        examples=[{"1": "fused_network", "64": "layer_by_layer"}],
-    )
-    sha256: str = Field(description="Of the weight file.")
-    parameters: int = Field(description="Number of learned parameters.")
-    accuracy: float | None = Field(description="On the test set; null if it was not measured.")
-    epochs: int
-    seed: int
-    dataset_sha256: str = Field(description="Empty if the dataset is not known.")
-    labels: list[str]
-    loaded_at: datetime = Field(description="When its file was read.")
-
-
-class InfoResponse(BaseModel):
-    """Loaded models, device and limits."""
-
-    name: str
-    version: str
-    commit: str = Field(description="Of the build; empty in a checkout.")
-    python: str
-    grpc_port: int
-    default_model: str
-    models: list[LoadedModel]
-    limits: dict[str, int]
-    explain: bool = Field(description="Whether /explain answers.")
-
-
-class Health(BaseModel):
-    """The answer of the probes."""
-
-    live: bool
-    ready: bool
-
-
-# Errors
-
-
-class ErrorDetail(BaseModel):
-    """Code and message of an error."""
-
-    code: str = Field(description="From a closed set.", examples=["invalid_input"])
-    field: str = Field(description='What is wrong; "" if no single part is.', examples=["images"])
-    message: str = Field(examples=["images[0]: got 783 values, expected 28 rows of 28"])
-
-
-class ErrorResponse(BaseModel):
-    """Every answer that is not a prediction."""
-
-    error: ErrorDetail
-
-
-class ProtocolError(BaseModel):
-    """Every answer of the Open Inference Protocol that is not a success."""
-
-    error: str = Field(description="What was received, what was expected.")
 
 
 def _header(description: str, kind: str = "string") -> dict[str, Any]:
@@ -450,20 +150,20 @@ def _examples(**documents: dict[str, Any]) -> Any:
 _Images = Annotated[
     PredictRequest,
     _examples(
-        base64={"images": [_ENCODED_SEVEN]},
-        nested={"images": [_SEVEN]},
-        flat={"images": [_FLAT_SEVEN]},
-        single={"images": _SEVEN},
+        base64={"images": [ENCODED_SEVEN]},
+        nested={"images": [SEVEN]},
+        flat={"images": [FLAT_SEVEN]},
+        single={"images": SEVEN},
     ),
 ]
-_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": _FLAT_SEVEN}
+_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": FLAT_SEVEN}
 _Inputs = Annotated[InferRequest, _examples(flat={"inputs": [_IMAGE]})]
 _Instances = Annotated[
     TensorflowRows | TensorflowColumns,
     _examples(
-        instances={"instances": [_SEVEN]},
-        inputs={"inputs": [_SEVEN]},
-        base64={"instances": [{"b64": _ENCODED_SEVEN}]},
+        instances={"instances": [SEVEN]},
+        inputs={"inputs": [SEVEN]},
+        base64={"instances": [{"b64": ENCODED_SEVEN}]},
     ),
 ]
 

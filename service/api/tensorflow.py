@@ -13,7 +13,8 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from service.api.openapi import OWNERS, TENSORFLOW, ProtocolError, errors
+from service.api.openapi import OWNERS, TENSORFLOW, errors
+from service.api.schemas import ProtocolError
 from service.engine.models import Models
 
 

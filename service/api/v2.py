@@ -22,15 +22,8 @@ from service.api.descriptions import (
     model_statistics,
     repository_entries,
 )
-from service.api.openapi import (
-    OF_MODEL,
-    OF_REPOSITORY,
-    OWNERS,
-    PREFIX,
-    PROTOCOL,
-    ProtocolError,
-    errors,
-)
+from service.api.openapi import OF_MODEL, OF_REPOSITORY, OWNERS, PREFIX, PROTOCOL, errors
+from service.api.schemas import ProtocolError
 from service.engine.models import Models, ServedModel
 from service.engine.repository import Repository
 from service.errors import InvalidInput, TooLarge, invalid, shown

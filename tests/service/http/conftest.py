@@ -14,7 +14,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet.context import ExecutionContext
-from service.api.openapi import ErrorResponse
+from service.api.schemas import ErrorResponse
 from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.process.listener import listen as bind

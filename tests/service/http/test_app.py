@@ -21,7 +21,7 @@ from lenet.context import ExecutionContext
 from lenet.cpu import Computed
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
-from service.api.openapi import Health, InfoResponse, PredictResponse
+from service.api.schemas import Health, InfoResponse, PredictResponse
 from service.engine.batcher import Batcher
 from service.engine.queue import BatchQueue
 from service.errors import Overloaded, ServiceError, Unavailable

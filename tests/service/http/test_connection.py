@@ -16,7 +16,7 @@ import pytest
 import trustme
 import uvloop
 
-from service.api.openapi import ErrorResponse
+from service.api.schemas import ErrorResponse
 from service.errors import Overloaded, TooLarge, Unavailable
 from service.process.tls import CertificateFiles, ServedCertificate
 from service.transport import door

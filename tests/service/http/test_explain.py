@@ -11,7 +11,7 @@ import pytest
 from lenet.explanation import Change, explain
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
-from service.api.openapi import ExplainResponse, InfoResponse
+from service.api.schemas import ExplainResponse, InfoResponse
 from service.engine import explainer
 from tests.conftest import draw_weights
 from tests.service.engine.test_explainer import Held

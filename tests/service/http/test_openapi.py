@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from service.api.openapi import (
+from service.api.schemas import (
     ExplainResponse,
     InferRequest,
     InferResponse,
