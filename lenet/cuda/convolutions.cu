@@ -241,7 +241,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int first = r * PITCH + chunk % CHUNKS * 16;
         filters.offsets[k / 2][k % 2] = make_int2(first + column(s), first + column(s + 1));
     }
-    if (threadIdx.x < C) filters.biases1[threadIdx.x] = bias1[threadIdx.x];
+    for (int k = threadIdx.x; k < C; k += THREADS) filters.biases1[k] = bias1[k];
     // The borders of zeros.
     for (int k = threadIdx.x; k < static_cast<int>(TEAMS * sizeof(Images) / 16); k += THREADS)
         reinterpret_cast<uint4*>(of_teams)[k] = make_uint4(0, 0, 0, 0);

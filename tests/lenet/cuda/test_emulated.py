@@ -18,7 +18,7 @@ from lenet.cuda.convolutions import Convolutions, Split
 from lenet.cuda.device import Limits
 from lenet.cuda.kernels import FOLDER, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, padded, zero_pad_to
-from lenet.model import ARCHITECTURES
+from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 
 pytestmark = [
     pytest.mark.process,  # runs a compiler
@@ -28,6 +28,23 @@ pytestmark = [
 EMULATED = Path(__file__).parent / "emulated"
 TRAINING = Path(__file__).parents[3] / "trainer" / "ops_cuda"
 HOPPER = Limits(90, 232_448, 132)
+LAST = DenseBlock(10, activation=IDENTITY)
+NETWORKS = {name: model.folded for name, model in ARCHITECTURES.items()} | {
+    "wide": Model(  # more channels of the first than threads
+        "wide",
+        (ConvBlock(40, (3, 3), pool=Pool("max")), ConvBlock(16, (1, 1), pool=Pool("max")), LAST),
+    ),
+    "odd": Model(  # odd sizes, padding, a last tile alone; zeros do not stay zeros
+        "odd",
+        (
+            ConvBlock(9, (4, 3), (1, 1), (1, 2), (1, 1), False, Activation("sigmoid"), Pool("max")),
+            ConvBlock(
+                18, (3, 2), (1, 1), (1, 0), (1, 1), False, Activation("elu", 0.5), Pool("average")
+            ),
+            LAST,
+        ),
+    ),
+}
 LARGEST = {"fp16": 1e-3, "tf32": 1e-3, "fp32": 1e-6}
 """Relative errors in norm."""
 
@@ -71,10 +88,13 @@ def addresses(*arrays):
         ("lenet-classic", "tf32", Split(1, 8, slices=2, parts=2, depths=2)),
         ("lenet-6-16", "fp32", Split(2, 1)),
         ("cnn-32-64", "fp16", Split(1, 4, parts=2)),
+        ("wide", "fp16", Split(1, 1)),
+        ("odd", "fp32", Split(2, 2)),
+        ("odd", "fp16", Split(1, 4, slices=2)),
     ],
 )
 def test_the_first_two_convolutions_are_those_of_float64(compiled, name, precision, split):
-    model = ARCHITECTURES[name].folded
+    model = NETWORKS[name]
     both = Convolutions.of(model, precision, HOPPER)
     kernel = compiled("convolutions", both.macros(split))
     assert kernel.shared_bytes() == both.shared_bytes(split)
@@ -188,6 +208,8 @@ def test_the_first_block_of_training_is_that_of_float64(
     normalized = (computed - computed.mean(0)) * inverse
     windows = (gamma * normalized + beta).reshape(rows, oh // 2, 2, ow // 2, 2, stored)
     windows = windows.transpose(0, 1, 3, 5, 2, 4).reshape(*pooled, 4)
+    # Sums of halves in float may choose the other one of two that are almost equal.
+    chosen = np.take_along_axis(windows, index.astype(int)[..., None], -1)[..., 0]
     gradient = np.zeros_like(windows)
     passed = np.where(y > 0, dy, 0).astype(float)[..., None]
     np.put_along_axis(gradient, index.astype(int)[..., None], passed, -1)
@@ -199,6 +221,8 @@ def test_the_first_block_of_training_is_that_of_float64(
         (mean, computed.mean(0), 1e-6),
         (variance, computed.var(0), 1e-6),
         (running_mean, 0.1 * computed.mean(0), 1e-6),
+        (running_variance, 0.9 + 0.1 * computed.var(0, ddof=1), 1e-6),
+        (chosen, windows.max(-1), 1e-6),
         (y, np.maximum(windows.max(-1), 0), 1e-3),
         (dbeta, dbeta_exact, 1e-6),
         (dgamma, dgamma_exact, 1e-6),
