@@ -72,6 +72,17 @@ def test_few_images_are_shared_by_blocks_and_many_share_a_block(name, precision,
     assert both.shared_bytes(expected) <= H100.shared_bytes
 
 
+@pytest.mark.parametrize("rows", [1, 64, 8192])
+@pytest.mark.parametrize(("precision", "largest"), [("fp16", 4), ("tf32", 4), ("fp32", 2)])
+def test_a_warp_has_as_few_channels_as_its_registers_hold(precision, largest, rows):
+    block = ConvBlock(256, (3, 3), padding=(1, 1), pool=HALVED)
+    both = Convolutions.of(
+        Model("m", (ConvBlock(6, (5, 5), pool=HALVED), block, LAST)), precision, H100
+    )
+    split = both.split(rows, H100)
+    assert -(-256 // (16 * split.slices * split.parts)) <= largest
+
+
 @pytest.mark.parametrize(("channels", "expected"), [(16, 2), (17, 3), (18, 3), (19, 4), (50, 7)])
 def test_two_channels_need_one_more_tile_and_three_need_two(channels, expected):
     assert tiles(channels) == expected
