@@ -61,8 +61,14 @@ def check(model: Model) -> None:
     """Check that the kernels support `model`.
 
     Raises:
-        BackendUnavailable: the message names the model and what is too large.
+        BackendUnavailable: the message names the model, and what it has and may have.
     """
+    if isinstance(model.blocks[0], ConvBlock) and model.input != (1, HEIGHT, WIDTH):
+        raise BackendUnavailable(
+            f"model {model.name!r} has a convolution of an image of {model.input}, expected "
+            f"{(1, HEIGHT, WIDTH)} on a GPU",
+            "use the cpu device",
+        )
     if model.classes > MAX_CLASSES:
         raise BackendUnavailable(
             f"model {model.name!r} has {model.classes} classes, expected at most {MAX_CLASSES} on "

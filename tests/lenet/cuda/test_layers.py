@@ -7,7 +7,7 @@ from lenet.cuda.device import Limits
 from lenet.cuda.layers import MAX_CLASSES, check, pack
 from lenet.cuda.packing import PIXEL_SCALE, layout
 from lenet.errors import BackendUnavailable
-from lenet.model import IDENTITY, DenseBlock, Model
+from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model
 
 TURING = Limits(75, 65_536, 40)
 HOPPER = Limits(90, 232_448, 132)
@@ -28,6 +28,14 @@ def test_a_network_with_more_classes_than_a_warp_has_lanes_is_rejected_by_name()
     letters = Model("letters", (DenseBlock(MAX_CLASSES + 1, activation=IDENTITY),))
     with pytest.raises(BackendUnavailable, match="model 'letters' has 33 classes, expected at"):
         check(letters)
+
+
+def test_a_convolution_of_another_image_is_rejected_by_name():
+    last = DenseBlock(10, activation=IDENTITY)
+    check(Model("flat", (last,), (4, 7, 28)))
+    check(Model("plain", (ConvBlock(8, (3, 3)), last)))
+    with pytest.raises(BackendUnavailable, match=r"model 'deep' has .* image of \(4, 7, 28\)"):
+        check(Model("deep", (ConvBlock(8, (3, 3)), last), (4, 7, 28)))
 
 
 @pytest.mark.parametrize("precision", ["fp16", "tf32", "fp32"])
