@@ -190,16 +190,17 @@ OTHERS = forward_and_backward(OTHER_EPILOGUES) | {
 
 
 def supported(source):
-    """(GPUs, storage types) of a source: thread block clusters need Hopper or newer."""
-    return (GPUS[-1:], SCALARS[-1:]) if source.name == "fused_network.cu" else (GPUS, SCALARS)
+    """(GPUs, storage types) of a source: clusters need Hopper, TF32 needs Ampere."""
+    if source.name == "fused_network.cu":
+        return GPUS[-1:], SCALARS[-1:]
+    return GPUS[1:] if source.name == "convolutions.cu" else GPUS, SCALARS
 
 
 def supported_case(case):
-    """The same of a case; a file that names its storage type is compiled for that one."""
+    """The same for a case: its macros may say the storage type."""
     source, macros = LENET[case]
-    if "SCALAR" in macros:
-        return GPUS[1:], (macros["SCALAR"],)
-    return supported(source)
+    gpus, scalars = supported(source)
+    return gpus, (macros["SCALAR"],) if "SCALAR" in macros else scalars
 
 
 class Nvrtc:

@@ -1,7 +1,7 @@
 """The first convolution with bias, activation and pooling, from uint8 pixels: `conv1.cu`.
 
-It is used for serving, for all named networks that begin with a convolution. Here are the networks
-that the kernel supports, its macros, the packing of its weights and its launch.
+It is used for serving where `convolutions` does not support the network or the GPU. Here are the
+networks that the kernel supports, its macros, the packing of its weights and its launch.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _AMPERE = 80
 _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
 _WITH_PARAMETER = ("clipped_relu", "elu")
-_WARPS = 16  # of a block
+_WARPS = 16  # of a block, at most
 _MAX_DEPTHS = 8
 _MAX_PAIRS = 4  # of tiles, for a warp
 
@@ -52,7 +52,12 @@ class Convolutions:
 
     @classmethod
     def of(cls, model: Model, precision: Precision, limits: Limits) -> Convolutions | None:
-        """None if the kernel does not support the network on such a GPU."""
+        """None if the kernel does not support the network on such a GPU.
+
+        The kernel writes at most 15 channels of padding behind the second convolution's, to a
+        multiple of 16. With 1 to 8 channels there are 8 in memory, with 33 to 48 there are 64:
+        these are not supported, nor are 65 to 80 and so on.
+        """
         first, second, *_ = (*model.blocks, None, None)
         if not (isinstance(first, ConvBlock) and isinstance(second, ConvBlock)):
             return None

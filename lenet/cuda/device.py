@@ -197,7 +197,7 @@ def _out_of_memory(what: str, problem: Exception, runtime: Any) -> OutOfDeviceMe
 
 
 class Limits(NamedTuple):
-    """What kernels of our own are divided by."""
+    """Limits of a GPU, by which kernels of ours are chosen and divided."""
 
     capability: int
     """Compute capability: 90 is 9.0."""

@@ -27,8 +27,8 @@ Halves: TypeAlias = NDArray[np.float16]
 Floats: TypeAlias = NDArray[np.float32]
 
 MAX_ROWS = 8
-"""The largest bucket that it computes. From host to host 8 images took 11.9 us and 13.9 layer by
-layer; 16 images took 20.5 and 13.6 (H100, 2026-11-25)."""
+"""The largest bucket that it computes. From host to host 8 images took 13.6 us and 14.0 layer by
+layer; 16 images took 23.5 and 14.7 (H100, 2026-11-25, decision 13)."""
 
 CLUSTER = 8
 """Blocks that compute one image together."""

@@ -23,7 +23,7 @@ Macros: TypeAlias = Mapping[str, str | int | float]
 FOLDER = Path(__file__).parent
 """The folder of the kernels for serving and of the headers for all kernels."""
 
-_UNASKED_SHARED_BYTES = 48 << 10  # more must be requested for a function
+_DEFAULT_SHARED_BYTES = 48 << 10  # a function must be allowed more
 
 NULL = np.uintp(0)
 """A null pointer as a kernel's argument."""
@@ -58,11 +58,11 @@ class Kernel:  # pragma: no cover - needs a GPU
         arguments: Any,
         shared_bytes: int = 0,
     ) -> None:
-        """Queue it on the current stream; `shared_bytes` of a block are not known to the file."""
+        """Queue it on the current stream, with `shared_bytes` of dynamic shared memory a block."""
         if self._function is None:
             with translated(f"compiling {self._name} of {self._source.name}"):
                 self._function = self._module.result().get_function(self._name)
-                if shared_bytes > _UNASKED_SHARED_BYTES:
+                if shared_bytes > _DEFAULT_SHARED_BYTES:
                     self._function.max_dynamic_shared_size_bytes = shared_bytes
         self._function(grid, block, arguments, shared_mem=shared_bytes)
 

@@ -181,7 +181,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
     def queue_from_host(self) -> None:
         """The same from page-locked host memory to page-locked host memory, without copies.
 
-        The first kernel reads each pixel once, while it computes, and the last one writes each
+        The first kernel reads the pixels while it computes, and the last one writes each
         probability once.
         """
         _queue(self._from_host)

@@ -35,16 +35,14 @@ _PARTIAL = 1024  # floats of a block
 _MAX_PIXELS = 4096  # of a padded image: in shared memory there are two images twice
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False)
 class Unwritten:
-    """The output of a convolution that was not computed."""
+    """The output of a convolution that was not computed. Only training has its gradients."""
 
     x: Any
     weight: Parameter
     block: ConvBlock
     forward: Convolution
-    saved: Any = None
-    """For the gradients, once it was computed after all."""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

@@ -70,7 +70,7 @@ class CudaOps:
             self._opened = opened.pop_all()
         self.precision = precision
         self._ranks: Ranks | None = None
-        self._alone = True  # stays False in a capture, which leaves the ranks out
+        self._alone = True  # `_ranks` would not say it: a capture's first run leaves them out
         self.arena = Arena()
         self.arithmetic = "fp16" if precision == "mixed" else precision
         kernels = Kernels(self.handle)
@@ -96,6 +96,7 @@ class CudaOps:
         self._captured: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._classes = 0
         self.batch = self._batch.batch
+        self.convolution_input_gradient = self.linear.convolution_input_gradient
         self.dense = self.linear.dense
         self.dense_weight_gradient = self.linear.dense_weight_gradient
         self.dense_input_gradient = self.linear.dense_input_gradient
@@ -179,10 +180,7 @@ class CudaOps:
     def convolution_weight_gradient(self, dy: Array | FirstGradient, saved: Saved) -> Array:
         if isinstance(dy, FirstGradient):
             return dy.dweight
-        return self.linear.convolution_weight_gradient(dy, _of(saved))
-
-    def convolution_input_gradient(self, dy: Array, saved: Saved) -> Array:
-        return self.linear.convolution_input_gradient(dy, _of(saved))
+        return self.linear.convolution_weight_gradient(dy, saved)
 
     def epilogue(
         self, x: Array | Unwritten, epilogue: Epilogue, training: bool
@@ -190,8 +188,7 @@ class CudaOps:
         if isinstance(x, Unwritten):
             if training:
                 return self._first.forward(x, epilogue)
-            unwritten = x
-            x, unwritten.saved = self.linear.convolution(x.x, x.weight, x.block)
+            x, _ = self.linear.convolution(x.x, x.weight, x.block)
         return self._epilogues.forward(x, epilogue, training)
 
     def epilogue_backward(self, dy: Array, saved: Saved) -> tuple[Array, tuple[Array, ...]]:
@@ -312,11 +309,6 @@ class CudaOps:
     def memory_bytes(self) -> int:
         """The memory that CuPy has allocated, without contexts and libraries."""
         return int(cupy.get_default_memory_pool().total_bytes())
-
-
-def _of(saved: Saved) -> Saved:
-    """What a convolution saved, also one that was computed late."""
-    return saved.saved if isinstance(saved, Unwritten) else saved
 
 
 def _check_stop(stopping: Event) -> None:

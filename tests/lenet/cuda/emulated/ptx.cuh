@@ -1,6 +1,7 @@
 // Stands in for lenet/cuda/ptx.cuh where there is no GPU: a thread of the host for each thread of a
-// block, whose warps meet where the instructions of ptx.cuh need all lanes. What is read or written
-// outside of the block's shared memory, or not aligned, ends the program. Not for clusters.
+// block, whose warps meet where the instructions of ptx.cuh need all lanes. The program ends where
+// load_matrices or copy_async get an address that is not aligned, or not in the block's shared
+// memory. Other accesses are not checked. Not for clusters.
 
 #pragma once
 #include <atomic>
