@@ -127,6 +127,7 @@ __device__ inline void convolve_first(const conv1::Copies& copies,
         __syncwarp();
 #pragma unroll
         for (int tile = 0; tile < TILES1; ++tile) {
+            if constexpr (conv1::QUADS % 8 != 0) __syncwarp();  // some lanes store nothing
             float sums[2][4];
             for (int k = 0; k < 8; ++k) sums[k / 4][k % 4] = biases[tile][k % 2];
 #pragma unroll
@@ -241,7 +242,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int first = r * PITCH + chunk % CHUNKS * 16;
         filters.offsets[k / 2][k % 2] = make_int2(first + column(s), first + column(s + 1));
     }
-    for (int k = threadIdx.x; k < C; k += THREADS) filters.biases1[k] = bias1[k];
+    for (int first = 0; first < C; first += THREADS)
+        if (const int k = first + threadIdx.x; k < C) filters.biases1[k] = bias1[k];
     // The borders of zeros.
     for (int k = threadIdx.x; k < static_cast<int>(TEAMS * sizeof(Images) / 16); k += THREADS)
         reinterpret_cast<uint4*>(of_teams)[k] = make_uint4(0, 0, 0, 0);
@@ -256,6 +258,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const int next_row = row + gridDim.x * TEAMS;
         if (next_row < n) next.load(images + static_cast<size_t>(next_row) * H * W, thread);
         for (int task = warp; task < TASKS; task += TEAM) {
+            if constexpr (QUADS % 8 != 0) __syncwarp();  // some lanes store nothing
             const int depth = task % DEPTHS, part = task / DEPTHS % PARTS;
             const int first_quad = task / DEPTHS / PARTS * 8, first_tile = part * PART_TILES;
             const int tiles = min(PART_TILES, slice_tiles - first_tile);
