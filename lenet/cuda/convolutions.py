@@ -27,9 +27,8 @@ _AMPERE = 80
 _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
 _WITH_PARAMETER = ("clipped_relu", "elu")
-_WARPS = 16  # of a block, at most
+_WARPS = 16  # of a block
 _MAX_DEPTHS = 8
-_MAX_PAIRS = 4  # of tiles, for a warp
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,8 +206,8 @@ class Convolutions:
         pairs = -(-self._pairs // slices)
         slices = -(-self._pairs // pairs)
         parts = min(pairs, max(1, team // self._groups))
-        # A warp's sums stay in registers; fp32 has two of each.
-        parts = max(parts, -(-pairs // (2 if self.precision == "fp32" else _MAX_PAIRS)))
+        # So many pairs of a warp stay in registers; in fp32 it has two sums of each.
+        parts = max(parts, -(-pairs // (2 if self.precision == "fp32" else 4)))
         tasks = self._groups * parts
         for depths in range(min(_MAX_DEPTHS, team // tasks) if teams == 1 else 1, 1, -1):
             split = Split(1, tasks * depths, slices, parts, depths)
