@@ -41,8 +41,9 @@ GOODPUT = 0.9
 LATENCY = 1.3
 """How many times queue bound over drain rate the p99 of accepted requests may be, ..."""
 
-BATCHES_S = 0.25
-"""... beside the batches that are computed, and the client's own time."""
+BATCH_ROWS = 64
+"""... beside the batch before a request and its own images, which are computed at that rate. Fixed
+seconds are too few for 200 images of a slow network, and too many for one."""
 
 RECOVERED_S = 1.0
 SLOW = Model(
@@ -242,7 +243,7 @@ async def _measure(service, images, expected, duration_s, queue_rows):
             goodput = size * load.statuses.get(200, 0) / load.took_s
             offered = size * load.offered / load.took_s
             p99_s = quantiles_ms(load.accepted_s, 0.99)[0] / 1e3
-            bound_s = LATENCY * queue_rows / goodput + BATCHES_S
+            bound_s = (LATENCY * queue_rows + BATCH_ROWS + size) / goodput
             print(
                 f"{name} {size:6} {loop:>7} {offered:8.0f} {goodput:8.0f} "
                 f"{goodput / peak_rows:8.2f} {p99_s:7.2f} {bound_s:8.2f} "
