@@ -197,7 +197,7 @@ def supported(source):
 
 
 def supported_case(case):
-    """The same for a case: its macros may say the storage type."""
+    """(GPUs, storage types) of a case, whose macros may name the storage type."""
     source, macros = LENET[case]
     gpus, scalars = supported(source)
     return gpus, (macros["SCALAR"],) if "SCALAR" in macros else scalars

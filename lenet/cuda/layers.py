@@ -179,7 +179,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         _queue(self._launches)
 
     def queue_from_host(self) -> None:
-        """The same from page-locked host memory to page-locked host memory, without copies.
+        """Compute all rows on page-locked memory of the host, pixels and probabilities, without copies.
 
         The first kernel reads the pixels while it computes, and the last one writes each
         probability once.
