@@ -16,7 +16,14 @@ from lenet.cuda.capture import Launch
 from lenet.cuda.conv1 import filter_matrix, is_plain, mma_b, parts
 from lenet.cuda.device import Limits
 from lenet.cuda.graphs import Precision
-from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
+from lenet.cuda.kernels import (
+    FOLDER,
+    Kernels,
+    Macros,
+    activation_parameters,
+    scalar,
+    storage_dtype,
+)
 from lenet.cuda.packing import padded, round_up, zero_pad_to
 from lenet.model import ConvBlock, Model
 
@@ -26,7 +33,6 @@ _SOURCE = FOLDER / "convolutions.cu"
 _AMPERE = 80
 _PRODUCTS: dict[Precision, int] = {"fp16": 0, "tf32": 1, "fp32": 3}
 _CHUNK_BYTES = 16
-_WITH_PARAMETER = ("clipped_relu", "elu")
 _WARPS = 16  # of a block
 _MAX_DEPTHS = 8
 
@@ -60,11 +66,6 @@ class Convolutions:
         first, second, *_ = (*model.blocks, None, None)
         if not (isinstance(first, ConvBlock) and isinstance(second, ConvBlock)):
             return None
-        parameters = {
-            block.activation.parameter
-            for block in (first, second)
-            if block.activation.kind in _WITH_PARAMETER
-        }
         found = cls(model, precision)
         if (
             limits.capability >= _AMPERE
@@ -72,7 +73,7 @@ class Convolutions:
             and is_plain(second)
             and first.pool is not None
             and second.pool is not None
-            and len(parameters) <= 1
+            and len(activation_parameters((first, second))) <= 1
             and padded(second.channels) % 16 == 0
             and padded(second.channels) - second.channels < 16
             and found.shared_bytes(Split(1, 1)) <= limits.shared_bytes
@@ -100,14 +101,6 @@ class Convolutions:
         assert first.pool is not None, "bug: not supported"
         assert second.pool is not None, "bug: not supported"
         _, h, w = self.model.input
-        parameter = next(
-            (
-                block.activation.parameter
-                for block in (first, second)
-                if block.activation.kind in _WITH_PARAMETER
-            ),
-            1.0,
-        )
         return {
             "SCALAR": scalar(storage_dtype(self.precision)),
             "PRODUCTS": _PRODUCTS[self.precision],
@@ -130,7 +123,7 @@ class Convolutions:
             "ACTIVATION": second.activation.kind,
             "ACTIVATION_1": first.activation.kind,
             "ACTIVATION_2": second.activation.kind,
-            "PARAMETER": float(parameter),
+            "PARAMETER": next(iter(activation_parameters((first, second))), 1.0),
             "TEAMS": split.teams,
             "TEAM": split.team,
             "SLICES": split.slices,

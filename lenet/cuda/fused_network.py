@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lenet.cuda.conv1 import filter_matrix, is_plain, mma_b
-from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros
+from lenet.cuda.kernels import FOLDER, NULL, Kernels, Macros, activation_parameters
 from lenet.cuda.packing import PIXEL_SCALE, round_up, zero_pad_to
 from lenet.model import ConvBlock, DenseBlock, Model
 
@@ -39,7 +39,6 @@ _WARPS = _THREADS // 32
 _HOPPER = 90
 _DENSE_ONLY = (DenseBlock,) * 2
 _CONVOLUTIONAL = (ConvBlock,) * 2 + (DenseBlock,) * 2
-_WITH_PARAMETER = ("clipped_relu", "elu")
 
 
 def is_supported(model: Model, capability: int) -> bool:
@@ -54,16 +53,8 @@ def is_supported(model: Model, capability: int) -> bool:
             isinstance(block, ConvBlock) and is_plain(block) and block.pool is not None
             for block in model.blocks[:-2]
         )
-        and len(_parameters(model)) <= 1
+        and len(activation_parameters(model.blocks)) <= 1
     )
-
-
-def _parameters(model: Model) -> set[float]:
-    return {
-        block.activation.parameter
-        for block in model.blocks
-        if block.activation.kind in _WITH_PARAMETER
-    }
 
 
 def macros(model: Model) -> Macros:
@@ -78,7 +69,7 @@ def macros(model: Model) -> Macros:
         "UNITS": hidden.units,
         "CLASSES": last.units,
         "ACTIVATION": hidden.activation.kind,
-        "PARAMETER": float(next(iter(_parameters(model)), 1.0)),
+        "PARAMETER": next(iter(activation_parameters(model.blocks)), 1.0),
     }
     for block, n in zip(convolutions, ("", "2"), strict=False):
         assert isinstance(block, ConvBlock), "bug: the network is not supported"

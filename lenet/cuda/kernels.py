@@ -6,7 +6,7 @@ keeps the compiled code on disk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.graphs import Precision
+from lenet.model import Block
 
 Macros: TypeAlias = Mapping[str, str | int | float]
 
@@ -25,6 +26,8 @@ FOLDER = Path(__file__).parent
 
 _DEFAULT_SHARED_BYTES = 48 << 10  # a function must be allowed more
 
+_WITH_PARAMETER = ("clipped_relu", "elu")
+
 NULL = np.uintp(0)
 """A null pointer as a kernel's argument."""
 
@@ -32,6 +35,12 @@ NULL = np.uintp(0)
 def storage_dtype(precision: Precision) -> np.dtype[Any]:
     """The type of activations, and of the weights that cuDNN and cuBLAS read."""
     return np.dtype(np.float16 if precision == "fp16" else np.float32)
+
+
+def activation_parameters(blocks: Iterable[Block]) -> set[float]:
+    """The parameters of activations that have one. The macro PARAMETER is one of them."""
+    activations = (block.activation for block in blocks)
+    return {float(one.parameter) for one in activations if one.kind in _WITH_PARAMETER}
 
 
 def scalar(dtype: Any) -> str:

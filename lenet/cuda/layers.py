@@ -179,7 +179,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         _queue(self._launches)
 
     def queue_from_host(self) -> None:
-        """Compute all rows on page-locked memory of the host, pixels and probabilities, without copies.
+        """Compute all rows without copies: pixels and probabilities lie in page-locked host memory.
 
         The first kernel reads the pixels while it computes, and the last one writes each
         probability once.
