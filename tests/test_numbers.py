@@ -22,21 +22,22 @@ def read(name):
 
 
 ENGINE, TRAINING, HTTP = read("engine"), read("training"), read("http")["cases"]
-H100, CHANGE = read("engine-h100"), (ROOT / "docs/benchmarks/before-after-h100.txt").read_text()
+FP16, CHANGE = read("engine-fp16"), (ROOT / "docs/benchmarks/before-after-h100.txt").read_text()
 ROWS = (1, 8, 16, 64, 128, 256, 1024, 8192)
 
 
-def bucket(rows, engine=H100):
-    """In fp16."""
+def bucket(rows, precision="fp16"):
+    """In fp16 that of the run with more of PyTorch's times."""
+    engine = FP16 if precision == "fp16" else ENGINE
     (found,) = [
-        one for one in engine["buckets"] if (one["rows"], one["precision"]) == (rows, "fp16")
+        one for one in engine["buckets"] if (one["rows"], one["precision"]) == (rows, precision)
     ]
     return found
 
 
-def torch(rows):
+def torch(rows, precision="fp16"):
     """The fastest of PyTorch's times."""
-    times = bucket(rows)["torch"]
+    times = bucket(rows, precision)["torch"]
     return min(filter(None, (times[f"{way}_us"] for way in ("eager", "graph", "compile"))))
 
 
@@ -53,6 +54,16 @@ def step_us(label):
     return statistics.median(map(float, rounds.split(", ")))
 
 
+def contexts_per_s(contexts):
+    """Images a second from host to host, in the largest batches."""
+    (found,) = [
+        one["images_per_s"]
+        for one in ENGINE["pool_all"]
+        if (one["contexts"], one["rows"]) == (contexts, 8192)
+    ]
+    return found
+
+
 def cells(label, values):
     """A row of a table, a claim for each of its columns."""
     row = rf"\| {label} \|" + "".join(r" ([\d,.]+) \|" for _ in values)
@@ -60,29 +71,40 @@ def cells(label, values):
 
 
 CLAIMS = [
-    *cells("the network on the device, us", [bucket(rows)["device_us"] for rows in ROWS]),
-    *cells(
-        r"PyTorch's fastest of eager, CUDA graph and `torch\.compile`, us",
-        [torch(rows) for rows in ROWS],
+    *(
+        claim
+        for precision, name in (("fp32", "fp32"), ("tf32", "TF32"), ("fp16", "fp16"))
+        for label, values in (
+            (f"{name} on the device, us", [bucket(rows, precision)["device_us"] for rows in ROWS]),
+            (f"PyTorch's fastest in {name}, us", [torch(rows, precision) for rows in ROWS]),
+            (
+                f"{name} from host to host, us",
+                [bucket(rows, precision)["host_us"] for rows in ROWS],
+            ),
+        )
+        for claim in cells(label, values)
     ),
-    *cells("host to host, us", [bucket(rows)["host_us"] for rows in ROWS]),
-    *cells(
-        r"a step, us \([^)]*\)", [TRAINING["step_us"][name] for name in ("fp32", "tf32", "mixed")]
-    ),
+    *cells("a step, us", [TRAINING["step_us"][name] for name in ("fp32", "tf32", "mixed")]),
     (
-        r"It takes ([\d.]+), ([\d.]+) and ([\d.]+) us on the device for 8, 16 and 32 images",
-        [bucket(rows, ENGINE)["device_us"] for rows in (8, 16, 32)],
+        r"It took ([\d.]+), ([\d.]+) and ([\d.]+) us on the device for 8, 16 and 32 images",
+        [changed("fp16", rows)[0] for rows in (8, 16, 32)],
     ),
     (
         r"one image on (?:the device|an H100), fp16 \| ([\d,.]+) us",
         [bucket(1)["device_us"]],
     ),
     (r"one image on an H100, fp16 \| [\d.]+ us \| ([\d,.]+) us", [torch(1)]),
-    (r"one image on the device, fp32 \| ([\d,.]+) us", [changed("fp32", 1)[1]]),
-    (r"batch of 4,096 images on the device, fp32 \| ([\d,.]+) us", [changed("fp32", 4096)[1]]),
+    (r"one image on the device, fp32 \| ([\d,.]+) us", [bucket(1, "fp32")["device_us"]]),
     (
-        r"4,096 images on an H100, \*\*fp32\*\* \| ([\d,.]+) us \| ([\d,.]+) us: the version ",
-        changed("fp32", 4096)[::-1],
+        r"batch of 8,192 images on the device, fp32 \| ([\d,.]+) us, ([\d,.]+) million",
+        [bucket(8192, "fp32")["device_us"], bucket(8192, "fp32")["images_per_s"] / 1e6],
+    ),
+    *(
+        (
+            rf"\| {rows:,} images on an H100, fp32 \| ([\d,.]+) us \| ([\d,.]+) us",
+            [bucket(rows, "fp32")["device_us"], torch(rows, "fp32")],
+        )
+        for rows in (32, 8192)
     ),
     *(
         claim
@@ -101,18 +123,14 @@ CLAIMS = [
         r"8,192 images on an H100, fp16 \| ([\d,.]+) us \| ([\d,.]+) us",
         [bucket(8192)["device_us"], torch(8192)],
     ),
+    (r"training step of 256 images[^|]*\| ([\d,.]+) us", [TRAINING["step_us"]["mixed"]]),
     (
-        r"training step of 256 images[^|]*\| ([\d,.]+) us",
-        [step_us("for none: both are cuDNN's")],
+        r"\| ([\d,.]+) us: PyTorch's CUDA graph in TF32",
+        [TRAINING["torch_beside_step"]["graph_us"]],
     ),
     (
-        r"([\d,.]+) us: the version before, which took ([\d,.]+) us on an H200, where PyTorch's "
-        r"CUDA graph in TF32 took ([\d,.]+)",
-        [
-            step_us(r"before \(\w+\)"),
-            TRAINING["step_us"]["mixed"],
-            TRAINING["torch_beside_step"]["graph_us"],
-        ],
+        r"in one run on another H100, in mixed precision: ([\d,.]+) and ([\d,.]+) us",
+        [step_us(r"before \(\w+\)"), step_us("for none: both are cuDNN's")],
     ),
     (
         r": ([\d,.]+) us eager, ([\d,.]+) us as a CUDA graph, ([\d,.]+) us with `torch\.compile`",
@@ -129,6 +147,17 @@ CLAIMS = [
     (
         r"is ready ([\d,.]+) s after the command, and ([\d,.]+) s after it",
         [ENGINE["cold_start_s"]["warm_cache"], ENGINE["cold_start_s"]["no_cache"]],
+    ),
+    (
+        r"engine\.json two take ([\d,.]+) million and four ([\d,.]+) million, ([\d.]+) of",
+        [
+            *(contexts_per_s(contexts) / 1e6 for contexts in (2, 4)),
+            contexts_per_s(4) / ENGINE["limits"]["copy_images_per_s"],
+        ],
+    ),
+    (
+        r"Since decision 25, in mixed precision: ([\d.]+) % \(sd ([\d.]+);",
+        [TRAINING["accuracy_mixed_h100"][name] for name in ("mean", "sd")],
     ),
     (
         r"took ([\d,.]+) s \(sd ([\d,.]+), 30 seeds\) and reached ([\d,.]+) %",

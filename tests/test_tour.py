@@ -205,7 +205,7 @@ def test_errors_and_times_are_those_of_the_recorded_benchmarks():
     engine = json.loads((ROOT / "docs/benchmarks/engine.json").read_text())
     errors = rows("precision.md", "`\\w+`")
     for precision in ("fp16", "tf32", "fp32"):
-        for column, strategy in enumerate(("whole", "layers")):  # names at the time of the record
+        for column, strategy in enumerate(("fused_network", "layer_by_layer")):
             found = [
                 bucket["max_error"]
                 for bucket in engine["buckets"]
@@ -213,7 +213,7 @@ def test_errors_and_times_are_those_of_the_recorded_benchmarks():
             ]
             assert errors[f"`{precision}`"][column] == (f"{max(found):.1e}" if found else "-")
     single = rows("fused-network.md", "fp16, fused network|TF32, layer by layer")
-    ways = {"fp16": "whole", "tf32": "layers"}
+    ways = {"fp16": "fused_network", "tf32": "layer_by_layer"}
     for (precision, way), found in zip(ways.items(), single.values(), strict=True):
         (one,) = [
             bucket
