@@ -17,7 +17,7 @@ from service.transport.answer import status_line
 from service.transport.connection import Connection
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes, Head
-from service.transport.http2 import literals, status_field
+from service.transport.http2_fields import literals, status_field
 from service.transport.http2_head import Http2Head, Methods
 from service.transport.streams import MAX_ENDLESS_CALLS, MAX_OPEN_STREAMS, OpenStreams
 from service.transport.turns import Turns

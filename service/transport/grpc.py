@@ -27,7 +27,8 @@ from service.errors import (
 from service.transport.exchange import Exchange, Writer
 from service.transport.grpc_status import OK, Status, StatusCode, WrongCompressedFlag, status_of
 from service.transport.head import FastCall
-from service.transport.http2 import Http2, Stream, literals, status_field
+from service.transport.http2 import Http2, Stream
+from service.transport.http2_fields import literals, status_field
 
 if TYPE_CHECKING:
     from service.transport.http2_head import Http2Head

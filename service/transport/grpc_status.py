@@ -21,7 +21,7 @@ from service.errors import (
     UnknownModel,
     UnsupportedMediaType,
 )
-from service.transport.http2 import literals
+from service.transport.http2_fields import literals
 
 _log = logging.getLogger(__name__)
 

@@ -21,14 +21,15 @@ written, and `failed` is set. What costs the server work without a request that 
 
 from __future__ import annotations
 
-import re
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from enum import IntEnum
 from struct import Struct
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
+
+from service.transport.http2_fields import Fields, is_field, list_bytes
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""
@@ -91,7 +92,6 @@ _RESET_STREAMS = 256
 """How many streams that were reset are remembered: frames for them may be on their way."""
 
 _MOST_WINDOW = 2**31 - 1
-_FIELD_BYTES = 32
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
@@ -102,8 +102,6 @@ TABLE_SIZE, ENABLE_PUSH, STREAMS, INITIAL_WINDOW, FRAME_SIZE, HEADER_LIST = rang
 _FRAME = Struct(">HBBBI")  # length in two parts, type, flags, stream
 _SETTING = Struct(">HI")
 _WORD = Struct(">I")
-
-Fields: TypeAlias = Sequence[tuple[bytes, bytes]]
 
 
 class ErrorCode(IntEnum):
@@ -901,59 +899,3 @@ def _window_error(reason: str) -> ConnectionFault:
 
 def _too_much(reason: str) -> ConnectionFault:
     return ConnectionFault(ErrorCode.ENHANCE_YOUR_CALM, reason)
-
-
-_NAME = re.compile(rb"[!#$%&'*+.^_`|~0-9a-z-]+")
-_VALUE = re.compile(rb"[^\0\r\n \t]([^\0\r\n]*[^\0\r\n \t])?|")
-_OF_CONNECTIONS = frozenset(
-    (b"connection", b"keep-alive", b"proxy-connection", b"transfer-encoding", b"upgrade")
-)
-"""Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
-
-
-def is_value(value: bytes) -> bool:
-    """Whether a field may have this value: RFC 9113, 8.2.1."""
-    return _VALUE.fullmatch(value) is not None
-
-
-def is_field(name: bytes, value: bytes) -> bool:
-    """Whether a header section or trailers may have this field: RFC 9113, 8.2."""
-    if not _NAME.fullmatch(name) or name in _OF_CONNECTIONS or not is_value(value):
-        return False
-    return name != b"te" or value.lower() == b"trailers"
-
-
-def list_bytes(fields: Fields) -> int:
-    """Size of a header list (RFC 9113, 6.5.2)."""
-    return sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
-
-
-def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """A header block of `fields` that needs no table (RFC 7541, 6.2.2); names in lower case."""
-    return b"".join(
-        b"\0%b%b%b%b" % (_length(name), name, _length(value), value) for name, value in fields
-    )
-
-
-def lines_block(lines: bytes) -> bytes:
-    """A header block of `lines`, header lines as in HTTP/1.1, each with its line end."""
-    return literals(line.split(b": ", 1) for line in lines.split(b"\r\n") if line)  # type: ignore[misc]
-
-
-def _length(text: bytes) -> bytes:
-    """RFC 7541, 5.1, with a prefix of 7 bits and without Huffman's code."""
-    size = len(text)
-    if size < 127:
-        return bytes((size,))
-    size -= 127
-    found = bytearray((127,))
-    while size >= 128:
-        found.append(size & 127 | 128)
-        size >>= 7
-    found.append(size)
-    return bytes(found)
-
-
-def status_field(status: int) -> bytes:
-    """The field :status."""
-    return b"\x88" if status == 200 else b"\x08\x03%d" % status

@@ -14,15 +14,8 @@ from service.transport.answer import Answer
 from service.transport.asgi import AsgiExchange
 from service.transport.exchange import Exchange, FastExchange
 from service.transport.grpc import GrpcStream
-from service.transport.http2 import (
-    ErrorCode,
-    Fields,
-    Http2,
-    Stream,
-    lines_block,
-    literals,
-    status_field,
-)
+from service.transport.http2 import ErrorCode, Http2, Stream
+from service.transport.http2_fields import Fields, lines_block, literals, status_field
 from service.transport.http2_head import Http2Head
 from service.transport.streams import too_many_open
 

@@ -12,15 +12,8 @@ from service.transport.gate import Gate
 from service.transport.grpc import ENCODINGS, Method
 from service.transport.grpc_status import HeadersTooLarge, Unimplemented
 from service.transport.head import HOST, FastRoutes, RequestHead, without_frames
-from service.transport.http2 import (
-    MAX_HEADER_BYTES,
-    Fields,
-    Malformed,
-    is_field,
-    is_value,
-    lines_block,
-    list_bytes,
-)
+from service.transport.http2 import MAX_HEADER_BYTES, Malformed
+from service.transport.http2_fields import Fields, is_field, is_value, lines_block, list_bytes
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")

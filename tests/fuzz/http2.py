@@ -30,7 +30,8 @@ from h2.exceptions import ProtocolError
 from h2.settings import SettingCodes, Settings
 
 from service.transport.gate import Gate
-from service.transport.http2 import MAX_STREAMS, PREFACE, Fields, Http2, Stream
+from service.transport.http2 import MAX_STREAMS, PREFACE, Http2, Stream
+from service.transport.http2_fields import Fields
 from service.transport.http2_head import Http2Head
 from tests.fuzz.target import Finding, MutateBytes, Target, mutate_list, pick
 
