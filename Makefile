@@ -6,13 +6,13 @@ ARGS ?=
 LONG_MODULE := 500
 PROTOS := service/forms/open_inference service/api/health service/api/reflection lenet/onnx_subset
 PROTOC = $(BIN)/python -m grpc_tools.protoc -I.
-PYTEST := $(BIN)/python -m pytest -n 2 --durations=10
-# They are short and some wait: three at a time keep two cores busy.
-QUICK := -n 3 -m 'not process and not long'
+# Some tests wait: three at a time keep two cores busy.
+PYTEST := $(BIN)/python -m pytest -n 3 --dist worksteal --durations=10
+QUICK := -m 'not process and not long'
 ABOUT_TESTS := This takes about 90 seconds on two idle cores. Tests that start a service, a browser \
   or a training run are left out: make test-all. Tests that need a GPU, MNIST or a program that is \
   not installed are skipped; the last lines say why.
-ABOUT_ALL := This takes less than 10 minutes on two idle cores.
+ABOUT_ALL := This takes less than 8 minutes on two idle cores.
 
 .DEFAULT_GOAL := help
 .PHONY: help serve train load-test dev test test-all faults soak fuzz schemathesis coverage gpu-check docs docs-check check format proto dist reference env-example prometheus-rule docker-image docker-up docker-down image-size clean
@@ -35,7 +35,7 @@ test: .venv/dev.stamp ## run the tests that start no process: 90 seconds on two 
 	@$(if $(ARGS),,echo '$(ABOUT_TESTS)')
 	$(PYTEST) $(QUICK) $(ARGS)
 
-test-all: .venv/dev.stamp ## run every test that needs no GPU, but the long ones: 10 minutes on two cores
+test-all: .venv/dev.stamp ## run every test that needs no GPU, but the long ones: 8 minutes on two cores
 	@$(if $(ARGS),,echo '$(ABOUT_ALL)')
 	$(PYTEST) $(ARGS)
 
@@ -52,7 +52,7 @@ fuzz: .venv/dev.stamp ## fuzz the parsers one after another, or one of them (TAR
 schemathesis: .venv/dev.stamp build/schemathesis.stamp ## test the service against its OpenAPI document (ST_S=600)
 	$(BIN)/python -m tests.fuzz.openapi --seconds $${ST_S:-120} $(ARGS)
 
-coverage: .venv/dev.stamp ## run the tests of test-all and measure their coverage
+coverage: .venv/dev.stamp ## run the tests of test-all and measure their coverage, which takes half as long again
 	$(PYTEST) --cov --cov-report=term $(ARGS)
 	@$(BIN)/python -c 'import tomllib; \
 	  run = tomllib.load(open("pyproject.toml", "rb"))["tool"]["coverage"]["run"]; \
