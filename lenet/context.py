@@ -182,7 +182,7 @@ class ExecutionContext:
     def warm_up(self) -> None:
         """Build the plan of every bucket, run each once and validate the weights."""
         self._check()
-        # The largest first: while it is tuned, the kernels of all buckets compile.
+        # The largest first: on a GPU the buffers of the others fit into its own.
         self._plans = {
             bucket: self._backend.plan(self._weights, bucket) for bucket in reversed(self._buckets)
         }
