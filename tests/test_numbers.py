@@ -27,7 +27,7 @@ ROWS = (1, 8, 16, 64, 128, 256, 1024, 8192)
 
 
 def bucket(rows, precision="fp16"):
-    """In fp16 that of the run with more of PyTorch's times."""
+    """A bucket of `lenet`. In fp16, of the run in which more of PyTorch was measured."""
     engine = FP16 if precision == "fp16" else ENGINE
     (found,) = [
         one for one in engine["buckets"] if (one["rows"], one["precision"]) == (rows, precision)
@@ -127,6 +127,10 @@ CLAIMS = [
     (
         r"\| ([\d,.]+) us: PyTorch's CUDA graph in TF32",
         [TRAINING["torch_beside_step"]["graph_us"]],
+    ),
+    (
+        r"PyTorch took ([\d.]+) of its graph's time with `torch\.compile`",
+        [TRAINING["torch"]["compile_us"] / TRAINING["torch"]["graph_us"]],
     ),
     (
         r"in one run on another H100, in mixed precision: ([\d,.]+) and ([\d,.]+) us",
