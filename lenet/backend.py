@@ -5,7 +5,7 @@ A backend gets the whole network at once, so it may fuse layers as it likes.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -98,6 +98,10 @@ class Backend(Protocol):
             BackendUnavailable: the device cannot run this network; the message says why.
             OutOfDeviceMemory: the plan does not fit.
         """
+        ...
+
+    def plans(self, weights: WeightFile, buckets: Sequence[int]) -> Mapping[int, Plan]:
+        """`plan` for each of `buckets`, by its rows. Raises what `plan` raises."""
         ...
 
     def load(self, weights: WeightFile) -> None:

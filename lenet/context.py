@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Self, TypeAlias
 
@@ -144,7 +144,7 @@ class ExecutionContext:
         self._backend = backend
         self._weights = weights
         self._buckets = buckets(largest)
-        self._plans: dict[int, Plan] = {}
+        self._plans: Mapping[int, Plan] = {}
         self._golden_errors: dict[WeightFile, float] = {}  # of the served and the staged weights
         self._open = True
 
@@ -182,10 +182,7 @@ class ExecutionContext:
     def warm_up(self) -> None:
         """Build the plan of every bucket, run each once and validate the weights."""
         self._check()
-        # The largest first: on a GPU the buffers of the others fit into its own.
-        self._plans = {
-            bucket: self._backend.plan(self._weights, bucket) for bucket in reversed(self._buckets)
-        }
+        self._plans = self._backend.plans(self._weights, self._buckets)
         self._golden_errors = {self._weights: self._validate(self._weights)}
 
     @span("run")

@@ -122,6 +122,10 @@ class CpuBackend:
                 break  # more runs of every batch size took 80 ms with five models
         return plan
 
+    def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CpuPlan]:
+        """See `lenet.backend.Backend.plans`."""
+        return {rows: self.plan(weights, rows) for rows in buckets}
+
     def load(self, weights: WeightFile) -> None:
         """Use the session of `weights`, which is made unless it was kept."""
         if weights not in self._sessions:

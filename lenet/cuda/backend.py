@@ -9,6 +9,7 @@ allocate memory.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from typing import Self
 
@@ -98,14 +99,30 @@ class CudaBackend:
 
     def plan(self, weights: WeightFile, rows: int) -> CudaPlan:
         """A plan for up to `rows` images. All plans of a backend are of one architecture."""
+        return self.plans(weights, (rows,))[rows]
+
+    def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CudaPlan]:
+        """A plan for each of `buckets`, by its rows; see `plan`.
+
+        Each bucket has kernels of its own. All networks are built before the first one runs, so
+        that their kernels compile side by side while cuDNN's engines are chosen.
+        """
         self._handle.check()
-        with translated(f"preparing {rows} rows of model {weights.model.name!r}"):
+        networks: list[tuple[Buffers, LayerByLayer | FusedNetwork]] = []
+        plans: dict[int, CudaPlan] = {}
+        with translated(f"preparing {max(buckets)} rows of model {weights.model.name!r}"):
             self._load_or_open(weights)
-            self._arena.rewind()  # the buckets share it: their batches run one after another
-            buffers = Buffers.take(self._arena, rows, weights.model.classes)
-            chosen = self._strategy(weights.model, buffers)
-            staging = self._staging if rows >= STAGED_ROWS else None
-            return CudaPlan(buffers, self._handle, chosen, not self.profile, staging)
+            for rows in sorted(buckets, reverse=True):
+                self._arena.rewind()  # the buckets share it: their batches run one after another
+                buffers = Buffers.take(self._arena, rows, weights.model.classes)
+                networks.append((buffers, self._network(weights.model, buffers)))
+            for buffers, network in networks:
+                chosen = self._strategy(network, buffers)
+                staging = self._staging if buffers.rows >= STAGED_ROWS else None
+                plans[buffers.rows] = CudaPlan(
+                    buffers, self._handle, chosen, not self.profile, staging
+                )
+        return plans
 
     def load(self, weights: WeightFile) -> None:
         """See `lenet.backend.Backend.load`."""
@@ -160,13 +177,16 @@ class CudaBackend:
             )
             self._fused_network = FusedNetwork(model, self._fused_weights, self._kernels)
 
-    def _strategy(self, model: Model, buffers: Buffers) -> ChosenStrategy:
-        """Prepare how this bucket is computed."""
+    def _network(self, model: Model, buffers: Buffers) -> LayerByLayer | FusedNetwork:
+        """How this bucket is computed."""
         fused = self._tried_fused_network(model) if buffers.rows <= MAX_ROWS else None
-        if fused is not None:
-            launch: Launch = self._prepared(partial(fused.queue_from_host, buffers))
-            return ChosenStrategy("fused_network", launch, partial(fused.queue, buffers))
-        network = LayerByLayer(model, buffers, self._build_context())
+        return fused or LayerByLayer(model, buffers, self._build_context())
+
+    def _strategy(self, network: LayerByLayer | FusedNetwork, buffers: Buffers) -> ChosenStrategy:
+        """Prepare this bucket."""
+        if isinstance(network, FusedNetwork):
+            launch: Launch = self._prepared(partial(network.queue_from_host, buffers))
+            return ChosenStrategy("fused_network", launch, partial(network.queue, buffers))
         copies = partial(_queue_with_copies, network, buffers)
         queue = copies if buffers.rows >= COPIED_ROWS else network.queue_from_host
         return ChosenStrategy("layer_by_layer", self._prepared(queue), network.queue)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -68,6 +69,9 @@ class ReferenceBackend:
         self.planned.append(rows)
         self.load(weights)
         return ReferencePlan(rows, self)
+
+    def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, ReferencePlan]:
+        return {rows: self.plan(weights, rows) for rows in buckets}
 
     def load(self, weights: WeightFile) -> None:
         self.weights = weights
