@@ -21,7 +21,7 @@ from lenet.cuda.device import Handle, translated
 from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.engines import EngineCatalog
 from lenet.cuda.fused_network import MAX_ROWS, FusedNetwork
-from lenet.cuda.graphs import Convolution, Precision, Product
+from lenet.cuda.graphs import Precision
 from lenet.cuda.kernels import FOLDER, Kernels
 from lenet.cuda.layers import BuildContext, LayerByLayer
 from lenet.cuda.memory import Arena, Buffers, Workspace
@@ -37,8 +37,7 @@ _log = logging.getLogger(__name__)
 
 TOLERANCES: dict[Precision, float] = {"fp32": 1e-4, "tf32": 1e-2, "fp16": 1e-2}
 
-# cuDNN compiles a product, which takes up to 0.5 s; convolutions are ready.
-_ENGINES_TRIED = {Convolution: 12, Product: 3}
+_ENGINES_TRIED = 12
 
 COPIED_ROWS = 256
 """Layer by layer, smaller buckets read pixels from host memory and write probabilities there: 64

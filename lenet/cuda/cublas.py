@@ -8,6 +8,7 @@ nothing in a capture, and its sums keep their order.
 from __future__ import annotations
 
 import ctypes
+from contextlib import ExitStack
 from typing import Any, Literal, TypeAlias
 
 from lenet.errors import BackendUnavailable, DeviceError
@@ -22,8 +23,24 @@ _OPERATION = {False: 0, True: 1}  # cublasOperation_t
 _TYPE = {"float32": 0, "float16": 2}  # cudaDataType_t
 _COMPUTE = {"fp32": 69, "tf32": 77, "fp16": 68}  # cublasComputeType_t; 69 is pedantic: never TF32
 _DEFAULT_ALGORITHM = -1
+_TRANSPOSE_A, _EPILOGUE, _BIAS = 3, 7, 8  # cublasLtMatmulDescAttributes_t
+_WITH_BIAS = {False: 4, True: 6}  # cublasLtEpilogue_t; the second with ReLU
+_WORKSPACE_SIZE, _REDUCTIONS = 1, 3  # cublasLtMatmulPreferenceAttributes_t
+_SUMS_IN_FLOAT = 2  # cublasLtReductionScheme_t: parts of a sum are added as float32
 _ONE = ctypes.c_float(1)
 _ZERO = ctypes.c_float(0)
+
+
+class _Algorithm(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t, whose first member is the algorithm."""
+
+    _fields_ = (
+        ("algorithm", ctypes.c_uint64 * 8),
+        ("workspace_bytes", ctypes.c_size_t),
+        ("status", ctypes.c_int),
+        ("waves", ctypes.c_float),
+        ("reserved", ctypes.c_int * 4),
+    )
 
 
 class Cublas:  # pragma: no cover - needs a GPU
@@ -48,7 +65,8 @@ class Cublas:  # pragma: no cover - needs a GPU
 
     def bind(self, stream: Any) -> None:
         """Queue on `stream` from now on."""
-        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))
+        self._stream = ctypes.c_void_p(stream.ptr)
+        self._call("cublasSetStream_v2", self._handle, self._stream)
         # Setting the stream restores cuBLAS's own workspace.
         self._call(
             "cublasSetWorkspace_v2",
@@ -99,10 +117,82 @@ class Cublas:  # pragma: no cover - needs a GPU
             _DEFAULT_ALGORITHM,
         )
 
+    def dense(
+        self, x: Any, weight: Any, bias: Any, out: Any, arithmetic: Arithmetic, relu: bool
+    ) -> None:
+        """Write x (m, k) times the transpose of weight (n, k), plus bias (n,), to out (m, n).
+
+        In one kernel, with ReLU if requested. Row-major, C-contiguous CuPy arrays of one type,
+        float32 or float16. The algorithm is cuBLAS's first choice, the same each time.
+
+        Raises:
+            DeviceError: cuBLAS returned an error.
+        """
+        with ExitStack() as made:
+            operation = self._made(made, "MatmulDesc", _COMPUTE[arithmetic], _TYPE["float32"])
+            self._set("MatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(1))
+            self._set("MatmulDesc", operation, _EPILOGUE, ctypes.c_uint32(_WITH_BIAS[relu]))
+            self._set("MatmulDesc", operation, _BIAS, ctypes.c_void_p(bias.data.ptr))
+            layouts = [self._layout(made, matrix) for matrix in (weight, x, out, out)]
+            preference = self._made(made, "MatmulPreference")
+            size = ctypes.c_size_t(WORKSPACE_BYTES)
+            self._set("MatmulPreference", preference, _WORKSPACE_SIZE, size)
+            self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_SUMS_IN_FLOAT))
+            algorithm, count = _Algorithm(), ctypes.c_int()
+            self._call(
+                "cublasLtMatmulAlgoGetHeuristic",
+                self._handle,  # a handle of cuBLAS is one of cublasLt, too
+                operation,
+                *layouts,
+                preference,
+                1,
+                ctypes.byref(algorithm),
+                ctypes.byref(count),
+            )
+            weight_layout, x_layout, out_layout, _ = layouts
+            out_address = ctypes.c_void_p(out.data.ptr)
+            self._call(
+                "cublasLtMatmul",
+                self._handle,
+                operation,
+                ctypes.byref(_ONE),
+                ctypes.c_void_p(weight.data.ptr),
+                weight_layout,
+                ctypes.c_void_p(x.data.ptr),
+                x_layout,
+                ctypes.byref(_ZERO),
+                out_address,
+                out_layout,
+                out_address,
+                out_layout,
+                ctypes.byref(algorithm),
+                ctypes.c_void_p(self._workspace.data.ptr),
+                size,
+                self._stream,
+            )
+
     def close(self) -> None:
         """Destroy the handle and free its workspace."""
         self._call("cublasDestroy_v2", self._handle)
         self._workspace = None
+
+    def _layout(self, made: ExitStack, matrix: Any) -> ctypes.c_void_p:
+        """The layout of a row-major matrix, as the column-major transpose."""
+        rows, columns = matrix.shape
+        shape = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
+        return self._made(made, "MatrixLayout", _TYPE[matrix.dtype.name], *shape)
+
+    def _made(self, made: ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:
+        """A descriptor of cublasLt, which `made` destroys."""
+        descriptor = ctypes.c_void_p()
+        self._call(f"cublasLt{kind}Create", ctypes.byref(descriptor), *arguments)
+        made.callback(self._call, f"cublasLt{kind}Destroy", descriptor)
+        return descriptor
+
+    def _set(self, kind: str, descriptor: ctypes.c_void_p, attribute: int, value: Any) -> None:
+        size = ctypes.c_size_t(ctypes.sizeof(value))
+        function = f"cublasLt{kind}SetAttribute"
+        self._call(function, descriptor, attribute, ctypes.byref(value), size)
 
     def _call(self, function: str, *arguments: Any) -> None:
         status = getattr(self._library, function)(*arguments)

@@ -20,7 +20,7 @@ import numpy as np
 from lenet.cuda.capture import captured, time_us
 from lenet.cuda.device import Handle, is_sticky, translated
 from lenet.cuda.engine_cache import Choice, EngineCache
-from lenet.cuda.graphs import Operation, Uid
+from lenet.cuda.graphs import Convolution, Uid
 from lenet.cuda.memory import Workspace
 
 _log = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ _ROUNDS = 5
 class Engine:
     """A built execution plan of cuDNN for `operation`; `run` may be captured."""
 
-    operation: Operation
+    operation: Convolution
     name: str
     workspace_bytes: int
     _graph: Any
@@ -52,10 +52,10 @@ class Engine:
 class EngineCatalog:
     """One engine for each operation; all of them share `workspace`.
 
-    With `autotune` every engine that cuDNN offers is timed, or, for the kinds of operation in
-    `most`, only the first so many that can be captured: cuDNN sorts them by expected speed. Without
-    it the first is taken. `check_stop` is called before each engine is tried and ends the search by
-    raising; no RuntimeError, which would be taken for one of cuDNN.
+    With `autotune` every engine that cuDNN offers is timed, or only the first `most` that can be
+    captured: cuDNN sorts them by expected speed. Without it the first is taken. `check_stop` is
+    called before each engine is tried and ends the search by raising; no RuntimeError, which would
+    be taken for one of cuDNN.
     """
 
     def __init__(
@@ -64,17 +64,17 @@ class EngineCatalog:
         workspace: Workspace,
         cache: EngineCache | None,
         autotune: bool,
-        most: Mapping[type[Operation], int] | None = None,
+        most: int | None = None,
         check_stop: Callable[[], None] | None = None,
     ) -> None:
         self._handle = handle
         self._workspace = workspace
         self._cache = cache
-        self._autotune, self._most = autotune, most or {}
+        self._autotune, self._most = autotune, most
         self._check_stop = check_stop
-        self._engines: dict[Operation, Engine] = {}
+        self._engines: dict[Convolution, Engine] = {}
 
-    def engine(self, operation: Operation, tune: bool = True) -> Engine:
+    def engine(self, operation: Convolution, tune: bool = True) -> Engine:
         """The engine of `operation`, timed or cached if this catalog autotunes and `tune` is set.
 
         Raises:
@@ -85,7 +85,7 @@ class EngineCatalog:
                 self._engines[operation] = self._choose(operation, tune and self._autotune)
         return self._engines[operation]
 
-    def _choose(self, operation: Operation, tune: bool) -> Engine:
+    def _choose(self, operation: Convolution, tune: bool) -> Engine:
         self._handle.check()
         if self._cache is None:
             return self._build(operation, tune)
@@ -102,7 +102,7 @@ class EngineCatalog:
             self._cache.put(key, Choice(engine.name, bytes(engine._graph.serialize())))
         return engine
 
-    def _cached(self, choice: Choice | None, operation: Operation) -> Engine | None:
+    def _cached(self, choice: Choice | None, operation: Convolution) -> Engine | None:
         """The engine of `choice`; ten times faster than building it."""
         if choice is None:
             return None
@@ -116,7 +116,7 @@ class EngineCatalog:
             return None
         return self._engine(operation, choice.name, graph.get_workspace_size(), graph)
 
-    def _build(self, operation: Operation, tune: bool) -> Engine:
+    def _build(self, operation: Convolution, tune: bool) -> Engine:
         """Build the fastest engine, or the first that works."""
         graph = operation.graph(self._handle.cudnn)
         graph.build_operation_graph()
@@ -127,15 +127,15 @@ class EngineCatalog:
         graph.deselect_numeric_notes(unwanted)
         graph.deselect_workspace_greater_than(MAX_WORKSPACE_BYTES)
         graph.check_support()
-        index = self._fastest(operation, graph, self._most.get(type(operation)) if tune else 1)
+        index = self._fastest(operation, graph, self._most if tune else 1)
         size = graph.get_workspace_size_plan_at_index(index)
         return self._engine(operation, graph.get_plan_name_at_index(index), size, graph)
 
-    def _engine(self, operation: Operation, name: str, size_bytes: int, graph: Any) -> Engine:
+    def _engine(self, operation: Convolution, name: str, size_bytes: int, graph: Any) -> Engine:
         self._workspace.reserve(size_bytes)
         return Engine(operation, name, size_bytes, graph, self._handle, self._workspace)
 
-    def _fastest(self, operation: Operation, graph: Any, most: int | None) -> int:
+    def _fastest(self, operation: Convolution, graph: Any, most: int | None) -> int:
         """Build the fastest of the first `most` engines that can be captured; return its index."""
         count = graph.get_execution_plan_count()
         times: dict[int, float] = {}
@@ -162,7 +162,7 @@ class EngineCatalog:
         return best
 
 
-def _replayed_us(handle: Handle, graph: Any, operation: Operation, workspace_bytes: int) -> float:
+def _replayed_us(handle: Handle, graph: Any, operation: Convolution, workspace_bytes: int) -> float:
     # Neither zeros, on which a GPU runs faster, nor NaN: halves, which are small read as floats.
     values = np.random.default_rng(0).uniform(-1, 1, 1 << 16).astype(np.float16)
     buffers = {

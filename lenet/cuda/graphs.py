@@ -11,16 +11,13 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from lenet.model import Pair, window_count
 
 Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
 """How an engine multiplies: float32 without tensor cores, or float32 rounded to TF32 or float16 on
 tensor cores. Sums are float32 in all three."""
-
-
-TensorCores: TypeAlias = Literal["tf32", "fp16"]
 
 
 class Uid(IntEnum):
@@ -105,52 +102,6 @@ class Convolution:
             return _finished(graph, graph.conv_dgrad(loss=dy, filter=weight, **options), image)
         x, dy = _tensor(graph, Uid.INPUT, image), _tensor(graph, Uid.WEIGHT, output)
         return _finished(graph, graph.conv_wgrad(image=x, loss=dy, **options), filters)
-
-
-@dataclass(frozen=True, slots=True)
-class Product:
-    """INPUT (m, k) times the transpose of WEIGHT (n, k), then BIAS (n,) and ReLU if requested.
-
-    Not in float32: cuDNN 9.19 has no such engine with a bias, and those without one round to TF32
-    (errors of 1e-4 in a probability, H200, 2026-11-20). `cublas` computes that.
-    """
-
-    precision: TensorCores
-    m: int
-    n: int
-    k: int
-    bias: bool = False
-    relu: bool = False
-
-    def __post_init__(self) -> None:
-        assert self.precision in get_args(TensorCores), f"bug: a product in {self.precision}"
-
-    def tensor_bytes(self) -> dict[Uid, int]:
-        """The size of each tensor that an engine gets."""
-        width, m, n, k = _width(self.precision), self.m, self.n, self.k
-        sizes = {Uid.INPUT: width * m * k, Uid.WEIGHT: width * n * k, Uid.OUTPUT: width * m * n}
-        return sizes | ({Uid.BIAS: width * n} if self.bias else {})
-
-    @property
-    def operations(self) -> int:
-        """Multiplications and additions."""
-        return 2 * self.m * self.n * self.k
-
-    def graph(self, handle: Any) -> Any:  # pragma: no cover - needs a GPU
-        """The cuDNN graph, validated."""
-        m, n, k = self.m, self.n, self.k
-        graph = _graph(self.precision, handle)
-        a = _tensor(graph, Uid.INPUT, ([1, m, k], [m * k, k, 1]))
-        b = _tensor(graph, Uid.WEIGHT, ([1, k, n], [n * k, 1, k]))
-        y = graph.matmul(A=a, B=b)
-        if self.bias:
-            y = graph.bias(input=y, bias=_tensor(graph, Uid.BIAS, ([1, 1, n], [n, n, 1])))
-        if self.relu:
-            y = graph.relu(input=y)
-        return _finished(graph, y, ([1, m, n], [m * n, n, 1]))
-
-
-Operation: TypeAlias = Convolution | Product
 
 
 def _width(precision: Precision) -> int:

@@ -6,8 +6,8 @@
                          support the block: `unpack.cu`, then as any other convolution
     convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
                          cuDNN adds the bias and applies ReLU itself
-    dense                for few rows `dense.cu`; else cuDNN with bias and ReLU, or cuDNN and the
-                         epilogue; in fp32 cuBLAS and the epilogue
+    dense                for few rows `dense.cu`; else cuBLAS with bias and ReLU. With another
+                         activation cuBLAS, then the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
 
 The buffers are taken once, so the launches can be captured into a CUDA graph and replayed.
@@ -27,7 +27,7 @@ from lenet.cuda.capture import Launch
 from lenet.cuda.convolutions import Convolutions
 from lenet.cuda.cublas import WORKSPACE_BYTES
 from lenet.cuda.device import Handle, Limits
-from lenet.cuda.graphs import Convolution, Operation, Precision, Product, Uid
+from lenet.cuda.graphs import Convolution, Precision, Uid
 from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
 from lenet.cuda.packing import PIXEL_SCALE, layout, padded
 from lenet.errors import BackendUnavailable
@@ -44,15 +44,12 @@ if TYPE_CHECKING:  # these import CuPy, which packing does not need
 MAX_CLASSES = 32
 """Each lane of a warp writes one class in `dense_softmax.cu`."""
 
-# Smaller convolutions cost little more than their launch; for a smaller product cuDNN's first
-# engine was 1 us slower than its best, and each engine tried costs the first start 0.2 s (H200,
-# 2026-11-20).
-_TUNED_FROM_ROWS = {Convolution: 256, Product: 1024}
+_TUNED_FROM_ROWS = 256  # smaller convolutions cost little more than their launch
 _TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
 # Up to so many rows `dense.cu` is faster (H100, 2026-11-25).
 _DENSE_ROWS: dict[Precision, int] = {"fp16": 32, "tf32": 32, "fp32": 64}
 _ROWS_OF_A_WARP = 8  # in it
-_CUDNN_ACTIVATIONS = (IDENTITY, RELU)  # fused by cuDNN into a convolution or product
+_FUSED_ACTIVATIONS = (IDENTITY, RELU)
 _ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
 _WEIGHT_COPIES = 6  # three for each strategy
 
@@ -77,11 +74,10 @@ def check(model: Model) -> None:
         )
 
 
-def is_fused_by_cudnn(block: Block, precision: Precision) -> bool:
-    """Whether cuDNN computes the whole epilogue; not for fp32 products, see `graphs.Product`."""
-    if isinstance(block, DenseBlock):
-        return block.activation in _CUDNN_ACTIVATIONS and precision != "fp32"
-    return block.activation in _CUDNN_ACTIVATIONS and block.pool is None
+def is_fused(block: Block) -> bool:
+    """Whether cuDNN or cuBLAS computes the whole epilogue of `block`."""
+    pooled = isinstance(block, ConvBlock) and block.pool is not None
+    return block.activation in _FUSED_ACTIVATIONS and not pooled
 
 
 def pack(file: WeightFile, precision: Precision, limits: Limits) -> dict[str, Any]:
@@ -102,12 +98,10 @@ def pack(file: WeightFile, precision: Precision, limits: Limits) -> dict[str, An
         else:
             scaled = weight * np.float32(PIXEL_SCALE) if first else weight
             packed[names[0]] = layouts[names[0]].pack(scaled).astype(dtype)
-        # A bias that cuDNN adds has the type of the activations; our kernels add float32.
-        added_by_cudnn = (
-            is_fused_by_cudnn(block, precision) and shape is not shapes[-1] and not by_conv1
-        )
+        # A bias that a library adds has the type of the activations; our kernels add float32.
+        added_by_library = is_fused(block) and shape is not shapes[-1] and not by_conv1
         wide = layouts[names[1]].pack(bias)
-        packed[names[1]] = wide.astype(dtype if added_by_cudnn else np.float32)
+        packed[names[1]] = wide.astype(dtype if added_by_library else np.float32)
     return packed
 
 
@@ -125,9 +119,7 @@ def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
             wide = channels if isinstance(block, DenseBlock) else padded(channels)
             row_bytes += width * wide * math.prod(sides)
     weights = sum(math.prod(shape) for shape in model.parameters().values())
-    uses_cublas = precision == "fp32" and any(
-        isinstance(block, DenseBlock) for block in model.blocks[:-1]
-    )
+    uses_cublas = any(isinstance(block, DenseBlock) for block in model.blocks[:-1])
     return (
         max(rows * row_bytes, _ARENA_BYTES)
         + 4 * _WEIGHT_COPIES * weights
@@ -237,9 +229,8 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
     def _block(self, block: Block, name: str, x: Any) -> Any:
         weight, bias = self._tensors(name)
         precision = self._build.precision
-        fused = is_fused_by_cudnn(block, precision)
+        fused = is_fused(block)
         relu = fused and block.activation == RELU
-        operation: Operation
         if isinstance(block, ConvBlock):
             geometry = block.stride, block.padding, block.dilation
             operation = Convolution(
@@ -248,18 +239,16 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
             y = self._take(*operation.output[1:])
             self._cudnn(name, operation, x, weight, bias, y)
         else:
-            x, (n, k) = x.reshape(self._rows, -1), weight.shape
-            y = self._take(n)
+            x, y = x.reshape(self._rows, -1), self._take(len(weight))
             if self._rows <= _DENSE_ROWS[precision]:
                 self._dense(block, name, x, weight, bias, y)
                 return y
-            if precision == "fp32":
-                product = self._build.handle.cublas.product
-                launch = partial(product, x, weight, y, "fp32", transpose_b=True)
-                self._add(name, launch)
+            cublas = self._build.handle.cublas
+            if fused:
+                self._add(name, partial(cublas.dense, x, weight, bias, y, precision, relu))
             else:
-                operation = Product(precision, self._rows, n, k, bias=fused, relu=relu)
-                self._cudnn(name, operation, x, weight, bias, y)
+                product = partial(cublas.product, x, weight, y, precision, transpose_b=True)
+                self._add(name, product)
         return y if fused else self._epilogue(block, name, y, bias)
 
     def _dense(self, block: DenseBlock, name: str, x: Any, weight: Any, bias: Any, y: Any) -> None:
@@ -279,10 +268,9 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._add(name, partial(kernel, grid, (128,), arguments))
 
     def _cudnn(
-        self, name: str, operation: Operation, x: Any, weight: Any, bias: Any, y: Any
+        self, name: str, operation: Convolution, x: Any, weight: Any, bias: Any, y: Any
     ) -> None:
-        tune = self._rows >= _TUNED_FROM_ROWS[type(operation)]
-        engine = self._build.engines.engine(operation, tune)
+        engine = self._build.engines.engine(operation, self._rows >= _TUNED_FROM_ROWS)
         addresses = {Uid.INPUT: x, Uid.WEIGHT: weight, Uid.OUTPUT: y}
         if operation.bias:
             addresses[Uid.BIAS] = bias

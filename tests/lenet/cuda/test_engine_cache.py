@@ -8,7 +8,7 @@ import pytest
 
 from lenet.cuda.engine_cache import Choice, EngineCache
 
-KEY = "NVIDIA H200 | cuDNN 9.19.0 | Product(precision='fp16', m=256, n=512, k=1024)"
+KEY = "NVIDIA H200 | cuDNN 9.19.0 | Convolution(direction='forward', precision='fp16')"
 ENGINE = Choice("eng0_k2=3", bytes(range(256)) + b"\n\n")
 
 

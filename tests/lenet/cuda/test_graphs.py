@@ -1,11 +1,10 @@
 from __future__ import annotations
 
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lenet.cuda.graphs import Convolution, Product, Uid
+from lenet.cuda.graphs import Convolution, Uid
 from lenet.model import ConvBlock, window_count
 from trainer.ops_cpu import CpuOps
 
@@ -59,24 +58,6 @@ def test_tensors_are_as_large_as_those_of_numpy_when_convolved(geometry):
             operation = Convolution(direction, precision, image, filters, **options)
             assert operation.tensor_bytes() == {uid: width * a.size for uid, a in arrays.items()}
             assert operation.output == (n, *y.shape[1:3], k)
-
-
-@given(m=st.integers(1, 9), n=st.integers(1, 9), k=st.integers(1, 9), bias=st.booleans())
-def test_tensors_are_as_large_as_those_of_numpy_when_multiplied(m, n, k, bias):
-    x, weight = np.ones((k, m), np.float32), np.ones((n, k), np.float32)
-    y, _ = CpuOps().dense(x, weight)
-    for precision in ("tf32", "fp16"):
-        width = 2 if precision == "fp16" else 4
-        product = Product(precision, m, n, k, bias)
-        sizes = {Uid.INPUT: x.size, Uid.WEIGHT: weight.size, Uid.OUTPUT: y.size}
-        sizes |= {Uid.BIAS: n} if bias else {}
-        assert product.tensor_bytes() == {uid: width * size for uid, size in sizes.items()}
-        assert product.operations == 2 * y.sum()
-
-
-def test_a_product_in_fp32_is_a_bug_because_cudnn_would_round_it():
-    with pytest.raises(AssertionError, match="a product in fp32"):
-        Product("fp32", 1, 8, 8)
 
 
 OPTIONS = {"stride": (2, 1), "padding": (1, 2), "dilation": (1, 2)}
