@@ -6,7 +6,7 @@
                          support the block: `unpack.cu`, then as any other convolution
     convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
                          cuDNN adds the bias and applies ReLU itself
-    dense                for few rows `dense.cu`; else cuBLAS with bias and ReLU. With another
+    dense                a small one by `dense.cu`; else cuBLAS with bias and ReLU. With another
                          activation cuBLAS, then the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
 
@@ -46,8 +46,13 @@ MAX_CLASSES = 32
 
 _TUNED_FROM_ROWS = 256  # smaller convolutions cost little more than their launch
 _TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
-# Up to so many rows `dense.cu` is faster (H100, 2026-11-25).
-_DENSE_ROWS: dict[Precision, int] = {"fp16": 32, "tf32": 32, "fp32": 64}
+# Up to so many rows and multiplications `dense.cu` is faster than cuBLAS (H100, 2026-11-25).
+_DENSE_ROWS = 256
+_DENSE_MULTIPLICATIONS: dict[Precision, int] = {
+    "fp16": 13 << 20,
+    "tf32": 16 << 20,
+    "fp32": 32 << 20,
+}
 _ROWS_OF_A_WARP = 8  # in it
 _FUSED_ACTIVATIONS = (IDENTITY, RELU)
 _ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
@@ -72,6 +77,11 @@ def check(model: Model) -> None:
             "a GPU",
             "use the cpu device",
         )
+
+
+def is_small(rows: int, weights: int, precision: Precision) -> bool:
+    """Whether `dense.cu` computes a hidden dense layer of so many weights: it is faster."""
+    return rows <= _DENSE_ROWS and rows * weights <= _DENSE_MULTIPLICATIONS[precision]
 
 
 def is_fused(block: Block) -> bool:
@@ -240,7 +250,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
             self._cudnn(name, operation, x, weight, bias, y)
         else:
             x, y = x.reshape(self._rows, -1), self._take(len(weight))
-            if self._rows <= _DENSE_ROWS[precision]:
+            if is_small(self._rows, weight.size, precision):
                 self._dense(block, name, x, weight, bias, y)
                 return y
             cublas = self._build.handle.cublas
