@@ -14,10 +14,12 @@ from pathlib import Path
 
 import numpy as np
 
+from lenet.context import buckets
 from lenet.cuda import fused_network
 from lenet.cuda.convolutions import Convolutions, Split, tiles
 from lenet.cuda.device import Limits
-from lenet.cuda.layers import _DENSE_ROWS
+from lenet.cuda.graphs import Precision
+from lenet.cuda.layers import is_small
 from lenet.cuda.packing import layout
 from lenet.model import ConvBlock, DenseBlock, named
 
@@ -121,7 +123,7 @@ def network() -> Picture:
         else:
             done = [f"{block.units} units", "bias"]
             done[1] += "" if block.activation.kind == "identity" else ", relu"
-        kind = "cudnn" if shape.name == "dense1" else "ours"
+        kind = "cublas" if shape.name == "dense1" else "ours"
         after = " x ".join(map(str, shape.output))
         before = " x ".join(map(str, shape.input))
         picture.line("arrow", (x, 114), (x + 58, 114))
@@ -139,7 +141,7 @@ def network() -> Picture:
         24,
         194,
         "Shapes are c x h x w. Layer by layer in fp16, both convolutions are one kernel of ours; "
-        f"dense1 is cuDNN's for more than {_DENSE_ROWS['fp16']} images.",
+        f"dense1 is cuBLAS's for more than {_dense_rows('fp16')} images.",
     )
     return picture
 
@@ -151,11 +153,11 @@ def _axes(shape: Sequence[int]) -> tuple[str, str]:
 
 
 def operation_graph() -> Picture:
-    """The graphs of conv2 and dense1."""
-    picture = Picture(1040, 430, "The operation graphs of conv2 and of dense1.")
+    """The graphs of conv2 as it is, and as it would be without pooling."""
+    picture = Picture(1040, 430, "The operation graphs of conv2 with and without pooling.")
     packed = layout(MODEL)
     k, r, s, c = packed["conv2.weight"].shape
-    _, shape, dense, _ = MODEL.shapes()
+    _, shape, *_ = MODEL.shapes()
     source, result = (*shape.input[1:], c), (*shape.linear[1:], k)
     picture.text("head", 24, 34, "conv2, where cuDNN computes it: a graph of one operation")
     picture.box("data", (24, 56, 196, 66), "INPUT, half", _axes(source))
@@ -179,27 +181,23 @@ def operation_graph() -> Picture:
     picture.rect("band", 14, 46, 672, 166)
     picture.text("note right", 684, 42, "what cuDNN gets")
 
-    units, inputs = packed["dense1.weight"].shape
-    assert inputs == math.prod((*dense.input[1:], k)), "dense1 reads conv2's padded output"
-    picture.text("head", 24, 250, "dense1: a graph of three operations, fused by cuDNN")
-    strides = f"stride n*{inputs}, {inputs}, 1", f"stride {units * inputs}, 1, {inputs}"
-    picture.box("data", (24, 268, 170, 64), "INPUT, half", [f"dim 1, n, {inputs}", strides[0]])
-    weights = [f"dim 1, {inputs}, {units}", strides[1]]
+    picture.text("head", 24, 250, "a convolution without pooling: three operations, fused by cuDNN")
+    picture.box("data", (24, 268, 170, 64), "INPUT, half", _axes(source))
     picture.box("data", (24, 342, 170, 64), "WEIGHT, half", weights)
-    picture.box("cudnn", (236, 306, 96, 60), "matmul")
+    picture.box("cudnn", (236, 306, 110, 60), "conv_fprop")
     picture.line("arrow", (194, 300), (214, 300), (214, 326), (234, 326))
     picture.line("arrow", (194, 374), (214, 374), (214, 346), (234, 346))
-    picture.box("cudnn", (426, 306, 110, 60), "bias")
-    picture.line("arrow", (332, 336), (424, 336))
-    picture.box("data", (426, 386, 110, 30), "BIAS, half")
-    picture.line("arrow", (481, 386), (481, 368))
-    picture.box("cudnn", (640, 306, 110, 60), "relu")
+    picture.box("cudnn", (440, 306, 96, 60), "bias")
+    picture.line("arrow", (346, 336), (438, 336))
+    picture.box("data", (433, 386, 110, 30), "BIAS, half")
+    picture.line("arrow", (488, 386), (488, 368))
+    picture.box("cudnn", (640, 306, 96, 60), "relu")
     picture.line("arrow", (536, 336), (638, 336))
-    for x in (377, 587):
+    for x in (391, 587):
         picture.text("note centre", x, 328, "float, not")
         picture.text("note centre", x, 354, "in memory")
-    picture.box("data", (806, 306, 150, 60), "OUTPUT, half", [f"dim 1, n, {units}"])
-    picture.line("arrow", (750, 336), (804, 336))
+    picture.box("data", (796, 304, 160, 66), "OUTPUT, half", _axes(result))
+    picture.line("arrow", (736, 336), (794, 336))
     picture.rect("band", 14, 262, 952, 160)
     return picture
 
@@ -224,7 +222,7 @@ def time_line() -> Picture:
         picture.text("sub", left + scale * fused_us / 2, y + 18, "one kernel")
         picture.text("note", left + scale * fused_us + 8, y + 18, f"{fused_us} fused network")
         width = scale * layers_us / 3
-        dense = "ours" if rows <= _DENSE_ROWS["fp16"] else "cudnn"
+        dense = "ours" if rows <= 32 else "cudnn"  # when decision 13 measured it
         steps = (("convs", "ours"), ("dense1", dense), ("dense2", "ours"))
         for number, (step, kind) in enumerate(steps):
             x = left + number * width
@@ -326,6 +324,12 @@ def cluster() -> Picture:
     return picture
 
 
+def _dense_rows(precision: Precision) -> int:
+    """The largest bucket whose dense1 is `dense.cu`'s."""
+    weights = math.prod(layout(MODEL)["dense1.weight"].shape)
+    return max(rows for rows in buckets(1024) if is_small(rows, weights, precision))
+
+
 def _step(picture: Picture, place: tuple[float, float, float, float], kind: str, text: str) -> None:
     """A kernel: its title, then the lines of `text` behind it."""
     title, *lines = text.splitlines()
@@ -341,8 +345,7 @@ def _launches(picture: Picture) -> None:
     k, *_ = packed["conv2.weight"].shape
     units, _ = packed["dense1.weight"].shape
     _, h, w = MODEL.shapes()[1].output
-    assert _DENSE_ROWS["fp16"] == _DENSE_ROWS["tf32"], "they share a line of the picture"
-    few, few_fp32 = _DENSE_ROWS["fp16"], _DENSE_ROWS["fp32"]
+    few, few_tf32, few_fp32 = _dense_rows("fp16"), _dense_rows("tf32"), _dense_rows("fp32")
     picture.box("data", (20, 104, 112, 76), "", ["pixels, uint8", "n x 28 x 28", "host or device"])
     picture.line("arrow", (132, 142), (150, 142))
     _step(
@@ -353,18 +356,14 @@ def _launches(picture: Picture) -> None:
     )
     picture.line("arrow", (302, 142), (320, 142))
     picture.box("data", (322, 114, 108, 56), "", ["half or float", f"n x {h} x {w} x {k}"])
+    images = f"up to {few} images, in TF32 {few_tf32}, in fp32 {few_fp32}"
     for y, kind, text in (
-        (52, "ours", f"dense: + bias, relu\nup to {few} images, in fp32 up to {few_fp32}"),
-        (114, "cudnn", "matmul, bias, relu\nmore images, in fp16 and TF32"),
+        (76, "ours", f"dense: + bias, relu\n{images}"),
+        (152, "cublas", "product, bias, relu\nmore images"),
     ):
         picture.line("arrow", (430, 142), (446, 142), (446, y + 28), (462, y + 28))
         _step(picture, (464, y, 262, 56), kind, text)
         picture.line("arrow", (726, y + 28), (742, y + 28), (742, 142), (758, 142))
-    picture.line("arrow", (430, 142), (446, 142), (446, 204), (462, 204))
-    _step(picture, (464, 176, 122, 56), "cublas", "product\nmore, in fp32")
-    picture.line("arrow", (586, 204), (600, 204))
-    _step(picture, (602, 176, 124, 56), "ours", "epilogue\nbias, relu")
-    picture.line("arrow", (726, 204), (742, 204), (742, 142), (758, 142))
     picture.box("data", (760, 114, 96, 56), "", ["half or float", f"n x {units}"])
     picture.line("arrow", (856, 142), (870, 142))
     _step(picture, (872, 104, 148, 76), "ours", "dense_softmax\ndense2, bias,\nsoftmax")
@@ -374,7 +373,7 @@ def _launches(picture: Picture) -> None:
         "note",
         20,
         270,
-        "Blue: ours. Green: cuDNN. Yellow: cuBLAS. Host or device: up to 128 images the first "
+        "Blue: ours. Yellow: cuBLAS. Host or device: up to 128 images the first "
         "kernel reads page-locked host memory, the last one writes there.",
     )
 

@@ -103,8 +103,8 @@ class CudaBackend:
     def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CudaPlan]:
         """A plan for each of `buckets`, by its rows; see `plan`.
 
-        Each bucket has kernels of its own. All networks are built before the first one runs, so
-        that their kernels compile side by side while cuDNN's engines are chosen.
+        Each bucket has kernels of its own. They begin to compile when its network is built, and
+        its first run waits for them. So all networks are built before one runs.
         """
         self._handle.check()
         networks: list[tuple[Buffers, LayerByLayer | FusedNetwork]] = []

@@ -79,7 +79,7 @@ class Kernel:  # pragma: no cover - needs a GPU
 class Kernels:  # pragma: no cover - needs a GPU
     """The kernels of one GPU. Each is compiled on its own thread, from when it is requested.
 
-    The large ones take half a second, while cuDNN's engines are chosen.
+    The large ones take half a second, so request all before the first is launched.
     """
 
     def __init__(self, handle: Handle) -> None:
