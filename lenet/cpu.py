@@ -124,7 +124,8 @@ class CpuBackend:
 
     def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CpuPlan]:
         """See `lenet.backend.Backend.plans`."""
-        return {rows: self.plan(weights, rows) for rows in buckets}
+        # The largest first: the buffers of the others fit into its own.
+        return {rows: self.plan(weights, rows) for rows in sorted(buckets, reverse=True)}
 
     def load(self, weights: WeightFile) -> None:
         """Use the session of `weights`, which is made unless it was kept."""

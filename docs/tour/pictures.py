@@ -245,7 +245,8 @@ def time_line() -> Picture:
         "note",
         24,
         y + 62,
-        "Blue: kernels of ours. Green: cuDNN. Each bar is one graph launch, without copies.",
+        "Blue: kernels of ours. Green: cuDNN, then; now cuBLAS from 32 images on. Each bar is one "
+        "graph launch, without copies.",
     )
     return picture
 

@@ -103,15 +103,15 @@ class CudaBackend:
     def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CudaPlan]:
         """A plan for each of `buckets`, by its rows; see `plan`.
 
-        Each bucket has kernels of its own. They begin to compile when its network is built, and
-        its first run waits for them. So all networks are built before one runs.
+        Kernels begin to compile when a network that needs them is built, and its first run waits
+        for them. So the networks of all buckets are built before one of them runs.
         """
         self._handle.check()
         networks: list[tuple[Buffers, LayerByLayer | FusedNetwork]] = []
         plans: dict[int, CudaPlan] = {}
         with translated(f"preparing {max(buckets)} rows of model {weights.model.name!r}"):
             self._load_or_open(weights)
-            for rows in sorted(buckets, reverse=True):
+            for rows in sorted(buckets, reverse=True):  # the others' buffers fit into the first's
                 self._arena.rewind()  # the buckets share it: their batches run one after another
                 buffers = Buffers.take(self._arena, rows, weights.model.classes)
                 networks.append((buffers, self._network(weights.model, buffers)))

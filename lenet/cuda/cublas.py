@@ -122,8 +122,8 @@ class Cublas:  # pragma: no cover - needs a GPU
     ) -> None:
         """Write x (m, k) times the transpose of weight (n, k), plus bias (n,), to out (m, n).
 
-        In one kernel, with ReLU if requested. Row-major, C-contiguous CuPy arrays of one type,
-        float32 or float16. The algorithm is cuBLAS's first choice, the same each time.
+        With ReLU if requested. Row-major, C-contiguous CuPy arrays of one type, float32 or
+        float16. The algorithm is cuBLAS's first choice, the same each time.
 
         Raises:
             DeviceError: cuBLAS returned an error.

@@ -46,14 +46,15 @@ MAX_CLASSES = 32
 
 _TUNED_FROM_ROWS = 256  # smaller convolutions cost little more than their launch
 _TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
-# Up to so many rows and multiplications `dense.cu` is faster than cuBLAS (H100, 2026-11-25).
+# Up to so many rows and multiplications `dense.cu` is as fast as cuBLAS or faster, but for 1 us at
+# most (H100, 2026-11-25, docs/benchmarks/dense-h100.txt).
 _DENSE_ROWS = 256
 _DENSE_MULTIPLICATIONS: dict[Precision, int] = {
     "fp16": 13 << 20,
     "tf32": 16 << 20,
     "fp32": 32 << 20,
 }
-_ROWS_OF_A_WARP = 8  # in it
+_ROWS_OF_A_WARP = 8  # in dense.cu
 _FUSED_ACTIVATIONS = (IDENTITY, RELU)
 _ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
 _WEIGHT_COPIES = 6  # three for each strategy
@@ -80,7 +81,7 @@ def check(model: Model) -> None:
 
 
 def is_small(rows: int, weights: int, precision: Precision) -> bool:
-    """Whether `dense.cu` computes a hidden dense layer of so many weights: it is faster."""
+    """Whether `dense.cu` computes a hidden dense layer of so many weights."""
     return rows <= _DENSE_ROWS and rows * weights <= _DENSE_MULTIPLICATIONS[precision]
 
 

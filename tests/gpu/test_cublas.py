@@ -1,4 +1,4 @@
-"""A hidden dense layer by cuBLAS, in one kernel with its bias and ReLU, against float64."""
+"""A hidden dense layer by cuBLAS, with its bias and ReLU, against float64."""
 
 from __future__ import annotations
 

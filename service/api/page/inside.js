@@ -70,17 +70,17 @@ function sentence(layer, layers) {
   const first = layers.find((one) => one.kind === "convolution")?.name === name;
   switch (kind) {
     case "filters":
-      return `The ${shape[0]} filters that see the pixels, each ${shape[2]} × ${shape[3]}; blue is negative, red positive. In training, cuDNN convolves with them: one tensor, K × C × R × S. In serving on a GPU, a kernel of this project reads them.`;
+      return `The ${shape[0]} filters that see the pixels, each ${shape[2]} × ${shape[3]}; blue is negative, red positive. In serving on a GPU, a kernel of this project reads them.`;
     case "convolution":
       return first
-        ? `Each filter slid over the image, its bias added, negative sums cut to 0. On a GPU the service does this in a kernel of its own, conv1.cu, from bytes to pooled maps in one go.`
-        : `Each map is now a sum over all maps before it. For large batches on a GPU this is cuDNN's work: one operation graph, run by the engine that was measured to be the fastest; bias and activation follow in the epilogue, a kernel of this project.`;
+        ? `Each filter slid over the image, its bias added, negative sums cut to 0. On a GPU the service does this in a kernel of its own, which computes the next convolution, too.`
+        : `Each map is now a sum over all maps before it. On a GPU that is recent enough both convolutions are one kernel of this project, and the maps between them are never written to memory. In training this is cuDNN's work: one operation graph, run by the engine that was measured to be the fastest.`;
     case "pooling":
       return `Each map shrinks to ${shape[1]} × ${shape[2]}. On a GPU pooling is part of the kernel before, so that the larger maps are never written to memory.`;
     case "dense": {
       const values = valuesOf(layer);
       const strongest = values.map((value, i) => [value, i]).sort((a, b) => b[0] - a[0]).slice(0, 8);
-      return `${shape[0]} units, each a weighted sum of everything before: one matrix product, cuDNN's in fp16, cuBLAS's in fp32. The strongest: ${strongest.map(([value, i]) => `unit ${i} (${value.toFixed(2)})`).join(", ")}.`;
+      return `${shape[0]} units, each a weighted sum of everything before: one matrix product. For few images on a GPU it is a kernel of this project, for many cuBLAS's. The strongest: ${strongest.map(([value, i]) => `unit ${i} (${value.toFixed(2)})`).join(", ")}.`;
     }
     case "logits":
       return `One sum a class, before softmax: ${valuesOf(layer).map((value, i) => `${i}: ${value.toFixed(1)}`).join(", ")}. On a GPU the last product and softmax are one kernel.`;
