@@ -124,7 +124,7 @@ class CpuBackend:
 
     def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CpuPlan]:
         """See `lenet.backend.Backend.plans`."""
-        # The largest first: the buffers of the others fit into its own.
+        # The largest first: with five models 2 MiB less than the other way.
         return {rows: self.plan(weights, rows) for rows in sorted(buckets, reverse=True)}
 
     def load(self, weights: WeightFile) -> None:

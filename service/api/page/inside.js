@@ -73,7 +73,7 @@ function sentence(layer, layers) {
       return `The ${shape[0]} filters that see the pixels, each ${shape[2]} × ${shape[3]}; blue is negative, red positive. In serving on a GPU, a kernel of this project reads them.`;
     case "convolution":
       return first
-        ? `Each filter slid over the image, its bias added, negative sums cut to 0. On a GPU the service does this in a kernel of its own, which computes the next convolution, too.`
+        ? `Each filter slid over the image, its bias added, negative sums cut to 0. On a GPU the service does this in a kernel of its own, together with the next convolution if there is one like it.`
         : `Each map is now a sum over all maps before it. On a GPU that is recent enough both convolutions are one kernel of this project, and the maps between them are never written to memory. In training this is cuDNN's work: one operation graph, run by the engine that was measured to be the fastest.`;
     case "pooling":
       return `Each map shrinks to ${shape[1]} × ${shape[2]}. On a GPU pooling is part of the kernel before, so that the larger maps are never written to memory.`;
