@@ -17,6 +17,7 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
 )
 
 PATIENCE_S = 20.0
+ENDLESS_BYTES = 64 << 20
 
 
 def attributes(owner):
@@ -26,12 +27,15 @@ def attributes(owner):
 
 
 class Collector:
-    """`resources`, `spans` and the `headers` of what came; `refuses` so many spans of each."""
+    """`resources`, `spans` and the `headers` of what came; `refuses` so many spans of each.
+
+    `taken_bytes`: how much of an answer without end the service took.
+    """
 
     def __init__(self, port):
         self.url = f"http://127.0.0.1:{port}/v1/traces"
         self.resources, self.spans, self.headers = [], [], []
-        self.refuses = 0
+        self.refuses = self.taken_bytes = 0
 
     def take(self, path, headers, body):
         assert path == "/v1/traces"
@@ -64,8 +68,8 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector(port=0, moved_to=None):
-    """`moved_to`: every request is redirected there."""
+def collector(port=0, moved_to=None, endless=False):
+    """`moved_to`: every request is redirected there. `endless`: no answer ends below 64 MiB."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -79,6 +83,11 @@ def collector(port=0, moved_to=None):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(answer)
+            while endless and found.taken_bytes < ENDLESS_BYTES:
+                try:
+                    found.taken_bytes += self.wfile.write(bytes(1 << 20))
+                except OSError:  # the service closed the connection
+                    break
 
         def do_GET(self):
             found.headers.append(dict(self.headers))

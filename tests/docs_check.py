@@ -18,7 +18,6 @@ A block of the language `json` right after them is what their last command, a cu
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -28,6 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -217,9 +217,13 @@ class Clone:
                 start_new_session=True,
             )
         for _ in range(LIMIT_S):
-            with contextlib.suppress(OSError):
+            try:
                 urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=1).close()
                 return ""
+            except urllib.error.HTTPError as exc:  # it holds the connection
+                exc.close()
+            except OSError:
+                pass
             if self._service.poll() is not None:
                 self._service = None
                 return f"the service did not start\n{self._log.read_text()}"

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from http.client import HTTPException
+from urllib.error import HTTPError
 from urllib.parse import unquote
 
 from google.protobuf.message import DecodeError
@@ -40,6 +41,8 @@ _EVERY_S = 0.2  # a worker that has lost its device ends after half a second
 _PATIENCE_S = 5.0
 _LAST_PATIENCE_S = 0.5  # with what is under way less than the last limit of a stop
 _LOGGED_EVERY_S = 60.0
+_ANSWER_BYTES = 65_536
+"""Maximum size of the collector's answer that is read."""
 _TOGETHER = 8
 """So many requests are worked on before the event loop may go on: 0.1 ms."""
 
@@ -232,8 +235,12 @@ class _Sender:
     def _post(self, body: bytes, timeout_s: float) -> int:
         """Send `body`; how many spans of it were refused."""
         request = urllib.request.Request(self._url, body, self._headers)  # noqa: S310 - its setting
-        with self._open(request, timeout=timeout_s) as response:
-            answer = ExportTraceServiceResponse.FromString(response.read())
+        try:
+            with self._open(request, timeout=timeout_s) as response:
+                answer = ExportTraceServiceResponse.FromString(response.read(_ANSWER_BYTES))
+        except HTTPError as exc:  # it holds the connection
+            exc.close()
+            raise
         return int(answer.partial_success.rejected_spans)
 
 

@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from http.client import HTTPException, HTTPSConnection
 from pathlib import Path
+from urllib.error import HTTPError
 
 import grpc
 import trustme
@@ -110,9 +111,13 @@ class Prometheus:
         """Wait until `expr` has a result."""
         until_s = time.monotonic() + PATIENCE_S
         while True:
-            with contextlib.suppress(OSError):
+            try:
                 if self.query(expr):
                     return
+            except HTTPError as exc:  # it holds the connection
+                exc.close()
+            except OSError:
+                pass
             assert time.monotonic() < until_s, f"no {expr}"
             time.sleep(0.2)
 

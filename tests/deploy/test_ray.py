@@ -27,7 +27,9 @@ import numpy as np, ray
 from ray import serve
 import digits
 
-pixels, answers, before = np.load(sys.argv[1]), json.load(open(sys.argv[2])), int(sys.argv[3])
+pixels, before = np.load(sys.argv[1]), int(sys.argv[3])
+with open(sys.argv[2]) as file:
+    answers = json.load(file)
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     port = probe.getsockname()[1]

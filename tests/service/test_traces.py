@@ -33,7 +33,7 @@ from service.observe.traces import (
 )
 from service.transport.answer import STATUS
 from service.transport.grpc_status import STATUS_NAMES
-from tests.collector import attributes, collector
+from tests.collector import ENDLESS_BYTES, attributes, collector
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (Span(bytes(16), bytes(8), sampled) for sampled in (True, False))
@@ -286,6 +286,17 @@ def test_a_collector_that_takes_nothing_is_said_once(monkeypatch, caplog, how):
     (record,) = caplog.records
     said = f"traces to {url}: 1 requests, batches or spans dropped so far: "
     assert said in record.getMessage()
+
+
+def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch, caplog):
+    monkeypatch.setattr(otlp, "_LAST_PATIENCE_S", 20.0)
+    with (
+        collector(endless=True) as found,
+        otlp.sent(traces := Traces(1, 1.0), ENCODER, found.url, "1.2"),
+    ):
+        traces.add(one_ended())
+    assert found.taken_bytes < ENDLESS_BYTES / 2  # what the kernel's buffers take
+    assert "1 requests, batches or spans dropped so far: DecodeError" in caplog.text
 
 
 def test_a_collector_that_does_not_answer_keeps_nothing_up(monkeypatch, caplog):
