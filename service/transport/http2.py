@@ -5,7 +5,8 @@ what is to be sent collects in `Http2.out`.
 
 Header blocks are decoded by the package hpack. The client is asked for a table of size 0, so that
 a block means the same on every connection: equal blocks are decoded once (`Http2.head_cache`). Our
-own header blocks hold literals alone and need no table either.
+own header blocks hold literals alone and need no table either. A client that lowers the limit of
+4,096 bytes gets a table size update to 0 with our next header block.
 
     client                          server
     HEADERS (+ CONTINUATION) --->   Handler.opened(stream, head, end)
@@ -92,6 +93,10 @@ _RESET_STREAMS = 256
 """How many streams that were reset are remembered: frames for them may be on their way."""
 
 _MOST_WINDOW = 2**31 - 1
+
+_DEFAULT_TABLE_BYTES = 4096
+_EMPTY_TABLE = b"\x20"
+"""Sets the size of the table to 0 at the beginning of a header block: RFC 7541, 6.3."""
 
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
@@ -267,6 +272,8 @@ class Http2:
         self._send_window = 65_535
         self._initial_window = 65_535
         self._frame_bytes = 16_384
+        self._table_update = b""
+        """Begins our next header block."""
         self._credit = _CREDIT
         self._rest_at = _CREDIT - _REST_CREDIT
         self._reset: dict[int, bool] = {}
@@ -659,6 +666,8 @@ class Http2:
                 if value > _MOST_WINDOW:
                     raise _window_error("INITIAL_WINDOW_SIZE over 2^31-1")
                 window = value
+            elif name == TABLE_SIZE and value < _DEFAULT_TABLE_BYTES:
+                self._table_update = _EMPTY_TABLE  # RFC 9113, 4.3.1
         if window != self._initial_window:
             self._set_initial_window(window)  # once: it is a step for each stream
         self._write(_frame(SETTINGS, ACK, 0))
@@ -722,6 +731,7 @@ class Http2:
 
     def headers(self, stream: Stream, block: bytes, end: bool = False) -> None:
         """Begin the answer with a header block; `end`: it is all of it."""
+        block, self._table_update = self._table_update + block, b""
         self._write(_frame(HEADERS, END_HEADERS | end, stream.number, block))
         if end:
             self._close(stream)
@@ -729,7 +739,8 @@ class Http2:
     def answer(self, stream: Stream, block: bytes, body: bytes, trailers: bytes | None) -> None:
         """A whole answer: header block, body, and trailers unless None."""
         number, size = stream.number, len(body)
-        if size > min(stream.send_window, self._send_window, self._frame_bytes):
+        room = min(stream.send_window, self._send_window, self._frame_bytes)
+        if size > room or self._table_update:
             self.headers(stream, block)
             self.write(stream, (body,))
             self.finish(stream, trailers)
@@ -794,10 +805,10 @@ class Http2:
 
     def _end(self, stream: Stream) -> None:
         if stream.end:
-            self._write(_frame(HEADERS, _ENDS, stream.number, stream.end))
+            self.headers(stream, stream.end, end=True)
         else:
             self._write(_frame(DATA, END_STREAM, stream.number))
-        self._close(stream)
+            self._close(stream)
 
     def _send_more(self) -> None:
         """The client's windows have grown: go on with the streams that wait."""

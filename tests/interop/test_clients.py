@@ -293,12 +293,13 @@ def test_curl_over_http_2(serving, tmp_path):
     check_http(ask)
 
 
-def test_nghttp(serving, tmp_path):
+@pytest.mark.parametrize("table", ["4096", "0"])
+def test_nghttp(serving, tmp_path, table):
     nghttp = shutil.which("nghttp") or pytest.skip("nghttp is not installed")
     path = tmp_path / "body"
 
     def ask(url, body, headers):
-        line = [nghttp, "--stat"]
+        line = [nghttp, "--stat", "-c", table]
         line += [part for name, text in headers.items() for part in ("-H", f"{name}: {text}")]
         if body is not None:
             path.write_bytes(body)
@@ -307,5 +308,35 @@ def test_nghttp(serving, tmp_path):
         answer, _, statistics = printed.partition("***** Statistics *****")
         # The last line: id, three times, status, size, path.
         return int(statistics.strip().splitlines()[-1].split()[-3]), answer
+
+    check_http(ask)
+
+
+NODE = """
+const [,, origin, path, file, headers] = process.argv;
+const settings = { headerTableSize: 0 };
+const session = require('http2').connect(origin, { settings });
+const body = file === '' ? undefined : require('fs').readFileSync(file);
+const method = body === undefined ? 'GET' : 'POST';
+const stream = session.request({ ':path': path, ':method': method, ...JSON.parse(headers) });
+let [status, answer] = [0, ''];
+stream.on('response', (found) => { status = found[':status']; });
+stream.on('data', (piece) => { answer += piece; });
+stream.on('end', () => { console.log(JSON.stringify([status, answer])); session.close(); });
+stream.end(body);
+"""
+
+
+def test_node_with_an_empty_header_table(serving, tmp_path):
+    node = shutil.which("node") or pytest.skip("node is not installed")
+    path, script = tmp_path / "body", tmp_path / "ask.js"
+    script.write_text(NODE)
+
+    def ask(url, body, headers):
+        if body is not None:
+            path.write_bytes(body)
+        file = "" if body is None else str(path)
+        origin = f"http://127.0.0.1:{serving.port}"
+        return json.loads(run([node, str(script), origin, url, file, json.dumps(headers)]))
 
     check_http(ask)
