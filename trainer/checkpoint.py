@@ -45,7 +45,9 @@ class Snapshot:
         self._model, self._ops = network.model, network.ops
         self._live = {"": network.arrays, "velocity.": optimizer.velocities}
         self._kept = {
-            prefix: self._ops.upload(self._model, self._ops.download(self._model, live))
+            prefix: self._ops.upload(
+                self._model, self._ops.download(self._model, live), operands=False
+            )
             for prefix, live in self._live.items()
         }
 
@@ -75,7 +77,7 @@ class Snapshot:
         """Restore the state that `read` returned, also in network and optimizer."""
         for prefix, kept in self._kept.items():
             values = {name: tensors[f"{prefix}{name}"] for name in kept}
-            self._kept[prefix] = self._ops.upload(self._model, values)
+            self._kept[prefix] = self._ops.upload(self._model, values, operands=False)
         self.restore()
         self.epochs, self.loss_scale = tuple(epochs), loss_scale
 

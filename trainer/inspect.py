@@ -101,9 +101,11 @@ class RecordingOps:
     def __getattr__(self, name: str) -> Any:
         return partial(self._gradient, name) if name in _GRADIENTS else getattr(self._ops, name)
 
-    def upload(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
+    def upload(
+        self, model: Model, tensors: Mapping[str, Tensor], operands: bool = True
+    ) -> dict[str, Array]:
         """Notes the layer of each array."""
-        arrays = self._ops.upload(model, tensors)
+        arrays = self._ops.upload(model, tensors, operands)
         self._layers |= {id(array): name.partition(".")[0] for name, array in arrays.items()}
         self._sizes |= {name: math.prod(packed.shape) for name, packed in layout(model).items()}
         return arrays

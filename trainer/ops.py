@@ -122,8 +122,13 @@ class TrainingOps(Protocol):
         """The device memory in use; 0 on the CPU."""
         ...
 
-    def upload(self, model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Array]:
-        """Device copies of tensors that have names and shapes of `model`'s parameters."""
+    def upload(
+        self, model: Model, tensors: Mapping[str, Tensor], operands: bool = True
+    ) -> dict[str, Array]:
+        """Device copies of tensors that have names and shapes of `model`'s parameters.
+
+        Not `operands`: no convolution or product reads them, so they need no copy in its precision.
+        """
         ...
 
     def download(self, model: Model, arrays: Mapping[str, Array]) -> dict[str, Tensor]:

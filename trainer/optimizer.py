@@ -76,7 +76,7 @@ class Sgd:
         self.parameters = parameters
         shapes = model.parameters()
         zeros = {name: np.zeros(shapes[name], np.float32) for name in parameters}
-        self.velocities = ops.upload(model, zeros)
+        self.velocities = ops.upload(model, zeros, operands=False)
         self._ops = ops
         self._momentum = momentum
         self._weight_decay = weight_decay

@@ -8,9 +8,13 @@ import re
 import numpy as np
 import pytest
 
+from lenet.model import ARCHITECTURES
 from lenet.weightfile import WeightFile
+from tests.gpu.accuracies import MOST, accuracies, of_file, spread
 from trainer import loop
 from trainer.__main__ import main
+from trainer.mnist import load
+from trainer.runs import METRICS
 
 
 @pytest.fixture
@@ -98,3 +102,51 @@ def test_a_run_that_diverges_names_the_step_and_where_it_began(fit, precision, c
     said = capsys.readouterr().err
     assert re.search(r"the loss is (nan|inf) at step \d+ of 214, expected a finite number", said)
     assert re.search(r"first in (conv|dense)\d\S*('s (output|gradient))? at step \d+", said)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
+@pytest.mark.parametrize("model", ARCHITECTURES)
+def test_the_accuracy_printed_last_is_that_of_the_network_and_of_its_file(
+    model, precision, mnist_folder, tmp_path
+):
+    found = accuracies(model, precision, load(mnist_folder), tmp_path, epochs=2)
+    assert spread(found) <= MOST, found
+    assert found["file"] > 95
+
+
+def test_a_target_that_the_network_reaches_ends_the_run(fit, mnist_folder, tmp_path):
+    code, content = fit("--epochs", "12", "--target", "99")
+    path = tmp_path / "reached.safetensors"
+    path.write_bytes(content)
+    (metrics,) = (tmp_path / "runs").rglob(METRICS)
+    epochs = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert code == 0
+    assert len(epochs) == WeightFile.read(path).training.epochs < 12
+    assert epochs[-1]["validation_accuracy"] >= 0.99
+    _, validation = load(mnist_folder).hold_out(5_000)
+    assert of_file(path, validation) >= 99 - MOST
+
+
+def test_a_search_counts_the_mistakes_that_the_files_of_its_recipes_make(
+    fit, mnist_folder, tmp_path
+):
+    optuna = pytest.importorskip("optuna")
+    journal = tmp_path / "search.log"
+    given = ("--data", str(mnist_folder), "--journal", str(journal), "--over", "rate,smoothing")
+    few = ("--epochs", "2", "--trials", "3", "--seeds", "1")
+    assert main(["search", "--device", "cuda", *given, *few]) == 0
+    backend = optuna.storages.journal.JournalFileBackend(str(journal))
+    storage = optuna.storages.JournalStorage(backend)
+    (study,) = optuna.get_all_study_summaries(storage)
+    trials = optuna.load_study(study_name=study.study_name, storage=storage).trials
+    _, validation = load(mnist_folder).hold_out(5_000)
+    counted = [trial for trial in trials if trial.value is not None]
+    assert counted
+    for trial in counted:
+        words = [str(word) for name, value in trial.params.items() for word in (f"--{name}", value)]
+        code, content = fit("--epochs", "2", *words)
+        assert code == 0
+        path = tmp_path / f"{trial.number}.safetensors"
+        path.write_bytes(content)
+        mistakes = (1 - of_file(path, validation) / 100) * len(validation)
+        assert trial.value == pytest.approx(mistakes, abs=MOST / 100 * len(validation))

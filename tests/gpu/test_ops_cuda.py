@@ -22,7 +22,7 @@ from lenet.model import (
 )
 from trainer.augment import WarpLimits
 from trainer.mnist import Digits
-from trainer.network import Network, initial_tensors
+from trainer.network import Network, initial_tensors, take_step
 from trainer.ops import Epilogue, Norm, Run
 from trainer.optimizer import Sgd
 
@@ -67,7 +67,9 @@ def upload_one(bench, kind, tensor):
         wide = c if kind == "first" else padded(c)
         extra = [(0, padded(k) - k), (0, wide - c), *[(0, 0)] * (tensor.ndim - 2)]
         packed = np.moveaxis(np.pad(tensor, extra), 1, -1)
-    return Parameter(cupy.asarray(np.ascontiguousarray(packed, np.float32)), len(tensor))
+    master = cupy.asarray(np.ascontiguousarray(packed, np.float32))
+    half = master.astype(cupy.float16) if bench.precision == "mixed" else None
+    return Parameter(master, len(tensor), half)
 
 
 def a_convolution(random, first):
@@ -424,6 +426,27 @@ def test_logits_outside_training_agree_for_more_images_than_one_batch(bench):
     whole = network.logits(images)
     want = Network(model, network.tensors, bench.cpu).logits(images[:50])
     assert relative(whole[:50], want) <= 3 * bench.tolerance  # through eight operations
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
+@pytest.mark.parametrize("model", NETWORKS, ids=lambda m: m.name)
+def test_logits_follow_the_weights_though_they_were_asked_for_before_the_steps(
+    make_bench, model, precision
+):
+    bench = make_bench(precision)
+    network = Network(model, initial_tensors(model, np.random.default_rng(1)), bench.gpu)
+    optimizer = Sgd(model, network.parameters, bench.gpu)
+    state = bench.gpu.start(a_run(np.random.default_rng(2), steps=9))
+    step = bench.gpu.capture(lambda: take_step(network, optimizer, state))
+    random = np.random.default_rng(3)
+    images = random.integers(0, 256, (50, 28, 28), np.uint8)
+    before = network.logits(images)
+    for _ in range(9):
+        step()
+    after = network.logits(images)
+    want = Network(model, network.tensors, bench.cpu).logits(images)
+    assert relative(after, want) <= 5 * bench.tolerance  # through up to ten operations
+    assert relative(before, want) > 10 * bench.tolerance
 
 
 class TwoRanks:

@@ -83,7 +83,9 @@ class CpuOps:
     def barrier(self) -> None:
         """Returns at once: there is one rank."""
 
-    def upload(self, model: Model, tensors: Mapping[str, Array]) -> dict[str, Array]:
+    def upload(
+        self, model: Model, tensors: Mapping[str, Array], operands: bool = True
+    ) -> dict[str, Array]:
         return {name: np.array(value, self._dtype, order="C") for name, value in tensors.items()}
 
     def download(self, model: Model, arrays: Mapping[str, Array]) -> dict[str, Array]:

@@ -127,11 +127,13 @@ class CudaOps:
         self._captured.clear()
         self._opened.__exit__(kind, problem, trace)
 
-    def upload(self, model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Array]:
-        """Packed, as float32 masters."""
+    def upload(
+        self, model: Model, tensors: Mapping[str, NDArray[Any]], operands: bool = True
+    ) -> dict[str, Array]:
+        """Packed, as float32 masters; in mixed precision weights have a float16 copy, too."""
         self._classes = model.classes
         with translated("loading the network"):
-            uploaded = parameters.upload(model, tensors)
+            uploaded = parameters.upload(model, tensors, operands and self.precision == "mixed")
         self._parameters.update(uploaded.values())
         return uploaded
 

@@ -1,14 +1,15 @@
 """Trained tensors on the device: float32 masters in cuDNN's layout, with float16 copies.
 
 In mixed precision the network multiplies with the float16 copy of a weight and the optimizer
-updates the float32 master, so that small updates are not rounded away.
+updates the float32 master, so that small updates are not rounded away. The copy is made with the
+master, and whatever writes the master writes the copy.
 Source: Micikevicius et al. 2018, "Mixed Precision Training", section 3.1.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import cupy
@@ -21,20 +22,19 @@ from lenet.model import Model
 
 @dataclass(eq=False, slots=True, weakref_slot=True)
 class Parameter:
-    """One packed tensor: `master` float32, `half` float16 once an operation has used it."""
+    """One packed tensor: `master` float32, and `half`, its float16 copy if operations read that."""
 
     master: Any
     channels: int
     """The true size of the first axis."""
 
-    half: Any = field(default=None)
+    half: Any = None
 
     def operand(self, dtype: Any) -> Any:
         """The tensor in `dtype`, float32 or float16."""
         if dtype == cupy.float32:
             return self.master
-        if self.half is None:
-            self.half = self.master.astype(cupy.float16)
+        assert self.half is not None, "bug: uploaded without a float16 copy"
         return self.half
 
     def refresh(self) -> None:
@@ -43,13 +43,18 @@ class Parameter:
             self.half[...] = self.master
 
 
-def upload(model: Model, tensors: Mapping[str, NDArray[Any]]) -> dict[str, Parameter]:
-    """Canonical tensors, any of `model.parameters()`, onto the current GPU."""
+def upload(model: Model, tensors: Mapping[str, NDArray[Any]], halves: bool) -> dict[str, Parameter]:
+    """Canonical tensors, any of `model.parameters()`, onto the current GPU.
+
+    With `halves` each weight has a float16 copy.
+    """
     layouts = layout(model)
     uploaded: dict[str, Parameter] = {}
     for name, tensor in tensors.items():
         packed = layouts[name].pack(tensor.astype(np.float32))
-        uploaded[name] = Parameter(cupy.asarray(packed), len(tensor))
+        master = cupy.asarray(packed)
+        half = master.astype(cupy.float16) if halves and name.endswith(".weight") else None
+        uploaded[name] = Parameter(master, len(tensor), half)
     return uploaded
 
 

@@ -1,7 +1,7 @@
 """The end of a step: one kernel updates all parameters, then the step is counted.
 
-The kernel reads a table of all tensors, made when a set of updates is first seen: the arena returns
-the same addresses in every step, so a run has one table.
+The kernel reads a table of all tensors. It is looked up by its content, and a run has one: the
+arena returns the same addresses in every step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class FusedSgd:
 
     def __init__(self, kernels: Kernels) -> None:
         self._kernels = kernels
-        self._tables: dict[tuple[int, ...], _Table] = {}
+        self._tables: dict[tuple[tuple[int, ...], ...], _Table] = {}
 
     def step(
         self,
@@ -81,24 +81,25 @@ class FusedSgd:
         return self._kernels.get(_SOURCE, name, {"CHUNK": _CHUNK})
 
     def _table(self, updates: Sequence[Update]) -> _Table:
-        key = tuple(pointer for update in updates for pointer in _pointers(update))
+        key = tuple(map(_row, updates))
         if key not in self._tables:
-            rows = np.zeros(len(updates), _ROW)
-            chunks: list[tuple[int, int]] = []
-            for index, update in enumerate(updates):
-                size = update.parameter.master.size
-                flags = _WEIGHT_DECAY if update.name.endswith(".weight") else 0
-                if update.gradient.dtype == cupy.float16:
-                    flags |= _HALF_GRADIENT
-                rows[index] = (*_pointers(update), size, flags)
-                chunks += [(index, first) for first in range(0, size, _CHUNK)]
+            chunks = [
+                (index, first)
+                for index, update in enumerate(updates)
+                for first in range(0, update.parameter.master.size, _CHUNK)
+            ]
             self._tables[key] = _Table(
-                cupy.asarray(rows.view(np.uint8)), cupy.asarray(np.array(chunks, np.int32))
+                cupy.asarray(np.array(list(key), _ROW).view(np.uint8)),
+                cupy.asarray(np.array(chunks, np.int32)),
             )
         return self._tables[key]
 
 
-def _pointers(update: Update) -> tuple[int, ...]:
-    half = update.parameter.half
-    arrays = (update.parameter.master, update.gradient, update.velocity.master)
-    return (*(int(array.data.ptr) for array in arrays), 0 if half is None else int(half.data.ptr))
+def _row(update: Update) -> tuple[int, ...]:
+    parameter, gradient = update.parameter, update.gradient
+    flags = _WEIGHT_DECAY if update.name.endswith(".weight") else 0
+    if gradient.dtype == cupy.float16:
+        flags |= _HALF_GRADIENT
+    arrays = (parameter.master, gradient, update.velocity.master, parameter.half)
+    pointers = (0 if array is None else int(array.data.ptr) for array in arrays)
+    return (*pointers, int(parameter.master.size), flags)
