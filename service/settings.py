@@ -52,7 +52,8 @@ class Settings(BaseSettings):
     )
 
     host: str = "127.0.0.1"
-    """Address or host name to listen on; 0.0.0.0 for every IPv4 interface."""
+    """Address or host name to listen on; 0.0.0.0 for every IPv4 address of this machine, :: for
+    every address, IPv6 and IPv4."""
 
     port: Port = 8000
     """HTTP port, /metrics included; 0 takes a free one."""
@@ -226,6 +227,16 @@ class Settings(BaseSettings):
             raise ValueError("expected an address or a host name alone; the port is --port")
         return host
 
+    @field_validator("port", "grpc_port", mode="before")
+    @classmethod
+    def _check_port(cls, port: object) -> object:
+        if isinstance(port, str) and port.startswith("tcp://"):
+            raise ValueError(
+                "expected a port; Kubernetes sets this variable where a Service is called lenet or "
+                "lenet-grpc: set enableServiceLinks: false in the pod, or rename the Service"
+            )
+        return port
+
     @field_validator("traces_endpoint")
     @classmethod
     def _check_endpoint(cls, url: str) -> str:
@@ -234,7 +245,7 @@ class Settings(BaseSettings):
         if url and not _is_installed("opentelemetry.proto.trace"):
             raise ValueError(
                 "it needs OpenTelemetry's messages, which are not installed: "
-                "pip install 'lenet-serve[otel]'"
+                "python -m pip install opentelemetry-proto"
             )
         return url
 

@@ -40,7 +40,9 @@ def _install(cuda: int | None = None) -> str:
         return f"{_install(_NEWEST_CUDA)}; {older}"
     return (
         "install it in a checkout with .venv/bin/python -m pip install --constraint "
-        f"constraints.txt -e '.[cuda{cuda}]', in Docker with --target service-cuda{cuda}"
+        f"constraints.txt -e '.[cuda{cuda}]', with a wheel as python -m pip install "
+        f"'lenet_serve-VERSION-py3-none-any.whl[cuda{cuda}]', in Docker with "
+        f"--target service-cuda{cuda}"
     )
 
 

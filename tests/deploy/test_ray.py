@@ -105,7 +105,7 @@ print(json.dumps([sorted(first), victim, sorted(last), counts, wrong, label, rea
 def run_ray(tmp_path):
     """`run_ray(code, *arguments)` runs Python with the deployment's module at hand."""
     if importlib.util.find_spec("ray") is None:
-        pytest.skip("ray is not installed: pip install 'lenet-serve[ray]'")
+        pytest.skip("ray is not installed: pip install -c constraints.txt -e '.[ray]'")
 
     def run(code, *arguments):
         places = os.pathsep.join((str(PROJECT), str(PROJECT / "deploy" / "ray")))

@@ -122,8 +122,15 @@ def test_settings_that_contradict_each_other_are_refused(changes, words):
         Settings(**changes)
 
 
+@pytest.mark.parametrize("name", ["PORT", "GRPC_PORT"])
+def test_a_port_that_a_service_of_kubernetes_sets_is_explained(monkeypatch, name):
+    monkeypatch.setenv(f"LENET_{name}", "tcp://10.96.0.7:80")
+    with pytest.raises(ValidationError, match=r"expected a port; .* enableServiceLinks: false"):
+        Settings()
+
+
 def test_traces_need_their_extra(monkeypatch):
     monkeypatch.delitem(sys.modules, "opentelemetry.proto.trace", raising=False)
     monkeypatch.setitem(sys.modules, "opentelemetry.proto", None)  # as if it were not installed
-    with pytest.raises(ValidationError, match=r"pip install 'lenet-serve\[otel\]'"):
+    with pytest.raises(ValidationError, match="python -m pip install opentelemetry-proto"):
         Settings(traces_endpoint="http://collector:4318/v1/traces")

@@ -10,10 +10,11 @@ from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
 
 INSTALL = (
     "install it in a checkout with .venv/bin/python -m pip install --constraint constraints.txt "
-    "-e '.[cuda{}]', in Docker with --target service-cuda{}"
+    "-e '.[cuda{0}]', with a wheel as python -m pip install "
+    "'lenet_serve-VERSION-py3-none-any.whl[cuda{0}]', in Docker with --target service-cuda{0}"
 )
-INSTALL_12 = INSTALL.format(12, 12)
-INSTALL_ANY = f"{INSTALL.format(13, 13)}; where nvidia-smi says CUDA 12, take cuda12"
+INSTALL_12 = INSTALL.format(12)
+INSTALL_ANY = f"{INSTALL.format(13)}; where nvidia-smi says CUDA 12, take cuda12"
 
 
 class CudaError(RuntimeError):
