@@ -20,13 +20,10 @@ from service.pictures.doubt import count_shapes, is_no_digit, silhouette
 from service.pictures.headers import Digits, Doubt, Invert
 from service.pictures.ink import Drawing, Ink, find_ink
 from service.pictures.picture_files import read_grey
-from service.pictures.separate import separate
+from service.pictures.separate import MAX_DIGITS, find_digits, in_reading_order
 
 BOX = 20
 """Longer side of a digit in the 28x28 image, in pixels."""
-
-MAX_DIGITS = 64
-"""The most digits in one picture."""
 
 _FLAT = 14
 """Rows of a prepared image. Nearly all digits have 20."""
@@ -75,20 +72,22 @@ def prepare(
         hint = "" if invert == "auto" else f"; invert is {invert}, try auto"
         message = f"{field}: no digit found: the picture is blank, or no ink in it stands out{hint}"
         raise InvalidInput(message, field=field)
-    drawings = separate(drawing) if digits == "several" else [drawing]
-    if len(drawings) > MAX_DIGITS:
+    found = find_digits(drawing) if digits == "several" else []
+    if len(found) > MAX_DIGITS:
         raise TooLarge(
-            f"{field}: got {len(drawings)} digits, expected at most {MAX_DIGITS} in a picture; "
+            f"{field}: got {len(found)} shapes, expected at most {MAX_DIGITS} digits in a picture; "
             "cut it into several",
             field=field,
         )
+    alone = (one.alone(drawing) for one in in_reading_order(found))
+    drawings = alone if len(found) > 1 else [drawing]
     images = np.stack([_centred(_scaled(one)) for one in drawings])
     doubts: list[tuple[int, Doubt]] = []
     for index, image in enumerate(images):
         shape = silhouette(image)
         # A long number is so small that its digits may have become one shape.
         several = count_shapes(shape) > 1 or np.count_nonzero(image.any(1)) < _FLAT
-        if digits == "one" and several and len(separate(drawing)) > 1:
+        if digits == "one" and several and len(find_digits(drawing)) > 1:
             doubts.append((index, "several_shapes"))
         elif is_no_digit(shape):
             doubts.append((index, "not_a_digit"))

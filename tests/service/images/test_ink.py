@@ -5,7 +5,6 @@ import pytest
 from PIL import Image
 
 from service.pictures.ink import find_ink
-from service.pictures.separate import separate
 
 PAPER, INK = 230, 40
 
@@ -112,36 +111,3 @@ def test_a_box_around_the_digit_is_not_ink():
     box[21:279, 21:239] = False
     grey[box] = INK
     assert stays(grey)
-
-
-# Several digits
-
-
-def bars(*boxes):
-    grey = np.full((300, 400), PAPER, np.uint8)
-    for top, bottom, left, right in boxes:
-        grey[top:bottom, left:right] = INK
-    return find_ink(grey, "auto")
-
-
-def places(drawing):
-    found = []
-    for one in separate(drawing):
-        rows, columns = np.flatnonzero(one.drawn.any(1)), np.flatnonzero(one.drawn.any(0))
-        found.append(tuple(map(int, (rows[0], rows[-1] + 1, columns[0], columns[-1] + 1))))
-    return found
-
-
-def test_specks_are_no_digits():
-    one, other = (60, 160, 60, 75), (60, 160, 200, 215)
-    assert places(bars(one, other, (100, 106, 130, 136), (250, 254, 300, 304))) == [one, other]
-
-
-def test_a_lying_digit_is_a_digit():
-    one, lying = (60, 160, 60, 75), (110, 125, 150, 220)
-    assert places(bars(one, lying)) == [one, lying]
-
-
-def test_a_digit_alone_is_left_as_it_is():
-    drawing = bars((60, 160, 60, 75))
-    assert separate(drawing) == [drawing]
