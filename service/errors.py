@@ -183,10 +183,10 @@ def invalid(field: str, got: str, expected: str) -> InvalidInput:
     return InvalidInput(f"{field}: got {got}, expected {expected}", field=field)
 
 
-def shown(value: object) -> str:
-    """A client's value for a message: at most 40 characters, a container by its length alone."""
+def shown(value: object, characters: int = _SHOWN_CHARACTERS) -> str:
+    """A client's value for a message, cut after `characters`; a container by its length alone."""
     if isinstance(value, list | dict):
         return f"{'a list' if type(value) is list else 'an object'} of {len(value)}"
     if isinstance(value, str):
-        return repr(value[:_SHOWN_CHARACTERS]) + ("..." if len(value) > _SHOWN_CHARACTERS else "")
+        return repr(value[:characters]) + ("..." if len(value) > characters else "")
     return json.dumps(value)

@@ -43,6 +43,7 @@ class AccessLog:
         self._json = form == "json"
         self._left_out = () if probes else _PROBES
         self._lines = lines
+        self._pid = os.getpid()
 
     def add(
         self,
@@ -64,6 +65,9 @@ class AccessLog:
         if self._json:
             fields: dict[str, object] = {
                 "time": at,
+                "level": "INFO",
+                "pid": self._pid,
+                "logger": "access",
                 "protocol": protocol,
                 "client": client,
                 "request": request,

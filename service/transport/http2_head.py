@@ -19,6 +19,9 @@ _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")
 _PSEUDO = frozenset((b":method", b":scheme", b":authority", b":path"))
 
+_METHOD_CHARACTERS = 100
+"""Characters of an unknown method in a message: a service's name alone has 40."""
+
 _LENGTH = re.compile(rb"[0-9]{1,20}")
 
 Methods = Mapping[bytes, Method]
@@ -84,7 +87,7 @@ class Http2Head(RequestHead):
                     field="metadata",
                 )
             if method is None:
-                found = shown(self.path.decode("latin-1"))
+                found = shown(self.path.decode("latin-1"), _METHOD_CHARACTERS)
                 raise Unimplemented(f"method: got {found}, expected one that reflection lists")
             kind = named["content-type"]
             if kind.partition(";")[0] not in ("application/grpc", "application/grpc+proto"):

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 import queue
 
 import pytest
@@ -34,6 +35,13 @@ def test_probes_and_scrapes_that_succeed_have_lines_only_where_they_are_wanted(
         lines = queue.Queue()
         AccessLog("json", lines, probes).add("http", "-", request_, status, 0, 0.1, Ids())
         assert lines.qsize() == wanted
+
+
+def test_an_object_has_the_fields_of_a_log_line():
+    lines = queue.Queue()
+    AccessLog("json", lines).add("http", "-", "POST /predict", 200, 0, 0.1, Ids())
+    found = json.loads(lines.get())
+    assert (found["level"], found["pid"], found["logger"]) == ("INFO", os.getpid(), "access")
 
 
 def test_a_line_in_json_has_the_trace_and_span_of_the_caller():

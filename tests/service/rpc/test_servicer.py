@@ -56,7 +56,7 @@ async def test_a_model_is_described_when_asked_for_metadata(stub):
 
 
 async def test_triton_s_additions_are_unimplemented_when_called(stub):
-    call = stub.channel.unary_unary("/inference.GRPCInferenceService/TraceSetting")
+    call = stub.channel.unary_unary("/inference.GRPCInferenceService/SystemSharedMemoryRegister")
     error = await failure(call(b""))
     assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "expected one that reflection lists" in error.details()
+    assert "Service/SystemSharedMemoryRegister', expected one that" in error.details()
