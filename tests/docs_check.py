@@ -29,7 +29,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -51,6 +51,7 @@ _FENCE = re.compile(
     r"^```sh\b([^\n]*)\n(.*?)^```(?:\s*^```json\n(.*?)^```)?", re.MULTILINE | re.DOTALL
 )
 _ELIDED = "..."
+_SERVES = re.compile(r"make serve\b(?!.*--(help|version)\b)")
 _TALKS = re.compile(r"(127\.0\.0\.1|localhost):800[01]|make load-test|\bPID\b")
 
 
@@ -140,6 +141,21 @@ def _difference(place: str, got: object, expected: object) -> str:
     return next(filter(None, (_difference(*pair) for pair in pairs)), "")
 
 
+def _port(command: str) -> int:
+    found = re.search(r"--port (\d+)", command) if _SERVES.match(command) else None
+    return int(found[1]) if found else 8000
+
+
+def taken(texts: Iterable[str]) -> str:
+    """The message if another program has the port of a service that commands of `texts` need."""
+    serving = [text for text in texts if _SERVES.match(text) or _TALKS.search(text)]
+    for port in sorted({_port(text) for text in serving}):
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) == 0:
+                return f"port {port} is taken by another program: stop that first"
+    return ""
+
+
 class Clone:
     """A clone of the repository's HEAD in `folder`, and the service that runs in it."""
 
@@ -166,7 +182,7 @@ class Clone:
 
         If there is a documented `answer`, one that differs is a problem.
         """
-        if re.match(r"make serve\b(?!.*--(help|version)\b)", command):
+        if _SERVES.match(command):
             return self._serve(command)
         if self._service is None and _TALKS.search(command):
             problem = self._serve("make serve")
@@ -202,10 +218,9 @@ class Clone:
 
     def _serve(self, command: str) -> str:
         self._stop()
-        port = int(found[1]) if (found := re.search(r"--port (\d+)", command)) else 8000
-        with socket.socket() as probe:
-            if probe.connect_ex(("127.0.0.1", port)) == 0:
-                return f"port {port} is taken by another program: stop that first"
+        port = _port(command)
+        if problem := taken([command]):
+            return problem
         with self._log.open("wb") as log:
             self._service = subprocess.Popen(
                 ["bash", "-ec", self._local(command)],
@@ -254,6 +269,10 @@ def main(names: Sequence[str]) -> int:
     """Run the commands of `names`, or of every document; 1 if a command failed."""
     if subprocess.run(["git", "-C", ROOT, "diff", "--quiet", "HEAD"], check=False).returncode:
         print("uncommitted changes are not checked")
+    found = [command for path in documents(ROOT, names) for command in commands(path.read_text())]
+    if problem := taken(command.text for command in found if not command.skip):
+        print(problem)
+        return 1
     failed = 0
     with tempfile.TemporaryDirectory(prefix="lenet-serve-docs-") as folder:
         clone = Clone(Path(folder))
@@ -264,8 +283,8 @@ def main(names: Sequence[str]) -> int:
                     start_s = time.monotonic()
                     skip = command.skip or clone.lacks(command)
                     problem = "" if skip else clone.run(command.text, command.answer)
-                    taken = f"{time.monotonic() - start_s:.1f} s"
-                    outcome = "FAILED" if problem else skip or f"ok, {taken}"
+                    duration = f"{time.monotonic() - start_s:.1f} s"
+                    outcome = "FAILED" if problem else skip or f"ok, {duration}"
                     print(f"{place}: {outcome}: {command.text.splitlines()[0]}", flush=True)
                     if problem:
                         failed += 1

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 
 import pytest
 
-from tests.docs_check import commands, documents
+from tests.docs_check import commands, documents, taken
 
 ROOT = Path(__file__).parents[1]
 
@@ -44,3 +45,14 @@ echo 2
         'make train ARGS="fit --data data/mnist"': True,
         "echo 2": True,
     }
+
+
+def test_a_port_that_another_program_has_is_named_before_a_command_needs_it():
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        serve = f'make serve ARGS="--port {port}"'
+        assert taken(["make check", serve]) == (
+            f"port {port} is taken by another program: stop that first"
+        )
+        assert taken([f"{serve} --help", f"echo --port {port}"]) == ""
+    assert taken([serve]) == ""
