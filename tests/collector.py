@@ -16,7 +16,8 @@ from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import (
     ExportTraceServiceResponse,
 )
 
-PATIENCE_S = 20.0
+from tests.service_process import PATIENCE_S
+
 ENDLESS_BYTES = 64 << 20
 
 

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from tests.service_process import PROJECT, committed
+from tests.service_process import PATIENCE_S, PROJECT, committed
 
 EXAMPLES = {
     "predict.sh": (("sh",), "http://127.0.0.1:{http}", r'"label":7,.*\n.*"label":7,.*"label":3,'),
@@ -50,6 +50,6 @@ def test_an_example_reads_the_seven(serving, name):
         pytest.skip(f"{package} is not installed")
     address = address.format(http=serving.port, grpc=serving.grpc_port)
     line = [*program, str(PROJECT / "examples" / name), address]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=60)
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=PATIENCE_S)
     assert done.returncode == 0, done.stderr
     assert re.search(said, done.stdout, re.MULTILINE), done.stdout

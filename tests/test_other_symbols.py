@@ -9,7 +9,7 @@ import httpx
 import numpy as np
 import pytest
 
-from tests.service_process import PROJECT, Service
+from tests.service_process import PATIENCE_S, PROJECT, Service
 
 NAMES = ("ring", "cross", "square", "bar")
 
@@ -58,13 +58,14 @@ def test_other_symbols_are_trained_and_served_with_their_names(tmp_path):
     service = Service(["--port", "0", "--grpc-port", "0", "--weights", str(weights)], tmp_path)
     try:
         service.ready()
-        url = f"http://127.0.0.1:{service.port}"
-        (model,) = httpx.get(f"{url}/info").json()["models"]
-        assert model["labels"] == list(NAMES)
-        assert model["accuracy"] > 0.95
         images, labels = symbols(50, 7)
         headers = {"Content-Type": "application/octet-stream"}
-        answer = httpx.post(f"{url}/predict", content=images.tobytes(), headers=headers).json()
+        url = f"http://127.0.0.1:{service.port}"
+        with httpx.Client(base_url=url, timeout=PATIENCE_S) as client:
+            (model,) = client.get("/info").json()["models"]
+            answer = client.post("/predict", content=images.tobytes(), headers=headers).json()
+        assert model["labels"] == list(NAMES)
+        assert model["accuracy"] > 0.95
         names = [prediction["name"] for prediction in answer["predictions"]]
         right = sum(name == NAMES[label] for name, label in zip(names, labels, strict=True))
         assert right >= 46

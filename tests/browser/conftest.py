@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tests.conftest import ROOT
-from tests.service_process import Service
+from tests.service_process import PATIENCE_S, Service
 
 CHROMIUM = os.environ.get("LENET_TEST_CHROMIUM") or shutil.which("chromium")
 _FLAGS = (
@@ -99,7 +99,7 @@ def visit(browser):
         options = {"viewport": {"width": 1240, "height": 900}, **options}
         context = browser.new_context(**options)
         contexts.append(context)
-        context.set_default_timeout(20_000)
+        context.set_default_timeout(1e3 * PATIENCE_S)
         page = context.new_page()
         origin = f"http://127.0.0.1:{service.port}"
         visit = Visit(page, origin)

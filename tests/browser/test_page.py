@@ -11,6 +11,7 @@ import pytest
 from PIL import Image, ImageDraw, ImageFilter
 
 from tests.browser.strokes import STROKES, row
+from tests.service_process import PATIENCE_S
 
 KEY = "a-key-that-nobody-knows"
 
@@ -103,7 +104,7 @@ def test_the_copied_requests_get_the_answer_that_is_shown(service, visit):
         else:
             command = [sys.executable, "-c", text]
             wanted = ("[2, 6]",)
-        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
         assert all(part in done.stdout for part in wanted), (tab.inner_text(), done)
 
 

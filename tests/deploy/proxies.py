@@ -13,10 +13,9 @@ import pytest
 import trustme
 
 from service.errors import ExitCode
-from tests.service_process import PROGRAM, Service
+from tests.service_process import PATIENCE_S, PROGRAM, Service
 
 ROOT = Path(__file__).parents[2]
-PATIENCE_S = 30
 NGINX = """
 user root; # where root runs the tests, whose folders nobody else can read
 daemon off;

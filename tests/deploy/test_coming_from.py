@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.docs_check import commands, difference
-from tests.service_process import PROJECT, committed
+from tests.service_process import PATIENCE_S, PROJECT, committed
 
 DOCUMENT = (PROJECT / "docs" / "coming-from.md").read_text()
 PYTHON = re.findall(r"^```python\n(.*?)^```", DOCUMENT, re.MULTILINE | re.DOTALL)
@@ -36,7 +36,7 @@ def run(tmp_path_factory):
                 capture_output=True,
                 text=True,
                 check=False,
-                timeout=60,
+                timeout=PATIENCE_S,
             )
             assert done.returncode == 0, done.stderr
             return done.stdout

@@ -58,7 +58,7 @@ async def over_v2():
     return [ready, found]
 
 async def over_grpc():
-    client = InferenceGRPCClient(grpc, timeout=30)
+    client = InferenceGRPCClient(grpc, timeout=PATIENCE_S)
     ready = await client.is_server_ready() and await client.is_model_ready(name)
     found = label(await client.infer(request()))
     await client.close()

@@ -13,11 +13,11 @@ from benchmarks.grpc_stub import Stub, health_stub
 from service.api import health_pb2
 from service.forms import open_inference_pb2 as pb
 from tests.deploy.proxies import Certificates, Instances, envoy, nginx
+from tests.service_process import PATIENCE_S
 
 pytestmark = pytest.mark.process
 
 KEYS = ("the-key-of-a-hasty-client", "the-key-of-another-client")
-DEADLINE_S = 20
 OK = grpc.StatusCode.OK
 
 
@@ -33,7 +33,7 @@ class Clients:
     def http(self, method, path, body=None, key=None):
         """Status and body of the answer."""
         connection = http.client.HTTPSConnection(
-            "localhost", self._port, timeout=DEADLINE_S, context=self._context
+            "localhost", self._port, timeout=PATIENCE_S, context=self._context
         )
         headers = {"Content-Type": "application/octet-stream"}
         if key is not None:
@@ -53,7 +53,7 @@ class Clients:
         request.inputs[0].shape[:] = [1, 28, 28]
         metadata = [] if key is None else [("authorization", f"Bearer {key}")]
         infer = Stub(self.channel).ModelInfer.future
-        calls = [infer(request, timeout=DEADLINE_S, metadata=metadata) for _ in range(count)]
+        calls = [infer(request, timeout=PATIENCE_S, metadata=metadata) for _ in range(count)]
         return {call.code() for call in calls}
 
 

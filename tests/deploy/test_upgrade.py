@@ -21,7 +21,7 @@ from benchmarks.grpc_stub import Stub
 from lenet.model import Model
 from service.forms import open_inference_pb2 as pb
 from tests.deploy.proxies import Certificates, Instances, envoy, nginx
-from tests.service_process import PROGRAM
+from tests.service_process import PATIENCE_S, PROGRAM
 
 pytestmark = pytest.mark.process
 
@@ -29,7 +29,6 @@ UPGRADES = int(os.environ.get("UPGRADES", "1"))
 OLD_ROOT = Path(os.environ.get("LENET_TEST_OLD_ROOT", PROGRAM))
 KEYS = [f"the-key-of-client-{number:03}" for number in range(12)]
 PAUSE_S = 0.012  # nginx lets 100 requests a second of each key pass
-DEADLINE_S = 20
 GRACE_S = "2"  # Envoy asks /readyz once a second
 IMAGE = bytes(range(256)) * 3 + bytes(16)
 
@@ -56,7 +55,7 @@ class Client:
 
 def over_http(port, context, key, kept):
     """A function that predicts on one connection, or on a new one each time."""
-    connection = http.client.HTTPSConnection("localhost", port, timeout=DEADLINE_S, context=context)
+    connection = http.client.HTTPSConnection("localhost", port, timeout=PATIENCE_S, context=context)
     headers = {"Content-Type": "application/octet-stream", "Authorization": f"Bearer {key}"}
 
     def ask(opened):
@@ -87,7 +86,7 @@ def over_grpc(port, credentials, key):
 
     def ask(opened):
         opened.callback(channel.close)
-        answer = infer(request, timeout=DEADLINE_S, metadata=metadata)
+        answer = infer(request, timeout=PATIENCE_S, metadata=metadata)
         return answer.model_version, b"".join(answer.raw_output_contents)
 
     return ask

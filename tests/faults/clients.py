@@ -14,10 +14,9 @@ from typing import NamedTuple
 import numpy as np
 
 from service.forms import open_inference_pb2 as pb
+from tests.service_process import PATIENCE_S
 
 RAW = b"application/octet-stream"
-TIMEOUT_S = 30.0
-"""Longer than any answer of these tests takes; a client that waits so long has found a hang."""
 
 
 class Answer(NamedTuple):
@@ -49,7 +48,7 @@ class Connection:
 
     def __init__(self, port, receive_buffer=None):
         self.socket = socket.socket()
-        self.socket.settimeout(TIMEOUT_S)
+        self.socket.settimeout(PATIENCE_S)
         if receive_buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, receive_buffer)
         try:
@@ -221,7 +220,7 @@ class AsyncConnection:
         Raises:
             ConnectionError: the service reset the connection.
         """
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             try:
                 head = await self.reader.readuntil(b"\r\n\r\n")
             except asyncio.IncompleteReadError as exc:

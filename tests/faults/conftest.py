@@ -10,9 +10,8 @@ import pytest
 
 from benchmarks.grpc_stub import Stub
 from tests.faults.checks import unharmed
-from tests.faults.clients import TIMEOUT_S
 from tests.faults.digits import WEIGHTS, Digits
-from tests.service_process import Service
+from tests.service_process import PATIENCE_S, Service
 
 SEEDS = int(os.environ.get("FAULT_SEEDS", "1"))
 COMMITTED = ("--weights", str(WEIGHTS), "--models", "lenet")
@@ -68,5 +67,5 @@ def intact(served, digits):
 def stub(served):
     with grpc.insecure_channel(f"127.0.0.1:{served.grpc_port}") as channel:
         # So that its connection is no descriptor that an experiment leaves open.
-        grpc.channel_ready_future(channel).result(TIMEOUT_S)
+        grpc.channel_ready_future(channel).result(PATIENCE_S)
         yield Stub(channel)

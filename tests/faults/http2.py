@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 
+from tests.service_process import PATIENCE_S
+
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY = range(8)
 WINDOW_UPDATE, CONTINUATION = 8, 9
@@ -263,7 +265,7 @@ ATTACKS = {
 
 
 def connect(port, tls=False, host="127.0.0.1"):
-    connection = socket.create_connection((host, port), 5)
+    connection = socket.create_connection((host, port), PATIENCE_S)
     if not tls:
         return connection
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)

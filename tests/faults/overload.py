@@ -21,13 +21,12 @@ from tests.conftest import draw_weights
 from tests.faults.clients import (
     RAW,
     ROUNDING,
-    TIMEOUT_S,
     AsyncConnection,
     infer_request,
     quantiles_ms,
     request,
 )
-from tests.service_process import Service
+from tests.service_process import PATIENCE_S, Service
 
 SIZES = (1, 64, 200)
 OFFERED = 3.0
@@ -197,7 +196,7 @@ class GrpcOverload(Overload):
             self.idle += [(channel, Stub(channel).ModelInfer)] * CALLS
         one = self.idle.pop()
         try:
-            answer = await one[1](message, timeout=TIMEOUT_S)
+            answer = await one[1](message, timeout=PATIENCE_S)
         except grpc.RpcError as exc:
             return STATUS.get(exc.code(), 500), None
         finally:

@@ -41,10 +41,10 @@ from tests.faults.checks import (
     serving,
     total,
 )
-from tests.faults.clients import RAW, ROUNDING, TIMEOUT_S, AsyncConnection, infer_request, request
+from tests.faults.clients import RAW, ROUNDING, AsyncConnection, infer_request, request
 from tests.faults.digits import WEIGHTS, Digits, weight_file
 from tests.faults.overload import overload
-from tests.service_process import Service
+from tests.service_process import PATIENCE_S, Service
 
 JSON, NPY, PNG = b"application/json", b"application/x-npy", b"image/png"
 BINARY = b"Accept: " + RAW
@@ -293,7 +293,7 @@ class Soak:
     async def grpc_call(self):
         chosen, images = self.choose(100)
         began_s = time.monotonic()
-        answer = await self.stub.ModelInfer(infer_request(images), timeout=TIMEOUT_S)
+        answer = await self.stub.ModelInfer(infer_request(images), timeout=PATIENCE_S)
         found = np.frombuffer(answer.raw_output_contents[0], "<f4").reshape(-1, 10)
         self.compare("gRPC", chosen, answer.model_version, found, began_s)
 
@@ -358,7 +358,7 @@ class Soak:
         changes, expected = self.random.choice(cases)
         began_s = time.monotonic()
         try:
-            await self.stub.ModelInfer(infer_request(images, **changes), timeout=TIMEOUT_S)
+            await self.stub.ModelInfer(infer_request(images, **changes), timeout=PATIENCE_S)
         except grpc.RpcError as exc:
             if exc.code() != expected:
                 raise
@@ -374,7 +374,7 @@ class Soak:
         began_s = time.monotonic()
         connection.writer.write(bytes(message))
         connection.writer.write_eof()
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(PATIENCE_S):
             content = await connection.reader.read()
         for status in re.findall(rb"^HTTP/1\.1 (\d{3}) ", content, re.MULTILINE):
             if status[:1] == b"5" and status not in (b"501", b"505"):
@@ -412,7 +412,7 @@ class Soak:
         began_s = time.monotonic()
         writer.write(request(self.digits.images[chosen].tobytes(), BINARY, b"Connection: close"))
         content = b""
-        async with asyncio.timeout(2 * TIMEOUT_S):
+        async with asyncio.timeout(2 * PATIENCE_S):
             while piece := await reader.read(8192):
                 content += piece
                 await asyncio.sleep(0.3)
@@ -432,7 +432,7 @@ class Soak:
         wait_s = self.random.expovariate(1 / 0.005)
         began_s = time.monotonic()
         if self.random.random() < 0.3:
-            call = self.stub.ModelInfer(infer_request(images), timeout=TIMEOUT_S)
+            call = self.stub.ModelInfer(infer_request(images), timeout=PATIENCE_S)
             await asyncio.sleep(wait_s)
             call.cancel()
         else:

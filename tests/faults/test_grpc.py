@@ -26,7 +26,7 @@ from tests.faults import http2
 from tests.faults.checks import SETTLE_S, resident_bytes, samples, total
 from tests.faults.clients import Pinger
 from tests.service.test_every_route import Certificates
-from tests.service_process import grpc_call
+from tests.service_process import PATIENCE_S, grpc_call
 
 METHOD = "/inference.GRPCInferenceService/ModelInfer"
 MB = 1e6
@@ -59,7 +59,7 @@ async def connections(service, count):
             for _ in range(count)
         ]
         for channel in channels:
-            await asyncio.wait_for(channel.channel_ready(), 20)
+            await asyncio.wait_for(channel.channel_ready(), PATIENCE_S)
         yield channels
 
 
@@ -274,7 +274,7 @@ async def stop_under_load(service):
                     await asyncio.sleep(0.01)
 
         tasks = [asyncio.create_task(calls(channel)) for channel in channels for _ in range(4)]
-        await asyncio.wait_for(enough.wait(), 30)
+        await asyncio.wait_for(enough.wait(), PATIENCE_S)
         signalled = True
         service.signal()
         await asyncio.gather(*tasks)
@@ -397,7 +397,8 @@ def test_clients_that_come_and_go_over_tls_do_not_end_the_process(
         while (number := next(numbers)) < count and not failures:
             sent = (b"GET / HTTP/1.1\r\n\r\n", b"", hello[:100], hello, hello, None)[number % 6]
             try:
-                with socket.create_connection(("127.0.0.1", service.grpc_port), 20) as connection:
+                address = ("127.0.0.1", service.grpc_port)
+                with socket.create_connection(address, PATIENCE_S) as connection:
                     if sent is not None:
                         connection.sendall(sent)
                         if number % 6 == 4:
@@ -420,7 +421,7 @@ def test_clients_that_come_and_go_over_tls_do_not_end_the_process(
     credentials = certificates.credentials(client=mutual)
     with grpc.secure_channel(f"localhost:{service.grpc_port}", credentials) as channel:
         live = channel.unary_unary(METHOD.replace("ModelInfer", "ServerLive"))
-        assert pb.ServerLiveResponse.FromString(live(b"", timeout=20)).live
+        assert pb.ServerLiveResponse.FromString(live(b"", timeout=PATIENCE_S)).live
     assert service.process.poll() is None
     assert len(service.started_workers()) == (workers if workers > 1 else 0)
 
@@ -445,7 +446,7 @@ def test_no_call_is_lost_when_the_certificate_is_renewed(start, tmp_path, worker
         while not ended.is_set():
             channel = channel or grpc.secure_channel(target, credentials, options)
             try:
-                channel.unary_unary(METHOD)(ONE_IMAGE, timeout=20)
+                channel.unary_unary(METHOD)(ONE_IMAGE, timeout=PATIENCE_S)
             except grpc.RpcError as error:
                 failures.append(error)
             answered["kept" if kept else "fresh"] += 1

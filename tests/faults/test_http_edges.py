@@ -16,6 +16,7 @@ import pytest
 
 from tests.faults.checks import resident_bytes
 from tests.faults.clients import RAW, Connection, Pinger, ask, assert_same, chunked, request
+from tests.service_process import PATIENCE_S
 
 ACCEPT = b"Accept: " + RAW
 MIB = 1 << 20
@@ -74,14 +75,15 @@ def test_megabytes_of_pipelined_requests_are_answered_in_order(served, digits, i
 
 
 def _by_http_client(port, body):
-    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=30)) as connection:
+    with contextlib.closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE_S)) as connection:
         connection.request("POST", "/predict", body, {"Content-Type": RAW.decode()})
         return connection.getresponse().status
 
 
 def _by_httpx(port, body):
     headers = {"Content-Type": RAW.decode()}
-    return httpx.post(f"http://127.0.0.1:{port}/predict", content=body, headers=headers).status_code
+    url = f"http://127.0.0.1:{port}/predict"
+    return httpx.post(url, content=body, headers=headers, timeout=PATIENCE_S).status_code
 
 
 @pytest.mark.parametrize("client", [_by_http_client, _by_httpx], ids=["http.client", "httpx"])

@@ -13,6 +13,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from service.errors import ExitCode
+from tests.service_process import PATIENCE_S
 
 NOWHERE = """
 import resource, sys
@@ -49,7 +50,7 @@ def assert_serving_and_stopping(service):
         assert service.predict()[0] == 200
         metrics(service)
     service.process.send_signal(signal.SIGTERM)
-    assert service.process.wait(30) == ExitCode.STOPPED
+    assert service.process.wait(PATIENCE_S) == ExitCode.STOPPED
     service.wait_for(" stopped$")
     assert "Traceback" not in service.log
     assert service.log.count("ended with") <= 1

@@ -13,6 +13,7 @@ import pytest
 
 from tests.faults.clients import RAW, Connection, ask, assert_same, request
 from tests.service.http.test_rfc import ROWS
+from tests.service_process import PATIENCE_S
 
 CONFIGURATION = """
 daemon off;
@@ -54,7 +55,7 @@ def nginx(request, served, tmp_path):
     command = ["nginx", "-p", str(tmp_path), "-c", str(tmp_path / "nginx.conf")]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     try:
-        end_s = time.monotonic() + 20
+        end_s = time.monotonic() + PATIENCE_S
         while True:
             with contextlib.suppress(ConnectionRefusedError), Connection(port):
                 break

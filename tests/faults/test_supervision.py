@@ -9,6 +9,7 @@ import time
 import pytest
 
 from service.errors import ExitCode
+from tests.service_process import PATIENCE_S
 
 CHECKS = 3
 """Checks, a second apart, that a worker may miss with the hang timeout of these tests."""
@@ -146,7 +147,7 @@ def test_what_killed_supervisors_left_is_removed_by_the_next(start):
     assert second.get("/metrics")[0] == third.get("/metrics")[0] == 200
     for service in (second, third):
         service.process.send_signal(signal.SIGTERM)
-        assert service.process.wait(30) == ExitCode.STOPPED
+        assert service.process.wait(PATIENCE_S) == ExitCode.STOPPED
     assert list(third.temporary.iterdir()) == []
 
 

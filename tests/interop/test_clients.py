@@ -20,7 +20,7 @@ import pytest
 from PIL import Image
 
 from service.forms import open_inference_pb2 as pb
-from tests.service_process import PROJECT, committed
+from tests.service_process import PATIENCE_S, PROJECT, committed
 
 HERE = Path(__file__).parent
 SEVEN = np.asarray(Image.open(PROJECT / "docs" / "images" / "seven.png"))
@@ -140,7 +140,9 @@ def call_all(command, serving, tmp_path, **variables):
 
 def run(line, **options):
     """The output of a program, which must exit with 0."""
-    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=120, **options)
+    done = subprocess.run(
+        line, capture_output=True, text=True, check=False, timeout=PATIENCE_S, **options
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -198,7 +200,7 @@ async def over_http():
     return [ready, found, failure, late]
 
 async def over_grpc():
-    client = InferenceGRPCClient(grpc, timeout=30)
+    client = InferenceGRPCClient(grpc, timeout=PATIENCE_S)
     ready = await client.is_server_ready()
     found = label(await client.infer(request("lenet")))
     try:
@@ -261,7 +263,7 @@ def check_http(ask):
 
 
 def test_httpx_over_http_2(serving):
-    with httpx.Client(http1=False, http2=True, timeout=30) as client:
+    with httpx.Client(http1=False, http2=True, timeout=PATIENCE_S) as client:
 
         def ask(path, body, headers):
             method = "GET" if body is None else "POST"

@@ -19,8 +19,8 @@ from benchmarks.grpc_stub import Stub
 from service.api import health_pb2
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
+from tests.service_process import PATIENCE_S
 
-PATIENCE_S = 30.0
 POISON, HANG = signal.SIGUSR2, signal.SIGUSR1
 
 

@@ -24,7 +24,7 @@ from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
-from tests.service_process import grpc_call
+from tests.service_process import PATIENCE_S, grpc_call
 
 KEY, OTHER = "a-key-that-nobody-knows", "another/key+that=nobody"
 ADMIN = "a-key-of-an-administrator"
@@ -120,7 +120,7 @@ def ask(service, method, path, body=None, headers=(), context=None):
     options = {}
     if context is not None:
         kind, options = http.client.HTTPSConnection, {"context": context}
-    connection = kind("127.0.0.1", service.port, timeout=20, **options)
+    connection = kind("127.0.0.1", service.port, timeout=PATIENCE_S, **options)
     try:
         connection.request(method, path, body, dict(headers))
         response = connection.getresponse()
@@ -145,7 +145,9 @@ def call(service, name, request, key=None, credentials=None):
     path = name if name.startswith("/") else f"/inference.GRPCInferenceService/{name}"
     with channel:
         try:
-            channel.unary_unary(path)(request.SerializeToString(), timeout=10, metadata=metadata)
+            channel.unary_unary(path)(
+                request.SerializeToString(), timeout=PATIENCE_S, metadata=metadata
+            )
         except grpc.RpcError as exc:
             return exc.code().name
     return "OK"
@@ -216,7 +218,7 @@ def test_one_port_carries_http_1_and_2_and_grpc(start, certificates, encrypted):
     scheme = "https" if encrypted else "http"
     # In the clear a client has to know that there is HTTP/2; TLS says so.
     for version, first in (("HTTP/1.1", {}), ("HTTP/2", {"http1": encrypted, "http2": True})):
-        with httpx.Client(verify=context or False, **first) as client:
+        with httpx.Client(verify=context or False, timeout=PATIENCE_S, **first) as client:
             address = f"{scheme}://localhost:{port}"
             answers = [
                 client.post(f"{address}/predict", content=SEVEN, headers=BYTES),
@@ -241,7 +243,7 @@ def test_a_key_that_is_not_text_is_refused_and_not_logged(start):
     names = health_pb2.HealthCheckRequest(service="none")
     with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
         with pytest.raises(grpc.RpcError, match="expected one of inference") as caught:
-            health_stub(channel).Check(names, timeout=10)
+            health_stub(channel).Check(names, timeout=PATIENCE_S)
         assert "lenet" not in caught.value.details()
     service.signal()
     assert service.wait() == ExitCode.STOPPED
@@ -251,7 +253,7 @@ def test_a_key_that_is_not_text_is_refused_and_not_logged(start):
 def test_a_request_in_the_clear_is_refused_with_tls(start, certificates):
     service = start(*certificates.flags).ready()
     lines = len(service.lines)
-    with socket.create_connection(("127.0.0.1", service.port), 20) as connection:
+    with socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
         answer = b"".join(iter(lambda: connection.recv(1000), b""))
     assert answer.startswith(b"HTTP/1.1 400 ")
@@ -303,7 +305,7 @@ def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
 
     def serial_numbers():
         with (
-            socket.create_connection(("127.0.0.1", service.port), 20) as plain,
+            socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) as plain,
             certificates.context().wrap_socket(plain, server_hostname="127.0.0.1") as secured,
         ):
             yield secured.getpeercert()["serialNumber"]
@@ -343,7 +345,7 @@ def test_a_worker_that_finds_half_a_certificate_waits_for_the_rest(start, certif
 
 def test_handshakes_that_never_end_are_ended_and_shut_nobody_out(start, certificates):
     service = start(*certificates.flags).ready()
-    silent = [socket.create_connection(("127.0.0.1", service.port), 20) for _ in range(50)]
+    silent = [socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) for _ in range(50)]
     began_s = time.monotonic()
     assert ask(service, "GET", "/healthz", context=certificates.context())[0] == 200
     assert time.monotonic() - began_s < 5
@@ -405,7 +407,7 @@ def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, for
         metadata = [(name.lower(), text) for name, text in IDS.items()]
         with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
             infer = channel.unary_unary(f"/inference.GRPCInferenceService/{name}")
-            answer = infer(request.SerializeToString(), timeout=10, metadata=metadata)
+            answer = infer(request.SerializeToString(), timeout=PATIENCE_S, metadata=metadata)
         expected.append((name, "OK", len(answer)))
     service.signal()
     assert service.wait() == ExitCode.STOPPED
@@ -437,20 +439,20 @@ def test_a_stream_that_its_client_ends_is_in_the_access_log(start, tmp_path):
 
     def requests():
         yield CALLS["ModelInfer"].SerializeToString()
-        ended.wait(20)  # else the stream ends by itself
+        ended.wait(PATIENCE_S)  # else the stream ends by itself
 
     with (tmp_path / "access").open("w") as output:
         service = start("--access-log", "json", output=output).ready()
     with grpc.insecure_channel(f"localhost:{service.grpc_port}") as channel:
         infer = channel.stream_stream("/inference.GRPCInferenceService/ModelStreamInfer")
-        answers = infer(requests(), timeout=20)
+        answers = infer(requests(), timeout=PATIENCE_S)
         next(answers)
         answers.cancel()
         ended.set()
         watch = health_stub(channel).Watch(health_pb2.HealthCheckRequest())
         next(watch)
         watch.cancel()
-        until_s = time.monotonic() + 20
+        until_s = time.monotonic() + PATIENCE_S
         while len((tmp_path / "access").read_text().splitlines()) < 2:
             assert time.monotonic() < until_s
             time.sleep(0.02)
@@ -500,7 +502,7 @@ def test_pages_of_the_allowed_origins_read_every_answer(start):
         assert (status, found["Access-Control-Allow-Origin"]) == (200, ORIGIN)
         assert method in found["Access-Control-Allow-Methods"]
         assert "authorization" in found["Access-Control-Allow-Headers"]
-    with socket.create_connection(("127.0.0.1", service.port), 5) as connection:
+    with socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) as connection:
         connection.sendall(
             b"OPTIONS /predict HTTP/1.1\r\nHost: a\r\nAccess-Control-Request-Method: POST\r\n"
             b"Content-Length: 5\r\n\r\n"  # which never come

@@ -9,6 +9,7 @@ import pytest
 
 from service.process import mps
 from service.process.mps import LOG, PIPE, shared_gpu
+from tests.service_process import PATIENCE_S
 
 # Like NVIDIA's: a daemon in the foreground with -f, else one command from standard input.
 CONTROL = """\
@@ -87,7 +88,7 @@ def lives(pid):
 def wait_until_dead(pid):
     """Wait for the process, which need not be a child of this one; a zombie is dead."""
     state = Path(f"/proc/{int(pid)}/stat")
-    deadline_s = time.monotonic() + 30
+    deadline_s = time.monotonic() + PATIENCE_S
     with contextlib.suppress(FileNotFoundError, ProcessLookupError):
         while state.read_text().split()[2] != "Z":
             assert time.monotonic() < deadline_s, "it lives on"

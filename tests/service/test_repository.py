@@ -18,6 +18,7 @@ from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
+from tests.service_process import PATIENCE_S
 
 USER, ADMIN = "a-key-of-somebody", "a-key-of-an-administrator"
 RAW = "application/octet-stream"
@@ -65,7 +66,7 @@ class OverGrpc(Administrator):
         with grpc.insecure_channel(address) as channel:
             call = getattr(Stub(channel), method)
             try:
-                return "OK", call(request, metadata=metadata, timeout=30)
+                return "OK", call(request, metadata=metadata, timeout=PATIENCE_S)
             except grpc.RpcError as exc:
                 return exc.code().name, exc.details()
 

@@ -29,9 +29,9 @@ from service.process.stopping import Stop
 from service.settings import Settings
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
+from tests.service_process import PATIENCE_S
 from tests.tasks import submit
 
-PATIENCE_S = 30.0
 ONE = np.zeros((1, 28, 28), np.uint8)
 
 

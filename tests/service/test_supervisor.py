@@ -22,9 +22,7 @@ from service.errors import ExitCode
 from service.process.signals import SAME_STOP_S, Signals
 from service.settings import Settings
 from service.supervisor import RESTARTS, SAME_FAULT_S, shares
-
-LONG_S = 30.0
-"""How long workers may take to flush what they counted."""
+from tests.service_process import PATIENCE_S
 
 ROOT = Path(__file__).parents[2]
 LATE = {"fastapi", "uvicorn", "uvloop", "grpc", "prometheus_client", "service.server"}
@@ -49,7 +47,7 @@ def values(service):
 
 def until_counted(service, requests):
     """Wait until the metrics of both workers count so many requests in all; returns `values`."""
-    deadline_s = time.monotonic() + LONG_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while (found := values(service))["lenet_requests_total"] < requests:
         assert time.monotonic() < deadline_s, f"they count {found['lenet_requests_total']}"
         time.sleep(0.02)
@@ -95,7 +93,7 @@ def test_four_connections_of_two_workers_are_two_each(start_two):
     before = [sockets(pid) for pid in workers]
     with contextlib.ExitStack() as stack:
         for port in (service.port, service.grpc_port) * 2:
-            opened = stack.enter_context(socket.create_connection(("localhost", port), LONG_S))
+            opened = stack.enter_context(socket.create_connection(("localhost", port), PATIENCE_S))
             opened.sendall(b"GET /healthz HTTP/1.1\r\nHost: a\r\n\r\n")
             assert opened.recv(65536).startswith(b"HTTP/1.1 200 ")
         assert [sockets(pid) for pid in workers] == [number + 2 for number in before]

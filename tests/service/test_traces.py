@@ -34,6 +34,7 @@ from service.observe.traces import (
 from service.transport.answer import STATUS
 from service.transport.grpc_status import STATUS_NAMES
 from tests.collector import ENDLESS_BYTES, attributes, collector
+from tests.service_process import PATIENCE_S
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 SAMPLED, UNSAMPLED = (Span(bytes(16), bytes(8), sampled) for sampled in (True, False))
@@ -320,7 +321,7 @@ def test_nothing_of_it_is_imported_while_it_is_off():
 
 
 def predict(service, **headers):
-    connection = HTTPConnection("127.0.0.1", service.port, timeout=30)
+    connection = HTTPConnection("127.0.0.1", service.port, timeout=PATIENCE_S)
     kind = {"content-type": "application/octet-stream", **headers}
     connection.request("POST", "/predict", bytes(784), kind)
     assert connection.getresponse().status == 200
@@ -388,7 +389,7 @@ def test_spans_arrive_of_both_protocols(start):
 def test_explanations_have_spans_without_a_batch(start):
     with collector() as found:
         service = start("--traces-endpoint", found.url, "--traces-one-in", "1").ready()
-        connection = HTTPConnection("127.0.0.1", service.port, timeout=30)
+        connection = HTTPConnection("127.0.0.1", service.port, timeout=PATIENCE_S)
         kind = {"content-type": "application/octet-stream"}
         connection.request("POST", "/explain", bytes(784), kind)
         assert connection.getresponse().status == 200

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from lenet.cuda.engine_cache import Choice, EngineCache
+from tests.service_process import PATIENCE_S
 
 KEY = "NVIDIA H200 | cuDNN 9.19.0 | Convolution(direction='forward', precision='fp16')"
 ENGINE = Choice("eng0_k2=3", bytes(range(256)) + b"\n\n")
@@ -89,7 +90,7 @@ def test_one_of_several_chooses_and_the_others_agree(folder, shared):
 
     def choose(name):
         cache = one if shared else EngineCache(folder)
-        together.wait(30)
+        together.wait(PATIENCE_S)
         with cache.locked():
             if cache.get(KEY) is None:
                 made.append(name)

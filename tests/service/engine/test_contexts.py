@@ -17,9 +17,7 @@ from lenet.backend import BatchResult
 from lenet.errors import DeviceError, OutOfDeviceMemory
 from service.engine import contexts
 from service.engine.contexts import HANG_CHECKS, BusyPoll, ContextPool, Worker
-
-LONG_S = 20.0
-"""How long a test may hang before it fails; nothing waits for it when all is well."""
+from tests.service_process import PATIENCE_S
 
 
 class FakeContext:
@@ -46,7 +44,7 @@ class FakeContext:
 
     def run(self, images: np.ndarray) -> BatchResult:
         self.stage_.running.set()
-        assert self.stage_.may_finish.wait(LONG_S)
+        assert self.stage_.may_finish.wait(PATIENCE_S)
         self.called("run")
         return self.result(images)
 
@@ -62,7 +60,7 @@ class FakeContext:
         if not self.stage_.launches:
             return None
         self.stage_.launch_called("launch")
-        return FakePending(self, np.concatenate(parts), time.monotonic() + LONG_S)
+        return FakePending(self, np.concatenate(parts), time.monotonic() + PATIENCE_S)
 
     def stage(self, weights: str) -> None:
         self.called("stage")
@@ -126,7 +124,7 @@ class Stage:
         self.losses.append((reason, story))
         self.lost.set()
 
-    def pool(self, size: int, devices: int = 1, hang_timeout_s: float = LONG_S) -> ContextPool:
+    def pool(self, size: int, devices: int = 1, hang_timeout_s: float = PATIENCE_S) -> ContextPool:
         workers = [
             Worker(
                 partial(self.make_context, device),
@@ -181,7 +179,7 @@ def start(worker: Worker, value: int, weights: str = "served", rows: int = 1):
 
 
 async def value(worker: Worker, *arguments: object) -> float:
-    return (await asyncio.wait_for(start(worker, *arguments), LONG_S)).probabilities[0, 0]
+    return (await asyncio.wait_for(start(worker, *arguments), PATIENCE_S)).probabilities[0, 0]
 
 
 async def test_each_context_lives_on_one_thread_when_made_driven_and_closed(stage):
@@ -227,7 +225,7 @@ class FakeWorker:
 def test_no_device_gets_a_second_batch_while_another_is_idle(run_virtually, size, devices, data):
     async def main(loop):
         workers = [FakeWorker(device) for device in range(devices) for _ in range(size)]
-        async with ContextPool(workers, lambda *_: None, LONG_S) as pool:
+        async with ContextPool(workers, lambda *_: None, PATIENCE_S) as pool:
             taken = []
             for _ in range(data.draw(st.integers(1, 20))):
                 if taken and data.draw(st.booleans()):
@@ -301,14 +299,14 @@ async def test_devices_are_warmed_side_by_side_and_one_devices_contexts_one_by_o
     warm_up = FakeContext.warm_up
 
     def meet(context):
-        both.wait(LONG_S)
+        both.wait(PATIENCE_S)
         warm_up(context)
 
     monkeypatch.setattr(FakeContext, "warm_up", meet)
     async with stage.pool(2, devices=2) as pool:
         assert [worker.name for worker in pool.workers] == [f"fake-{n}" for n in range(4)]
         opening_s, warm_up_s = pool.start_s()
-        assert 0 <= opening_s < LONG_S
+        assert 0 <= opening_s < PATIENCE_S
         of_device = [0.0, 0.0]
         for worker in pool.workers:
             of_device[worker.device] += worker.warm_up_s
@@ -392,7 +390,7 @@ async def test_the_loop_runs_on_while_a_batch_is_computed_and_polls_once_a_turn(
         worker = pool.acquire()
         future = start(worker, 1)
         if not either.launches:
-            assert either.running.wait(LONG_S)
+            assert either.running.wait(PATIENCE_S)
         for turns in range(1, 6):
             await asyncio.sleep(0)
             assert not future.done()
@@ -454,7 +452,7 @@ async def test_a_hang_is_reported_with_the_worker_and_the_time_it_had(either):
     async with either.pool(2, hang_timeout_s=0.05) as pool:
         worker = pool.acquire()
         running = start(worker, 1)
-        await asyncio.wait_for(either.lost.wait(), LONG_S)
+        await asyncio.wait_for(either.lost.wait(), PATIENCE_S)
         assert either.losses == [("hang", f"{worker.name} has been at the same work for 0.05 s")]
         either.may_finish.set()
         await running

@@ -23,6 +23,7 @@ from service.errors import (
 )
 from tests.conftest import draw_weights
 from tests.service.http.doors import until
+from tests.service_process import PATIENCE_S
 
 
 class Held:
@@ -34,7 +35,7 @@ class Held:
         def explain(*arguments):
             self.begun += 1
             for layer in explanation.explain(*arguments):
-                assert self._released.acquire(timeout=20), "nobody released a layer"
+                assert self._released.acquire(timeout=PATIENCE_S), "nobody released a layer"
                 self.layers += 1
                 yield layer
 

@@ -17,6 +17,7 @@ from lenet.model import Model
 from service.engine.faults import Faults
 from service.engine.versions import WeightsFolder
 from service.errors import InvalidInput, Unavailable, UnknownModel
+from tests.service_process import PATIENCE_S
 from tests.tasks import submit
 
 IMAGES = np.zeros((3, 28, 28), np.uint8)
@@ -175,7 +176,7 @@ async def test_every_request_of_every_model_is_unavailable_when_a_device_is_lost
 
     def hold(context):
         running.set()
-        assert held.wait(20)
+        assert held.wait(PATIENCE_S)
         strike(context)
 
     monkeypatch.setattr(struck.faults, "strike", hold)
@@ -241,7 +242,7 @@ def reads(monkeypatch):
     def held(folder, name):
         Reads.begun += 1
         Reads.reading.set()
-        assert Reads.go.wait(20)
+        assert Reads.go.wait(PATIENCE_S)
         return read(folder, name)
 
     read = WeightsFolder.read
@@ -323,7 +324,7 @@ async def test_a_file_is_refused_by_name_and_the_old_version_answers_on(
 
 
 async def served(engine, version):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while engine.models.get("a").version.version != version:  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -336,7 +337,7 @@ async def test_the_newest_files_are_read_when_reloads_are_requested_at_once(engi
         engine.models.request_reload()
     reads.go.set()
     await served(engine, "4")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while reloads(engine, "b") != (2, 0):  # noqa: ASYNC110
             await asyncio.sleep(0)
     assert await engine.ask(2) == "4"
@@ -347,7 +348,7 @@ async def test_an_answer_is_of_the_version_that_was_served_when_it_was_asked_for
     write("a/4", seed=2)
     engine.models.request_reload()
     seen = []
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while "4" not in seen:
             version = engine.models.get("a").version.version
             seen.append(await engine.ask({"3": 1, "4": 2}[version]))
@@ -486,7 +487,7 @@ async def test_a_load_goes_on_when_its_caller_leaves_and_ends_with_the_models(
         with pytest.raises(asyncio.CancelledError):
             await caller
         reads.go.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while engine.models.find("b") is None:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         assert await engine.ask(2, "b") == "1"

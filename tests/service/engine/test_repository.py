@@ -13,6 +13,7 @@ import pytest
 from service.engine import repository
 from service.engine.repository import Repository, unloaded
 from service.errors import InvalidInput, Unavailable, UnknownModel
+from tests.service_process import PATIENCE_S
 
 
 class Models:
@@ -66,7 +67,7 @@ async def test_a_change_goes_to_its_end_when_its_caller_leaves(worker, models, t
     with pytest.raises(asyncio.CancelledError):
         await caller
     models.gate.set()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not (tmp_path / "repository.json").exists():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     assert models.done == ["load a"]
@@ -97,7 +98,7 @@ async def test_a_change_of_another_worker_meanwhile_is_made_after_the_own_one_be
     following = asyncio.create_task(worker.apply_changes())
     await asyncio.sleep(0.01)
     models.gate.set()
-    await asyncio.wait_for(asyncio.gather(loading, following), 5)
+    await asyncio.wait_for(asyncio.gather(loading, following), PATIENCE_S)
     assert orjson.loads((tmp_path / "repository.json").read_bytes()) == {"a": [2, True]}
     assert models.done[-1] == "load a"
 

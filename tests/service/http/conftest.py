@@ -22,6 +22,7 @@ from service.settings import Settings
 from service.transport.door import HttpService
 from service.transport.server import HttpServer
 from tests.service.http.doors import until
+from tests.service_process import PATIENCE_S
 
 
 class Served:
@@ -89,7 +90,7 @@ def open_app(weights):
                 url = f"http://127.0.0.1:{port}"
                 try:
                     async with httpx.AsyncClient(
-                        base_url=url, trust_env=False, verify=False
+                        base_url=url, trust_env=False, verify=False, timeout=PATIENCE_S
                     ) as client:
                         yield Served(service, settings, client, door, port)
                 finally:
@@ -132,7 +133,7 @@ class Hold:
 
         def held_run(context, images):
             self._begun.release()
-            assert self._released.wait(20), "nobody released the batch"
+            assert self._released.wait(PATIENCE_S), "nobody released the batch"
             return run(context, images)
 
         def watched_enqueue(batcher, *arguments):
@@ -154,16 +155,16 @@ class Hold:
 
     async def begun(self):
         """Wait until one more batch is on its context."""
-        assert await asyncio.to_thread(self._begun.acquire, timeout=20)
+        assert await asyncio.to_thread(self._begun.acquire, timeout=PATIENCE_S)
 
     async def submitted(self):
         """Wait until one more request stands in the queue."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await self._submitted.acquire()
 
     async def left(self):
         """Wait until one more request has its answer or gave up."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await self._left.acquire()
 
 

@@ -13,6 +13,7 @@ from service.budget import Budget
 from service.errors import InvalidInput, TooLarge, UnknownModel
 from service.transport.answer import Answer, error_answer
 from service.transport.door import HttpService
+from tests.service_process import PATIENCE_S
 
 MAX_BODY_BYTES = 200_000
 HUGE = bytes(32 << 20)
@@ -62,7 +63,7 @@ async def application(scope, receive, send):
 
 async def until(condition):
     """Wait for what has no event."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.001)
 
@@ -150,7 +151,7 @@ class Client:
 
     async def answer(self, method="GET"):
         """(status, headers, body) of the next answer; None at the end of the connection."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             try:
                 head = await self.reader.readuntil(b"\r\n\r\n")
             except asyncio.IncompleteReadError as exc:
@@ -178,7 +179,7 @@ class Client:
 
     async def rest(self):
         """The bytes up to the end of the connection."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             return await self.reader.read()
 
 

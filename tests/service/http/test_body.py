@@ -15,6 +15,7 @@ from lenet.staging import Staging
 from service.decode import pool as decoders
 from service.forms import prediction
 from tests.pictures import FORM, PNG, long_form, seven
+from tests.service_process import PATIENCE_S
 
 TYPE = b"Content-Type: application/octet-stream\r\n"
 FORM_TYPE = b"Content-Type: multipart/form-data; boundary=b\r\n"
@@ -42,13 +43,13 @@ async def in_two(served, body):
         writer.write(body[:-1])
         await asyncio.sleep(0.01)
         writer.write(body[-1:])
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             return int((await reader.read()).split()[1])
 
 
 async def answer(reader):
     """Status, headers and error of an answer after which the server closes the connection."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         raw = await reader.read()
     start, _, body = raw.partition(b"\r\n\r\n")
     status, *lines = start.decode().split("\r\n")
@@ -92,7 +93,7 @@ async def test_an_unknown_model_is_a_404_before_any_of_a_large_body_is_sent(list
             async with connect(served) as (reader, writer):
                 section = head(b"Content-Length: 9999999\r\n")
                 writer.write(section.replace(b"/predict", target.encode()))
-                async with asyncio.timeout(5):
+                async with asyncio.timeout(PATIENCE_S):
                     assert (await reader.read()).startswith(b"HTTP/1.1 404 ")
         assert await served.requests("unknown_model") == 2
 
@@ -101,7 +102,7 @@ async def test_an_unknown_model_is_a_404_without_asking_for_the_body(listen):
     async with listen() as served, connect(served) as (reader, writer):
         section = head(b"Content-Length: 784\r\nExpect: 100-continue\r\n")
         writer.write(section.replace(b"/predict", b"/predict?model=vgg"))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             assert (await reader.readline()).startswith(b"HTTP/1.1 404 ")
 
 
@@ -147,7 +148,7 @@ async def test_a_body_that_ends_early_is_a_cancelled_request_and_no_error(listen
         async with connect(served) as (_, writer):
             writer.write(head(b"Content-Length: 784\r\n") + bytes(100))
             await writer.drain()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while await served.requests("cancelled") != 1:
                 pass  # each turn is a request to the server
     assert quiet(caplog)
@@ -189,12 +190,11 @@ async def test_a_request_ends_when_its_client_leaves_while_it_is_decoded(
                 writer.write(head(length).replace(TYPE, FORM_TYPE) + LONG)
                 await writer.drain()
             await asyncio.sleep(0.05)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while await served.requests("cancelled") != others + 1:
                 pass  # each turn is a request to the server
         # Nothing of theirs is in its way.
-        async with asyncio.timeout(20):
-            served.client.timeout = None
+        async with asyncio.timeout(PATIENCE_S):
             assert (await served.post(seven(), PNG)).status_code == 200
     assert quiet(caplog)
 
@@ -205,11 +205,11 @@ async def test_a_body_is_held_until_its_decoding_has_ended(listen, one):
         async with connect(served) as (_, writer):
             length = b"Content-Length: %d\r\n" % len(LONG)
             writer.write(head(length).replace(TYPE, FORM_TYPE) + LONG)
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while served.service.budget.held_bytes < len(LONG):  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
                 assert (await served.post(LONG, FORM)).status_code == 429
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while await in_two(served, 500 * one) != 200:
                 pass
 
@@ -263,7 +263,7 @@ async def test_pixels_stay_where_they_arrived_until_the_device_has_read_them(lis
                 accept = b"Accept: application/octet-stream\r\n"
                 writer.write(head(b"Content-Length: %d\r\n" % images.nbytes, accept))
                 writer.write(images.tobytes())
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(PATIENCE_S):
                     assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
                     got = np.frombuffer(await reader.readexactly(40 * int(rows)), "<f4")
                 want = plan.run(images).probabilities
@@ -290,11 +290,11 @@ async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, im
         if leaves:
             async with connect(served) as (_, writer):
                 writer.write(head(b"Content-Length: %d\r\n" % rows.nbytes) + rows.tobytes())
-                await asyncio.wait_for(begun.wait(), 20)
+                await asyncio.wait_for(begun.wait(), PATIENCE_S)
         else:
             late = await served.post(rows.tobytes(), x_request_timeout_ms="200")
             assert late.status_code == 504
         outcome = "cancelled" if leaves else "deadline_exceeded"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while await served.requests(outcome) != 1:
                 pass  # each turn is a request to the server

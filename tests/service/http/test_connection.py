@@ -25,6 +25,7 @@ from service.transport.http2_exchanges import Http2Exchanges
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, MEBIBYTE, running, until
 from tests.service.http.test_http2 import ACK, GOAWAY, START, block, frame, get, headers, ping
+from tests.service_process import PATIENCE_S
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 
@@ -254,7 +255,7 @@ async def test_a_preflight_keeps_its_connection():
 @pytest.mark.parametrize("length", [b"Content-Length: 34000000", b"Transfer-Encoding: chunked"])
 async def test_an_early_413_is_seen_by_a_client_that_sends_on(server, length):
     def ask():
-        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE_S)
         try:
             body = bytes(34_000_000)
             name, value = length.decode().split(": ")
@@ -367,7 +368,7 @@ async def test_slow_headers_do_not_gain_time_by_coming_byte_by_byte():
                 await asyncio.sleep(0.01)
 
         with pytest.raises(ConnectionError):
-            await asyncio.wait_for(trickle(), 20)
+            await asyncio.wait_for(trickle(), PATIENCE_S)
 
 
 async def test_large_headers_count_in_the_budget_while_they_arrive(server):
@@ -404,7 +405,7 @@ def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls):
 
     def visit(port):
         for _ in range(50):
-            with socket.create_connection(("127.0.0.1", port), 20) as client:
+            with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as client:
                 client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
                 client.sendall(hello)
 
@@ -509,7 +510,7 @@ async def test_answers_that_a_client_does_not_read_give_way_to_others(tls):
         client.writer.transport.pause_reading()
         client.send(GET.replace(b"/ ", b"/huge ", 1))
         await until(lambda: budget.held_bytes > len(HUGE) / 2)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while server.state.connections:  # until it counts as slow
                 budget.add(max(0, budget.max_bytes - budget.held_bytes))
                 with contextlib.suppress(Overloaded):
@@ -552,7 +553,7 @@ async def test_a_client_that_reads_slowly_but_steadily_is_not_given_up():
         assert head.startswith(b"HTTP/1.1 200")
         left, looks, now_s = len(HUGE), 0, asyncio.get_running_loop().time()
         unread_bytes = connection.transport.get_write_buffer_size
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while before := unread_bytes():
                 connection.check_time(now_s + 900 * looks)
                 looks += 1
@@ -721,7 +722,7 @@ async def test_a_client_that_leaves_amid_its_body_cancels_its_request(server, en
 async def test_the_application_hears_of_a_client_that_leaves(server):
     client = await server.open()
     client.send(GET.replace(b"/ ", b"/waits ", 1))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         await server.events["waits"].wait()
         client.writer.close()
         await server.events["left"].wait()

@@ -14,6 +14,7 @@ import pytest
 from tests.service.http.doors import running
 from tests.service.http.test_http2 import HEADERS, Client, frames
 from tests.service.http.test_rfc import ROWS
+from tests.service_process import PATIENCE_S
 
 TABLE_SIZE = h2.settings.SettingCodes.HEADER_TABLE_SIZE
 
@@ -38,7 +39,7 @@ async def read_with_h11(client, method, data):
 
 
 async def test_h11_reads_every_answer():
-    async with running() as server, asyncio.timeout(60):
+    async with running() as server, asyncio.timeout(PATIENCE_S):
         for name, (request, expected) in ROWS.items():
             *statuses, after = expected.split()
             if statuses[-1] == "100":

@@ -40,12 +40,12 @@ from service.forms.tensors import (
 )
 from service.observe.metrics import Metrics
 from tests.pictures import FORM, PNG, encoded, form, long_form, seven
+from tests.service_process import PATIENCE_S
 from tests.tasks import decode as decode_by
 
 LIMITS = Limits(16_384)
 JSON = "application/json"
 MEMORY_BYTES = 320 << 20
-LONG_S = 60.0
 ENDED_S = 0.05 + 0.5
 """Work ends within 50 ms; the rest is for a machine that runs other tests meanwhile. Left alone it
 takes 4 s and more."""
@@ -97,7 +97,7 @@ async def pool():
 
 
 async def until(condition):
-    async with asyncio.timeout(LONG_S):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - the end of a process sets no event
             await asyncio.sleep(0.001)
 
@@ -153,7 +153,7 @@ async def test_each_kind_of_body_is_decoded_as_in_one_process(pool, tmp_path):
     bodies = {**BODIES, "application/x-npy": (tmp_path / "a.npy").read_bytes()}
     for kind, content in bodies.items():
         for invert in ("auto", "true") if kind in (JSON, "application/x-npy") else ("auto",):
-            decoded = await decode_by(pool, body(kind, invert), bytearray(content), LONG_S)
+            decoded = await decode_by(pool, body(kind, invert), bytearray(content), PATIENCE_S)
             expected = decode(content, kind, invert=invert, limits=LIMITS)
             np.testing.assert_array_equal(decoded.images, expected)
     assert len(pool.pids) == 1, "one at a time takes one process"
@@ -174,7 +174,7 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
     else:
         content = RAW.tobytes()
         asked = Asked(outputs=tuple(replace(one, binary=True) for one in ALL_OUTPUTS))
-    decoded = await decode_by(pool, OipJsonForm(json_bytes, 300), content, LONG_S)
+    decoded = await decode_by(pool, OipJsonForm(json_bytes, 300), content, PATIENCE_S)
     np.testing.assert_array_equal(decoded.images, RAW)
     assert decoded.asked == asked
 
@@ -204,7 +204,7 @@ async def test_an_infer_request_over_http_is_decoded_with_what_else_it_asks_for(
 )
 async def test_an_error_is_the_same_as_in_one_process(pool, source, content, error, field):
     with pytest.raises(error) as caught:
-        await decode_by(pool, source, content, LONG_S)
+        await decode_by(pool, source, content, PATIENCE_S)
     assert type(caught.value) is error
     assert caught.value.field == field
     if isinstance(source, ImageForm) and content:
@@ -218,7 +218,7 @@ async def test_large_json_takes_little_more_memory_than_its_bytes_and_images():
         {"images": images.tolist()}
     )  # 23 MB, of which orjson would take 12 times
     async with open_pool(memory_bytes=160 << 20) as pool:
-        decoded = await decode_by(pool, body(JSON), content, LONG_S)
+        decoded = await decode_by(pool, body(JSON), content, PATIENCE_S)
         np.testing.assert_array_equal(decoded.images, images)
 
 
@@ -226,8 +226,8 @@ async def test_a_picture_that_takes_too_much_memory_is_too_large():
     async with open_pool(memory_bytes=100 << 20) as pool:
         picture = encoded(np.zeros((4000, 4000, 4), np.uint8))  # 64 MB
         with pytest.raises(TooLarge, match="more than 100 MiB of memory"):
-            await decode_by(pool, body(PNG), picture, LONG_S)
-        assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
+            await decode_by(pool, body(PNG), picture, PATIENCE_S)
+        assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
         assert pool.ends("died") == 0
 
 
@@ -235,7 +235,7 @@ async def test_a_picture_that_takes_too_much_memory_is_too_large():
 
 
 async def test_work_ends_soon_after_its_deadline(pool):
-    await decode_by(pool, body(PNG), seven(), LONG_S)  # a process is there
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)  # a process is there
     began_s = time.monotonic()
     with pytest.raises(DeadlineExceeded):
         await decode_by(pool, body(FORM), long_form(), 0.1)
@@ -245,7 +245,7 @@ async def test_work_ends_soon_after_its_deadline(pool):
 
 async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
     photograph = encoded(np.random.default_rng(5).integers(0, 256, (4000, 4000), np.uint8))
-    await decode_by(pool, body(PNG), seven(), LONG_S)  # the process has started
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)  # the process has started
     with outcomes(pool) as start:
         job, called = start(body(PNG), photograph)
         await asyncio.sleep(0.05)  # of the 0.15 to 0.4 s that decoding takes
@@ -255,7 +255,7 @@ async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
         assert time.monotonic() - began_s < ENDED_S
     assert called == ["ended"]
     assert pool.ends("cancelled") == 1
-    assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
+    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
 
 
 async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(pool):
@@ -267,7 +267,7 @@ async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(poo
         for timeout_s in (0.02, 0.0, -1.0):
             with pytest.raises(DeadlineExceeded):
                 await decode_by(pool, body(FORM), long_form(), timeout_s)
-        task = asyncio.create_task(decode_by(pool, body(FORM), long_form(), LONG_S))
+        task = asyncio.create_task(decode_by(pool, body(FORM), long_form(), PATIENCE_S))
         await asyncio.sleep(0)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -280,7 +280,7 @@ async def test_leaving_ends_what_runs_and_what_waits():
         calls = []
         for _ in range(2):
             pool.start(body(FORM), long_form(), calls.append, lambda: calls.append("ended"))
-        await decode_by(pool, body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), PATIENCE_S)
         began_s = time.monotonic()
     assert time.monotonic() - began_s < 0.1 + ENDED_S
     assert [call for call in calls if call == "ended"] == ["ended"] * 2
@@ -296,15 +296,15 @@ async def test_a_small_picture_does_not_wait_for_long_work(pool):
     with outcomes(pool) as start:
         long = [start(body(FORM), long_form(4000))[1] for _ in range(3)]
         for _ in range(5):
-            await decode_by(pool, body(PNG), seven(), LONG_S)
+            await decode_by(pool, body(PNG), seven(), PATIENCE_S)
         assert long == [[], [], []]
         assert len(pool.pids) == 2
 
 
 async def test_long_work_goes_on_while_small_pictures_come(pool):
-    long = asyncio.create_task(decode_by(pool, body(FORM), long_form(500), LONG_S))
+    long = asyncio.create_task(decode_by(pool, body(FORM), long_form(500), PATIENCE_S))
     while not long.done():
-        await asyncio.gather(*(decode_by(pool, body(PNG), seven(), LONG_S) for _ in range(4)))
+        await asyncio.gather(*(decode_by(pool, body(PNG), seven(), PATIENCE_S) for _ in range(4)))
     assert len((await long).images) == 500
 
 
@@ -329,22 +329,22 @@ async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
     monkeypatch.setattr(decoders, "_IDLE_S", 0.2)
     async with open_pool() as pool:
         assert not pool.pids
-        await decode_by(pool, body(PNG), seven(), LONG_S)
-        await decode_by(pool, body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), PATIENCE_S)
+        await decode_by(pool, body(PNG), seven(), PATIENCE_S)
         assert len(pool.pids) == 1
         await until(lambda: not pool.pids)
         assert pool.ends("idle") == 1
-        await decode_by(pool, body(PNG), seven(), LONG_S)
+        await decode_by(pool, body(PNG), seven(), PATIENCE_S)
 
 
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog):
-    await decode_by(pool, body(PNG), seven(), LONG_S)
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
     with outcomes(pool) as start:
         called = [] if idle else start(body(FORM), long_form())[1]
         (pid,) = pool.pids
         kill(pid)
-        assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
+        assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
         await until(lambda: pool.ends("died") == 1)
         if not idle:
             await until(lambda: len(called) == 2)
@@ -355,7 +355,7 @@ async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_decoder_gives_way_to_serving(pool):
-    await decode_by(pool, body(PNG), seven(), LONG_S)
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
     (pid,) = pool.pids
     assert os.getpriority(os.PRIO_PROCESS, pid) >= os.getpriority(os.PRIO_PROCESS, 0) + 5 or (
         os.getpriority(os.PRIO_PROCESS, pid) == 19
@@ -370,7 +370,7 @@ async def test_a_request_is_unavailable_when_no_process_can_be_started(pool, mon
             pool.start(body(PNG), seven(), print)
         assert caught.value.retry_after_s == 1
     monkeypatch.undo()
-    assert (await decode_by(pool, body(PNG), seven(), LONG_S)).images.any()
+    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
 
 
 REPLIES = {
@@ -392,7 +392,7 @@ async def test_a_decoder_that_breaks_the_protocol_is_ended(pool, monkeypatch, ca
     )
     monkeypatch.setattr(decoders, "_ARGUMENTS", ("-c", program))
     with pytest.raises(ServiceError) as caught:
-        await decode_by(pool, body(PNG, limits=Limits(1)), seven(), LONG_S)
+        await decode_by(pool, body(PNG, limits=Limits(1)), seven(), PATIENCE_S)
     assert type(caught.value) is InferenceFailed
     assert "invalid reply" in caplog.text
     await until(lambda: not pool.pids)
@@ -402,4 +402,4 @@ async def test_a_decoder_ends_when_the_service_is_gone():
     ours, theirs = socket.socketpair()
     with ours, theirs:
         process = decoders._start(theirs, MEMORY_BYTES)
-    assert await asyncio.to_thread(process.wait, LONG_S) == 0
+    assert await asyncio.to_thread(process.wait, PATIENCE_S) == 0

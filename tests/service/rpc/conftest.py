@@ -34,6 +34,7 @@ from service.process.listener import listen
 from service.request import Requests
 from service.transport.door import HttpService
 from service.transport.server import HttpServer
+from tests.service_process import PATIENCE_S
 
 MAX_IMAGES = 64
 
@@ -53,7 +54,7 @@ class Gate:
             return launch(context, images) if self._open.is_set() else None
 
         def held_run(context, images):  # on the context's thread
-            assert self._open.wait(20), "nobody opened the gate"
+            assert self._open.wait(PATIENCE_S), "nobody opened the gate"
             return run(context, images)
 
         monkeypatch.setattr(ExecutionContext, "launch", launch_if_open)

@@ -18,7 +18,7 @@ from service.decode import pool as decoders
 from service.forms import open_inference_pb2 as pb
 from service.forms.body import ImageForm, Limits
 from tests.pictures import FORM, long_form
-from tests.service_process import grpc_call
+from tests.service_process import PATIENCE_S, grpc_call
 
 Tensor = pb.ModelInferRequest.InferInputTensor
 Parameter = pb.InferParameter
@@ -181,7 +181,7 @@ async def test_a_timeout_of_the_request_counts_as_its_deadline(stub, busy, raw_r
 
 async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_request, caplog):
     call = stub.ModelInfer(raw_request())
-    await asyncio.wait_for(busy.models.entered.wait(), 5)
+    await asyncio.wait_for(busy.models.entered.wait(), PATIENCE_S)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
@@ -214,12 +214,12 @@ async def test_a_call_has_one_outcome_and_one_range_however_it_ends(
         running.models.error = error
     call = stub.ModelInfer(raw_request(**fields))
     if error == "cancel":
-        await asyncio.wait_for(running.models.entered.wait(), 5)
+        await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
         call.cancel()
     (answer,) = await asyncio.gather(call, return_exceptions=True)
     assert isinstance(answer, pb.ModelInferResponse) == (outcome == "ok")
     began, ended = ranges
-    async with asyncio.timeout(5):  # the client may be faster than the end of the call
+    async with asyncio.timeout(PATIENCE_S):  # the client may be faster than the end of the call
         while not running.outcomes() or len(ended) < len(began):  # noqa: ASYNC110
             await asyncio.sleep(0.001)
     assert running.outcomes() == {(model, outcome): 1}
@@ -355,7 +355,7 @@ async def test_a_message_holds_as_much_of_the_budget_as_has_arrived(running, raw
 
 
 async def until(condition):
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():  # noqa: ASYNC110 - the other side is a socket
             await asyncio.sleep(0.005)
 
@@ -400,14 +400,14 @@ async def test_a_running_call_is_answered_when_the_server_stops(running, raw_req
     running.models.gate.clear()
     async with running.connect() as stub:
         accepted = stub.ModelInfer(raw_request())
-        await asyncio.wait_for(running.models.entered.wait(), 5)
+        await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
         stopping = asyncio.create_task(stub.server.stop(10.0))
         code = grpc.StatusCode.OK
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while code is grpc.StatusCode.OK:
                 code = await stub.ServerLive(pb.ServerLiveRequest()).code()
         assert code is grpc.StatusCode.UNAVAILABLE
         assert not stopping.done()
         running.models.gate.set()
         assert (await accepted).model_name == "tiny"
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, PATIENCE_S)

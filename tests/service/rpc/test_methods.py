@@ -14,6 +14,7 @@ from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
 from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
+from tests.service_process import PATIENCE_S
 
 SERVICE = "inference.GRPCInferenceService"
 Check = health_pb2.HealthCheckRequest
@@ -32,7 +33,7 @@ async def health(stub, service=""):
 
 
 async def next_status(watch):
-    return Status.Name((await asyncio.wait_for(anext(aiter(watch)), 10)).status)
+    return Status.Name((await asyncio.wait_for(anext(aiter(watch)), PATIENCE_S)).status)
 
 
 def reflect(stub, version="v1", **options):
@@ -82,7 +83,7 @@ async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, cap
 
 
 async def test_a_client_that_knows_nothing_finds_the_calls_and_makes_one(stub):
-    stream = reflect(stub, timeout=10)
+    stream = reflect(stub, timeout=PATIENCE_S)
 
     async def ask(**question):
         await stream.write(Question(**question))
@@ -127,7 +128,7 @@ async def test_reflection_answers_in_both_versions_and_says_what_is_unknown(stub
         (Question(all_extension_numbers_of_type="none.Such"), "error_response"),
         (Question(), "error_response"),
     ]
-    stream = reflect(stub, version, timeout=10)
+    stream = reflect(stub, version, timeout=PATIENCE_S)
     for question, kind in questions:
         await stream.write(question)
         answer = await stream.read()

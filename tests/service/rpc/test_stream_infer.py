@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from tests.service.rpc.conftest import client
+from tests.service_process import PATIENCE_S
 
 
 def probabilities(answer):
@@ -66,7 +67,7 @@ async def test_a_request_is_answered_before_the_next_is_sent(running, raw_reques
         for rows in (1, 5):
             await asyncio.sleep(1.2)  # longer than a request may take
             await call.write(raw_request(rows))
-            answer = await asyncio.wait_for(call.read(), 10)
+            answer = await asyncio.wait_for(call.read(), PATIENCE_S)
             assert len(probabilities(answer.infer_response)) == rows
         await call.done_writing()
         assert await call.read() is grpc.aio.EOF
@@ -80,9 +81,9 @@ async def test_a_stream_works_on_few_requests_at_a_time_and_holds_no_other_up(
     held, other = stub.ModelStreamInfer(), stub.ModelStreamInfer()
     for _ in range(100):
         await held.write(raw_request(1))
-    await asyncio.wait_for(running.models.entered.wait(), 5)
+    await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
     await other.write(raw_request(1, model_name="vgg"))
-    assert "'vgg' is not loaded" in (await asyncio.wait_for(other.read(), 5)).error_message
+    assert "'vgg' is not loaded" in (await asyncio.wait_for(other.read(), PATIENCE_S)).error_message
     assert len(running.models.timeouts_s) <= 32
     running.models.gate.set()
     for _ in range(100):
@@ -96,10 +97,10 @@ async def test_requests_of_a_client_that_leaves_are_cancelled(stub, running, raw
     call = stub.ModelStreamInfer()
     for _ in range(3):
         await call.write(raw_request(1))
-    await asyncio.wait_for(running.models.entered.wait(), 5)
+    await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
     await asyncio.sleep(0.1)
     call.cancel()
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while running.requests("cancelled") < 3:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     running.models.gate.set()
@@ -118,7 +119,7 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(
             await stream.write(raw_request(1, id=str(number)))
         if ended:
             await stream.done_writing()
-        await asyncio.wait_for(running.models.entered.wait(), 5)
+        await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
         await asyncio.sleep(0.1)
         stopping = asyncio.create_task(stub.server.stop(5.0))
         await asyncio.sleep(0.3)
@@ -127,7 +128,7 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(
             assert (await stream.read()).infer_response.id == str(number)
         expected = grpc.StatusCode.OK if ended else grpc.StatusCode.UNAVAILABLE
         assert await stream.code() is expected
-        await asyncio.wait_for(stopping, 5)
+        await asyncio.wait_for(stopping, PATIENCE_S)
 
 
 SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
@@ -145,7 +146,7 @@ async def test_a_client_that_does_not_read_in_time_loses_its_stream(running, raw
                 await stream.write(raw_request(5, id="i" * 128))
 
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
-            await asyncio.wait_for(send(), 20)
+            await asyncio.wait_for(send(), PATIENCE_S)
         async with client(server) as other:
             assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
     assert running.budget.held_bytes == 0
@@ -188,7 +189,7 @@ async def test_a_client_that_does_not_read_is_read_no_further(running, raw_reque
             assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
         assert running.requests("ok") == computed + 1
         for number in range(1, sent + 1):
-            answer = await asyncio.wait_for(stream.read(), 10)
+            answer = await asyncio.wait_for(stream.read(), PATIENCE_S)
             assert (answer.error_message, answer.infer_response.id) == ("", f"{number:0128}")
         await writing
         stream.cancel()
