@@ -6,6 +6,7 @@ the files.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import json
@@ -14,7 +15,7 @@ import re
 import struct
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from unittest.mock import MagicMock, patch
 
 from google.protobuf.descriptor_pool import Default
@@ -267,6 +268,59 @@ def commands() -> str:
     return _page("Command lines", *parts)
 
 
+class Statement(NamedTuple):
+    """A row of the table of statements: the arguments of `pytest.mark.states`, and its test."""
+
+    subject: str
+    text: str
+    found: str
+    path: str
+    test: str
+
+
+def marked() -> list[Statement]:
+    """Every `@pytest.mark.states(subject, text, found=...)` of the tests, by file and line."""
+    found = []
+    for path in sorted((ROOT / "tests").rglob("test_*.py")):
+        source = path.read_text()
+        for test in ast.parse(source).body if "pytest.mark.states(" in source else ():
+            if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef):
+                # The decorators, and the marks of single parameters in them.
+                nodes = [node for mark in test.decorator_list for node in ast.walk(mark)]
+                for node in nodes:
+                    if (
+                        isinstance(node, ast.Call)
+                        and ast.unparse(node.func) == "pytest.mark.states"
+                    ):
+                        said = [ast.literal_eval(value) for value in node.args]
+                        how = {key.arg: ast.literal_eval(key.value) for key in node.keywords}
+                        place = str(path.relative_to(ROOT)), test.name
+                        found.append(Statement(*said, how["found"], *place))
+    return found
+
+
+def statements() -> str:
+    """What the program and its documents say, and the tests that find it out otherwise."""
+    sections: dict[str, list[tuple[str, ...]]] = {}
+    for one in marked():
+        rows = sections.setdefault(one.subject, [])
+        rows.append((one.text, one.found, f"`{one.path}::{one.test}`"))
+    return _page(
+        "Statements and their tests",
+        "What the program prints, serves and documents, and how a test finds the same out in "
+        "another way. Each row is a marker of its test, `@pytest.mark.states(subject, text, "
+        "found=...)`; `pytest -m states` runs them all.",
+        *(
+            part
+            for subject in sorted(sections)
+            for part in (
+                f"## {subject}",
+                _table(("statement", "found otherwise", "test"), sections[subject]),
+            )
+        ),
+    )
+
+
 def decisions() -> str:
     """The list of decisions, which a forge shows with their folder."""
     links = []
@@ -291,6 +345,7 @@ PAGES: dict[str, Callable[[], str]] = {
     "reference/grpc.md": grpc,
     "reference/weight-file.md": weight_file,
     "reference/commands.md": commands,
+    "reference/statements.md": statements,
     "decisions/README.md": decisions,
 }
 """The function that generates each page below docs."""

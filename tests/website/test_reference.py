@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import re
+
 import pytest
 
-from website.reference import PAGES, ROOT
+from website.reference import PAGES, ROOT, marked
 
 DOCS = ROOT / "docs"
 
@@ -15,3 +17,10 @@ def test_a_generated_page_is_what_the_code_says(name):
 def test_the_reference_holds_no_page_that_nothing_generates():
     found = {str(path.relative_to(DOCS)) for path in DOCS.glob("reference/*")}
     assert found == {name for name in PAGES if name.startswith("reference/")}
+
+
+def test_every_test_of_statements_has_its_row():
+    rows = {(row.path, row.test) for row in marked()}
+    for path in (ROOT / "tests").rglob("test_statements.py"):
+        for test in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE):
+            assert (str(path.relative_to(ROOT)), test) in rows, "mark it with pytest.mark.states"

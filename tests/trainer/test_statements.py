@@ -1,0 +1,207 @@
+"""What a training run prints and writes, found again from its file, its images and a clock."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from functools import partial
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from lenet import reference
+from lenet.weightfile import WeightFile
+from trainer import commands
+from trainer.commands import run
+from trainer.loop import train
+from trainer.mnist import Dataset
+from trainer.network import Network
+from trainer.ops_cpu import CpuOps
+
+STEP_S, EVALUATION_S = 0.25, 1.0
+PLAIN = [word for name in ("rotation", "scale", "shear", "shift", "elastic", "weight-decay")
+         for word in (f"--{name}", "0")]  # fmt: skip
+
+
+class Trained:
+    """A run: its lines, its files, and the float64 probabilities of a weight file."""
+
+    def __init__(self, folder, lines):
+        (self.run,) = folder.glob("runs/*")
+        (path,) = folder.glob("out/mlp/*.safetensors")
+        self.path, self.lines, self.weights = path, lines, WeightFile.read(path)
+        self.summary = json.loads((self.run / "summary.json").read_text())
+        text = (self.run / "metrics.jsonl").read_text()
+        self.epochs = [json.loads(line) for line in text.splitlines()]
+        self.page = re.sub(r"</t[dh]>", " ", (self.run / "report.html").read_text())
+
+    def probabilities(self, digits):
+        exact = {name: value.astype(np.float64) for name, value in self.weights.tensors.items()}
+        return reference.softmax(reference.logits(self.weights.model, exact, digits.images))
+
+    def accuracy(self, digits):
+        return np.mean(self.probabilities(digits).argmax(axis=1) == digits.labels)
+
+    @property
+    def last(self):
+        """The names and numbers of the line about the file."""
+        (line,) = (line for line in self.lines if line.startswith(f"{self.path}: "))
+        return re.fullmatch(
+            r".*: (?P<parameters>\d+) parameters, validation accuracy (?P<validation>[\d.]+)%, "
+            r"test accuracy (?P<test>[\d.]+)% \((?P<wrong>\d+) of (?P<images>\d+) wrong\), "
+            r"trained in (?P<seconds>[\d.]+) s, sha256 (?P<sha256>\w+)",
+            line,
+        ).groupdict()
+
+
+@pytest.fixture
+def dataset(digits):
+    """Digits of which every seventh has a wrong label: no accuracy is 0 or 1."""
+    found = Dataset(digits(500, 0), digits(60, 1), "")
+    for part in (found.train, found.test):
+        part.labels[::7] = (part.labels[::7] + 1) % 10
+    return found
+
+
+@pytest.fixture
+def fit(dataset, write_idx, tmp_path, monkeypatch, capsys):
+    """`fit(name, *more)` trains in a folder of its own, on a clock that only steps and evaluations
+    of the network move."""
+    now_s = 100.0
+
+    def timed(function, seconds):
+        def call(*arguments):
+            nonlocal now_s
+            now_s += seconds
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr(CpuOps, "sgd_step", timed(CpuOps.sgd_step, STEP_S))
+    monkeypatch.setattr(Network, "logits", timed(Network.logits, EVALUATION_S))
+    monkeypatch.setattr(commands, "train", partial(train, clock=lambda: now_s))
+    monkeypatch.setattr("trainer.runs.time", SimpleNamespace(monotonic=lambda: now_s))
+
+    def fit(name, *more):
+        folder = tmp_path / name
+        line = ["--device", "cpu", "--model", "mlp", "--batch", "20", "--rate", "0.02"]
+        line += ["--validation-images", "100", "--data", str(write_idx(dataset)), *more]
+        line += [word for part in ("out", "checkpoints", "runs")
+                 for word in (f"--{part}", str(folder / part))]  # fmt: skip
+        assert run(["fit", *line], {}) == 0
+        return Trained(folder, capsys.readouterr().out.splitlines())
+
+    return fit
+
+
+@pytest.mark.states(
+    "training",
+    "last line: validation accuracy, test accuracy, wrong of images",
+    found="the written file on the same images, by the float64 reference",
+)
+@pytest.mark.states(
+    "training",
+    "last line: parameters, sha256",
+    found="numbers of the architecture, counted by hand; the digest of the file's bytes",
+)
+@pytest.mark.states(
+    "training",
+    "last line: seconds from the first step to the last; lines of epochs: seconds left; "
+    "metrics.jsonl: seconds; summary.json: seconds of each phase",
+    found="a clock outside that moves 0.25 s with each step and 1 s with each evaluation",
+)
+@pytest.mark.states(
+    "training",
+    "report.html: test accuracy and loss, validation accuracy, epochs, parameters",
+    found="the same reference; epochs counted in metrics.jsonl",
+)
+@pytest.mark.process
+def test_a_run_says_what_its_file_does_on_the_same_images(fit, dataset):
+    trained = fit("one", "--epochs", "3")
+    _, validation = dataset.hold_out(100)
+    test, last = dataset.test, trained.last
+    probabilities = trained.probabilities(test)
+    accuracy, validated = trained.accuracy(test), trained.accuracy(validation)
+    assert 0.5 < accuracy < 1 > validated > 0.5
+    assert last["test"] == f"{100 * accuracy:.2f}"
+    assert int(last["wrong"]) == round((1 - accuracy) * int(last["images"]))
+    assert int(last["images"]) == len(test) == 60
+    assert last["validation"] == f"{100 * validated:.2f}"
+    count = 784 * 500 + 500 + 500 * 10 + 10
+    assert int(last["parameters"]) == count
+    assert last["sha256"] == hashlib.sha256(trained.path.read_bytes()).hexdigest()
+    epoch_s = 400 // 20 * STEP_S
+    took_s = [epoch_s, 2 * epoch_s + EVALUATION_S, 3 * epoch_s + 2 * EVALUATION_S]
+    assert [epoch["seconds"] for epoch in trained.epochs] == took_s == [5, 11, 17]
+    assert float(last["seconds"]) == took_s[-1]
+    left = [re.findall(r"(\d+) s left$", line) for line in trained.lines if "epoch " in line]
+    assert left == [["10"], ["6"], []]  # 5.5, rounded up
+    phases = trained.summary["phases"]
+    assert (phases["steps"], phases["validation"]) == (3 * epoch_s, 3 * EVALUATION_S)
+    assert (phases["set-up"], phases["calibration"]) == (EVALUATION_S, EVALUATION_S)
+    assert phases["reading"] == phases["checkpoints"] == 0
+    assert trained.weights.training.accuracy == trained.summary["accuracy"] == accuracy
+    loss = -np.log(probabilities[np.arange(60), test.labels]).mean()
+    assert trained.summary["loss"] == pytest.approx(loss, rel=1e-5)  # float32 logits
+    for text in (
+        f"test accuracy {100 * accuracy:.2f}% ",
+        f"test loss {loss:.4f} nats ",
+        f"validation accuracy {100 * validated:.2f}% ",
+        f"epochs {len(trained.epochs)} ",
+        f"parameters {count:,} ",
+    ):
+        assert text in re.sub(r"<td>|<tr>", "", trained.page), text
+
+
+@pytest.mark.states(
+    "training",
+    "lines of epochs and metrics.jsonl: loss, accuracy, validation accuracy",
+    found="a run whose weights do not move, from a written file: that file on the training images, "
+    "by the float64 reference, with a tenth of each target spread over the classes",
+)
+@pytest.mark.states(
+    "training",
+    "report.html: confusion, precision and recall, calibration, mistakes; temperature",
+    found="the written files' probabilities, counted class by class",
+)
+@pytest.mark.process
+def test_the_lines_of_epochs_say_what_the_network_did_on_the_training_images(fit, dataset):
+    start = fit("start", "--epochs", "1")
+    trained = fit("same", "--epochs", "2", "--rate", "1e-12", "--from", str(start.path), *PLAIN)
+    training, validation = dataset.hold_out(100)
+    log_p = np.log(start.probabilities(training))
+    loss = -(0.9 * log_p[np.arange(400), training.labels] + 0.1 * log_p.mean(axis=1)).mean()
+    accuracy, validated = start.accuracy(training), start.accuracy(validation)
+    assert 0.3 < accuracy < 1
+    lines = [line for line in trained.lines if line.startswith("epoch ")]
+    said = f"loss {loss:.4f}, accuracy {accuracy:.2%}, validation {validated:.2%}"
+    assert lines == [f"epoch 1 of 2: {said}, 5 s left", f"epoch 2 of 2: {said}"]
+    for number, epoch in enumerate(trained.epochs, 1):
+        assert epoch["epoch"] == number
+        assert epoch["loss"] == pytest.approx(loss, rel=1e-5)  # float32 products
+        assert (epoch["accuracy"], epoch["validation_accuracy"]) == (accuracy, validated)
+    summary, test = trained.summary, dataset.test
+    before, found = (np.log(one.probabilities(test)) for one in (start, trained))
+    spread = [log_p.max(axis=1) - log_p.min(axis=1) for log_p in (before, found)]
+    np.testing.assert_allclose(spread[0] / spread[1], summary["temperature"], rtol=1e-4)
+    predicted, confidence = found.argmax(axis=1), np.exp(found.max(axis=1))
+    pairs = list(zip(test.labels.tolist(), predicted.tolist(), strict=True))
+    for one in range(10):
+        assert summary["confusion"][one] == [pairs.count((one, other)) for other in range(10)]
+        right = pairs.count((one, one))
+        assert summary["recall"][one] == right / sum(true == one for true, _ in pairs)
+        assert summary["precision"][one] == right / max(1, sum(got == one for _, got in pairs))
+    tenths = [
+        [(c, p == t) for (t, p), c in zip(pairs, confidence, strict=True) if int(10 * c) == tenth]
+        for tenth in range(10)
+    ]
+    means = [np.mean(tenth, axis=0) for tenth in tenths if tenth]
+    sizes = [len(tenth) for tenth in tenths if tenth]
+    assert [images for *_, images in summary["calibration"]] == sizes
+    error = sum(abs(a - c) * n for (c, a), n in zip(means, sizes, strict=True)) / len(test)
+    assert summary["calibration_error"] == pytest.approx(error, rel=1e-4)
+    wrong = sum(true != got for true, got in pairs)
+    assert len(summary["worst"]) == wrong == trained.page.count(", taken for ")
+    assert {tuple(one[1:3]) for one in summary["worst"]} == {(t, p) for t, p in pairs if t != p}
