@@ -170,7 +170,8 @@ class Head(RequestHead):
         scheme: bytes = b"http",
     ) -> None:
         self.method, self.version = method, version
-        self.headers = tuple((name.lower(), value) for name, value in pairs)
+        # The parser leaves white space behind a value: RFC 9112, 5.1.
+        self.headers = tuple((name.lower(), value.strip(b" \t")) for name, value in pairs)
         by_name: dict[bytes, list[bytes]] = {}
         for name, value in self.headers:
             by_name.setdefault(name, []).append(value)
@@ -191,7 +192,7 @@ class Head(RequestHead):
         self.chunked = bool(codings)
         if codings and version == "1.0":
             raise Refused(400, "transfer-encoding: expected none in HTTP/1.0")
-        if self.chunked and (len(codings) > 1 or codings[0].strip().lower() != b"chunked"):
+        if self.chunked and (len(codings) > 1 or codings[0].lower() != b"chunked"):
             found = shown(b", ".join(codings).decode("latin-1"))
             raise Refused(501, f"transfer-encoding: got {found}, expected chunked")
         lengths = by_name.get(b"content-length", [])

@@ -49,6 +49,7 @@ ROWS = {
     "host slash": (get(b"Host: a/b", host=False), "400 closed"),
     "host space": (get(b"Host: a b", host=False), "400 closed"),
     "host at": (get(b"Host: u@a", host=False), "400 closed"),
+    "host and white space": (get(b"Host: \t a\t ", host=False), "200 open"),
     "host port": (get(b"Host: a:80", host=False), "200 open"),
     "ipv6": (get(b"Host: [::1]:80", host=False), "200 open"),
     "1.0": (get(version=b"1.0"), "200 closed"),
@@ -321,6 +322,7 @@ ANSWERS = {
         get(b"Expect: 100-continue", b"Content-Length: 200001", method=b"POST", path=b"/fast"),
         "413 closed",
     ),
+    "expect and white space": (post(b"abc", b"Expect: 100-continue \t"), "100 200 open"),
     "expect asgi": (get(b"Expect: 100-continue", b"Content-Length: 3", method=b"POST"), "100 open"),
     "expect early": (
         get(b"Expect: 100-continue", b"Content-Length: 3", method=b"POST", path=b"/early"),
@@ -460,6 +462,17 @@ def test_a_trailer_is_never_read_as_a_header():
     first, second = reader.found
     assert first == (b"POST /fast", ((b"host", b"a"), (b"transfer-encoding", b"chunked")), b"abc")
     assert second == (b"GET /", ((b"host", b"a"),), b"")
+
+
+def test_white_space_around_a_value_is_not_part_of_it():
+    reader = Reader()
+    lines = (b"A:\t x \t y\t ", b"B: \xa0z\xa0", b"C: \t ", b"Content-Encoding:identity ")
+    for _ in range(2):
+        reader.feed(post(b"1", *lines).replace(b"Content-Length: 1", b"Content-Length:\t1\t"))
+    values = dict(reader.found[0][1])
+    assert (values[b"a"], values[b"b"], values[b"c"]) == (b"x \t y", b"\xa0z\xa0", b"")
+    assert (values[b"content-encoding"], values[b"content-length"]) == (b"identity", b"1")
+    assert reader.found[0] == reader.found[1], "its header section is known"
 
 
 # Known header sections: the parser does not see them again
