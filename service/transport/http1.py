@@ -121,6 +121,8 @@ class Http1:
         self._is_broken = False
         self._tail = b""
         """The last bytes of the section so far, in which its end may begin."""
+        self._line = b""
+        """The request line, as far as it has come."""
 
     @property
     def unparsed_bytes(self) -> int:
@@ -205,7 +207,8 @@ class Http1:
                 start, found = first, data.find(b"\r\n\r\n", first)
                 end = found + 4 if found >= 0 else 0
             self._parser = httptools.HttpRequestParser(self)
-            self._url, self._pairs, self._start, self._tail = b"", [], None, b""
+            self._url, self._pairs, self._start = b"", [], None
+            self._tail = self._line = b""
             self.used, self.idle = True, False
         elif self._tail:
             across = (self._tail + data[start : start + 3]).find(b"\r\n\r\n")
@@ -241,6 +244,8 @@ class Http1:
                 return False
         if len(section) > room:
             return True
+        if not self._line.endswith(b"\n"):
+            self._line += section[: section.find(b"\n") + 1 or len(section)]
         # A lone LF could end the section for the parser, and not here.
         lines = (self._tail[-1:] + section).count(b"\r\n")
         if section.count(b"\n") != lines or complete == (self._start is None):
@@ -252,6 +257,9 @@ class Http1:
         """Check the parsed headers, and remember them by `section` if it is not empty."""
         assert self._start is not None, "bug: the section is not complete"
         method, version, keep_alive = self._start
+        # The parser takes several spaces for one: RFC 9112, 3.
+        self._is_broken |= b"  " in self._line
+        self._line = b""
         if method == b"CONNECT":
             self.refuse(501, "method: got CONNECT, expected another; see /docs")
             return
