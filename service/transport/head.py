@@ -18,6 +18,16 @@ from service.transport.gate import Gate
 _LENGTH_DIGITS = 20
 """Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""
 
+_SINGLE = frozenset(
+    (
+        b"authorization",
+        b"content-type",
+        b"inference-header-content-length",
+        b"x-request-timeout-ms",
+    )
+)
+"""Fields that may be given once: of two, a proxy may read the other."""
+
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
@@ -131,6 +141,14 @@ class RequestHead:
         """Take path and query from the target."""
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
 
+    def repeated(self) -> str:
+        """The error of a field that is given more often than it may be; "" if there is none."""
+        names = [name for name, _ in self.headers if name in _SINGLE]
+        if len(set(names)) == len(names):
+            return ""
+        name = max(names, key=names.count)
+        return f"{name.decode()}: got {names.count(name)} fields, expected at most one"
+
     def ask(self, named: Mapping[str, str], routes: FastRoutes, gate: Gate) -> None:
         """Find the route, and let the gate and the route decide."""
         self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
@@ -188,6 +206,8 @@ class Head(RequestHead):
             raise Refused(400, f"host: got {found}, expected exactly one")
         if hosts and not HOST.fullmatch(hosts[0]):
             raise Refused(400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name")
+        if repeated := self.repeated():
+            raise Refused(400, repeated)
         codings = by_name.get(b"transfer-encoding", [])
         self.chunked = bool(codings)
         if codings and version == "1.0":

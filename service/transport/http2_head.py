@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
-from service.errors import ServiceError, shown
+from service.errors import InvalidInput, ServiceError, shown
 from service.observe.ids import Ids
 from service.transport.answer import refusal
 from service.transport.gate import Gate
@@ -70,6 +70,9 @@ class Http2Head(RequestHead):
             message = f"headers: got {size} bytes, expected at most {MAX_HEADER_BYTES}"
             self.answer = refusal(431, "invalid_input", message)
             return
+        if repeated := self.repeated():
+            self.answer = refusal(400, "invalid_input", repeated)
+            return
         if self.method == b"CONNECT":
             message = "method: got CONNECT, expected another; see /docs"
             self.answer = refusal(501, "invalid_input", message)
@@ -86,6 +89,8 @@ class Http2Head(RequestHead):
                     f"metadata: got {size} bytes, expected at most {MAX_HEADER_BYTES}",
                     field="metadata",
                 )
+            if repeated := self.repeated():
+                raise InvalidInput(repeated, field=repeated.partition(":")[0])
             if method is None:
                 found = shown(self.path.decode("latin-1"), _METHOD_CHARACTERS)
                 raise Unimplemented(f"method: got {found}, expected one that reflection lists")

@@ -589,6 +589,10 @@ HEADS = {
         lambda: head((b"a", b"b" * 16_384)),
         "RESOURCE_EXHAUSTED metadata: got 16691 bytes, expected at most 16384",
     ),
+    "authorization twice": (
+        lambda: head(*[(b"authorization", b"Bearer a")] * 2),
+        "INVALID_ARGUMENT authorization: got 2 fields, expected at most one",
+    ),
     "binary metadata": (lambda: head((b"a-bin", b"AAECAw")), "a call"),
 }
 

@@ -1230,6 +1230,19 @@ def test_few_heads_are_remembered_and_none_with_ids_of_its_own():
     assert client.heard[-2:] == ["5003 GET /answer", "5003 end"]
 
 
+@pytest.mark.parametrize(
+    "name",
+    ["authorization", "content-type", "x-request-timeout-ms", "inference-header-content-length"],
+)
+def test_a_request_with_two_values_for_one_field_is_refused(name):
+    pseudo = ((b":method", b"POST"), (b":scheme", b"http"), (b":path", b"/"), (b":authority", b"a"))
+    fields = ((name.encode(), b"1"), (b"a", b"b"), (b"a", b"b"))
+    assert Http2Head((*pseudo, *fields), {}, {}, Gate()).answer is None
+    refusal = Http2Head((*pseudo, *fields, fields[0]), {}, {}, Gate()).answer
+    assert refusal.status == 400
+    assert f"{name}: got 2 fields, expected at most one" in refusal.body.decode()
+
+
 def test_each_request_without_its_key_is_counted_though_its_headers_are_known():
     refused = []
 
