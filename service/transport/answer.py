@@ -83,6 +83,12 @@ def plain_error_answer(error: ServiceError) -> Answer:
     return plain_error(STATUS[error.code], error.message, headers_of(error))
 
 
+def error_answer_below(path: bytes, error: ServiceError) -> Answer:
+    """`error` in the form of errors below `path`."""
+    form = plain_error_answer if has_plain_errors(path.decode("latin-1")) else error_answer
+    return form(error)
+
+
 def plain_error(status: int, message: str, headers: bytes = b"") -> Answer:
     """An error as the Open Inference Protocol and TensorFlow Serving have it: one string."""
     text = message.encode("utf-8", "replace").decode()

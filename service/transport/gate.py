@@ -7,12 +7,7 @@ from collections.abc import Callable, Collection, Mapping
 
 from service.errors import ServiceError, shown
 from service.process.keys import Keys
-from service.transport.answer import (
-    Answer,
-    error_answer,
-    has_plain_errors,
-    plain_error_answer,
-)
+from service.transport.answer import Answer, error_answer_below
 
 _log = logging.getLogger(__name__)
 
@@ -84,9 +79,7 @@ class Gate:
         if error is None:
             return None
         self._refused(error)
-        if has_plain_errors(path.decode("latin-1")):
-            return plain_error_answer(error)
-        return error_answer(error)
+        return error_answer_below(path, error)
 
     def cors_lines(self, headers: Mapping[str, str]) -> bytes:
         """Header lines for the answer to a page of another origin."""

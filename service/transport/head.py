@@ -10,13 +10,22 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from service.errors import ServiceError, shown
+from service.errors import ServiceError, invalid, shown
 from service.observe.ids import Ids
-from service.transport.answer import Answer, refusal
+from service.transport.answer import Answer, error_answer_below, refusal
 from service.transport.gate import Gate
 
 _LENGTH_DIGITS = 20
 """Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""
+
+MAX_FIELDS = 100
+"""Maximum number of header fields of a request. Browsers send fewer than 30."""
+
+MAX_TARGET_BYTES = 8 * 1024
+"""Maximum length of a request's target. Unescaping 2,700 percent escapes takes 0.3 ms."""
+
+_MAX_PARAMETERS = 100
+"""Maximum number of parameters in a query."""
 
 _SINGLE = frozenset(
     (
@@ -151,6 +160,10 @@ class RequestHead:
 
     def ask(self, named: Mapping[str, str], routes: FastRoutes, gate: Gate) -> None:
         """Find the route, and let the gate and the route decide."""
+        if (count := self.query.count(b"&") + 1) > _MAX_PARAMETERS:
+            error = invalid("query", f"{count} parameters", f"at most {_MAX_PARAMETERS}")
+            self.answer = error_answer_below(self.path, error)
+            return
         self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
         self.answer = gate.check(self.method, self.path, named)
         if self.answer is None and self.route is not None:

@@ -21,7 +21,7 @@ import httptools
 
 from service.errors import shown
 from service.transport.answer import Answer, refusal
-from service.transport.head import Head, Refused
+from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, Head, Refused
 
 COPIED_BYTES = 16 * 1024
 """A body of fewer bytes is copied out of what was read: for it, a view costs more."""
@@ -123,6 +123,8 @@ class Http1:
         """The last bytes of the section so far, in which its end may begin."""
         self._line = b""
         """The request line, as far as it has come."""
+        self._lines = 0
+        """Line ends in that section so far."""
 
     @property
     def unparsed_bytes(self) -> int:
@@ -209,6 +211,7 @@ class Http1:
             self._parser = httptools.HttpRequestParser(self)
             self._url, self._pairs, self._start = b"", [], None
             self._tail = self._line = b""
+            self._lines = 0
             self.used, self.idle = True, False
         elif self._tail:
             across = (self._tail + data[start : start + 3]).find(b"\r\n\r\n")
@@ -230,8 +233,15 @@ class Http1:
             self._check(section if is_first else b"")
 
     def _feed(self, section: bytes, complete: bool) -> bool:
-        """Parse a part of a header section; whether it is well-formed, or refused."""
+        """Parse a part of a header section; whether it is well-formed, or too long."""
         assert self._parser is not None, "bug: no header section"
+        ends = section.count(b"\n")
+        self._lines += ends
+        if (fields := self._lines - 1 - complete) > MAX_FIELDS:
+            self.refuse(
+                431, f"headers: got at least {fields} fields, expected at most {MAX_FIELDS}"
+            )
+            return False
         room = self._max_header_bytes - self.header_bytes
         try:
             self._parser.feed_data(section[: room + 1])
@@ -242,13 +252,20 @@ class Http1:
             if not self._is_broken:  # else the head may say better what is wrong
                 self._malformed()
                 return False
+        if (size := len(self._url)) > MAX_TARGET_BYTES:
+            self.refuse(
+                414, f"target: got at least {size} bytes, expected at most {MAX_TARGET_BYTES}"
+            )
+            return False
         if len(section) > room:
             return True
         if not self._line.endswith(b"\n"):
             self._line += section[: section.find(b"\n") + 1 or len(section)]
+        # The parser takes several spaces for one: RFC 9112, 3.
+        is_broken = b"  " in self._line
         # A lone LF could end the section for the parser, and not here.
-        lines = (self._tail[-1:] + section).count(b"\r\n")
-        if section.count(b"\n") != lines or complete == (self._start is None):
+        is_broken |= (self._tail[-1:] + section).count(b"\r\n") != ends
+        if is_broken or complete == (self._start is None):
             self._malformed()
             return False
         return True
@@ -257,8 +274,6 @@ class Http1:
         """Check the parsed headers, and remember them by `section` if it is not empty."""
         assert self._start is not None, "bug: the section is not complete"
         method, version, keep_alive = self._start
-        # The parser takes several spaces for one: RFC 9112, 3.
-        self._is_broken |= b"  " in self._line
         self._line = b""
         if method == b"CONNECT":
             self.refuse(501, "method: got CONNECT, expected another; see /docs")

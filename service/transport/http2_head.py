@@ -11,7 +11,14 @@ from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.grpc import ENCODINGS, Method
 from service.transport.grpc_status import HeadersTooLarge, Unimplemented
-from service.transport.head import HOST, FastRoutes, RequestHead, without_frames
+from service.transport.head import (
+    HOST,
+    MAX_FIELDS,
+    MAX_TARGET_BYTES,
+    FastRoutes,
+    RequestHead,
+    without_frames,
+)
 from service.transport.http2 import MAX_HEADER_BYTES, Malformed
 from service.transport.http2_fields import Fields, is_field, is_value, lines_block, list_bytes
 
@@ -43,7 +50,7 @@ class Http2Head(RequestHead):
     method_of_grpc: Method | None = None
 
     def __init__(self, fields: Fields, routes: FastRoutes, methods: Methods, gate: Gate) -> None:
-        pseudo, self.headers = _checked(fields)
+        pseudo, self.headers = _checked(fields[: MAX_FIELDS + len(_PSEUDO)])
         self.method = pseudo[b":method"]
         self.aim(pseudo.get(b":path", b""))
         named: dict[str, str] = {}
@@ -56,19 +63,26 @@ class Http2Head(RequestHead):
         self.is_grpc = self.method == b"POST" and named.get("content-type", "").startswith(
             "application/grpc"
         )
-        size = list_bytes(fields)
+        size, count, excess = list_bytes(fields), len(fields) - len(pseudo), ""
+        if size > MAX_HEADER_BYTES:
+            excess = f"got {size} bytes, expected at most {MAX_HEADER_BYTES}"
+        elif count > MAX_FIELDS:
+            excess = f"got {count} fields, expected at most {MAX_FIELDS}"
         if self.is_grpc:
-            self._read_call(named, methods, size)
+            self._read_call(named, methods, excess)
         else:
-            self._read_request(named, routes, gate, size)
+            self._read_request(named, routes, gate, excess)
 
     def _read_request(
-        self, named: Mapping[str, str], routes: FastRoutes, gate: Gate, size: int
+        self, named: Mapping[str, str], routes: FastRoutes, gate: Gate, excess: str
     ) -> None:
         self.extra = lines_block(self.ids.line + gate.cors_lines(named))
-        if size > MAX_HEADER_BYTES:
-            message = f"headers: got {size} bytes, expected at most {MAX_HEADER_BYTES}"
-            self.answer = refusal(431, "invalid_input", message)
+        if excess:
+            self.answer = refusal(431, "invalid_input", f"headers: {excess}")
+            return
+        if (size := len(self.path + self.query)) > MAX_TARGET_BYTES:
+            message = f"target: got {size} bytes, expected at most {MAX_TARGET_BYTES}"
+            self.answer = refusal(414, "invalid_input", message)
             return
         if repeated := self.repeated():
             self.answer = refusal(400, "invalid_input", repeated)
@@ -80,15 +94,12 @@ class Http2Head(RequestHead):
         self.ask(named, routes, gate)
         self.once = self.once or self.answer is not None  # the gate counts each
 
-    def _read_call(self, named: Mapping[str, str], methods: Methods, size: int) -> None:
+    def _read_call(self, named: Mapping[str, str], methods: Methods, excess: str) -> None:
         self.method_of_grpc = method = methods.get(self.path)
         self.encoding = named.get("grpc-encoding", "identity")
         try:
-            if size > MAX_HEADER_BYTES:
-                raise HeadersTooLarge(
-                    f"metadata: got {size} bytes, expected at most {MAX_HEADER_BYTES}",
-                    field="metadata",
-                )
+            if excess:
+                raise HeadersTooLarge(f"metadata: {excess}", field="metadata")
             if repeated := self.repeated():
                 raise InvalidInput(repeated, field=repeated.partition(":")[0])
             if method is None:

@@ -97,7 +97,7 @@ class HeadTarget(Target):
     def _check(self, head: Head, pairs: list[tuple[bytes, bytes]]) -> None:
         named: dict[str, str] = {}
         for name, value in pairs:
-            named.setdefault(name.decode("latin-1").lower(), value.decode("latin-1"))
+            named.setdefault(name.decode("latin-1").lower(), value.decode("latin-1").strip(" \t"))
         lengths = {int(value) for name, value in pairs if name.lower() == b"content-length"}
         if lengths and lengths != {head.length}:
             raise Finding(f"length {head.length} of {lengths}")
@@ -108,7 +108,10 @@ class HeadTarget(Target):
             raise Finding("kept a connection that has to close")
         if head.known_length and (head.chunked or head.error or not head.keep_alive):
             raise Finding("may be taken for an equal header section, though it is not plain")
-        if head.route is None:
+        if head.answer is not None:
+            if head.query.count(b"&") < 100:
+                raise Finding(f"answered with {head.answer}")
+        elif head.route is None:
             if (head.method, head.path) in self._routes:
                 raise Finding(f"POST {head.path!r} has no route")
         elif head.error is not None:
@@ -200,11 +203,14 @@ def _is_plain(named: dict[str, str], query: bytes, length: int | None) -> bool:
 
 
 def plain_preference(accept: str) -> bool | None:
-    """Whether octets are preferred to JSON by RFC 9110, 12.4.2 and 12.5.1; None if not well-formed.
+    """Whether octets are preferred to JSON by RFC 9110, 12.4.2 and 12.5.1; None if not well-formed
+    or too long.
 
     The most specific range counts, and of equal ones either may.
     """
     ranges: dict[str, float] = {}
+    if accept.count(",") >= 100:
+        return None
     for item in accept.split(",") if accept.strip() else []:
         match = re.fullmatch(
             r"(\*/\*|[a-z]+/(?:\*|[a-z-]+))"
