@@ -61,15 +61,15 @@ def choose(device: Device) -> tuple[Literal["cpu", "cuda"], str | None]:
     return "cuda", None
 
 
-def gpus() -> int:
-    """The number of GPUs, at least one.
+def gpus() -> tuple[int, ...]:
+    """The numbers of the GPUs that can be used, at least one.
 
     Raises:
         BackendUnavailable: no GPU can be used; the message says what is missing.
     """
-    from lenet.cuda.device import devices
+    from lenet.cuda.device import usable
 
-    return devices()
+    return usable()
 
 
 def open_staging(target: Target, count: int, size_bytes: int) -> Staging | None:

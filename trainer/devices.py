@@ -7,6 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from threading import Barrier, Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
+from lenet.cuda.device import check as check_gpu
 from lenet.cuda.device import devices, translated
 from lenet.cuda.engine_cache import EngineCache, default_cache
 from lenet.errors import BackendUnavailable
@@ -36,7 +37,7 @@ def unavailable(device: Device) -> str | None:
     if device == "cpu":
         return "--device is cpu"
     try:
-        devices()
+        check_gpu(0)
     except BackendUnavailable as exc:
         if device == "cuda":
             raise DeviceUnavailable(f"--device is cuda: {exc}") from exc

@@ -21,6 +21,11 @@ CUDNN_MAJOR = 9
 _OLDEST_CUDA, _NEWEST_CUDA = 12, 13  # of the extras of pyproject.toml
 _NO_GPU = "use the cpu device"
 
+OLDEST_CAPABILITY = 75
+"""Compute capability from which on GPUs have the matrix instructions of our kernels: Turing's."""
+
+_CAPABILITY_MAJOR, _CAPABILITY_MINOR = 75, 76  # cudaDeviceAttr
+
 # Values of cudaError_t; CUresult has the same numbers.
 _OUT_OF_MEMORY = 2
 _INSUFFICIENT_DRIVER = 35
@@ -112,6 +117,54 @@ def devices() -> int:
             _install(),
         )
     return count
+
+
+def usable() -> tuple[int, ...]:
+    """The numbers of the GPUs that are new enough, at least one. Opens none of them.
+
+    Raises:
+        BackendUnavailable: see `devices`; or all are too old.
+    """
+    count = devices()
+    found = tuple(one for one in range(count) if _capability(one) >= OLDEST_CAPABILITY)
+    if not found:
+        raise _too_old(0)
+    return found
+
+
+def check(device: int) -> None:
+    """Check that GPU number `device` can be used, without opening it.
+
+    Raises:
+        BackendUnavailable: see `devices`; or there is no GPU of that number, or it is too old.
+    """
+    count = devices()
+    if not 0 <= device < count:
+        raise BackendUnavailable(f"there is no GPU {device}, expected 0 to {count - 1}")
+    if _capability(device) < OLDEST_CAPABILITY:
+        raise _too_old(device)
+
+
+def _capability(device: int) -> int:
+    """The compute capability: 90 is 9.0."""
+    import cupy
+
+    attribute = cupy.cuda.runtime.deviceGetAttribute
+    major, minor = attribute(_CAPABILITY_MAJOR, device), attribute(_CAPABILITY_MINOR, device)
+    return 10 * int(major) + int(minor)
+
+
+def _too_old(device: int) -> BackendUnavailable:
+    import cupy
+
+    name = cupy.cuda.runtime.getDeviceProperties(device)["name"].decode()
+    found, expected = (
+        f"{one // 10}.{one % 10}" for one in (_capability(device), OLDEST_CAPABILITY)
+    )
+    return BackendUnavailable(
+        f"GPU {device} is a {name} of compute capability {found}, expected {expected} or above",
+        _NO_GPU,
+    )
 
 
 def _driver(needed: int, found: int) -> BackendUnavailable:
@@ -214,14 +267,12 @@ class Handle:  # pragma: no cover - needs a GPU
     `device` and `stream` become the thread's current ones for CuPy, and stay so after `close`.
 
     Raises:
-        BackendUnavailable: see `devices`; or there is no GPU of that number.
+        BackendUnavailable: see `check`.
         DeviceError: the device cannot be used.
     """
 
     def __init__(self, device: int = 0) -> None:
-        count = devices()
-        if not 0 <= device < count:
-            raise BackendUnavailable(f"there is no GPU {device}, expected 0 to {count - 1}")
+        check(device)
         import cudnn
         import cupy
 
@@ -243,7 +294,7 @@ class Handle:  # pragma: no cover - needs a GPU
             self._opened = opened.pop_all()
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
-        self.capability: int = 10 * properties["major"] + properties["minor"]
+        self.capability = _capability(device)
         shared_bytes = properties["sharedMemPerBlockOptin"]
         self.limits = Limits(self.capability, shared_bytes, self.multiprocessors)
         self.cudnn_version: str = cudnn.backend_version_string()

@@ -89,11 +89,10 @@ def place(settings: Settings) -> Placement:
     return placement
 
 
-def _indices(wanted: tuple[int, ...], count: int) -> tuple[int, ...]:
-    if any(index >= count for index in wanted):
-        there = "0 is the only GPU" if count == 1 else f"there are {count} GPUs, 0 to {count - 1}"
+def _indices(wanted: tuple[int, ...], usable: tuple[int, ...]) -> tuple[int, ...]:
+    if not set(wanted) <= set(usable):
         raise BackendUnavailable(
-            f"devices is {','.join(map(str, wanted))}, expected numbers of GPUs that are here: "
-            f"{there}"
+            f"devices is {','.join(map(str, wanted))}, expected numbers of GPUs that are here and "
+            f"can be used: {', '.join(map(str, usable))}"
         )
-    return wanted or tuple(range(count))
+    return wanted or usable

@@ -192,10 +192,10 @@ def no_gpu(monkeypatch):
     """The reason that is given for there being none."""
     reason = "there is no NVIDIA GPU here"
 
-    def devices():
+    def check_gpu(_device):
         raise BackendUnavailable(reason)
 
-    monkeypatch.setattr("trainer.devices.devices", devices)
+    monkeypatch.setattr("trainer.devices.check_gpu", check_gpu)
     return reason
 
 
@@ -219,6 +219,7 @@ def fake_gpus(monkeypatch, tmp_path):
             for name in names:
                 setattr(fake, name, getattr(gpus, name))
             monkeypatch.setitem(sys.modules, fake.__name__, fake)
+        monkeypatch.setattr("trainer.devices.check_gpu", lambda _device: None)
         monkeypatch.setattr("trainer.devices.devices", lambda: count)
         monkeypatch.setattr("trainer.devices.translated", translated)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))

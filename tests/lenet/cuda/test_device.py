@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lenet.cuda.device import devices, translated
+from lenet.cuda.device import Handle, check, devices, translated, usable
 from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
 
 INSTALL = (
@@ -52,6 +52,7 @@ def machine(monkeypatch):
     """A machine with one GPU, a driver, CuPy 14 and cuDNN 9; an error is raised when asked for."""
     machine = SimpleNamespace(count=1, driver=13_000, version=91_900, text="9.19.0")
     machine.memory = 1_500_000, 80_400_000
+    machine.capabilities = [(9, 0)]
     cupy, cudnn = ModuleType("cupy"), ModuleType("cudnn")
     cupy.cuda = ModuleType("cupy.cuda")
     cupy.cuda.cublas = object()
@@ -61,6 +62,8 @@ def machine(monkeypatch):
         runtimeGetVersion=lambda: 13_020,
         driverGetVersion=lambda: machine.driver,
         memGetInfo=lambda: found(machine.memory),
+        deviceGetAttribute=lambda which, one: machine.capabilities[one][{75: 0, 76: 1}[which]],
+        getDeviceProperties=lambda one: {"name": b"Tesla V100"},
     )
     cupy.cuda.driver = SimpleNamespace(CUDADriverError=DriverError)
     cupy.cuda.memory = SimpleNamespace(OutOfMemoryError=OutOfMemory)
@@ -172,3 +175,30 @@ def test_errors_of_other_libraries_are_translated_and_not_sticky(machine, proble
     assert type(raised.value) is DeviceError
     assert str(raised.value) == f"preparing: {problem}"
     assert not raised.value.sticky
+
+
+def several(machine, *capabilities):
+    machine.count, machine.capabilities = len(capabilities), list(capabilities)
+
+
+OLD = "GPU {} is a Tesla V100 of compute capability 7.0, expected 7.5 or above; use the cpu device"
+
+
+def test_gpus_that_are_too_old_are_left_out_and_named_where_there_is_no_other(machine):
+    several(machine, (8, 9), (7, 0), (7, 5))
+    assert usable() == (0, 2)
+    several(machine, (7, 0), (6, 1))
+    with pytest.raises(BackendUnavailable) as caught:
+        usable()
+    assert str(caught.value) == OLD.format(0)
+
+
+def test_a_gpu_that_is_too_old_or_absent_cannot_be_opened(machine):
+    several(machine, (8, 9), (7, 0))
+    check(0)
+    for use in (check, Handle):
+        with pytest.raises(BackendUnavailable) as caught:
+            use(1)
+        assert str(caught.value) == OLD.format(1)
+        with pytest.raises(BackendUnavailable, match="there is no GPU 2, expected 0 to 1"):
+            use(2)
