@@ -49,6 +49,38 @@ def test_several_digits_are_read_as_a_number_and_undone_stroke_by_stroke(service
     page.reads("40,")
 
 
+@pytest.mark.parametrize("digits", ["1234", "90567", "20419"])
+def test_small_digits_in_a_row_are_read(service, visit, digits):
+    page = visit(service)
+    page.draw(row([int(digit) for digit in digits]))
+    page.reads(f"{digits},")
+
+
+def test_what_is_probably_no_digit_is_said(service, visit):
+    page = visit(service)
+    page.draw([[(0.5, 0.5), (0.505, 0.5)]])
+    page.page.wait_for_function(
+        "() => document.getElementById('warnings').textContent.includes('unlike any digit')"
+    )
+    page.page.click("#clear")
+    page.draw([[(0.5, 0.2), (0.5, 0.8)], [(0.2, 0.5), (0.8, 0.5)]])  # a plus
+    page.page.wait_for_function(
+        "() => document.getElementById('agree').textContent.startsWith('The models disagree')"
+    )
+    page.page.click("#clear")
+    page.draw(STROKES[3])
+    page.reads("3,")
+    assert page.page.inner_text("#warnings") == page.page.inner_text("#agree") == ""
+
+
+def test_control_z_takes_a_stroke_back(service, visit):
+    page = visit(service)
+    page.draw(row([4, 7]))
+    page.reads("47,")
+    page.page.keyboard.press("Control+z")
+    page.reads("4,")
+
+
 def test_an_empty_surface_is_not_guessed(service, visit):
     page = visit(service)
     assert page.page.inner_text("#sure") == "Draw a digit."
@@ -87,7 +119,7 @@ def test_each_part_of_the_time_and_the_batch_are_shown(service, visit):
     page.click("#samples button:nth-child(3)")
     page.wait_for_function("() => document.getElementById('stages').children.length === 5")
     words = page.inner_text("#stages").split()
-    assert words[::3] == ["network", "decode", "queue", "compute", "encode"]
+    assert words[::3] == ["outside", "decode", "queue", "compute", "encode"]
     assert "Its batch had 1 image of at most 64." in page.inner_text("#batch")
 
 
@@ -221,10 +253,12 @@ def test_a_key_is_asked_for_and_kept_in_memory_alone(serve, visit):
     page = visit(serve("--api-keys", KEY))
     page.expected.append("401")
     page.page.wait_for_selector("#door:not([hidden])")
-    assert "authorization: got none" in page.page.inner_text("#status")
+    assert page.page.is_hidden("#status")
     page.page.fill("#key", "wrong")
     page.page.click("#door button")
-    page.page.wait_for_selector("#door:not([hidden])")
+    page.page.wait_for_selector("#status.bad")
+    assert page.page.inner_text("#status") == "This key is not one of the service's."
+    assert page.page.is_visible("#door")
     page.page.fill("#key", KEY)
     page.page.click("#door button")
     page.page.wait_for_selector("#models tr")
@@ -236,16 +270,110 @@ def test_a_key_is_asked_for_and_kept_in_memory_alone(serve, visit):
     assert page.page.evaluate(kept) == '[{},{},""]'
 
 
-def test_what_the_service_refuses_is_said_in_its_own_words(service, visit):
-    page = visit(service)
+BLANK = io.BytesIO()
+Image.new("L", (200, 200), 255).save(BLANK, "PNG")
+
+
+@pytest.mark.parametrize(
+    ("name", "media_type", "content", "said"),
+    [
+        ("a.heic", "image/heic", b"heic", "a.heic has a format that is not read here; expected"),
+        ("a.tiff", "image/tiff", b"II*\0", "a.tiff has a format that is not read here; expected"),
+        ("a.png", "image/png", BLANK.getvalue(), "No digit was found in a.png: it is blank"),
+        ("a.png", "image/png", b"no picture", "a.png is damaged, or no picture of the format"),
+        ("a.txt", "text/plain", b"text", "a.txt is no picture; expected PNG"),
+    ],
+    ids=["heic", "tiff", "blank", "damaged", "text"],
+)
+def test_a_refused_picture_leaves_no_earlier_answer_and_is_explained_beside_its_button(
+    service, visit, name, media_type, content, said
+):
+    page = visit(service, viewport={"width": 360, "height": 740})
     page.expected += ["400", "415"]
-    blank = {"name": "blank.png", "mimeType": "image/png", "buffer": b"no picture"}
-    page.page.set_input_files("#photo", blank)
-    page.page.wait_for_selector("#status.bad")
-    assert "image/png" in page.page.inner_text("#status")
+    page.page.set_input_files("#photo", photograph([3]))
+    page.reads("3,")
+    page.page.locator("label[for=photo]").scroll_into_view_if_needed()
+    page.page.set_input_files("#photo", {"name": name, "mimeType": media_type, "buffer": content})
+    page.page.wait_for_function(
+        "said => document.getElementById('photo-note').textContent.startsWith(said)", arg=said
+    )
+    note = page.page.locator("#photo-note").bounding_box()
+    assert 0 <= note["y"] <= note["y"] + note["height"] <= 740
+    assert page.page.is_hidden("#status")
+    assert nothing_is_shown(page.page)
     page.page.click("#samples button")
     page.reads("0,")
-    assert page.page.is_hidden("#status")
+    assert page.page.is_hidden("#photo-note")
+
+
+def nothing_is_shown(page):
+    """Whether no part of the page speaks of an earlier drawing."""
+    told = ["digit", "brief", "warnings", "seen", "stages", "stack", "agree", "damaged", "layers"]
+    cells = page.locator("#models td + td").all_inner_texts()
+    return (
+        not any(page.text_content(f"#{name}") for name in told)
+        and set(cells) == {""}
+        and page.text_content("#snippet") == "Draw something first."
+        and page.text_content("#inside-note").startswith("Draw something")
+        and page.text_content("#batch").startswith("From the")
+    )
+
+
+def test_clear_leaves_nothing_of_the_earlier_drawing(service, visit):
+    page = visit(service)
+    page.page.click("#samples button:nth-child(6)")
+    page.reads("5,")
+    page.page.wait_for_selector(".layer canvas")
+    page.page.wait_for_function(
+        "() => document.querySelector('#model-mlp td:nth-child(2)').textContent === '5'"
+    )
+    page.page.click("#clear")
+    page.page.wait_for_function("() => !document.getElementById('digit').textContent")
+    assert nothing_is_shown(page.page)
+
+
+def test_an_answer_that_fails_leaves_none_of_an_earlier_drawing(service, visit):
+    page = visit(service)
+    page.expected.append("503")
+    page.draw(STROKES[3])
+    page.reads("3,")
+    refusal = {"error": {"code": "overloaded", "field": "", "message": "64 images wait"}}
+    page.page.route("**/predict?**", lambda route: route.fulfill(status=503, json=refusal))
+    page.draw([[(0.2, 0.9), (0.8, 0.9)]])
+    page.page.wait_for_selector("#status.bad")
+    assert page.page.inner_text("#status") == "64 images wait"
+    assert page.page.inner_text("#sure") == "No answer."
+    assert nothing_is_shown(page.page)
+
+
+def test_the_answer_and_the_drawing_are_on_a_telephones_screen_together(service, visit):
+    page = visit(service, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
+    page.draw(STROKES[6])
+    page.reads("6,")
+    brief, paper, undo = (page.page.locator(f"#{one}") for one in ("brief", "paper", "undo"))
+    assert brief.inner_text().startswith("6, ")
+    boxes = [one.bounding_box() for one in (brief, paper, undo)]
+    assert page.page.evaluate("scrollY") == 0
+    assert all(box["y"] >= 0 and box["y"] + box["height"] <= 740 for box in boxes)
+
+
+def test_a_model_of_other_classes_is_not_said_to_read_digits(service, visit):
+    page = visit(service)
+    answer = page.page.request.get(f"{page.origin}/info").json()
+    for model in answer["models"]:
+        model["labels"] = ["zero", "one", "a name that is long", *"3456789"]
+    page.page.route("**/info", lambda route: route.fulfill(json=answer))
+    page.page.reload()
+    page.page.wait_for_selector("#models tr")
+    assert page.page.inner_text("h1").startswith("Draw one of 10 classes.")
+    assert page.page.is_hidden("#samples")
+    assert page.page.is_hidden("#several")
+    page.draw(STROKES[1])
+    page.reads("1,")
+    lefts = {
+        box["x"] for box in (track.bounding_box() for track in page.page.locator(".track").all())
+    }
+    assert len(lefts) == 1  # all bars begin at the same place
 
 
 def test_the_page_says_that_the_service_is_away_and_that_it_is_back(serve, visit):

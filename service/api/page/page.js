@@ -1,21 +1,22 @@
 // The page: what is drawn, what is asked, what is shown. Loaded as a module; there is no build step.
 
-import { broken, digitsOf, draw, imageOf, PIXELS, SIDE } from "./prepare.js";
+import { broken, digitsOf, draw, imageOf, pictureOf, PIXELS, SIDE } from "./prepare.js";
 import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
 import { ask, attempt, hasKey, newest, onReturn } from "./talk.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
 import { watch } from "./service.js";
 
-const STAGES = ["network", "decode", "queue", "compute", "encode"];
+const STAGES = ["outside", "decode", "queue", "compute", "encode"];
 const REST_MS = 100, LATEST_MS = 1000;
-const ANSWERS = 120; // Kept of those before, for "How it changed its mind".
+const ANSWERS = 120; // Kept of those before, for "How the answer changed".
 
 let info; // The answer of /info.
 let model = "";
 let strokes = []; // Lists of points [x, y] in 0..1 of the surface.
+let drawn = digitsOf(strokes);
 let pixels = []; // Images that were not drawn here: an example, or those of a photograph.
-let warnings = []; // Of a photograph.
+let warnings = []; // Of a photograph, or of the drawing as a picture.
 let chosen = 0; // Of several digits, the one that is explained.
 let cursor; // [column, row] on the grid, while the keyboard draws.
 let pen = false; // Whether it is down.
@@ -23,6 +24,9 @@ const whole = { right: 0, down: 0, turn: 0, width: 1, noise: 0, weights: 0 };
 const damage = { ...whole };
 const answers = []; // Lists of probabilities.
 const trips = []; // Milliseconds.
+const idle = {}; // Texts while there is no answer.
+for (const id of ["digit", "brief", "sure", "warnings", "batch", "agree", "inside-note", "damaged", "snippet", "needs"]) idle[id] = $(id).textContent;
+const rest = (...ids) => { for (const id of ids) say(id, idle[id]); };
 
 const paper = $("paper");
 const view = paper.getContext("2d");
@@ -56,6 +60,7 @@ function begin(point) {
 function forgetPixels() {
   pixels = [];
   warnings = [];
+  say("photo-note", "");
 }
 
 function undo() {
@@ -74,6 +79,11 @@ function clear() {
 
 on("undo", "click", undo);
 on("clear", "click", clear);
+addEventListener("keydown", (event) => {
+  if (event.key !== "z" || !(event.ctrlKey || event.metaKey) || event.target.type === "password") return;
+  event.preventDefault();
+  undo();
+});
 
 on("paper", "keydown", (event) => {
   const step = { ArrowLeft: [-1, 0], ArrowRight: [1, 0], ArrowUp: [0, -1], ArrowDown: [0, 1] }[event.key];
@@ -113,7 +123,7 @@ function show() {
       view.drawImage(small, (i % across) * size, Math.floor(i / across) * size, size, size);
     });
   }
-  draw(view, strokes, side, colour("text"), damage.width);
+  draw(view, strokes, side, colour("text"), damage.width * drawn.pen);
   if (cursor) {
     view.strokeStyle = colour(pen ? "accent" : "focus");
     view.lineWidth = 3;
@@ -122,6 +132,7 @@ function show() {
 }
 
 function changed() {
+  drawn = digitsOf(strokes);
   show();
   predict();
 }
@@ -132,15 +143,16 @@ let images = []; // Of the request that was answered last.
 let later, waiting; // The timer of what may wait, and since when something does.
 
 function current() {
-  const found = pixels.length ? pixels : digitsOf(strokes).slice(0, 64).map((digit) => imageOf(digit, damage.width)).filter(Boolean);
+  const found = pixels.length ? pixels : drawn.digits.slice(0, 64).map((digit) => imageOf(digit, damage.width * drawn.pen)).filter(Boolean);
   return found.map((image) => broken(image, damage));
 }
 
 const predict = newest(async () => {
   const wanted = current();
   if (!wanted.length) {
-    images = [];
+    answers.length = 0;
     showNothing();
+    announce("The surface is empty.");
     return;
   }
   const answer = await post(model, wanted);
@@ -156,8 +168,9 @@ const predict = newest(async () => {
     showSnippet();
     compare();
     explain();
+    doubt();
   }, Math.max(0, Math.min(REST_MS, waiting + LATEST_MS - now)));
-});
+}, () => { showNothing(); say("sure", "No answer."); });
 
 /** What a model says to images: its answer, and milliseconds by stage. */
 async function post(name, wanted) {
@@ -168,7 +181,7 @@ async function post(name, wanted) {
   const answer = await response.json(), timing = response.headers.get("Server-Timing") ?? "";
   const trip = performance.now() - began, times = {};
   for (const [, stage, ms] of timing.matchAll(/(\w+);dur=([\d.]+)/g)) times[stage] = Number(ms);
-  times.network = Math.max(0, trip - (times.total ?? 0));
+  times.outside = Math.max(0, trip - (times.total ?? 0));
   return { ...answer, trip, times, rows: /batch;desc="?(\d+)/.exec(timing)?.[1] };
 }
 
@@ -186,28 +199,42 @@ function showBars(probabilities, names) {
   });
 }
 
+/** Nothing on the page is of an earlier drawing. */
 function showNothing() {
-  say("digit", "");
-  say("sure", "Draw a digit.");
-  say("warnings", "");
-  $("seen").replaceChildren();
+  images = [];
+  trips.length = 0;
+  clearTimeout(later);
+  waiting = undefined;
+  rest("digit", "brief", "sure", "warnings", "batch", "snippet", "needs");
+  for (const id of ["seen", "stack", "stages"]) $(id).replaceChildren();
+  $("stack").ariaLabel = "No request yet";
+  fresh($("times"));
   const names = labelsOf(model);
   showBars(new Array(names.length || 10).fill(0), names);
-  answers.length = 0;
   showHistory();
-  announce("The surface is empty.");
+  compareNothing();
+  explainNothing();
 }
 
 const readOf = ({ predictions }) => predictions.map(({ label, name }) => name ?? label).join(predictions[0].name ? " " : "");
 const leastOf = ({ predictions }) => Math.min(...predictions.map(({ confidence }) => confidence));
 const labelsOf = (name) => info?.models.find((one) => one.name === name)?.labels ?? [];
 
-function showAnswer(answer) {
+function showVerdict(answer) {
   const { predictions } = answer, read = readOf(answer), sure = `${percent(leastOf(answer))} sure`;
   say("digit", read);
   $("digit").classList.toggle("long", read.length > 2);
-  say("sure", predictions.length > 1 ? `${predictions.length} digits, each at least ${sure}` : sure);
-  say("warnings", warnings.map(({ message }) => message).join(" "));
+  say("sure", predictions.length > 1 ? `${predictions.length} ${onlyDigits(model) ? "digits" : "drawings"}, each at least ${sure}` : sure);
+  say("brief", `${read}, ${sure}`);
+  showWarnings();
+  announce(`${read}, ${sure}.`);
+}
+
+const showWarnings = () => say("warnings", [...new Set(warnings.map(({ message }) => message))].join(" "));
+
+function showAnswer(answer) {
+  const { predictions } = answer;
+  showVerdict(answer);
   showSeen();
   const { probabilities } = predictions[chosen];
   showBars(probabilities, labelsOf(answer.model));
@@ -219,7 +246,6 @@ function showAnswer(answer) {
     showHistory();
     showTimes(answer);
   });
-  announce(`${read}, ${sure}.`);
 }
 
 function showSeen() {
@@ -235,13 +261,15 @@ function showSeen() {
 function showHistory() {
   const canvas = $("history"), names = labelsOf(model);
   canvas.height = canvas.clientHeight;
-  const context = fresh(canvas), step = (canvas.width - 24) / ANSWERS, high = canvas.height / (names.length || 10);
+  const context = fresh(canvas), high = canvas.height / (names.length || 10);
+  const wide = Math.min(canvas.width / 3, Math.max(0, ...names.map((name) => context.measureText(name).width)));
+  const left = wide + 12, step = (canvas.width - left) / ANSWERS, every = Math.ceil(12 / high);
   context.fillStyle = colour("quiet");
-  names.forEach((name, label) => context.fillText(name.slice(0, 3), 4, (label + 0.5) * high + 4));
+  names.forEach((name, label) => { if (label % every === 0) context.fillText(name, 4, (label + 0.5) * high + 4, wide); });
   context.fillStyle = colour("accent");
   answers.forEach((probabilities, i) => probabilities.forEach((part, label) => {
     context.globalAlpha = part;
-    context.fillRect(24 + i * step, label * high, step + 0.5, high - 1);
+    context.fillRect(left + i * step, label * high, step + 0.5, high - 1);
   }));
 }
 
@@ -264,20 +292,35 @@ function showTimes({ times, trip, rows }) {
   const middle = duration(sorted[Math.floor(sorted.length / 2)]);
   $("times").ariaLabel = `Histogram of ${trips.length} round trips; the median is ${middle}`;
   const full = rows === undefined ? "" : ` Its batch had ${rows} ${rows === "1" ? "image" : "images"} of at most ${info?.limits.max_batch_rows}.`;
-  say("batch", `Round trip ${duration(trip)}, median ${middle} of ${trips.length}.${full} Server times are from Server-Timing; network is what is left.`);
+  say("batch", `Round trip ${duration(trip)}, median ${middle} of ${trips.length}.${full} Server times are from Server-Timing; outside of the service are the browser and the network.`);
 }
 
 // The other models
 
 const compare = newest(async () => {
-  const wanted = images;
-  if (wanted.length) {
-    await Promise.all([...$("models").children].map(async (row) => {
-      const answer = await post(row.id.slice("model-".length), wanted);
-      const cells = [readOf(answer), percent(leastOf(answer)), duration(answer.times.compute ?? 0)];
-      cells.forEach((text, i) => { row.children[i + 1].textContent = text; });
-    }));
-  }
+  if (!images.length) return;
+  const rows = [...$("models").children], wanted = images;
+  const all = await Promise.all(rows.map((row) => post(row.id.slice("model-".length), wanted)));
+  if (!images.length) return; // Cleared meanwhile.
+  all.forEach((answer, i) => {
+    const cells = [readOf(answer), percent(leastOf(answer)), duration(answer.times.compute ?? 0)];
+    cells.forEach((text, j) => { rows[i].children[j + 1].textContent = text; });
+  });
+  say("agree", new Set(all.map(readOf)).size > 1 ? "The models disagree: it is unclear, or no digit." : "");
+}, compareNothing);
+
+function compareNothing() {
+  for (const cell of document.querySelectorAll("#models td + td")) cell.textContent = "";
+  rest("agree");
+}
+
+/** Send the drawing as a picture: the service has warnings for pictures alone. */
+const doubt = newest(async () => {
+  if (pixels.length || !images.length || !onlyDigits(model)) return;
+  const wanted = images, answer = await (await ask(`/predict?${new URLSearchParams({ model, digits: "several" })}`, await pictureOf(strokes, drawn.pen), "image/png")).json();
+  if (images !== wanted) return;
+  warnings = answer.warnings ?? [];
+  showWarnings();
 });
 
 function showModels() {
@@ -290,8 +333,15 @@ function showModels() {
   choose(info.models.some(({ name }) => name === model) ? model : info.default_model);
 }
 
+/** Whether a model's classes are the digits. */
+const onlyDigits = (name) => labelsOf(name).join("") === "0123456789";
+
 function choose(name) {
   model = name;
+  const digits = onlyDigits(name), task = `Draw ${digits ? "a digit" : `one of ${labelsOf(name).length} classes`}.`;
+  say("title", `${task} A network reads along.`);
+  idle.sure = task;
+  for (const id of ["several", "samples-title", "samples"]) $(id).hidden = !digits;
   $("noisy").length = 1; // Another model has other layers.
   for (const row of $("models").children) {
     row.firstChild.firstChild.ariaPressed = row.id === `model-${name}`;
@@ -310,13 +360,19 @@ const explain = newest(async () => {
   const damaged = [...parameters].length > 1, open = $("inside").open;
   if (!info?.explain || !images.length || !(open || damaged)) return;
   const explanation = await (await ask(`/explain?${parameters}`, images[chosen])).json();
+  if (!images.length) return; // Cleared meanwhile.
   const { label, name, confidence } = explanation.prediction;
   say("damaged", damaged ? `The damaged network reads ${name ?? label}, ${percent(confidence)} sure.` : "");
-  say("inside-note", `${explanation.model}, version ${explanation.version}${damaged ? ", damaged" : ""}: computed again in NumPy, layer by layer, on the image above. Darkest is 0 or the smallest value, brightest the largest.`);
+  say("inside-note", `${explanation.model}, version ${explanation.version}${damaged ? ", damaged" : ""}: computed again in NumPy, layer by layer, on the image beside the answer. Darkest is 0 or the smallest value, brightest the largest.`);
   if (open) showInside($("layers"), explanation.layers);
   const layers = [...new Set(explanation.layers.map((layer) => layer.name))];
   if ($("noisy").length === 1) $("noisy").append(...layers.map((layer) => make("option", { textContent: layer })));
-});
+}, explainNothing);
+
+function explainNothing() {
+  rest("inside-note", "damaged");
+  $("layers").replaceChildren();
+}
 
 on("inside", "toggle", explain);
 on("biases", "change", explain);
@@ -367,36 +423,53 @@ async function addSamples() {
     const image = Uint8Array.from({ length: PIXELS }, (_, i) => data[4 * i]);
     const small = make("canvas");
     showGrey(small, image);
-    const onclick = () => { strokes = []; warnings = []; pixels = [image]; changed(); };
+    const onclick = () => { strokes = []; forgetPixels(); pixels = [image]; changed(); };
     $("samples").append(make("button", { type: "button", ariaLabel: `A handwritten ${digit} of MNIST`, onclick }, small));
   }
 }
 
 const PICTURES = ["image/png", "image/jpeg", "image/webp", "image/gif", "image/bmp"];
+const FORMATS = "expected PNG, JPEG, WebP, GIF or BMP";
 const MOST_PIXELS = 12e6; // The service takes a little more; telephones make more than that.
 
 async function take(file) {
   if (!file) return;
+  clear();
   if (file.type && !file.type.startsWith("image/")) {
-    note(`${file.name} is no picture; expected PNG, JPEG, WebP, GIF or BMP`, true);
+    say("photo-note", `${file.name} is no picture; ${FORMATS}.`);
     return;
   }
-  await attempt(async () => {
-    note("Reading the picture…");
+  const empty = strokes;
+  say("photo-note", "Reading the picture…");
+  const explanation = await attempt(async () => {
     const [type, body] = await readable(file);
     const path = `${info?.explain ? "/explain" : "/predict"}?${new URLSearchParams({ model, digits: "several" })}`;
-    const explanation = await (await ask(path, body, type)).json();
-    if (!explanation.images) { // Nobody says what the prepared picture looks like: this is the answer.
-      say("digit", readOf(explanation));
-      say("sure", `${percent(leastOf(explanation))} sure`);
-      return;
-    }
-    strokes = [];
-    warnings = explanation.warnings ?? [];
-    pixels = explanation.images.map((text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
-    chosen = 0;
-    changed();
+    return (await ask(path, body, type)).json();
+  }, ({ status, message }) => {
+    const wrong = refusalOf(file.name, status, message);
+    if (wrong) note("");
+    if (strokes === empty) say("photo-note", wrong ?? "");
+    return Boolean(wrong);
   });
+  if (!explanation || strokes !== empty || strokes.length) return; // Another picture, or a drawing, is newer.
+  forgetPixels();
+  warnings = explanation.warnings ?? [];
+  if (!explanation.images) { // Nobody says what the prepared picture looks like: this is the answer.
+    showVerdict(explanation);
+    return;
+  }
+  pixels = explanation.images.map((text) => Uint8Array.from(atob(text), (character) => character.charCodeAt(0)));
+  chosen = 0;
+  changed();
+}
+
+/** What is wrong with a picture; undefined where the picture is not the cause. */
+function refusalOf(name, status, message) {
+  if (status === 415) return `${name} has a format that is not read here; ${FORMATS}.`;
+  if (status === 413) return `${name} is too large: ${message.replace(/^\w+: /, "")}.`;
+  if (status !== 400) return undefined;
+  if (message.includes("no digit found")) return `No digit was found in ${name}: it is blank, or no ink in it stands out.`;
+  return `${name} is damaged, or no picture of the format that its name says; ${FORMATS}.`;
 }
 
 /** The picture in a type and size that the service takes: [type, body]. */

@@ -11,6 +11,7 @@ export const SURFACE = 280; // Pixels of the surface on which strokes become ink
 const BOX = 20; // The longer side of a digit in the image.
 const CENTRE = 14; // MNIST's centre of mass, as a pixel index.
 const PEN = 0.085; // Of the surface's side: about 2 of 28 pixels for a digit that fills it.
+const FINEST = 0.02, FINE = 0.1; // The pen of several digits: at least, and of the tallest stroke's height.
 
 const surface = document.createElement("canvas");
 surface.width = surface.height = SURFACE;
@@ -34,14 +35,16 @@ export function draw(context, strokes, side, colour, pen = 1) {
   }
 }
 
-/** The strokes of each digit, in reading order. */
+/** The strokes of each of the `digits`, in reading order, and the `pen` that draws them: several small ones need a finer one. */
 export function digitsOf(strokes) {
   let groups = [];
+  const tallest = Math.max(0, ...strokes.map(boxOf).map(({ top, bottom }) => bottom - top));
+  const pen = Math.max(FINEST, Math.min(PEN, FINE * tallest));
   for (const points of strokes) {
     let group = { strokes: [points], ...boxOf(points) };
     const apart = [];
     for (const other of groups) {
-      if (belong(other, group)) group = union(other, group); else apart.push(other);
+      if (belong(other, group, pen)) group = union(other, group); else apart.push(other);
     }
     groups = [...apart, group];
   }
@@ -53,7 +56,8 @@ export function digitsOf(strokes) {
     const line = lines.find((one) => one.some((other) => middle > other.top && middle < other.bottom));
     if (line) line.push(group); else lines.push([group]);
   }
-  return lines.flatMap((line) => line.sort((a, b) => a.left - b.left)).map((group) => group.strokes);
+  const digits = lines.flatMap((line) => line.sort((a, b) => a.left - b.left)).map((group) => group.strokes);
+  return { digits, pen: digits.length > 1 ? pen / PEN : 1 };
 }
 
 function boxOf(points) {
@@ -69,26 +73,36 @@ function union(a, b) {
   };
 }
 
-/** Whether two groups of strokes are one digit: one lies over the other, or they touch. */
-function belong(a, b) {
-  const width = Math.min(a.right - a.left, b.right - b.left) + PEN;
-  const overlap = Math.min(a.right, b.right) - Math.max(a.left, b.left) + PEN;
-  const gap = Math.max(a.top, b.top) - Math.min(a.bottom, b.bottom) - PEN;
-  const height = Math.max(a.bottom - a.top, b.bottom - b.top, 2 * PEN);
+/** Whether two groups of strokes are one digit: one lies over the other, or they touch with a `pen` of that width. */
+function belong(a, b, pen) {
+  const width = Math.min(a.right - a.left, b.right - b.left) + pen;
+  const overlap = Math.min(a.right, b.right) - Math.max(a.left, b.left) + pen;
+  const gap = Math.max(a.top, b.top) - Math.min(a.bottom, b.bottom) - pen;
+  const height = Math.max(a.bottom - a.top, b.bottom - b.top, 2 * pen);
   if (overlap > width / 2 && gap < height / 4) return true;
-  return a.strokes.some((first) => b.strokes.some((second) => touch(first, second)));
+  return a.strokes.some((first) => b.strokes.some((second) => touch(first, second, pen)));
 }
 
-function touch(first, second) {
-  return first.some(([x, y]) => second.some(([a, b]) => Math.hypot(x - a, y - b) < 0.7 * PEN));
+function touch(first, second, pen) {
+  return first.some(([x, y]) => second.some(([a, b]) => Math.hypot(x - a, y - b) < 0.7 * pen));
 }
 
 /** The image of one digit, Uint8Array(784); null if the strokes leave no ink. */
 export function imageOf(strokes, pen = 1) {
+  paint(strokes, pen);
+  return normalised(redOf(SURFACE), SURFACE, SURFACE);
+}
+
+/** Strokes as a PNG, light ink on dark paper. */
+export function pictureOf(strokes, pen = 1) {
+  paint(strokes, pen);
+  return new Promise((done) => surface.toBlob(done));
+}
+
+function paint(strokes, pen) {
   ink.fillStyle = "#000";
   ink.fillRect(0, 0, SURFACE, SURFACE);
   draw(ink, strokes, SURFACE, "#fff", pen);
-  return normalised(redOf(SURFACE), SURFACE, SURFACE);
 }
 
 /** Crop, scale and centre light ink on dark paper as MNIST was. */

@@ -84,8 +84,8 @@ function show(info) {
     [count(rate), "requests a second"],
     [count(risen(before, newest, "lenet_images_total") / seconds), "images a second"],
     [count(sum(metrics, "lenet_queue_rows")), `images waiting, of ${count(info.limits.max_queue_rows)}`],
-    [`${sum(metrics, "lenet_contexts_busy")} of ${sum(metrics, "lenet_contexts")}`, "contexts busy"],
-    [`${count(sum(metrics, "process_resident_memory_bytes") / 2 ** 20)} MiB`, "memory of this worker"],
+    [`${sum(metrics, "lenet_contexts_busy")} of ${sum(metrics, "lenet_contexts")}`, "batches at this moment"],
+    [`${count(sum(metrics, "process_resident_memory_bytes") / 2 ** 20)} MiB`, "memory of the process that answered"],
     [count(http), "requests over HTTP"], [count(grpc), "calls over gRPC"],
   ];
   $("tiles").replaceChildren(...tiles.map(([value, text]) => make("div", { className: "tile" }, make("b", { textContent: value }), make("span", { textContent: text }))));

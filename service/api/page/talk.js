@@ -34,19 +34,23 @@ export async function ask(path, body, type = "application/octet-stream") {
     const { error } = await response.json();
     message = error.message ?? error;
   } catch { /* Of a proxy: it has no sentence of its own. */ }
-  if (response.status === 401) $("door").hidden = false;
+  if (response.status === 401) {
+    $("door").hidden = false;
+    message = key ? "This key is not one of the service's." : "";
+  }
   throw new Refused(response.status, message);
 }
 
 export class Away extends Error {}
 
-/** Ask, and show whatever goes wrong; undefined then. */
-export async function attempt(call) {
+/** Ask, and show whatever goes wrong; undefined then. `failed` is called with the error, and is true where it has shown it. */
+export async function attempt(call, failed) {
   try {
     const value = await call();
     if (!away) note("");
     return value;
   } catch (error) {
+    if (failed?.(error) === true) return undefined; // It has said so.
     if (error instanceof Refused) note(error.message, true);
     else if (!(error instanceof Away)) throw error;
     return undefined;
@@ -54,7 +58,7 @@ export async function attempt(call) {
 }
 
 /** `call`, one at a time: asked for meanwhile, it runs once more at the end, for the newest. */
-export function newest(call) {
+export function newest(call, failed) {
   let running = false, again = false;
   return async () => {
     again = true;
@@ -62,7 +66,7 @@ export function newest(call) {
     running = true;
     while (again) {
       again = false;
-      await attempt(call);
+      await attempt(call, failed);
     }
     running = false;
   };

@@ -6,6 +6,8 @@ import re
 
 import pytest
 
+from tests.conftest import ROOT
+
 BROWSER = "text/html,application/xhtml+xml,application/xml;q=0.9,image/avif,*/*;q=0.8"
 
 
@@ -39,7 +41,10 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
             found += [("", f"/page/{one}") for one in re.findall(r'from "\./([^"]+)"', answer.text)]
             names += [name for name in map("".join, found) if name not in names]
     assert {"/page/page.js", "/page/page.css", "/page/prepare.js", "/page/digits.png"} <= set(names)
-    assert sum(sizes) < 60_000
+    size = f"{round(sum(sizes) / 1000)} kB"
+    assert f"{size} compressed" in (ROOT / "README.md").read_text()
+    decision = ROOT / "docs/decisions/0022-a-page-without-a-build-step.md"
+    assert f"{size} travel for the page" in decision.read_text()
 
 
 @pytest.mark.parametrize("path", ["/", "/page/page.js"])
