@@ -140,6 +140,7 @@ class _Supervisor:
         self._watches: dict[BaseProcess, Watch] = {}
         self._inboxes: dict[BaseProcess, Inbox] = {}
         self._devices: dict[BaseProcess, tuple[int, ...]] = {}
+        self._unmerged: set[int] = set()  # process ids of workers that ended, whose counts wait
         self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker last ended because its device was lost
@@ -180,6 +181,7 @@ class _Supervisor:
             if now_s >= check_at_s:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend
                 self._kill_stuck()
+                self._merge()
             if now_s >= self._retry_at_s and not self._stopping:
                 self._retry_at_s = math.inf
                 self._add(self._settings.workers - len(self._workers))
@@ -231,6 +233,8 @@ class _Supervisor:
             resource_tracker.ensure_running()
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             worker.start()
+        assert worker.pid is not None, "bug: the worker was not started"
+        self._unmerged.discard(worker.pid)  # it goes on with these counts
         self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
         self._inboxes[worker] = inbox
         _log.info("worker %d started", worker.pid)
@@ -241,9 +245,14 @@ class _Supervisor:
         self._selector.unregister(worker.sentinel)
         assert worker.pid is not None, "bug: the worker was not started"
         metrics_files.remove_live(worker.pid)
+        self._unmerged.add(worker.pid)
+        self._merge()
         if (watch := self._watches.pop(worker, None)) is not None:
             watch.close()
             self._sharing.remove(self._inboxes.pop(worker))
+
+    def _merge(self) -> None:
+        self._unmerged = {pid for pid in self._unmerged if not metrics_files.merge(pid)}
 
     def _kill_stuck(self) -> None:
         for worker, watch in self._watches.items():

@@ -8,6 +8,17 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 from prometheus_client import Counter, Gauge, Histogram
 
+_UNIT = 2.0**-24
+
+
+def exact(value: float) -> float:
+    """The nearest multiple of 2^-24: their sums up to 2^29 are exact, in whatever order.
+
+    A total of several workers that became smaller by its last bit, as their files are read or
+    merged in another order, would be a reset of the counter for Prometheus.
+    """
+    return round(value / _UNIT) * _UNIT
+
 
 class Buffered(Protocol):
     """Collects changes of a metric until the next flush."""
@@ -33,7 +44,7 @@ class BufferedCounter:
     def flush(self) -> None:
         """Write the collected changes to the metric."""
         if self._amount:
-            self._series.inc(self._amount)
+            self._series.inc(exact(self._amount))
             self._amount = 0.0
 
 
@@ -88,7 +99,7 @@ class BufferedHistogram:
                 if count:
                     self._series._buckets[index].inc(count)
                     self._counts[index] = 0
-            self._series._sum.inc(self._sum)
+            self._series._sum.inc(exact(self._sum))
             self._sum = 0.0
 
 

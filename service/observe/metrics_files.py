@@ -3,6 +3,8 @@
 The library maps a file for each kind of metric into memory, named KIND_PID.db, in the folder that
 an environment variable names when it is imported. Nothing about them may end a process: what cannot
 be shared is reported once, and `/metrics` then shows the worker that answers.
+
+The counts of workers that have ended are kept by the supervisor, in one file of each kind.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import fcntl
 import logging
 import os
 import shutil
+import struct
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 _log = logging.getLogger(__name__)
@@ -33,6 +36,23 @@ _FILE_BYTES = {
 }
 """Five models use 58 KiB of histogram at first, 35 of counter, and 5 of each gauge's. A version
 that is loaded adds up to 12 KiB to counter, less than 1 to the others: there is room for 200."""
+
+_KEPT: dict[str, Callable[[float, float], float]] = {
+    "counter": float.__add__,
+    "histogram": float.__add__,
+    "gauge_max": max,
+}
+"""Kinds that outlive their worker, and how two values are merged."""
+
+_ENDED = "ended"
+"""A file with a byte for each worker that has ended, locked while files are read or merged. In
+place of a process id: the files with the counts of those workers."""
+
+_USED = struct.Struct("I4x")
+_KEY_BYTES = struct.Struct("I")
+_VALUE = struct.Struct("dd")
+"""The library's files: the number of bytes in use; then for each value the size of its key, the key
+with spaces up to a multiple of 8 bytes, the value, and a time that is 0 here."""
 
 _LOST = "/metrics of each worker shows only its own numbers"
 
@@ -104,9 +124,14 @@ def are_there() -> bool:
 
 
 def remove_live(pid: int) -> None:
-    """Remove what counts only while worker `pid` lives: its gauges, and how far it has followed."""
+    """Remove what counts only while worker `pid` lives: its gauges, and how far it has followed.
+
+    To be called once, when it has ended; its counts are for `merge`.
+    """
     folder = os.environ.get(VARIABLE)
     if folder is not None:
+        with contextlib.suppress(OSError), Path(folder, _ENDED).open("ab") as ended:
+            ended.write(b"\n")
         for path, _ in _files(Path(folder), pid):
             if "_live" in path.name:
                 with contextlib.suppress(OSError):
@@ -115,10 +140,65 @@ def remove_live(pid: int) -> None:
             (Path(folder) / f"repository-{pid}").unlink()
 
 
-def ended_workers() -> int:
-    """How many workers have left their counters here, and live no more."""
-    folder = Path(os.environ[VARIABLE])
-    return len(list(folder.glob("counter_*"))) - len(list(folder.glob("gauge_livesum_*")))
+def merge(pid: int) -> bool:
+    """Add the counts of worker `pid`, which has ended, to those of the workers that ended before.
+
+    Returns: False if a scrape reads the files now; nothing has changed then.
+    """
+    folder = os.environ.get(VARIABLE)
+    if folder is None:
+        return True
+    try:
+        with _locked(Path(folder, _ENDED), os.O_CREAT):
+            for kind, merged in _KEPT.items():
+                _merge(
+                    Path(folder, f"{kind}_{pid}.db"), Path(folder, f"{kind}_{_ENDED}.db"), merged
+                )
+    except BlockingIOError:
+        return False
+    except FileNotFoundError:  # the worker could not make its files, or somebody removed them
+        pass
+    except (OSError, struct.error) as exc:
+        _log.warning("metrics of worker %d stay in files of their own: %s", pid, exc)
+    return True
+
+
+@contextlib.contextmanager
+def unchanged() -> Iterator[int]:
+    """Inside, no counts are merged; yields how many workers have ended.
+
+    Raises:
+        OSError: the folder is gone.
+    """
+    with _locked(Path(os.environ[VARIABLE], _ENDED), os.O_CREAT, fcntl.LOCK_SH) as ended:
+        yield os.fstat(ended).st_size
+
+
+def _merge(path: Path, into: Path, merged: Callable[[float, float], float]) -> None:
+    """Merge the values in `path` into those of the other file, and remove it."""
+    values = _values(into) if into.exists() else {}
+    for key, value in _values(path).items():
+        values[key] = merged(values[key], value) if key in values else value
+    content = b"".join(key + _VALUE.pack(value, 0.0) for key, value in values.items())
+    whole = into.with_suffix(".new")
+    whole.write_bytes(_USED.pack(_USED.size + len(content)) + content)
+    whole.replace(into)
+    path.unlink()
+
+
+def _values(path: Path) -> dict[bytes, float]:
+    """The values in one of the library's files, by key with its size and its spaces."""
+    with path.open("rb") as file:
+        (used,) = _USED.unpack(file.read(_USED.size))
+        content = file.read(max(0, used - _USED.size))
+    found: dict[bytes, float] = {}
+    at = 0
+    while at < len(content):
+        (size,) = _KEY_BYTES.unpack_from(content, at)
+        end = at + (_KEY_BYTES.size + size) // 8 * 8 + 8
+        (found[content[at:end]], _) = _VALUE.unpack_from(content, end)
+        at = end + _VALUE.size
+    return found
 
 
 def _files(folder: Path, pid: int | None = None) -> Iterator[tuple[Path, int]]:
@@ -157,12 +237,18 @@ def _folder(place: str, workers: int) -> Iterator[Path]:
 
 
 @contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Raises OSError if another process has the lock."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _locked(
+    path: Path, flag: int = os.O_DIRECTORY, how: int = fcntl.LOCK_EX | fcntl.LOCK_NB
+) -> Iterator[int]:
+    """The descriptor of a locked folder or file.
+
+    Raises:
+        BlockingIOError: another process has the lock.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | flag, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
+        fcntl.flock(descriptor, how)
+        yield descriptor
     finally:
         os.close(descriptor)
 

@@ -11,6 +11,7 @@ from prometheus_client.multiprocess import MultiProcessCollector
 from prometheus_client.samples import Sample
 
 from service.observe import metrics_files
+from service.observe.buffers import exact
 
 _KEPT = ("lenet_last_prediction_timestamp_seconds",)
 """Gauges of a version that stay when it is unloaded."""
@@ -67,8 +68,9 @@ class Collected:
 
 def all_workers() -> Iterator[Metric]:
     """The merged series of all workers, without versions that none of them serves any more."""
-    merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
-    metrics = list(merged.collect())  # type: ignore[no-untyped-call]
+    with metrics_files.unchanged() as ended_workers:
+        merged = MultiProcessCollector(None)  # type: ignore[no-untyped-call]
+        metrics = list(merged.collect())  # type: ignore[no-untyped-call]
     (info,) = [metric for metric in metrics if metric.name == "lenet_model_info"] or [None]
     loaded = set()
     if info is not None:
@@ -76,7 +78,7 @@ def all_workers() -> Iterator[Metric]:
         loaded = {_key_of(sample) for sample in info.samples}
     for metric in metrics:
         if metric.name == "lenet_worker_deaths":  # nobody is left to count them
-            deaths = Sample(f"{metric.name}_total", {}, metrics_files.ended_workers())
+            deaths = Sample(f"{metric.name}_total", {}, ended_workers)
             metric.samples = [deaths]
         if metric.type == "gauge" and metric.name not in _KEPT:
             metric.samples = [one for one in metric.samples if _key_of(one) in (*loaded, None)]
@@ -113,7 +115,8 @@ class WorkerProcess:
         for family in self._process.collect():
             for sample in family.samples:
                 if sample.name == "process_cpu_seconds_total":
-                    self._cpu.inc(sample.value - self._cpu_s)
-                    self._cpu_s = sample.value
+                    now_s = exact(sample.value)
+                    self._cpu.inc(now_s - self._cpu_s)
+                    self._cpu_s = now_s
                 elif sample.name in self._gauges:
                     self._gauges[sample.name].set(sample.value)

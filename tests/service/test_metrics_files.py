@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +11,16 @@ from pathlib import Path
 import pytest
 
 from service.observe import metrics_files
-from service.observe.metrics_files import VARIABLE, are_there, prepare, remove_live, shared_folder
+from service.observe.metrics_files import (
+    VARIABLE,
+    are_there,
+    merge,
+    prepare,
+    remove_live,
+    shared_folder,
+    unchanged,
+)
+from service.observe.samples import all_workers
 
 ROOT = Path(__file__).parents[2]
 
@@ -24,6 +34,8 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr(metrics_files, "_SHARED_MEMORY", str(tmp_path / "nowhere"))
     return tmp_path
 
+
+KEPT = ("counter", "histogram", "gauge_max")
 
 WORKER = """
 from service.observe import metrics_files
@@ -55,7 +67,8 @@ for name in "abcde":
 metrics.started("weights", 1.0)
 metrics.certificate_read(1e9)
 asyncio.run(metrics.exposition())
-assert before == sizes(), (before, sizes())
+assert before == {name: size for name, size in sizes().items() if name in before}
+assert sizes().keys() - before <= {"ended"}
 assert before
 """
 
@@ -83,11 +96,77 @@ def test_live_gauges_of_a_dead_worker_are_removed_and_its_counters_stay(place):
     with shared_folder(2):
         prepare()
         remove_live(os.getpid())
-        left = {path.name for path in Path(os.environ[VARIABLE]).iterdir()}
-        assert left == {
-            f"{kind}_{os.getpid()}.db" for kind in ("counter", "histogram", "gauge_max")
-        }
-        remove_live(os.getpid())  # gone: nothing to do
+        left = {path.name for path in Path(os.environ[VARIABLE]).glob("*.db")}
+        assert left == {f"{kind}_{os.getpid()}.db" for kind in KEPT}
+
+
+def counted():
+    """Every sample of what outlives a worker, by name and labels."""
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for metric in all_workers()
+        if metric.type != "gauge" or metric.name == "lenet_start_phase_seconds"
+        for sample in metric.samples
+    }
+
+
+def used(folder):
+    """How many bytes of metrics a scrape reads, and from how many files."""
+    sizes = [metrics_files._USED.unpack_from(path.read_bytes())[0] for path in folder.glob("*.db")]
+    return sum(sizes), len(sizes)
+
+
+def test_sixteen_dead_workers_cost_a_scrape_half_as_much_again_and_every_count_stays(place):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(place)}
+    command = [sys.executable, "-c", WORKER.replace("range(40)", "range(2)")]
+    pids = []
+    for _ in range(2):
+        with subprocess.Popen(command, env=environment) as worker:
+            pids.append(worker.pid)
+        assert worker.returncode == 0
+    with shared_folder(2):
+        folder = Path(os.environ[VARIABLE])
+        for path in place.glob("*_*.db"):
+            path.rename(folder / path.name)
+        alone_bytes, alone_files = used(folder)
+        dead = [10**9 + number for number in range(16)]
+        for number, pid in enumerate(dead):
+            for path in folder.glob(f"*_{pids[number % 2]}.db"):
+                shutil.copy(path, folder / path.name.replace(str(pids[number % 2]), str(pid)))
+        for pid in dead:
+            remove_live(pid)
+        before = counted()
+        assert before["lenet_worker_deaths_total",] == 16
+        for pid in dead:
+            assert merge(pid)
+            assert counted() == before
+        size, files = used(folder)
+        assert size <= 1.5 * alone_bytes
+        assert files <= 1.5 * alone_files
+
+
+def test_nothing_is_merged_while_a_scrape_reads(place):
+    with shared_folder(2):
+        prepare()
+        with unchanged():
+            assert not merge(os.getpid())
+            assert are_there()
+        assert merge(os.getpid())
+        left = {path.name for path in Path(os.environ[VARIABLE]).glob("*.db")}
+        assert {f"{kind}_ended.db" for kind in KEPT} <= left
+        assert not {f"{kind}_{os.getpid()}.db" for kind in KEPT} & left
+        assert merge(os.getpid())  # gone: nothing to do
+
+
+def test_counts_that_cannot_be_merged_stay_and_are_reported(place, caplog):
+    with shared_folder(2):
+        prepare()
+        path = Path(os.environ[VARIABLE], f"counter_{os.getpid()}.db")
+        path.write_bytes(b"\xff" * 100)
+        assert merge(os.getpid())
+        assert path.exists()
+    (message,) = caplog.messages
+    assert message.startswith(f"metrics of worker {os.getpid()} stay in files of their own: ")
 
 
 def test_counters_of_a_worker_with_the_same_process_id_are_kept(place):
