@@ -69,9 +69,10 @@ def _set_up_process(parent: int, memory_bytes: int) -> None:
 
 def _serve(channel: socket.socket, memory_bytes: int) -> None:
     # Imported after memory is limited, and before the first frame is read: it takes 0.1 s.
-    from service.decode.frames import frame, receive
+    from service.decode.frames import READY, frame, receive
     from service.errors import ServiceError, TooLarge
 
+    channel.sendall(READY)
     poll = select.poll()
     poll.register(channel, select.POLLIN)
 

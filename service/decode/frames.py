@@ -4,7 +4,8 @@
     header   a JSON object
     content  a body or message; in a reply the pixels of its images
 
-A head of zeros asks a decoding process to end its work early. Each other frame has one reply.
+A decoding process sends a head of zeros when it has started; sent to it, a head of zeros asks it to
+end its work early. Each other frame has one reply.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import orjson
 from service.forms.form import Form
 
 HEAD = struct.Struct("!IQ")
-CANCEL = HEAD.pack(0, 0)
+READY = CANCEL = HEAD.pack(0, 0)
 
 MAX_HEADER_BYTES = 1 << 20
 """Limit of a reply's header: an id or an unknown name in a gRPC message may be 64 KiB, six times

@@ -2,11 +2,13 @@
 
 A thread cannot be ended, holds the interpreter lock, and shares its memory with the service. A
 process is asked to end its work, which it looks for between two pictures or slices, and is killed
-if it does not within `_CANCEL_S`. One that dies fails only its own request.
+if it does not within `_CANCEL_S`, and has worked for `_LEAST_RUN_S`. One that dies fails only its
+own request.
 
     start() --> waiting, cheap or costly --> one decoder --> on_done
                    |                            |
-                cancel(): dropped            cancel(): asked to end, then killed
+                cancel(): dropped            cancel(): dropped if it was not sent yet,
+                                             else asked to end, then killed
 
 Nothing runs until the first picture or large body comes; a decoder that is idle for `_IDLE_S` ends.
 """
@@ -31,8 +33,9 @@ import numpy as np
 import orjson
 
 from lenet.pixels import HEIGHT, PIXELS, WIDTH, Images
-from service.decode.frames import CANCEL, HEAD, MAX_HEADER_BYTES, form_header, frame
+from service.decode.frames import CANCEL, HEAD, MAX_HEADER_BYTES, READY, form_header, frame
 from service.errors import (
+    Cancelled,
     InferenceFailed,
     InvalidInput,
     Overloaded,
@@ -56,6 +59,13 @@ MAX_WAITING_S = 10.0
 
 _CANCEL_S = 0.03
 """Time for a decoder to stop after a cancel: it finishes a small picture or a slice first."""
+
+_LEAST_RUN_S = 0.5
+"""Time that work has before its process is killed. The next start takes 0.2 s of CPU time, up to
+0.6 s where other programs want the cores: ending less work than that costs more than it saves."""
+
+_START_S = 30.0
+"""Time to start, after which a cancel kills the process."""
 
 _IDLE_S = 60.0
 _REAP_S = 0.02
@@ -211,9 +221,9 @@ class Decoders:
     # Called by decoders.
 
     def done(self, decoder: _Decoder, job: Job, outcome: Decoded | ServiceError) -> None:
-        """`decoder` is free again."""
+        """`decoder` is free again, or will be when its process has started."""
         self._busy.discard(decoder)
-        self._idle.append(decoder)
+        self._idle.insert(len(self._idle) if decoder.ready else 0, decoder)  # the last is taken
         decoder.idle_since_s = self._loop.time()
         if not self._watching:
             self._watching = True
@@ -332,6 +342,8 @@ class _Decoder:
         """Start it. Raises: OSError."""
         self._pool = pool
         self._job: Job | None = None
+        self._sent = False
+        """Whether the process has the job, or a part of it."""
         self._unsent: deque[memoryview] = deque()
         self._head = bytearray(HEAD.size)
         self._header: bytearray | None = None
@@ -341,6 +353,10 @@ class _Decoder:
         self._loop = asyncio.get_running_loop()
         self._killer: asyncio.TimerHandle | None = None
         self._writing = False
+        self.ready = False
+        """Whether the process has started."""
+        self._began_s = self._loop.time()
+        """Time at which the process, then its job began."""
         self.idle_since_s = 0.0
         self._socket, theirs = socket.socketpair()
         with theirs:
@@ -357,17 +373,37 @@ class _Decoder:
         return self._process.poll() is None
 
     def begin(self, job: Job) -> None:
-        """Work on `job`."""
-        self._job, job.decoder = job, self
-        self._unsent.extend(map(memoryview, job.frame))
+        """Work on `job` in the next turn of the event loop, or when the process has started."""
+        self._job, job.decoder, self._sent = job, self, False
+        if self.ready:
+            self._loop.call_soon(self._send_job)
+
+    def _send_job(self) -> None:
+        if self._job is None or self._sent:
+            return  # it was cancelled in the same turn
+        self._sent, self._began_s = True, self._loop.time()
+        self._unsent.extend(map(memoryview, self._job.frame))
         self._send()
 
     def cancel(self) -> None:
-        """End the work, now or within `_CANCEL_S`."""
-        if self._killer is None:
+        """End the work: now if the process does not have it, else within `_CANCEL_S` of asking.
+
+        A process is not killed while its job, or itself, has just begun.
+        """
+        if self._killer is not None:
+            return
+        now_s = self._loop.time()
+        if self._sent:
             self._unsent.append(memoryview(CANCEL))
-            self._killer = self._loop.call_later(_CANCEL_S, self._kill)
+            kill_s = max(now_s + _CANCEL_S, self._began_s + _LEAST_RUN_S)
+            self._killer = self._loop.call_at(kill_s, self._kill)
             self._send()
+        elif not self.ready and now_s > self._began_s + _START_S:
+            self._kill()
+        else:
+            job = self.take_job()
+            assert job is not None, "bug: no job to cancel"
+            self._pool.done(self, job, Cancelled("cancelled"))
 
     def take_job(self) -> Job | None:
         """The job, which is no longer this decoder's."""
@@ -446,6 +482,13 @@ class _Decoder:
     def _received(self) -> None:
         """The part that was expected is complete. Raises: ValueError, KeyError, TypeError."""
         job = self._job
+        if not self.ready:
+            if self._head != READY:
+                raise ValueError("a reply before it was ready")
+            self.ready = True
+            self._expect_head()
+            self._send_job()
+            return
         if job is None:
             raise ValueError("a reply to nothing")
         if self._header is None:

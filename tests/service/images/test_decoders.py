@@ -18,7 +18,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from service.decode import pool as decoders
-from service.decode.frames import HEAD
+from service.decode.frames import HEAD, READY
 from service.decode.pool import Decoders
 from service.errors import (
     DeadlineExceeded,
@@ -243,19 +243,74 @@ async def test_work_ends_soon_after_its_deadline(pool):
     assert time.monotonic() - began_s < 0.1 + ENDED_S
 
 
-async def test_a_step_that_cannot_be_interrupted_is_killed(pool):
-    photograph = encoded(np.random.default_rng(5).integers(0, 256, (4000, 4000), np.uint8))
-    await decode_by(pool, body(PNG), seven(), PATIENCE_S)  # the process has started
+async def test_a_step_that_cannot_be_interrupted_is_killed(pool, monkeypatch):
+    monkeypatch.setattr(decoders, "_LEAST_RUN_S", 0.1)
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)  # a step without an end
     with outcomes(pool) as start:
-        job, called = start(body(PNG), photograph)
-        await asyncio.sleep(0.05)  # of the 0.15 to 0.4 s that decoding takes
-        began_s = time.monotonic()
+        job, called = start(body(PNG), seven())
+        await asyncio.sleep(0)
         pool.cancel(job)
+        assert not called
         await until(lambda: called)
-        assert time.monotonic() - began_s < ENDED_S
     assert called == ["ended"]
     assert pool.ends("cancelled") == 1
     assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
+
+
+async def test_a_process_is_not_killed_for_work_that_has_just_begun(pool, monkeypatch):
+    monkeypatch.setattr(decoders, "_LEAST_RUN_S", PATIENCE_S)
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    with outcomes(pool) as start:
+        job, called = start(body(PNG), seven())
+        await asyncio.sleep(0)
+        pool.cancel(job)
+        await asyncio.sleep(2 * decoders._CANCEL_S)
+        os.kill(pid, signal.SIGCONT)
+        await until(lambda: called)
+    assert called == ["ended"]
+    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
+    assert pool.pids == {pid}
+
+
+async def test_a_process_that_starts_is_kept_for_the_next_work_when_its_own_is_cancelled(pool):
+    with outcomes(pool) as start:
+        for _ in range(20):
+            job, called = start(body(PNG), seven())
+            pool.cancel(job)
+            assert called == ["ended"]
+        await until(lambda: pool.pids)
+        started = pool.pids
+    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
+    assert len(started) == 1
+    assert pool.pids == started
+
+
+async def test_work_that_is_cancelled_in_the_turn_of_its_start_reaches_no_process(pool):
+    await decode_by(pool, body(PNG), seven(), PATIENCE_S)
+    (pid,) = pool.pids
+    os.kill(pid, signal.SIGSTOP)
+    with outcomes(pool) as start:
+        for _ in range(20):
+            job, called = start(body(PNG), seven())
+            pool.cancel(job)
+            assert called == ["ended"]
+    os.kill(pid, signal.SIGCONT)
+    assert (await decode_by(pool, body(PNG), seven(), PATIENCE_S)).images.any()
+    assert pool.pids == {pid}
+
+
+async def test_a_process_that_does_not_start_is_killed_by_a_cancel(pool, monkeypatch):
+    monkeypatch.setattr(decoders, "_ARGUMENTS", ("-c", "import time; time.sleep(60)"))
+    monkeypatch.setattr(decoders, "_START_S", -1.0)
+    with outcomes(pool) as start:
+        job, called = start(body(PNG), seven())
+        pool.cancel(job)
+        assert called == ["ended"]
+    await until(lambda: not pool.pids)
 
 
 async def test_work_is_dropped_when_it_is_cancelled_before_a_decoder_is_free(pool):
@@ -374,13 +429,14 @@ async def test_a_request_is_unavailable_when_no_process_can_be_started(pool, mon
 
 
 REPLIES = {
-    "too many images": HEAD.pack(2, 2 * 784),
-    "not images": HEAD.pack(2, 783),
-    "a long header": HEAD.pack(1 << 31, 784),
-    "not JSON": HEAD.pack(2, 784) + b"{]" + bytes(784),
-    "neither images nor an error": HEAD.pack(2, 0) + b"{}",
-    "an error without a message": HEAD.pack(12, 0) + b'{"error":{}}',
-    "no object": HEAD.pack(2, 0) + b"[]",
+    "a reply before it is ready": HEAD.pack(2, 784) + b"{}" + bytes(784),
+    "too many images": READY + HEAD.pack(2, 2 * 784),
+    "not images": READY + HEAD.pack(2, 783),
+    "a long header": READY + HEAD.pack(1 << 31, 784),
+    "not JSON": READY + HEAD.pack(2, 784) + b"{]" + bytes(784),
+    "neither images nor an error": READY + HEAD.pack(2, 0) + b"{}",
+    "an error without a message": READY + HEAD.pack(12, 0) + b'{"error":{}}',
+    "no object": READY + HEAD.pack(2, 0) + b"[]",
 }
 
 
