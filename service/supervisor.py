@@ -148,7 +148,7 @@ class _Supervisor:
         self._ended: list[BaseProcess] = []  # those of them that this process ended
         self._stop_number = self._second_number = 0  # of signals
         self._stopping = False
-        self._close_at_s = self._kill_at_s = self._retry_at_s = math.inf
+        self._close_at_s = self._kill_at_s = self._retry_at_s = self._end_at_s = math.inf
         self._shutdown_pipe, self._stop_writer = self._spawn.Pipe(duplex=False)
 
     def run(self) -> ExitCode:
@@ -163,7 +163,8 @@ class _Supervisor:
         outcome = ExitCode.STOPPED
         check_at_s = time.monotonic() + BEAT_S
         while self._workers:
-            wait_s = min(check_at_s, self._close_at_s, self._kill_at_s) - time.monotonic()
+            next_s = min(check_at_s, self._close_at_s, self._kill_at_s, self._end_at_s)
+            wait_s = next_s - time.monotonic()
             events = self._selector.select(0 if self._sharing.stuck else max(0.0, wait_s))
             ready = {key.fileobj for key, _ in events}
             if self._signals in ready:
@@ -185,6 +186,10 @@ class _Supervisor:
             if now_s >= self._retry_at_s and not self._stopping:
                 self._retry_at_s = math.inf
                 self._add(self._settings.workers - len(self._workers))
+            if now_s >= self._end_at_s:
+                self._end_at_s = math.inf
+                for neighbour in self._left():
+                    neighbour.kill()
             if now_s >= self._close_at_s:
                 self._close_at_s = math.inf
                 self._sharing.close()
@@ -285,9 +290,17 @@ class _Supervisor:
             self._stop()
             return ExitCode.WORKERS
         if self._shared_gpu and code == ExitCode.DEVICE and worker not in self._ended:
-            self._end_neighbours(worker)
-        self._add(1)
+            # They lost the GPU to the same fault. A worker with a batch notices that and answers
+            # its callers; an idle one does not, and is ended.
+            self._ended = self._neighbours(worker)
+            self._end_at_s = now_s + SAME_FAULT_S
+        if not self._left():  # until then MPS takes no new client
+            self._add(self._settings.workers - len(self._workers))
         return ExitCode.STOPPED
+
+    def _left(self) -> list[BaseProcess]:
+        """The workers that this process is about to end, and that still run."""
+        return [one for one in self._ended if one in self._workers]
 
     def _same_fault(self, worker: BaseProcess, now_s: float) -> bool:
         """Whether `worker` lost its device to a fault that is counted already."""
@@ -304,18 +317,6 @@ class _Supervisor:
         """The other workers that use a GPU of `worker`, which has ended."""
         own = set(self._devices[worker])
         return [one for one in self._workers if own.intersection(self._devices[one]) or not own]
-
-    def _end_neighbours(self, worker: BaseProcess) -> None:
-        """End the workers that lost the GPU to the same fault; until then MPS takes no new client.
-
-        A worker with a batch notices the fault and answers its callers; an idle one does not.
-        """
-        self._ended = self._neighbours(worker)
-        deadline_s = time.monotonic() + SAME_FAULT_S
-        for neighbour in self._ended:
-            neighbour.join(max(0.0, deadline_s - time.monotonic()))
-            neighbour.kill()
-            neighbour.join()
 
     def _reload(self) -> None:
         for worker in self._workers:

@@ -314,6 +314,47 @@ def test_workers_that_lose_their_device_together_count_once(fake_workers, settin
     assert len(made) == 2 * (1 + RESTARTS), "two at a time, three times"
 
 
+class Neighbour(FakeProcess):
+    """A worker that runs until it is killed."""
+
+    def __init__(self, pid):
+        self.pid, self.exitcode = pid, None
+        self.sentinel, self._end = os.pipe()
+
+    def is_alive(self):
+        return self.exitcode is None
+
+    def join(self, timeout=None):
+        pytest.fail("the supervisor waits, and takes neither a signal nor a connection")
+
+    def kill(self):
+        assert self.exitcode is None
+        self.exitcode = -9
+        os.close(self._end)
+
+
+def test_a_worker_that_lost_its_device_with_another_is_ended_before_both_are_replaced(
+    fake_workers, settings, monkeypatch
+):
+    made = fake_workers(ExitCode.DEVICE, ExitCode.ADDRESS, -9)
+    start = supervisor._Supervisor._start
+
+    def start_second(self, devices):
+        if len(made) == 1:
+            made.append(Neighbour(2))
+            return made[-1]
+        assert len(made) < 2 or made[1].exitcode == -9, "MPS takes no new client until then"
+        return start(self, devices)
+
+    monkeypatch.setattr(supervisor._Supervisor, "_start", start_second)
+    monkeypatch.setattr(supervisor.mps, "wanted", lambda _: True)
+    monkeypatch.setattr(supervisor.mps, "shared_gpu", lambda: contextlib.nullcontext(True))
+    clock = SimpleNamespace(monotonic=itertools.count(0, 0.1).__next__)
+    monkeypatch.setattr(supervisor, "time", clock)
+    assert supervise(settings) is ExitCode.ADDRESS
+    assert len(made) == 4
+
+
 def test_workers_that_die_of_anything_else_count_each(fake_workers, settings):
     made = fake_workers(*[-9] * 20)
     assert supervise(settings) is ExitCode.WORKERS
