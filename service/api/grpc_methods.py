@@ -116,7 +116,8 @@ class HealthServicer:
     def __init__(self, models: Models, *, tells_names: bool) -> None:
         self._models = models
         self._tells_names = tells_names
-        self._change: asyncio.Task[None] | None = None
+        self._watches = 0
+        self._change: asyncio.Task[None] | None = None  # while something is watched
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """SERVING while the server is ready."""
@@ -134,12 +135,19 @@ class HealthServicer:
         """Yield the status now and at each change; SERVICE_UNKNOWN for an unknown name."""
         request = await anext(requests, health_pb2.HealthCheckRequest())
         last = None
-        while True:
-            if (found := self._status(request.service)) != last:
-                yield health_pb2.HealthCheckResponse(status=found)
-                last = found
-            else:
-                await self._changed()
+        self._watches += 1
+        try:
+            while True:
+                if (found := self._status(request.service)) != last:
+                    yield health_pb2.HealthCheckResponse(status=found)
+                    last = found
+                else:
+                    await self._changed()
+        finally:
+            self._watches -= 1
+            if not self._watches and self._change is not None:
+                self._change.cancel()
+                self._change = None
 
     async def _changed(self) -> None:
         """Wait for a change, with all others that do: one timer for all."""

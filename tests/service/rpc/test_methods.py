@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -12,6 +13,7 @@ from google.protobuf.message_factory import GetMessageClass
 
 from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
+from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
 from tests.service_process import PATIENCE_S
@@ -55,6 +57,29 @@ async def test_health_is_not_found_when_the_name_is_unknown(stub):
     error = await failure(health(stub, "vgg"))
     assert error.code() is grpc.StatusCode.NOT_FOUND
     assert error.details() == f"service: got 'vgg', expected one of {SERVICE}, mlp, tiny"
+
+
+def test_statuses_are_looked_at_as_long_as_somebody_watches_and_no_longer(run_virtually):
+    async def main(loop):
+        servicer = HealthServicer(SimpleNamespace(ready=True, names=set()), tells_names=True)
+
+        async def requests():
+            yield Check()
+
+        async def watch():
+            async for _ in servicer.watch(requests()):
+                pass
+
+        for _ in range(2):
+            watches = [asyncio.create_task(watch()) for _ in range(2)]
+            for left in (1, 0):
+                await asyncio.sleep(0.33)
+                watches[left].cancel()
+                await asyncio.sleep(0.33)
+                assert len(loop.pending_timers()) == left
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+
+    run_virtually(main)
 
 
 async def test_watchers_hear_of_each_change_also_when_others_leave(stub, running):
