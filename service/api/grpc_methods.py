@@ -189,7 +189,7 @@ async def answer_reflection(
                     _describe(response, pool.FindFileByName(request.file_by_filename))
                 case "file_containing_symbol":
                     symbol = request.file_containing_symbol
-                    _describe(response, pool.FindFileContainingSymbol(symbol))
+                    _describe(response, _file_of(pool, symbol))
                 case "all_extension_numbers_of_type":  # proto3 has no extensions
                     name = request.all_extension_numbers_of_type
                     pool.FindMessageTypeByName(name)
@@ -200,6 +200,14 @@ async def answer_reflection(
             response.error_response.error_code = StatusCode.NOT_FOUND
             response.error_response.error_message = str(exc.args[0])[:200]
         yield response
+
+
+def _file_of(pool: Any, symbol: str) -> Any:
+    """The file that defines `symbol`. The pool's own search knows no methods. Raises: KeyError."""
+    try:
+        return pool.FindFileContainingSymbol(symbol)
+    except KeyError:
+        return pool.FindMethodByName(symbol).containing_service.file
 
 
 def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> None:

@@ -144,6 +144,12 @@ async def test_a_client_that_knows_nothing_finds_the_calls_and_makes_one(stub):
 async def test_reflection_answers_in_both_versions_and_says_what_is_unknown(stub, version):
     questions = [
         (Question(file_containing_symbol=SERVICE), "file_descriptor_response"),
+        (Question(file_containing_symbol=f"{SERVICE}.ModelInfer"), "file_descriptor_response"),
+        (
+            Question(file_containing_symbol="grpc.health.v1.Health.Watch"),
+            "file_descriptor_response",
+        ),
+        (Question(file_containing_symbol=f"{SERVICE}.None"), "error_response"),
         (Question(file_containing_symbol="none.Such"), "error_response"),
         (Question(file_by_filename="none.proto"), "error_response"),
         (
