@@ -36,9 +36,9 @@ PARAMETERS = ("model", "version", "invert", "digits")
 _INVERT = get_args(Invert)
 _DIGITS = get_args(Digits)
 
-_MAX_CHOICES = 100
-"""Maximum number of media types in `Accept`; with more, it is ignored. 60 KB of them take 48 ms (2
-cores, 2026-11-26)."""
+_MAX_SEPARATORS = 100
+"""Maximum number of commas and semicolons in `Accept` and `Accept-Encoding`; one with more is
+ignored. 60 KB of them take 48 ms (2 cores, 2026-11-26)."""
 
 Headers: TypeAlias = Mapping[str, str]
 """Header values by lower-case name."""
@@ -183,25 +183,38 @@ def read_tensorflow(
     return TensorflowForm(limits.max_images), path.get("model", ""), path.get("version", "")
 
 
+def weights(header: str) -> dict[str, float]:
+    """The choices of `Accept` or `Accept-Encoding` with their weights: RFC 9110, 12.4.2."""
+    found: dict[str, float] = {}
+    if header.count(",") + header.count(";") > _MAX_SEPARATORS:
+        return found
+    for item in header.lower().split(","):
+        choice, *parameters = (part.strip() for part in item.split(";"))
+        found[choice] = 1.0
+        for parameter in parameters:
+            if weight := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
+                found[choice] = float(weight[1])
+    return found
+
+
 def prefers(kind: str, accept: str) -> bool:
     """Whether `accept` prefers `kind` to JSON (RFC 9110, 12.5.1); JSON where both are as good."""
-    if kind not in (accept := accept.lower()) or accept.count(",") >= _MAX_CHOICES:
+    if kind not in accept.lower():
         return False
-    qualities = {"application/json": -1.0, kind: -1.0}
-    ranges: dict[str, float] = {}
-    for choice in accept.split(","):
-        found_kind, *parameters = (part.strip() for part in choice.split(";"))
-        quality = 1.0
-        for parameter in parameters:
-            if found := re.fullmatch(r"q=(0(?:\.[0-9]{0,3})?|1(?:\.0{0,3})?)", parameter):
-                quality = float(found[1])
-        ranges[found_kind] = quality
+    ranges, qualities = weights(accept), {"application/json": -1.0, kind: -1.0}
     for wanted in qualities:
         for matching in (wanted, wanted.partition("/")[0] + "/*", "*/*"):
             if matching in ranges:
                 qualities[wanted] = ranges[matching]
                 break
     return qualities[kind] > 0 and qualities[kind] > qualities["application/json"]
+
+
+def takes_gzip(accept_encoding: str) -> bool:
+    """Whether gzip may be sent, and is preferred to no coding: RFC 9110, 12.5.3."""
+    codings = weights(accept_encoding)
+    weight = codings.get("gzip", codings.get("*", 0.0))
+    return 0 < weight >= codings.get("identity", 0.0)
 
 
 def parameters_of(query: bytes, expected: Sequence[str]) -> dict[str, str]:

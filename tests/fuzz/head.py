@@ -209,7 +209,7 @@ def plain_preference(accept: str) -> bool | None:
     The most specific range counts, and of equal ones either may.
     """
     ranges: dict[str, float] = {}
-    if accept.count(",") >= 100:
+    if accept.count(",") + accept.count(";") > 100:
         return None
     for item in accept.split(",") if accept.strip() else []:
         match = re.fullmatch(

@@ -15,6 +15,8 @@ from importlib.resources import files
 from fastapi import Request, Response
 from starlette.exceptions import HTTPException
 
+from service.api.routes import takes_gzip
+
 HTML = "text/html"
 
 _INDEX = "index.html"
@@ -43,21 +45,23 @@ class StaticFile:
     def __init__(
         self, content: bytes, media_type: str, headers: Mapping[str, str] = _HEADERS
     ) -> None:
-        etag = f'"{hashlib.sha256(content).hexdigest()[:16]}"'
-        self._etag, self._headers = etag, {**headers, "ETag": etag}
-        packed = {**self._headers, "Content-Encoding": "gzip"}
+        digest, packed = hashlib.sha256(content).hexdigest()[:16], gzip.compress(content, mtime=0)
+        self._headers = {**headers, "ETag": f'"{digest}"'}
+        self._packed_headers = {**headers, "ETag": f'"{digest}-gzip"'}
+        coded = {**self._packed_headers, "Content-Encoding": "gzip"}
         self._plain = Response(content, headers=self._headers, media_type=media_type)
-        self._packed = Response(
-            gzip.compress(content, mtime=0), headers=packed, media_type=media_type
-        )
+        self._packed = Response(packed, headers=coded, media_type=media_type)
 
     def answer(self, request: Request) -> Response:
         """The file, or 304 where the client has it."""
+        response, headers = self._plain, self._headers
+        if takes_gzip(request.headers.get("accept-encoding", "")):
+            response, headers = self._packed, self._packed_headers
         known = request.headers.get("if-none-match", "")
-        if self._etag in (tag.strip().removeprefix("W/") for tag in known.split(",")):
-            return Response(status_code=304, headers=self._headers)
-        packed = "gzip" in request.headers.get("accept-encoding", "")
-        return self._packed if packed else self._plain
+        tags = [tag.strip().removeprefix("W/") for tag in known.split(",")]
+        if headers["ETag"] in tags or tags == ["*"]:
+            return Response(status_code=304, headers=headers)
+        return response
 
 
 class Page:

@@ -15,7 +15,7 @@ async def test_a_browser_gets_the_page_and_other_clients_the_index(served):
     answer = await served.client.get("/", headers={"Accept": BROWSER})
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
     assert answer.text.startswith("<!doctype html>")
-    too_many = "text/html" + ", a/b" * 100
+    too_many = "text/html" + ", a/b" * 101
     some = ("*/*", "application/json", "application/json, text/html;q=0.9", "text/html;q=0")
     for accept in (*some, too_many):
         index = await served.client.get("/", headers={"Accept": accept})
@@ -51,12 +51,41 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
 async def test_a_file_that_the_browser_has_is_not_sent_again(served, path):
     first = await served.client.get(path, headers={"Accept": BROWSER})
     etag = first.headers["etag"]
-    for known in (etag, f'"other", W/{etag}'):
+    for known in (etag, f'"other", W/{etag}', "*"):
         again = await served.client.get(path, headers={"Accept": BROWSER, "If-None-Match": known})
         assert (again.status_code, again.content) == (304, b"")
         assert again.headers["etag"] == etag
     changed = await served.client.get(path, headers={"Accept": BROWSER, "If-None-Match": '"x"'})
     assert changed.content == first.content
+
+
+@pytest.mark.parametrize(
+    ("accepted", "coding"),
+    [
+        ("gzip", "gzip"),
+        ("br, GZIP;q=0.1", "gzip"),
+        ("*", "gzip"),
+        ("identity;q=0.5, gzip", "gzip"),
+        ("", None),
+        ("gzip;q=0", None),
+        ("gzip;q=0.000, *", None),
+        ("*;q=0", None),
+        ("gzipped, x-gzip2", None),
+        ("identity, gzip;q=0.5", None),
+        ("gzip" + ", a" * 101, None),
+    ],
+)
+async def test_a_file_is_compressed_for_clients_that_prefer_it(served, accepted, coding):
+    answer = await served.client.get("/page/page.js", headers={"Accept-Encoding": accepted})
+    assert answer.headers.get("content-encoding") == coding
+    other = "identity" if coding else "gzip"
+    same = {"If-None-Match": answer.headers["etag"]}
+    again = await served.client.get("/page/page.js", headers={"Accept-Encoding": accepted, **same})
+    assert again.status_code == 304
+    again = await served.client.get("/page/page.js", headers={"Accept-Encoding": other, **same})
+    assert again.status_code == 200, "the tag is that of another coding"
+    assert again.headers["etag"] != answer.headers["etag"]
+    assert again.content == answer.content
 
 
 @pytest.mark.parametrize("name", ["none.js", "__init__.py", "..%2f__init__.py", "%2e%2e/app.py"])
