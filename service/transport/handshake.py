@@ -54,8 +54,12 @@ class Handshake(asyncio.Protocol):
             plain.set_protocol(connection)
             connection.refuse_clear()
             return
-        securing = loop.create_task(
-            loop.start_tls(
+        # `_hand_on` runs after `start_tls` has paused reading, and before TLS begins. Were
+        # `start_tls` a task, a reset could come before it, which uvloop logs with a traceback.
+        loop.call_soon(self._hand_on)
+        secured: asyncio.Transport | None = None
+        with suppress(OSError):  # another protocol, no right certificate, too late, gone
+            secured = await loop.start_tls(
                 plain,
                 self,
                 tls,
@@ -63,15 +67,9 @@ class Handshake(asyncio.Protocol):
                 ssl_handshake_timeout=timeout_s,
                 ssl_shutdown_timeout=_SHUTDOWN_S,
             )
-        )
-        loop.call_soon(self._hand_on)  # in the same turn, so that nothing comes in between
-        secured: asyncio.Transport | None = None
-        with suppress(OSError):  # another protocol, no right certificate, too late, gone
-            secured = await securing
         if secured is None or secured.is_closing():
             plain.abort()
             connection.connection_lost(None)
-            del securing  # else its error and this frame would keep each other
             return
         secured.set_write_buffer_limits(_UNLIMITED)
         connection.transport, connection.plain = secured, plain
@@ -87,10 +85,10 @@ class Handshake(asyncio.Protocol):
         self._begun.set()
 
     def eof_received(self) -> bool:
-        """The client has closed its side."""
+        """The client has closed its side. Over TLS the whole connection closes then."""
         self._ended = True
         self._begun.set()
-        return True
+        return self._tls is None
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The client is gone."""

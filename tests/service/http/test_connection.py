@@ -397,7 +397,7 @@ async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_it
 
 
 @pytest.mark.parametrize("tls", ["TLS"], indirect=True)
-def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls):
+def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls, caplog):
     greeting = ssl.MemoryBIO()
     with contextlib.suppress(ssl.SSLWantReadError):
         tls[1].wrap_bio(ssl.MemoryBIO(), greeting, server_hostname="localhost").do_handshake()
@@ -411,7 +411,6 @@ def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls):
 
     async def main():
         async with running(tls) as server:
-            asyncio.get_running_loop().set_exception_handler(lambda *_: None)  # of uvloop's own
             await asyncio.to_thread(visit, server.port)
             await until(lambda: not server.door.connections and not server.door.handshakes)
             gc.collect()
@@ -420,6 +419,33 @@ def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls):
 
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
+    assert not caplog.records
+
+
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+@pytest.mark.parametrize("sent", [b"", GET, GET[:-2], START], ids=["nothing", "all", "a part", "2"])
+async def test_a_client_that_ends_tls_right_behind_its_handshake_is_not_logged(tls, sent, caplog):
+    def visit(port):
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        client = tls[1].wrap_bio(incoming, outgoing, server_hostname="localhost")
+        with socket.create_connection(("127.0.0.1", port), PATIENCE_S) as plain:
+            for step in (client.do_handshake, lambda: client.write(sent)):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    step()
+                    continue
+                plain.sendall(outgoing.read())
+                incoming.write(plain.recv(65536))
+                step()
+            with contextlib.suppress(ssl.SSLWantReadError):
+                client.unwrap()
+            plain.sendall(outgoing.read())
+            while plain.recv(65536):
+                pass
+
+    async with running(tls) as server:
+        await asyncio.to_thread(visit, server.port)
+        await until(lambda: not server.door.connections)
+    assert not caplog.records
 
 
 async def test_a_client_of_http_2_that_breaks_the_rules_is_told_and_not_read_on(server):
