@@ -62,7 +62,7 @@ gpu-check: .venv/dev.stamp ## on a GPU: its tests, and compute-sanitizer on our 
 	$(BIN)/python -m pytest tests/gpu $(ARGS)
 	# Driver API errors are not reported: NVIDIA's Python bindings probe for functions that a
 	# driver may lack.
-	for tool in memcheck racecheck initcheck; do \
+	for tool in memcheck racecheck initcheck synccheck; do \
 	  compute-sanitizer --report-api-errors no --tool $$tool --error-exitcode 1 \
 	    $(BIN)/python -m tests.gpu.sanitize || exit 1; done
 

@@ -74,11 +74,8 @@ static_assert(DEPTHS == 1 || (TEAMS == 1 && TASKS == TEAM), "each warp has one p
 __device__ inline int column(int j) { return (j / 2 + j % 2 * HALF) * PIXEL; }
 
 __device__ inline void synchronize_team(int team) {
-    if constexpr (TEAM == 1) {
-        __syncwarp();
-    } else {
-        barrier(1 + team, TEAM_THREADS);
-    }
+    __syncwarp();  // lanes come here from different branches, and the barrier is for whole warps
+    if constexpr (TEAM > 1) barrier(1 + team, TEAM_THREADS);
 }
 
 // Four pixels at a time of the image that a team computes next, in registers.

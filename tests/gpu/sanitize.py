@@ -2,8 +2,8 @@
 
     compute-sanitizer --report-api-errors no --tool memcheck python -m tests.gpu.sanitize
 
-and likewise racecheck and initcheck. cuDNN's and cuBLAS's kernels are not run, so whatever is
-found is ours or CuPy's. API errors are not reported: the first use of `cudnn` asks it
+and likewise racecheck, initcheck and synccheck. cuDNN's and cuBLAS's kernels are not run, so
+whatever is found is ours or CuPy's. API errors are not reported: the first use of `cudnn` asks it
 for 34 functions that it does not have (nvidia-cudnn-frontend 1.28, CUDA 13.0).
 """
 
@@ -41,6 +41,15 @@ MLP = "mlp/1.safetensors"
 LAST = DenseBlock(10, activation=IDENTITY)
 ONE = Model("one", (ConvBlock(20, (5, 5), pool=Pool("max")), LAST))
 TWO = Model("two", (*ONE.blocks[:1], ConvBlock(50, (5, 5), pool=Pool("max")), LAST))
+# 49 quads in the second: in the last group of eight some lanes have none.
+PADDED = Model(
+    "padded",
+    (
+        ConvBlock(32, (3, 3), padding=(1, 1), pool=Pool("max")),
+        ConvBlock(64, (3, 3), padding=(1, 1), pool=Pool("max")),
+        LAST,
+    ),
+)
 ROWS = (1, 7, 140, 300, 1100)  # from several blocks for an image to several images for a block
 
 EPILOGUES = [
@@ -105,7 +114,7 @@ def main() -> None:
             handle.synchronize()
     lenet, mlp = (WeightFile.read(WEIGHTS / name) for name in ("lenet/2.safetensors", MLP))
     runs = [(lenet, "fp16", (1, 7)), (mlp, "fp16", (1, 7)), (lenet, "fp32", (1, 7))]
-    for model, rows in ((ONE, (1, 7)), (TWO, ROWS)):
+    for model, rows in ((ONE, (1, 7)), (TWO, ROWS), (PADDED, ROWS)):
         tensors = {
             name: random.standard_normal(shape).astype(np.float32)
             for name, shape in model.parameters().items()
