@@ -214,6 +214,21 @@ def test_a_first_block_and_its_gradients_agree(make_bench, precision, rows):
     bench.agrees(np.moveaxis(dw.get().astype(np.float64), -1, 1)[:20], want_dw)
 
 
+def test_bright_images_with_little_contrast_are_normalised_as_in_float64(make_bench):
+    bench, random = make_bench("mixed"), np.random.default_rng(1)
+    block = ConvBlock(20, (5, 5), batch_norm=True, pool=Pool("max"))
+    x = bench.rounded(random.uniform(0.97, 0.99, (301, 1, 28, 28)))
+    weight = bench.rounded(random.standard_normal((20, 1, 5, 5)) / 5)
+    ours, theirs = an_epilogue(bench, random, 20, True, RELU, block.pool)
+    output, _ = bench.gpu.convolution(
+        bench.upload(x, image=True), upload_one(bench, "first", weight), block
+    )
+    y, _ = bench.gpu.epilogue(output, ours, True)
+    expected, _ = bench.cpu.convolution(bench.batch_last(x), weight, block)
+    expected, _ = bench.cpu.epilogue(expected, theirs, True)
+    bench.agrees(bench.download(y, 20), bench.batch_first(expected))
+
+
 @pytest.mark.parametrize("norm", [True, False])
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_dense_epilogue_agrees_in_training_and_outside_it(bench, seed, norm):

@@ -12,7 +12,8 @@
 //     dw = gamma / deviation (D - dbeta m - dgamma / deviation w G)
 //
 // (The last line is batch norm's gradient, multiplied by p and summed: sum xhat p = N w G /
-// deviation.) Products of halves are exact in float, sums are float.
+// deviation.) Products of halves are exact in float, sums are float. In bright images G is a small
+// difference of large sums: there a value near all pixels, the pivot, is subtracted from p first.
 //
 // x:             halves (rows, H, W), 8-byte aligned
 // weight:        float (C, R, S), rounded to halves here
@@ -75,23 +76,39 @@ struct Pixels {
             if (at < count * conv1::WORDS) words[k] = from[at];
         }
     }
-    __device__ void store(Copies* copies, int count) const {
+    // Less the pivot, if there is one.
+    template <bool PIVOT = false>
+    __device__ void store(Copies* copies, int count, __half pivot = 0) const {
         for (int k = 0; k < LOADS; ++k) {
             const int at = k * THREADS + threadIdx.x, word = at % conv1::WORDS;
             if (at >= count * conv1::WORDS) return;
             const int i = word / (W / 4) + PAD_H, j = word % (W / 4) * 4 + PAD_W;
             __half* const to = copies[at / conv1::WORDS] + i * conv1::PITCH + j;
             for (int n = 0; n < 4; ++n) {
-                to[n] = words[k].values[n];
-                if (j + n > 0) to[SECOND + n - 1] = words[k].values[n];
+                const __half value = PIVOT ? words[k].values[n] - pivot : words[k].values[n];
+                to[n] = value;
+                if (j + n > 0) to[SECOND + n - 1] = value;
             }
         }
     }
 };
 
-__device__ inline void clear(Copies* copies) {
+// Fills the images with the padding, zeros less the pivot.
+__device__ inline void clear(Copies* copies, float pivot = 0) {
+    const __half2 twice = __floats2half2_rn(0 - pivot, 0 - pivot);
+    const unsigned word = reinterpret_cast<const unsigned&>(twice);
     for (int k = threadIdx.x; k < static_cast<int>(IMAGES * sizeof(Copies) / 16); k += THREADS)
-        reinterpret_cast<uint4*>(copies)[k] = make_uint4(0, 0, 0, 0);
+        reinterpret_cast<uint4*>(copies)[k] = make_uint4(word, word, word, word);
+}
+
+// About the mean of the first image's pixels; 0 if it is not bright. In sixteenths: then the
+// difference from pixels above 0.5 is exact in halves. That from darker ones is rounded, by 1e-4 at
+// most, and where there are many of those there is contrast.
+__device__ inline float pivot_of(const __half* x) {
+    float mean = static_cast<float>(x[threadIdx.x % WARP * (H * W / WARP)]) / WARP;
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        mean += __shfl_xor_sync(~0u, mean, distance);
+    return mean < 0.625f ? 0 : static_cast<int>(mean * 16 + 0.5f) / 16.f;
 }
 
 __device__ inline float rounded(float weight) { return static_cast<float>(__half(weight)); }
@@ -227,11 +244,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float sums[SUM_TILES][4] = {};
     Pixels pixels;
     pixels.load(x, first_row, min(IMAGES, rows - first_row));
-    clear(copies);
+    const float pivot = pivot_of(x);
+    clear(copies, pivot);
     for (int row = first_row; row < rows; row += gridDim.x * IMAGES) {
         const int count = min(IMAGES, rows - row), next = row + gridDim.x * IMAGES;
         __syncthreads();
-        pixels.store(copies, count);
+        pixels.store<true>(copies, count, pivot);
         __syncthreads();
         pixels.load(x, next, min(IMAGES, rows - next));
         for (int first = warp; first < count * STEPS; first += AHEAD * WARPS) {
@@ -278,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
         const float mean_b = moment(totals, b, TAPS) * inverse;
         covariance[k] = (moment(totals, a, b) - moment(totals, a, TAPS) * mean_b) * inverse;
     }
-    if (thread < TAPS) patches[WEIGHTS + thread] = moment(totals, thread, TAPS) * inverse;
+    if (thread < TAPS) patches[WEIGHTS + thread] = moment(totals, thread, TAPS) * inverse + pivot;
     __syncthreads();
     for (int k = thread; k < WEIGHTS; k += THREADS) {
         const int channel = k / TAPS, a = k % TAPS;
@@ -293,7 +311,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 1)
     float expected = 0, biased = 0;
     if (thread < CHANNELS) {
         for (int a = 0; a < TAPS; ++a)
-            expected += weights[thread * TAPS + a] * (moment(totals, a, TAPS) * inverse);
+            expected += weights[thread * TAPS + a] * (moment(totals, a, TAPS) * inverse + pivot);
         biased = sum_of_taps(products, thread);
     }
     if (biased < 0) biased = 0;  // keeps a NaN

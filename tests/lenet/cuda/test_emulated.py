@@ -151,16 +151,22 @@ def test_a_dense_layer_of_few_rows_is_that_of_float64(compiled, dtype, largest):
 
 
 @pytest.mark.parametrize(
-    ("rows", "blocks", "image", "filter_size", "padding", "channels"),
+    ("rows", "blocks", "image", "filter_size", "padding", "channels", "pixels", "largest"),
     [
-        (5, 3, (28, 28), (5, 5), (0, 0), (20, 32)),
-        (5, 1, (28, 28), (5, 5), (2, 2), (20, 24)),  # a block takes more than two images
-        (29, 15, (10, 12), (3, 3), (1, 1), (9, 16)),  # blocks of two groups; odd steps
-        (4, 2, (9, 12), (2, 5), (0, 0), (8, 8)),
+        (5, 3, (28, 28), (5, 5), (0, 0), (20, 32), (0, 1), 1e-6),
+        # a block takes more than two images
+        (5, 1, (28, 28), (5, 5), (2, 2), (20, 24), (0, 1), 1e-6),
+        # blocks of two groups; odd steps
+        (29, 15, (10, 12), (3, 3), (1, 1), (9, 16), (0, 1), 1e-6),
+        (4, 2, (9, 12), (2, 5), (0, 0), (8, 8), (0, 1), 1e-6),
+        # Bright images with little contrast: sums of float rounded to 1e-7 of the mean, which is
+        # 400 deviations.
+        (5, 3, (28, 28), (5, 5), (0, 0), (20, 32), (0.97, 0.99), 1e-4),
+        (5, 3, (28, 28), (5, 5), (2, 2), (20, 32), (0.97, 0.99), 1e-5),
     ],
 )
 def test_the_first_block_of_training_is_that_of_float64(
-    compiled, rows, blocks, image, filter_size, padding, channels
+    compiled, rows, blocks, image, filter_size, padding, channels, pixels, largest
 ):
     epsilon, (channels, stored), (r, s) = 1e-5, channels, filter_size
     oh, ow = (side + 2 * p - k + 1 for side, p, k in zip(image, padding, filter_size, strict=True))
@@ -179,7 +185,7 @@ def test_the_first_block_of_training_is_that_of_float64(
         tensor[:channels] = generator.standard_normal((channels, *shape[1:]))
         return aligned(tensor)
 
-    x = aligned(generator.random((rows, *image)).astype(np.float16))
+    x = aligned(generator.uniform(*pixels, (rows, *image)).astype(np.float16))
     weight, gamma, beta = normal(stored, r * s), normal(stored), normal(stored)
     partial, counters = zeros(blocks * 1024), zeros(8, dtype=np.uint32)
     patches, mean = zeros(channels + 1, r * s), zeros(stored)
@@ -217,20 +223,20 @@ def test_the_first_block_of_training_is_that_of_float64(
     dz = gradient.reshape(-1, stored)
     dbeta_exact, dgamma_exact = dz.sum(0), (dz * normalized).sum(0)
     centred = dz - (dbeta_exact + normalized * dgamma_exact) / len(patch)
-    for found, exact, largest in (
+    for found, exact, most in (
         (mean, computed.mean(0), 1e-6),
-        (variance, computed.var(0), 1e-6),
+        (variance, computed.var(0), largest),
         (running_mean, 0.1 * computed.mean(0), 1e-6),
         (running_variance, 0.9 + 0.1 * computed.var(0, ddof=1), 1e-6),
-        (chosen, windows.max(-1), 1e-6),
+        (chosen, windows.max(-1), largest),
         (y, np.maximum(windows.max(-1), 0), 1e-3),
         (dbeta, dbeta_exact, 1e-6),
-        (dgamma, dgamma_exact, 1e-6),
-        (dweight, (gamma * inverse * centred).T @ patch, 1e-6),
+        (dgamma, dgamma_exact, largest),
+        (dweight, (gamma * inverse * centred).T @ patch, largest),
     ):
         real = (slice(channels),) if found.ndim < 4 else (..., slice(channels))
         error = np.linalg.norm(found[real] - exact[real]) / np.linalg.norm(exact[real])
-        assert error < largest
+        assert error < most
     assert not counters.any()
     assert not y[..., channels:].any()
     assert not dweight[channels:].any()
