@@ -60,8 +60,12 @@ class Cublas:  # pragma: no cover - needs a GPU
         self._library.cublasGetStatusString.restype = ctypes.c_char_p
         self._handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
-        self._workspace = cupy.empty(WORKSPACE_BYTES, cupy.uint8)
-        self.bind(stream)
+        try:
+            self._workspace = cupy.empty(WORKSPACE_BYTES, cupy.uint8)
+            self.bind(stream)
+        except BaseException:
+            self._call("cublasDestroy_v2", self._handle)
+            raise
 
     def bind(self, stream: Any) -> None:
         """Queue on `stream` from now on."""

@@ -171,9 +171,9 @@ def _replayed_us(handle: Handle, graph: Any, operation: Convolution, workspace_b
     }
     workspace = cupy.empty(max(workspace_bytes, 1), cupy.uint8)
     pointers = {uid: int(buffer.data.ptr) for uid, buffer in buffers.items()}
-    # The new stream does not wait for those on which the buffers were filled, and nothing else may
-    # run beside what is timed.
-    cupy.cuda.Device().synchronize()
+    # The new stream does not wait for the one on which the buffers were filled. Not the device:
+    # another thread may be capturing there, and to wait for all streams would end its capture.
+    cupy.cuda.get_current_stream().synchronize()
     stream = cupy.cuda.Stream(non_blocking=True)
 
     def repeated() -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import gc
 import json
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import cupy
 import numpy as np
 import pytest
 
 from lenet.cuda import engines
+from lenet.cuda.capture import captured
 from lenet.cuda.device import Handle
 from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.engines import EngineCatalog
@@ -127,3 +129,23 @@ def test_an_engine_that_cannot_be_captured_keeps_no_callers_frame_alive(handle, 
         assert caller()() is None
     finally:
         gc.enable()
+
+
+def test_engines_are_timed_while_another_thread_captures(handle):
+    x = cupy.zeros(4, cupy.float32)
+    cupy.add(x, 1, out=x)  # loads the kernel, which a capture must not
+    handle.synchronize()
+    with ThreadPoolExecutor(1) as executor:
+        other = executor.submit(Handle).result()
+        catalog = EngineCatalog(other, Workspace(), None, autotune=True)
+
+        def queue():
+            cupy.add(x, 1, out=x)
+            assert executor.submit(catalog.engine, SMALL).result().name
+
+        try:
+            captured(queue, handle.stream)()
+        finally:
+            executor.submit(other.close).result()
+    handle.synchronize()
+    assert (x.get() == 2).all()

@@ -63,38 +63,38 @@ class CudaOps:
         autotune: bool = True,
         stopping: Event | None = None,
     ) -> None:
-        with ExitStack() as opened:
-            # The handle made last binds the thread's current stream.
-            self.wgrad_handle = opened.enter_context(Handle(device))
-            self.handle = opened.enter_context(Handle(device))
-            self._opened = opened.pop_all()
         self.precision = precision
+        self.arithmetic = "fp16" if precision == "mixed" else precision
         self._ranks: Ranks | None = None
         self._alone = True  # `_ranks` would not say it: a capture's first run leaves them out
-        self.arena = Arena()
-        self.arithmetic = "fp16" if precision == "mixed" else precision
-        kernels = Kernels(self.handle)
-        check_stop = partial(_check_stop, stopping) if stopping is not None else None
-        engines, wgrad_engines = (
-            EngineCatalog(handle, Workspace(), cache, autotune, check_stop=check_stop)
-            for handle in (self.handle, self.wgrad_handle)
-        )
-        self.linear = Linear(
-            self.handle,
-            self.wgrad_handle,
-            (engines, wgrad_engines),
-            kernels,
-            self.arena,
-            self.arithmetic,
-        )
-        self._epilogues = Epilogues(self.handle, kernels, self.arena)
-        self._first = FirstBlock(self.handle, kernels, self.arena)
-        self._batch = BatchKernels(kernels, self.arena, storage_dtype(self.arithmetic))
-        self._sgd = FusedSgd(kernels)
         self._parameters: WeakSet[Parameter] = WeakSet()
         self._state: RunState | None = None
         self._captured: list[tuple[Callable[[], None], Callable[[], None]]] = []
         self._classes = 0
+        self.arena = Arena()
+        with ExitStack() as opened:
+            # The handle made last binds the thread's current stream.
+            self.wgrad_handle = opened.enter_context(Handle(device))
+            self.handle = opened.enter_context(Handle(device))
+            kernels = Kernels(self.handle)
+            check_stop = partial(_check_stop, stopping) if stopping is not None else None
+            engines, wgrad_engines = (
+                EngineCatalog(handle, Workspace(), cache, autotune, check_stop=check_stop)
+                for handle in (self.handle, self.wgrad_handle)
+            )
+            self.linear = Linear(
+                self.handle,
+                self.wgrad_handle,
+                (engines, wgrad_engines),
+                kernels,
+                self.arena,
+                self.arithmetic,
+            )
+            self._epilogues = Epilogues(self.handle, kernels, self.arena)
+            self._first = FirstBlock(self.handle, kernels, self.arena)
+            self._batch = BatchKernels(kernels, self.arena, storage_dtype(self.arithmetic))
+            self._sgd = FusedSgd(kernels)
+            self._opened = opened.pop_all()
         self.batch = self._batch.batch
         self.convolution_input_gradient = self.linear.convolution_input_gradient
         self.dense = self.linear.dense
