@@ -80,6 +80,7 @@ def create_app(
         license_info={"name": "Apache-2.0", "identifier": "Apache-2.0"},
         openapi_url=None,
         redirect_slashes=False,  # the redirect would contain the request's Host header
+        generate_unique_id_function=_operation_id,
     )
     routers = (
         image_routes(explained=explain),
@@ -121,6 +122,11 @@ def create_app(
     return app
 
 
+def _operation_id(route: APIRoute) -> str:
+    """The name that generated clients give to the function for a route."""
+    return route.name + ("_by_version" if "{version}" in route.path else "")
+
+
 def _add_operations(
     app: FastAPI, models: Models, metrics: Metrics, info: Callable[[], InfoResponse]
 ) -> None:
@@ -133,18 +139,26 @@ def _add_operations(
         response.status_code = 200 if models.ready else 503
         return Health(live=True, ready=models.ready)
 
-    for path, tag in (("/healthz", "operations"), ("/v2/health/live", PROTOCOL)):
-        app.get(path, tags=[tag], summary="Liveness")(live)
-    for path, tag in (("/readyz", "operations"), ("/v2/health/ready", PROTOCOL)):
-        app.get(path, tags=[tag], summary="Readiness", responses={503: {"model": Health}})(ready)
+    for tag, owner, alive, prepared in (
+        ("operations", "", "/healthz", "/readyz"),
+        (PROTOCOL, "server_", "/v2/health/live", "/v2/health/ready"),
+    ):
+        app.get(alive, name=f"{owner}live", tags=[tag], summary="Liveness")(live)
+        app.get(
+            prepared,
+            name=f"{owner}ready",
+            tags=[tag],
+            summary="Readiness",
+            responses={503: {"model": Health}},
+        )(ready)
 
     @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", response_class=Response)
-    async def exposition() -> Response:
+    async def metrics_text() -> Response:
         """The Prometheus text format, summed over all workers."""
         return Response(await metrics.exposition(), headers={"Content-Type": CONTENT_TYPE})
 
     @app.get("/info", tags=["operations"], summary="Models and limits")
-    async def show_info() -> InfoResponse:
+    async def server_info() -> InfoResponse:
         """Models, versions, digests, accuracy, device and limits."""
         return info()
 

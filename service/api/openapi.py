@@ -121,7 +121,6 @@ _IMAGES = {
             "description": "At least one file, under any name.",
             "minProperties": 1,
             "properties": {"image": _FILES},
-            "additionalProperties": _FILES,
         },
         "encoding": {"image": {"contentType": ", ".join(_SINGLE)}},
     },

@@ -61,6 +61,11 @@ def status_routes(models: Models) -> APIRouter:
 
     unknown = errors(ProtocolError, [404])
     for path, dependencies in OWNERS:
-        add = router.get(path, dependencies=dependencies, summary="Model status", responses=unknown)
-        add(status)
+        router.get(
+            path,
+            name="model_status",
+            dependencies=dependencies,
+            summary="Model status",
+            responses=unknown,
+        )(status)
     return router

@@ -1,7 +1,7 @@
 """The routes of the Open Inference Protocol besides inference.
 
-These are metadata, configuration, statistics and the repository. Inference is
-`api.infer`'s, on the connection itself. Errors are objects with one string, `error`.
+These are metadata, configuration, statistics and the repository. Inference is answered on the
+connection, see `api.openapi`. Errors are objects with one string, `error`.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def protocol_routes(
         response.status_code = 200 if models.ready else 503
         return ModelReadiness(name=served[0].version.name, ready=models.ready)
 
-    async def configuration(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
+    async def config(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
         """The configuration that Triton's clients read. `max_batch_size`: images a request."""
         return model_config(served[0].version, max_images)
 
@@ -140,6 +140,7 @@ def protocol_routes(
         for owner, dependencies in OWNERS:
             router.get(
                 owner + path,
+                name=f"model_{answer.__name__}",
                 dependencies=dependencies,
                 response_model=kind,
                 summary=summary,
@@ -150,7 +151,7 @@ def protocol_routes(
     add("/stats", statistics, dict[str, Any], "Model statistics")
     add("", metadata, ModelMetadata, "Model metadata")
     add("/ready", readiness, ModelReadiness, "Model readiness")
-    add("/config", configuration, dict[str, Any], "Model configuration")
+    add("/config", config, dict[str, Any], "Model configuration")
 
     @router.post(
         "/repository/index",
@@ -180,6 +181,7 @@ def protocol_routes(
     for name, endpoint in (("load", load), ("unload", unload)):
         router.post(
             f"/repository/models/{{model}}/{name}",
+            name=f"{name}_model",
             dependencies=OF_MODEL,
             summary=f"{name.capitalize()} a model",
             response_class=Response,
