@@ -78,7 +78,7 @@ class _Exact(BaseModel):
 
 
 class PredictRequest(_Exact):
-    """Images of 28 x 28 pixels, ink high, or one. Pixels have no fraction, not even 1.0."""
+    """Images of 28 x 28 pixels, ink high, or one. Floats are whole, not 0.0 and 1.0 alone."""
 
     images: _Some[Rows | Flat | Encoded] | Rows | Flat | Encoded
 

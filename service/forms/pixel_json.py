@@ -1,7 +1,8 @@
 """A JSON body -> uint8 (n, 28, 28).
 
 Valid images take a fast path; an invalid one is inspected again, slowly, to name the wrong value.
-Floats are rejected, even 1.0: clients that send floats usually mean 0 to 1.
+Floats are taken if they are whole, as in an array's `tolist()`. An image of 0.0 and 1.0 alone is
+rejected: its client means fractions.
 """
 
 from __future__ import annotations
@@ -296,12 +297,14 @@ def _checked_pixels(image: object, field: str, rows: str = "") -> bytes:
         place, values = "[{1}][{2}]", [value for row in image for value in row]
     if len(values) != PIXELS:
         raise invalid(field, f"{len(values)} values", _SHAPES + advice.for_count(len(values)))
+    numbers = [value for value in values if type(value) in (int, float)]
+    kinds = (int,) if max(numbers, default=0) == 1 else (int, float)
     for i, value in enumerate(values):
-        if type(value) is not int or not 0 <= value <= 255:
+        if type(value) not in kinds or not 0 <= value <= 255 or value % 1:
             hint = advice.for_numbers(values) if type(value) is float else ""
             where = field + place.format(i, *divmod(i, WIDTH))
             raise invalid(where, shown(value), f"an integer 0 to 255{hint}")
-    return bytes(values)
+    return bytes(map(int, values))
 
 
 def lengths(values: list[Any]) -> list[int]:

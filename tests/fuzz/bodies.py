@@ -190,7 +190,11 @@ def _json_image(image: Any) -> Images | None:
         values = [value for row in image for value in row]
     else:
         return None
-    if any(type(value) is not int or not 0 <= value <= 255 for value in values):
+    if any(type(value) not in (int, float) or not 0 <= value <= 255 for value in values):
+        return None
+    if any(value % 1 for value in values):
+        return None
+    if max(values) == 1 and float in map(type, values):  # fractions of 255
         return None
     return np.array(values, np.uint8).reshape(28, 28)
 

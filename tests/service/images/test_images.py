@@ -93,12 +93,14 @@ def test_many_images_keep_their_order_when_their_forms_are_mixed():
 
 
 def by_the_standard_library(body: bytes) -> NDArray[np.uint8] | None:
-    """Images of integers in the JSON `body`; None if it is anything else."""
+    """Images of whole numbers in the JSON `body`; None if it is anything else."""
     try:
         images = np.array(json.loads(body)["images"])
     except (ValueError, TypeError, KeyError):
         return None
-    if images.shape[1:] not in ((28, 28), (784,)) or images.dtype != np.int64:
+    if images.shape[1:] not in ((28, 28), (784,)) or images.dtype not in (np.int64, np.float64):
+        return None
+    if (images % 1).any():
         return None
     in_range = images.size and images.min() >= 0 and images.max() <= 255
     return images.reshape(-1, 28, 28).astype(np.uint8) if in_range else None
@@ -140,7 +142,8 @@ def edited(form: str, value: Any) -> list[Any]:
         (256, "256"),
         (2**63, str(2**63)),
         (0.5, "0.5"),
-        (1.0, "1.0"),
+        (256.0, "256.0"),
+        (-1.0, "-1.0"),
         (True, "true"),
         (False, "false"),
         (None, "null"),
@@ -155,7 +158,21 @@ def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, sho
     error = refused(as_json(edited(form, value)), JSON)
     assert error.field == f"images[1]{place}"
     assert f"got {shown}, expected an integer 0 to 255" in error.message
-    assert ("send round(x)" in error.message) == isinstance(value, float)
+    assert ("; " in error.message) == isinstance(value, float)
+
+
+@pytest.mark.parametrize("shape", [(28, 28), (784,)])
+def test_whole_floats_are_read_as_the_integers_they_are(shape):
+    floats = ONE.astype(np.float32).reshape(shape).tolist()
+    for images in (floats, [floats, FLAT], [[0.0] * 784]):
+        read = decode(as_json(images), JSON, limits=LIMITS)
+        assert read[0].tolist() in (ROWS, np.zeros((28, 28)).tolist())
+
+
+def test_an_image_of_fractions_that_are_all_0_or_1_is_refused():
+    error = refused(as_json([(ONE > 127).astype(float).tolist()]), JSON)
+    assert error.message.startswith("images[0][0][0]: got 0.0, expected an integer 0 to 255")
+    assert "; for fractions 0 to 1 send round(255 * x)" in error.message
 
 
 @pytest.mark.parametrize(
@@ -167,7 +184,7 @@ def test_a_wrong_pixel_is_named_with_its_place_and_value(form, place, value, sho
     ("numbers", "advice"),
     [
         (ONE / 255, "; for fractions 0 to 1 send round(255 * x), in NumPy np.rint(255 * x)"),
-        (ONE.astype(float), "; for floats 0 to 255 send round(x), in NumPy np.rint(x).astype"),
+        (ONE - 0.25 * (ONE > 0), "; for floats 0 to 255 send round(x), in NumPy np.rint(x).astype"),
         ((ONE - 33.3) / 78.6, "; negative numbers look normalised: send the pixels before that"),
         (ONE * 256.5, "; they go up to 65407.5: scale them to 0 to 255"),
     ],
