@@ -39,7 +39,7 @@ from service.process import allocator, mps
 from service.process.heartbeat import BEAT_S, Watch
 from service.process.listener import reserve
 from service.process.sharing import Inbox, Sharing
-from service.process.signals import SIGNALS, Signals
+from service.process.signals import SIGNALS, Signals, end_with_parent
 from service.settings import Settings
 
 _log = logging.getLogger(__name__)
@@ -357,6 +357,11 @@ def shares(devices: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
 def _work(
     settings: Settings, shutdown_pipe: Connection, heartbeat: Connection, inbox: Inbox
 ) -> None:
+    # Until `run` sees the end of its pipe, which is after seconds of imports on a busy machine.
+    end_with_parent(True)
+    parent = multiprocessing.parent_process()
+    if parent is not None and parent.pid != os.getppid():
+        sys.exit(ExitCode.WORKERS)  # it ended before
     allocator.set_up()
     signals = Signals([signal.SIGHUP])  # the supervisor alone acts on the others
     signals.start()
@@ -368,4 +373,5 @@ def _work(
     gc.disable()  # until it serves, as in `service.__main__`
     from service.server import run  # here alone: it takes half a second to import
 
+    end_with_parent(False)
     sys.exit(run(settings, signals, shutdown_pipe, heartbeat, inbox, folder))

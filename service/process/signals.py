@@ -1,4 +1,4 @@
-"""SIGTERM, SIGINT and SIGHUP, received by a thread from the beginning of `main` to the end.
+"""SIGTERM, SIGINT and SIGHUP, received by a thread from the first line of `main` to the end.
 
 The signals are blocked in every thread and wait until this one takes them. So none is lost and none
 acts by its default, whatever is being imported, opened or closed, the end of the interpreter
@@ -12,6 +12,8 @@ the same request.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import signal
 import threading
 import time
@@ -24,6 +26,8 @@ SIGNALS = (*STOP_SIGNALS, signal.SIGHUP)
 SAME_STOP_S = 0.25
 """A further signal to stop within this time is no second one: less than between two that a person
 sends, more than a busy machine needs to deliver two that were sent at once."""
+
+_PR_SET_PDEATHSIG = 1  # of prctl.h
 
 Receiver: TypeAlias = Callable[[int], None]
 """Called with the number of a signal, on the thread that received it."""
@@ -90,3 +94,9 @@ class Signals:
     def _run(self) -> None:
         while True:
             self.take(signal.sigwait(self._numbers))
+
+
+def end_with_parent(wanted: bool) -> None:
+    """Whether the kernel kills this process when the thread that started it has ended; Linux."""
+    with contextlib.suppress(AttributeError):  # no prctl
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL if wanted else 0)

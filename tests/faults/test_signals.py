@@ -72,6 +72,29 @@ def test_nothing_slow_is_imported_before_signals_are_received():
     assert not {"logging", "pydantic", "numpy", "asyncio", "lenet", "service.settings"} & {*loaded}
 
 
+SIGNALLED = """
+import builtins, os, signal, sys
+number, imported = int(sys.argv.pop(1)), builtins.__import__
+def signalled_import(name, *rest):
+    if name.startswith("service.process"):
+        os.kill(os.getpid(), number)
+    return imported(name, *rest)
+builtins.__import__ = signalled_import
+from service.__main__ import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_a_signal_ends_no_process_that_imports_what_receives_it(number):
+    done = subprocess.run(
+        [sys.executable, "-c", SIGNALLED, str(int(number)), "--version"],
+        env={"PYTHONPATH": str(PROGRAM)},
+        check=False,
+    )
+    assert done.returncode == 0
+
+
 MODULE = ("-m", "service")
 
 

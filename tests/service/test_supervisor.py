@@ -196,6 +196,28 @@ def test_no_worker_outlives_a_killed_supervisor_and_none_drops_its_requests(star
     assert len([line for line in service.lines if line.endswith(" stopped")]) == 2
 
 
+IMPORT = """
+import os, pathlib, time
+pathlib.Path(f"importing.{os.getpid()}").touch()
+time.sleep(3600)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel of Linux ends them")
+def test_no_worker_outlives_a_supervisor_that_is_killed_while_they_import(
+    start_two, tmp_path, monkeypatch
+):
+    (tmp_path / "uvloop.py").write_text(IMPORT)  # found before the library, by workers alone
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    service = start_two()
+    deadline_s = time.monotonic() + PATIENCE_S
+    while len(list(tmp_path.glob("importing.*"))) < 2:
+        assert time.monotonic() < deadline_s, service.log
+        time.sleep(0.01)
+    service.signal(signal.SIGKILL)
+    assert service.wait() == -signal.SIGKILL  # the log ends with the last process that holds it
+
+
 def loaded(service):
     """The versions that any worker's metrics name."""
     return {
