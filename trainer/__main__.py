@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -51,6 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command in `arguments`, by default those of the process; return the exit code."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments[:1] in (["-h"], ["--help"]):
+        if hasattr(signal, "SIGPIPE"):  # `| head -1` ends it without a traceback
+            signal.signal(signal.SIGPIPE, signal.SIG_DFL)
         print(__doc__)
         return 0
     if arguments[:1] == ["--version"]:

@@ -1,6 +1,7 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -317,3 +318,15 @@ def test_a_missing_extra_is_one_sentence(tmp_path):
     for cure in ("make train", "python -m pip install tqdm httpx", "--target trainer"):
         assert cure in outcome.stderr
     assert outcome.stderr.count("\n") == 1
+
+
+def test_the_help_ends_without_a_traceback_when_nobody_reads_it():
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "trainer", "--help"], stdout=writer, stderr=subprocess.PIPE
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
