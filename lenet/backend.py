@@ -77,6 +77,10 @@ class Plan(Protocol):
         """Logits of `images`, computed by the same arithmetic as `run`. For validation."""
         ...
 
+    def answers(self, images: Images) -> Sequence[Probabilities]:
+        """The result of `run` and of every other way to compute a batch. For validation."""
+        ...
+
 
 class Backend(Protocol):
     """A device and its precision, with the plans of one network."""
@@ -84,6 +88,11 @@ class Backend(Protocol):
     @property
     def name(self) -> str:
         """The device's name as in the setting LENET_DEVICE."""
+        ...
+
+    @property
+    def precision(self) -> str:
+        """The arithmetic: fp32, tf32 or fp16."""
         ...
 
     @property

@@ -8,13 +8,15 @@ batch larger than the largest bucket has to be split by the caller.
 
 from __future__ import annotations
 
+import math
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Self, TypeAlias
+from typing import Literal, Self, TypeAlias, TypeVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from lenet.backend import Backend, BatchResult, Pending, Plan
 from lenet.cuda.graphs import Precision
@@ -22,10 +24,17 @@ from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, Wrong
 from lenet.model import Model
 from lenet.nvtx import span
 from lenet.pixels import HEIGHT, WIDTH, Images
+from lenet.reference import softmax
 from lenet.staging import Staging
 from lenet.weightfile import WeightFile
 
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
+
+_SOFTMAX_TOLERANCE = 1e-4
+"""Largest difference of a probability from the softmax of the same plan's logits: in every
+precision both are float32, rounded to 1e-7."""
+
+Row = TypeVar("Row", bound=np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,22 +290,62 @@ class ExecutionContext:
             raise RuntimeError("bug: the execution context is closed")
 
     def _validate(self, weights: WeightFile) -> float:
-        """Run each plan with zeros and with the golden images; return the largest error."""
+        """Compute extreme images and the golden ones in each plan; return the largest error."""
         golden = weights.golden
         scale = float(np.abs(golden.logits).max()) or 1.0
         worst = 0.0
         for bucket, plan in self._plans.items():
-            plan.run(np.zeros((bucket, HEIGHT, WIDTH), np.uint8))
-            for start in range(0, len(golden.images), bucket):
-                rows = slice(start, start + bucket)
-                difference = plan.logits(golden.images[rows]) - golden.logits[rows]
-                error = float(np.abs(difference).max()) / scale
+            for images in _batches(_extremes(max(bucket, 3)), bucket):
+                if not all(np.isfinite(answers).all() for answers in plan.answers(images)):
+                    raise self._mismatch(
+                        weights, bucket, "probabilities of black, white or noise are NaN", nan=True
+                    )
+            for images, wanted in zip(
+                _batches(golden.images, bucket), _batches(golden.logits, bucket), strict=True
+            ):
+                logits = plan.logits(images)
+                error = float(np.abs(logits - wanted).max()) / scale
                 if not error <= self._backend.tolerance:
-                    raise GoldenMismatch(
-                        f"model {weights.model.name!r} on backend {self._backend.name}: golden "
-                        f"logits differ by {error:.1e} of the largest in bucket {bucket}, expected "
-                        f"at most {self._backend.tolerance:.0e}; the weight file or the device is "
-                        "not what the trainer used"
+                    raise self._mismatch(
+                        weights,
+                        bucket,
+                        f"golden logits differ by {error:.1e} of the largest, expected at most "
+                        f"{self._backend.tolerance:.0e}",
+                        nan=not math.isfinite(error),
                     )
                 worst = max(worst, error)
+                for answers in plan.answers(images):
+                    distance = float(np.abs(answers - softmax(logits)).max())
+                    if not distance <= _SOFTMAX_TOLERANCE:
+                        raise self._mismatch(
+                            weights,
+                            bucket,
+                            f"probabilities differ by {distance:.1e} from those of the logits, "
+                            f"expected at most {_SOFTMAX_TOLERANCE:.0e}",
+                        )
         return worst
+
+    def _mismatch(
+        self, weights: WeightFile, bucket: int, found: str, nan: bool = False
+    ) -> GoldenMismatch:
+        reason = "the weight file or the device is not what the trainer used"
+        if nan and self._backend.precision == "fp16":
+            reason = "activations beyond 65504 overflow in fp16; serve it with --precision tf32"
+        return GoldenMismatch(
+            f"model {weights.model.name!r} on backend {self._backend.name}: {found}, in bucket "
+            f"{bucket}; {reason}"
+        )
+
+
+def _extremes(count: int) -> Images:
+    """Black images, white ones and such of black and white pixels, in turn."""
+    images = np.zeros((count, HEIGHT, WIDTH), np.uint8)
+    images[1::3] = 255
+    noise = images[2::3]
+    noise[...] = 255 * np.random.default_rng(0).integers(0, 2, noise.shape, np.uint8)
+    return images
+
+
+def _batches(rows: NDArray[Row], size: int) -> Iterator[NDArray[Row]]:
+    """`rows` in parts of up to `size`."""
+    return (rows[start : start + size] for start in range(0, len(rows), size))

@@ -15,7 +15,7 @@ import numpy as np
 from lenet.backend import BatchResult
 from lenet.errors import DeviceError
 from lenet.onnx_graph import IMAGES, LOGITS, PROBABILITIES, onnx_model
-from lenet.pixels import HEIGHT, WIDTH, Images, Logits, joined
+from lenet.pixels import HEIGHT, WIDTH, Images, Logits, Probabilities, joined
 from lenet.weightfile import WeightFile
 
 _MAX_SESSIONS = 2
@@ -71,11 +71,16 @@ class CpuPlan:
         logits: Logits = self._backend.session.run([LOGITS], {IMAGES: images})[0]
         return logits
 
+    def answers(self, images: Images) -> list[Probabilities]:
+        """See `lenet.backend.Plan.answers`: there is one way."""
+        return [self.run(images).probabilities]
+
 
 class CpuBackend:
     """ONNX Runtime in float32, with `threads` threads for one batch."""
 
     name = "cpu"
+    precision = "fp32"
     tolerance = 1e-4
     device_bytes = workspace_bytes = 0
     _arena_shared: ClassVar[bool] = False

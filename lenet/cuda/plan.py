@@ -19,7 +19,7 @@ from lenet.cuda.capture import Launch, captured
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.memory import Buffers
 from lenet.nvtx import span
-from lenet.pixels import Images, Logits, joined
+from lenet.pixels import Images, Logits, Probabilities, joined
 from lenet.staging import Staging
 
 Strategy: TypeAlias = Literal["fused_network", "layer_by_layer"]
@@ -113,6 +113,19 @@ class CudaPlan:
         with translated("reading logits"):
             logits: Logits = self._buffers.logits[: len(images)].get()
         return logits
+
+    def answers(self, images: Images) -> list[Probabilities]:
+        """See `lenet.backend.Plan.answers`: by both graphs, if there are two."""
+        rows, answers = len(images), self._buffers.host_probabilities
+        answers[...] = np.nan  # what a graph does not write is not taken for its answer
+        found = [self.run(images).probabilities]
+        if self._staging is not None:
+            answers[...] = np.nan
+            timed = self._start(self.pixels[:rows])  # page-locked, as what is staged
+            with translated("running a batch"):
+                self._stream.synchronize()
+            found.append(self._result(rows, timed).probabilities)
+        return found
 
     def replay(self) -> None:
         """Queue the network alone, without the copies, on the images of the last batch.

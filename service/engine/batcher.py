@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+
+import numpy as np
 
 from lenet import nvtx
 from lenet.backend import BatchResult
@@ -25,6 +28,11 @@ from service.errors import (
 from service.observe.metrics import Load, Metrics
 
 _log = logging.getLogger(__name__)
+
+_NOT_FINITE = (
+    "the network's answer to an image is NaN or infinite, as activations beyond 65504 are in fp16; "
+    "there serve the model with --precision tf32"
+)
 
 
 class Batcher:
@@ -242,9 +250,16 @@ class Batcher:
             assert answered == cut.rows, f"bug: {answered} answers to {cut.rows} rows"
             result, row = outcome, 0
             batch = BatchAnswer(outcome.probabilities, outcome, cut.reason)
+            # One sum: each row is looked at only where it is not finite.
+            finite = math.isfinite(np.add.reduce(outcome.probabilities, axis=None))
+            if not finite:
+                name, number = cut.version.key
+                _log.error("a batch of model %s version %s: %s", name, number, _NOT_FINITE)
             for request, start, stop in cut.segments:
                 rows = stop - start
-                if request.waits and request.deliver(start, rows, batch, row, now):
+                if not finite and not np.isfinite(outcome.probabilities[row : row + rows]).all():
+                    self._fail(request, InferenceFailed(_NOT_FINITE))
+                elif request.waits and request.deliver(start, rows, batch, row, now):
                     self._answer(request, None)
                 row += rows
             self._busy_poll.extend()

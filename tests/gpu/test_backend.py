@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from lenet.context import ExecutionContext, Target, buckets, open_backend
 from lenet.cuda.backend import CudaBackend
 from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.memory import page_locked
-from lenet.cuda.plan import STAGED_ROWS
-from lenet.errors import OutOfDeviceMemory
+from lenet.cuda.plan import STAGED_ROWS, CudaPlan
+from lenet.errors import GoldenMismatch, OutOfDeviceMemory
 from lenet.model import ARCHITECTURES, IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool
 from lenet.pixels import PIXELS
 from lenet.staging import Staging
@@ -315,6 +316,36 @@ def test_a_batch_in_page_locked_memory_answers_as_one_that_is_copied(
             got = pending.result().probabilities
             assert got.tobytes() == answer(context, images).tobytes()
             assert np.abs(got - want).max() <= LARGEST[precision]
+
+
+def test_a_second_graph_that_writes_nothing_is_found_when_the_context_warms_up(
+    random_weights, monkeypatch
+):
+    monkeypatch.setattr(CudaPlan, "_captured_without_copy", lambda _plan: lambda: None)
+    staging = Staging(page_locked(0, 2, STAGED_ROWS * PIXELS))
+    backend = open_backend(Target("cuda"), staging)
+    with (
+        ExecutionContext(backend, random_weights("lenet"), STAGED_ROWS) as context,
+        pytest.raises(GoldenMismatch, match=f"in bucket {STAGED_ROWS};"),
+    ):
+        context.warm_up()
+
+
+def test_a_network_that_overflows_in_halves_is_refused_with_the_precision_that_helps(
+    random_weights,
+):
+    weights = random_weights("mlp")
+    tensors = {name: np.float32(1e5) * tensor for name, tensor in weights.tensors.items()}
+    logits = reference.logits(weights.model, tensors, weights.golden.images).astype(np.float32)
+    golden = replace(weights.golden, logits=logits)
+    large = replace(weights, tensors=tensors, golden=golden)
+    with (
+        ExecutionContext(open_backend(Target("cuda")), large, 256) as context,
+        pytest.raises(GoldenMismatch, match="overflow in fp16; serve it with --precision tf32"),
+    ):
+        context.warm_up()
+    with ExecutionContext(open_backend(Target("cuda", precision="tf32")), large, 256) as context:
+        context.warm_up()
 
 
 def test_a_profiled_backend_launches_nothing_by_itself(random_weights):

@@ -29,6 +29,9 @@ class ReferencePlan:
     def run(self, images: np.ndarray) -> BatchResult:
         return BatchResult(reference.softmax(self._logits(images)), self.rows, captured=False)
 
+    def answers(self, images: np.ndarray) -> list[np.ndarray]:
+        return [self.run(images).probabilities]
+
     def _logits(self, images: np.ndarray) -> np.ndarray:
         assert 1 <= len(images) <= self.rows
         weights = self.backend.weights
@@ -58,6 +61,7 @@ class ReferenceBackend:
     """NumPy, float32."""
 
     name = "reference"
+    precision = "fp32"
     tolerance = 1e-4
 
     def __init__(self, launches: bool = False) -> None:

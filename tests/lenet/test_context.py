@@ -170,9 +170,44 @@ def test_weights_are_rejected_when_the_device_answers_nan(reference_backend, ran
         ExecutionContext(
             reference_backend, dataclasses.replace(weights, tensors=tensors), 1
         ) as context,
-        pytest.raises(GoldenMismatch, match="nan"),
+        pytest.raises(GoldenMismatch, match="NaN"),
     ):
         context.warm_up()
+
+
+def test_weights_whose_probabilities_are_not_those_of_their_logits_are_rejected(
+    reference_backend, random_weights, tiny, monkeypatch
+):
+    weights = random_weights(tiny)
+
+    def answers(plan, images):  # as of a copy that comes too late
+        return [np.roll(plan.run(images).probabilities, 1, axis=1)]
+
+    monkeypatch.setattr("tests.lenet.conftest.ReferencePlan.answers", answers)
+    with (
+        ExecutionContext(reference_backend, weights, 3) as context,
+        pytest.raises(GoldenMismatch, match=r"probabilities differ by .* in bucket 1;"),
+    ):
+        context.warm_up()
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+def test_weights_that_overflow_on_white_are_rejected_with_the_precision_that_helps(
+    reference_backend, random_weights, tiny, monkeypatch, precision
+):
+    def answers(plan, images):
+        found = plan.run(images).probabilities
+        found[images.min(axis=(1, 2)) == 255] = np.nan
+        return [found]
+
+    monkeypatch.setattr("tests.lenet.conftest.ReferencePlan.answers", answers)
+    reference_backend.precision = precision
+    with (
+        ExecutionContext(reference_backend, random_weights(tiny), 3) as context,
+        pytest.raises(GoldenMismatch, match="black, white or noise are NaN") as caught,
+    ):
+        context.warm_up()
+    assert ("serve it with --precision tf32" in str(caught.value)) == (precision == "fp16")
 
 
 def test_new_weights_answer_from_the_next_batch_on_when_they_are_replaced(

@@ -51,7 +51,8 @@ class Boom(Exception):
 class Act:
     """How a fake worker plays one batch: after `delay_s` it is ok, fails or answers too few rows.
 
-    `raise` fails at once, instead of starting the batch. A validation is ok or fails.
+    With `nan` its first row is not finite. `raise` fails at once, instead of starting the batch. A
+    validation is ok or fails.
     """
 
     delay_s: float = 1.0
@@ -147,6 +148,8 @@ class FakeWorker:
             rows = tags_of(batch)[: -1 if act.outcome == "short" else None]
             answers = np.array(rows, np.float32) + self.weights.added
             probabilities = np.repeat(answers[:, None], 10, axis=1)
+            if act.outcome == "nan":
+                probabilities[0] = np.nan
             self.end_turn()
             failed = act.outcome == "fail"
             on_done(Boom("failed") if failed else BatchResult(probabilities, 8, True, 0.25))
@@ -390,6 +393,15 @@ async def test_a_batch_that_failed_releases_its_images_at_once(stage, outcome):
     finally:
         gc.enable()
         logging.disable(logging.NOTSET)
+
+
+@staged(Act(1.0, "nan"))
+async def test_a_request_with_an_answer_that_is_not_finite_fails_and_its_batch_mates_do_not(stage):
+    first, second = stage.submit(1), stage.submit(2, rows=2)
+    with pytest.raises(InferenceFailed, match=r"NaN or infinite, as .* in fp16"):
+        await first
+    assert tags_in(await second) == [2, 3]
+    assert stage.batches == [[1, 2, 3]]
 
 
 @staged(max_wait_s=0.5)
