@@ -79,6 +79,7 @@ class CudaBackend:
         self._fused_weights: DeviceWeights | None = None
         self._fused_network: FusedNetwork | None = None
         self._fused_network_runs = False
+        self._own_convolutions = True
 
     @property
     def tolerance(self) -> float:
@@ -102,6 +103,29 @@ class CudaBackend:
 
     def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CudaPlan]:
         """A plan for each of `buckets`, by its rows; see `plan`.
+
+        If our kernels of convolutions cannot be compiled, loaded or run, cuDNN's are used.
+        """
+        try:
+            return self._made_plans(weights, buckets)
+        except DeviceError as exc:
+            own = self._own_convolutions and layers.has_own_convolutions(
+                weights.model, self.precision, self._handle.limits
+            )
+            if not own or exc.sticky or isinstance(exc, OutOfDeviceMemory):
+                raise
+            reason, *_ = str(exc).splitlines()
+            _log.warning(
+                "model %s: cuDNN computes its convolutions, for our kernels failed: %s",
+                weights.model.name,
+                reason,
+            )
+        self._own_convolutions = self._fused_network_runs = False
+        self._weights = self._fused_weights = self._fused_network = None
+        return self._made_plans(weights, buckets)
+
+    def _made_plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CudaPlan]:
+        """A plan for each bucket.
 
         Kernels begin to compile when a network that needs them is built, and its first run waits
         for them. So the networks of all buckets are built before one of them runs.
@@ -166,7 +190,12 @@ class CudaBackend:
             return
         model = weights.model
         layers.check(model)
-        pack = partial(layers.pack, precision=self.precision, limits=self._handle.limits)
+        pack = partial(
+            layers.pack,
+            precision=self.precision,
+            limits=self._handle.limits,
+            own=self._own_convolutions,
+        )
         self._weights = DeviceWeights(weights, pack)
         if self.precision != "fp16" or self.profile:
             return
@@ -211,7 +240,13 @@ class CudaBackend:
     def _build_context(self) -> BuildContext:
         assert self._weights is not None, "bug: no weights are loaded"
         return BuildContext(
-            self._handle, self.precision, self._weights, self._engines, self._kernels, self._arena
+            self._handle,
+            self.precision,
+            self._weights,
+            self._engines,
+            self._kernels,
+            self._arena,
+            self._own_convolutions,
         )
 
     def _prepared(self, queue: Launch) -> Launch:

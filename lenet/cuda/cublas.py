@@ -23,6 +23,7 @@ _OPERATION = {False: 0, True: 1}  # cublasOperation_t
 _TYPE = {"float32": 0, "float16": 2}  # cudaDataType_t
 _COMPUTE = {"fp32": 69, "tf32": 77, "fp16": 68}  # cublasComputeType_t; 69 is pedantic: never TF32
 _DEFAULT_ALGORITHM = -1
+_NOT_SUPPORTED = 15  # cublasStatus_t
 _TRANSPOSE_A, _EPILOGUE, _BIAS = 3, 7, 8  # cublasLtMatmulDescAttributes_t
 _WITH_BIAS = {False: 4, True: 6}  # cublasLtEpilogue_t; the second with ReLU
 _WORKSPACE_SIZE, _REDUCTIONS = 1, 3  # cublasLtMatmulPreferenceAttributes_t
@@ -133,26 +134,11 @@ class Cublas:  # pragma: no cover - needs a GPU
             DeviceError: cuBLAS returned an error.
         """
         with ExitStack() as made:
-            operation = self._made(made, "MatmulDesc", _COMPUTE[arithmetic], _TYPE["float32"])
-            self._set("MatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(1))
-            self._set("MatmulDesc", operation, _EPILOGUE, ctypes.c_uint32(_WITH_BIAS[relu]))
-            self._set("MatmulDesc", operation, _BIAS, ctypes.c_void_p(bias.data.ptr))
-            layouts = [self._layout(made, matrix) for matrix in (weight, x, out, out)]
-            preference = self._made(made, "MatmulPreference")
-            size = ctypes.c_size_t(WORKSPACE_BYTES)
-            self._set("MatmulPreference", preference, _WORKSPACE_SIZE, size)
-            self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_SUMS_IN_FLOAT))
-            algorithm, count = _Algorithm(), ctypes.c_int()
-            self._call(
-                "cublasLtMatmulAlgoGetHeuristic",
-                self._handle,  # a handle of cuBLAS is one of cublasLt, too
-                operation,
-                *layouts,
-                preference,
-                1,
-                ctypes.byref(algorithm),
-                ctypes.byref(count),
+            operation, layouts, algorithm = self._dense(
+                made, x, weight, bias, out, arithmetic, relu
             )
+            if algorithm is None:
+                raise DeviceError("cuBLAS has no algorithm for a product with bias")
             weight_layout, x_layout, out_layout, _ = layouts
             out_address = ctypes.c_void_p(out.data.ptr)
             self._call(
@@ -171,9 +157,51 @@ class Cublas:  # pragma: no cover - needs a GPU
                 out_layout,
                 ctypes.byref(algorithm),
                 ctypes.c_void_p(self._workspace.data.ptr),
-                size,
+                ctypes.c_size_t(WORKSPACE_BYTES),
                 self._stream,
             )
+
+    def has_dense(
+        self, x: Any, weight: Any, bias: Any, out: Any, arithmetic: Arithmetic, relu: bool
+    ) -> bool:
+        """Whether cuBLAS has an algorithm for `dense` on this GPU."""
+        with ExitStack() as made:
+            return self._dense(made, x, weight, bias, out, arithmetic, relu)[-1] is not None
+
+    def _dense(
+        self,
+        made: ExitStack,
+        x: Any,
+        weight: Any,
+        bias: Any,
+        out: Any,
+        arithmetic: Arithmetic,
+        relu: bool,
+    ) -> tuple[ctypes.c_void_p, list[ctypes.c_void_p], _Algorithm | None]:
+        """The operation of `dense`, the layouts of its matrices, and cuBLAS's first choice."""
+        operation = self._made(made, "MatmulDesc", _COMPUTE[arithmetic], _TYPE["float32"])
+        self._set("MatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(1))
+        self._set("MatmulDesc", operation, _EPILOGUE, ctypes.c_uint32(_WITH_BIAS[relu]))
+        self._set("MatmulDesc", operation, _BIAS, ctypes.c_void_p(bias.data.ptr))
+        layouts = [self._layout(made, matrix) for matrix in (weight, x, out, out)]
+        preference = self._made(made, "MatmulPreference")
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
+        self._set("MatmulPreference", preference, _WORKSPACE_SIZE, size)
+        self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_SUMS_IN_FLOAT))
+        algorithm, count = _Algorithm(), ctypes.c_int()
+        status = self._library.cublasLtMatmulAlgoGetHeuristic(
+            self._handle,  # a handle of cuBLAS is one of cublasLt, too
+            operation,
+            *layouts,
+            preference,
+            1,
+            ctypes.byref(algorithm),
+            ctypes.byref(count),
+        )
+        if status != _NOT_SUPPORTED:
+            self._check("cublasLtMatmulAlgoGetHeuristic", status)
+        found = status == 0 and count.value > 0
+        return operation, layouts, algorithm if found else None
 
     def close(self) -> None:
         """Destroy the handle and free its workspace."""
@@ -199,7 +227,9 @@ class Cublas:  # pragma: no cover - needs a GPU
         self._call(function, descriptor, attribute, ctypes.byref(value), size)
 
     def _call(self, function: str, *arguments: Any) -> None:
-        status = getattr(self._library, function)(*arguments)
+        self._check(function, getattr(self._library, function)(*arguments))
+
+    def _check(self, function: str, status: int) -> None:
         if status:
             text = self._library.cublasGetStatusString(status).decode()
             raise DeviceError(f"{function}: {text}")

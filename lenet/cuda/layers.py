@@ -6,18 +6,22 @@
                          support the block: `unpack.cu`, then as any other convolution
     convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
                          cuDNN adds the bias and applies ReLU itself
-    dense                a small one by `dense.cu`; else cuBLAS with bias and ReLU. With another
-                         activation cuBLAS, then the epilogue
+    dense                a small one by `dense.cu`; else cuBLAS with bias and ReLU, or again
+                         `dense.cu` if cuBLAS has no algorithm. With another activation cuBLAS, then
+                         the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
+
+Where our kernels of convolutions fail, on a GPU that they never ran on, cuDNN computes all of them.
 
 The buffers are taken once, so the launches can be captured into a CUDA graph and replayed.
 """
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,6 +44,8 @@ if TYPE_CHECKING:  # these import CuPy, which packing does not need
     from lenet.cuda.engines import EngineCatalog
     from lenet.cuda.memory import Arena, Buffers
     from lenet.cuda.weights import DeviceWeights
+
+_log = logging.getLogger(__name__)
 
 MAX_CLASSES = 32
 """Each lane of a warp writes one class in `dense_softmax.cu`."""
@@ -80,6 +86,12 @@ def check(model: Model) -> None:
         )
 
 
+def has_own_convolutions(model: Model, precision: Precision, limits: Limits) -> bool:
+    """Whether kernels of ours compute one of its convolutions."""
+    both = Convolutions.of(model, precision, limits)
+    return both is not None or conv1.is_supported(model.blocks[0], precision)
+
+
 def is_small(rows: int, weights: int, precision: Precision) -> bool:
     """Whether `dense.cu` computes a hidden dense layer of so many weights."""
     return rows <= _DENSE_ROWS and rows * weights <= _DENSE_MULTIPLICATIONS[precision]
@@ -91,17 +103,22 @@ def is_fused(block: Block) -> bool:
     return block.activation in _FUSED_ACTIVATIONS and not pooled
 
 
-def pack(file: WeightFile, precision: Precision, limits: Limits) -> dict[str, Any]:
-    """The tensors of `file` under their canonical names, as the layers read them."""
+def pack(
+    file: WeightFile, precision: Precision, limits: Limits, own: bool = True
+) -> dict[str, Any]:
+    """The tensors of `file` under their canonical names, as the layers read them.
+
+    `own`: whether our kernels of convolutions are used.
+    """
     model, dtype = file.model, storage_dtype(precision)
     layouts, shapes = layout(model), model.shapes()
     packed: dict[str, Any] = {}
-    both = Convolutions.of(model, precision, limits)
+    both = Convolutions.of(model, precision, limits) if own else None
     for block, shape in zip(model.blocks, shapes, strict=True):
         names = f"{shape.name}.weight", f"{shape.name}.bias"
         weight, bias = (file.tensors[name] for name in names)
         first = shape is shapes[0]
-        by_conv1 = both is None and first and conv1.is_supported(block, precision)
+        by_conv1 = own and both is None and first and conv1.is_supported(block, precision)
         if both is not None and shape in shapes[:2]:
             packed[names[0]] = both.pack_first(weight) if first else both.pack_second(weight)
         elif by_conv1:
@@ -148,6 +165,8 @@ class BuildContext:
     engines: EngineCatalog
     kernels: Kernels
     arena: Arena
+    own: bool = True
+    """Whether our kernels of convolutions are used."""
 
 
 class LayerByLayer:  # pragma: no cover - needs a GPU
@@ -164,10 +183,11 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._from_host: list[tuple[str, Launch]] = []
         blocks = list(zip(model.blocks, model.shapes(), strict=True))
         first, first_shape = blocks[0]
-        both = Convolutions.of(model, build.precision, build.handle.limits)
+        limits = build.handle.limits
+        both = Convolutions.of(model, build.precision, limits) if build.own else None
         if both is not None:
             x, rest = self._convolutions(both, buffers), blocks[2:]
-        elif conv1.is_supported(first, build.precision):
+        elif build.own and conv1.is_supported(first, build.precision):
             assert isinstance(first, ConvBlock), "bug: not a convolution"
             x, rest = self._conv1(first, first_shape, buffers), blocks[1:]
         else:
@@ -256,7 +276,12 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
                 return y
             cublas = self._build.handle.cublas
             if fused:
-                self._add(name, partial(cublas.dense, x, weight, bias, y, precision, relu))
+                arguments = x, weight, bias, y, precision, relu
+                if cublas.has_dense(*arguments):
+                    self._add(name, partial(cublas.dense, *arguments))
+                else:
+                    _report(f"dense.cu computes {name}: cuBLAS has no product with its epilogue")
+                    self._dense(block, name, x, weight, bias, y)
             else:
                 product = partial(cublas.product, x, weight, y, precision, transpose_b=True)
                 self._add(name, product)
@@ -327,6 +352,12 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
 
     def _take(self, *shape: int) -> Any:
         return self._build.arena.take((self._rows, *shape), self._dtype)
+
+
+@cache
+def _report(text: str) -> None:
+    """Log `text` once a process, whatever the number of contexts and batch sizes."""
+    _log.warning(text)
 
 
 def _queue(launches: list[tuple[str, Launch]]) -> None:  # pragma: no cover - needs a GPU

@@ -16,7 +16,10 @@ import pytest
 
 from lenet import reference
 from lenet.context import ExecutionContext, Target, buckets, open_backend
+from lenet.cuda import layers
 from lenet.cuda.backend import CudaBackend
+from lenet.cuda.convolutions import Convolutions
+from lenet.cuda.cublas import Cublas
 from lenet.cuda.engine_cache import EngineCache
 from lenet.cuda.memory import page_locked
 from lenet.cuda.plan import STAGED_ROWS, CudaPlan
@@ -346,6 +349,41 @@ def test_a_network_that_overflows_in_halves_is_refused_with_the_precision_that_h
         context.warm_up()
     with ExecutionContext(open_backend(Target("cuda", precision="tf32")), large, 256) as context:
         context.warm_up()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("name", ["lenet", "cnn-32-64"])
+def test_cudnn_computes_the_convolutions_where_our_kernels_do_not_compile(
+    random_weights, monkeypatch, caplog, name, precision
+):
+    macros = Convolutions.macros
+    broken = {"TEAMS": "planted"}
+    monkeypatch.setattr(Convolutions, "macros", lambda self, split: macros(self, split) | broken)
+    weights = random_weights(name)
+    images, want = answers_of(weights, 3, 64)
+    with opened(precision) as backend:
+        plans = backend.plans(weights, (16, 64))
+        assert np.abs(answer(plans[64], images) - want).max() <= LARGEST[precision]
+        other = random_weights(name, 5)  # a reload packs its weights for cuDNN, too
+        backend.load(other)
+        images, want = answers_of(other, 3, 16)
+        assert np.abs(answer(plans[16], images) - want).max() <= LARGEST[precision]
+    (record,) = caplog.records
+    assert "cuDNN computes its convolutions, for our kernels failed: " in record.message
+
+
+def test_a_dense_layer_for_which_cublas_has_no_algorithm_is_computed_by_our_kernel(
+    random_weights, monkeypatch, caplog
+):
+    monkeypatch.setattr(Cublas, "has_dense", lambda *_: False)
+    layers._report.cache_clear()
+    weights = random_weights("mlp")
+    images, want = answers_of(weights, 3, 1024)
+    with opened("fp16") as backend:
+        plans = backend.plans(weights, (512, 1024))
+        assert np.abs(answer(plans[1024], images) - want).max() <= LARGEST["fp16"]
+    (record,) = caplog.records
+    assert record.message == "dense.cu computes dense1: cuBLAS has no product with its epilogue"
 
 
 def test_a_profiled_backend_launches_nothing_by_itself(random_weights):

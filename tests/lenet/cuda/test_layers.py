@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lenet.cuda.device import Limits
-from lenet.cuda.layers import MAX_CLASSES, check, pack
+from lenet.cuda.layers import MAX_CLASSES, check, has_own_convolutions, pack
 from lenet.cuda.packing import PIXEL_SCALE, layout
 from lenet.errors import BackendUnavailable
 from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model
@@ -61,3 +61,18 @@ def test_a_first_layer_that_takes_unpacked_pixels_has_their_scale_in_its_weights
     packed = pack(file, "fp32", TURING)["dense1.weight"]
     canonical = layout(file.model)["dense1.weight"].unpack(packed)
     np.testing.assert_allclose(canonical, file.tensors["dense1.weight"] * PIXEL_SCALE, rtol=1e-6)
+
+
+@pytest.mark.parametrize("limits", [TURING, HOPPER], ids=["turing", "hopper"])
+def test_without_our_kernels_convolutions_are_packed_as_cudnn_reads_them(random_weights, limits):
+    file = random_weights("lenet")
+    assert has_own_convolutions(file.model, "fp16", limits)
+    packed = pack(file, "fp16", limits, own=False)
+    layouts = layout(file.model)
+    for name, scale in (("conv1.weight", PIXEL_SCALE), ("conv2.weight", 1)):
+        canonical = layouts[name].unpack(packed[name])
+        np.testing.assert_allclose(canonical, file.tensors[name] * scale, rtol=1e-3, atol=1e-5)
+
+
+def test_a_network_without_convolutions_has_no_kernels_of_ours_to_do_without(random_weights):
+    assert not has_own_convolutions(random_weights("mlp").model, "fp16", HOPPER)
