@@ -1,6 +1,6 @@
 """Errors of a request and of the start, independent of a transport.
 
-Each transport maps `ServiceError.code` to its own status; see `http.answer` and `http.grpc`.
+HTTP and gRPC map each error to a status of their own: `transport.answer`, `transport.grpc_status`.
 
 ServiceError
 ├── InvalidInput            malformed bytes or values; `field` names which

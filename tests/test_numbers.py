@@ -28,7 +28,7 @@ ENGINE, TRAINING, HTTP = read("engine"), read("training"), read("http")["cases"]
 CHANGE = (ROOT / "docs/benchmarks/before-after-h100.txt").read_text()
 SURE = 1 - 0.9 * Recipe.model_fields["smoothing"].default
 """The target of the right one of ten classes."""
-ROWS = (1, 8, 16, 64, 128, 256, 1024, 8192)
+ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
 
 
 def bucket(rows, precision="fp16"):

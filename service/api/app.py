@@ -268,6 +268,8 @@ def _routing_error_response(
     elif status == 404:
         nearest = _nearest(path, paths)
         hint = f"; did you mean {shown(nearest)}?" if nearest else ""
+        if path.rstrip("/").endswith("/models"):
+            hint = "; /info lists the models"
         message = f"path: got {shown(path)}, expected {_MAIN_PATHS} or another of /docs{hint}"
     else:
         message = (

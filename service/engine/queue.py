@@ -216,7 +216,7 @@ class BatchQueue:
         rows = len(images)
         if self._rows + rows > self._max_queue_rows:
             raise Overloaded(
-                f"{self._rows} rows wait and {rows} more would pass the limit of "
+                f"{self._rows} images wait and {rows} more would pass the limit of "
                 f"{self._max_queue_rows}; try again later or send fewer at a time",
                 retry_after_s=1,
             )

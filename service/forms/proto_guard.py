@@ -8,8 +8,7 @@ shapes, other contents) are limited together. raw_input_contents and fp32_conten
 and limited by the size of a message. uint_contents take 7 ms a MB and up to eight bytes a number,
 so their numbers are counted, too: where protobuf gets no memory it ends the process.
 
-A malformed message becomes an InvalidInput: grpcio 1.85 would answer UNKNOWN and log a stack trace
-for each.
+A malformed message becomes an InvalidInput.
 
 Source: https://protobuf.dev/programming-guides/encoding
 """
@@ -27,8 +26,8 @@ from service.forms import open_inference_pb2 as pb
 
 MAX_FIELDS = 1024
 """Limit of the fields of a request, its inputs and their contents; each entry of a repeated field
-counts. A valid
-request has under 100, or about 800 if its client does not pack the numbers of an image."""
+counts. A valid request has under 100, or about 800 if its client does not pack the numbers of an
+image."""
 
 MAX_OTHER_BYTES = 64 * 1024
 """Limit on all that is not pixels."""
@@ -55,7 +54,7 @@ _REQUEST = {
 
 
 def read_infer_request(message: bytes | memoryview) -> pb.ModelInferRequest | InvalidInput:
-    """The request in `message`, or the error for the servicer to raise."""
+    """The request in `message`, or the error that its call ends with."""
     try:
         excess = _excess(message)
         if excess is None:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from service.transport.connection import Connection
 
 _UNLIMITED = 1 << 30
-"""`Connection.look_at_unread` decides instead."""
+"""Bytes; `Connection` pauses writing by what its client has not taken."""
 
 _SHUTDOWN_S = 3600.0
 """`Connection.check_time` ends it, when the client reads no more."""

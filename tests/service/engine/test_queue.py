@@ -87,7 +87,7 @@ def test_an_accepted_request_waits_hardly_longer_than_a_full_queue_takes(seed):
 def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
     queue = BatchQueue(4, 10)
     push(queue, request(11 - rows))
-    with pytest.raises(Overloaded, match=f"{11 - rows} rows wait and {rows} more") as refused:
+    with pytest.raises(Overloaded, match=f"{11 - rows} images wait and {rows} more") as refused:
         push(queue, request(rows))
     assert refused.value.retry_after_s == 1
     assert queue.rows == 11 - rows

@@ -480,7 +480,7 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
             refused = await served.post(images[:rows].tobytes())
             error = refusal(refused, 429, "overloaded")
             assert refused.headers["retry-after"] == "1"
-            assert f"3 rows wait and {rows} more would pass the limit of 3" in error.message
+            assert f"3 images wait and {rows} more would pass the limit of 3" in error.message
         hold.release()
         assert [response.status_code for response in await asyncio.gather(*waiting)] == [200, 200]
         assert await served.requests("overloaded") == 2
@@ -853,6 +853,8 @@ async def test_an_unknown_path_is_a_404_in_the_same_shape(served, refusal):
 
 
 async def test_a_misspelt_path_is_answered_with_the_nearest(served):
+    for path in ("/v1/models", "/v2/models", "/models/"):
+        assert "; /info lists the models" in (await served.client.get(path)).text
     for path, nearest in (
         ("/predict/", "/predict"),
         ("/api/predict", "/predict"),

@@ -211,7 +211,7 @@ async def test_overload_is_429_with_the_time_after_which_to_retry(open_app, imag
         answers = await asyncio.gather(*first)
     refused = [answer for answer in answers if answer.status_code == 429]
     assert refused
-    assert "rows wait" in refused[0].json()["error"]
+    assert "images wait" in refused[0].json()["error"]
     assert refused[0].headers["retry-after"]
 
 
