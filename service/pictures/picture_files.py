@@ -2,7 +2,8 @@
 
 Pillow gets only those parts of a file that hold pixels, after the size in the header was checked.
 Metadata (text, profiles, further frames, EXIF) is dropped: a compressed text chunk may be a
-decompression bomb, and Pillow's EXIF reader warns through Python's process-wide filters.
+decompression bomb, and Pillow's EXIF reader warns through Python's process-wide filters. Of it
+the orientation alone is read, here.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import re
 import struct
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TypeAlias
@@ -54,11 +56,25 @@ _MAX_BLOCKS = 131_072
 _MAX_RLE_BYTES = 65_536
 """Limit of a BMP's run-length data, decoded here in 0.5 us a byte."""
 
+_MAX_METADATA_BYTES = 65_536
+"""Metadata in which an orientation is looked for, decompressed. EXIF begins with it."""
+
 _PNG_PIXEL_CHUNKS = frozenset((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND"))
+_PNG_TEXT_CHUNKS = frozenset((b"tEXt", b"zTXt", b"iTXt"))
+_PNG_XMP = b"XML:com.adobe.xmp"
+_PNG_PROFILES = (b"Raw profile type exif", b"Raw profile type APP1")
+"""Keywords of text chunks in which ImageMagick stores EXIF, in hexadecimal digits."""
+
 _JPEG_PIXEL_SEGMENTS = frozenset((*range(0xC0, 0xD0), *range(0xDA, 0xDE), 0xE0, 0xEE)) - {0xC8}
 """Frames, tables and scans; of the application segments JFIF's and Adobe's, which define the colour
 space. Pillow reads on within a segment whose marker it does not know: metadata could hide there."""
+_JPEG_XMP = b"http://ns.adobe.com/xap/1.0/\0"
+_JPEG_END = b"\xff\xd9"
+_JPEG_OTHER_END = bytes.fromhex("a55a3cc396699fe9") * 8 + _JPEG_END
+"""Bits that are read as pixels where pixels are missing; libjpeg assumes zeros before the end."""
+
 _JPEG_MARKER = re.compile(rb"\xff[^\x00\xff\xd0-\xd7]")
+_PROGRESSIVE_FRAMES = frozenset((0xC2, 0xC6, 0xCA, 0xCE))
 _HUFFMAN_FRAMES = frozenset((0xC0, 0xC1, 0xC2))
 """Frames in which each block takes at least a bit. Arithmetic coding takes less, and is not
 checked."""
@@ -73,6 +89,9 @@ _EXIF_TRANSPOSE = {
     8: Image.Transpose.ROTATE_90,
 }
 """Transposition by EXIF orientation; 1 is upright."""
+
+_EXIF = b"Exif\0\0"
+_XMP_ORIENTATION = re.compile(rb'tiff:Orientation(?:="|>)([0-9])')
 
 MAX_WEBP_PIXELS = 1 << 23
 """Pixels of a WebP: its decoder takes 18 bytes for each, twice as many as the others."""
@@ -89,6 +108,8 @@ class _Opened:
     orientation: int = 1
     """The EXIF orientation."""
     damage: str = ""
+    other: ImageFile | None = None
+    """The file with another end, if it has none of its own: no pixel may depend on it."""
     canvas: tuple[Size, Size] | None = None
     """Size of the canvas, and place of the picture on it, if that is smaller."""
 
@@ -135,8 +156,11 @@ def _grey(opened: _Opened, invert: Invert) -> Grey:
     picture = opened.picture
     # libjpeg can decode to a half, quarter or eighth of the size and to grey: 35 ms instead of 100
     # for a 12-megapixel photograph (EPYC, 2026-11-20). No effect on other formats.
-    picture.draft("L", (2 * _WORKING_SIDE, 2 * _WORKING_SIDE))
-    picture.load()
+    for each in filter(None, (picture, opened.other)):
+        each.draft("L", (2 * _WORKING_SIDE, 2 * _WORKING_SIDE))
+        each.load()
+    if opened.other is not None and opened.other.tobytes() != picture.tobytes():
+        raise ValueError("it ends before its last pixels")
     if picture.mode == "P" and picture.palette is None:
         raise ValueError("it has no palette")
     grey, alpha = _luminance(picture)
@@ -189,14 +213,35 @@ def _is_light_on_clear(grey: Image.Image, alpha: Image.Image, invert: Invert) ->
     return sum(level * pixels for level, pixels in enumerate(visible)) > 160 * count
 
 
+def _orientation(exif: bytes, xmp: bytes = b"") -> int:
+    """Tag 274 of the first directory of a TIFF header, else that of XMP; else 1, upright."""
+    order = "<" if exif.startswith(b"II") else ">"
+    try:
+        (directory,) = struct.unpack_from(order + "I", exif, 4)
+        (entries,) = struct.unpack_from(order + "H", exif, directory)
+        for index in range(entries):
+            entry = struct.unpack_from(order + "HHIH", exif, directory + 2 + 12 * index)
+            if entry[0] == 274:
+                return int(entry[3])
+    except struct.error:
+        pass
+    found = _XMP_ORIENTATION.search(xmp, 0, _MAX_METADATA_BYTES)
+    return int(found[1]) if found else 1
+
+
+# PNG: https://www.w3.org/TR/png-3
+
+
 def _open_png(body: bytes) -> _Opened:
-    return _Opened(PngImageFile(io.BytesIO(_png_pixels(body))))
+    pixels, orientation = _png_pixels(body)
+    return _Opened(PngImageFile(io.BytesIO(pixels)), orientation)
 
 
-def _png_pixels(body: bytes) -> bytes:
-    """The PNG with only the chunks that hold pixels, their checksums verified."""
+def _png_pixels(body: bytes) -> tuple[bytes, int]:
+    """The PNG with only the chunks that hold pixels, their checksums verified; its orientation."""
     view, at = memoryview(body), len(PNG_MAGIC)
     kept = [view[:at]]
+    exif, texts = b"", dict[bytes, tuple[bytes, memoryview]]()
     for _ in range(_MAX_SEGMENTS):
         if at + 12 > len(body):
             raise ValueError(f"it ends after {len(body)} bytes, before its IEND chunk")
@@ -212,27 +257,70 @@ def _png_pixels(body: bytes) -> bytes:
             if (kind == b"IHDR") != (len(kept) == 1):  # Pillow would take the size from the last
                 raise ValueError("it begins with another chunk than IHDR, or has two of them")
             kept.append(view[at:end])
+        elif kind == b"eXIf":
+            exif = bytes(view[at + 8 : end - 4][:_MAX_METADATA_BYTES])
+        elif kind in _PNG_TEXT_CHUNKS:
+            keyword = body[at + 8 : min(at + 8 + 80, end - 4)].partition(b"\0")[0]
+            if keyword == _PNG_XMP or keyword in _PNG_PROFILES:
+                texts[keyword] = kind, view[at + 9 + len(keyword) : end - 4]
         if kind == b"IEND":
-            return b"".join(kept)
+            return b"".join(kept), _png_orientation(exif, texts)
         at = end
     raise ValueError(f"it has more than {_MAX_SEGMENTS} chunks")
 
 
+def _png_orientation(exif: bytes, texts: dict[bytes, tuple[bytes, memoryview]]) -> int:
+    """The orientation in an eXIf chunk, else in text chunks, by keyword."""
+    for keyword in _PNG_PROFILES:
+        if not exif and keyword in texts:
+            # An empty line, the name, the number of bytes, and lines of digits.
+            digits = b"".join(_png_text(*texts[keyword]).split(b"\n")[3:])
+            with suppress(ValueError):
+                exif = bytes.fromhex(digits[: len(digits) & ~1].decode("latin-1"))
+    xmp = _png_text(*texts[_PNG_XMP]) if _PNG_XMP in texts else b""
+    return _orientation(exif.removeprefix(_EXIF), xmp)
+
+
+def _png_text(kind: bytes, content: memoryview) -> bytes:
+    """Up to `_MAX_METADATA_BYTES` of the text of a chunk, which follows its keyword."""
+    text = bytes(content)
+    if kind == b"tEXt":
+        return text[:_MAX_METADATA_BYTES]
+    is_compressed = kind == b"zTXt" or text[:1] == b"\1"
+    # A compressed text has its method, an international one a flag, the method and two names first.
+    text = text[1:] if kind == b"zTXt" else text[2:].split(b"\0", 2)[-1]
+    if not is_compressed:
+        return text[:_MAX_METADATA_BYTES]
+    try:
+        return zlib.decompressobj().decompress(text, _MAX_METADATA_BYTES)
+    except zlib.error:
+        return b""
+
+
+# JPEG: https://www.w3.org/Graphics/JPEG/itu-t81.pdf
+
+
 def _open_jpeg(body: bytes) -> _Opened:
-    pixel_segments, orientation, damage = _jpeg_pixels(body)
-    return _Opened(JpegImageFile(io.BytesIO(pixel_segments)), orientation, damage)
+    segments, orientation, damage, ended = _jpeg_pixels(body)
+    picture = JpegImageFile(io.BytesIO(segments + _JPEG_END))
+    other = None if ended else JpegImageFile(io.BytesIO(segments + _JPEG_OTHER_END))
+    return _Opened(picture, orientation, damage, other)
 
 
-def _jpeg_pixels(body: bytes) -> tuple[bytes, int, str]:
-    """The JPEG without metadata or trailing bytes, its EXIF orientation, and any damage found."""
-    kept, at, orientation, scans = [body[:2]], 2, 1, 0
+def _jpeg_pixels(body: bytes) -> tuple[bytes, int, str, bool]:
+    """The JPEG without metadata, end marker or trailing bytes.
+
+    Its EXIF orientation, any damage found, and whether it had an end marker.
+    """
+    kept, at, exif, xmp, scans = [body[:2]], 2, b"", b"", 0
     blocks = scan_bytes = 0
+    is_progressive = False  # its first scan has all pixels, at a low precision
     for _ in range(_MAX_SEGMENTS):
         marker = _JPEG_MARKER.search(body, at)
-        if marker is None:
+        if marker is None and (is_progressive or not scans):
             raise ValueError(f"it ends after {len(body)} bytes, before its end marker")
-        start, content = marker.span()
-        kind = body[start + 1]
+        start, content = marker.span() if marker else (len(body), len(body))
+        kind = body[start + 1] if marker else 0xD9
         if scans:
             kept.append(body[at:start])
             scan_bytes += start - at
@@ -240,36 +328,26 @@ def _jpeg_pixels(body: bytes) -> tuple[bytes, int, str]:
             damage = ""
             if 8 * scan_bytes < blocks:
                 damage = f"its {scan_bytes} bytes of scans cannot hold {blocks} blocks of 8 x 8"
-            return b"".join([*kept, marker.group()]), orientation, damage
+            if marker is None:
+                kept[-1] = kept[-1].rstrip(b"\xff")  # half of an end marker
+            return b"".join(kept), _orientation(exif, xmp), damage, marker is not None
         at = content + int.from_bytes(body[content : content + 2], "big")
         if at < content + 2 or at > len(body):
             raise ValueError(f"its segment {kind:#x} at byte {start} has an invalid length")
-        if kind == 0xE1 and body.startswith(b"Exif\0\0", content + 2):
-            orientation = _orientation(body[content + 8 : at])
+        if kind == 0xE1 and body.startswith(_EXIF, content + 2):
+            exif = body[content + 8 : at]
+        elif kind == 0xE1 and body.startswith(_JPEG_XMP, content + 2):
+            xmp = body[content + 2 + len(_JPEG_XMP) : at]
         if kind in _HUFFMAN_FRAMES:
             height, width = struct.unpack_from(">HH", body, content + 3)
             blocks = -(-width // 8) * -(-height // 8)
+        is_progressive |= kind in _PROGRESSIVE_FRAMES
         scans += kind == 0xDA
         if scans > _MAX_SCANS:
             raise ValueError(f"it has more than {_MAX_SCANS} scans")
         if kind in _JPEG_PIXEL_SEGMENTS:
             kept.append(body[start:at])
     raise ValueError(f"it has more than {_MAX_SEGMENTS} segments")
-
-
-def _orientation(exif: bytes) -> int:
-    """Tag 274 of the first directory of a TIFF header; 1, upright, if it has none."""
-    order = "<" if exif.startswith(b"II") else ">"
-    try:
-        (directory,) = struct.unpack_from(order + "I", exif, 4)
-        (entries,) = struct.unpack_from(order + "H", exif, directory)
-        for index in range(entries):
-            entry = struct.unpack_from(order + "HHIH", exif, directory + 2 + 12 * index)
-            if entry[0] == 274:
-                return int(entry[3])
-    except struct.error:
-        return 1
-    return 1
 
 
 # WebP: https://developers.google.com/speed/webp/docs/riff_container
@@ -288,7 +366,7 @@ def _webp_pixels(body: bytes) -> tuple[bytes, int, tuple[Size, Size] | None]:
     alpha = frame = b""
     flags = 0x10
     canvas = place = None
-    orientation = 1
+    exif = xmp = b""
     for kind, start, stop in _webp_chunks(body, 12, end):
         if kind == b"VP8X" and stop - start >= 10:
             flags = body[start]
@@ -308,7 +386,9 @@ def _webp_pixels(body: bytes) -> tuple[bytes, int, tuple[Size, Size] | None]:
         elif kind in (b"VP8 ", b"VP8L") and not frame:
             frame = body[start - 8 : stop]
         elif kind == b"EXIF":
-            orientation = _orientation(body[start:stop].removeprefix(b"Exif\0\0"))
+            exif = body[start : min(stop, start + _MAX_METADATA_BYTES)].removeprefix(_EXIF)
+        elif kind == b"XMP ":
+            xmp = body[start : min(stop, start + _MAX_METADATA_BYTES)]
     size = stated_size(b"RIFF    WEBP" + frame)
     if size is None or not all(size):
         raise ValueError("it has no frame")
@@ -321,7 +401,7 @@ def _webp_pixels(body: bytes) -> tuple[bytes, int, tuple[Size, Size] | None]:
         sides = b"".join((side - 1).to_bytes(3, "little") for side in size)
         parts = b"VP8X\x0a\0\0\0\x10\0\0\0" + sides + _even(alpha) + frame
     pixels = b"RIFF" + (4 + len(_even(parts))).to_bytes(4, "little") + b"WEBP" + _even(parts)
-    return pixels, orientation, _on_canvas(canvas, place, size)
+    return pixels, _orientation(exif, xmp), _on_canvas(canvas, place, size)
 
 
 def _webp_chunks(body: bytes, at: int, end: int) -> Iterator[tuple[bytes, int, int]]:

@@ -63,6 +63,8 @@ class PngTarget(_PictureTarget):
         if grey is None:
             self._check_lenient(data)
             return
+        if re.search(rb"eXIf|Raw profile type|XML:com.adobe", data):
+            return  # it may be turned
         # The pixels as a minimal PNG.
         again = decoded(samples.png(grey), "image/png")
         if isinstance(found, ServiceError) != isinstance(again, ServiceError):
@@ -98,7 +100,7 @@ class PngTarget(_PictureTarget):
                     return kind + mutate(content)
                 return kind + zlib.compress(mutate(rows))
             if rng.random() < 0.2:
-                kind = rng.choice((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"zTXt", b"acTL"))
+                kind = rng.choice((b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"zTXt", b"eXIf"))
             return kind + mutate(content)
 
         chunks = mutate_list(chunks, rng, change)
@@ -426,7 +428,7 @@ class WebpTarget(_WholeFileTarget):
 
     def run(self, data: bytes) -> None:
         # Pillow blends a first frame with the background, and leaves orientation to its caller.
-        if b"ANMF" in data or b"EXIF" in data:
+        if re.search(b"ANMF|EXIF|XMP ", data):
             self.decode(data)
         else:
             super().run(data)

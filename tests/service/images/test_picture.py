@@ -179,6 +179,12 @@ STORED_BY = {
 """How a camera that was held like this stores an upright picture, by EXIF 2.32's orientation."""
 
 
+def stored(orientation: int) -> Image.Image:
+    """A 7 as a camera that was held like this stores it."""
+    upright = Image.fromarray(seven(10, 0, 255))
+    return upright.transpose(STORED_BY[orientation]) if orientation in STORED_BY else upright
+
+
 def exif(orientation: int, order: str) -> bytes:
     mark = b"II*\0" if order == "<" else b"MM\0*"
     entries = struct.pack(order + "HHIHH", 271, 3, 1, 5, 0)
@@ -189,12 +195,101 @@ def exif(orientation: int, order: str) -> bytes:
 @pytest.mark.parametrize("order", ["<", ">"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_exif_orientation_is_applied(orientation, order):
-    upright = Image.fromarray(seven(10, 0, 255))
-    stored = upright
-    if orientation in STORED_BY:
-        stored = upright.transpose(STORED_BY[orientation])
-    got = read(encoded(stored, JPEG, exif=exif(orientation, order), quality=90), JPEG)
+    got = read(encoded(stored(orientation), JPEG, exif=exif(orientation, order), quality=90), JPEG)
     assert np.abs(got - EXPECTED).mean() < 3
+
+
+def xmp(orientation: int) -> bytes:
+    return b'<x:xmpmeta><rdf:Description tiff:Orientation="%d"/></x:xmpmeta>' % orientation
+
+
+def profile(content: bytes, name: bytes = b"exif") -> bytes:
+    """A profile as ImageMagick writes it in a text chunk."""
+    digits = content.hex().encode()
+    lines = b"\n".join(digits[at : at + 72] for at in range(0, len(digits), 72))
+    return b"Raw profile type %b\0" % name + b"\n%b\n%8d\n%b\n" % (name, len(content), lines)
+
+
+def compressed(text: bytes) -> bytes:
+    keyword, _, content = text.partition(b"\0")
+    return keyword + b"\0\0" + zlib.compress(content)
+
+
+XMP_KEYWORD = b"XML:com.adobe.xmp\0"
+PNG_METADATA = {
+    "eXIf": lambda n: (b"eXIf", exif(n, ">")[6:]),
+    "eXIf, little-endian": lambda n: (b"eXIf", exif(n, "<")[6:]),
+    "eXIf with its mark": lambda n: (b"eXIf", exif(n, "<")),
+    "a profile": lambda n: (b"tEXt", profile(exif(n, "<"))),
+    "a compressed profile": lambda n: (b"zTXt", compressed(profile(exif(n, ">"), b"APP1"))),
+    "XMP": lambda n: (b"iTXt", XMP_KEYWORD + b"\0\0en\0x\0" + xmp(n)),
+    "compressed XMP": lambda n: (b"iTXt", XMP_KEYWORD + b"\1\0\0\0" + zlib.compress(xmp(n))),
+}
+
+
+@pytest.mark.parametrize("name", PNG_METADATA)
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_orientation_of_a_png_is_applied(orientation, name):
+    body = with_chunk(encoded(stored(orientation)), *PNG_METADATA[name](orientation))
+    np.testing.assert_array_equal(read(body), read(encoded(stored(1))))
+    if "APP1" not in str(PNG_METADATA[name](1)) and "mark" not in name:
+        with Image.open(io.BytesIO(body)) as picture:
+            picture.load()
+            assert picture.getexif()[274] == orientation, "Pillow reads it, too"
+
+
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_a_real_7_is_turned_upright(mnist, orientation):
+    images, labels = mnist
+    upright = Image.fromarray(images[labels == 7][0])
+    turned = upright.transpose(STORED_BY[orientation]) if orientation > 1 else upright
+    got = read(encoded(turned, exif=exif(orientation, "<")))
+    np.testing.assert_array_equal(got, read(encoded(upright)))
+
+
+def test_orientation_is_read_behind_the_pixels_of_a_png():
+    body = encoded(stored(6))
+    body = body[:-12] + chunk(b"eXIf", exif(6, "<")[6:]) + body[-12:]
+    np.testing.assert_array_equal(read(body), read(encoded(stored(1))))
+
+
+@pytest.mark.parametrize("kind", [JPEG, "image/webp"])
+def test_xmp_has_the_orientation_where_exif_has_none(kind):
+    upright = read(encoded(stored(1), kind), kind)
+    for metadata in ({"xmp": xmp(6)}, {"xmp": xmp(3), "exif": exif(6, "<")}):
+        got = read(encoded(stored(6), kind, **metadata), kind)
+        assert np.abs(got - upright).mean() < 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "content"),
+    [
+        (b"eXIf", b""),
+        (b"eXIf", b"II*\0\x08\0\0\0\xff\xff"),
+        (b"tEXt", b"Raw profile type exif\0no digits"),
+        (b"tEXt", b"Raw profile type exif\0\nexif\n 2\nzz"),
+        (b"zTXt", b"Raw profile type exif\0\0no zlib"),
+        (b"zTXt", b"Raw profile type exif"),
+        (b"iTXt", XMP_KEYWORD + b"\1\0"),
+        (b"iTXt", XMP_KEYWORD + b"\0\0\0\0" + xmp(9)),
+        (b"tEXt", b"Comment\0" + xmp(6)),
+    ],
+)
+def test_damaged_metadata_of_a_png_are_upright(kind, content):
+    np.testing.assert_array_equal(read(with_chunk(encoded(seven()), kind, content)), EXPECTED)
+
+
+def test_of_compressed_metadata_no_more_than_64_kib_are_unpacked():
+    bomb = compressed(profile(exif(1, "<")) + bytes(20_000_000))
+    body = encoded(seven())
+    for _ in range(20):
+        body = with_chunk(body, b"zTXt", bomb)
+    read(body)
+    tracemalloc.start()
+    np.testing.assert_array_equal(read(body), EXPECTED)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2 * len(body) + 1_000_000
 
 
 @pytest.mark.parametrize(
@@ -284,8 +379,24 @@ def test_metadata_of_a_jpeg_is_left_out():
 def test_every_truncation_is_refused():
     for kind in (PNG, JPEG):
         body = encoded(seven(2), kind)
-        for size in range(12, len(body) - 1, 7):
+        for size in range(12, len(body) - 2, 7):
             assert "not a readable" in refused(body[:size], kind)
+
+
+@pytest.mark.parametrize("mode", ["L", "RGB", "CMYK"])
+def test_a_jpeg_without_its_end_marker_is_read_unless_pixels_are_missing(mode):
+    body = encoded(Image.fromarray(seven(20)).convert(mode), JPEG)
+    expected = read(body, JPEG)
+    for left in (body[:-1], body[:-2], body[:-2] + bytes(100)):
+        np.testing.assert_array_equal(read(left, JPEG), expected)
+    for missing in (8, 9, 20, 50, 200):
+        assert "before its last pixels" in refused(body[:-missing], JPEG)
+
+
+def test_a_progressive_jpeg_without_its_end_marker_is_refused():
+    body = encoded(seven(20), JPEG, progressive=True)
+    for size in (*range(12, len(body), 31), len(body) - 2):
+        assert "not a readable" in refused(body[:size], JPEG)
 
 
 def test_too_many_segments_are_refused():
