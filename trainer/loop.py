@@ -124,6 +124,7 @@ def train(
         if epochs and leader:
             bar.write(f"resumed after epoch {len(epochs)} from {checkpoint.path}")
         resumed = written = len(epochs)
+        skipped_before = 0
         seconds, start = 0.0, clock()
         saved = start
         try:
@@ -140,18 +141,22 @@ def train(
                     validated = accuracy(network, validation)
                 epoch = Epoch(float(losses.mean()), int(correct.sum()) / images, validated)
                 epochs.append(epoch)
+                loss_scale, skipped = ops.loss_scale(state), ops.skipped(state)
+                skipped, skipped_before = skipped - skipped_before, skipped
                 with phases("checkpoints"):
-                    snapshot.take(epochs, ops.loss_scale(state))
+                    snapshot.take(epochs, loss_scale)
                     if leader and now - saved >= CHECKPOINT_S:
                         checkpoint.save(snapshot)
                         written, saved = len(epochs), now
                 rate = float(run.rates[first + run.steps_per_epoch - 1])
                 metrics = {"epoch": len(epochs), **asdict(epoch), "rate": rate}
-                record({**metrics, "seconds": round(seconds, 3)})
+                scaling = {"skipped_steps": skipped, "loss_scale": loss_scale[0]}
+                record({**metrics, "seconds": round(seconds, 3), **scaling})
                 if leader:
                     bar.write(
                         f"epoch {len(epochs)} of {recipe.epochs}: loss {epoch.loss:.4f}, accuracy "
                         f"{epoch.accuracy:.2%}, validation {epoch.validation_accuracy:.2%}"
+                        f"{_skipped(skipped, loss_scale[0])}"
                         f"{_left(recipe.epochs - len(epochs), seconds / (len(epochs) - resumed))}"
                     )
         finally:
@@ -159,6 +164,13 @@ def train(
             if leader and len(snapshot.epochs) > written:
                 checkpoint.save(snapshot)
     return epochs, seconds
+
+
+def _skipped(steps: int, scale: float) -> str:
+    """The steps of an epoch that changed nothing; "" if there were none."""
+    if not steps:
+        return ""
+    return f", {steps} steps skipped: a gradient overflowed, the loss scale is now {scale:g}"
 
 
 def _left(epochs: int, epoch_s: float) -> str:

@@ -143,6 +143,10 @@ class TrainingOps(Protocol):
         """Upload what `run` needs; `step` is the next one, and `loss_scale` what it begins with."""
         ...
 
+    def skipped(self, state: RunState) -> int:
+        """Steps since `start` that changed nothing, for a gradient overflowed; waits."""
+        ...
+
     def loss_scale(self, state: RunState) -> LossScale:
         """The loss scale of the next step; waits for the device."""
         ...

@@ -430,6 +430,7 @@ def test_a_loss_scale_that_overflows_drops_the_step_and_is_halved(make_bench):
     weights = [name for name in before if not name.endswith((".mean", ".variance"))]
     assert all((before[name] == after[name]).all() for name in weights)
     assert float(state.scale[0]) == 2.0**23
+    assert bench.gpu.skipped(state) == 1
     assert int(state.step[0]) == 1
 
 

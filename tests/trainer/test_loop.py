@@ -56,6 +56,34 @@ def test_a_network_learns_and_says_how_each_epoch_went(tiny, tmp_path, capsys, s
     assert lines[2].endswith(f"validation {epochs[-1].validation_accuracy:.2%}")
 
 
+class Overflowing(CpuOps):
+    """Claims three overflows in the first epoch and two in the last."""
+
+    totals = 3, 3, 5
+
+    def __init__(self):
+        super().__init__()
+        self.read = iter(self.totals)
+
+    def skipped(self, state):
+        return next(self.read)
+
+    def loss_scale(self, state):
+        return 512.0, 7
+
+
+def test_an_epoch_says_how_many_of_its_steps_were_skipped(tiny, tmp_path, capsys):
+    records = []
+    run(tiny, tmp_path, network=new_network(ops=Overflowing()), record=records.append)
+    assert [record["skipped_steps"] for record in records] == [3, 0, 2]
+    assert [record["loss_scale"] for record in records] == [512.0] * 3
+    first, second, third = capsys.readouterr().out.splitlines()
+    said = ", {} steps skipped: a gradient overflowed, the loss scale is now 512"
+    assert said.format(3) in first
+    assert "skipped" not in second
+    assert third.endswith(said.format(2))
+
+
 def test_a_run_is_what_its_recipe_says(tiny):
     recipe = RECIPE.model_copy(update={"seed": 5, "shear": 3.0, "elastic": 1.5, "batch": 30})
     found = run_of_recipe(recipe, tiny.train)

@@ -101,6 +101,10 @@ class CpuOps:
             run, step, np.zeros(run.steps, self._dtype), np.zeros(run.steps, np.int64)
         )
 
+    def skipped(self, state: CpuRunState) -> int:
+        """0: precision is not mixed."""
+        return 0
+
     def loss_scale(self, state: CpuRunState) -> LossScale:
         """1: precision is not mixed."""
         return 1.0, 0

@@ -154,6 +154,10 @@ class CudaOps:
             self._state = RunState.upload(run, step, scaled, loss_scale, rank, ranks)
         return self._state
 
+    def skipped(self, state: RunState) -> int:
+        with translated("waiting for the GPU"):
+            return int(state.skipped[0])
+
     def loss_scale(self, state: RunState) -> LossScale:
         with translated("waiting for the GPU"):
             scale, steps = state.scale.tolist()

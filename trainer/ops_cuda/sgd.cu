@@ -109,12 +109,15 @@ extern "C" __global__ void find_overflow(const Update* __restrict__ table,
     if (!finite) *overflow = 1;  // all threads write the same value
 }
 
-// The end of a step, one thread: counts it and sets the scale of the next. growth_interval: steps
-// without overflow after which the scale is doubled, or 0 for never.
-extern "C" __global__ void end_step(int* step, float* scale, int* overflow, int growth_interval) {
+// The end of a step, one thread: counts it, among those skipped if it overflowed, and sets the
+// scale of the next. growth_interval: steps without overflow after which the scale is doubled, or 0
+// for never.
+extern "C" __global__ void end_step(int* step, float* scale, int* overflow, int* skipped,
+                                    int growth_interval) {
     ++*step;
     ++scale[1];
     if (*overflow) {
+        ++*skipped;
         scale[0] = fmaxf(scale[0] / 2, SMALLEST_SCALE);
         scale[1] = 0;
     } else if (growth_interval > 0 && scale[1] >= growth_interval) {

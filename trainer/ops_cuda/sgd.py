@@ -74,8 +74,8 @@ class FusedSgd:
     def end_step(self, state: RunState) -> None:
         """Count the step and set the loss scale of the next."""
         interval = GROWTH_INTERVAL if state.scaled else 0
-        arguments = (state.step, state.scale, state.overflow, np.int32(interval))
-        self._kernel("end_step")((1,), (1,), arguments)
+        counted = state.step, state.scale, state.overflow, state.skipped
+        self._kernel("end_step")((1,), (1,), (*counted, np.int32(interval)))
 
     def _kernel(self, name: str) -> Any:
         return self._kernels.get(_SOURCE, name, {"CHUNK": _CHUNK})

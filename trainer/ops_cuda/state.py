@@ -31,7 +31,7 @@ class RunState:
 
     `images` uint8 (size, 28, 28), `labels` uint8 (size,), `rates` and `losses` float32 (steps,),
     `correct` int32 (steps,), `step` int32 (1,), `scale` float32 (2,): the loss scale and the steps
-    since it changed, `overflow` int32 (1,).
+    since it changed, `overflow` int32 (1,), `skipped` int32 (1,): the steps that overflowed.
 
     `rows` of each batch, from `first_row` on, belong to this rank.
     """
@@ -48,6 +48,7 @@ class RunState:
     step: Any
     scale: Any
     overflow: Any
+    skipped: Any
 
     @classmethod
     def upload(
@@ -76,6 +77,7 @@ class RunState:
             step=cupy.full(1, step, cupy.int32),
             scale=cupy.asarray(first, cupy.float32),
             overflow=cupy.zeros(1, cupy.int32),
+            skipped=cupy.zeros(1, cupy.int32),
         )
 
     @property
@@ -86,7 +88,7 @@ class RunState:
     @property
     def changing(self) -> list[Any]:
         """The arrays that a step changes."""
-        return [self.losses, self.correct, self.step, self.scale, self.overflow]
+        return [self.losses, self.correct, self.step, self.scale, self.overflow, self.skipped]
 
     def download(
         self, start: int, stop: int, ranks: Ranks | None
