@@ -292,7 +292,7 @@ class Http1:
             return
         if head.known_length and 0 < len(section) <= _KNOWN_HEAD_BYTES:
             if len(self._head_cache) >= _KNOWN_HEADS:
-                self._head_cache.clear()
+                del self._head_cache[next(iter(self._head_cache))]
             self._head_cache[section] = head
         self._open(head)
 

@@ -23,14 +23,14 @@ written, and `failed` is set. What costs the server work without a request that 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import IntEnum
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from hpack import Decoder, HPACKError, OversizedHeaderListError
 
-from service.transport.http2_fields import Fields, is_field, list_bytes
+from service.transport.http2_fields import Fields, is_field, list_bytes, timeout_of
 
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 """The first bytes of a client."""
@@ -85,6 +85,9 @@ while they are decoded, and hardly any client sends so many."""
 
 _UPDATES_PER_FRAME = 4
 """Windows that a client may open for each DATA frame and each request without credit."""
+
+_SOME_NAME = b"\1"
+"""Begins a literal field with a name of the static table."""
 
 _KNOWN_BLOCKS = 512
 _KNOWN_BLOCK_BYTES = 2048
@@ -145,6 +148,10 @@ class Head(Protocol):
     """Announced length of the body in bytes, None if it has none."""
     once: bool
     """Whether it is not worth being remembered."""
+
+    def for_timeouts(self, fields: Fields) -> Callable[[bytes], Head] | None:
+        """Makes heads that differ in `grpc-timeout` alone; None if that does not matter."""
+        ...
 
 
 class Stream:
@@ -230,9 +237,11 @@ class Http2:
     Args:
         handler: gets requests.
         head_cache: heads by header block, shared by connections whose `Handler.read` is the same.
+            Where a block has a timeout, by its place and the rest of the block: what
+            `Head.for_timeouts` returned, the latest timeout and its head.
     """
 
-    def __init__(self, handler: Handler, head_cache: dict[bytes, Any]) -> None:
+    def __init__(self, handler: Handler, head_cache: dict[Any, Any]) -> None:
         self._handler, self.head_cache = handler, head_cache
         self.out: list[bytes] = []
         self.streams: dict[int, Stream] = {}
@@ -543,21 +552,13 @@ class Http2:
         if stream is not None or number <= self._last or not number & 1:
             self._other_headers(stream, number, ends, block)
             return
-        head = self.head_cache.get(block) if self._table_is_empty else None
-        if head is None:
-            fields = self._decode(block)
-            try:
-                head = self._handler.read(fields)
-            except Malformed:
-                self._last = number
-                self._spend()
-                self._write_reset(number, ErrorCode.PROTOCOL_ERROR)
-                return
-            small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
-            if self._table_is_empty and small and not head.once:
-                if len(self.head_cache) >= _KNOWN_BLOCKS:
-                    self.head_cache.clear()
-                self.head_cache[block] = head
+        try:
+            head = self._read_head(block)
+        except Malformed:
+            self._last = number
+            self._spend()
+            self._write_reset(number, ErrorCode.PROTOCOL_ERROR)
+            return
         self._last = number
         if self._final is not None:
             self._spend()
@@ -574,6 +575,49 @@ class Http2:
         stream.receiving = not ends
         self._updates += _UPDATES_PER_FRAME
         self._handler.opened(stream, head, ends)
+
+    def _read_head(self, block: bytes) -> Head:
+        """The head of a request, if possible without decoding it. Raises: Malformed."""
+        known, place = self.head_cache, None
+        key: Any = block
+        if self._table_is_empty:
+            if (head := known.get(block)) is not None:
+                return cast("Head", head)
+            if (place := timeout_of(block)) is not None:
+                # A client with deadlines may send another timeout with each call.
+                start, value, end = place
+                key, timeout = (start, block[:start] + block[end:]), block[value:end]
+                if (maker := known.get(key)) is not None:
+                    return self._with_timeout(maker, timeout)
+        fields = self._decode(block)
+        head = self._handler.read(fields)
+        small = len(block) <= _KNOWN_BLOCK_BYTES and len(fields) <= _KNOWN_FIELDS
+        if self._table_is_empty and small and not head.once:
+            make = place and self._is_field(block, start) and head.for_timeouts(fields)
+            if len(known) >= _KNOWN_BLOCKS:
+                del known[next(iter(known))]
+            if make:
+                known[key] = [make, timeout, head]
+            else:
+                known[block] = head
+        return head
+
+    def _with_timeout(self, maker: list[Any], timeout: bytes) -> Head:
+        """The head that `maker` makes for `timeout`, the latest one if that is equal."""
+        make, last_timeout, head = maker
+        if timeout != last_timeout:
+            ((_, value),) = self._decode(_SOME_NAME + timeout)
+            head = make(value)
+            maker[1:] = timeout, head
+        return cast("Head", head)
+
+    def _is_field(self, block: bytes, start: int) -> bool:
+        """Whether a field begins at `start` of a well-formed block without a table."""
+        try:
+            self._decoder.decode(block[:start], raw=True)
+        except HPACKError:  # in the middle of another one
+            return False
+        return True
 
     def _other_headers(self, stream: Stream | None, number: int, ends: bool, block: bytes) -> None:
         """Trailers, or headers where none may be."""

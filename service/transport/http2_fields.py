@@ -19,6 +19,10 @@ _OF_CONNECTIONS = frozenset(
 )
 """Fields that HTTP/2 has no use for: RFC 9113, 8.2.2."""
 
+_TIMEOUT_NAMES = (b"\x0cgrpc-timeout", b"\x89\x9a\xca\xc8\xb2MIOj\x7f")
+"""The name `grpc-timeout` with its length, as it is and in Huffman's code."""
+_TIMEOUT_BYTES = 10
+
 
 def is_value(value: bytes) -> bool:
     """Whether a field may have this value: RFC 9113, 8.2.1."""
@@ -35,6 +39,21 @@ def is_field(name: bytes, value: bytes) -> bool:
 def list_bytes(fields: Fields) -> int:
     """Size of a header list (RFC 9113, 6.5.2)."""
     return sum(len(name) + len(value) + _FIELD_BYTES for name, value in fields)
+
+
+def timeout_of(block: bytes) -> tuple[int, int, int] | None:
+    """Where `block` seems to have the field `grpc-timeout`: its begin, that of its value, its end.
+
+    It may be a part of another field.
+    """
+    for name in _TIMEOUT_NAMES:
+        start = block.find(name)
+        value = start + len(name)
+        if start > 0 and block[start - 1] in b"\0\x10@" and value < len(block):
+            size = block[value] & 127
+            if size <= _TIMEOUT_BYTES:
+                return start - 1, value, value + 1 + size
+    return None
 
 
 def literals(fields: Iterable[tuple[bytes, bytes]]) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 from service.errors import InvalidInput, ServiceError, shown
 from service.observe.ids import Ids
@@ -53,9 +54,7 @@ class Http2Head(RequestHead):
         pseudo, self.headers = _checked(fields[: MAX_FIELDS + len(_PSEUDO)])
         self.method = pseudo[b":method"]
         self.aim(pseudo.get(b":path", b""))
-        named: dict[str, str] = {}
-        for name, value in self.headers:
-            named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        named = _named(self.headers)
         self.length = _length(self.headers)
         self.expects_continue = named.get("expect", "").lower() == "100-continue"
         self.ids = Ids.read(named)
@@ -115,6 +114,33 @@ class Http2Head(RequestHead):
             self.wanted = method.read(named)
         except ServiceError as exc:
             self.error = without_frames(exc)
+
+    def for_timeouts(self, fields: Fields) -> Callable[[bytes], Http2Head] | None:
+        """Makes heads that differ in `grpc-timeout` alone; None if this is no accepted call."""
+        if self.error is not None or self.method_of_grpc is None:
+            return None
+        if sum(name == b"grpc-timeout" for name, _ in fields) != 1:
+            return None
+        return partial(self._with_timeout, _named(fields), self.method_of_grpc)
+
+    def _with_timeout(self, named: Mapping[str, str], method: Method, timeout: bytes) -> Http2Head:
+        if not is_value(timeout):
+            raise Malformed
+        head = Http2Head.__new__(Http2Head)  # copy.copy takes 5 us
+        head.__dict__.update(self.__dict__)
+        try:
+            head.wanted = method.read({**named, "grpc-timeout": timeout.decode("latin-1")})
+        except ServiceError as exc:
+            head.error = without_frames(exc)
+        return head
+
+
+def _named(fields: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The first value of each field."""
+    named: dict[str, str] = {}
+    for name, value in fields:
+        named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return named
 
 
 def _checked(fields: Fields) -> tuple[dict[bytes, bytes], list[tuple[bytes, bytes]]]:

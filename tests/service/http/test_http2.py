@@ -5,9 +5,13 @@ from __future__ import annotations
 import struct
 
 import pytest
+from hpack import Encoder
+from hypothesis import example, given
+from hypothesis import strategies as st
 
 from service.process.keys import Keys
 from service.transport.gate import Gate
+from service.transport.grpc import Method, timeout_s_of
 from service.transport.head import Head
 from service.transport.http2 import Http2
 from service.transport.http2_head import Http2Head
@@ -1275,6 +1279,104 @@ def test_a_request_with_two_values_for_one_field_is_refused(name):
     refusal = Http2Head((*POST, *fields, fields[0]), {}, {}, Gate()).answer
     assert refusal.status == 400
     assert f"{name}: got 2 fields, expected at most one" in refusal.body.decode()
+
+
+def test_a_block_that_sets_the_size_of_the_table_again_is_not_remembered():
+    client = Client()
+    client.feed(START + headers(NO_TABLE + block(path=b"/answer")), 1 << 20)
+    before = set(client.http2.head_cache)
+    client.feed(headers(b"\x3f\xe1\x1f" + block(path=b"/answer"), stream=3), 1 << 20)
+    assert client.heard[-1] == "3 end"
+    assert set(client.http2.head_cache) == before
+
+
+class Caller(Client):
+    """Notes what the heads of its calls say; `known` are the heads that connections share."""
+
+    def __init__(self, known=None):
+        super().__init__()
+        self.http2 = Http2(self, {} if known is None else known)
+        self.reads, self.found = 0, []
+        self.feed(START + ACKED, 1 << 20)
+
+    def call(self, *fields, coded=False):
+        """What the head of a call with `fields` says; in Huffman's code where `coded`."""
+        stream, encoder = self.http2._last + 2 | 1, Encoder()
+        encoder.header_table_size = 0
+        sent = NO_TABLE + block(*CALL, *fields, path=b"/a.B/C", method=b"POST")
+        if coded:
+            sent = encoder.encode((*POST[:2], (b":path", b"/a.B/C"), POST[3], *CALL, *fields))
+        self.found = []
+        self.feed(headers(sent, stream=stream), 1 << 20)
+        return self.found
+
+    def read(self, fields):
+        self.reads += 1
+        method = Method(lambda named: (named.get("x"), timeout_s_of(named)), None)
+        return Http2Head(fields, {}, {b"/a.B/C": method}, Gate())
+
+    def opened(self, stream, head, end):
+        self.found = [head.wanted if head.error is None else head.error.message]
+        self.http2.answer(stream, b"\x88", b"", None)
+
+
+@pytest.mark.parametrize("coded", [False, True], ids=["plain", "Huffman"])
+def test_heads_that_differ_in_their_timeout_are_read_once(coded):
+    client = Caller()
+    for x in (b"a", b"b"):
+        reads = client.reads
+        for timeout in (b"1S", b"999999u", b"1S", b"1S", b"20m", b"99999999n"):
+            seconds = timeout_s_of({"grpc-timeout": timeout.decode()})
+            found = client.call((b"x", x), (b"grpc-timeout", timeout), coded=coded)
+            assert found == [(x.decode(), seconds)]
+        assert client.reads <= reads + 2  # the first block announces the empty table
+    for timeout, expected in ((b"1", "grpc-timeout: got '1', expected"), (b" 1S", None)):
+        found = client.call((b"x", b"b"), (b"grpc-timeout", timeout), coded=coded)
+        assert [one[:30] for one in found] == ([expected[:30]] if expected else [])
+    assert client.call((b"x", b"b"), (b"grpc-timeout", b"2S"), coded=coded) == [("b", 2)]
+    assert len(client.http2.head_cache) <= 4
+
+
+TIMEOUT = b"\x0cgrpc-timeout"
+LIKE = [b"@" + TIMEOUT + b"\x021S", b"@" + TIMEOUT + b"\x022S", b"a", b"@", TIMEOUT + b"\x023S"]
+
+
+@given(
+    st.lists(
+        st.lists(
+            st.tuples(
+                st.sampled_from([b"x", b"grpc-timeout"]),
+                st.one_of(
+                    st.sampled_from([b"1S", b"2S"]),
+                    st.lists(st.sampled_from(LIKE), min_size=1, max_size=3).map(b"".join),
+                ),
+            ),
+            max_size=3,
+        ),
+        min_size=2,
+        max_size=6,
+    )
+)
+@example([[(b"x", like), (b"grpc-timeout", b"1S")] for like in LIKE[:2]])
+def test_a_known_head_is_that_of_its_fields_whatever_looks_like_a_timeout(calls):
+    client = Caller()
+    for fields in calls:
+        assert client.call(*fields) == Caller({}).call(*fields)
+
+
+def test_the_head_that_is_known_longest_gives_way_to_a_new_one():
+    client = Caller()
+    for number in range(512):
+        client.call((b"x", b"%d" % number))
+    reads = client.reads
+    client.call((b"x", b"511"))
+    client.call((b"x", b"0"))
+    assert client.reads == reads
+    client.call((b"x", b"new"))
+    client.call((b"x", b"511"))
+    assert client.reads == reads + 1
+    client.call((b"x", b"0"))
+    assert client.reads == reads + 2
 
 
 def test_each_request_without_its_key_is_counted_though_its_headers_are_known():

@@ -507,6 +507,9 @@ def test_few_header_sections_are_kept_and_none_that_is_large():
     for n in range(1500):
         reader.feed(post(b"a", b"X: %d" % n))
         assert 0 < len(reader.known) <= 512
+    reads = reader.route.reads
+    reader.feed(post(b"a", b"X: 1499"), post(b"a", b"X: 1000"))
+    assert reader.route.reads == reads, "the latest are known"
     reader.feed(post(b"a", b"X: " + b"a" * 5000))
     assert max(map(len, reader.known)) < 5000
 
