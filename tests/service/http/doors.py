@@ -192,7 +192,11 @@ class Running:
         self.clients = []
 
     async def open(self):
-        client = Client(*await asyncio.open_connection("localhost", self.port, ssl=self.tls))
+        name = "localhost" if self.tls else None
+        streams = await asyncio.open_connection(
+            "127.0.0.1", self.port, ssl=self.tls, server_hostname=name
+        )
+        client = Client(*streams)
         self.clients.append(client)
         return client
 

@@ -127,7 +127,7 @@ async def test_a_body_in_chunks_is_refused_at_the_chunk_that_passes_the_limit(li
 async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(
     listen, caplog, sent, known, one
 ):
-    async with listen(request_timeout_ms=60) as served:
+    async with listen(request_timeout_ms=300) as served:
         async with connect(served) as (reader, writer):
             if known:
                 writer.write(head(b"Content-Length: 784\r\n") + one)
@@ -138,7 +138,7 @@ async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(
         assert status == 408
         assert headers["connection"] == "close"
         assert error["code"] == "body_timeout"
-        assert f"body: got {len(sent)} bytes in 0.06 s" in error["message"]
+        assert f"body: got {len(sent)} bytes in 0.3 s" in error["message"]
         assert await served.requests("body_timeout") == 1
     assert quiet(caplog)
 
@@ -170,8 +170,8 @@ async def test_a_picture_is_answered_within_its_deadline_when_decoding_takes_lon
     served, one_slot, refusal, one
 ):
     for _ in range(3):
-        late = await served.post(LONG, FORM, x_request_timeout_ms="30")
-        assert "30 ms" in refusal(late, 504, "deadline_exceeded").message
+        late = await served.post(LONG, FORM, x_request_timeout_ms="300")
+        assert "300 ms" in refusal(late, 504, "deadline_exceeded").message
     assert await served.requests("deadline_exceeded") == 3
     assert (await served.post(one)).status_code == 200, "pixels need no decoder"
     assert (await served.post(seven(), PNG)).status_code == 200
@@ -292,7 +292,7 @@ async def test_a_large_answer_can_end_between_two_slices(listen, monkeypatch, im
                 writer.write(head(b"Content-Length: %d\r\n" % rows.nbytes) + rows.tobytes())
                 await asyncio.wait_for(begun.wait(), PATIENCE_S)
         else:
-            late = await served.post(rows.tobytes(), x_request_timeout_ms="200")
+            late = await served.post(rows.tobytes(), x_request_timeout_ms="1000")
             assert late.status_code == 504
         outcome = "cancelled" if leaves else "deadline_exceeded"
         async with asyncio.timeout(PATIENCE_S):

@@ -287,21 +287,24 @@ async def test_what_is_drained_after_an_early_answer_is_bounded(server):
         await send_on()
 
 
-async def test_the_body_of_a_refused_request_has_a_limited_time():
-    async with running(header_timeout_s=0.2) as server:
-        client = await server.open()
-        client.send(post(bytes(5000), b"/fast?x=1")[:-4000])
+def test_the_body_of_a_refused_request_has_a_limited_time(run_virtually):
+    async def main(_):
+        async with running(header_timeout_s=0.2) as server:
+            client = await server.open()
+            client.send(post(bytes(5000), b"/fast?x=1")[:-4000])
 
-        async def trickle():
-            while True:
-                client.send(b"a")
-                await client.writer.drain()
-                await asyncio.sleep(0.02)
+            async def trickle():
+                while True:
+                    client.send(b"a")
+                    await client.writer.drain()
+                    await asyncio.sleep(0.02)
 
-        trickling = asyncio.create_task(trickle())
-        status, headers, _ = await client.answer()
-        trickling.cancel()
-        assert (status, headers["connection"]) == (400, "close")
+            trickling = asyncio.create_task(trickle())
+            status, headers, _ = await client.answer()
+            trickling.cancel()
+            assert (status, headers["connection"]) == (400, "close")
+
+    run_virtually(main)
 
 
 async def test_a_client_that_ends_its_data_within_a_refused_body_gets_the_refusal(server):
@@ -341,34 +344,40 @@ async def test_a_body_over_the_limit_is_refused_where_it_passes_it(server):
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"G", GET[:-2]])
 @pytest.mark.parametrize("used", [False, True])
-async def test_headers_that_do_not_end_are_given_up(sent, used):
-    async with running(header_timeout_s=0.1, keep_alive_s=60.0) as server:
-        client = await server.open()
-        if used:
-            client.send(GET)
-            assert (await client.answer())[0] == 200
-        client.send(sent)
-        if used and sent in (b"", b"\r\n"):  # idle, and that is allowed
-            await asyncio.sleep(0.3)
-            client.send(GET)
-            assert (await client.answer())[0] == 200
-        else:
-            with pytest.raises((ConnectionError, AssertionError)):
-                assert await client.rest()
+def test_headers_that_do_not_end_are_given_up(run_virtually, sent, used):
+    async def main(_):
+        async with running(header_timeout_s=0.1, keep_alive_s=60.0) as server:
+            client = await server.open()
+            if used:
+                client.send(GET)
+                assert (await client.answer())[0] == 200
+            client.send(sent)
+            if used and sent in (b"", b"\r\n"):  # idle, and that is allowed
+                await asyncio.sleep(0.3)
+                client.send(GET)
+                assert (await client.answer())[0] == 200
+            else:
+                with pytest.raises((ConnectionError, AssertionError)):
+                    assert await client.rest()
+
+    run_virtually(main)
 
 
-async def test_slow_headers_do_not_gain_time_by_coming_byte_by_byte():
-    async with running(header_timeout_s=0.1) as server:
-        client = await server.open()
+def test_slow_headers_do_not_gain_time_by_coming_byte_by_byte(run_virtually):
+    async def main(_):
+        async with running(header_timeout_s=0.1) as server:
+            client = await server.open()
 
-        async def trickle():
-            for byte in GET[:-2] * 1000:
-                client.send(bytes([byte]))
-                await client.writer.drain()
-                await asyncio.sleep(0.01)
+            async def trickle():
+                for byte in GET[:-2] * 1000:
+                    client.send(bytes([byte]))
+                    await client.writer.drain()
+                    await asyncio.sleep(0.01)
 
-        with pytest.raises(ConnectionError):
-            await asyncio.wait_for(trickle(), PATIENCE_S)
+            with pytest.raises(ConnectionError):
+                await trickle()
+
+    run_virtually(main)
 
 
 async def test_large_headers_count_in_the_budget_while_they_arrive(server):
@@ -482,12 +491,15 @@ async def test_what_several_connections_sent_is_parsed_for_one_in_a_turn(server,
     assert len(set(turns)) == len(turns)
 
 
-async def test_an_idle_connection_is_closed_after_its_time():
-    async with running(keep_alive_s=0.1) as server:
-        client = await server.open()
-        client.send(GET)
-        assert (await client.answer())[0] == 200
-        assert await client.rest() == b""
+def test_an_idle_connection_is_closed_after_its_time(run_virtually):
+    async def main(_):
+        async with running(keep_alive_s=0.1) as server:
+            client = await server.open()
+            client.send(GET)
+            assert (await client.answer())[0] == 200
+            assert await client.rest() == b""
+
+    run_virtually(main)
 
 
 @pytest.mark.parametrize("tls", ["TLS"], indirect=True)
@@ -609,12 +621,11 @@ async def test_a_client_that_does_not_read_on_is_given_up_at_its_time():
 
 def test_a_slow_reader_gets_everything_in_order_before_the_close(tls):
     async def read():
-        async with running(tls, write_timeout_s=0.5) as server:
+        async with running(tls) as server:
             client = await server.open()
             last = post(b"last", b"/fast", b"Connection: close")
             client.send(GET.replace(b"/ ", b"/huge ", 1) + post(b"after") + last)
-            await asyncio.sleep(0.2)
-            assert server.door.budget.held_bytes > len(HUGE) / 2
+            await until(lambda: server.door.budget.held_bytes > len(HUGE) / 2)
             status, _, body = await client.answer()
             assert (status, len(body)) == (200, len(HUGE))
             assert [(await client.answer())[2] for _ in range(2)] == [b"after", b"last"]
@@ -808,22 +819,26 @@ async def test_a_fault_of_our_own_is_a_500_and_logged(server, caplog, monkeypatc
     assert "planted" in caplog.text
 
 
-async def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_next_request(
-    server,
+def test_a_stop_closes_idle_connections_at_once_and_busy_ones_after_their_next_request(
+    run_virtually,
 ):
-    idle, busy = await server.open(), await server.open()
-    for client in (idle, busy):
-        client.send(GET)
-        assert (await client.answer())[0] == 200
-    await asyncio.sleep(0.25)
-    busy.send(GET)
-    assert (await busy.answer())[0] == 200
-    server.stop()
-    assert await idle.rest() == b""
-    busy.send(GET)  # it could not know
-    status, headers, _ = await busy.answer()
-    assert (status, headers["connection"]) == (200, "close")
-    assert await busy.rest() == b""
+    async def main(_):
+        async with running() as server:
+            idle, busy = await server.open(), await server.open()
+            for client in (idle, busy):
+                client.send(GET)
+                assert (await client.answer())[0] == 200
+            await asyncio.sleep(0.25)
+            busy.send(GET)
+            assert (await busy.answer())[0] == 200
+            server.stop()
+            assert await idle.rest() == b""
+            busy.send(GET)  # it could not know
+            status, headers, _ = await busy.answer()
+            assert (status, headers["connection"]) == (200, "close")
+            assert await busy.rest() == b""
+
+    run_virtually(main)
 
 
 async def test_a_half_closed_client_of_http_1_0_gets_no_interim_answer(server):

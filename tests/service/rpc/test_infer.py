@@ -129,10 +129,10 @@ async def test_only_large_typed_messages_wait_for_a_decoder(running, images, bus
 
 
 async def test_the_call_ends_in_time_when_no_decoder_is_free(start_grpc, busy_decoder):
-    async with start_grpc(timeout_s=0.05) as running, running.connect(max_images=100) as stub:
+    async with start_grpc(timeout_s=0.5) as running, running.connect(max_images=100) as stub:
         with busy_decoder(running):
             code, _, details = await failure(stub.ModelInfer(typed(90)))
-            assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 50 ms")
+            assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 500 ms")
             assert running.requests("deadline_exceeded") == 1
 
 
@@ -159,11 +159,11 @@ async def busy(running):
 
 
 async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_request):
-    code, _, _ = await failure(stub.ModelInfer(raw_request(), timeout=0.1))
+    code, _, _ = await failure(stub.ModelInfer(raw_request(), timeout=1))
     assert code is grpc.StatusCode.DEADLINE_EXCEEDED
     await until(lambda: busy.requests("deadline_exceeded") + busy.requests("cancelled"))
     (timeout_s,) = busy.models.timeouts_s
-    assert 0 < timeout_s < 0.2  # the header carries it rounded up
+    assert 0 < timeout_s < 1.1  # the header carries it rounded up
     # Whichever comes first, our timer or gRPC's: one outcome, no row left behind.
     assert busy.requests("deadline_exceeded") + busy.requests("cancelled") == 1
     assert dropped_rows(busy) == 5
@@ -171,11 +171,11 @@ async def test_the_call_s_own_deadline_counts_when_it_has_one(stub, busy, raw_re
 
 @pytest.mark.parametrize("kind", ["int64_param", "uint64_param"])
 async def test_a_timeout_of_the_request_counts_as_its_deadline(stub, busy, raw_request, kind):
-    request = raw_request(parameters={"timeout": Parameter(**{kind: 100_000})})
+    request = raw_request(parameters={"timeout": Parameter(**{kind: 500_000})})
     code, _, details = await failure(stub.ModelInfer(request))
-    assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 100 ms")
+    assert (code, details) == (grpc.StatusCode.DEADLINE_EXCEEDED, "no answer within 500 ms")
     (timeout_s,) = busy.models.timeouts_s
-    assert 0 < timeout_s <= 0.1
+    assert 0 < timeout_s <= 0.5
     assert busy.requests("deadline_exceeded") == 1
 
 

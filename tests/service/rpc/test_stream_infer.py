@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.service.http.doors import until
 from tests.service.rpc.conftest import client
 from tests.service_process import PATIENCE_S
 
@@ -97,12 +98,9 @@ async def test_requests_of_a_client_that_leaves_are_cancelled(stub, running, raw
     call = stub.ModelStreamInfer()
     for _ in range(3):
         await call.write(raw_request(1))
-    await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
-    await asyncio.sleep(0.1)
+    await until(lambda: len(running.models.timeouts_s) == 3)
     call.cancel()
-    async with asyncio.timeout(PATIENCE_S):
-        while running.requests("cancelled") < 3:  # noqa: ASYNC110
-            await asyncio.sleep(0.01)
+    await until(lambda: running.requests("cancelled") == 3)
     running.models.gate.set()
     assert (await stub.ModelInfer(raw_request(1))).model_name == "tiny"
     assert not caplog.records
@@ -119,9 +117,8 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(
             await stream.write(raw_request(1, id=str(number)))
         if ended:
             await stream.done_writing()
-        await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
-        await asyncio.sleep(0.1)
-        stopping = asyncio.create_task(stub.server.stop(5.0))
+        await until(lambda: len(running.models.timeouts_s) == 5)
+        stopping = asyncio.create_task(stub.server.stop(PATIENCE_S))
         await asyncio.sleep(0.3)
         running.models.gate.set()
         for number in range(5):
@@ -169,13 +166,15 @@ async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(ru
 
 async def fill(stream, raw_request):
     """Write requests and read no answers until no more are taken: their number, the last write."""
-    sent, stalled = 0, False
-    while not stalled:
-        assert sent < 20_000, "the server reads on"
-        sent += 1
+    for sent in range(1, 20_000):
         writing = asyncio.ensure_future(stream.write(raw_request(5, id=f"{sent:0128}")))
-        _, stalled = await asyncio.wait([writing], timeout=1)
-    return sent, writing
+        for _ in range(1000):  # turns of the event loop, which is the server's, too
+            if writing.done():
+                break
+            await asyncio.sleep(0.001)
+        else:
+            return sent, writing
+    raise AssertionError("the server reads on")
 
 
 async def test_a_client_that_does_not_read_is_read_no_further(running, raw_request):
