@@ -33,7 +33,6 @@ from benchmarks.timing import percentile
 
 _DISTRIBUTIONS = ("lenet-serve", "uvicorn", "uvloop", "numpy")
 _PAUSE_S = 0.001
-_WARM_UP_S = 3.0
 _REFUSED_S = 0.2
 """A client waits so long after a refusal; `Retry-After` asks for more."""
 
@@ -111,7 +110,6 @@ def _measure(server: Server, kind: Kind, options: argparse.Namespace) -> dict[st
     for _ in range(options.rounds):
         quiet = _latencies_ms(server, options)
         with _sending(server, kind) as (served, others):
-            time.sleep(_WARM_UP_S)
             beside = _latencies_ms(server, options)
             answered, refused = answered + served.value, refused + others.value
         for name, times in (("quiet", quiet), ("beside", beside)):
@@ -164,7 +162,11 @@ def _latencies_ms(server: Server, options: argparse.Namespace) -> list[float]:
 
 @contextlib.contextmanager
 def _sending(server: Server, kind: Kind) -> Iterator[tuple[Synchronized[int], Synchronized[int]]]:
-    """Send the body again and again; how many were answered, with 200 or an error, and refused."""
+    """Send the body again and again, from the first answer on.
+
+    Yields:
+        How many were answered, with 200 or an error, and refused.
+    """
     context = multiprocessing.get_context("spawn")
     served, refused = context.Value("i"), context.Value("i")
     name = next(name for name, one in KINDS.items() if one is kind)
@@ -175,6 +177,8 @@ def _sending(server: Server, kind: Kind) -> Iterator[tuple[Synchronized[int], Sy
     for client in clients:
         client.start()
     try:
+        while not served.value and not refused.value and any(one.is_alive() for one in clients):
+            time.sleep(_PAUSE_S)
         yield served, refused
     finally:
         for client in clients:

@@ -289,7 +289,15 @@ def test_no_request_that_was_read_is_lost_when_it_stops_under_load(
     clients = [Client(service.port, REQUESTS[kind]) for _ in range(CLIENTS[kind])]
     others = [Http2Client(service.grpc_port), Http2Client(service.grpc_port)]
     caller = GrpcClient(service.grpc_port)
-    time.sleep(0.3 + index % 10 * 0.007)  # at different moments of their requests
+    ended_s = time.monotonic() + PATIENCE_S
+    while (
+        sum(client.answered.total() for client in clients) <= 50
+        or any(client.answered <= 50 for client in others)
+        or caller.answered <= 10
+    ):
+        assert time.monotonic() < ended_s, "they are not answered"
+        time.sleep(0.01)
+    time.sleep(index % 10 * 0.007)  # at different moments of their requests
     service.signal()
     code = service.wait()
     took_s = service.stopped_after_s()
@@ -308,12 +316,9 @@ def test_no_request_that_was_read_is_lost_when_it_stops_under_load(
     # each worker. 16 clients met 4 resets where the queue was not emptied before (2026-11-22).
     assert sum(len(client.cut) for client in clients) <= workers
     assert not any(client.wrong for client in clients)
-    assert answered.total() > 50
     for client in others:
         assert client.lost == []
-        assert client.answered > 50
     assert sum(client.cut for client in others) <= workers
     assert caller.ended is grpc.StatusCode.UNAVAILABLE
-    assert caller.answered > 10
     assert "Traceback" not in service.log
     assert "ERROR" not in service.log

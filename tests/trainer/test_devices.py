@@ -1,5 +1,4 @@
 import threading
-import time
 
 import pytest
 
@@ -100,13 +99,12 @@ def test_an_interruption_lets_every_rank_stop_by_itself_also_while_it_chooses_en
     assert len(gpus.closed) == 2
 
 
-def test_a_rank_that_does_not_stop_is_aborted_within_five_seconds(fake_gpus, monkeypatch):
+def test_a_rank_that_does_not_stop_is_aborted(fake_gpus, monkeypatch):
+    monkeypatch.setattr(devices, "_STOP_TIMEOUT_S", 0.1)
     gpus = fake_gpus(2)
     work = Together(3, None, None)
     monkeypatch.setattr(devices, "wait", Interrupted(work.all_at_once))
-    started = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         on_devices(recipe_on("cuda"), 2, work)
-    assert time.monotonic() - started < 5
     assert [ranks.aborted.is_set() for ranks in gpus.ranks] == [True, True]
     assert len(gpus.closed) == 2
