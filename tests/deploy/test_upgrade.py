@@ -20,7 +20,7 @@ import pytest
 from benchmarks.grpc_stub import Stub
 from lenet.model import Model
 from service.forms import open_inference_pb2 as pb
-from tests.deploy.proxies import Certificates, Instances, envoy, nginx
+from tests.deploy.proxies import PROXIES, Certificates, Instances
 from tests.service_process import PATIENCE_S, PROGRAM
 
 pytestmark = pytest.mark.process
@@ -92,7 +92,7 @@ def over_grpc(port, credentials, key):
     return ask
 
 
-@pytest.mark.parametrize("proxy", [nginx, envoy])
+@pytest.mark.parametrize("proxy", PROXIES)
 def test_no_request_is_lost_when_two_instances_behind_a_proxy_are_replaced(
     proxy, tmp_path, random_weights, tiny
 ):
