@@ -270,6 +270,11 @@ def test_a_context_validates_other_weights_and_switches_between_both(random_weig
         assert answer(context, images).tobytes() == before
 
 
+@pytest.mark.states(
+    "metrics",
+    "on a GPU: `lenet_graph_replays_total`: hit; `lenet_padding_rows_total`",
+    found="batches that were launched: each replayed a graph, and had at least its images",
+)
 @pytest.mark.parametrize("rows", [1, 8, 100])
 def test_a_batch_launched_by_another_thread_answers_as_one_that_is_waited_for(random_weights, rows):
     images = np.random.default_rng(8).integers(0, 256, (rows, 28, 28), np.uint8)
@@ -392,6 +397,11 @@ def test_a_profiled_backend_launches_nothing_by_itself(random_weights):
         assert plan.launch([np.zeros((1, 28, 28), np.uint8)] * 2) is None
 
 
+@pytest.mark.states(
+    "metrics",
+    "on a GPU: `lenet_device_duration_seconds`: one batch in sixteen",
+    found="times that are there, of 48 batches",
+)
 def test_one_batch_in_sixteen_is_timed_by_the_device(random_weights):
     with opened("fp16") as backend:
         plan = backend.plan(random_weights("lenet"), 4)
@@ -432,6 +442,11 @@ def test_a_network_too_large_for_the_device_does_not_fit_into_its_memory(random_
         backend.plan(random_weights(wide), 1 << 20)  # 181 GB behind the convolution
 
 
+@pytest.mark.states(
+    "metrics",
+    "on a GPU: `lenet_workspace_bytes`, a part of `lenet_device_bytes`",
+    found="the 32 MiB that cuBLAS is given",
+)
 def test_cublas_takes_its_workspace_when_a_hidden_layer_has_many_rows(random_weights):
     with opened("fp16") as backend:
         backend.plan(random_weights("mlp"), 16)

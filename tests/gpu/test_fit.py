@@ -104,6 +104,11 @@ def test_a_run_that_diverges_names_the_step_and_where_it_began(fit, precision, c
     assert re.search(r"first in (conv|dense)\d\S*('s (output|gradient))? at step \d+", said)
 
 
+@pytest.mark.states(
+    "training",
+    "on a GPU: validation accuracy of the last line, in each precision",
+    found="the network and its file on the validation images, also by the float64 reference",
+)
 @pytest.mark.parametrize("precision", ["fp32", "tf32", "mixed"])
 @pytest.mark.parametrize("model", ARCHITECTURES)
 def test_the_accuracy_printed_last_is_that_of_the_network_and_of_its_file(

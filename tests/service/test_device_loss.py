@@ -195,6 +195,11 @@ def until_lost(service):
     assert_unavailable(answer)
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_device_losses_total`: sticky",
+    found="a fault that the test injected once",
+)
 def test_a_worker_that_lost_its_device_is_replaced_while_the_other_answers(start):
     service = start("--workers", "2", "--fault-injection").ready(workers=2)
     struck, other = service.started_workers()

@@ -55,6 +55,11 @@ def until_counted(service, requests):
     return found
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_worker_deaths_total`; `lenet_workers` after a death",
+    found="a worker that the test killed",
+)
 def test_workers_count_together_and_a_killed_one_is_replaced_and_its_live_gauges_vanish(start_two):
     service = start_two().ready(workers=2)
     for _ in range(40):

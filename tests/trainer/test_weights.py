@@ -28,6 +28,12 @@ LEAST = {
 """The accuracy below which a file of an architecture is not worth shipping."""
 
 
+@pytest.mark.states(
+    "documents",
+    "weights/README.md: accuracy, wrong images, digests, commands; the accuracy in each file, "
+    "which is that of `/info`",
+    found="the 10,000 MNIST test images, classified by the file; the digest of its bytes",
+)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(WEIGHTS)))
 def test_a_weight_file_is_as_accurate_as_it_and_its_card_say(path, mnist_folder):
     weights, dataset = WeightFile.read(path), load(mnist_folder)

@@ -24,3 +24,9 @@ def test_every_test_of_statements_has_its_row():
     for path in (ROOT / "tests").rglob("test_statements.py"):
         for test in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE):
             assert (str(path.relative_to(ROOT)), test) in rows, "mark it with pytest.mark.states"
+
+
+def test_every_metric_has_a_row():
+    said = " ".join(row.text for row in marked() if row.subject == "metrics")
+    for name in re.findall(r"`((?:lenet|process)_\w+)`", PAGES["reference/metrics.md"]()):
+        assert f"`{name}`" in said, "find its value otherwise, in a test"

@@ -251,6 +251,11 @@ def reads(monkeypatch):
     Reads.go.set()
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_reloads_total`: ok; log: how many were replaced, unchanged, refused",
+    found="a newer file that answers afterwards, beside one that did not change",
+)
 async def test_the_highest_version_replaces_the_served_one_and_the_log_says_so(
     engine, write, caplog
 ):

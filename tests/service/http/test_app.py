@@ -443,6 +443,11 @@ async def test_a_timeout_is_milliseconds_and_anything_else_a_400(served, refusal
         assert "from 1 to 3600000" in error.message
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_rows_dropped_total`: late",
+    found="images of a request whose deadline passed behind a batch that was held",
+)
 async def test_a_request_that_waits_too_long_is_a_504_and_its_rows_are_dropped(
     served, hold, refusal, one
 ):
@@ -827,6 +832,11 @@ async def test_head_has_the_headers_of_get_and_no_body(open_app):
         assert (await served.client.head("/predict")).status_code == 405
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_connections_refused_total`",
+    found="connections of clients that were closed at once",
+)
 async def test_connections_beyond_the_limit_are_counted_and_logged_once_a_minute(open_app, caplog):
     async with open_app() as served:
         assert await served.value("lenet_connections_refused_total") == 0

@@ -242,6 +242,11 @@ async def test_work_ends_early_after_its_deadline(pool, monkeypatch):
     assert isinstance(replies[1], ServiceError), "and not all of its images"
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_decoder_ends_total`: cancelled",
+    found="a job that was cancelled in a step that cannot be interrupted",
+)
 async def test_a_step_that_cannot_be_interrupted_is_killed(pool, monkeypatch):
     monkeypatch.setattr(decoders, "_LEAST_RUN_S", 0.1)
     await decode_by(pool, body(PNG), seven(), PATIENCE_S)
@@ -379,6 +384,11 @@ async def test_work_is_refused_when_too_much_waits(pool, monkeypatch):
 # Processes
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_decoder_ends_total`: idle",
+    found="the process ids that are left",
+)
 async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
     monkeypatch.setattr(decoders, "_IDLE_S", 0.2)
     async with open_pool() as pool:
@@ -391,6 +401,11 @@ async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
         await decode_by(pool, body(PNG), seven(), PATIENCE_S)
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_decoder_ends_total`: died",
+    found="a process that the test killed",
+)
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog):
     await decode_by(pool, body(PNG), seven(), PATIENCE_S)

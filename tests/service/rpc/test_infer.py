@@ -179,6 +179,11 @@ async def test_a_timeout_of_the_request_counts_as_its_deadline(stub, busy, raw_r
     assert busy.requests("deadline_exceeded") == 1
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_rows_dropped_total`: cancelled",
+    found="images of a call that its client cancelled behind a batch that was held",
+)
 async def test_waiting_rows_are_dropped_when_the_client_cancels(stub, busy, raw_request, caplog):
     call = stub.ModelInfer(raw_request())
     await asyncio.wait_for(busy.models.entered.wait(), PATIENCE_S)
