@@ -183,7 +183,7 @@ class Settings(BaseSettings):
     http://collector:4318/v1/traces. Without it there are none. Needs the extra otel."""
 
     traces_one_in: NonNegativeInt = 100
-    """One in so many requests whose callers say nothing about it is traced; 0 is none."""
+    """Of the requests whose caller has not decided it, one in this many is traced; 0: none."""
 
     traces_slower_ms: NonNegativeInt = 0
     """A request that takes longer is traced in any case, as is one that fails by our own fault; 0
