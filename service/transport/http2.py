@@ -70,7 +70,8 @@ _FREE_LIST_BYTES = 4096
 each so many bytes, and one for each `_FIELDS_OF_A_CREDIT`: 480 small fields take 2 ms."""
 _FIELDS_OF_A_CREDIT = 16
 _TINY_BYTES = 16
-"""DATA frames below this size cost credit unless they end the request."""
+"""DATA frames below this size cost credit where nobody waits for them. Those of a request cost it
+only if they are empty: some clients send a body value by value."""
 
 _FRAMES_AT_ONCE = 128
 _FRAMES_OF_A_REQUEST = 4
@@ -467,7 +468,7 @@ class Http2:
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
-        if size < _TINY_BYTES and not (end and stream is not None):
+        if (size < _TINY_BYTES) if stream is None else not (size or end):
             self._spend()
         self._give_back(length - size if stream is not None else length)
         self._data = stream, size, padding, end

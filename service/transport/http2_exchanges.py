@@ -265,7 +265,7 @@ class Http2Exchanges:
             if end and not exchange.may_give_way:
                 self.door.open_streams.go_on(exchange)
             exchange.data(data, end)
-            if not end:
+            if not end and exchange not in self._waiting[-1:]:
                 self._waiting.append(exchange)
         except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
             self._crash(exchange)

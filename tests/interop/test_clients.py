@@ -275,6 +275,21 @@ def test_httpx_over_http_2(serving):
         check_http(ask)
 
 
+def test_httpx_over_http_2_with_a_body_that_comes_value_by_value(serving):
+    def body():
+        for before in ('{"images":[[', "],["):
+            yield before.encode()
+            for number, value in enumerate(SEVEN.ravel().tolist()):
+                yield b",%d" % value if number else b"%d" % value
+        yield b"]]}"
+
+    with httpx.Client(http1=False, http2=True, timeout=30) as client:
+        url = f"http://127.0.0.1:{serving.port}/predict"
+        answer = client.post(url, content=body(), headers={"content-type": "application/json"})
+    assert answer.status_code == 200, answer.text
+    assert [one["label"] for one in answer.json()["predictions"]] == [7, 7]
+
+
 def test_curl_over_http_2(serving, tmp_path):
     curl = shutil.which("curl") or pytest.skip("curl is not installed")
     if "HTTP2" not in run([curl, "--version"]):

@@ -1007,13 +1007,10 @@ FLOODS = {
     "10.5 unknown frames": (frame(0x16) * 1001, "", CALM),
     "10.5 GOAWAY": (frame(GOAWAY, 0, 0, bytes(8)) * 1001, "", CALM),
     "10.5 empty DATA": (post() + data() * 1001, OPEN, CALM_1),
-    "10.5 DATA of 15 bytes": (
-        post() + data(1, bytes(15)) * 1000,
-        *(f"{OPEN}, 1 data 14985", CALM_1),
-    ),
-    "10.5 DATA of 16 bytes": (
-        post() + data(1, bytes(16)) * 1100,
-        *(f"{OPEN}, 1 data 17600", ""),
+    "10.5 a body byte by byte": (post() + data(1, b"a") * 2000, f"{OPEN}, 1 data 2000", ""),
+    "10.5 a body byte by byte on a reset stream": (
+        post(1, length(0)) + data(1, b"a") * 1000,
+        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
     ),
     "10.5 padded DATA": (
         post() + data(1, b"\0" + bytes(16), PADDED) * 1000,
@@ -1183,12 +1180,12 @@ def test_frames_do_what_their_row_says_in_one_piece_and_byte_by_byte(sent, heard
         ping(),
         settings((WINDOW, 1)),
         update(),
-        data(payload=b"a"),
+        data(),
         frame(PRIORITY, 0, 1, bytes(5)),
         frame(GOAWAY, 0, 0, bytes(8)),
         b"".join(post(stream) + reset(stream) for stream in range(3, 83, 2)),
     ],
-    ids=["PING", "SETTINGS", "WINDOW_UPDATE", "tiny DATA", "PRIORITY", "GOAWAY", "resets"],
+    ids=["PING", "SETTINGS", "WINDOW_UPDATE", "empty DATA", "PRIORITY", "GOAWAY", "resets"],
 )
 def test_a_connection_rests_between_frames_that_ask_for_nothing(sent):
     client = Client()
