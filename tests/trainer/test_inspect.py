@@ -88,7 +88,7 @@ def test_the_command_prints_the_outline_without_a_gpu_and_the_report_with_one(
     assert first == "mlp, mixed, one step of 32 images"
     assert "\n".join(rows) == outline(named("mlp"), 32, "mixed")
     assert last.startswith("engines, workspaces and times need a GPU: no usable GPU was found")
-    monkeypatch.setattr("trainer.devices.devices", lambda: 1)
+    monkeypatch.setattr("trainer.devices.check_gpu", lambda _device: None)
     monkeypatch.setattr(commands, "measure", lambda *asked: f"measured {asked[1:]}")
     assert run(["inspect"], {}) == 0
     assert capsys.readouterr().out.splitlines()[1] == "measured (256, 'mixed')"
