@@ -135,9 +135,13 @@ def quantiles_ms(seconds, *shares):
 
 
 class Pinger:
-    """Single images on one kept connection, checked and timed, between the steps of a test."""
+    """Single images on one kept connection, checked and timed, between the steps of a test.
 
-    def __init__(self, port, image, expected, accept=b"Accept: " + RAW):
+    `clock`: seconds, `time.monotonic` or those that the service has worked.
+    """
+
+    def __init__(self, port, image, expected, accept=b"Accept: " + RAW, clock=time.monotonic):
+        self._clock = clock
         self._connection = Connection(port)
         self._message = request(image.tobytes(), accept)
         self._expected = expected
@@ -151,10 +155,10 @@ class Pinger:
         self._connection.socket.close()
 
     def once(self):
-        began_s = time.monotonic()
+        began_s = self._clock()
         self._connection.send(self._message)
         answer = self._connection.answer()
-        self.times_s.append(time.monotonic() - began_s)
+        self.times_s.append(self._clock() - began_s)
         self.statuses.append(answer.status)
         if answer.status == 200:
             found = np.frombuffer(answer.body, "<f4").reshape(-1, 10)

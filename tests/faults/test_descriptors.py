@@ -22,6 +22,7 @@ from benchmarks.grpc_stub import Stub
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
 from service.process.descriptors import LEAST, LEAST_PER_WORKER
+from tests.faults.checks import cpu_s, until
 from tests.service_process import PATIENCE_S, PROGRAM
 
 
@@ -36,11 +37,6 @@ def limited(number):
 
 def descriptors(pid):
     return len(list(Path(f"/proc/{pid}/fd").iterdir()))
-
-
-def cpu_s(pid):
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def picture():
@@ -140,13 +136,6 @@ def test_connections_beyond_the_descriptors_are_closed_and_nothing_else(start):
     service.signal()
     assert service.wait() == ExitCode.STOPPED
     assert "Traceback" not in service.log
-
-
-def until(condition):
-    deadline_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 @pytest.mark.parametrize(

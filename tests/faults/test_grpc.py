@@ -13,6 +13,7 @@ import ssl
 import struct
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -23,7 +24,7 @@ from service.forms import open_inference_pb2 as pb
 from service.transport.http2 import MAX_STREAMS
 from service.transport.streams import MAX_OPEN_STREAMS
 from tests.faults import http2
-from tests.faults.checks import SETTLE_S, resident_bytes, samples, total
+from tests.faults.checks import loop_s, resident_bytes, samples, total, until
 from tests.faults.clients import Pinger
 from tests.service.test_every_route import Certificates
 from tests.service_process import PATIENCE_S, grpc_call
@@ -84,8 +85,7 @@ async def statuses(channels, count, content, timeout_s=120, compression=None):
 
 
 def counted(service):
-    """Requests over gRPC by outcome, as /metrics has them after the next flush."""
-    time.sleep(1.1)  # metrics are flushed each second
+    """Requests over gRPC by outcome, as /metrics has them; they are flushed each second."""
     found = collections.Counter()
     for outcome, count in re.findall(
         r'^lenet_requests_total\{.*outcome="(\w+)",protocol="grpc".*\} (\S+)$',
@@ -97,7 +97,7 @@ def counted(service):
 
 
 class Watch:
-    """The memory of a service and the time that /healthz takes, meanwhile."""
+    """The memory of a service and what its event loop does before /healthz is answered."""
 
     def __init__(self, service):
         self._service = service
@@ -121,8 +121,8 @@ class Watch:
         return 1024 * int(re.search(r"VmRSS:\s+(\d+) kB", status)[1])
 
     def grown_after(self, limit_bytes):
-        """Bytes by which it has grown, after up to 5 s in which they come below `limit_bytes`."""
-        until_s = time.monotonic() + 5
+        """Bytes by which it has grown, at best below `limit_bytes` after a while."""
+        until_s = time.monotonic() + PATIENCE_S
         while (grown := self.resident() - self.before) > limit_bytes:
             if time.monotonic() > until_s:
                 break
@@ -135,9 +135,9 @@ class Watch:
 
     def _health(self):
         while not self._over.wait(0.02):
-            began_s = time.monotonic()
+            began_s = loop_s(self._service)
             assert self._service.get("/healthz")[0] == 200
-            self.slowest_s = max(self.slowest_s, time.monotonic() - began_s)
+            self.slowest_s = max(self.slowest_s, loop_s(self._service) - began_s)
 
 
 async def test_memory_is_bounded_when_many_large_messages_come_at_once(start):
@@ -155,9 +155,7 @@ async def test_memory_is_bounded_when_many_large_messages_come_at_once(start):
             # (20 ms each), three copies of one, and two messages in the queue of images. Measured
             # 205 to 306 MB in all on two shared cores, 2026-11-22; 1,500 MB without admission.
             assert watch.peak - watch.before < BUDGET_BYTES + 200 * MB
-            # 0.2 to 0.6 s measured with little other work on both cores, 1.6 with ten busy
-            # processes; 1.8 to 4.3 s without admission.
-            assert watch.slowest_s < 2
+            assert watch.slowest_s < 1
             assert watch.grown_after(60 * MB) < 60 * MB
     assert "Traceback" not in service.log
 
@@ -189,7 +187,7 @@ async def test_refused_messages_leave_nothing_behind(start):
             for _ in range(32):
                 assert await statuses(channels, 1, wrong) == {"INVALID_ARGUMENT": 1}
         assert watch.grown_after(60 * MB) < 60 * MB
-    assert counted(service) == {"invalid_input": 33}
+    until(lambda: counted(service) == {"invalid_input": 33})
 
 
 async def test_every_call_is_answered_and_counted_when_ten_thousand_come_at_once(start):
@@ -197,8 +195,8 @@ async def test_every_call_is_answered_and_counted_when_ten_thousand_come_at_once
     async with connections(service, 10) as channels:
         found = await statuses(channels, 10_000, ONE_IMAGE)
     assert set(found) <= {OK, EXHAUSTED}
-    outcomes = counted(service)
-    assert outcomes == +collections.Counter(ok=found[OK], overloaded=found[EXHAUSTED])
+    expected = +collections.Counter(ok=found[OK], overloaded=found[EXHAUSTED])
+    until(lambda: counted(service) == expected)
 
 
 async def test_other_calls_are_answered_when_silent_ones_take_every_place(start):
@@ -209,7 +207,7 @@ async def test_other_calls_are_answered_when_silent_ones_take_every_place(start)
         async with connections(service, 1) as channels:
             for connection in silent:
                 connection.sendall(http2.OPENING + http2.SILENT)
-                assert await statuses(channels, 1, ONE_IMAGE, timeout_s=5) == {OK: 1}
+                assert await statuses(channels, 1, ONE_IMAGE) == {OK: 1}
             assert service.get("/healthz")[0] == 200
             first = b""
             while http2.literal(b"grpc-status", b"8") not in first:  # who waits longest gives way
@@ -217,12 +215,15 @@ async def test_other_calls_are_answered_when_silent_ones_take_every_place(start)
                 assert data
                 first += data
         silent_calls = count * http2.SILENT_CALLS
-        until_s = time.monotonic() + SETTLE_S
-        while counted(service)["overloaded"] < silent_calls - MAX_OPEN_STREAMS:
-            assert time.monotonic() < until_s
-    found = counted(service)
-    assert found["overloaded"] + found["cancelled"] == silent_calls
-    assert set(found) == {"ok", "overloaded", "cancelled"}
+        until(lambda: counted(service)["overloaded"] >= silent_calls - MAX_OPEN_STREAMS)
+
+    def ended():
+        found = counted(service)
+        return found["overloaded"] + found["cancelled"]
+
+    until(lambda: ended() >= silent_calls)
+    assert ended() == silent_calls
+    assert set(counted(service)) == {"ok", "overloaded", "cancelled"}
 
 
 async def test_nothing_is_logged_when_deadlines_pass_as_clients_leave(start):
@@ -249,7 +250,7 @@ async def test_nothing_is_logged_when_deadlines_pass_as_clients_leave(start):
 
 
 async def stop_under_load(service):
-    """Stop it while 24 calls are in flight on 6 connections; the statuses, and seconds it took.
+    """Stop it while 24 calls are in flight on 6 connections; their statuses.
 
     gRPC's client has a fault: on a connection that is made as the server ends, calls may wait for
     their deadline although the connection is gone. A bare grpc.aio server that stops does that to
@@ -262,7 +263,7 @@ async def stop_under_load(service):
 
         async def calls(channel):
             while service.process.poll() is None:
-                timeout_s, late = (3, True) if signalled else (30, False)
+                timeout_s, late = (20, True) if signalled else (PATIENCE_S, False)
                 outcome = await status(channel.unary_unary(METHOD)(ONE_IMAGE, timeout=timeout_s))
                 if late and outcome == LATE:
                     lost[channel] += 1
@@ -280,15 +281,14 @@ async def stop_under_load(service):
         await asyncio.gather(*tasks)
     assert service.wait() == ExitCode.STOPPED
     assert len(lost) <= 1, lost
-    return found, service.stopped_after_s()
+    return found
 
 
 async def check_stops(start, workers, stops):
     for _ in range(stops):
-        service = start("--workers", str(workers), "--drain-timeout-s", "5").ready(workers)
-        found, took_s = await stop_under_load(service)
+        service = start("--workers", str(workers), "--drain-timeout-s", "3600").ready(workers)
+        found = await stop_under_load(service)
         assert set(found) <= {OK, UNAVAILABLE}
-        assert took_s < 5 + 3  # what a stop may take in all; 0.4 to 1.1 s measured
         assert "Traceback" not in service.log
 
 
@@ -304,7 +304,7 @@ async def test_calls_are_answered_or_unavailable_in_fifty_stops(start, workers):
 
 
 async def test_streams_that_send_nothing_do_not_delay_a_stop(start):
-    service = start("--drain-timeout-s", "20").ready()
+    service = start("--drain-timeout-s", "3600").ready()
     async with connections(service, 2) as channels:
         streams = [channels[n % 2].stream_unary(METHOD)() for n in range(40)]
         ends = [asyncio.create_task(status(stream)) for stream in streams]
@@ -312,7 +312,6 @@ async def test_streams_that_send_nothing_do_not_delay_a_stop(start):
         service.signal()
         assert set(await asyncio.gather(*ends)) == {UNAVAILABLE}
     assert service.wait() == ExitCode.STOPPED
-    assert service.stopped_after_s() < 5
 
 
 def attacked(service, kind, connections, seconds):
@@ -344,7 +343,9 @@ SHORT = ("bombs", "new-headers-480", "open", "reset", "unread-reflection", "wind
 def test_a_client_that_attacks_takes_little_memory_and_nobodys_time(served, digits, intact, kind):
     with (
         intact(moved=None, rss_bytes=60_000_000),
-        Pinger(served.port, digits.images[0], digits.probabilities[:1]) as pinger,
+        Pinger(
+            served.port, digits.images[0], digits.probabilities[:1], clock=partial(loop_s, served)
+        ) as pinger,
     ):
         ended = threading.Event()
 
@@ -360,10 +361,7 @@ def test_a_client_that_attacks_takes_little_memory_and_nobodys_time(served, digi
         assert set(pinger.statuses) == {200}
         assert max(pinger.times_s) < 1
         assert grown < 60_000_000
-    until_s = time.monotonic() + SETTLE_S
-    while total(samples(served), "lenet_in_flight_bytes"):
-        assert time.monotonic() < until_s, "bytes are held for clients that have left"
-        time.sleep(0.05)
+    until(lambda: not total(samples(served), "lenet_in_flight_bytes"))
 
 
 def test_a_connection_is_told_how_many_calls_it_may_open(start):
@@ -433,10 +431,7 @@ def test_no_call_is_lost_when_the_certificate_is_renewed(start, tmp_path, worker
     ended, failures, answered = threading.Event(), [], collections.Counter()
 
     def wait_for_answers(count):
-        until_s = time.monotonic() + SETTLE_S
-        while answered["fresh"] < count and not failures:
-            assert time.monotonic() < until_s
-            time.sleep(0.01)
+        until(lambda: answered["fresh"] >= count or failures)
 
     def clients(kept):
         """Calls on one connection, or on a new one each."""

@@ -6,11 +6,13 @@ import contextlib
 import json
 import resource
 import time
+from functools import partial
 
 import pytest
 
-from tests.faults.checks import SETTLE_S, resident_bytes, samples, total, unharmed
+from tests.faults.checks import loop_s, resident_bytes, samples, total, unharmed, until
 from tests.faults.clients import Connection, Pinger, ask, request
+from tests.service_process import PATIENCE_S
 
 ATTEMPTS = 3
 """Other programs on the machine disturb a p99; a slow service is slow in each attempt."""
@@ -66,12 +68,14 @@ def test_a_hundred_slow_clients_keep_nobody_waiting_and_are_ended(served, digits
     moved = {"http ok": (200, 100_000), "http body_timeout": 50}
     with (
         intact(moved=moved, extra_descriptors=0),
-        Pinger(served.port, digits.images[0], digits.probabilities[:1]) as pinger,
+        Pinger(
+            served.port, digits.images[0], digits.probabilities[:1], clock=partial(loop_s, served)
+        ) as pinger,
     ):
         stalled = stall(100)
-        end_s = time.monotonic() + SETTLE_S
+        end_s = time.monotonic() + PATIENCE_S
         waiting = [connection for kind, connection in stalled if "body" in kind]
-        while waiting:
+        while waiting or len(pinger.times_s) < 200:
             assert time.monotonic() < end_s, "a body that does not come is not given up"
             pinger.run(0.1)
             _dribble(stalled)
@@ -81,8 +85,7 @@ def test_a_hundred_slow_clients_keep_nobody_waiting_and_are_ended(served, digits
                 assert json.loads(answer.body)["error"]["code"] == "body_timeout"
                 waiting.remove(connection)
         assert set(pinger.statuses) == {200}
-        # Whoever waited for slow headers would wait for ten seconds; a busy machine costs one.
-        assert max(pinger.times_s) < 5.0
+        assert max(pinger.times_s) < 1.0
         for _, connection in stalled:
             connection.socket.close()
 
@@ -132,7 +135,9 @@ def test_clients_that_never_read_hold_nobody_up(served, digits, intact):
     large = request(digits.rows([row % 300 for row in range(2000)])[0])  # 300 KB of JSON
     with (
         intact(rss_bytes=60_000_000),
-        Pinger(served.port, digits.images[0], digits.probabilities[:1]) as pinger,
+        Pinger(
+            served.port, digits.images[0], digits.probabilities[:1], clock=partial(loop_s, served)
+        ) as pinger,
         contextlib.ExitStack() as stack,
     ):
         for _ in range(8):
@@ -140,8 +145,8 @@ def test_clients_that_never_read_hold_nobody_up(served, digits, intact):
             silent.send(large)
         pinger.run(1.5)
         assert set(pinger.statuses) == {200}
-        # They are cut after 30 s; 16,000 images take a second, in turns with others.
-        assert max(pinger.times_s) < 5.0
+        # 16,000 images take a second of another thread.
+        assert max(pinger.times_s) < 1.0
 
 
 def test_pipelined_requests_whose_answers_are_never_read_take_little_memory(
@@ -168,7 +173,4 @@ def test_pipelined_requests_whose_answers_are_never_read_take_little_memory(
             # Each connection has an unread answer, and requests that are not parsed yet.
             assert total(samples(service), "lenet_in_flight_bytes") < 16 << 20
         assert set(pinger.statuses) == {200}
-        end_s = time.monotonic() + SETTLE_S
-        while total(samples(service), "lenet_in_flight_bytes"):
-            assert time.monotonic() < end_s, "bytes are held for clients that have left"
-            time.sleep(0.05)
+        until(lambda: not total(samples(service), "lenet_in_flight_bytes"))
