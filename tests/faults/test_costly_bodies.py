@@ -5,43 +5,41 @@ from __future__ import annotations
 import contextlib
 import http.client
 import os
+import select
 import signal
 import socket
-import statistics
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.faults.checks import cpu_s, loop_s, resident_bytes, until
 from tests.pictures import FORM, PNG, encoded, long_form, seven
 from tests.service_process import PATIENCE_S
 
+RAW = "application/octet-stream"
 LONG = long_form()
-"""About 4 s of decoding, more on a machine with other work."""
-
-LATE_S = 1.0
-"""Most latency of an answer on two cores that run other tests, too. Alone it is 5 to 50 ms; behind
-`LONG` it would be 4 s and more."""
+"""About 4 s of decoding."""
 
 MIB = 1 << 20
 
 
 @contextlib.contextmanager
 def connection(service):
-    with contextlib.closing(
+    with closing(
         http.client.HTTPConnection("127.0.0.1", service.port, timeout=PATIENCE_S)
     ) as client:
         yield client
 
 
 def post(client, body, kind, **headers):
-    """Status and body of the answer, and how long it took."""
-    began_s = time.monotonic()
+    """Status and body of the answer."""
     client.request("POST", "/predict", body, {"Content-Type": kind, **headers})
     response = client.getresponse()
-    return response.status, response.read(), time.monotonic() - began_s
+    return response.status, response.read()
 
 
 def begin(service, body, kind):
@@ -54,8 +52,9 @@ def begin(service, body, kind):
     return client
 
 
-def resident_bytes(pid):
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+def answered(*connections):
+    """Those on which something came."""
+    return select.select(connections, [], [], 0)[0]
 
 
 def decoders(service):
@@ -70,20 +69,13 @@ def ended(service, reason):
     return next(float(line.removeprefix(name)) for line in lines if line.startswith(name))
 
 
-def until(condition):
-    end_s = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < end_s
-        time.sleep(0.005)
-
-
 def test_a_form_of_many_pictures_is_answered_at_its_deadline(start):
     service = start().ready()
     with connection(service) as client:
         assert post(client, seven(), PNG)[0] == 200
-        status, _, seconds = post(client, LONG, FORM, **{"X-Request-Timeout-Ms": "100"})
-        assert status == 504
-        assert seconds < 0.1 + LATE_S
+        (pid,) = decoders(service)
+        os.kill(pid, signal.SIGSTOP)  # it never ends
+        assert post(client, LONG, FORM, **{"X-Request-Timeout-Ms": "500"})[0] == 504
     assert ended(service, "died") == 0
 
 
@@ -91,12 +83,14 @@ def test_a_small_picture_is_answered_beside_forms_whose_clients_have_left(start)
     service = start().ready()
     with connection(service) as client:
         assert post(client, seven(), PNG)[0] == 200
+        before_s = cpu_s(service.process.pid, *decoders(service))
         for gone in [begin(service, LONG, FORM) for _ in range(6)]:
             gone.close()
-        status, _, seconds = post(client, seven(), PNG)
-        assert (status, seconds < 2 * LATE_S) == (200, True), seconds
-        times_s = [post(client, bytes(784), "application/octet-stream")[2] for _ in range(50)]
-        assert statistics.median(times_s) < 0.05
+        assert post(client, seven(), PNG)[0] == 200
+        for _ in range(50):
+            assert post(client, bytes(784), RAW)[0] == 200
+        took_s = cpu_s(service.process.pid, *decoders(service)) - before_s
+        assert took_s < 4, "the six forms take 24 s to decode"
 
 
 def test_small_work_is_answered_beside_forms_that_are_decoded(start):
@@ -104,14 +98,11 @@ def test_small_work_is_answered_beside_forms_that_are_decoded(start):
     with contextlib.ExitStack() as stack:
         client = stack.enter_context(connection(service))
         assert post(client, seven(), PNG)[0] == 200
-        for _ in range(3):
-            stack.callback(begin(service, LONG, FORM).close)
-        status, _, _ = post(client, seven(), PNG)  # may start a process
-        assert status == 200
-        times_s = [post(client, seven(), PNG)[2] for _ in range(20)]
-        assert statistics.median(times_s) < 0.2
-        times_s = [post(client, bytes(784), "application/octet-stream")[2] for _ in range(50)]
-        assert statistics.median(times_s) < 0.05
+        long = [stack.enter_context(closing(begin(service, LONG, FORM))) for _ in range(3)]
+        for body, kind in ((seven(), PNG), (bytes(784), RAW)):
+            for _ in range(20):
+                assert post(client, body, kind)[0] == 200
+        assert not answered(*long)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -122,16 +113,17 @@ def test_a_stop_ends_in_time_while_forms_are_decoded(start, number):
             stack.callback(begin(service, LONG, FORM).close)
         until(lambda: decoders(service))
         pids = decoders(service)
+        for pid in pids:
+            os.kill(pid, signal.SIGSTOP)  # it ends only by a kill
         service.signal_all(number)  # the decoders get it, too
-        assert service.stopped_after_s() < 1 + 3
-        assert service.process.returncode == 0
+        assert service.wait() == 0
     assert "Traceback" not in service.log
     until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
 
 
 def test_decoders_end_when_the_service_is_killed(start):
     service = start().ready()
-    with contextlib.closing(begin(service, LONG, FORM)):
+    with closing(begin(service, LONG, FORM)):
         until(lambda: decoders(service))
         pids = decoders(service)
         service.process.kill()
@@ -144,18 +136,18 @@ def test_the_service_takes_no_memory_for_json_that_does(start):
     body = b'{"images":[' + b"0," * 15_000_000 + b"0]}"
     with connection(service) as client, connection(service) as probe:
         assert post(client, seven(), PNG)[0] == 200
-        before, most, health_s = resident_bytes(service.process.pid), 0, []
+        before, most, health_s = resident_bytes(service), 0, []
         answers = []
         poster = threading.Thread(
-            target=lambda: answers.append(post(client, body, "application/json")[:2])
+            target=lambda: answers.append(post(client, body, "application/json"))
         )
         poster.start()
         while poster.is_alive():
-            began_s = time.monotonic()
+            began_s = loop_s(service)
             probe.request("GET", "/healthz")
             assert probe.getresponse().read() is not None
-            health_s.append(time.monotonic() - began_s)
-            most = max(most, resident_bytes(service.process.pid))
+            health_s.append(loop_s(service) - began_s)
+            most = max(most, resident_bytes(service))
             time.sleep(0.01)
         poster.join()
     ((status, message),) = answers
@@ -163,7 +155,7 @@ def test_the_service_takes_no_memory_for_json_that_does(start):
     assert b"MiB of memory" in message
     # The body itself, and what of it is in buffers.
     assert most - before < 60 * MIB
-    assert max(health_s) < LATE_S
+    assert max(health_s) < 1.0
 
 
 def test_the_next_picture_is_answered_when_a_decoder_was_killed(start):
@@ -174,7 +166,7 @@ def test_the_next_picture_is_answered_when_a_decoder_was_killed(start):
             (pid,) = decoders(service)
             os.kill(pid, signal.SIGKILL)
             until(lambda pid=pid: pid not in decoders(service))
-        with contextlib.closing(begin(service, LONG, FORM)) as broken:
+        with closing(begin(service, LONG, FORM)) as broken:
             until(lambda: decoders(service))
             for pid in decoders(service):
                 os.kill(pid, signal.SIGKILL)
@@ -200,7 +192,7 @@ def test_the_largest_picture_fits_into_the_memory_of_a_decoder(start):
         assert post(client, encoded(np.zeros((4097, 4096), np.uint8)), PNG)[0] == 413
         webp = encoded(broad[:2097], "WEBP", lossless=True, quality=0)
         assert post(client, webp, "image/webp")[0] == 200, "the largest WebP fits"
-        status, message, _ = post(client, encoded(broad[:2098], "WEBP", quality=0), "image/webp")
+        status, message = post(client, encoded(broad[:2098], "WEBP", quality=0), "image/webp")
         assert (status, b"expected at most 8388608" in message) == (413, True)
         assert decoders(service) == [pid]
 
@@ -211,7 +203,7 @@ def test_a_jpeg_that_claims_to_be_larger_than_its_data_is_refused(start):
     at = body.index(b"\xff\xc0") + 5
     body[at : at + 4] = (4096).to_bytes(2, "big") * 2
     with connection(service) as client:
-        status, message, _ = post(client, bytes(body), "image/jpeg")
+        status, message = post(client, bytes(body), "image/jpeg")
         assert status == 400
         assert b"cannot hold 262144 blocks of 8 x 8" in message
         assert post(client, seven(224, "JPEG"), "image/jpeg")[0] == 200
