@@ -457,6 +457,13 @@ def test_parts_of_every_type_are_read_in_their_order():
     assert images[3:, :, :8].max() < 30
 
 
+def test_a_long_content_type_is_refused_before_it_is_parsed(monkeypatch):
+    monkeypatch.setattr("python_multipart.multipart.parse_options_header", None)
+    error = refused(as_form((RAW, ONE.tobytes())), "multipart/form-data" + "; a=b" * 12_000)
+    assert error.field == "content-type"
+    assert "got 60019 characters, expected at most 1024" in error.message
+
+
 def test_a_wrong_part_is_named_by_its_number():
     assert refused(as_form((RAW, ONE.tobytes()), (RAW, b"auto")), FORM).field == "parts[1]"
 
