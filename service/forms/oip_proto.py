@@ -40,7 +40,10 @@ _INLINE_FLOAT_BYTES = 1024 * 1024
 _MOST_US = 2**53
 
 _LARGEST_READ_AGAIN = 64 * 1024
-"""Bytes of a message without its raw images, that is read again for the id of a refused request."""
+"""Bytes of a message without its inputs and raw images, which are read again for the id of a
+refused request."""
+
+_INPUTS_TAG = pb.ModelInferRequest.INPUTS_FIELD_NUMBER << 3 | 2
 
 _RAW_IMAGE = b"\x3a\x90\x06"
 """Prefix of one image in raw_input_contents: field 7, delimited, 784 bytes."""
@@ -89,9 +92,12 @@ class OipProtoForm:
 def _identified(message: bytes | memoryview) -> Asked | None:
     """Whom a message is for that is refused, and its id, as far as they can be read."""
     parts = split(message)
-    if parts is None or sum(map(len, parts[0])) > _LARGEST_READ_AGAIN:
+    if parts is None:
         return None
-    head = read_infer_request(b"".join(parts[0]))
+    others = [part for part in parts[0] if part[0] != _INPUTS_TAG]
+    if sum(map(len, others)) > _LARGEST_READ_AGAIN:
+        return None
+    head = read_infer_request(b"".join(others))
     if isinstance(head, InvalidInput):
         return None
     return Asked(head.model_name, head.model_version, head.id[:MAX_ID_CHARACTERS])

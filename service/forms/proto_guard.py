@@ -152,6 +152,8 @@ def _value(message: bytes | memoryview, position: int, wire_type: int) -> tuple[
 
 def _varint(message: bytes | memoryview, position: int) -> tuple[int, int]:
     """The number at `position`, seven bits a byte, lowest first, and the position after it."""
+    if position < len(message) and (first := message[position]) < 0x80:
+        return first, position + 1
     value = 0
     for shift, byte in enumerate(message[position : position + _LONGEST_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * shift)

@@ -5,6 +5,8 @@ import pytest
 from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
 from service.forms import proto_guard as guard
+from service.forms.form import Asked
+from service.forms.oip_proto import OipProtoForm
 from service.forms.proto_guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request
 
 
@@ -144,3 +146,15 @@ def test_a_message_is_refused_when_it_is_broken(message):
     error = read_infer_request(message)
     assert isinstance(error, InvalidInput)
     assert error.field == "message"
+
+
+def test_a_refused_request_is_identified_without_reading_its_inputs_again():
+    numbers = delimited(0x22, b"\x01" * 70_000)  # packed, of no number of images
+    tensor = pb.ModelInferRequest.InferInputTensor(
+        name="image", datatype="UINT8", shape=[1, 28, 28]
+    )
+    content = tensor.SerializeToString() + delimited(0x2A, numbers)
+    message = pb.ModelInferRequest(model_name="lenet", id="7").SerializeToString()
+    with pytest.raises(InvalidInput) as caught:
+        OipProtoForm(1).decode(message + as_input(content), lambda: None)
+    assert caught.value.asked == Asked("lenet", "", "7")
