@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 import warnings
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # before NumPy is loaded
@@ -42,19 +42,21 @@ HEADROOM_BYTES = 1 << 30
 def main() -> int:
     """Run the command; exits with 1 if a case failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("target", nargs="?", choices=sorted(MODULES))
+    parser.add_argument("target", nargs="?", choices=sorted((*MODULES, "cost")))
     parser.add_argument("--list", action="store_true", help="print the targets")
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--run", type=Path, nargs="+", metavar="FILE", help="run these once")
     parser.add_argument("--minimise", action="store_true", help="copy there what adds coverage")
     arguments = parser.parse_args()
     if arguments.list:
-        print(*MODULES)
+        print(*MODULES, "cost")
         return 0
     if arguments.target is None:
         parser.error("expected a target, see --list")
     warnings.simplefilter("error")
     name: str = arguments.target
+    if name == "cost":
+        return _search_costs(arguments.seconds)
     if arguments.run:
         with closing(load(name)) as target:
             for path in arguments.run:
@@ -77,6 +79,30 @@ def main() -> int:
         if not child:
             _with_atheris(atheris, name, arguments.seconds)
         return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _search_costs(seconds: float) -> int:
+    """Search in each parser for its share of the time; 1 if one takes more than its limit."""
+    from tests.fuzz.cost import cpu_s, parsers, seeds
+
+    failed = 0
+    WORK.mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        searches = parsers(stack)
+        for name, search in searches.items():
+            end_s = time.monotonic() + seconds / len(searches)
+            found = seeds(name)
+            for data in found[:2]:
+                cpu_s(search.parse, data)  # imports
+            search.go(found, lambda end_s=end_s: time.monotonic() < end_s, cpu_s)  # type: ignore[misc]
+            cost_us, data = search.worst[0]
+            path = WORK / f"cost-{name.replace(' ', '-')}"
+            path.write_bytes(data)
+            above = cost_us > search.limit_us
+            failed |= above
+            advice = f", expected at most {search.limit_us}: see {path}" if above else ""
+            print(f"{name:20} {cost_us:8.3f} us a byte {len(data):6} bytes{advice}", flush=True)
+    return failed
 
 
 def _limit_memory() -> None:

@@ -203,13 +203,18 @@ class ConnectionTarget(Target):
         self.undo.callback(logger.removeHandler, handler)
         self._config: Config | None = None
 
-    def run(self, data: bytes) -> None:
+    def serve(self, data: bytes) -> list[Found]:
+        """The answers to `data` in one piece, with the service's own limit of headers."""
+        door, config, state, loop = self._opened(64 * 1024)
+        return self._answers([data], door, config, state, loop)
+
+    def _opened(self, max_header_bytes: int) -> tuple[HttpService, Config, ServerState, Turns]:
         # A new loop and door for each case, so that none depends on the one before.
         loop = Turns()
         route = Route(loop)
         budget = Budget(1 << 20)
         routes = {(b"POST", b"/fast"): route}
-        door = HttpService(routes, budget, max_header_bytes=MAX_HEADER_BYTES)
+        door = HttpService(routes, budget, max_header_bytes=max_header_bytes)
         if self._config is None:
             self._config = Config(
                 application, http=door, ws="none", lifespan="off", log_config=None
@@ -217,15 +222,17 @@ class ConnectionTarget(Target):
             self._config.load()
         state = ServerState()
         state.default_headers = [(b"date", b"Sun, 22 Nov 2026 10:00:00 GMT")]
+        return door, self._config, state, loop
+
+    def run(self, data: bytes) -> None:
+        door, config, state, loop = self._opened(MAX_HEADER_BYTES)
         rng = random.Random(zlib.crc32(data))
         pieces, at = [], 0
         while at < len(data):
             size = rng.choice((1, 2, 3, 10, 100, 1000))
             pieces.append(data[at : at + size])
             at += size
-        ways = [
-            self._answers(way, door, self._config, state, loop) for way in ([data], pieces, [data])
-        ]
+        ways = [self._answers(way, door, config, state, loop) for way in ([data], pieces, [data])]
         for answers in ways[1:]:
             compare(ways[0], answers)
         if len(door.head_cache) > 512:

@@ -79,7 +79,8 @@ class HeadTarget(Target):
             (b"POST", b"/explain"): explain,
         }
 
-    def run(self, data: bytes) -> None:
+    def read(self, data: bytes) -> _Reader:
+        """The head that `data` begins with, if it is complete."""
         reader = _Reader(self._routes)
         try:
             reader.parser.feed_data(data)
@@ -87,6 +88,10 @@ class HeadTarget(Target):
             raise cast("BaseException", exc.__context__ or exc) from exc
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             pass
+        return reader
+
+    def run(self, data: bytes) -> None:
+        reader = self.read(data)
         head = reader.head
         if isinstance(head, Refused):
             if head.answer.status not in (400, 417, 421, 501, 505) or len(head.answer.body) > 1000:
