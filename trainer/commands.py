@@ -52,7 +52,15 @@ from trainer.report import compared, comparison, report
 from trainer.runs import REPORT, Phases, RunFolder, evaluate, read_run
 from trainer.search import search as search_recipes
 from trainer.settings import Compare, Export, Fit, Import, Inspect, Recipe, Search
-from trainer.start import check_frozen, origin, read_described, read_model, taken
+from trainer.start import (
+    MOMENT_IMAGES,
+    check_frozen,
+    origin,
+    read_described,
+    read_model,
+    taken,
+    with_moments,
+)
 from trainer.tensor_files import read_tensors
 
 _EXIT_CODES: dict[type[Exception], int] = {
@@ -113,9 +121,13 @@ def fit(settings: Fit) -> None:
         }
     )
 
+    first = initial_tensors(model, np.random.default_rng(settings.seed)) | found
+    if found:
+        some = training.images[:: max(1, len(training) // MOMENT_IMAGES)]
+        first = with_moments(model, first, found, some, len(settings.freeze))
+
     def work(ops: TrainingOps, rank: int) -> tuple[dict[str, Tensor], list[Epoch], float]:
-        tensors = initial_tensors(model, np.random.default_rng(settings.seed)) | found
-        network = Network(model, tensors, ops, settings.dropout, frozen=len(settings.freeze))
+        network = Network(model, first, ops, settings.dropout, frozen=len(settings.freeze))
         epochs, seconds = train(
             network,
             settings,

@@ -13,14 +13,21 @@ import numpy as np
 
 from lenet.errors import InvalidModel, InvalidSettings
 from lenet.model import ARCHITECTURES, Model, named
+from lenet.pixels import Images
 from lenet.weightfile import WeightFile
 from trainer.errors import InvalidImport
 from trainer.importing import Source, read_source
-from trainer.ops import EPSILON, Tensor
+from trainer.layers import BlockEpilogue
+from trainer.network import Network
+from trainer.ops import EPSILON, Norm, Tensor
+from trainer.ops_cpu import CpuOps
 
 Described = TypeVar("Described", Model, Source)
 
 MAX_DESCRIPTION_BYTES = 1 << 20
+MOMENT_IMAGES = 500
+"""About the training images over which a batch norm's first moments are taken."""
+
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]{0,63}")
 
 
@@ -95,7 +102,8 @@ def taken(weights: WeightFile, model: Model) -> tuple[dict[str, Tensor], str]:
     """The tensors of `model` that a weight file has, by the names of its layers, and a table.
 
     A layer is taken if its weight has the same shape. Of a layer with batch norm the file has
-    folded weights: they are taken with a batch norm that changes nothing but adds the bias.
+    folded weights: they are taken with a batch norm that outside training changes nothing but adds
+    the bias; `with_moments` makes it so in training.
 
     Raises:
         InvalidModel: no layer fits.
@@ -132,6 +140,41 @@ def taken(weights: WeightFile, model: Model) -> tuple[dict[str, Tensor], str]:
     if not found:
         raise InvalidModel(f"no layer of the file fits model {model.name!r}:\n{table}")
     return found, table
+
+
+def with_moments(
+    model: Model,
+    tensors: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    images: Images,
+    frozen: int,
+) -> dict[str, Tensor]:
+    """`tensors`, in which batch norms expect the moments that `images` have in their place.
+
+    `found` are those that `taken` has from a file. In training batch norm uses the moments of the
+    batch, and a layer of the file would lose its mean and its deviation. So gamma is the deviation
+    of w x over `images` and beta its mean, plus the bias: the layer computes w x + bias, in
+    training and outside. The first `frozen` blocks compute as outside training and stay as they
+    are.
+    """
+    network = Network(model, tensors, CpuOps())
+    x = network.ops.input_from_images(images)
+    for index, layer in enumerate(network.layers):
+        norm = f"{layer.name.partition('.')[0]}.gamma"
+        if isinstance(layer, BlockEpilogue) and norm in layer.parameters and index >= 2 * frozen:
+            _expect(network.arrays, layer.name.partition(".")[0], x, taken=norm in found)
+        x = layer.forward(x, None)
+    return network.tensors
+
+
+def _expect(arrays: Mapping[str, Tensor], name: str, x: Tensor, taken: bool) -> None:
+    """Set the moments of the batch norm of `name` to those of x (c, ..., n)."""
+    gamma, beta, mean, variance = (arrays[f"{name}.{part}"] for part in Norm._fields)
+    values = x.reshape(len(x), -1).astype(np.float64)
+    mean[...], variance[...] = values.mean(axis=1), values.var(axis=1)
+    if taken:
+        gamma[...] = np.sqrt(variance.astype(np.float64) + EPSILON)
+        beta[...] += mean
 
 
 def check_frozen(freeze: Sequence[str], model: Model) -> None:

@@ -31,6 +31,15 @@ def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
     assert (resolved.epochs, resolved.batch, resolved.precision) == expected
 
 
+def test_a_run_from_a_file_has_a_rate_that_does_not_lose_the_file_unless_it_is_set():
+    for words, rate in (
+        ([], 0.2),
+        (["--from", "2.safetensors"], 0.01),
+        (["--from", "2.safetensors", "--rate", "0.2"], 0.2),
+    ):
+        assert parse(Fit, words, "trainer").resolved("cpu").rate == rate
+
+
 def test_the_command_of_a_fit_has_what_the_result_depends_on_beside_the_recipe():
     assert Fit(profile=True, data="data/mnist").command() == Recipe().command()
     for fit, words in (
