@@ -53,7 +53,8 @@ class Http2Head(RequestHead):
     def __init__(self, fields: Fields, routes: FastRoutes, methods: Methods, gate: Gate) -> None:
         pseudo, self.headers = _checked(fields[: MAX_FIELDS + len(_PSEUDO)])
         self.method = pseudo[b":method"]
-        self.aim(pseudo.get(b":path", b""))
+        target = pseudo.get(b":path", b"")
+        self.aim(target)
         named = _named(self.headers)
         self.length = _length(self.headers)
         self.expects_continue = named.get("expect", "").lower() == "100-continue"
@@ -70,17 +71,22 @@ class Http2Head(RequestHead):
         if self.is_grpc:
             self._read_call(named, methods, excess)
         else:
-            self._read_request(named, routes, gate, excess)
+            self._read_request(named, routes, gate, excess, len(target))
 
     def _read_request(
-        self, named: Mapping[str, str], routes: FastRoutes, gate: Gate, excess: str
+        self,
+        named: Mapping[str, str],
+        routes: FastRoutes,
+        gate: Gate,
+        excess: str,
+        target_bytes: int,
     ) -> None:
         self.extra = lines_block(self.ids.line + gate.cors_lines(named))
         if excess:
             self.answer = refusal(431, "invalid_input", f"headers: {excess}")
             return
-        if (size := len(self.path + self.query)) > MAX_TARGET_BYTES:
-            message = f"target: got {size} bytes, expected at most {MAX_TARGET_BYTES}"
+        if target_bytes > MAX_TARGET_BYTES:
+            message = f"target: got {target_bytes} bytes, expected at most {MAX_TARGET_BYTES}"
             self.answer = refusal(414, "invalid_input", message)
             return
         if repeated := self.repeated():
