@@ -9,6 +9,7 @@ Source: Guo et al. 2017, "On Calibration of Modern Neural Networks", section 4.2
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -38,6 +39,12 @@ def temperature(logits: NDArray[Any], labels: NDArray[np.uint8]) -> float:
         slope = ((e * values).sum(axis=1) / e.sum(axis=1) - of_label).mean()
         low, high = (middle, high) if slope < 0 else (low, middle)
     return 1 / high
+
+
+def limit_reached(divisor: float) -> float | None:
+    """The limit at which a temperature ended; None if it is between them."""
+    ends = (_LOWEST, _HIGHEST)
+    return next((one for one in ends if math.isclose(divisor, one, rel_tol=1e-6)), None)
 
 
 def cooled(model: Model, tensors: Mapping[str, Tensor], divisor: float) -> dict[str, Tensor]:

@@ -16,9 +16,9 @@ from lenet.command_line import parse, unknown_variables
 from lenet.cpu import CpuBackend
 from lenet.errors import BackendUnavailable, DeviceError, InvalidModel, InvalidSettings, LeNetError
 from lenet.weightfile import Training, WeightFile
-from trainer.calibration import cooled, temperature
+from trainer.calibration import cooled, limit_reached, temperature
 from trainer.checkpoint import Checkpoint, Epoch
-from trainer.devices import check, choose, on_devices, unavailable
+from trainer.devices import check, check_classes, choose, on_devices, unavailable
 from trainer.download import obtain
 from trainer.errors import (
     DatasetUnavailable,
@@ -101,12 +101,15 @@ def fit(settings: Fit) -> None:
     # The weight file records the resolved settings, not `auto`.
     settings = settings.resolved(choose(settings.device, print))
     check(settings, settings.gpus)
+    check_classes(settings.device, len(names), print)
     folder = settings.out / model.name
     with _writing(settings.out):
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
     training, validation = dataset.hold_out(settings.validation_images)
     checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
+    if dataset.is_held_out_by_class(settings.validation_images):
+        print("of each class the last ones are held out: among the last of all a class is missing")
     run = RunFolder(settings.runs, model.name)
     run.write_settings(
         {
@@ -166,6 +169,13 @@ def fit(settings: Fit) -> None:
         with phases("calibration"):
             divisor = temperature(network.logits(validation.images), validation.labels)
             network = Network(model, cooled(model, tensors, divisor), CpuOps())
+        if (limit := limit_reached(divisor)) is not None:
+            print(
+                f"the calibration ended at its limit, a temperature of {limit:g}: the result's "
+                "probabilities and its accuracy differ; hold out more images "
+                "(--validation-images), or train for longer",
+                file=sys.stderr,
+            )
     with phases("test and export"):
         exported = export_weights(network, dataset.test, provenance, folder, CpuBackend())
     checkpoint.discard()
@@ -239,6 +249,7 @@ def search(settings: Search) -> None:
     dataset = obtain(settings.data, print, len(names), transposed=settings.transposed)
     settings = settings.resolved(choose(settings.device, print))
     check(settings, 1)
+    check_classes(settings.device, len(names), print)
     try:
         search_recipes(settings, model, dataset, partial(print, flush=True))
     except ImportError as exc:

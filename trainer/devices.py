@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, TypeVar
 from lenet.cuda.device import check as check_gpu
 from lenet.cuda.device import devices, translated
 from lenet.cuda.engine_cache import EngineCache, default_cache
+from lenet.cuda.layers import MAX_CLASSES as SERVED_CLASSES
 from lenet.errors import BackendUnavailable
 from trainer.errors import DeviceUnavailable
 from trainer.ops import TrainingOps
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from trainer.ops_cuda.ranks import Ranks
 
 Result = TypeVar("Result")
+
+MAX_CLASSES = 64
+"""A thread holds a whole row of logits in `loss.cu`."""
 
 _POLL_S = 0.2
 _STOP_TIMEOUT_S = 3.0  # how long ranks may take to stop before they are aborted
@@ -80,6 +84,24 @@ def check(recipe: Recipe, gpus: int) -> None:
         raise DeviceUnavailable(
             f"--batch is {recipe.batch}, expected a multiple of --gpus {gpus}: each GPU takes an "
             "equal part of every batch"
+        )
+
+
+def check_classes(device: Device, classes: int, report: Callable[[str], None]) -> None:
+    """Check that `device` can train so many classes; report if a GPU cannot serve them.
+
+    Raises:
+        DeviceUnavailable: the message names the number and what is expected.
+    """
+    if device == "cuda" and classes > MAX_CLASSES:
+        raise DeviceUnavailable(
+            f"the dataset has {classes} classes, expected at most {MAX_CLASSES} on a GPU; "
+            "--device cpu trains them"
+        )
+    if classes > SERVED_CLASSES:
+        report(
+            f"{classes} classes: a GPU serves at most {SERVED_CLASSES}, so the cpu device of the "
+            "service is for this network"
         )
 
 

@@ -24,6 +24,7 @@ Integer-Arithmetic-Only Inference", section 3.2.
 
 from __future__ import annotations
 
+import errno
 import filecmp
 import tempfile
 from collections.abc import Mapping
@@ -48,6 +49,10 @@ from trainer.ops_cpu.batch_norm import scale_and_shift
 TOLERANCE = 1e-4
 """The largest |served - trained| / max |trained| of an image's logits: float32 sums in another
 order, and weights that folding rounded once more."""
+
+
+_WITHOUT_LINKS = (errno.EPERM, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK)
+"""What a file system without hard links answers, as exFAT or a network share."""
 
 
 def fold(model: Model, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -205,4 +210,12 @@ def _publish(verified: Path, folder: Path) -> tuple[Path, bool]:
             final.hardlink_to(verified)
         except FileExistsError:
             continue  # another run took this version meanwhile
+        except OSError as exc:
+            if exc.errno not in _WITHOUT_LINKS:
+                raise
+            try:
+                final.open("xb").close()  # takes the version, as a link would
+            except FileExistsError:
+                continue
+            verified.replace(final)
         return final, True

@@ -121,7 +121,8 @@ class Dataset:
     def hold_out(self, count: int) -> tuple[Digits, Digits]:
         """(training, validation): the last `count` training images are for validation.
 
-        They do not depend on the seed, so runs can be compared.
+        Where one part would lack a class, as of images that are sorted by class, they are the last
+        of each class, in proportion. They do not depend on the seed, so runs can be compared.
 
         Raises:
             InvalidDataset: no images would be left to train on.
@@ -133,7 +134,21 @@ class Dataset:
                 f"the training set has {len(images)} images, expected more than the {count} held "
                 "out for validation; lower --validation-images"
             )
-        return Digits(images[:rest], labels[:rest]), Digits(images[rest:], labels[rest:])
+        if not self.is_held_out_by_class(count):
+            return Digits(images[:rest], labels[:rest]), Digits(images[rest:], labels[rest:])
+        share = np.empty(len(labels))  # of the class's images, counted from the last
+        for label in np.unique(labels):
+            own = np.flatnonzero(labels == label)[::-1]
+            share[own] = (np.arange(len(own)) + 0.5) / len(own)
+        held = np.zeros(len(labels), bool)
+        held[np.argsort(share, kind="stable")[:count]] = True
+        return Digits(images[~held], labels[~held]), Digits(images[held], labels[held])
+
+    def is_held_out_by_class(self, count: int) -> bool:
+        """Whether `hold_out` takes the last images of each class instead of the last of all."""
+        labels = self.train.labels
+        parts = labels[: len(labels) - count], labels[len(labels) - count :]
+        return any(len(np.unique(part)) < len(np.unique(labels)) for part in parts)
 
 
 def read_idx(path: Path) -> tuple[NDArray[np.uint8], bytes]:

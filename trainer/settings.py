@@ -118,7 +118,8 @@ class Recipe(_Command):
     """The first layers, separated by commas, as conv1,conv2: they are not trained."""
 
     validation_images: int = Field(5_000, ge=1)
-    """How many of the training images, the last ones, are held out for validation."""
+    """How many of the training images, the last ones, are held out for validation; where a class
+    is missing among them or the rest, the last ones of each class."""
 
     device: Device = "auto"
     """Device to train on: auto takes a GPU if there is one. The last bits of the result depend on

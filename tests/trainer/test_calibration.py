@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lenet.model import named
-from trainer.calibration import cooled, temperature
+from trainer.calibration import cooled, limit_reached, temperature
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
 from trainer.runs import evaluate
@@ -21,6 +21,14 @@ def test_the_temperature_that_made_the_logits_is_found(expected):
     found = temperature(logits, labels)
     assert found == pytest.approx(expected, rel=0.02)
     assert evaluate(logits / found, labels).calibration_error < 0.005
+
+
+@pytest.mark.parametrize(("right", "limit"), [(True, 0.25), (False, 4.0)])
+def test_a_temperature_that_ends_at_its_limit_is_noticed(right, limit):
+    logits = 5 * np.eye(4)
+    labels = (np.arange(4) + (not right)) % 4
+    assert limit_reached(temperature(logits, labels.astype(np.uint8))) == limit
+    assert limit_reached(1.0) is None
 
 
 def test_the_last_layer_takes_the_temperature():

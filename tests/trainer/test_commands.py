@@ -174,6 +174,19 @@ def test_a_description_that_cannot_be_trained_is_one_sentence(
 
 
 @pytest.mark.process
+def test_a_dataset_that_is_sorted_by_class_is_learnt_and_held_out_by_class(
+    arguments, tiny, write_idx, capsys
+):
+    order = np.argsort(tiny.train.labels, kind="stable")
+    train = Digits(tiny.train.images[order], tiny.train.labels[order])
+    write_idx(Dataset(train, tiny.test, ""))
+    assert main(["fit", *arguments]) == 0
+    said = capsys.readouterr().out
+    assert "\nof each class the last ones are held out: " in said
+    assert float(re.findall(r"validation ([\d.]+)%", said)[-1]) > 80
+
+
+@pytest.mark.process
 def test_a_run_starts_from_the_layers_of_a_file_that_fit(arguments, tmp_path, capsys):
     lenet = [*arguments, "--model", "lenet", "--epochs", "1"]
     assert main(lenet) == 0

@@ -4,7 +4,8 @@ import pytest
 
 from lenet.errors import DeviceError
 from trainer import devices
-from trainer.devices import choose, on_devices
+from trainer.devices import check_classes, choose, on_devices
+from trainer.errors import DeviceUnavailable
 from trainer.settings import Recipe
 
 WAIT_S = 30.0
@@ -19,6 +20,26 @@ def test_auto_is_the_cpu_where_there_is_no_gpu_and_says_so_in_one_short_line(no_
     said = []
     assert choose("auto", said.append) == "cpu"
     assert said == ["training on the CPU: no usable GPU was found (--device cuda says why)"]
+
+
+@pytest.mark.parametrize(
+    ("device", "classes", "expected"),
+    [
+        ("cuda", 32, []),
+        ("cpu", 33, ["33 classes: a GPU serves at most 32"]),
+        ("cuda", 64, ["64 classes: a GPU serves at most 32"]),
+        ("cpu", 65, ["65 classes: a GPU serves at most 32"]),
+    ],
+)
+def test_classes_that_no_gpu_serves_are_reported_before_the_training(device, classes, expected):
+    said = []
+    check_classes(device, classes, said.append)
+    assert [line.partition(",")[0] for line in said] == expected
+
+
+def test_classes_that_no_gpu_trains_are_refused():
+    with pytest.raises(DeviceUnavailable, match="has 65 classes, expected at most 64 on a GPU"):
+        check_classes("cuda", 65, print)
 
 
 def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(fake_gpus):

@@ -1,3 +1,4 @@
+import errno
 import hashlib
 import runpy
 from dataclasses import replace
@@ -153,6 +154,17 @@ def test_the_bytes_of_the_last_version_are_not_written_again(tiny, tmp_path):
     # An older version with these bytes is not what would be served.
     assert export(tiny, tmp_path, "lenet").path.name == "2.safetensors"
     assert export(tiny, tmp_path, "mlp").path.name == "3.safetensors"
+
+
+def test_a_version_is_published_where_the_file_system_has_no_links(tiny, tmp_path, monkeypatch):
+    def hardlink_to(path, target):
+        raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
+
+    monkeypatch.setattr(Path, "hardlink_to", hardlink_to)
+    assert export(tiny, tmp_path, "mlp").path.name == "1.safetensors"
+    assert export(tiny, tmp_path, "lenet").path.name == "2.safetensors"
+    assert WeightFile.read(tmp_path / "1.safetensors").model == named("mlp").folded
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.parametrize("rows", [10, 60])

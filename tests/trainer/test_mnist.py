@@ -26,6 +26,21 @@ def test_the_last_training_images_are_held_out(tiny):
     assert (len(training), len(validation)) == (300, 100)
     np.testing.assert_array_equal(validation.images, tiny.train.images[300:])
     np.testing.assert_array_equal(training.labels, tiny.train.labels[:300])
+    assert not tiny.is_held_out_by_class(100)
+
+
+def test_of_images_sorted_by_class_the_last_of_each_class_are_held_out(digits):
+    drawn = digits(400, 0)
+    order = np.argsort(drawn.labels, kind="stable")
+    dataset = Dataset(Digits(drawn.images[order], drawn.labels[order]), digits(60, 1), "")
+    assert dataset.is_held_out_by_class(100)
+    training, validation = dataset.hold_out(100)
+    for part, each in ((training, 30), (validation, 10)):
+        assert np.bincount(part.labels).tolist() == [each] * 10
+        assert (np.diff(part.labels.astype(int)) >= 0).all()  # in their order
+    first = np.flatnonzero(dataset.train.labels == 3)
+    np.testing.assert_array_equal(training.images[90:120], dataset.train.images[first[:30]])
+    np.testing.assert_array_equal(validation.images[30:40], dataset.train.images[first[30:]])
 
 
 @pytest.mark.parametrize(
