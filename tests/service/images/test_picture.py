@@ -412,3 +412,24 @@ def test_too_many_scans_are_refused():
 
 
 # properties
+
+
+def arithmetic(side: int, scans: int) -> bytes:
+    """A progressive JPEG in arithmetic coding, whose scans have a few bytes each."""
+
+    def segment(kind: int, content: bytes) -> bytes:
+        return struct.pack(">BBH", 0xFF, kind, len(content) + 2) + content
+
+    def scan(first: int, last: int) -> bytes:
+        return segment(0xDA, bytes((1, 1, 0, first, last, 0))) + bytes.fromhex("78debdcd1c")
+
+    frame = struct.pack(">BHHBBBB", 8, side, side, 1, 1, 0x11, 0)
+    tables = segment(0xDB, b"\0" + b"\1" * 64) + segment(0xCA, frame)
+    return b"\xff\xd8" + tables + scan(0, 0) + scan(1, 63) * (scans - 1) + b"\xff\xd9"
+
+
+def test_a_jpeg_in_arithmetic_coding_may_have_a_megapixel(monkeypatch):
+    assert read(arithmetic(256, 2), JPEG).any()
+    monkeypatch.setattr(ImageFile.ImageFile, "load", None)
+    message = "it has 2000 x 2000 pixels in arithmetic coding, expected at most 1048576; save it as"
+    assert message in refused(arithmetic(2000, 32), JPEG)
