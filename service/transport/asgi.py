@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
@@ -12,6 +12,7 @@ from service.errors import ServiceError
 from service.transport.answer import INTERNAL_ERROR, error_answer
 from service.transport.exchange import Exchange
 from service.transport.head import RequestHead
+from service.transport.http2_fields import is_field
 
 _log = logging.getLogger(__name__)
 
@@ -24,6 +25,8 @@ class AsgiExchange(Exchange):
     may_give_way = True
     _gone = _whole = _handed_over = _begun = _complete = False
     _response: Mapping[str, Any] | None = None
+    _length: int | None = None
+    """Of the answer's body, where the application says it."""
     _sent_bytes = 0
 
     def open(self) -> None:
@@ -119,16 +122,20 @@ class AsgiExchange(Exchange):
         if self._gone or self._complete:
             return
         if message["type"] == "http.response.start":
+            self._length = _length(message["status"], message["headers"])
             self._response = message
             return
         response, writer = self._response, self.writer
         assert response is not None, "bug: a body before its start"
         body, more = message.get("body", b""), message.get("more_body", False)
+        self._sent_bytes += len(body)
+        length, sent_bytes = self._length, self._sent_bytes
+        if length is not None and (sent_bytes > length or (sent_bytes < length and not more)):
+            raise ValueError(f"answer: got {sent_bytes} bytes of body, expected {length}")
         if not self._begun:
             self._begun = True
             headers = [(name.lower(), value) for name, value in response["headers"]]
             writer.start(self, response["status"], headers, None if more else len(body))
-        self._sent_bytes += len(body)
         if body:
             writer.write(self, (body,))
         if not more:
@@ -137,3 +144,23 @@ class AsgiExchange(Exchange):
             self.log_http(response["status"], self._sent_bytes)
             writer.finish(self)
         await writer.drained(self)
+
+
+def _length(status: int, headers: Iterable[tuple[bytes, bytes]]) -> int | None:
+    """The length of an answer's body, None if not known.
+
+    Raises:
+        ValueError: a header could end, or change, the answer.
+    """
+    lengths = []
+    for name, value in headers:
+        is_length = name.lower() == b"content-length"
+        if not is_field(name.lower(), value) or (is_length and not value.isdigit()):
+            raise ValueError(f"answer: got header {name!r} {value!r}, expected a name and a line")
+        if is_length:
+            lengths.append(int(value))
+    if len(lengths) > 1:
+        raise ValueError(f"answer: got {len(lengths)} lengths, expected at most one")
+    if status in (204, 304):
+        return 0
+    return lengths[0] if lengths else None

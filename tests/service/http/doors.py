@@ -31,6 +31,13 @@ async def application(scope, receive, send):
         while (await receive())["type"] != "http.disconnect":
             pass
         return
+    if path == "/answer":
+        status, headers, pieces = scope["state"]["answer"]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        for piece in pieces:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body"})
+        return
     if path == "/fails":
         raise ValueError("planted")
     if path not in ("/early", *FIXED):

@@ -806,6 +806,48 @@ async def test_a_stop_answers_what_was_read_and_is_not_parsed_yet(server):
     assert await client.rest() == b""
 
 
+LENGTH = (b"Content-Length", b"2")
+
+
+@pytest.mark.parametrize(
+    ("status", "headers", "pieces", "begun"),
+    [
+        (200, [(b"x", b"a\r\nset-cookie: b")], [b"ok"], False),
+        (200, [(b"x", b"a\nb")], [], False),
+        (200, [(b"x", b"a\0")], [], False),
+        (200, [(b"x\r\ny", b"a")], [], False),
+        (200, [(b"x y", b"a")], [], False),
+        (200, [(b"", b"a")], [], False),
+        (200, [(b"Transfer-Encoding", b"chunked")], [], False),
+        (200, [(b"content-length", b"1_0")], [b"0123456789"], False),
+        (200, [(b"content-length", b"-1")], [], False),
+        (200, [(b"content-length", b"")], [], False),
+        (200, [LENGTH, (b"content-length", b"3")], [b"ok"], False),
+        (200, [LENGTH], [b"long"], False),
+        (200, [LENGTH], [], False),
+        (200, [LENGTH], [b"o"], True),
+        (200, [LENGTH], [b"ok", b"long"], True),
+        (304, [], [b"ok"], False),
+    ],
+)
+async def test_an_answer_of_the_application_that_would_break_http_is_a_500_and_logged(
+    server, caplog, status, headers, pieces, begun
+):
+    server.events["answer"] = status, headers, pieces
+    client = await server.open()
+    client.send(GET.replace(b"/ ", b"/answer ", 1))
+    if begun:
+        assert not (await client.rest()).endswith((b"\r\n\r\n", b"long"))
+    else:
+        answer = await client.answer()
+        assert answer[0] == 500
+        assert "set-cookie" not in answer[1]
+    assert caplog.text.count("GET /answer failed") == 1
+    server.events["answer"] = 200, [LENGTH, (b"X", b"a b")], [b"o", b"k"]
+    answer = await server.ask(GET.replace(b"/ ", b"/answer ", 1))
+    assert (answer[0], answer[1]["x"], answer[2]) == (200, "a b", b"ok")
+
+
 @pytest.mark.parametrize("missing_bytes", [0, 1])
 async def test_a_fault_of_our_own_is_a_500_and_logged(server, caplog, monkeypatch, missing_bytes):
     def fail(*_):
