@@ -13,6 +13,10 @@ SMALL_BYTES = 256 * 1024
 _LARGE_SHARE = 0.75
 """The part of the budget that bodies which are not small may fill. The rest is for small ones."""
 
+UNUSED_BYTES = 32 * 1024 * 1024
+"""Maximum bytes that connections have received and not used yet, before those that keep more than
+their share of it are ended."""
+
 _CHECK_S = 1.0
 _SLOW_BYTES = 64 * 1024
 """A transfer is slow while it moves less than this in `_CHECK_S`."""
@@ -42,7 +46,8 @@ class Budget:
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
-        self.held_bytes = 0
+        self.held_bytes = self._most_held_bytes = 0
+        self._unused_bytes = self._keepers = 0
         self._transfers: dict[Transfer, int] = {}
         """`moved_bytes` of each transfer at the last check."""
         self._slow: set[Transfer] = set()
@@ -70,11 +75,33 @@ class Budget:
                 field="body",
                 retry_after_s=1,
             )
-        self.held_bytes += size
+        self._grow(size)
 
     def add(self, size: int) -> None:
         """Hold `size` more bytes that cannot be refused, those of an answer; fewer if negative."""
+        self._grow(size)
+
+    def _grow(self, size: int) -> None:
         self.held_bytes += size
+        self._most_held_bytes = max(self._most_held_bytes, self.held_bytes)
+
+    def has_shrunk(self, size: int) -> bool:
+        """Whether `size` bytes less are held than at most since the last time it was true."""
+        if self._most_held_bytes - self.held_bytes < size:
+            return False
+        self._most_held_bytes = self.held_bytes
+        return True
+
+    def keep(self, before: int, now: int) -> bool:
+        """Count what a connection has received and not used: `now` bytes, earlier `before`.
+
+        Returns: whether it may keep them. Otherwise it is to be ended.
+        """
+        self._unused_bytes += now - before
+        self._keepers += bool(now) - bool(before)
+        if now <= before or self._unused_bytes <= UNUSED_BYTES:
+            return True
+        return now * self._keepers <= UNUSED_BYTES
 
     def release(self, size: int) -> None:
         """Stop holding `size` bytes."""

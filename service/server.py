@@ -46,6 +46,7 @@ from service.process.tls import ServedCertificate
 from service.settings import Settings
 from service.transport.door import HttpService
 from service.transport.server import HttpServer
+from service.transport.turns import Turns
 
 _log = logging.getLogger(__name__)
 
@@ -145,7 +146,7 @@ async def _serve(
                 pid = os.getppid() if shared else os.getpid()
                 if heart is not None:
                     heart.serve()
-                await _answer(service, ports, inbox, stop, settings, certificate, pid)
+                await _answer(service, ports, inbox, stop, settings, certificate, pid, heart)
             if service.models.lost.is_set():  # in the last of the stop
                 await ending
     except asyncio.CancelledError:
@@ -191,6 +192,7 @@ async def _answer(
     settings: Settings,
     certificate: ServedCertificate | None,
     pid: int,
+    heart: Heartbeat | None,
 ) -> None:
     """Serve until `stop`, then stop the connections and the queues within the drain timeout.
 
@@ -205,6 +207,7 @@ async def _answer(
         certificate=certificate,
         max_connections=descriptors.connections(),
         methods=service.methods,
+        turns=Turns() if heart is None else Turns(heart.turn),
     )
     server = HttpServer(
         service.app,

@@ -27,6 +27,9 @@ _MOST_LENGTHS = 5
 _UNCHECKED_BYTES = 64 * 1024
 """A smaller body is cheap to parse whatever it contains."""
 
+_ROW_BYTES = 50
+"""A row of 28 numbers has 57 bytes at least."""
+
 _SLICE_BYTES = 256 * 1024
 _SPACE = rb"[ \t\r\n]*"
 _LIST_BEGIN = re.compile(rb'%b\{%b"images"%b:%b\[%b(?=[\["])' % ((_SPACE,) * 5))
@@ -236,9 +239,18 @@ def _check_containers(body: bytes, max_images: int) -> None:
     """
     if body.count(b"{") > 1:
         raise invalid("body", "an object within an object", 'one object, {"images": [...]}')
-    if body.count(b"[") > 1 + (1 + HEIGHT) * max_images:
+    lists = check_lists(body, "body")
+    if lists > 1 + (1 + HEIGHT) * max_images:
         message = f"body: got more lists than {max_images} images have, the most in a request"
         raise TooLarge(message, field="body")
+
+
+def check_lists(body: bytes, field: str) -> int:
+    """The lists that `body` begins, not more than it has room for. Raises: InvalidInput."""
+    lists = body.count(b"[")
+    if lists * _ROW_BYTES > max(len(body), _UNCHECKED_BYTES):
+        raise invalid(field, f"{lists} lists in {len(body)} bytes", f"images, each {_SHAPES}")
+    return lists
 
 
 def _is_one_image(images: list[object]) -> bool:

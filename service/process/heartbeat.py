@@ -31,6 +31,7 @@ class Heartbeat:
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
         self._beat = _STARTING
+        self._due_s = 0.0
         os.set_blocking(pipe.fileno(), False)
 
     def start(self) -> None:
@@ -42,6 +43,15 @@ class Heartbeat:
         """The start is over: report that, and miss few beats from now on."""
         self._beat = _SERVING
         self._write()
+
+    def turn(self, now_s: float) -> None:
+        """A turn of work for connections begins: beat, if the last one is long ago.
+
+        The event loop may have so many connections to look at that its timers are late.
+        """
+        if now_s >= self._due_s:
+            self._due_s = now_s + BEAT_S
+            self._write()
 
     def _write(self) -> None:
         # Full: the supervisor is stopped. Broken: it was killed, and the worker is about to stop.

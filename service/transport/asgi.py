@@ -56,6 +56,7 @@ class AsgiExchange(Exchange):
     def cancel(self) -> None:
         """The client is gone."""
         self._gone = True
+        self._body.clear()
         self._arrived.set()
         self.sent()
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from socket import SO_ERROR, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, cast
 
 from service.errors import ServiceError
@@ -29,6 +30,7 @@ from service.transport.http1_exchanges import Http1Exchanges
 from service.transport.http2 import PREFACE
 from service.transport.http2_exchanges import Http2Exchanges
 from service.transport.receiver import BodyReceiver
+from service.transport.turns import SMALL_BYTES
 
 if TYPE_CHECKING:
     from uvicorn import Config
@@ -46,6 +48,9 @@ _UNREAD_BYTES = 64 * 1024
 """Unread bytes tolerated over TLS before writing pauses; without TLS uvloop's high-water mark
 applies."""
 _UNREAD_LOOK_S = 0.01
+
+_COUNTED_BYTES = 4096
+"""Received bytes that are not used are counted from so many on."""
 
 
 class Connection(asyncio.Protocol):
@@ -70,6 +75,8 @@ class Connection(asyncio.Protocol):
         self.reading = True
         self._resting = False  # from reading, for a turn of the event loop
         self._turn_planned = False
+        self._waiting: list[bytes] = []  # what came when its turn was over
+        self._arrived_bytes = 0  # likewise, of a large body
         self.ended = False  # the client sends no more
         self.closing = False  # nothing more is read but what lingers
         self.stopping = door.stopping
@@ -79,6 +86,7 @@ class Connection(asyncio.Protocol):
         self._lingered_bytes = 0
         self._unread_bytes = 0  # when the client's reading was last looked at
         self._held_bytes = 0  # of the budget
+        self._received_bytes = 0  # of them, received and not used
         self._written_bytes = 0  # since any are held
         self._drained: asyncio.Event | None = None
 
@@ -118,8 +126,10 @@ class Connection(asyncio.Protocol):
         self.door.remove(self)
         self._state.connections.discard(self)
         self.closing = True
+        self._waiting.clear()
         self.stop_receiving()
         self.exchanges.end()
+        self.exchanges.forget()
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:
@@ -130,9 +140,32 @@ class Connection(asyncio.Protocol):
             if self._lingered_bytes > self.exchanges.linger_bytes:
                 self.transport.abort()
             return
+        small = len(data) <= SMALL_BYTES and self.exchanges.is_idle
+        if self._waiting or not self.door.turns.has_time(small):
+            self._wait(data)
+            return
         if len(data) > _LARGE_READ_BYTES:
             self._rest()
         self.exchanges.receive(data)
+
+    def _wait(self, data: bytes) -> None:
+        """Keep what came until this connection's turn, and read no more until then."""
+        self._waiting.append(data)
+        if len(self._waiting) == 1:
+            self.door.turns.add(self._serve_waiting)
+            self.set_reading()
+        self.hold()
+
+    def _serve_waiting(self) -> bool:
+        data = b"".join(self._waiting)
+        self._waiting.clear()
+        if data and self.is_there():
+            self.exchanges.receive(data)
+            if self.ended and not self.closing and not self.exchanges.eof():
+                self.finish()
+            self.hold()
+            self.set_reading()
+        return False
 
     def _without_preface(self, data: bytes) -> bytes:
         """Choose the HTTP version by the first bytes; returns the bytes for its parser."""
@@ -150,6 +183,8 @@ class Connection(asyncio.Protocol):
     def eof_received(self) -> bool:
         # Over TLS the transport closes in any case: asyncio has no half-closed one.
         self.ended = True
+        if self._waiting:
+            return self.door.certificate is None
         return not self.closing and self.exchanges.eof() and self.door.certificate is None
 
     def pause_writing(self) -> None:
@@ -179,9 +214,21 @@ class Connection(asyncio.Protocol):
 
     def body_arrived(self, size: int) -> None:
         """The next `size` bytes are there."""
+        if not self.door.turns.has_time():
+            self._arrived_bytes += size
+            self.door.turns.add(self._serve_arrived)
+            self.set_reading()
+            return
         if size > _LARGE_READ_BYTES:
             self._rest()
         self.exchanges.body_arrived(size)
+
+    def _serve_arrived(self) -> bool:
+        size, self._arrived_bytes = self._arrived_bytes, 0
+        if size and not self.closing:
+            self.exchanges.body_arrived(size)
+            self.set_reading()
+        return False
 
     def stop_receiving(self) -> None:
         """End a `BodyReceiver`: nobody waits for its body any more, or it is complete."""
@@ -201,23 +248,36 @@ class Connection(asyncio.Protocol):
         if reading:
             transport.resume_reading()
 
-    # Turns of the event loop.
+    # Turns, see `turns`.
 
     def turn(self) -> None:
-        """Process the data received so far in the next turn of the event loop."""
+        """Process the data received so far in the next turn."""
         if not self._turn_planned:
             self._turn_planned = True
-            self.loop.call_soon(self._turn)
+            self.door.turns.add(self._turn)
 
-    def _turn(self) -> None:
+    def _turn(self) -> bool:
         self._turn_planned = False
-        if self.may_parse:
+        if self.may_parse and self.is_there():
             self.exchanges.go_on()
+        return False
 
     @property
     def may_parse(self) -> bool:
         """Whether requests may begin: the client reads the answers to those before."""
         return not (self.closing or self.blocked_since_s or self.transport.is_closing())
+
+    def is_there(self) -> bool:
+        """Whether the client has not reset the connection, which ends it here.
+
+        Nothing else says so while reading pauses.
+        """
+        if self.transport.is_closing():
+            return False
+        if self.transport.get_extra_info("socket").getsockopt(SOL_SOCKET, SO_ERROR):
+            self.transport.abort()
+            return False
+        return True
 
     def _rest(self) -> None:
         """Read no more in this turn of the event loop."""
@@ -236,7 +296,7 @@ class Connection(asyncio.Protocol):
             wanted = not self.exchanges.is_broken
         else:
             wanted = not self.blocked_since_s and self.exchanges.wants_data
-        wanted = wanted and not self._resting
+        wanted = wanted and not (self._resting or self._waiting or self._arrived_bytes)
         if wanted != self.reading and not self.transport.is_closing():
             self.reading = wanted
             if wanted:
@@ -276,13 +336,20 @@ class Connection(asyncio.Protocol):
             self.loop.call_later(_UNREAD_LOOK_S, self._look_at_unread, True)
 
     def hold(self) -> None:
-        """Hold in the budget what is answered and not sent, and what came and is not parsed."""
+        """Hold in the budget what is answered and not sent, and what came and is not used."""
+        before = self._received_bytes
+        received = self.exchanges.received_bytes + sum(map(len, self._waiting))
+        if self.closing or received < _COUNTED_BYTES:
+            received = 0
         unread = self._unread() if self.blocked_since_s else 0
-        held, self._held_bytes = self._held_bytes, unread + self.exchanges.held_bytes
-        if self._held_bytes == held:
+        held, self._held_bytes = self._held_bytes, unread + self.exchanges.held_bytes + received
+        if self._held_bytes == held and received == before:
             return
-        budget = self.door.budget
+        budget, self._received_bytes = self.door.budget, received
         budget.add(self._held_bytes - held)
+        if received != before and not budget.keep(before, received):
+            self.evict()
+            return
         if not held:
             self._written_bytes = self._unread()
             budget.watch(self)
@@ -297,6 +364,7 @@ class Connection(asyncio.Protocol):
     def evict(self) -> None:
         """The client reads slowly, and others need the memory of its answers."""
         self.closing = True
+        self._waiting.clear()
         self.exchanges.end()
         self.blocked_since_s = 0.0
         self.hold()
@@ -320,6 +388,7 @@ class Connection(asyncio.Protocol):
         if self.closing:
             return
         self.closing = True
+        self._waiting.clear()
         self.stop_receiving()
         exchanges, transport = self.exchanges, self.transport
         exchanges.end()

@@ -104,7 +104,7 @@ class Call(Protocol):
     """One call of a method."""
 
     body_timeout_s: float
-    """How long the client may send nothing while its request is not complete."""
+    """How long a message may take to arrive, and how long the client may send none."""
 
     def message(self, size: int | None) -> FastCall:
         """A message of `size` bytes begins, None if not known. Returns its receiver.
@@ -194,6 +194,7 @@ class GrpcStream(Exchange):
 
     def closed(self) -> None:
         """The stream is over."""
+        self._unread = bytearray()  # a cycle keeps this object until the collector comes
         if self.may_give_way:
             self.writer.door.endless_calls.close(self)
 
@@ -205,12 +206,11 @@ class GrpcStream(Exchange):
         if call is None:  # it has failed
             self._took(len(data))
             return
-        if not end:
-            self.since_s = self.writer.active_s
         try:
             between = self._message is None and not self._unread and not call.is_ahead()
             whole = size >= 0 and not data[0] and int.from_bytes(data[1:5], "big") == size
             if between and whole:  # the frequent case: a frame is a message
+                self.since_s = self.writer.active_s
                 message = call.message(size)
                 self._took(len(data))
                 message.complete(data[5:] if size < _COPIED_BYTES else memoryview(data)[5:])
@@ -250,7 +250,7 @@ class GrpcStream(Exchange):
             step()
         except ServiceError as exc:
             if self._inflater is not None:
-                self._inflater = None
+                self._forget_inflater()
                 self.read_on()
             message.fail(exc)
 
@@ -302,6 +302,7 @@ class GrpcStream(Exchange):
         return self._inflater is not None and self._inflater.busy
 
     def _begin(self, prefix: bytes) -> None:
+        self.since_s = self.writer.active_s
         compressed, size = prefix[0], int.from_bytes(prefix[1:], "big")
         assert self._call is not None, "bug: no call"
         if compressed > 1:
@@ -317,6 +318,9 @@ class GrpcStream(Exchange):
         else:
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self._message, self.head.encoding)
+            inflaters = self.writer.door.inflaters
+            inflaters.wait(self)
+            inflaters.open()
 
     def _receive(self, piece: bytes) -> None:
         message = self._message
@@ -339,8 +343,14 @@ class GrpcStream(Exchange):
     def _end_inflated(self) -> None:
         message = self._message
         if self._inflater is not None and self._inflater.complete and message is not None:
-            self._message = self._inflater = None
+            self._message = None
+            self._forget_inflater()
             message.complete()
+
+    def _forget_inflater(self) -> None:
+        if self._inflater is not None:
+            self._inflater = None
+            self.writer.door.inflaters.close(self)
 
     def _inflate(self) -> bool:
         """Decompress a part; whether more is to be done."""
@@ -404,7 +414,8 @@ class GrpcStream(Exchange):
 
     def _end(self, status: Status, size: int) -> None:
         self.answered = True
-        self._call = self._message = self._inflater = None
+        self._call = self._message = None
+        self._forget_inflater()
         ids = self.head.ids
         if status.code is StatusCode.INTERNAL and ids:
             found = status.code.name
@@ -420,7 +431,8 @@ class GrpcStream(Exchange):
     def cancel(self) -> None:
         """The client is gone."""
         call, self._call = self._call, None
-        self._message = self._inflater = None
+        self._message = None
+        self._forget_inflater()
         super().sent()
         if call is not None:
             self.answered = True
@@ -438,7 +450,7 @@ class GrpcStream(Exchange):
             self._call.stop(error)
 
     def body_timeout_s(self) -> float:
-        """How long it may be silent. Requests for inference have deadlines of their own."""
+        """How long a message may take to arrive. Requests for inference have deadlines."""
         return math.inf if self._call is None else self._call.body_timeout_s
 
     def sent(self) -> None:

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 _UNLIMITED = 1 << 30
 """Bytes; `Connection` pauses writing by what its client has not taken."""
 
+_EARLY_BYTES = 64 * 1024
+"""Maximum bytes of a client before its handshake has its turn: it waits for an answer to the first
+16 KiB at most."""
+
 _SHUTDOWN_S = 3600.0
 """`Connection.check_time` ends it, when the client reads no more."""
 
@@ -54,9 +58,12 @@ class Handshake(asyncio.Protocol):
             plain.set_protocol(connection)
             connection.refuse_clear()
             return
+        turn = connection.door.handshake
+        await turn.acquire()
         # `_hand_on` runs after `start_tls` has paused reading, and before TLS begins. Were
         # `start_tls` a task, a reset could come before it, which uvloop logs with a traceback.
         loop.call_soon(self._hand_on)
+        loop.call_soon(turn.release)
         secured: asyncio.Transport | None = None
         with suppress(OSError):  # another protocol, no right certificate, too late, gone
             secured = await loop.start_tls(
@@ -81,6 +88,9 @@ class Handshake(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Keep bytes that arrive before TLS has taken over the transport."""
+        if self._early and sum(map(len, self._early)) + len(data) > _EARLY_BYTES:
+            self._connection.transport.abort()
+            return
         self._early.append(data)
         self._begun.set()
 

@@ -58,8 +58,11 @@ class Http1Exchanges:
         """The requests that are not answered."""
         return () if self.exchange is None else (self.exchange,)
 
+    held_bytes = 0
+    """Answers wait at the transport alone."""
+
     @property
-    def held_bytes(self) -> int:
+    def received_bytes(self) -> int:
         """Bytes of requests that are not parsed, and of headers."""
         http1, held_bytes = self.http1, 0
         if http1.header_bytes > _COUNTED_HEADER_BYTES:
@@ -67,6 +70,11 @@ class Http1Exchanges:
         if http1.unparsed_bytes > _WAITING_BYTES:
             held_bytes += http1.unparsed_bytes
         return held_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has come that is not answered."""
+        return self.http1.idle
 
     @property
     def wants_data(self) -> bool:
@@ -171,6 +179,9 @@ class Http1Exchanges:
         self.http1.close()
         if exchange is not None:
             exchange.cancel()
+
+    def forget(self) -> None:
+        """The connection is lost: `end` has released what came."""
 
     def check_time(self, now_s: float, header_s: float, _write_s: float) -> None:
         """Close the connection if it waited too long for its client."""

@@ -22,6 +22,7 @@ written, and `failed` is set. What costs the server work without a request that 
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Callable, Iterable
 from enum import IntEnum
@@ -102,6 +103,9 @@ _DEFAULT_TABLE_BYTES = 4096
 _EMPTY_TABLE = b"\x20"
 """Sets the size of the table to 0 at the beginning of a header block: RFC 7541, 6.3."""
 
+_THREE_UPDATES = re.compile(rb"(?:[\x20-\x3e]|\x3f[\x80-\xff]*[\x00-\x7f]){3}")
+"""A block may begin with two updates of the table's size: RFC 7541, 4.2."""
+
 DATA, HEADERS, PRIORITY, RST_STREAM, SETTINGS, PUSH_PROMISE, PING, GOAWAY, WINDOW_UPDATE = range(9)
 CONTINUATION = 9
 END_STREAM, ACK, END_HEADERS, PADDED, PRIORITIZED = 0x1, 0x1, 0x4, 0x8, 0x20
@@ -162,6 +166,7 @@ class Stream:
         "buffered",
         "end",
         "exchange",
+        "held_bytes",
         "left",
         "number",
         "receive_window",
@@ -181,7 +186,9 @@ class Stream:
         """Bytes of content-length that no DATA frame has announced yet."""
         self.receive_window = self.window = STREAM_WINDOW
         self.buffered = 0
-        """Received, and not taken."""
+        """Announced by DATA frames, and not taken."""
+        self.held_bytes = 0
+        """Handed to the handler, and not taken."""
         self.taken = 0
         """Taken, and not given back to the client's window."""
         self.send_window = send_window
@@ -259,6 +266,10 @@ class Http2:
         """Streams that wait for the client's windows, the one that waits longest first."""
         self.unsent_bytes = 0
         """Bytes of all answers that wait for the client's windows."""
+        self._held_bytes = 0
+        """Of all streams."""
+        self._all_bytes = 0
+        """Received on this connection."""
         self._last = 0
         """The highest number of a stream that the client opened."""
         self._final: int | None = None
@@ -269,7 +280,7 @@ class Http2:
         self._data: tuple[Stream | None, int, int, bool] | None = None
         """The DATA frame that is arriving: stream, bytes left, padding behind, whether it ends."""
         self._block: list[bytes] = []
-        self._block_bytes = self._block_stream = 0
+        self._block_bytes = self._block_stream = self._block_mark = 0
         self._block_ends = False
         self._list_bytes = 0
         """Size of the header lists that the latest call of `receive` has decoded."""
@@ -301,8 +312,28 @@ class Http2:
 
     # Bytes of the client.
 
+    @property
+    def received_bytes(self) -> int:
+        """Bytes of the client that are kept: unused parts of bodies, incomplete frames, blocks."""
+        block = self._block_bytes if self.in_block else 0
+        return self._held_bytes + len(self._buffer) - self._position + block
+
+    def forget(self) -> None:
+        """Drop what came: the connection is lost. Not to be called within `receive`."""
+        self._buffer, self._position, self._block = b"", 0, []
+        self.in_block, self._held_bytes = False, 0
+
+    @property
+    def unfinished(self) -> int | None:
+        """A number of the header block or frame that has come in part, None if there is none."""
+        if self.in_block:
+            return self._block_mark
+        rest = len(self._buffer) - self._position
+        return self._all_bytes - rest if rest else None
+
     def receive(self, data: bytes) -> bool:
         """Parse `data`; whether to call again with nothing, before more is read."""
+        self._all_bytes += len(data)
         if self._position < len(self._buffer):
             data = self._buffer[self._position :] + data
         self._buffer, self._position = data, 0
@@ -490,12 +521,16 @@ class Http2:
             stream.receiving = False
         if size or last:
             piece = data if size == len(data) else data[start : start + size]
+            stream.held_bytes += size
+            self._held_bytes += size
             self._handler.received(stream, piece, last)
         return start + size
 
     def taken(self, stream: Stream, size: int, more: bool = True) -> None:
         """The handler has no more use for `size` bytes of the body; `more` may come if so said."""
         stream.buffered -= size
+        stream.held_bytes -= size
+        self._held_bytes -= size
         self._give_back(size)
         if not (stream.receiving and more):
             return
@@ -533,6 +568,7 @@ class Http2:
             self._request(number, ends, payload)
             return
         self.in_block, self._block_stream, self._block_ends = True, number, ends
+        self._block_mark = self._all_bytes
         self._block, self._block_bytes = [payload], len(payload)
 
     def _continuation(self, flags: int, number: int, payload: bytes) -> None:
@@ -637,7 +673,10 @@ class Http2:
         self._handler.received(stream, b"", True)
 
     def _decode(self, block: bytes) -> Fields:
+        self._list_bytes += len(block)
         try:
+            if _THREE_UPDATES.match(block):
+                raise HPACKError
             fields: Fields = list(self._decoder.decode(block, raw=True))
         except OversizedHeaderListError:
             raise _too_much(f"headers of more than {_MOST_HEADER_BYTES} bytes") from None
@@ -673,9 +712,8 @@ class Http2:
             raise _size_error("RST_STREAM without 4 bytes")
         if number > self._last or not number & 1:
             raise _protocol_error(f"RST_STREAM on stream {number}, which is idle")
+        self._spend()
         stream = self.streams.get(number)
-        if stream is None or stream.receiving:
-            self._spend()
         if stream is not None:
             self._forget(stream)
             self._remember_reset(number, True)
@@ -892,7 +930,8 @@ class Http2:
         self._handler.closed(stream)
         if stream.buffered:
             self._give_back(stream.buffered)
-            stream.buffered = 0
+            self._held_bytes -= stream.held_bytes
+            stream.buffered = stream.held_bytes = 0
 
     def _write_reset(self, number: int, code: ErrorCode) -> None:
         self._write(_frame(RST_STREAM, 0, number, _WORD.pack(code)))

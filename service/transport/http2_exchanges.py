@@ -62,6 +62,9 @@ class Http2Exchanges:
         self._run_planned = False
         self._opened_s = self.active_s = self._asked_s = self.peer.loop.time()
         """When the connection began, when anything came, and when a request was last open."""
+        self._unfinished: int | None = None
+        self._unfinished_s = 0.0
+        """The header block or frame that has come in part, and when it began."""
         self._pinged_s = 0.0
         self._pings = 0
 
@@ -82,6 +85,16 @@ class Http2Exchanges:
         """Bytes of answers that wait for the client's windows."""
         unsent = self.http2.unsent_bytes
         return unsent if unsent > _UNSENT_BYTES else 0
+
+    @property
+    def received_bytes(self) -> int:
+        """Bytes that came and are not used."""
+        return self.http2.received_bytes
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing has come that is not used."""
+        return not (self._more or self.http2.received_bytes)
 
     @property
     def wants_data(self) -> bool:
@@ -105,24 +118,31 @@ class Http2Exchanges:
         for exchange in waiting:
             if exchange.stream.receiving:
                 self.door.open_streams.wait(exchange)
-                exchange.wait()
+                try:
+                    exchange.wait()
+                except Exception:  # noqa: BLE001 - the transport's edge: the client gets it
+                    self._crash(exchange)
         if http2.failed is not None:
             self.cancel_all()
             connection.finish()
             return
         if self._more and not self._planned:
-            # One connection in a turn of the event loop, so that others come in between.
             self._planned = True
-            add, step = self.door.head_turns.add, self._go_on_once
+            add, step = self.door.turns.add, self._go_on_once
             if http2.rest_s:
                 self.peer.loop.call_later(http2.rest_s, add, step)
             else:
                 add(step)
+        if (unfinished := http2.unfinished) != self._unfinished:
+            if self._unfinished is None or not http2.in_block:
+                self._unfinished_s = self.active_s
+            self._unfinished = unfinished
+        connection.hold()
         connection.set_reading()
 
     def _go_on_once(self) -> bool:
         self._planned = False
-        if self._connection.may_parse:
+        if self._connection.may_parse and self._connection.is_there():
             self.go_on()
         return False
 
@@ -171,6 +191,10 @@ class Http2Exchanges:
         out.clear()
         self.cancel_all()
 
+    def forget(self) -> None:
+        """The connection is lost: release what came."""
+        self.http2.forget()
+
     def cancel_all(self) -> None:
         """Nothing is answered any more."""
         streams = tuple(self.http2.streams.values())
@@ -191,10 +215,10 @@ class Http2Exchanges:
         """Close the connection, or a stream, if it waited too long for its client."""
         http2 = self.http2
         http2.refill()
-        if http2.opening or http2.in_block:
-            since_s = self._opened_s if http2.opening else self.active_s
-            if now_s - since_s > header_s:
-                self._connection.transport.abort()
+        waits = http2.opening or (self._unfinished is not None and not self._more)
+        since_s = self._opened_s if http2.opening else self._unfinished_s
+        if waits and now_s - since_s > header_s:
+            self._connection.transport.abort()
             return
         for stream in tuple(http2.streams.values()):
             exchange: Exchange = stream.exchange

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 MAX_OPEN_STREAMS = 8192
 """Requests that are open at a time."""
 
+MAX_INFLATERS = 256
+"""Compressed messages that arrive at a time: a decompressor takes 40 KB."""
+
 MAX_ENDLESS_CALLS = 1024
 """Open calls that watch the health or use reflection: each has a task of its own, 10 KB."""
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from service.budget import SMALL_BYTES, Budget
+from service.budget import SMALL_BYTES, UNUSED_BYTES, Budget
 from service.errors import Overloaded
 
 MIB = 1 << 20
@@ -62,3 +62,22 @@ def test_a_slow_body_gives_way_when_others_need_its_memory(run_virtually):
         assert not loop.pending_timers(), "nothing is looked at without transfers"
 
     run_virtually(main)
+
+
+def test_the_connection_with_more_than_its_share_may_not_keep_more():
+    budget = Budget(4 * MIB)
+    assert budget.keep(0, UNUSED_BYTES)
+    assert budget.keep(0, UNUSED_BYTES // 2), "half is its share"
+    assert not budget.keep(UNUSED_BYTES // 2, UNUSED_BYTES // 2 + 1)
+    assert budget.keep(UNUSED_BYTES, UNUSED_BYTES - 1), "it shrinks"
+    assert budget.keep(UNUSED_BYTES - 1, 0)
+    assert budget.keep(UNUSED_BYTES // 2 + 1, UNUSED_BYTES), "the other one has ended"
+
+
+def test_held_bytes_have_shrunk_once_since_their_peak():
+    budget = Budget(4 * MIB)
+    budget.hold(3 * MIB, MIB)
+    budget.release(MIB)
+    assert not budget.has_shrunk(2 * MIB)
+    budget.release(MIB)
+    assert [budget.has_shrunk(2 * MIB) for _ in range(2)] == [True, False]

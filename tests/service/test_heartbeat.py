@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import fcntl
 import multiprocessing
+import os
 
 import pytest
 
@@ -58,3 +59,12 @@ async def test_a_dead_worker_s_closed_pipe_is_no_beat(pipe):
     await beat(heartbeat)
     end.close()
     assert stuck_in(watch, 4)[-1]
+
+
+def test_a_turn_of_work_beats_once_a_second_though_the_timer_is_late():
+    beats, heartbeat = multiprocessing.Pipe(duplex=False)
+    with beats, heartbeat:
+        heart = Heartbeat(heartbeat)
+        for now_s in (100.0, 100.9, 101.0, 101.1):
+            heart.turn(now_s)
+        assert len(os.read(beats.fileno(), 10)) == 2

@@ -359,7 +359,7 @@ async def test_small_bodies_start_no_decoding_process_however_their_type_is_writ
 ONE = [[0] * 28 for _ in range(28)]
 MALFORMED = {
     "no body": (JSON, b"", "body", "got nothing, expected"),
-    "nested too deep": (JSON, b"[" * 100_000, "body", "not JSON"),
+    "nested too deep": (JSON, b"[" * 100_000, "body", "got 100000 lists in 100000 bytes"),
     "an unknown key": (JSON, b'{"images": [], "invert": true}', "invert", "an unknown key"),
     "a lone surrogate": (JSON, as_json([["\\ud800"]]).replace(b"\\\\", b"\\"), "body", "not JSON"),
     "a fraction": (JSON, as_json([[0.5] * 784]), "images[0][0]", "got 0.5"),

@@ -17,14 +17,26 @@ import trustme
 import uvloop
 
 from service.api.schemas import ErrorResponse
+from service.budget import UNUSED_BYTES
 from service.errors import Overloaded, TooLarge, Unavailable
 from service.process.tls import CertificateFiles, ServedCertificate
 from service.transport import door
 from service.transport.gate import Gate
-from service.transport.http2_exchanges import Http2Exchanges
 from tests.service.http import doors
 from tests.service.http.doors import HUGE, MAX_BODY_BYTES, MEBIBYTE, running, until
-from tests.service.http.test_http2 import ACK, GOAWAY, START, block, frame, get, headers, ping
+from tests.service.http.test_http2 import (
+    ACK,
+    GOAWAY,
+    START,
+    WHOLE,
+    block,
+    data,
+    frame,
+    get,
+    headers,
+    more,
+    ping,
+)
 from tests.service_process import PATIENCE_S
 
 GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
@@ -75,6 +87,14 @@ async def connect(server):
     await until(lambda: server.door.connections - before)
     (connection,) = server.door.connections - before
     return client, connection
+
+
+async def opened_http2(client, connection):
+    """The server's side of HTTP/2 behind the client's preface and settings."""
+    client.send(START)
+    await until(lambda: hasattr(connection.exchanges, "http2"))
+    await until(lambda: not connection.exchanges.http2.opening)
+    return connection.exchanges.http2
 
 
 # Order
@@ -390,6 +410,76 @@ async def test_large_headers_count_in_the_budget_while_they_arrive(server):
     assert server.door.budget.held_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("begun", "drip"),
+    [
+        (headers(block(path=b"/fast")[:2], flags=0), more(b"\x84")),
+        (headers(bytes(5000))[:9], b"\0"),
+        (headers(bytes(5000))[:5], b"\0"),
+    ],
+    ids=["a header block", "a frame", "the head of a frame"],
+)
+async def test_a_header_block_of_http_2_gains_no_time_by_coming_byte_by_byte(server, begun, drip):
+    client, connection = await connect(server)
+    http2 = await opened_http2(client, connection)
+    client.send(begun)
+    await until(lambda: http2.unfinished is not None)
+    begun_s = connection.exchanges.active_s
+    connection.check_time(begun_s + 9)
+    for _ in range(3):
+        size = http2.received_bytes
+        client.send(drip)
+        await until(lambda before=size: http2.received_bytes > before)
+    assert not connection.transport.is_closing()
+    connection.check_time(begun_s + 10.5)
+    assert connection.transport.is_closing()
+
+
+async def test_time_begins_anew_with_each_header_block_that_has_come_in_part(server):
+    client, connection = await connect(server)
+    http2 = await opened_http2(client, connection)
+    asked = get(path=b"/fast")
+    client.send(asked[:5])
+    await until(lambda: http2.unfinished is not None)
+    connection.exchanges._unfinished_s -= 9.9
+    before, next_one = http2.unfinished, get(path=b"/fast", stream=3)
+    client.send(asked[5:] + next_one[:5])
+    await until(lambda: http2.unfinished != before)
+    connection.check_time(connection.exchanges.active_s + 5)
+    assert not connection.transport.is_closing()
+
+
+async def test_bodies_that_wait_for_the_application_count_until_the_connection_ends(server):
+    client, connection = await connect(server)
+    http2 = await opened_http2(client, connection)
+    for stream in (1, 3, 5, 7):  # as many as the application answers at a time
+        client.send(get(path=b"/waits", stream=stream))
+    for stream in (9, 11, 13):
+        client.send(headers(block(path=b"/", method=b"POST"), WHOLE, stream))
+        client.send(b"".join(data(stream, bytes(15_000)) for _ in range(4)))
+    await until(lambda: http2.received_bytes == 3 * 60_000)
+    assert server.door.budget.held_bytes == 3 * 60_000
+    client.writer.transport.abort()
+    await until(lambda: not server.door.connections)
+    assert server.door.budget.held_bytes == 0
+    assert http2.received_bytes == 0
+
+
+async def test_the_connection_with_more_than_its_share_ends_when_too_much_waits(server):
+    for _ in range(64):  # other connections
+        assert server.door.budget.keep(0, UNUSED_BYTES // 64)
+    client, connection = await connect(server)
+    http2 = await opened_http2(client, connection)
+    for stream in (1, 3, 5, 7):
+        client.send(get(path=b"/waits", stream=stream))
+    for stream in range(9, 29, 2):
+        client.send(headers(block(path=b"/", method=b"POST"), WHOLE, stream))
+        client.send(b"".join(data(stream, bytes(15_000)) for _ in range(4)))
+    await until(lambda: not server.door.connections)
+    assert server.door.budget.held_bytes == 0
+    assert http2.received_bytes == 0
+
+
 async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_its_time(server):
     client, connection = await connect(server)
     client.send(START + get(path=b"/"))
@@ -464,31 +554,6 @@ async def test_a_client_of_http_2_that_breaks_the_rules_is_told_and_not_read_on(
     assert not connection.transport.is_reading()
     assert b"PING on a stream" in await client.rest()
     await until(lambda: not server.door.connections)
-
-
-async def test_what_several_connections_sent_is_parsed_for_one_in_a_turn(server, monkeypatch):
-    turn, turns = 0, []
-    go_on = Http2Exchanges.go_on
-
-    def count():
-        nonlocal turn
-        turn += 1
-        asyncio.get_running_loop().call_soon(count)
-
-    def note(exchanges):
-        turns.append(turn)
-        go_on(exchanges)
-
-    monkeypatch.setattr(Http2Exchanges, "go_on", note)
-    ask = block(path=b"/fast", method=b"POST")
-    asked = START + b"".join(headers(ask, stream=stream) for stream in range(1, 401, 2))
-    clients = [await server.open() for _ in range(4)]
-    count()
-    for client in clients:
-        client.send(asked)
-    await until(lambda: len(server.route.calls) == 800)
-    assert len(turns) > 20
-    assert len(set(turns)) == len(turns)
 
 
 def test_an_idle_connection_is_closed_after_its_time(run_virtually):

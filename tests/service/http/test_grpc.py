@@ -32,6 +32,7 @@ from service.transport.grpc import GrpcStream, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.http2 import Malformed
 from service.transport.http2_head import Http2Head
+from service.transport.streams import OpenStreams
 
 MOST = 1_000_000
 """Bytes of a message that the calls below take."""
@@ -61,6 +62,7 @@ class Client:
 
     def __init__(self):
         self.http2 = self.peer = self.loop = self.door = self.turns = self.access = self
+        self.inflaters = OpenStreams(1)
         self.written, self.used, self.later, self.most_held = [], 0, [], 0
         self.has_ended, self.reads = False, True
         self.stream = SimpleNamespace(sending=True, buffered=1, unsent=())

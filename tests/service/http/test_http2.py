@@ -920,6 +920,11 @@ HPACK = {
     "7541 4.2 a larger table than any": (headers(integer(4097, 5, 0x20) + block()), *NOT_DECODED),
     "7541 4.2 a change behind a field": (headers(block() + NO_TABLE), *NOT_DECODED),
     "7541 4.2 two changes": (headers(integer(100, 5, 0x20) + NO_TABLE + block()), GOT, ""),
+    "7541 4.2 three changes": (
+        headers(integer(100, 5, 0x20) + NO_TABLE * 2 + block()),
+        *NOT_DECODED,
+    ),
+    "7541 4.2 a block of changes": (headers(NO_TABLE * 16_000), *NOT_DECODED),
     "7541 4.2 equal blocks with a table in between": (
         headers(NO_TABLE + block())
         + headers(integer(100, 5, 0x20) + block() + INDEXED, stream=3)
@@ -1040,6 +1045,30 @@ FLOODS = {
             ", ".join(f"{number} POST /, {number} cancelled" for number in range(1, 1998, 2))
             + ", 1999 POST /",
             "goaway 1999 ENHANCE_YOUR_CALM",
+        ),
+    ),
+    "10.5 complete requests that are reset": (
+        b"".join(get(number) + reset(number) for number in range(1, 2002, 2)),
+        *(
+            ", ".join(
+                f"{number} GET /, {number} end, {number} cancelled" for number in range(1, 1998, 2)
+            )
+            + ", 1999 GET /, 1999 end",
+            "goaway 1999 ENHANCE_YOUR_CALM",
+        ),
+    ),
+    "10.5 answered requests between those that are reset": (
+        b"".join(
+            get(number) + reset(number) + get(number + 2, path=b"/answer")
+            for number in range(1, 8802, 4)
+        ),
+        *(
+            ", ".join(
+                f"{number} GET /, {number} end, {number} cancelled, "
+                f"{number + 2} GET /answer, {number + 2} end"
+                for number in range(1, 8802, 4)
+            ),
+            ", ".join(f"headers {number}, body {number} 2 end" for number in range(3, 8804, 4)),
         ),
     ),
     "10.5 requests that have the server reset them": (

@@ -483,3 +483,18 @@ def test_a_part_of_another_type_is_unsupported(kind):
 starts = st.sampled_from(
     [b"", b"\x89PNG\r\n\x1a\n", b"\xff\xd8\xff", b"\x93NUMPY\x01\x00", b"--x\r\n", b'{"images":']
 )
+
+
+def test_json_with_more_lists_than_its_rows_have_room_for_is_refused_before_it_is_parsed(
+    monkeypatch,
+):
+    parsed = []
+    loads = orjson.loads
+    monkeypatch.setattr(orjson, "loads", lambda text: parsed.append(len(text)) or loads(text))
+    body = b'{"images":[' + b"[]," * 60_000 + b"[]]}"
+    with pytest.raises(InvalidInput, match=r"^body: got 60002 lists in 180015 bytes, expected"):
+        decode(body, "application/json", limits=Limits(16_384))
+    assert not parsed
+    rows = orjson.dumps({"images": np.zeros((90, 28, 28), np.uint8).tolist()})
+    assert len(rows) > 64 * 1024
+    assert decode(rows, "application/json", limits=Limits(16_384)).shape == (90, 28, 28)
