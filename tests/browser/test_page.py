@@ -346,6 +346,20 @@ def test_an_answer_that_fails_leaves_none_of_an_earlier_drawing(service, visit):
     assert nothing_is_shown(page.page)
 
 
+def test_a_failure_is_shown_until_the_same_request_succeeds(service, visit):
+    page = visit(service)
+    page.expected.append("429")
+    refusal = {"error": {"code": "overloaded", "field": "", "message": "64 images wait"}}
+    page.page.route("**/predict?model=mlp", lambda route: route.fulfill(status=429, json=refusal))
+    page.draw(STROKES[3])
+    page.reads("3,")
+    page.page.wait_for_selector("#status.bad")
+    page.page.wait_for_selector(".layer canvas")  # another request, which succeeds
+    assert page.page.inner_text("#status") == "64 images wait"
+    page.page.click("#clear")
+    page.page.wait_for_selector("#status", state="hidden")
+
+
 def test_the_answer_and_the_drawing_are_on_a_telephones_screen_together(service, visit):
     page = visit(service, viewport={"width": 360, "height": 740}, has_touch=True, is_mobile=True)
     page.draw(STROKES[6])

@@ -2,7 +2,7 @@
 
 import { broken, digitsOf, draw, imageOf, pictureOf, PIXELS, SIDE } from "./prepare.js";
 import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
-import { ask, attempt, hasKey, newest, onReturn } from "./talk.js";
+import { ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
 import { watch } from "./service.js";
@@ -152,10 +152,12 @@ const predict = newest(async () => {
   if (!wanted.length) {
     answers.length = 0;
     showNothing();
+    noteSuccess();
     announce("The surface is empty.");
     return;
   }
   const answer = await post(model, wanted);
+  noteSuccess();
   images = wanted;
   chosen = Math.min(chosen, images.length - 1);
   showAnswer(answer);

@@ -1,7 +1,7 @@
 // The view #service: live figures from /metrics, of all workers together.
 
 import { $, bars, count, duration, heat, lines, make, say } from "./show.js";
-import { ask, attempt } from "./talk.js";
+import { ask, attempt, noteSuccess } from "./talk.js";
 
 const SLOTS = 120; // Seconds that are shown.
 const samples = []; // {time, metrics}, the newest last.
@@ -19,6 +19,7 @@ async function look() {
     samples.push({ time: performance.now() / 1000, metrics: read(text) });
     if (samples.length > SLOTS + 1) samples.shift();
     show(info);
+    noteSuccess();
   });
   if (!$("service").hidden) timer = setTimeout(look, 1000);
 }

@@ -43,12 +43,15 @@ export async function ask(path, body, type = "application/octet-stream") {
 
 export class Away extends Error {}
 
+/** Nothing is wrong any more, unless the service is away. */
+export function noteSuccess() {
+  if (!away) note("");
+}
+
 /** Ask, and show whatever goes wrong; undefined then. `failed` is called with the error, and is true where it has shown it. */
 export async function attempt(call, failed) {
   try {
-    const value = await call();
-    if (!away) note("");
-    return value;
+    return await call();
   } catch (error) {
     if (failed?.(error) === true) return undefined; // It has said so.
     if (error instanceof Refused) note(error.message, true);
