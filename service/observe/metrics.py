@@ -311,9 +311,10 @@ class Metrics:
         self._certificate_end: Family[BufferedGauge] | None = None
         self._start_phase = self._gauge(
             "lenet_start_phase_seconds",
-            "Time of each phase of the start; contexts holds most of device and all of warm_up.",
+            "Time of each phase of the start; contexts holds most of device and all of warm_up. Of "
+            "several workers the longest.",
             "phase",
-            mode="max",
+            mode="livemax",
         )
         self._model = self._gauge(
             "lenet_model_info",

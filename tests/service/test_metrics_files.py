@@ -105,7 +105,7 @@ def counted():
     return {
         (sample.name, *sorted(sample.labels.items())): sample.value
         for metric in all_workers()
-        if metric.type != "gauge" or metric.name == "lenet_start_phase_seconds"
+        if metric.type != "gauge" or metric.name == "lenet_last_prediction_timestamp_seconds"
         for sample in metric.samples
     }
 
@@ -212,6 +212,7 @@ from prometheus_client import CollectorRegistry
 from service.observe.metrics import Metrics
 metrics = Metrics(CollectorRegistry())
 metrics.certificate_read(float(sys.argv[1]))
+metrics.started("weights", float(sys.argv[1]))
 print(asyncio.run(metrics.exposition()).decode())
 """
 
@@ -222,3 +223,16 @@ def test_the_certificate_of_the_worker_whose_ends_first_is_shown(place):
         line = [sys.executable, "-c", SERVING, end]
         shown = subprocess.run(line, env=environment, check=True, capture_output=True, text=True)
     assert "lenet_certificate_end_timestamp_seconds 1000.0" in shown.stdout
+
+
+def test_the_longest_start_of_the_workers_that_live_is_shown(place, monkeypatch):
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), VARIABLE: str(place)}
+    monkeypatch.setenv(VARIABLE, str(place))
+    for duration in ("40", "3"):
+        line = [sys.executable, "-c", SERVING, duration]
+        with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, text=True) as worker:
+            shown = worker.stdout.read()
+        assert worker.returncode == 0
+        assert f'lenet_start_phase_seconds{{phase="weights"}} {duration}.0' in shown
+        remove_live(worker.pid)
+        assert merge(worker.pid)
