@@ -346,7 +346,7 @@ def test_an_answer_that_fails_leaves_none_of_an_earlier_drawing(service, visit):
     assert nothing_is_shown(page.page)
 
 
-def test_a_failure_is_shown_until_the_same_request_succeeds(service, visit):
+def test_a_failure_is_shown_until_a_prediction_succeeds(service, visit):
     page = visit(service)
     page.expected.append("429")
     refusal = {"error": {"code": "overloaded", "field": "", "message": "64 images wait"}}
