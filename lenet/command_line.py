@@ -71,7 +71,10 @@ def parse(
         default = str(field.get_default(call_default_factory=True)).strip("(,)")
         if not field.is_required() and default not in ("", "None", "False"):
             text += f" Default: {default}."
-        options: dict[str, Any] = {"metavar": "|".join(schemas[name].get("enum", ())) or None}
+        values = schemas[name].get("enum", ())
+        if schemas[name].get("type") == "boolean":
+            values = ("true", "false")
+        options: dict[str, Any] = {"metavar": "|".join(values) or None}
         if field.default is False:
             options = {"action": BooleanOptionalAction}
         hidden = CLI_SUPPRESS in field.metadata
@@ -155,5 +158,5 @@ def _did_you_mean(word: str, known: Iterable[str], prefix: str) -> str:
     names, own = [name.removeprefix(prefix) for name in known], word.removeprefix(prefix)
     matches = get_close_matches(own, names, n=1)
     if not matches and len(own) >= _SHORTEST_PART:
-        matches = [name for name in names if own in name]
+        matches = [name for name in names if own in name or f"-{name}" in own]
     return f"; did you mean {prefix}{matches[0]}?" if matches else ""

@@ -5,12 +5,24 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 
 def temporary_prefix(path: Path) -> str:
     """Prefix of temporary files that are renamed to `path` once they are complete."""
     return f".{path.name}."
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Name `path` in an error that names no file, as that of a full disk."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.filename is None:
+            exc.filename = str(path)
+        raise
 
 
 def write_atomically(path: Path, content: bytes) -> None:
@@ -25,7 +37,7 @@ def write_atomically(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=temporary_prefix(path))
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with naming(path), os.fdopen(descriptor, "wb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())

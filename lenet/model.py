@@ -342,11 +342,11 @@ def _part(kind: type[Any], value: object, owner: str) -> Any:
 
 
 def _check_keys(owner: str, found: dict[str, Any], required: set[str], optional: set[str]) -> None:
-    if missing := sorted(required - found.keys()):
-        raise InvalidModel(f"{owner}: {missing[0]} is missing")
-    if unknown := sorted(found.keys() - required - optional):
+    if unknown := sorted(found.keys() - required - optional):  # first: it may be a misspelt one
         known = ", ".join(sorted(required | optional))
         raise InvalidModel(f"{owner}: {_shown(unknown[0])} is unknown, expected some of {known}")
+    if missing := sorted(required - found.keys()):
+        raise InvalidModel(f"{owner}: {missing[0]} is missing")
 
 
 def _shown(value: object) -> str:

@@ -19,14 +19,14 @@
 
 Exit codes:
     0    done
-    1    the packages that training needs are not installed
+    1    the packages that fit and search need are not installed
     2    invalid command line or environment
     3    the digits are missing, cannot be downloaded or are broken
     4    the training diverged: the message says at which step and in which layer first
     5    the result was refused: the served network would differ from the trained one
     6    a file cannot be read or written
     7    the GPU failed, or has too little memory
-    130  interrupted; after a completed epoch the same command resumes
+    130  interrupted, by Ctrl-C or SIGTERM; after a completed epoch the same command resumes
 
 An error is one line on the standard error, one for each invalid setting, never a traceback.
 """
@@ -59,7 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if arguments[:1] == ["--version"]:
         print(f"lenet-train {distribution_version()}")
         return 0
-    if importlib.util.find_spec("tqdm") is None:
+    command = next((word for word in arguments[:1] if not word.startswith("-")), "fit")
+    if command in ("fit", "search") and importlib.util.find_spec("tqdm") is None:
         print(_EXTRA, file=sys.stderr)
         return 1
     # A BLAS reads its number of threads when NumPy is loaded, and its order of summation depends
@@ -68,12 +69,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # (2026-11-20), and several times as long when another program uses a core.
     for variable in ("OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "VECLIB_MAXIMUM_THREADS"):
         os.environ[variable] = "1"
+    terminate = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         from trainer.commands import run
+
+        return run(arguments, os.environ)
     except KeyboardInterrupt:  # loading takes a second
         print("interrupted", file=sys.stderr)
         return 130
-    return run(arguments, os.environ)
+    finally:
+        signal.signal(signal.SIGTERM, terminate)
 
 
 if __name__ == "__main__":

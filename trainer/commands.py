@@ -41,6 +41,7 @@ from trainer.importing import (
     matched,
     read_mapping,
     table,
+    without_prefix,
 )
 from trainer.inspect import content, measure, outline
 from trainer.loop import train
@@ -155,6 +156,13 @@ def fit(settings: Fit) -> None:
         else:
             outcome = "interrupted before the first epoch was completed; nothing was kept"
         raise KeyboardInterrupt(outcome) from exc
+    except OSError as exc:
+        if exc.filename is None or not checkpoint.path.exists():
+            raise
+        raise UnwritableFolder(
+            f"{exc.filename}: {exc.strerror}; once it can be written, the same command resumes "
+            f"from {checkpoint.path}"
+        ) from exc
     provenance = Training(
         dataset_sha256=dataset.sha256,
         seed=settings.seed,
@@ -276,6 +284,9 @@ def import_(settings: Import) -> None:
     tensors = read_tensors(settings.file)
     layout = layout_of(tensors) if settings.layout == "auto" else settings.layout
     if settings.mapping is None:
+        tensors, prefix = without_prefix(tensors)
+        if prefix:
+            print(f"{settings.file}: {prefix} is taken off the names, which all begin with it")
         found = matched(tensors, source, layout)
     else:
         found = mapped(tensors, source, layout, read_mapping(settings.mapping))

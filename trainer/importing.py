@@ -44,6 +44,7 @@ _PARTS: dict[str, str] = {
     "moving_variance": "variance",
 }
 _NORM = ("gamma", "beta", "mean", "variance")
+_PREFIXES = ("module.", "_orig_mod.", "model.", "state_dict.")
 
 
 # Naming
@@ -123,6 +124,20 @@ def _same(block: ConvBlock, size: Sequence[int], owner: str) -> tuple[Pair, Pair
         padding.append(total - total // 2)
         shift.append(odd)
     return (padding[0], padding[1]), (shift[0], shift[1])
+
+
+def without_prefix(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], str]:
+    """`tensors` without what a wrapper put before all their names, and this prefix, "" for none.
+
+    DataParallel, torch.compile and Lightning put such; a checkpoint may be a dictionary of more.
+    """
+    names, prefix = list(tensors), ""
+    while names and (
+        found := [one for one in _PREFIXES if all(name.startswith(one) for name in names)]
+    ):
+        names = [name.removeprefix(found[0]) for name in names]
+        prefix += found[0]
+    return dict(zip(names, tensors.values(), strict=True)), prefix
 
 
 def layout_of(tensors: Mapping[str, Tensor]) -> Layout:
@@ -232,7 +247,8 @@ def _in_order(
     expected = sum(norm for _, _, norm in wanted)
     if len(norms) != expected:
         raise InvalidImport(
-            f"the file has {len(norms)} batch norms, expected {expected}: {_listed(tensors)}"
+            f"the file has {len(norms)} batch norms, expected {expected}, as {source.model.name} "
+            f"has; --model names another: {_listed(tensors)}"
         )
     found: dict[str, str] = {}
     for layer, weight, norm in wanted:

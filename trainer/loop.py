@@ -12,11 +12,10 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
-from tqdm import tqdm
 
 from trainer.augment import WarpLimits
 from trainer.checkpoint import Checkpoint, Epoch, Snapshot
@@ -27,6 +26,9 @@ from trainer.ops import Array, Run, RunState, TrainingOps
 from trainer.optimizer import Sgd, rates
 from trainer.runs import Phases
 from trainer.settings import Recipe
+
+if TYPE_CHECKING:
+    from tqdm import tqdm
 
 CHECKPOINT_S = 10.0
 """The first epoch that ends this long after the last checkpoint writes the next one."""
@@ -85,6 +87,8 @@ def train(
         InvalidDataset: fewer training images than one batch has.
         OSError: the checkpoint cannot be written.
     """
+    from tqdm import tqdm  # of which only training has use
+
     phases = phases or Phases()
     run = run_of(recipe, training)
     ops = network.ops

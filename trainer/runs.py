@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet import distribution_version
+from lenet.files import naming
 from trainer.errors import InvalidRun, UnwritableFolder
 
 if TYPE_CHECKING:
@@ -142,7 +143,8 @@ class RunFolder:
 
     def add_epoch(self, metrics: Mapping[str, Any]) -> None:
         """Append a line of metrics."""
-        with (self.path / METRICS).open("a", encoding="utf-8") as file:
+        path = self.path / METRICS
+        with naming(path), path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(metrics) + "\n")
 
     def write_summary(self, evaluation: Evaluation, **more: Any) -> None:
@@ -151,7 +153,8 @@ class RunFolder:
 
     def _write(self, name: str, content: Mapping[str, Any]) -> None:
         text = json.dumps(content, indent=1, default=str) + "\n"
-        (self.path / name).write_text(text, encoding="utf-8")
+        with naming(self.path / name):
+            (self.path / name).write_text(text, encoding="utf-8")
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,7 +158,7 @@ def test_help_describes_every_flag_in_words(capsys, monkeypatch):
         "--recipe RECIPE The file of the recipe. --heat",
         "--heat HEAT Degrees; 100 % is 300. Default: 200.",
         "How long to wait. By default for ever. --mode fan|grill",
-        "--steam STEAM Add water. Default: True.",
+        "--steam true|false Add water. Default: True.",
         "--dry-run, --no-dry-run Heat nothing. --trays",
         "Trays by number, separated by commas. Default: 1, 2.",
         "--rack RACK The folder of the trays. Default: middle.",

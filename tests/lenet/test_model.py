@@ -158,6 +158,11 @@ def test_a_person_may_leave_out_what_has_a_default():
             "block 1: kernel is missing",
         ),
         (
+            {"name": "m", "blocks": [{"type": "conv", "channel": 3, "kernel": [3, 3]}]},
+            'block 1: "channel" is unknown, expected some of activation, batch_norm, channels, '
+            "dilation, kernel, padding, pool, stride, type",
+        ),
+        (
             {"name": "m", "blocks": [{"type": "dense", "units": 8, "bias": 0}]},
             'block 1: "bias" is unknown, expected some of activation, batch_norm, type, units',
         ),

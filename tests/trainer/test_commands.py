@@ -1,3 +1,4 @@
+import errno
 import json
 import os
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lenet.files import write_atomically
 from lenet.model import ARCHITECTURES, named
 from lenet.weightfile import WeightFile
 from trainer import commands, export, loop
@@ -313,24 +315,60 @@ def test_an_interruption_says_whether_the_run_can_be_resumed(
     assert capsys.readouterr().err.splitlines()[-1] == message
 
 
-def test_a_missing_extra_is_one_sentence(tmp_path):
+@pytest.mark.process
+def test_a_full_disk_is_named_and_the_same_command_resumes(arguments, monkeypatch, capsys):
+    write, written = write_atomically, []
+    full = OSError(errno.ENOSPC, "No space left on device", "a.safetensors")
+
+    def writes_once(path, content):
+        if written:
+            raise full
+        written.append(path)
+        write(path, content)
+
+    monkeypatch.setattr(loop, "CHECKPOINT_S", 0.0)
+    monkeypatch.setattr("trainer.checkpoint.write_atomically", writes_once)
+    assert main(arguments) == 6
+    (checkpoint,) = written
+    assert capsys.readouterr().err.splitlines()[-1] == (
+        "a.safetensors: No space left on device; once it can be written, the same command resumes "
+        f"from {checkpoint}"
+    )
+    monkeypatch.setattr("trainer.checkpoint.write_atomically", write)
+    assert main(arguments) == 0
+    assert f"resumed after epoch 1 from {checkpoint}" in capsys.readouterr().out
+
+
+def without_tqdm(tmp_path, *arguments):
     (tmp_path / "sitecustomize.py").write_text(
         "import importlib.util as util\n"
+        "import sys\n"
+        "sys.modules['tqdm'] = None\n"
         "find = util.find_spec\n"
         "util.find_spec = lambda name, *rest: None if name == 'tqdm' else find(name, *rest)\n"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    outcome = subprocess.run(
-        [sys.executable, "-m", "trainer", "fit", "--help"],
+    return subprocess.run(
+        [sys.executable, "-m", "trainer", *arguments],
         env=environment,
         capture_output=True,
         text=True,
         check=False,
     )
+
+
+def test_a_missing_extra_is_one_sentence(tmp_path):
+    outcome = without_tqdm(tmp_path, "fit", "--help")
     assert outcome.returncode == 1
     for cure in ("make train", "python -m pip install tqdm httpx", "--target trainer"):
         assert cure in outcome.stderr
     assert outcome.stderr.count("\n") == 1
+
+
+def test_a_weight_file_is_inspected_without_what_training_needs(tmp_path):
+    outcome = without_tqdm(tmp_path, "inspect", str(ROOT / "weights/lenet/2.safetensors"))
+    assert (outcome.returncode, outcome.stderr) == (0, "")
+    assert outcome.stdout.startswith("model lenet, 431080 parameters")
 
 
 def test_the_help_ends_without_a_traceback_when_nobody_reads_it():

@@ -69,6 +69,24 @@ def torch_golden():
 # PyTorch
 
 
+@pytest.mark.parametrize(
+    "prefix", ["module.", "_orig_mod.", "model.", "state_dict.model._orig_mod."]
+)
+def test_a_prefix_of_all_names_is_taken_off_and_said(tmp_path, described, capsys, prefix):
+    arrays = load_file(GOLDEN / "torch-import.safetensors")
+    file = tmp_path / "state.safetensors"
+    save_file({f"{prefix}{name}": array for name, array in arrays.items()}, file)
+    assert main(file, *described(TORCH), *NORMALIZED) == 0
+    said = f"{file}: {prefix} is taken off the names, which all begin with it"
+    assert said in capsys.readouterr().out.splitlines()
+    images, probabilities = torch_golden()
+    np.testing.assert_allclose(served(tmp_path, images), probabilities, atol=1e-5)
+
+
+def test_a_file_without_arrays_has_no_prefix():
+    assert importing.without_prefix({}) == ({}, "")
+
+
 @pytest.mark.parametrize("kind", ["safetensors", "npz"])
 def test_a_state_dict_gives_the_probabilities_of_pytorch(tmp_path, described, capsys, kind):
     file = GOLDEN / "torch-import.safetensors"
@@ -291,7 +309,7 @@ def arrays_of(**changes):
 def test_what_does_not_fit_is_one_sentence(tmp_path, described, capsys, arrays, sentence):
     if "bn.running.mean" in arrays:
         arrays = {name.replace("running.", "running_"): v for name, v in arrays.items()}
-        sentence = "the file has 1 batch norms, expected 0"
+        sentence = "the file has 1 batch norms, expected 0, as mine has; --model names another: "
     np.savez(tmp_path / "a.npz", **arrays)
     assert main(tmp_path / "a.npz", *described(MLP)) == 6
     error = capsys.readouterr().err

@@ -31,6 +31,11 @@ def test_a_resolved_recipe_has_what_its_device_needs(device, expected):
     assert (resolved.epochs, resolved.batch, resolved.precision) == expected
 
 
+def test_a_learning_rate_is_asked_for_by_the_name_of_the_flag():
+    with pytest.raises(InvalidSettings, match=r"--learning-rate is unknown; did you mean --rate\?"):
+        parse(Fit, ["--learning-rate", "0.1"], "trainer")
+
+
 def test_a_run_from_a_file_has_a_rate_that_does_not_lose_the_file_unless_it_is_set():
     for words, rate in (
         ([], 0.2),
