@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, cast
 from service.errors import Overloaded
 
 if TYPE_CHECKING:
-    from service.transport.exchange import Exchange
+    from service.transport.exchange import Exchange, Writer
     from service.transport.http2_exchanges import Http2Exchanges
 
 MAX_OPEN_STREAMS = 8192
@@ -23,39 +23,66 @@ MAX_ENDLESS_CALLS = 1024
 class OpenStreams:
     """The requests of all connections: how many, and which may give way to others.
 
-    Beyond `most` the one gives way that waits longest for its client, or for others of its
-    connection; a new one is refused if none does. Requests that are worked on are not ended.
+    Beyond `most` one gives way that waits for its client, or for others of its connection: of the
+    connection with the most of these, the one that waits longest. A new one is refused if none
+    does. Requests that are worked on are not ended.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
         self.count = 0
-        self._waiting: dict[Exchange, None] = {}
+        self._waiting: dict[Writer, dict[Exchange, None]] = {}
+        """Of each connection, the one that waits longest first."""
+        self._with: dict[int, dict[Writer, None]] = {}
+        """The connections with so many that wait."""
+        self._largest = 0
 
     def wait(self, exchange: Exchange) -> None:
         """It waits from now on."""
-        self._waiting.pop(exchange, None)
-        self._waiting[exchange] = None
+        waiting = self._waiting.setdefault(exchange.writer, {})
+        if exchange in waiting:
+            del waiting[exchange]
+        else:
+            self._move(exchange.writer, len(waiting), len(waiting) + 1)
+        waiting[exchange] = None
 
     def go_on(self, exchange: Exchange) -> None:
         """It does not wait any more."""
-        self._waiting.pop(exchange, None)
+        waiting = self._waiting.get(exchange.writer)
+        if waiting is None or exchange not in waiting:
+            return
+        del waiting[exchange]
+        self._move(exchange.writer, len(waiting) + 1, len(waiting))
+        if not waiting:
+            del self._waiting[exchange.writer]
+
+    def _move(self, writer: Writer, before: int, now: int) -> None:
+        """The number of a connection's requests that wait has changed by one."""
+        if before:
+            del self._with[before][writer]
+            if not self._with[before]:
+                del self._with[before]
+        if now:
+            self._with.setdefault(now, {})[writer] = None
+        if now > self._largest or self._largest not in self._with:
+            self._largest = now
 
     def close(self, exchange: Exchange) -> None:
         """It is over."""
         self.count -= 1
-        self._waiting.pop(exchange, None)
+        self.go_on(exchange)
 
     def open(self) -> bool:
         """Count another one. Returns: whether there is room for it."""
         self.count += 1
         if self.count <= self._most:
             return True
-        if not self._waiting:
+        if not self._largest:
             return False
-        first = next(iter(self._waiting))
-        del self._waiting[first]
-        cast("Http2Exchanges", first.writer).give_way(first)
+        writer = next(iter(self._with[self._largest]))
+        first = next(iter(self._waiting[writer]))
+        self.go_on(first)
+        cast("Http2Exchanges", writer).give_way(first)
         return True
 
 
