@@ -111,6 +111,7 @@ def fit(settings: Fit) -> None:
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
     if dataset.is_held_out_by_class(settings.validation_images):
         print("of each class the last ones are held out: among the last of all a class is missing")
+    resumed = " since it was resumed" if checkpoint.path.exists() else ""
     run = RunFolder(settings.runs, model.name)
     run.write_settings(
         {
@@ -205,7 +206,7 @@ def fit(settings: Fit) -> None:
     print(
         f"{_written(exported)}: {parameters} parameters, "
         f"validation accuracy {epochs[-1].validation_accuracy:.2%}, "
-        f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s, "
+        f"{_accuracy(exported, dataset.test)}, trained in {seconds:.2f} s{resumed}, "
         f"sha256 {exported.weights.digest()}\n{_serve(settings.out)}"
     )
 

@@ -22,7 +22,7 @@ from trainer.checkpoint import Checkpoint, Epoch, Snapshot
 from trainer.errors import InvalidDataset, TrainingDiverged
 from trainer.mnist import Digits
 from trainer.network import Network, take_step
-from trainer.ops import Array, Run, RunState, TrainingOps
+from trainer.ops import Array, LossScale, Run, RunState, TrainingOps
 from trainer.optimizer import Sgd, rates
 from trainer.runs import Phases
 from trainer.settings import Recipe
@@ -140,7 +140,8 @@ def train(
                 seconds = now - start
                 if not np.isfinite(losses).all():
                     snapshot.restore()
-                    raise _diverged(network, optimizer, run, recipe, first, losses)
+                    loss_scale = snapshot.loss_scale if snapshot.epochs else None
+                    raise _diverged(network, optimizer, run, recipe, first, losses, loss_scale)
                 with phases("validation"):
                     validated = accuracy(network, validation)
                 epoch = Epoch(float(losses.mean()), int(correct.sum()) / images, validated)
@@ -233,6 +234,7 @@ def _diverged(
     recipe: Recipe,
     first: int,
     losses: NDArray[np.float64],
+    loss_scale: LossScale | None,
 ) -> TrainingDiverged:
     """The error for the epoch that begins at step `first`; the state before it is restored."""
     bad = int(np.flatnonzero(~np.isfinite(losses))[0])
@@ -240,7 +242,7 @@ def _diverged(
         where = "train on one GPU to see in which layer first"
     else:
         with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            fault = find_fault(network, optimizer, run, first, first + bad + 1)
+            fault = find_fault(network, optimizer, run, first, first + bad + 1, loss_scale)
         where = f"first in {fault}" if fault else "it was finite when the epoch was repeated"
     return TrainingDiverged(
         f"the loss is {losses[bad]} at step {first + bad + 1} of {run.steps}, expected a finite "
@@ -260,16 +262,24 @@ class _FirstFault:
             self.name = name
 
 
-def find_fault(network: Network, optimizer: Sgd, run: Run, start: int, stop: int) -> str | None:
+def find_fault(
+    network: Network,
+    optimizer: Sgd,
+    run: Run,
+    start: int,
+    stop: int,
+    loss_scale: LossScale | None = None,
+) -> str | None:
     """The first array that is not finite, as in "conv2's gradient at step 7", counted from 1.
 
     A NaN spreads: when the loss shows it, it is everywhere. So the steps `start` to `stop` - 1 are
-    run again from the state before them, and every output, gradient and parameter is checked. A
-    gradient counts only if the loss or a parameter of its step is not finite either: mixed
-    precision skips a step whose gradient overflows. None: all arrays are finite.
+    run again from the state before them, `loss_scale` with it, and every output, gradient and
+    parameter is checked. A gradient counts only if the loss or a parameter of its step is not
+    finite either: mixed precision skips a step whose gradient overflows. None: all arrays are
+    finite.
     """
     ops = network.ops
-    state = ops.start(run, start)
+    state = ops.start(run, start, loss_scale)
     for step in range(start, stop):
         first = _FirstFault(ops)
         take_step(network, optimizer, state, first)

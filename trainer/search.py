@@ -12,6 +12,7 @@ Source: Bergstra et al. 2011, "Algorithms for Hyper-Parameter Optimization".
 from __future__ import annotations
 
 import hashlib
+import shlex
 import statistics
 import tempfile
 from collections.abc import Callable
@@ -29,7 +30,7 @@ from trainer.loop import train
 from trainer.mnist import Dataset
 from trainer.network import Network, initial_tensors
 from trainer.ops import TrainingOps
-from trainer.settings import Search
+from trainer.settings import Recipe, Search
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -102,8 +103,12 @@ def search(settings: Search, model: Model, dataset: Dataset, report: Callable[[s
         )
     done = study.get_trials(states=(TrialState.COMPLETE,))
     report("the best:")
-    for trial in sorted(done, key=lambda trial: trial.value or 0.0)[:_SHOWN]:
+    best = sorted(done, key=lambda trial: trial.value or 0.0)
+    for trial in best[:_SHOWN]:
         report(_line(trial))
+    if best:
+        command = Recipe.command(settings.model_copy(update=best[0].params))
+        report(f"train it: {command} --data {shlex.quote(str(settings.data))}")
 
 
 def _check(settings: Search) -> None:

@@ -336,7 +336,9 @@ def test_a_full_disk_is_named_and_the_same_command_resumes(arguments, monkeypatc
     )
     monkeypatch.setattr("trainer.checkpoint.write_atomically", write)
     assert main(arguments) == 0
-    assert f"resumed after epoch 1 from {checkpoint}" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert f"resumed after epoch 1 from {checkpoint}" in said
+    assert re.search(r"trained in [\d.]+ s since it was resumed, sha256", said)
 
 
 def without_tqdm(tmp_path, *arguments):

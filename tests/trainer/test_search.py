@@ -1,14 +1,16 @@
 """`python -m trainer search`: trials, a journal that is gone on with, and no look at the test."""
 
 import re
+import shlex
 
 import pytest
 
+from lenet.command_line import parse
 from lenet.errors import InvalidSettings
 from lenet.model import named
 from trainer.mnist import Dataset
 from trainer.search import search
-from trainer.settings import Search
+from trainer.settings import Fit, Search
 
 
 @pytest.fixture
@@ -36,8 +38,15 @@ def test_the_first_trial_is_the_recipe_and_the_same_command_goes_on(tmp_path, wi
         r"trial 1 of 3: +[\d.]+ \(sd [\d.]+\), n 2: --rate 0.2 --smoothing 0.1 --schedule [a-z-]+",
         trials(lines)[0],
     )
-    best = [float(line.split()[0]) for line in lines[lines.index("the best:") + 1 :]]
+    *listed, command = lines[lines.index("the best:") + 1 :]
+    best = [float(line.split()[0]) for line in listed]
     assert len(best) == 3
+    words = shlex.split(command.removeprefix("train it: python -m trainer fit "))
+    winner = parse(Fit, words, "trainer").model_dump()
+    for flag, value in zip(listed[0].split()[-6::2], listed[0].split()[-5::2], strict=True):
+        found = winner[flag.removeprefix("--")]
+        assert str(found if isinstance(found, str) else float(f"{found:.3g}")) == value
+    assert (winner["model"], winner["epochs"], winner["batch"]) == ("mlp", 1, 64)
     assert best == sorted(best)
 
     lines.clear()
