@@ -7,14 +7,17 @@ import contextlib
 import dataclasses
 import hashlib
 import http.client
+import io
 import json
 import math
 import os
 import platform
 import re
 import ssl
+import struct
 import time
 import tomllib
+import zlib
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -25,15 +28,18 @@ import pytest
 import trustme
 from h2.connection import H2Connection
 from h2.events import DataReceived, ResponseReceived, StreamEnded
+from PIL import Image
 
 from benchmarks.grpc_stub import Stub
 from lenet.model import Model
 from service.errors import ExitCode
+from service.forms import open_inference_pb2 as pb
+from tests.documented import documented
 from tests.faults import http2
-from tests.faults.checks import outcomes, samples, serving, total
-from tests.faults.clients import Connection, ask, infer_request, request
+from tests.faults.checks import decoding, outcomes, samples, serving, total
+from tests.faults.clients import RAW, Connection, ask, infer_request, request
 from tests.faults.digits import WEIGHTS
-from tests.service_process import PATIENCE_S, PROJECT
+from tests.service_process import PATIENCE_S, PROJECT, committed
 
 PICTURE = (PROJECT / "docs/images/seven.png").read_bytes()
 BODY_BYTES, HELD_BYTES = 200_000, 199_000
@@ -517,3 +523,249 @@ def test_the_end_of_the_certificate_is_the_date_it_was_made_with(start, tmp_path
         text = connection.getresponse().read().decode()
     (ends_s,) = re.findall(r"^lenet_certificate_end_timestamp_seconds (\S+)$", text, re.MULTILINE)
     assert float(ends_s) == end.timestamp()
+
+
+KEY = "a-key-of-an-administrator"
+INFER, SEVERAL = b"/v2/models/lenet/infer", b"/predict?digits=several"
+ROWS = json.dumps({"instances": [[[0] * 28] * 28]}).encode()
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory):
+    """A service with the committed `lenet` and its default limits."""
+    folder = tmp_path_factory.mktemp("limited")
+    with committed(folder, "--models", "lenet", "--admin-keys", KEY) as service:
+        yield service
+
+
+def drawn(width, height, digits=1, kind="PNG", **options):
+    """A picture of strokes of 8 x 24 pixels, 16 in a row."""
+    page, file = Image.new("L", (int(width), int(height)), 255), io.BytesIO()
+    for number in range(digits):
+        x, y = 16 + 48 * (number % 16), 16 + 64 * (number // 16)
+        page.paste(0, (x, y, x + 8, y + 24))
+    page.save(file, kind, **options)
+    return file.getvalue()
+
+
+def posted(body, path=b"/predict", kind=b"image/png", size=0):
+    """A request; its body is filled up with spaces to `size` bytes."""
+    key = b"Authorization: Bearer " + KEY.encode()
+    return request(body.ljust(size), key, path=path, kind=kind)
+
+
+def json_of(path, size, content=ROWS):
+    return posted(content, path, b"application/json", size)
+
+
+def infer_json(images=1, **more):
+    tensor = {"name": "image", "datatype": "UINT8", "shape": [images, 784]}
+    tensor["data"] = [0] * (784 * images)
+    return json.dumps({"inputs": [tensor], **more}).encode()
+
+
+def classified(count):
+    """A request for `count` classifications, 8 of each image."""
+    output = {"name": "probabilities", "parameters": {"classification": 8}}
+    return json_of(INFER, 0, infer_json(-(-count // 8), outputs=[output]))
+
+
+def png_of(chunks):
+    """A PNG with so many: behind its header, of 33 bytes, are empty ones. Three are its own."""
+    content = drawn(64, 64)
+    empty = bytes(4) + b"teXt" + zlib.crc32(b"teXt").to_bytes(4, "big")
+    return posted(content[:33] + empty * (chunks - 3) + content[33:])
+
+
+def gif_of(blocks):
+    """A GIF with a comment of so many blocks. Those of its pixels are fewer than 1 %."""
+    content = drawn(28, 28, kind="GIF")
+    at = content.index(b",")
+    comment = b"!\xfe" + b"\1x" * (blocks - 50) + b"\0"
+    return posted(content[:at] + comment + content[at:], kind=b"image/gif")
+
+
+def bmp_of(size):
+    """A BMP with so many bytes of run lengths, a pixel each: lines of 127, and a last one."""
+    stroke = b"\1\xff" * 60 + b"\1\0" * 7 + b"\1\xff" * 60 + b"\0\0"
+    count, rest = divmod(size - 2, len(stroke))
+    runs = stroke * count + b"\1\xff" * (rest // 2) + b"\0\1"
+    assert len(runs) == size - size % 2
+    colours = b"".join(bytes((grey, grey, grey, 0)) for grey in range(256))
+    info = struct.pack("<IiiHHIIiiII", 40, 127, count + 1, 1, 8, 1, len(runs), 0, 0, 256, 0)
+    start = 14 + len(info) + len(colours)
+    head = struct.pack("<2sIHHI", b"BM", start + len(runs), 0, 0, start)
+    return posted(head + info + colours + runs, kind=b"image/bmp")
+
+
+def jpeg_of(scans):
+    """A progressive JPEG whose last scan is there again and again."""
+    content = drawn(64, 64, kind="JPEG", progressive=True)
+    own, at = content.count(b"\xff\xda"), content.rindex(b"\xff\xda")
+    return posted(content[:-2] + content[at:-2] * (scans - own) + content[-2:], kind=b"image/jpeg")
+
+
+def webp(width, height):
+    return posted(drawn(width, height, kind="WEBP", quality=1, method=0), kind=b"image/webp")
+
+
+REPOSITORY = (
+    "bytes of a request to the repository; characters of an `id`; classifications in a request"
+)
+FILES = "run lengths in a BMP; blocks in a GIF; chunks in a PNG or WebP; scans in a JPEG"
+PIXELS = "pixels of all pictures in a request; of a WebP, whose decoder takes twice the memory"
+
+
+@pytest.mark.states(
+    "limits",
+    "bytes of a request to the repository; characters of an `id`; classifications",
+    found="as many, and one or an image more",
+)
+@pytest.mark.states(
+    "limits",
+    "bytes of JSON below `/v1` and `/v2`",
+    found="bodies filled up with spaces to as many bytes, and one more",
+)
+@pytest.mark.states(
+    "limits",
+    "run lengths in a BMP; blocks in a GIF; chunks in a PNG or WebP; scans in a JPEG",
+    found="files with as many, and a little more",
+)
+@pytest.mark.states(
+    "limits", "digits in a picture with `digits=several`", found="as many strokes, and one more"
+)
+@pytest.mark.states(
+    "limits",
+    "images in a request for an explanation; operations of a network",
+    found="as many images, and one more",
+)
+@pytest.mark.states(
+    "limits",
+    "pixels of all pictures in a request; of a WebP",
+    found="pictures of as many pixels, and of a line more",
+)
+@pytest.mark.parametrize(
+    ("row", "number", "request_of", "more", "refused"),
+    [
+        (PIXELS, 0, lambda n: posted(drawn(4096, n / 4096)), 4096, 413),
+        (PIXELS, 1, lambda n: webp(4096, n / 4096), 4096, 413),
+        (
+            "images in a request for an",
+            0,
+            lambda n: posted(bytes(784 * n), b"/explain", RAW),
+            1,
+            413,
+        ),
+        ("digits in a picture", 0, lambda n: posted(drawn(800, 360, n), SEVERAL), 1, 413),
+        (FILES, 0, bmp_of, 2, 400),
+        (FILES, 1, gif_of, 100, 400),
+        (FILES, 2, png_of, 1, 400),
+        (FILES, 3, jpeg_of, 1, 400),
+        ("bytes of JSON below", 0, lambda n: json_of(INFER, n, infer_json()), 1, 413),
+        ("bytes of JSON below", 0, lambda n: json_of(b"/v1/models/lenet:predict", n), 1, 413),
+        (REPOSITORY, 0, lambda n: json_of(b"/v2/repository/index", n, b"{}"), 1, 413),
+        (REPOSITORY, 1, lambda n: json_of(INFER, 0, infer_json(id="a" * n)), 1, 400),
+        (REPOSITORY, 2, classified, 8, 413),
+    ],
+)
+def test_a_body_at_its_limit_is_answered_and_one_beyond_it_refused(
+    limited, row, number, request_of, more, refused
+):
+    most = int(documented(row)[number])
+    statuses = [ask(limited.port, request_of(count)).status for count in (most, most + more)]
+    assert statuses == [200, refused]
+
+
+@pytest.mark.states(
+    "limits",
+    "fields of a gRPC message; its bytes besides pixels; numbers in `uint_contents`",
+    found="messages with as many fields, bytes and numbers, and more",
+)
+def test_a_message_of_grpc_at_its_limit_is_answered_and_one_beyond_it_refused(limited):
+    fields, other_bytes, numbers = map(int, documented("fields of a gRPC message"))
+
+    def typed(count):
+        tensor = pb.ModelInferRequest.InferInputTensor(
+            name="image", datatype="UINT8", shape=[1, 784]
+        )
+        tensor.contents.uint_contents.extend([0] * count)
+        return pb.ModelInferRequest(inputs=[tensor]).SerializeToString()
+
+    image = typed(784)
+
+    def refusal(content):
+        with grpc.insecure_channel(f"127.0.0.1:{limited.grpc_port}") as channel:
+            call = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+            future = call.future(content)
+            assert future.code() in (grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT)
+            return future.details()
+
+    # Six are its own: the input, its name, type, shape and contents, and the numbers of these.
+    unknown = b"\xa0\x06\x01"
+    assert refusal(image + unknown * (fields - 6)) == ""
+    assert f"more than {fields} fields" in refusal(image + unknown * (fields - 5))
+    for share, message in ((0.99, None), (1.01, f"more than {other_bytes} bytes besides the pix")):
+        more = pb.ModelInferRequest()
+        more.parameters["x"].string_param = "a" * int(share * other_bytes)
+        found = refusal(image + more.SerializeToString())
+        assert found.startswith(f"message: got {message}") if message else not found
+    for count, wrong in ((numbers, "shape"), (numbers + 1, f"more than {numbers} numbers")):
+        assert wrong in refusal(typed(count))
+
+
+@pytest.mark.states(
+    "limits", "memory of such a process", found="the limits in /proc of a decoding process"
+)
+def test_the_memory_of_a_decoding_process_is_limited(limited):
+    assert ask(limited.port, posted(PICTURE)).status == 200
+    own, twice = documented("memory of such a process")[0], 2 * (32 << 20)
+    assert re.search(rf"Max data size +{own + twice} ", proc(decoding(limited)[0], "limits"))
+
+
+@pytest.mark.states(
+    "limits", "warnings in an answer", found="a form with a picture more, each with two digits"
+)
+def test_further_warnings_are_left_out(limited):
+    (most,) = map(int, documented("warnings in an answer"))
+    two = drawn(120, 60, 2)
+    parts = b"".join(
+        b"--x\r\nContent-Disposition: form-data; name=images; filename=a.png\r\n"
+        b"Content-Type: image/png\r\n\r\n%s\r\n" % two
+        for _ in range(most + 1)
+    )
+    answer = ask(
+        limited.port, posted(parts + b"--x--\r\n", kind=b"multipart/form-data; boundary=x")
+    )
+    found = json.loads(answer.body)
+    assert (len(found["predictions"]), len(found["warnings"])) == (most + 1, most)
+
+
+@pytest.mark.states(
+    "limits",
+    "header fields of a request; bytes of its target; parameters of its query",
+    found="an `Accept` that asks for bytes with as many commas, and one more",
+)
+def test_an_accept_of_too_many_parts_is_ignored(limited):
+    most = int(documented("header fields of a request; bytes of its target")[3])
+    kinds = [
+        ask(limited.port, request(bytes(784), b"Accept: " + RAW + b"," * count)).headers[
+            "content-type"
+        ]
+        for count in (most, most + 1)
+    ]
+    assert kinds == [RAW.decode(), "application/json"]
+
+
+@pytest.mark.states(
+    "limits",
+    "processes in each worker that decode pictures and large bodies",
+    found="the processes in /proc, after twenty pictures at once, with three that are set",
+)
+def test_as_many_processes_decode_as_are_set(start_committed):
+    service = start_committed("--decoders", "3").ready()
+    with contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(Connection(service.port)) for _ in range(20)]
+        for client in clients:
+            client.send(posted(PICTURE))
+        assert {client.answer().status for client in clients} == {200}
+    assert len(decoding(service)) == 3

@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from lenet import reference
-from lenet.explanation import MAX_VALUES, Change, explain, operations
+from lenet.explanation import Change, explain, operations
 from lenet.model import ARCHITECTURES, IDENTITY, ConvBlock, DenseBlock, Model, Pool
+from tests.documented import documented
 
 PLAIN = Change()
 
@@ -82,13 +83,19 @@ def test_noise_is_normal_and_the_same_each_time(random_weights, image):
     np.testing.assert_array_equal(logits(weights, image, nothing), logits(weights, image))
 
 
+@pytest.mark.states(
+    "limits",
+    "values of an explanation's layers",
+    found="layers of a few values fewer, and of a few more",
+)
 def test_layers_beyond_the_limit_have_no_data(random_weights, image):
-    wide = ConvBlock(400, (1, 1), pool=Pool("global_average"))
-    weights = random_weights(Model("wide", (wide, DenseBlock(10, activation=IDENTITY))))
-    filters, convolution, pooling, _ = explain(weights, image, PLAIN)
-    assert math.prod(convolution.shape) > MAX_VALUES
-    assert convolution.data is None
-    assert (len(filters.data), len(pooling.data)) == (400, 400)
+    (most,) = documented("values of an explanation's layers")
+    for channels, has_data in ((333, True), (334, False)):  # 784 values and a filter each
+        wide = ConvBlock(channels, (1, 1), pool=Pool("global_average"))
+        weights = random_weights(Model("wide", (wide, DenseBlock(10, activation=IDENTITY))))
+        filters, convolution, pooling, _ = explain(weights, image, PLAIN)
+        assert (785 * channels <= most) == (convolution.data is not None) == has_data
+        assert (len(filters.data), len(pooling.data)) == (channels, channels)
 
 
 @pytest.mark.parametrize(

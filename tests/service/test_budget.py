@@ -25,6 +25,11 @@ class Body:
         self.budget.release(MIB)
 
 
+@pytest.mark.states(
+    "limits",
+    "bytes of all bodies being received or decoded and of answers waiting to be sent",
+    found="bodies of three quarters, and of a byte more",
+)
 def test_large_bodies_leave_a_quarter_to_small_ones():
     budget = Budget(4 * MIB)
     budget.hold(3 * MIB, 3 * MIB)
@@ -43,6 +48,11 @@ def test_small_bodies_are_refused_when_all_is_held():
     budget.hold(784, 784)
 
 
+@pytest.mark.states(
+    "limits",
+    "bytes of all bodies being received or decoded and of answers waiting to be sent",
+    found="bodies that bring nothing in a second beside others, on virtual time",
+)
 def test_a_slow_body_gives_way_when_others_need_its_memory(run_virtually):
     async def main(loop):
         budget = Budget(4 * MIB)

@@ -56,6 +56,9 @@ def test_a_supervisor_needs_some_for_each_worker():
     assert too_few(LEAST + 8 * LEAST_PER_WORKER, 8) == ""
 
 
+@pytest.mark.states(
+    "limits", "connections of a worker", found="7/8 of limits of open files, by hand"
+)
 @pytest.mark.parametrize(("limit", "most"), [(LEAST, 16), (1024, 896), (65_536, 57_344)])
 def test_connections_leave_descriptors_to_the_service(limits, limit, most):
     limits(limit, limit)

@@ -196,9 +196,7 @@ def until_lost(service):
 
 
 @pytest.mark.states(
-    "metrics",
-    "`lenet_device_losses_total`: sticky",
-    found="a fault that the test injected once",
+    "metrics", "`lenet_device_losses_total`: sticky", found="a fault that the test injected once"
 )
 def test_a_worker_that_lost_its_device_is_replaced_while_the_other_answers(start):
     service = start("--workers", "2", "--fault-injection").ready(workers=2)

@@ -225,9 +225,7 @@ def test_a_hangup_during_the_warm_up_is_no_end_and_is_remembered(start, second_v
 
 
 @pytest.mark.states(
-    "metrics",
-    "`lenet_reloads_total`: refused",
-    found="a file that the test spoiled",
+    "metrics", "`lenet_reloads_total`: refused", found="a file that the test spoiled"
 )
 def test_a_refused_file_is_one_line_and_the_service_answers_on(start, tiny_weights):
     service = start().ready()

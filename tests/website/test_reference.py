@@ -4,6 +4,7 @@ import re
 
 import pytest
 
+from tests.documented import limits
 from website.reference import PAGES, ROOT, marked
 
 DOCS = ROOT / "docs"
@@ -30,3 +31,11 @@ def test_every_metric_has_a_row():
     said = " ".join(row.text for row in marked() if row.subject == "metrics")
     for name in re.findall(r"`((?:lenet|process)_\w+)`", PAGES["reference/metrics.md"]()):
         assert f"`{name}`" in said, "find its value otherwise, in a test"
+
+
+def test_every_documented_limit_has_a_row():
+    said = {row.text for row in marked() if row.subject == "limits"}
+    for limit in limits():
+        assert any(limit.startswith(text) for text in said), f"no test has the row {limit!r}"
+    for text in said:
+        assert any(limit.startswith(text) for limit in limits()), f"no row begins with {text!r}"

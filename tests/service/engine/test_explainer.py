@@ -12,7 +12,7 @@ from lenet.explanation import Change
 from lenet.model import DenseBlock, Model
 from service.engine import explainer as module
 from service.engine.deadlines import Deadlines
-from service.engine.explainer import MAX_WAITING, Explained, Explainer
+from service.engine.explainer import Explained, Explainer
 from service.engine.versions import ModelVersion
 from service.errors import (
     DeadlineExceeded,
@@ -22,6 +22,7 @@ from service.errors import (
     Unavailable,
 )
 from tests.conftest import draw_weights
+from tests.documented import documented
 from tests.service.http.doors import until
 from tests.service_process import PATIENCE_S
 
@@ -93,17 +94,39 @@ def asking(explainer, tiny):
     return Asking(explainer, Model("m", (DenseBlock(3), *tiny.blocks)))
 
 
+@pytest.mark.states(
+    "limits",
+    "explanations that wait in a worker",
+    found="explanations behind one that is held, until one is refused",
+)
 async def test_no_more_wait_than_the_limit_and_one_that_leaves_makes_room(asking, held, explainer):
-    for number in range(1 + MAX_WAITING):
+    (most,) = map(int, documented("explanations that wait in a worker"))
+    for number in range(1 + most):
         asking.ask(number)
-    with pytest.raises(Overloaded, match="32 explanations wait") as caught:
+    with pytest.raises(Overloaded, match=f"{most} explanations wait") as caught:
         asking.ask("refused")
     assert caught.value.retry_after_s == 1
     explainer.cancel(asking.requests[7])
     asking.ask("admitted")
     held.release()
     await asking.answered("admitted")
-    assert list(asking.answers) == [*range(7), *range(8, 1 + MAX_WAITING), "admitted"]
+    assert list(asking.answers) == [*range(7), *range(8, 1 + most), "admitted"]
+
+
+@pytest.mark.states(
+    "limits",
+    "images in a request for an explanation; operations of a network",
+    found="networks of a hidden unit more and less: 784 + 10 multiplications each",
+)
+async def test_a_network_of_too_many_operations_is_refused(explainer, held, tiny):
+    most = int(documented("images in a request for an explanation")[1])
+    units = most // 794
+    for count, kind in ((units, list), (units + 1, InvalidInput)):
+        asking = Asking(explainer, Model("m", (DenseBlock(count), *tiny.blocks)))
+        asking.ask("one")
+        held.release()
+        await asking.answered("one")
+        assert type(asking.answers["one"]) is kind
 
 
 async def test_one_that_is_cancelled_while_it_is_computed_ends_after_its_layer(

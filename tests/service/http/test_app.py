@@ -392,6 +392,11 @@ async def test_a_type_that_is_not_supported_is_a_415(served, refusal, one):
         assert all(accepted in error.message for accepted in ACCEPTED)
 
 
+@pytest.mark.states(
+    "limits",
+    "images in a request; bytes of its body or of a gRPC message",
+    found="as many images as are set, and one more",
+)
 async def test_one_image_too_many_is_a_413(open_app, refusal, images):
     async with open_app(max_images=4) as served:
         assert (await served.post(images[:4].tobytes())).status_code == 200
@@ -462,6 +467,9 @@ async def test_a_request_that_waits_too_long_is_a_504_and_its_rows_are_dropped(
     assert await served.requests("deadline_exceeded") == 1
 
 
+@pytest.mark.states(
+    "limits", "time from arrival to answer", found="requests behind a batch that is held for ever"
+)
 async def test_the_services_own_deadline_holds_when_a_longer_one_is_asked_for(
     open_app, hold, refusal, one
 ):
@@ -472,6 +480,9 @@ async def test_the_services_own_deadline_holds_when_a_longer_one_is_asked_for(
         hold.release()
 
 
+@pytest.mark.states(
+    "limits", "images waiting for one model", found="requests behind a batch that is held"
+)
 async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
     open_app, hold, refusal, images
 ):

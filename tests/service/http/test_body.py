@@ -65,6 +65,11 @@ def quiet(caplog):
 # The size of a body
 
 
+@pytest.mark.states(
+    "limits",
+    "images in a request; bytes of its body or of a gRPC message",
+    found="a body that announces a byte more than is set",
+)
 @pytest.mark.parametrize("expect", [b"", b"Expect: 100-continue\r\n"], ids=["", "asking first"])
 @pytest.mark.parametrize("length", [2001, 10**12])
 async def test_a_body_over_the_limit_is_refused_before_any_of_it_is_sent(
@@ -122,6 +127,7 @@ async def test_a_body_in_chunks_is_refused_at_the_chunk_that_passes_the_limit(li
 # The time of a body
 
 
+@pytest.mark.states("limits", "time from arrival to answer", found="a body that does not come")
 @pytest.mark.parametrize("known", [False, True])
 @pytest.mark.parametrize("sent", [b"", bytes(100)], ids=["nothing", "a part"])
 async def test_a_body_that_stalls_is_a_408_and_the_connection_is_closed(

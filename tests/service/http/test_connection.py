@@ -621,6 +621,11 @@ async def test_answers_that_a_client_does_not_read_give_way_to_others(tls):
                 await asyncio.sleep(0.05)
 
 
+@pytest.mark.states(
+    "limits",
+    "bytes that a client sends over HTTP/1.1 behind a request that is not answered",
+    found="200 answers of 1 MiB that are not read: further requests do not begin",
+)
 @pytest.mark.parametrize("end", ["reads", "leaves"])
 async def test_requests_for_the_application_begin_when_the_answers_before_are_read(tls, end):
     async with running(tls) as server:

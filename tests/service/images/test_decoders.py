@@ -38,6 +38,7 @@ from service.forms.tensors import (
     ALL_OUTPUTS,
 )
 from service.observe.metrics import Metrics
+from tests.documented import documented
 from tests.pictures import FORM, PNG, encoded, form, long_form, seven
 from tests.service_process import PATIENCE_S
 from tests.tasks import decode as decode_by
@@ -367,15 +368,20 @@ async def test_long_work_goes_on_while_small_pictures_come(pool):
     assert len((await long).images) == 500
 
 
-async def test_work_is_refused_when_too_much_waits(pool, monkeypatch):
+@pytest.mark.states(
+    "limits",
+    "requests waiting for one",
+    found="forms that take an estimated 4.8 s each, and small pictures, until one is refused",
+)
+async def test_work_is_refused_when_too_much_waits(pool):
+    most, most_s = documented("requests waiting for one")
     with outcomes(pool) as start:
-        for _ in range(3):  # estimated at 4.8 s each: one runs, 10 s may wait
+        for _ in range(1 + int(most_s / 4.8)):  # one of the two processes takes forms
             start(body(FORM), long_form())
         with pytest.raises(Overloaded) as caught:
             start(body(FORM), long_form())
         assert caught.value.retry_after_s in range(10, 20)
-        monkeypatch.setattr(decoders, "MAX_WAITING", 1)
-        for _ in range(2):
+        for _ in range(1 + int(most)):  # the other process takes one
             start(body(PNG), seven())
         with pytest.raises(Overloaded):
             start(body(PNG), seven())
@@ -385,9 +391,7 @@ async def test_work_is_refused_when_too_much_waits(pool, monkeypatch):
 
 
 @pytest.mark.states(
-    "metrics",
-    "`lenet_decoder_ends_total`: idle",
-    found="the process ids that are left",
+    "metrics", "`lenet_decoder_ends_total`: idle", found="the process ids that are left"
 )
 async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
     monkeypatch.setattr(decoders, "_IDLE_S", 0.2)
@@ -402,9 +406,7 @@ async def test_processes_start_when_needed_and_end_when_idle(monkeypatch):
 
 
 @pytest.mark.states(
-    "metrics",
-    "`lenet_decoder_ends_total`: died",
-    found="a process that the test killed",
+    "metrics", "`lenet_decoder_ends_total`: died", found="a process that the test killed"
 )
 @pytest.mark.parametrize("idle", [True, False])
 async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog):

@@ -8,6 +8,7 @@ import grpc
 import numpy as np
 import pytest
 
+from tests.documented import documented
 from tests.service.http.doors import until
 from tests.service.rpc.conftest import client
 from tests.service_process import PATIENCE_S
@@ -162,6 +163,26 @@ async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(ru
     assert [bool(answer.error_message) for answer in answers] == [False, True, False]
     assert running.requests("too_large") == 1
     assert running.budget.held_bytes == 0
+
+
+@pytest.mark.states(
+    "limits",
+    "requests of a stream of gRPC that wait for their answers",
+    found="requests that are in the queue of a batch that is held, of a client that sends more",
+)
+async def test_so_many_requests_of_a_stream_wait_for_their_answers(running, raw_request):
+    (most,) = map(int, documented("requests of a stream of gRPC"))
+    running.models.gate.clear()
+    asked = running.models.timeouts_s
+    async with running.connect() as stub:
+        stream = stub.ModelStreamInfer(iter([raw_request(1)] * (most + 5)))
+        await until(lambda: len(asked) == most)
+        for _ in range(100):  # turns of the event loop, which is the server's, too
+            await asyncio.sleep(0)
+        assert len(asked) == most
+        running.models.gate.set()
+        answers = [answer.error_message async for answer in stream]
+    assert answers == [""] * (most + 5)
 
 
 async def fill(stream, raw_request):
