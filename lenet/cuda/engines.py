@@ -72,7 +72,7 @@ class EngineCatalog:
         self._cache = cache
         self._autotune, self._most = autotune, most
         self._check_stop = check_stop
-        self._engines: dict[Convolution, Engine] = {}
+        self._engines: dict[tuple[Convolution, bool], Engine] = {}
 
     def engine(self, operation: Convolution, tune: bool = True) -> Engine:
         """The engine of `operation`, timed or cached if this catalog autotunes and `tune` is set.
@@ -80,10 +80,11 @@ class EngineCatalog:
         Raises:
             DeviceError: cuDNN has no engine for it.
         """
-        if operation not in self._engines:
+        tune = tune and self._autotune
+        if (operation, tune) not in self._engines:
             with translated(f"choosing an engine for {operation}"):
-                self._engines[operation] = self._choose(operation, tune and self._autotune)
-        return self._engines[operation]
+                self._engines[operation, tune] = self._choose(operation, tune)
+        return self._engines[operation, tune]
 
     def _choose(self, operation: Convolution, tune: bool) -> Engine:
         self._handle.check()
