@@ -71,8 +71,8 @@ _FREE_LIST_BYTES = 4096
 each so many bytes, and one for each `_FIELDS_OF_A_CREDIT`: 480 small fields take 2 ms."""
 _FIELDS_OF_A_CREDIT = 16
 _TINY_BYTES = 16
-"""DATA frames below this size cost credit where nobody waits for them. Those of a request cost it
-only if they are empty: some clients send a body value by value."""
+"""DATA frames below this size cost credit if they are empty or nobody waits for them. For others
+the connection rests as for credit, and goes on: some clients send a body value by value."""
 
 _FRAMES_AT_ONCE = 128
 _FRAMES_OF_A_REQUEST = 4
@@ -293,6 +293,7 @@ class Http2:
         self._send_window = 65_535
         self._initial_window = 65_535
         self._frame_bytes = 16_384
+        self._tiny_frames = 0
         self._table_update = b""
         """Begins our next header block."""
         self._credit = _CREDIT
@@ -499,8 +500,13 @@ class Http2:
         if stream is not None:
             stream.receive_window -= length
             stream.buffered += size
-        if (size < _TINY_BYTES) if stream is None else not (size or end):
-            self._spend()
+        if size < _TINY_BYTES and not (end and stream is not None):
+            if stream is None or not size:
+                self._spend()
+            else:
+                self._tiny_frames += 1
+                if not self._tiny_frames % _REST_CREDIT:
+                    self.rest_s = max(self.rest_s, _REST_S)
         self._give_back(length - size if stream is not None else length)
         self._data = stream, size, padding, end
         return self._receive_data(data, start) if start < len(data) or not size else start

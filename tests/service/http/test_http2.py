@@ -1210,11 +1210,21 @@ def test_frames_do_what_their_row_says_in_one_piece_and_byte_by_byte(sent, heard
         settings((WINDOW, 1)),
         update(),
         data(),
+        data(payload=b"a"),
         frame(PRIORITY, 0, 1, bytes(5)),
         frame(GOAWAY, 0, 0, bytes(8)),
         b"".join(post(stream) + reset(stream) for stream in range(3, 83, 2)),
     ],
-    ids=["PING", "SETTINGS", "WINDOW_UPDATE", "empty DATA", "PRIORITY", "GOAWAY", "resets"],
+    ids=[
+        "PING",
+        "SETTINGS",
+        "WINDOW_UPDATE",
+        "empty DATA",
+        "tiny DATA",
+        "PRIORITY",
+        "GOAWAY",
+        "resets",
+    ],
 )
 def test_a_connection_rests_between_frames_that_ask_for_nothing(sent):
     client = Client()
