@@ -85,9 +85,9 @@ class Connection(asyncio.Protocol):
         self._lingering_until_s = 0.0
         self._lingered_bytes = 0
         self._unread_bytes = 0  # when the client's reading was last looked at
-        self._held_bytes = 0  # of the budget
-        self._received_bytes = 0  # of them, received and not used
-        self._written_bytes = 0  # since any are held
+        self._unsent_bytes = 0  # of answers, held in the budget
+        self._received_bytes = 0  # and not used, held in the budget
+        self._written_bytes = 0  # since answers are held
         self._drained: asyncio.Event | None = None
 
     # The transport's calls.
@@ -309,7 +309,7 @@ class Connection(asyncio.Protocol):
     def write(self, data: bytes) -> None:
         """Send `data`."""
         self.transport.write(data)
-        if self._held_bytes:
+        if self._unsent_bytes:
             self._written_bytes += len(data)
             self.hold()
         if self.plain is not None:
@@ -337,24 +337,24 @@ class Connection(asyncio.Protocol):
 
     def hold(self) -> None:
         """Hold in the budget what is answered and not sent, and what came and is not used."""
-        before = self._received_bytes
+        unread = self._unread() if self.blocked_since_s else 0
+        unsent = unread + self.exchanges.held_bytes
         received = self.exchanges.received_bytes + sum(map(len, self._waiting))
         if self.closing or received < _COUNTED_BYTES:
             received = 0
-        unread = self._unread() if self.blocked_since_s else 0
-        held, self._held_bytes = self._held_bytes, unread + self.exchanges.held_bytes + received
-        if self._held_bytes == held and received == before:
+        if (unsent, received) == (self._unsent_bytes, self._received_bytes):
             return
-        budget, self._received_bytes = self.door.budget, received
-        budget.add(self._held_bytes - held)
-        if received != before and not budget.keep(before, received):
-            self.evict()
-            return
-        if not held:
+        budget = self.door.budget
+        unsent_before, received_before = self._unsent_bytes, self._received_bytes
+        self._unsent_bytes, self._received_bytes = unsent, received
+        budget.add(unsent - unsent_before + received - received_before)
+        if unsent and not unsent_before:
             self._written_bytes = self._unread()
             budget.watch(self)
-        elif not self._held_bytes:
+        elif unsent_before and not unsent:
             budget.unwatch(self)
+        if not budget.keep(received_before, received):
+            self.evict()
 
     @property
     def moved_bytes(self) -> int:
@@ -428,7 +428,7 @@ class Connection(asyncio.Protocol):
         self._unread_bytes = unread_bytes
         most_s = _STOP_S if self.stopping else math.inf
         write_s, header_s = min(door.write_timeout_s, most_s), min(door.header_timeout_s, most_s)
-        if self._held_bytes or self.blocked_since_s:
+        if self._unsent_bytes or self._received_bytes or self.blocked_since_s:
             self.hold()
         if transport.is_closing():  # once all is written, which a client may prevent
             self._closed_since_s = self._closed_since_s or now_s

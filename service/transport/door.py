@@ -26,7 +26,7 @@ from service.transport.streams import (
     MAX_OPEN_STREAMS,
     OpenStreams,
 )
-from service.transport.turns import Turns
+from service.transport.turns import Series, Turns
 
 _KNOWN_STARTS = 512
 
@@ -78,6 +78,8 @@ class HttpService:
         self.endless_calls = OpenStreams(MAX_ENDLESS_CALLS)
         self.inflaters = OpenStreams(MAX_INFLATERS)
         self.turns = turns or Turns()
+        self.inflations = Series(self.turns)
+        """Compressed messages, of which one at a time is decompressed: it takes the memory."""
         self.handshake = asyncio.Lock()
         """Held in the costly step of a TLS handshake, 1 ms: one in an iteration of the loop."""
         self.connections: set[Connection] = set()

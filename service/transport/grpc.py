@@ -328,7 +328,7 @@ class GrpcStream(Exchange):
         if self._inflater is not None:
             self._inflater.take(piece, last=not self._left)
             if self._inflater.busy:
-                self.writer.door.turns.add(self._inflate)
+                self.writer.door.inflations.add(self._inflate)
             else:
                 self._end_inflated()
             return

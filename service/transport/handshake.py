@@ -60,6 +60,9 @@ class Handshake(asyncio.Protocol):
             return
         turn = connection.door.handshake
         await turn.acquire()
+        if plain.is_closing():
+            turn.release()
+            return
         # `_hand_on` runs after `start_tls` has paused reading, and before TLS begins. Were
         # `start_tls` a task, a reset could come before it, which uvloop logs with a traceback.
         loop.call_soon(self._hand_on)

@@ -73,3 +73,31 @@ class Turns:
                 steps.append(step)
             if self._clock() >= self._ends_s:
                 return
+
+
+class Series:
+    """Steps of which the first is done to its end before the second begins.
+
+    All of them together are one step of `turns`.
+    """
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+        self._steps: deque[Step] = deque()
+
+    def add(self, step: Step) -> None:
+        """Call `step` until it returns False, when those before it have done so."""
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            self._turns.add(self._next)
+
+    def _next(self) -> bool:
+        more = False
+        try:
+            more = self._steps[0]()
+        finally:
+            if not more:
+                self._steps.popleft()
+                if self._steps:
+                    self._turns.add(self._next)
+        return more

@@ -61,7 +61,7 @@ class Client:
     active_s, client = 0.0, None
 
     def __init__(self):
-        self.http2 = self.peer = self.loop = self.door = self.turns = self.access = self
+        self.http2 = self.peer = self.loop = self.door = self.inflations = self.access = self
         self.inflaters = OpenStreams(1)
         self.written, self.used, self.later, self.most_held = [], 0, [], 0
         self.has_ended, self.reads = False, True

@@ -8,7 +8,7 @@ import struct
 
 import pytest
 
-from service.transport.turns import TURN_S, Turns
+from service.transport.turns import TURN_S, Series, Turns
 from tests.service.http.doors import running, until
 from tests.service.http.test_connection import GET
 from tests.service.http.test_http2 import START, get
@@ -65,6 +65,30 @@ async def test_what_waits_is_done_in_order_and_shares_turns():
         await asyncio.sleep(0)
         seen.append("".join(done))
     assert seen == ["ab", "abca", "abcaa"]
+
+
+async def test_the_steps_of_a_series_are_done_one_after_another_beside_others():
+    clock, done = Clock(), []
+    turns = Turns(clock=clock)
+    series = Series(turns)
+
+    def step(name, times):
+        left = [times]
+
+        def work():
+            done.append(name)
+            clock.now_s += TURN_S
+            left[0] -= 1
+            return left[0] > 0
+
+        return work
+
+    series.add(step("a", 2))
+    series.add(step("b", 1))
+    turns.add(step("x", 3))
+    while len(done) < 6:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    assert "".join(done) == "axaxbx"
 
 
 async def test_a_step_that_fails_does_not_hold_up_those_behind_it():
