@@ -6,8 +6,9 @@ import asyncio
 
 import pytest
 
-from service.budget import SMALL_BYTES, UNUSED_BYTES, Budget
+from service.budget import SMALL_BYTES, Budget
 from service.errors import Overloaded
+from tests.documented import documented
 
 MIB = 1 << 20
 
@@ -74,14 +75,20 @@ def test_a_slow_body_gives_way_when_others_need_its_memory(run_virtually):
     run_virtually(main)
 
 
+@pytest.mark.states(
+    "limits",
+    "bytes that are received and not used, of all connections of a worker",
+    found="two connections that keep all of them, half of them, and a byte more than half",
+)
 def test_the_connection_with_more_than_its_share_may_not_keep_more():
     budget = Budget(4 * MIB)
-    assert budget.keep(0, UNUSED_BYTES)
-    assert budget.keep(0, UNUSED_BYTES // 2), "half is its share"
-    assert not budget.keep(UNUSED_BYTES // 2, UNUSED_BYTES // 2 + 1)
-    assert budget.keep(UNUSED_BYTES, UNUSED_BYTES - 1), "it shrinks"
-    assert budget.keep(UNUSED_BYTES - 1, 0)
-    assert budget.keep(UNUSED_BYTES // 2 + 1, UNUSED_BYTES), "the other one has ended"
+    (most,) = map(int, documented("bytes that are received and not used, of all connections"))
+    assert budget.keep(0, most)
+    assert budget.keep(0, most // 2), "half is its share"
+    assert not budget.keep(most // 2, most // 2 + 1)
+    assert budget.keep(most, most - 1), "it shrinks"
+    assert budget.keep(most - 1, 0)
+    assert budget.keep(most // 2 + 1, most), "the other one has ended"
 
 
 def test_held_bytes_have_shrunk_once_since_their_peak():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import struct
 from types import SimpleNamespace
 from unittest.mock import MagicMock
@@ -17,11 +18,12 @@ from service.budget import Budget
 from service.process.keys import Keys
 from service.transport.door import HttpService
 from tests.documented import documented
-from tests.faults.http2 import WATCH, call_headers, message
+from tests.faults.http2 import WATCH, call_headers, literal, message
 from tests.fuzz.connection import Transport
 from tests.service.http.doors import Echo, application
 from tests.service.http.test_http2 import (
     ACK,
+    CONTINUATION,
     END,
     GOAWAY,
     HEADERS,
@@ -34,6 +36,7 @@ from tests.service.http.test_http2 import (
     block,
     data,
     field,
+    frame,
     frames,
     get,
     headers,
@@ -135,6 +138,7 @@ GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 HEADERS_ROW = "bytes of a request's headers over HTTP/1.1"
 IDLE_ROW = "time without a request on a connection"
 SILENT_ROW = "time in which a client over HTTP/2 says nothing"
+FRAME_ROW = "time in which a header block or another frame over HTTP/2 arrives"
 UNENDED = headers(block(), flags=0)
 
 
@@ -145,22 +149,28 @@ UNENDED = headers(block(), flags=0)
         (HEADERS_ROW, 1, b"GET / HTTP/1.1\r\nX: ", b"a"),
         (HEADERS_ROW, 1, GET + GET[:-2], b""),
         (HEADERS_ROW, 1, START[:20], b""),
-        (HEADERS_ROW, 1, START + UNENDED, b""),
+        (FRAME_ROW, 0, START + UNENDED, b""),
+        (FRAME_ROW, 0, START + UNENDED, frame(CONTINUATION, 0, 1, b"\0")),
+        (FRAME_ROW, 0, START + get() + get(3)[:12], b"a"),
         (IDLE_ROW, 0, GET, b""),
         (IDLE_ROW, 0, START + get(), ping(bytes(8), ACK)),
     ],
-    ids=["nothing", "a byte a second", "second request", "preface", "block", "idle", "idle HTTP/2"],
 )
 @pytest.mark.states(
     "limits",
     "bytes of a request's headers over HTTP/1.1; time in which they arrive",
-    found="connections in memory that send nothing, a byte a second, half of a second request, of "
-    "the preface or of a header block over HTTP/2, on virtual time",
+    found="connections in memory that send nothing, a byte a second, half of a second request or "
+    "of the preface of HTTP/2, on virtual time",
 )
 @pytest.mark.states(
     "limits",
     "time without a request on a connection, also if the client answers PINGs",
     found="idle connections of both versions, one that answers PINGs, on virtual time",
+)
+@pytest.mark.states(
+    "limits",
+    "time in which a header block or another frame over HTTP/2 arrives",
+    found="blocks that do not go on, or by a frame a second; a frame that comes by a byte a second",
 )
 def test_a_connection_is_closed_at_its_time(run_virtually, row, number, sent, dribble):
     async def main(loop):
@@ -496,5 +506,31 @@ def test_chunk_extensions_and_trailers_are_limited(run_virtually, number, lines,
             return client.status()
 
         assert [await status(0.99), await status(1.01)] == [200, 400]
+
+    run_virtually(main)
+
+
+@pytest.mark.states(
+    "limits",
+    "compressed messages of gRPC that arrive at a time, in a worker",
+    found="as many calls with half of a compressed message, and one more",
+)
+def test_few_compressed_messages_arrive_at_a_time(run_virtually):
+    async def main(loop):
+        (most,) = map(int, documented("compressed messages of gRPC that arrive"))
+        block = call_headers(CHECK, literal(b"grpc-encoding", b"gzip"))
+        half = message(gzip.compress(bytes(100)), 1)[:20]
+
+        def partial(stream):
+            return headers(block, 4, stream) + data(stream, half)
+
+        for count, ended in ((most, set()), (most + 1, {"8"})):
+            door, clients = Door(loop), []
+            for first in range(0, count, 100):
+                streams = range(1, 2 * min(100, count - first), 2)
+                clients.append(door.open(START + b"".join(map(partial, streams))))
+            await settled()
+            found = [one.fields(n).get("grpc-status") for one in clients for n in range(1, 201, 2)]
+            assert set(filter(None, found)) == ended
 
     run_virtually(main)
