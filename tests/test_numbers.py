@@ -6,10 +6,15 @@ import json
 import math
 import re
 import statistics
+import zlib
 from pathlib import Path
 
 import pytest
 
+from service.observe.metrics_files import _FILE_BYTES
+from service.process import descriptors
+from service.settings import Settings
+from tests.documented import documented
 from trainer.settings import Recipe
 
 ROOT = Path(__file__).parents[1]
@@ -28,7 +33,18 @@ ENGINE, TRAINING, HTTP = read("engine"), read("training"), read("http")["cases"]
 CHANGE = (ROOT / "docs/benchmarks/before-after-h100.txt").read_text()
 SURE = 1 - 0.9 * Recipe.model_fields["smoothing"].default
 """The target of the right one of ten classes."""
+KIB = 1024
+FIELDS = documented("header fields of a request; bytes of its target")
+CREDIT = documented("frames that bring no request further")
+FILES = sorted((ROOT / "weights").glob("*/*.safetensors"))
+DEFLATED_BYTES = sum(len(zlib.compress(path.read_bytes())) for path in FILES)
+"""What the committed weight files take in a wheel."""
 ROWS = (1, 8, 16, 32, 64, 128, 256, 1024, 8192)
+
+
+def default(name):
+    """The default of a setting of the service."""
+    return Settings.model_fields[name].default
 
 
 def bucket(rows, precision="fp16"):
@@ -173,6 +189,48 @@ CLAIMS = [
         r"about ([\d.]+) sure at most, and the loss that a run prints does not go below ([\d.]*\d)",
         [SURE, -SURE * math.log(SURE) - (1 - SURE) * math.log((1 - SURE) / 9)],
     ),
+    # security.md repeats limits of operations.md, which have tests of their own.
+    (
+        r"by headers \| ([\d,]+) fields, a target of ([\d,]+) KiB and ([\d,]+) parameters",
+        [FIELDS[0], FIELDS[1] / KIB, FIELDS[2]],
+    ),
+    (
+        r"a connection \| (\d+) s for headers, (\d+) s between requests, (\d+) s without reading",
+        [documented("bytes of a request's headers")[1], *documented("time without a request")],
+    ),
+    (
+        r"over HTTP/2 \| (\d+) open requests of (\d+) KiB of headers; (\d+) MiB that is received "
+        r"and not used; (\d+) s for a header block[^:|]*: ([\d,]+), and (\d+) a second",
+        [
+            *documented("open requests of a connection over HTTP/2"),
+            documented("header fields of a request over HTTP/2")[0] / KIB,
+            documented("bytes of a request over HTTP/2")[2] / KIB**2,
+            *documented("time in which a header block"),
+            CREDIT[0],
+            1 / CREDIT[1],
+        ],
+    ),
+    (
+        r"of a network of at most ([\d,]+) operations[^|]*; (\d+) wait",
+        [
+            documented("images in a request for an explanation")[1],
+            *documented("explanations that wait"),
+        ],
+    ),
+    (
+        r"not used counts from 4 KiB on: (\d+) MiB in a worker",
+        [documented("bytes that are received and not used, of all")[0] / KIB**2],
+    ),
+    (
+        r"`--max-in-flight-bytes` \((\d+) MiB\)[^|]*`--max-queue-rows` x 784 bytes \((\d+) MiB\)",
+        [default("max_in_flight_bytes") / KIB**2, default("max_queue_rows") * 784 / KIB**2],
+    ),
+    (r"([\d.]+) MB a worker, removed at the end", [sum(_FILE_BYTES.values()) / 1e6]),
+    (r"8\.5 MB, of which ([\d.]+) are the six weight files", [DEFLATED_BYTES / 1e6]),
+    (
+        r"fewer than (\d+), or, with a supervisor \([^)]*\), than \d+ and (\d+) for each worker",
+        [descriptors.LEAST, descriptors.LEAST_PER_WORKER],
+    ),
     (
         r"HTTP, JSON, 32 connections, two cores, two workers \| ([\d,.]+) a second "
         r"\| ([\d,.]+): mosec; ([\d,.]+): FastAPI with ONNX Runtime; ([\d,.]+): an ASGI",
@@ -186,6 +244,11 @@ CLAIMS = [
 ]
 
 
+@pytest.mark.states(
+    "documents",
+    "limits that security.md repeats; sizes of weights and of metrics' files; descriptors",
+    found="the tested limits of operations.md, defaults of settings, files, deflated as in a wheel",
+)
 @pytest.mark.states(
     "documents",
     "measured numbers in README and docs: times, rates, accuracies",

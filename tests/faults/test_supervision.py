@@ -79,6 +79,11 @@ def test_a_worker_without_a_heartbeat_is_replaced_and_counted_as_a_death(start_t
     assert service.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "the third death within a minute ends the service with 6",
+    found="workers that are stopped, three times",
+)
 @pytest.mark.long
 def test_workers_that_are_stuck_again_and_again_end_the_service_with_6(start_two):
     service = start_two()

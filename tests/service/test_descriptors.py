@@ -29,6 +29,11 @@ def limits(monkeypatch):
     return limits
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "open files: the hard limit, 65,536 at most",
+    found="limits that the system is asked for",
+)
 @pytest.mark.parametrize(
     ("soft", "hard", "limit"),
     [

@@ -27,6 +27,11 @@ def stuck_in(watch, checks):
     return [watch.is_stuck() for _ in range(checks)]
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "60 s between two signs of life of a worker that starts",
+    found="59, 60 and 61 checks without one",
+)
 @pytest.mark.parametrize("beats", [0, 1], ids=["before its first beat", "in its start"])
 async def test_a_worker_is_stuck_after_sixty_missed_beats_when_it_does_not_serve_yet(pipe, beats):
     heartbeat, watch, _ = pipe
@@ -37,6 +42,11 @@ async def test_a_worker_is_stuck_after_sixty_missed_beats_when_it_does_not_serve
     assert stuck_in(watch, 61) == [*[False] * 59, True, True]
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "--hang-timeout-s, at least 3 s, without a sign of life",
+    found="settings of 0.1, 3.5 and 10 s",
+)
 @pytest.mark.parametrize(("hang_timeout_s", "checks"), [(0.1, 3), (3.5, 4), (10, 10)])
 def test_the_hang_timeout_says_how_many_may_be_missed(hang_timeout_s, checks):
     beats, heartbeat = multiprocessing.Pipe(duplex=False)

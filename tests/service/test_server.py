@@ -307,6 +307,11 @@ def test_grpc_refuses_new_calls_when_http_is_still_being_answered(start):
     assert service.wait() == ExitCode.STOPPED
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "a stop ends within grace, drain and 3 s",
+    found="the clock from the signal to the end, with requests that never end",
+)
 def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
     service = start("--drain-timeout-s", "4").ready()
     over = threading.Event()

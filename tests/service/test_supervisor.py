@@ -314,6 +314,11 @@ def settings(tiny_weights):
     return Settings(port=0, grpc_port=0, workers=2, weights=tiny_weights)
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "the third death within a minute ends the service",
+    found="deaths every 61 s of an injected clock do not",
+)
 def test_deaths_long_ago_are_forgiven(fake_workers, settings, monkeypatch):
     made = fake_workers(*[-9] * 10, ExitCode.ADDRESS, -9)
     clock = SimpleNamespace(monotonic=itertools.count(0, 61).__next__)

@@ -210,6 +210,11 @@ def test_a_batch_has_a_trace_of_its_own():
     }
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "url.path is cut after 256 characters",
+    found="a path of 60,000",
+)
 def test_a_long_path_is_cut():
     _, asked = http_operation("POST", "/v2/models/{model}/infer", "/v2/models/" + "a" * 60_000)
     assert len(dict(asked)["url.path"]) == 256

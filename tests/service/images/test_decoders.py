@@ -424,6 +424,11 @@ async def test_a_process_that_dies_fails_its_own_request_only(pool, idle, caplog
     assert len(caplog.records) <= 1
 
 
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "decoding processes run at nice 5",
+    found="the priority that the system says",
+)
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_decoder_gives_way_to_serving(pool):
     await decode_by(pool, body(PNG), seven(), PATIENCE_S)
