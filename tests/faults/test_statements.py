@@ -45,6 +45,8 @@ PICTURE = (PROJECT / "docs/images/seven.png").read_bytes()
 BODY_BYTES, HELD_BYTES = 200_000, 199_000
 PARTIAL = request(b"", length=BODY_BYTES) + bytes(HELD_BYTES)
 RESET = b"\0\0\0\x08"  # CANCEL
+PATIENT = ("--request-timeout-ms", "3600000")
+"""On a busy machine no deadline passes but those that are asked for."""
 
 
 def partial_stream(path, size, *fields):
@@ -168,7 +170,7 @@ def await_(condition):
 )
 def test_every_request_is_counted_as_its_client_saw_it(start_committed, digits):
     limits = ("--max-body-bytes", "300000", "--max-in-flight-bytes", "600000")
-    service = start_committed(*limits).ready()
+    service = start_committed(*limits, *PATIENT).ready()
     clients, before = Clients(service), samples(service)
     image, infer = digits.images[:1], infer_request(digits.images[:3])
     unknown = infer_request(image, model="nobody")
@@ -534,7 +536,7 @@ ROWS = json.dumps({"instances": [[[0] * 28] * 28]}).encode()
 def limited(tmp_path_factory):
     """A service with the committed `lenet` and its default limits."""
     folder = tmp_path_factory.mktemp("limited")
-    with committed(folder, "--models", "lenet", "--admin-keys", KEY) as service:
+    with committed(folder, "--models", "lenet", "--admin-keys", KEY, *PATIENT) as service:
         yield service
 
 
