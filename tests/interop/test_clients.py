@@ -259,7 +259,8 @@ def check_http(ask):
     status, body = ask("/predict?model=vgg", seven, kind)
     assert (status, json.loads(body)["error"]["code"]) == (404, "unknown_model")
     status, body = ask("/predict", large_picture(), {"content-type": "image/png", LATE: "20"})
-    assert (status, json.loads(body)["error"]["code"]) == (504, "deadline_exceeded")
+    late = (status, json.loads(body)["error"]["code"])
+    assert late in ((504, "deadline_exceeded"), (408, "body_timeout"))  # 408: while it arrived
 
 
 def test_httpx_over_http_2(serving):
@@ -283,7 +284,7 @@ def test_httpx_over_http_2_with_a_body_that_comes_value_by_value(serving):
                 yield b",%d" % value if number else b"%d" % value
         yield b"]]}"
 
-    with httpx.Client(http1=False, http2=True, timeout=30) as client:
+    with httpx.Client(http1=False, http2=True, timeout=PATIENCE_S) as client:
         url = f"http://127.0.0.1:{serving.port}/predict"
         answer = client.post(url, content=body(), headers={"content-type": "application/json"})
     assert answer.status_code == 200, answer.text
