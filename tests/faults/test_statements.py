@@ -530,6 +530,7 @@ def test_the_end_of_the_certificate_is_the_date_it_was_made_with(start, tmp_path
 KEY = "a-key-of-an-administrator"
 INFER, SEVERAL = b"/v2/models/lenet/infer", b"/predict?digits=several"
 ROWS = json.dumps({"instances": [[[0] * 28] * 28]}).encode()
+PIXELS_JSON = json.dumps({"images": [[0] * 784]}).encode()
 
 
 @pytest.fixture(scope="module")
@@ -771,3 +772,26 @@ def test_as_many_processes_decode_as_are_set(start_committed):
             client.send(posted(PICTURE))
         assert {client.answer().status for client in clients} == {200}
     assert len(decoding(service)) == 3
+
+
+@pytest.mark.parametrize(
+    ("number", "path", "content"),
+    [
+        (0, b"/predict", PIXELS_JSON),
+        (1, INFER, infer_json()),
+        (1, b"/v1/models/lenet:predict", ROWS),
+    ],
+)
+@pytest.mark.states(
+    "times and counts in operations.md",
+    "JSON over 192 KiB (128 KiB below /v1 and /v2) is decoded by processes",
+    found="the processes in /proc after bodies of as many bytes, and of one more",
+)
+def test_json_is_decoded_by_a_process_from_its_size_on(start_committed, number, path, content):
+    text = (PROJECT / "docs/operations.md").read_text()
+    sizes = re.search(r"JSON over (\d+) KiB \((\d+) KiB below `/v1` and `/v2`\)", text).groups()
+    most = int(sizes[number]) << 10
+    service = start_committed(*PATIENT).ready()
+    for size, processes in ((most, 0), (most + 1, 1)):
+        assert ask(service.port, json_of(path, size, content)).status == 200
+        assert len(decoding(service)) == processes
