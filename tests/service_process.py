@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -19,6 +20,9 @@ from pathlib import Path
 PROJECT = Path(__file__).parents[1]
 PROGRAM = Path(os.environ.get("LENET_TEST_ROOT", PROJECT))
 """The source tree whose service is started: this one, or an older one to compare with."""
+
+ENDS_WITH_TESTS = ("setpriv", "--pdeathsig", "KILL") if shutil.which("setpriv") else ()
+"""Starts a program that is killed when the tests are that started it; of Linux."""
 
 PATIENCE_S = 120.0
 """Longest wait of a test. Only a test that hangs waits so long, on whatever machine."""
@@ -53,7 +57,7 @@ class Service:
         plain = {key: text for key, text in os.environ.items() if not key.startswith("LENET_")}
         path = os.pathsep.join(filter(None, (str(root), os.environ.get("PYTHONPATH"))))
         self.process = subprocess.Popen(
-            [sys.executable, *program, *arguments],
+            [*ENDS_WITH_TESTS, sys.executable, *program, *arguments],
             cwd=folder,
             env={**plain, "PYTHONPATH": path, "TMPDIR": str(self.temporary)},
             stdout=output,

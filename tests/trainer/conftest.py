@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lenet.errors import BackendUnavailable, OutOfDeviceMemory
+from tests.service_process import PATIENCE_S
 from trainer.augment import WarpLimits
 from trainer.mnist import FILES, Dataset, Digits
 from trainer.network import take_step
@@ -118,10 +119,6 @@ def write_idx(tmp_path):
     return write
 
 
-WAIT_S = 30.0
-"""After which a test that would hang fails instead."""
-
-
 class FakeGpus:
     """Stands in for `trainer.ops_cuda`: each GPU is the CPU.
 
@@ -163,7 +160,7 @@ class FakeGpus:
                 with gpus._lock:
                     gpus.ranks.append(self)
                     all_made = gpus._meetings.setdefault(identity, threading.Barrier(size))
-                all_made.wait(WAIT_S)
+                all_made.wait(PATIENCE_S)
 
             def mark_aborted(self):
                 self.marked.set()
@@ -171,7 +168,7 @@ class FakeGpus:
             def abort(self):
                 assert all(ranks.marked.is_set() for ranks in gpus.ranks), "a rank may go on"
                 self.aborted.set()
-                assert self._ops().left.wait(WAIT_S), "aborting waits for ever"
+                assert self._ops().left.wait(PATIENCE_S), "aborting waits for ever"
 
             def close(self):
                 assert self._ops().left.is_set(), "leaving waits for ever"

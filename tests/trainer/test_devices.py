@@ -3,13 +3,11 @@ import threading
 import pytest
 
 from lenet.errors import DeviceError
+from tests.service_process import PATIENCE_S
 from trainer import devices
 from trainer.devices import check_classes, choose, on_devices
 from trainer.errors import DeviceUnavailable
 from trainer.settings import Recipe
-
-WAIT_S = 30.0
-"""After which a test that would hang fails instead."""
 
 
 def recipe_on(device, precision="fp32", batch=12):
@@ -48,7 +46,7 @@ def test_each_gpu_is_a_rank_with_a_thread_of_its_own_and_rank_0_has_the_result(f
 
     def work(ops, rank):
         given[rank] = ops
-        all_at_once.wait(WAIT_S)
+        all_at_once.wait(PATIENCE_S)
         return f"of rank {rank}"
 
     assert on_devices(recipe_on("cuda", "mixed"), 3, work) == "of rank 0"
@@ -70,10 +68,10 @@ class Together:
         self.failing, self.error = failing, error
 
     def __call__(self, ops, rank):
-        self.all_at_once.wait(WAIT_S)
+        self.all_at_once.wait(PATIENCE_S)
         if rank == self.failing:
             raise self.error
-        assert ops.joined.aborted.wait(WAIT_S), "no rank was aborted"
+        assert ops.joined.aborted.wait(PATIENCE_S), "no rank was aborted"
         raise DeviceError(f"rank {rank} was aborted")
 
 
@@ -97,7 +95,7 @@ class Interrupted:
         if self._again:
             return self._wait(*arguments, **options)
         self._again = True
-        self._all_at_once.wait(WAIT_S)
+        self._all_at_once.wait(PATIENCE_S)
         raise KeyboardInterrupt
 
 
@@ -107,9 +105,9 @@ def test_an_interruption_lets_every_rank_stop_by_itself_also_while_it_chooses_en
     gpus, all_at_once, aborted_meanwhile = fake_gpus(2), threading.Barrier(3), []
 
     def work(ops, rank):
-        all_at_once.wait(WAIT_S)
+        all_at_once.wait(PATIENCE_S)
         # Checked between two candidates when an engine is chosen.
-        assert ops.stopping.wait(WAIT_S), "no rank was asked to stop"
+        assert ops.stopping.wait(PATIENCE_S), "no rank was asked to stop"
         aborted_meanwhile.append(ops.joined.marked.is_set())
         raise DeviceError("training was asked to stop")
 

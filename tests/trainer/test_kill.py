@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.service_process import PATIENCE_S
 from trainer.mnist import Dataset
 
 pytestmark = pytest.mark.process  # trains in processes that are killed
@@ -46,7 +47,7 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(kills, digits, wr
         )
 
     whole = start("whole")
-    _, errors = whole.communicate(timeout=300)
+    _, errors = whole.communicate(timeout=10 * PATIENCE_S)
     assert whole.returncode == 0, errors
     random_ = random.Random(kills)
     for _ in range(kills):
@@ -59,13 +60,13 @@ def test_a_run_killed_again_and_again_ends_with_the_same_bytes(kills, digits, wr
         assert run.poll() is None, "it was done before it was killed"
         number = random_.choice((signal.SIGKILL, signal.SIGTERM, signal.SIGINT))
         run.send_signal(number)
-        _, errors = run.communicate(timeout=60)
+        _, errors = run.communicate(timeout=PATIENCE_S)
         assert run.returncode in (130, -number), errors
         assert number == signal.SIGKILL or run.returncode == 130
         assert b"Traceback" not in errors
         assert not list((tmp_path / "killed").rglob("*.safetensors"))
     last = start("killed")
-    _, errors = last.communicate(timeout=300)
+    _, errors = last.communicate(timeout=10 * PATIENCE_S)
     assert last.returncode == 0, errors
     (path,) = (tmp_path / "killed").rglob("*.safetensors")
     (expected,) = (tmp_path / "whole").rglob("*.safetensors")
