@@ -42,6 +42,7 @@ from tests.service.http.test_http2 import (
     headers,
     ping,
     post,
+    reset,
     settings,
 )
 
@@ -355,11 +356,21 @@ def test_header_lists_of_calls_are_limited_and_those_of_twice_the_size_end_the_c
 CHECK_BLOCK = call_headers(CHECK)
 
 
-@pytest.mark.parametrize("costly", [ping(), settings(), data()], ids=["PING", "SETTINGS", "DATA"])
+def resets(first, count):
+    """Complete requests that are reset, the number `first` and later."""
+    streams = range(2 * first + 3, 2 * (first + count) + 3, 2)
+    return b"".join(get(one, path=b"/fast", method=b"POST") + reset(one) for one in streams)
+
+
+@pytest.mark.parametrize(
+    "costly",
+    [lambda _, n: ping() * n, lambda _, n: settings() * n, lambda _, n: data() * n, resets],
+    ids=["PING", "SETTINGS", "DATA", "resets"],
+)
 @pytest.mark.states(
     "limits",
     "frames that bring no request further",
-    found="so many PINGs, SETTINGS or empty DATA, and 1 % more; as many more as seconds allow",
+    found="as many PINGs, SETTINGS, empty DATA or resets, and 1 % more; more after some seconds",
 )
 def test_frames_that_bring_no_request_further_are_limited(run_virtually, costly):
     async def main(loop):
@@ -367,9 +378,9 @@ def test_frames_that_bring_no_request_further_are_limited(run_virtually, costly)
         few, many = int(0.99 * at_once), int(1.01 * at_once)
 
         async def flood(first, second=0):
-            client = Door(loop).open(START + post(path=b"/fast") + costly * first)
+            client = Door(loop).open(START + post(path=b"/fast") + costly(0, first))
             await asyncio.sleep(5)
-            client.send(costly * second)
+            client.send(costly(first, second))
             await settled()
             return client.calm()
 
