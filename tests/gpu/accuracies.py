@@ -49,10 +49,13 @@ def of_file(path: Path, digits: Digits) -> float:
 
 
 def accuracies(
-    model: str, precision: Precision, dataset: Dataset, folder: Path, epochs: int = 0
+    model: str, precision: Precision, dataset: Dataset, folder: Path, **recipe: float
 ) -> dict[str, Any]:
-    """Train `model`; its accuracies on the held-out images, in percent, and the epochs taken."""
-    settings = Fit(model=model, precision=precision, epochs=epochs, checkpoints=folder)
+    """Train `model`; its accuracies on the held-out images, in percent, and the epochs taken.
+
+    `recipe`: further settings of `fit`, such as `epochs` and `rate`.
+    """
+    settings = Fit(model=model, precision=precision, checkpoints=folder, **recipe)
     settings = settings.resolved("cuda")
     training, validation = dataset.hold_out(settings.validation_images)
     network = named(model)
@@ -105,7 +108,7 @@ def main() -> int:
     for model in settings.models:
         for precision in get_args(Precision):
             with tempfile.TemporaryDirectory() as folder:
-                found = accuracies(model, precision, dataset, Path(folder), settings.epochs)
+                found = accuracies(model, precision, dataset, Path(folder), epochs=settings.epochs)
             wrong += spread(found) > MOST
             print(json.dumps(found), flush=True)  # noqa: T201 - a command
     return int(wrong > 0)

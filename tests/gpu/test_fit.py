@@ -114,7 +114,8 @@ def test_a_run_that_diverges_names_the_step_and_where_it_began(fit, precision, c
 def test_the_accuracy_printed_last_is_that_of_the_network_and_of_its_file(
     model, precision, mnist_folder, tmp_path
 ):
-    found = accuracies(model, precision, load(mnist_folder), tmp_path, epochs=2)
+    # The default rate is that of 120 epochs: in two, lenet-classic diverges at it.
+    found = accuracies(model, precision, load(mnist_folder), tmp_path, epochs=2, rate=0.05)
     assert spread(found) <= MOST, found
     assert found["file"] > 95
 

@@ -452,7 +452,10 @@ def test_logits_follow_the_weights_though_they_were_asked_for_before_the_steps(
     bench = make_bench(precision)
     network = Network(model, initial_tensors(model, np.random.default_rng(1)), bench.gpu)
     optimizer = Sgd(model, network.parameters, bench.gpu)
-    state = bench.gpu.start(a_run(np.random.default_rng(2), steps=9))
+    run = a_run(np.random.default_rng(2), steps=9)
+    if not any(block.batch_norm for block in model.blocks):  # it diverges at this rate
+        run = replace(run, rates=run.rates / 10)
+    state = bench.gpu.start(run)
     step = bench.gpu.capture(lambda: take_step(network, optimizer, state))
     random = np.random.default_rng(3)
     images = random.integers(0, 256, (50, 28, 28), np.uint8)
