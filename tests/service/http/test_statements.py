@@ -58,7 +58,9 @@ class Door:
         self.loop, self.route = loop, Echo()
         routes = {(b"POST", b"/fast"): self.route}
         self.door = HttpService(routes, Budget(1 << 30), methods=methods)
-        self.config = Config(application, http=self.door, ws="none", lifespan="off")
+        self.config = Config(
+            application, http=self.door, ws="none", lifespan="off", log_config=None
+        )
         self.config.load()
         self.state = ServerState()
 

@@ -99,9 +99,7 @@ async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, cap
         assert await next_status(watch) == "SERVING"
         await reflection.write(Question(list_services=""))
         await reflection.read()
-        began_s = asyncio.get_running_loop().time()
-        await stub.server.stop(20.0)
-        assert asyncio.get_running_loop().time() - began_s < 5
+        await asyncio.wait_for(stub.server.stop(3600.0), PATIENCE_S)
         for stream in (watch, reflection):
             assert await stream.code() is grpc.StatusCode.UNAVAILABLE
     assert not caplog.records
