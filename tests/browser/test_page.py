@@ -81,6 +81,23 @@ def test_control_z_takes_a_stroke_back(service, visit):
     page.reads("4,")
 
 
+@pytest.mark.parametrize("earlier", [[], STROKES[1]], ids=["empty", "stroke"])
+def test_a_stroke_that_is_undone_while_it_is_drawn_is_not_continued(service, visit, earlier):
+    page = visit(service)
+    page.draw(earlier)
+    image = "document.getElementById('paper').toDataURL()"
+    before = page.page.evaluate(image)
+    mouse = page.page.mouse
+    mouse.move(*page.at(0.2, 0.2))
+    mouse.down()
+    mouse.move(*page.at(0.3, 0.3))
+    assert page.page.evaluate(image) != before
+    page.page.keyboard.press("Control+z")
+    mouse.move(*page.at(0.8, 0.3))
+    mouse.up()
+    assert page.page.evaluate(image) == before
+
+
 def test_an_empty_surface_is_not_guessed(service, visit):
     page = visit(service)
     assert page.page.inner_text("#sure") == "Draw a digit."

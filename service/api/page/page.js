@@ -14,6 +14,7 @@ const ANSWERS = 120; // Kept of those before, for "How the answer changed".
 let info; // The answer of /info.
 let model = "";
 let strokes = []; // Lists of points [x, y] in 0..1 of the surface.
+let stroke; // The stroke that was begun last; Undo or Clear may have removed it from `strokes`.
 let drawn = digitsOf(strokes);
 let pixels = []; // Images that were not drawn here: an example, or those of a photograph.
 let warnings = []; // Of a photograph, or of the drawing as a picture.
@@ -45,15 +46,17 @@ on("paper", "pointerdown", (event) => {
 });
 on("paper", "pointermove", (event) => {
   if (!event.isPrimary || !paper.hasPointerCapture(event.pointerId)) return;
+  if (strokes.at(-1) !== stroke) return; // Undo or Clear has removed it during the drag.
   const moves = event.getCoalescedEvents?.() ?? [];
-  for (const move of moves.length ? moves : [event]) strokes.at(-1).push(place(move));
+  for (const move of moves.length ? moves : [event]) stroke.push(place(move));
   changed();
 });
 
 function begin(point) {
   forgetPixels();
   cursor = undefined;
-  strokes.push([point]);
+  stroke = [point];
+  strokes.push(stroke);
   changed();
 }
 
