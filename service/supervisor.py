@@ -183,7 +183,7 @@ class _Supervisor:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend
                 self._kill_stuck()
                 self._merge()
-            if now_s >= self._retry_at_s and not self._stopping:
+            if now_s >= self._retry_at_s and not self._stopping and not self._left():
                 self._retry_at_s = math.inf
                 self._add(self._settings.workers - len(self._workers))
             if now_s >= self._end_at_s:
@@ -292,8 +292,10 @@ class _Supervisor:
         if self._shared_gpu and code == ExitCode.DEVICE and worker not in self._ended:
             # They lost the GPU to the same fault. A worker with a batch notices that and answers
             # its callers; an idle one does not, and is ended.
-            self._ended = self._neighbours(worker)
-            self._end_at_s = now_s + SAME_FAULT_S
+            # Those that lost another GPU just before are still to be ended, and no later.
+            left, end_at_s = self._left(), now_s + SAME_FAULT_S
+            self._end_at_s = min(self._end_at_s, end_at_s) if left else end_at_s
+            self._ended = left + [one for one in self._neighbours(worker) if one not in left]
         if not self._left():  # until then MPS takes no new client
             self._add(self._settings.workers - len(self._workers))
         return ExitCode.STOPPED

@@ -386,6 +386,59 @@ def test_a_worker_that_lost_its_device_with_another_is_ended_before_both_are_rep
     assert len(made) == 4
 
 
+def test_the_neighbours_of_two_gpus_that_fault_one_after_the_other_are_all_ended(
+    fake_workers, settings, monkeypatch
+):
+    made = fake_workers(ExitCode.DEVICE, ExitCode.DEVICE, ExitCode.ADDRESS, *[-9] * 3)
+    start = supervisor._Supervisor._start
+
+    def start_neighbours(self, devices):
+        if len(made) in (2, 3):
+            made.append(Neighbour(len(made) + 1))
+            return made[-1]
+        assert [one.exitcode for one in made[2:4]] in ([], [-9, -9])
+        return start(self, devices)
+
+    monkeypatch.setattr(supervisor._Supervisor, "_start", start_neighbours)
+    monkeypatch.setattr(supervisor.mps, "wanted", lambda _: True)
+    monkeypatch.setattr(supervisor.mps, "shared_gpu", lambda: contextlib.nullcontext(True))
+    clock = SimpleNamespace(monotonic=itertools.count(0, 0.25).__next__)
+    monkeypatch.setattr(supervisor, "time", clock)
+    several = {"workers": 4, "devices": (0, 1)}
+    assert supervise(settings.model_copy(update=several)) is ExitCode.ADDRESS
+    assert len(made) == 8
+
+
+def test_a_worker_is_tried_again_only_when_none_is_left_on_a_lost_gpu(
+    fake_workers, settings, monkeypatch
+):
+    made = fake_workers(-9, ExitCode.WEIGHTS, ExitCode.ADDRESS, *[-9] * 2)
+    start = supervisor._Supervisor._start
+
+    def start_neighbours(self, devices):
+        if len(made) in (1, 2):
+            made.append(Neighbour(len(made) + 1))
+            return made[-1]
+        assert len(made) < 4 or made[2].exitcode == -9
+        return start(self, devices)
+
+    now_s = itertools.count(0, 0.25)
+
+    def monotonic():
+        time_s = next(now_s)
+        if time_s >= supervisor.RETRY_S - SAME_FAULT_S / 2 and made[1].is_alive():
+            made[1].kill()
+            made[1].exitcode = ExitCode.DEVICE
+        return time_s
+
+    monkeypatch.setattr(supervisor._Supervisor, "_start", start_neighbours)
+    monkeypatch.setattr(supervisor.mps, "wanted", lambda _: True)
+    monkeypatch.setattr(supervisor.mps, "shared_gpu", lambda: contextlib.nullcontext(True))
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=monotonic))
+    assert supervise(settings.model_copy(update={"workers": 3})) is ExitCode.ADDRESS
+    assert len(made) == 7
+
+
 def test_workers_that_die_of_anything_else_count_each(fake_workers, settings):
     made = fake_workers(*[-9] * 20)
     assert supervise(settings) is ExitCode.WORKERS
