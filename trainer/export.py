@@ -213,9 +213,24 @@ def _publish(verified: Path, folder: Path) -> tuple[Path, bool]:
         except OSError as exc:
             if exc.errno not in _WITHOUT_LINKS:
                 raise
-            try:
-                final.open("xb").close()  # takes the version, as a link would
-            except FileExistsError:
-                continue
-            verified.replace(final)
+            final = _move(verified, folder, last + 1)
         return final, True
+
+
+def _move(verified: Path, folder: Path, version: int) -> Path:
+    """Rename the file as the first free version from `version` on, which a lock file reserves.
+
+    A version that another run has reserved is skipped, as is one whose run was killed.
+    """
+    while True:
+        lock, final = folder / f".{version}.lock", folder / f"{version}.safetensors"
+        version += 1
+        try:
+            lock.open("xb").close()
+        except FileExistsError:
+            continue
+        try:
+            if not final.exists():
+                return verified.replace(final)
+        finally:
+            lock.unlink()

@@ -156,15 +156,38 @@ def test_the_bytes_of_the_last_version_are_not_written_again(tiny, tmp_path):
     assert export(tiny, tmp_path, "mlp").path.name == "3.safetensors"
 
 
-def test_a_version_is_published_where_the_file_system_has_no_links(tiny, tmp_path, monkeypatch):
+@pytest.fixture
+def without_links(monkeypatch):
     def hardlink_to(path, target):
         raise PermissionError(errno.EPERM, "Operation not permitted", str(path))
 
     monkeypatch.setattr(Path, "hardlink_to", hardlink_to)
+
+
+@pytest.mark.usefixtures("without_links")
+def test_a_version_is_published_where_the_file_system_has_no_links(tiny, tmp_path):
     assert export(tiny, tmp_path, "mlp").path.name == "1.safetensors"
     assert export(tiny, tmp_path, "lenet").path.name == "2.safetensors"
     assert WeightFile.read(tmp_path / "1.safetensors").model == named("mlp").folded
     assert len(list(tmp_path.iterdir())) == 2
+    (tmp_path / ".3.lock").touch()  # another run is about to publish this version
+    assert export(tiny, tmp_path, "mlp").path.name == "4.safetensors"
+
+
+@pytest.mark.usefixtures("without_links")
+def test_no_version_is_there_when_it_is_interrupted_before_it_is_whole(tiny, tmp_path, monkeypatch):
+    replace_ = Path.replace
+
+    def interrupted(path, target):
+        if target.parent != tmp_path:
+            return replace_(path, target)
+        assert not target.exists()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export(tiny, tmp_path, "mlp")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("rows", [10, 60])
