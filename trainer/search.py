@@ -30,7 +30,7 @@ from trainer.loop import train
 from trainer.mnist import Dataset
 from trainer.network import Network, initial_tensors
 from trainer.ops import TrainingOps
-from trainer.settings import Recipe, Search
+from trainer.settings import MNIST_FOLDER, Recipe, Search
 
 if TYPE_CHECKING:
     from optuna import Trial
@@ -107,8 +107,22 @@ def search(settings: Search, model: Model, dataset: Dataset, report: Callable[[s
     for trial in best[:_SHOWN]:
         report(_line(trial))
     if best:
-        command = Recipe.command(settings.model_copy(update=best[0].params))
-        report(f"train it: {command} --data {shlex.quote(str(settings.data))}")
+        report(f"train it: {_command(settings.model_copy(update=best[0].params))}")
+
+
+def _command(settings: Search) -> str:
+    """The command that trains the recipe of `settings` on its dataset, from any folder.
+
+    The default of --data stays as it is: MNIST is downloaded to no other folder.
+    """
+    words = shlex.split(Recipe.command(settings))
+    if settings.model.endswith(".json"):
+        words[words.index("--model") + 1] = str(Path(settings.model).absolute())
+    data = settings.data if settings.data == MNIST_FOLDER else settings.data.absolute()
+    words += ["--data", str(data)]
+    if settings.labels is not None:
+        words += ["--labels", str(settings.labels.absolute())]
+    return shlex.join(words)
 
 
 def _check(settings: Search) -> None:

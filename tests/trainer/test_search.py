@@ -58,6 +58,25 @@ def test_the_first_trial_is_the_recipe_and_the_same_command_goes_on(tmp_path, wi
     assert len(trials(lines)) == 3, "another search took the trials of the first"
 
 
+def test_the_printed_command_names_the_files_with_their_folders(
+    tmp_path, without_test_images, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    files = {"model": "own/net.json", "data": "own/data", "labels": "own/labels.txt"}
+    lines = []
+    search(
+        settings(tmp_path, trials=1, seeds=1, **files),
+        named("mlp"),
+        without_test_images,
+        lines.append,
+    )
+    words = shlex.split(lines[-1].removeprefix("train it: python -m trainer fit "))
+    winner = parse(Fit, words, "trainer").model_dump(mode="json")
+    assert {name: winner[name] for name in files} == {
+        name: str(tmp_path / path) for name, path in files.items()
+    }
+
+
 def test_a_recipe_that_diverges_is_a_trial_without_a_result(tmp_path, without_test_images):
     lines = []
     chosen = settings(
