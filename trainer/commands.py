@@ -110,7 +110,10 @@ def fit(settings: Fit) -> None:
     checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
     if dataset.is_held_out_by_class(settings.validation_images):
-        print("of each class the last ones are held out: among the last of all a class is missing")
+        print(
+            "of each class the last ones are held out: the last ones alone would leave a class "
+            "out of one part"
+        )
     resumed = " since it was resumed" if checkpoint.path.exists() else ""
     run = RunFolder(settings.runs, model.name)
     run.write_settings(

@@ -122,7 +122,8 @@ class Dataset:
         """(training, validation): the last `count` training images are for validation.
 
         Where one part would lack a class, as of images that are sorted by class, they are the last
-        of each class, in proportion. They do not depend on the seed, so runs can be compared.
+        of each class, in proportion, and the first of a class only when nothing else is left.
+        They do not depend on the seed, so runs can be compared.
 
         Raises:
             InvalidDataset: no images would be left to train on.
@@ -140,6 +141,7 @@ class Dataset:
         for label in np.unique(labels):
             own = np.flatnonzero(labels == label)[::-1]
             share[own] = (np.arange(len(own)) + 0.5) / len(own)
+            share[own[-1]] = 1.0  # the first image stays in training
         held = np.zeros(len(labels), bool)
         held[np.argsort(share, kind="stable")[:count]] = True
         return Digits(images[~held], labels[~held]), Digits(images[held], labels[held])

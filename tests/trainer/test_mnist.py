@@ -43,6 +43,15 @@ def test_of_images_sorted_by_class_the_last_of_each_class_are_held_out(digits):
     np.testing.assert_array_equal(validation.images[30:40], dataset.train.images[first[30:]])
 
 
+def test_the_first_image_of_each_class_is_held_out_last(digits):
+    labels = np.array([0, 1, 1, 1, 1, 1, 1, 1, 1, 2], np.uint8)
+    dataset = Dataset(Digits(digits(10, 0).images, labels), digits(60, 1), "")
+    training, validation = dataset.hold_out(7)
+    assert training.labels.tolist() == [0, 1, 2]
+    assert validation.labels.tolist() == [1] * 7
+    assert len(dataset.hold_out(9)[0]) == 1
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
