@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
@@ -15,8 +16,11 @@ def exact(value: float) -> float:
     """The nearest multiple of 2^-24: their sums up to 2^29 are exact, in whatever order.
 
     A total of several workers that became smaller by its last bit, as their files are read or
-    merged in another order, would be a reset of the counter for Prometheus.
+    merged in another order, would be a reset of the counter for Prometheus. NaN and infinity count
+    as 0: they would stay in the total for ever.
     """
+    if not math.isfinite(value):
+        return 0.0
     return round(value / _UNIT) * _UNIT
 
 
