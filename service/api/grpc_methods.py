@@ -152,13 +152,17 @@ class HealthServicer:
     async def _changed(self) -> None:
         """Wait for a change, with all others that do: one timer for all."""
         if self._change is None or self._change.done():
-            self._change = asyncio.ensure_future(self._wait_for_change())
+            # Read before the task begins: a change until then must end its wait.
+            self._change = asyncio.ensure_future(self._wait_for_change(self._snapshot()))
         await asyncio.shield(self._change)
 
-    async def _wait_for_change(self) -> None:
-        before = self._models.ready, self._known()
-        while before == (self._models.ready, self._known()):  # noqa: ASYNC110 - no event of the models
+    async def _wait_for_change(self, before: tuple[bool, set[str]]) -> None:
+        while before == self._snapshot():  # noqa: ASYNC110 - no event of the models
             await asyncio.sleep(_WATCH_S)
+
+    def _snapshot(self) -> tuple[bool, set[str]]:
+        """Everything that statuses depend on."""
+        return self._models.ready, self._known()
 
     def _known(self) -> set[str]:
         return {"", SERVICE, *self._models.names}

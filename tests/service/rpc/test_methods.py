@@ -59,6 +59,24 @@ async def test_health_is_not_found_when_the_name_is_unknown(stub):
     assert error.details() == f"service: got 'vgg', expected one of {SERVICE}, mlp, tiny"
 
 
+def test_a_change_right_behind_a_status_is_reported(run_virtually):
+    async def main(loop):
+        models = SimpleNamespace(ready=True, names=set())
+
+        async def requests():
+            yield Check()
+
+        watch = HealthServicer(models, tells_names=True).watch(requests())
+        assert (await anext(watch)).status == Status.SERVING
+        change = asyncio.create_task(anext(watch))
+        await asyncio.sleep(0)  # it begins to wait
+        models.ready = False
+        assert (await asyncio.wait_for(change, 1)).status == Status.NOT_SERVING
+        await watch.aclose()
+
+    run_virtually(main)
+
+
 def test_statuses_are_looked_at_as_long_as_somebody_watches_and_no_longer(run_virtually):
     async def main(loop):
         servicer = HealthServicer(SimpleNamespace(ready=True, names=set()), tells_names=True)
