@@ -120,29 +120,48 @@ def devices() -> int:
 
 
 def usable() -> tuple[int, ...]:
-    """The numbers of the GPUs that are new enough, at least one. Opens none of them.
+    """The numbers of the GPUs that answer and are new enough, at least one. Opens none of them.
 
     Raises:
-        BackendUnavailable: see `devices`; or all are too old.
+        BackendUnavailable: see `devices`; or all are too old or do not answer.
     """
-    count = devices()
-    found = tuple(one for one in range(count) if _capability(one) >= OLDEST_CAPABILITY)
+    found: list[int] = []
+    problems: list[BackendUnavailable] = []
+    for one in range(devices()):
+        try:
+            _check_capability(one)
+        except BackendUnavailable as exc:
+            problems.append(exc)
+        else:
+            found.append(one)
     if not found:
-        raise _too_old(0)
-    return found
+        raise problems[0]
+    return tuple(found)
 
 
 def check(device: int) -> None:
     """Check that GPU number `device` can be used, without opening it.
 
     Raises:
-        BackendUnavailable: see `devices`; or there is no GPU of that number, or it is too old.
+        BackendUnavailable: see `devices`; or there is no GPU of that number, or it is too old or
+            does not answer.
     """
     count = devices()
     if not 0 <= device < count:
         raise BackendUnavailable(f"there is no GPU {device}, expected 0 to {count - 1}")
-    if _capability(device) < OLDEST_CAPABILITY:
-        raise _too_old(device)
+    _check_capability(device)
+
+
+def _check_capability(device: int) -> None:
+    import cupy
+
+    try:
+        if _capability(device) < OLDEST_CAPABILITY:
+            raise _too_old(device)
+    except cupy.cuda.runtime.CUDARuntimeError as exc:  # as of a GPU that fell off the bus
+        raise BackendUnavailable(
+            f"GPU {device} does not answer ({_line(exc)})", f"see nvidia-smi, or {_NO_GPU}"
+        ) from exc
 
 
 def _capability(device: int) -> int:
@@ -291,10 +310,10 @@ class Handle:  # pragma: no cover - needs a GPU
             opened.callback(cudnn.destroy_handle, self.cudnn)
             self._bind(self.stream)
             properties = cupy.cuda.runtime.getDeviceProperties(device)
+            self.capability = _capability(device)
             self._opened = opened.pop_all()
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
-        self.capability = _capability(device)
         shared_bytes = properties["sharedMemPerBlockOptin"]
         self.limits = Limits(self.capability, shared_bytes, self.multiprocessors)
         self.cudnn_version: str = cudnn.backend_version_string()

@@ -62,7 +62,7 @@ def machine(monkeypatch):
         runtimeGetVersion=lambda: 13_020,
         driverGetVersion=lambda: machine.driver,
         memGetInfo=lambda: found(machine.memory),
-        deviceGetAttribute=lambda which, one: machine.capabilities[one][{75: 0, 76: 1}[which]],
+        deviceGetAttribute=lambda which, one: found(machine.capabilities[one])[which - 75],
         getDeviceProperties=lambda one: {"name": b"Tesla V100"},
     )
     cupy.cuda.driver = SimpleNamespace(CUDADriverError=DriverError)
@@ -191,6 +191,23 @@ def test_gpus_that_are_too_old_are_left_out_and_named_where_there_is_no_other(ma
     with pytest.raises(BackendUnavailable) as caught:
         usable()
     assert str(caught.value) == OLD.format(0)
+
+
+def test_gpus_that_do_not_answer_are_left_out_and_named_where_there_is_no_other(machine):
+    lost = CudaError(999, "cudaErrorUnknown: unknown error")
+    several(machine, lost, (9, 0))
+    assert usable() == (1,)
+    reason = (
+        "GPU 0 does not answer (cudaErrorUnknown: unknown error); see nvidia-smi, or use the cpu "
+        "device"
+    )
+    with pytest.raises(BackendUnavailable) as caught:
+        check(0)
+    assert str(caught.value) == reason
+    several(machine, lost, (7, 0))
+    with pytest.raises(BackendUnavailable) as caught:
+        usable()
+    assert str(caught.value) == reason
 
 
 def test_a_gpu_that_is_too_old_or_absent_cannot_be_opened(machine):
