@@ -104,7 +104,8 @@ class CudaBackend:
     def plans(self, weights: WeightFile, buckets: Sequence[int]) -> dict[int, CudaPlan]:
         """A plan for each of `buckets`, by its rows; see `plan`.
 
-        If our kernels of convolutions cannot be compiled, loaded or run, cuDNN's are used.
+        Where preparing them with our kernels of convolutions fails, for whatever reason but a lost
+        device or too little memory, it is done again with cuDNN's.
         """
         try:
             return self._made_plans(weights, buckets)
@@ -116,7 +117,7 @@ class CudaBackend:
                 raise
             reason, *_ = str(exc).splitlines()
             _log.warning(
-                "model %s: cuDNN computes its convolutions, for our kernels failed: %s",
+                "model %s: cuDNN computes its convolutions instead of our kernels, after: %s",
                 weights.model.name,
                 reason,
             )

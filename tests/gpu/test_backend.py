@@ -374,7 +374,7 @@ def test_cudnn_computes_the_convolutions_where_our_kernels_do_not_compile(
         images, want = answers_of(other, 3, 16)
         assert np.abs(answer(plans[16], images) - want).max() <= LARGEST[precision]
     (record,) = caplog.records
-    assert "cuDNN computes its convolutions, for our kernels failed: " in record.message
+    assert "cuDNN computes its convolutions instead of our kernels, after: " in record.message
 
 
 def test_a_dense_layer_for_which_cublas_has_no_algorithm_is_computed_by_our_kernel(
