@@ -6,6 +6,7 @@ No other test may use the GPU at the same time.
 from __future__ import annotations
 
 import contextlib
+import gc
 import http.client
 import os
 import random
@@ -118,6 +119,8 @@ def test_large_requests_that_arrive_at_once_get_their_own_answers(start):
 
 def taken(left_bytes):
     """Memory of the GPU, of which about so many bytes are left to others."""
+    gc.collect()  # contexts of earlier tests would be freed later
+    cupy.get_default_memory_pool().free_all_blocks()
     blocks = []
     for size in (1024 * MIB, 64 * MIB, 2 * MIB):
         with contextlib.suppress(cupy.cuda.runtime.CUDARuntimeError):
