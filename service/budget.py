@@ -14,8 +14,8 @@ _LARGE_SHARE = 0.75
 """The part of the budget that bodies which are not small may fill. The rest is for small ones."""
 
 UNUSED_BYTES = 32 * 1024 * 1024
-"""Maximum bytes that connections have received and not used yet, before those that keep more than
-their share of it are ended."""
+"""Maximum bytes that connections have received and not used yet; beyond it those that keep most are
+ended."""
 
 _CHECK_S = 1.0
 _SLOW_BYTES = 64 * 1024
@@ -31,14 +31,15 @@ class Transfer(Protocol):
         ...
 
     def evict(self) -> None:
-        """End it and release what it holds: it is slow, and others need the memory."""
+        """End it and release what it holds: others need the memory."""
         ...
 
 
 class Budget:
     """Bytes of bodies and messages being received or decoded, and of answers waiting to be sent.
 
-    At most `max_bytes` together: a body beyond it is refused. Only answers may pass it.
+    At most `max_bytes` together: a body beyond it is refused. Answers may pass it, and so may bytes
+    that connections have received and not used, of which there are at most `UNUSED_BYTES`.
 
     A body that arrives whole and is decoded at once is not counted, nor are images that wait for
     their batch: their number has a limit of its own. Belongs to an event loop.
@@ -47,7 +48,8 @@ class Budget:
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.held_bytes = self._most_held_bytes = 0
-        self._unused_bytes = self._keepers = 0
+        self._kept: dict[Transfer, int] = {}
+        self._kept_bytes = 0
         self._transfers: dict[Transfer, int] = {}
         """`moved_bytes` of each transfer at the last check."""
         self._slow: set[Transfer] = set()
@@ -78,7 +80,7 @@ class Budget:
         self._grow(size)
 
     def add(self, size: int) -> None:
-        """Hold `size` more bytes that cannot be refused, those of an answer; fewer if negative."""
+        """Hold `size` more bytes that cannot be refused, see the class; fewer if negative."""
         self._grow(size)
 
     def _grow(self, size: int) -> None:
@@ -92,16 +94,17 @@ class Budget:
         self._most_held_bytes = self.held_bytes
         return True
 
-    def keep(self, before: int, now: int) -> bool:
-        """Count what a connection has received and not used: `now` bytes, earlier `before`.
+    def keep(self, keeper: Transfer, size: int) -> None:
+        """Count the `size` bytes that a connection has received and not used.
 
-        Returns: whether it may keep them. Otherwise it is to be ended.
+        Those that keep most are ended while all together keep more than `UNUSED_BYTES`.
         """
-        self._unused_bytes += now - before
-        self._keepers += bool(now) - bool(before)
-        if now <= before or self._unused_bytes <= UNUSED_BYTES:
-            return True
-        return now * self._keepers <= UNUSED_BYTES
+        before = self._kept.pop(keeper, 0)
+        if size:
+            self._kept[keeper] = size
+        self._kept_bytes += size - before
+        while size > before and self._kept_bytes > UNUSED_BYTES:
+            max(self._kept, key=self._kept.__getitem__).evict()
 
     def release(self, size: int) -> None:
         """Stop holding `size` bytes."""

@@ -19,7 +19,9 @@ What ends a connection:
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
+from collections.abc import Callable
 from socket import SO_ERROR, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, cast
 
@@ -37,6 +39,8 @@ if TYPE_CHECKING:
     from uvicorn.server import ServerState
 
     from service.transport.door import HttpService
+
+_log = logging.getLogger(__name__)
 
 _STOP_LINGER_S = 0.2
 _STOP_S = 1.0
@@ -156,16 +160,30 @@ class Connection(asyncio.Protocol):
             self.set_reading()
         self.hold()
 
+    @property
+    def waits(self) -> bool:
+        """Whether something came that waits for this connection's turn."""
+        return bool(self._waiting or self._arrived_bytes)
+
     def _serve_waiting(self) -> bool:
         data = b"".join(self._waiting)
         self._waiting.clear()
+        self.hold()
         if data and self.is_there():
-            self.exchanges.receive(data)
+            self._guarded(self.exchanges.receive, data)
             if self.ended and not self.closing and not self.exchanges.eof():
                 self.finish()
             self.hold()
             self.set_reading()
         return False
+
+    def _guarded(self, serve: Callable[[Any], None], what: Any) -> None:
+        """Serve what waited. In a call of the transport, it would end a connection that fails."""
+        try:
+            serve(what)
+        except Exception:  # noqa: BLE001 - the transport's edge: the client gets no answer
+            _log.exception("a connection failed")
+            self.transport.abort()
 
     def _without_preface(self, data: bytes) -> bytes:
         """Choose the HTTP version by the first bytes; returns the bytes for its parser."""
@@ -226,7 +244,7 @@ class Connection(asyncio.Protocol):
     def _serve_arrived(self) -> bool:
         size, self._arrived_bytes = self._arrived_bytes, 0
         if size and not self.closing:
-            self.exchanges.body_arrived(size)
+            self._guarded(self.exchanges.body_arrived, size)
             self.set_reading()
         return False
 
@@ -296,7 +314,7 @@ class Connection(asyncio.Protocol):
             wanted = not self.exchanges.is_broken
         else:
             wanted = not self.blocked_since_s and self.exchanges.wants_data
-        wanted = wanted and not (self._resting or self._waiting or self._arrived_bytes)
+        wanted = wanted and not (self._resting or self.waits)
         if wanted != self.reading and not self.transport.is_closing():
             self.reading = wanted
             if wanted:
@@ -353,8 +371,8 @@ class Connection(asyncio.Protocol):
             budget.watch(self)
         elif unsent_before and not unsent:
             budget.unwatch(self)
-        if not budget.keep(received_before, received):
-            self.evict()
+        if received != received_before:
+            budget.keep(self, received)
 
     @property
     def moved_bytes(self) -> int:
@@ -362,7 +380,7 @@ class Connection(asyncio.Protocol):
         return self._written_bytes - self._unread()
 
     def evict(self) -> None:
-        """The client reads slowly, and others need the memory of its answers."""
+        """Others need the memory of what came, or of answers that the client reads slowly."""
         self.closing = True
         self._waiting.clear()
         self.exchanges.end()
@@ -446,7 +464,7 @@ class Connection(asyncio.Protocol):
                 self._lingering_until_s = max(self._lingering_until_s, now_s + _STOP_LINGER_S)
             if self._lingering_until_s and now_s > self._lingering_until_s:
                 transport.abort()
-        else:
+        elif not self.waits:
             self.exchanges.check_time(now_s, header_s, write_s)
 
 

@@ -81,7 +81,7 @@ class HttpService:
         self.inflations = Series(self.turns)
         """Compressed messages, of which one at a time is decompressed: it takes the memory."""
         self.handshake = asyncio.Lock()
-        """Held in the costly step of a TLS handshake, 1 ms: one in an iteration of the loop."""
+        """Held in the first step of a TLS handshake, 1 ms: one in an iteration of the loop."""
         self.connections: set[Connection] = set()
         self.removed: Callable[[], None] = lambda: None
         self.refused: Callable[[], None] = lambda: None

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from service.errors import (
     InvalidInput,
+    Overloaded,
     ServiceError,
     shown,
 )
@@ -319,13 +320,17 @@ class GrpcStream(Exchange):
             self._message, self._left = self._call.message(None), size
             self._inflater = _Inflater(self._message, self.head.encoding)
             inflaters = self.writer.door.inflaters
+            if not inflaters.open():
+                text = "message: too many compressed ones arrive at a time; try again later"
+                raise Overloaded(text, field="message", retry_after_s=1)
             inflaters.wait(self)
-            inflaters.open()
 
     def _receive(self, piece: bytes) -> None:
         message = self._message
         assert message is not None, "bug: no message"
         if self._inflater is not None:
+            if not self._left:
+                self.writer.door.inflaters.go_on(self)
             self._inflater.take(piece, last=not self._left)
             if self._inflater.busy:
                 self.writer.door.inflations.add(self._inflate)

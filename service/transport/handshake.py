@@ -20,9 +20,13 @@ if TYPE_CHECKING:
 _UNLIMITED = 1 << 30
 """Bytes; `Connection` pauses writing by what its client has not taken."""
 
-_EARLY_BYTES = 64 * 1024
-"""Maximum bytes of a client before its handshake has its turn: it waits for an answer to the first
-16 KiB at most."""
+_HANDSHAKE = b"\x16"
+_RECORD_HEAD_BYTES = 5
+"""Type, version and length of a record: RFC 8446, 5.1."""
+
+_EARLY_BYTES = 20 * 1024
+"""Maximum bytes of a client before its handshake begins: its first record has 16 KiB at most, and
+it waits for an answer to it."""
 
 _SHUTDOWN_S = 3600.0
 """`Connection.check_time` ends it, when the client reads no more."""
@@ -91,11 +95,15 @@ class Handshake(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Keep bytes that arrive before TLS has taken over the transport."""
-        if self._early and sum(map(len, self._early)) + len(data) > _EARLY_BYTES:
+        self._early.append(data)
+        early = b"".join(self._early)
+        is_tls = early[:1] == _HANDSHAKE
+        if is_tls and len(early) > _EARLY_BYTES:
             self._connection.transport.abort()
             return
-        self._early.append(data)
-        self._begun.set()
+        size = _RECORD_HEAD_BYTES + int.from_bytes(early[3:_RECORD_HEAD_BYTES], "big")
+        if not is_tls or len(early) >= max(size, _RECORD_HEAD_BYTES):
+            self._begun.set()
 
     def eof_received(self) -> bool:
         """The client has closed its side. Over TLS the whole connection closes then."""

@@ -170,7 +170,9 @@ class Http1Exchanges:
             self.peer.loop.call_later(max(0.0, _IDLE_GRACE_S - idle_s), self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self.http1.idle:
+        if self._connection.waits:
+            self.peer.loop.call_later(_IDLE_GRACE_S, self._close_if_idle)
+        elif self.http1.idle:
             self._connection.transport.close()
 
     def end(self) -> None:
@@ -233,6 +235,8 @@ class Http1Exchanges:
         """Have the rest of a large body received where it belongs, in the clear."""
         exchange, connection = self.exchange, self._connection
         if connection.plain is not None or not isinstance(exchange, FastExchange):
+            return False
+        if connection.waits:  # a part of this body
             return False
         try:
             room = exchange.room()

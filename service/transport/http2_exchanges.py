@@ -172,6 +172,9 @@ class Http2Exchanges:
         self.peer.loop.call_later(_LAST_CALLS_S, self._end_requests)
 
     def _end_requests(self) -> None:
+        if self._more or self._connection.waits:  # requests that came before
+            self.peer.loop.call_later(_LAST_CALLS_S, self._end_requests)
+            return
         self.http2.end()
         for exchange in self.open:
             exchange.stop(stopping())
@@ -215,6 +218,8 @@ class Http2Exchanges:
         """Close the connection, or a stream, if it waited too long for its client."""
         http2 = self.http2
         http2.refill()
+        if not self._connection.reading:
+            self._unfinished_s = now_s
         waits = http2.opening or (self._unfinished is not None and not self._more)
         since_s = self._opened_s if http2.opening else self._unfinished_s
         if waits and now_s - since_s > header_s:

@@ -6,9 +6,8 @@ import asyncio
 
 import pytest
 
-from service.budget import SMALL_BYTES, Budget
+from service.budget import SMALL_BYTES, UNUSED_BYTES, Budget
 from service.errors import Overloaded
-from tests.documented import documented
 
 MIB = 1 << 20
 
@@ -80,15 +79,40 @@ def test_a_slow_body_gives_way_when_others_need_its_memory(run_virtually):
     "bytes that are received and not used, of all connections of a worker",
     found="two connections that keep all of them, half of them, and a byte more than half",
 )
-def test_the_connection_with_more_than_its_share_may_not_keep_more():
+class Keeper:
+    """A connection that has received bytes and not used them."""
+
+    moved_bytes = 0
+
+    def __init__(self, budget):
+        self.budget, self.ended = budget, False
+
+    def evict(self):
+        self.ended = True
+        self.budget.keep(self, 0)
+
+
+def test_those_that_keep_most_end_when_all_together_keep_too_much():
     budget = Budget(4 * MIB)
-    (most,) = map(int, documented("bytes that are received and not used, of all connections"))
-    assert budget.keep(0, most)
-    assert budget.keep(0, most // 2), "half is its share"
-    assert not budget.keep(most // 2, most // 2 + 1)
-    assert budget.keep(most, most - 1), "it shrinks"
-    assert budget.keep(most - 1, 0)
-    assert budget.keep(most // 2 + 1, most), "the other one has ended"
+    large, largest, small = (Keeper(budget) for _ in range(3))
+    budget.keep(large, UNUSED_BYTES // 4)
+    budget.keep(largest, UNUSED_BYTES // 2)
+    budget.keep(small, UNUSED_BYTES // 4)
+    assert not any((large.ended, largest.ended, small.ended)), "it is not too much"
+    budget.keep(small, UNUSED_BYTES // 4 + 1)
+    assert (large.ended, largest.ended, small.ended) == (False, True, False)
+    budget.keep(small, UNUSED_BYTES)
+    assert (large.ended, small.ended) == (False, True)
+
+
+def test_however_many_connections_grow_they_keep_no_more_together():
+    budget = Budget(4 * MIB)
+    keepers = [Keeper(budget) for _ in range(500)]
+    for n, keeper in enumerate(keepers):
+        budget.keep(keeper, UNUSED_BYTES // (n + 1))
+        assert sum(UNUSED_BYTES // (k + 1) for k in range(n + 1) if not keepers[k].ended) <= (
+            UNUSED_BYTES
+        )
 
 
 def test_held_bytes_have_shrunk_once_since_their_peak():

@@ -141,7 +141,9 @@ GET = b"GET / HTTP/1.1\r\nHost: a\r\n\r\n"
 HEADERS_ROW = "bytes of a request's headers over HTTP/1.1"
 IDLE_ROW = "time without a request on a connection"
 SILENT_ROW = "time in which a client over HTTP/2 says nothing"
-FRAME_ROW = "time in which a header block or another frame over HTTP/2 arrives"
+FRAME_ROW = (
+    "time in which a header block, SETTINGS, PING, RST_STREAM or WINDOW_UPDATE over HTTP/2 arrives"
+)
 UNENDED = headers(block(), flags=0)
 
 
@@ -172,7 +174,7 @@ UNENDED = headers(block(), flags=0)
 )
 @pytest.mark.states(
     "limits",
-    "time in which a header block or another frame over HTTP/2 arrives",
+    "time in which a header block, SETTINGS, PING, RST_STREAM or WINDOW_UPDATE over HTTP/2 arrives",
     found="blocks that do not go on, or by a frame a second; a frame that comes by a byte a second",
 )
 def test_a_connection_is_closed_at_its_time(run_virtually, row, number, sent, dribble):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 import socket
 import struct
 
@@ -10,7 +11,7 @@ import pytest
 
 from service.transport.turns import TURN_S, Series, Turns
 from tests.service.http.doors import running, until
-from tests.service.http.test_connection import GET
+from tests.service.http.test_connection import GET, connect, post
 from tests.service.http.test_http2 import START, get
 
 
@@ -151,3 +152,88 @@ async def test_nothing_is_done_for_a_client_that_reset_before_its_turn(sent):
         await until(lambda: not server.door.connections)
         assert server.door.budget.held_bytes == 0
         assert not server.events["begun"]
+
+
+class Held:
+    """Turns that are over, whose steps a test takes."""
+
+    def __init__(self, server):
+        self.steps, self.turns = [], server.door.turns
+        self.turns.has_time = lambda _=False: False
+        self.turns.add = self.steps.append
+
+    def step(self):
+        assert self.steps.pop(0)() is False
+
+    def over(self):
+        del self.turns.has_time, self.turns.add
+        for step in self.steps:
+            self.turns.add(step)
+
+
+async def test_a_large_body_is_whole_when_a_part_of_it_waits_while_its_head_is_parsed():
+    body = random.Random(1).randbytes(190_000)
+    async with running() as server:
+        client, connection = await connect(server)
+        server.route.hold = True
+        client.send(post(b"first"))
+        await until(lambda: server.route.held)
+        whole = post(body)
+        client.send(whole[:2000])
+        await until(lambda: connection.exchanges.http1.unparsed_bytes == 2000)
+        held = Held(server)
+        server.route.hold = False
+        server.route.release()
+        await until(lambda: len(held.steps) == 1)  # to parse what came
+        client.send(whole[2000:4000])
+        await until(lambda: connection.waits)
+        held.step()
+        held.step()
+        held.over()
+        client.send(whole[4000:])
+        assert (await client.answer())[2] == b"first"
+        assert (await client.answer())[::2] == (200, body)
+
+
+@pytest.mark.parametrize("sent", [GET, START + get(path=b"/")], ids=["HTTP/1.1", "HTTP/2"])
+async def test_requests_that_wait_for_their_turn_are_answered_at_a_stop(sent):
+    async with running() as server:
+        client, connection = await connect(server)
+        if sent is not GET:
+            client.send(START)
+            await until(lambda: getattr(connection.exchanges, "http2", None) is not None)
+            sent = sent.removeprefix(START)
+        connection.since_s -= 60  # it has been idle
+        held = Held(server)
+        client.send(sent)
+        await until(lambda: connection.waits)
+        server.stop()
+        await asyncio.sleep(0.3)  # the grace of an idle connection, and of the first GOAWAY
+        assert not connection.transport.is_closing()
+        held.over()
+        await until(lambda: server.events["begun"])
+        assert b"200" in await client.rest() if sent is GET else await client.rest()
+
+
+async def test_a_connection_is_not_closed_for_its_time_while_what_came_waits():
+    async with running() as server:
+        client, connection = await connect(server)
+        held = Held(server)
+        client.send(GET)
+        await until(lambda: connection.waits)
+        connection.check_time(connection.since_s + 3600)
+        assert not connection.transport.is_closing()
+        held.over()
+        assert (await client.answer())[0] == 200
+
+
+async def test_a_connection_that_fails_in_its_turn_is_closed(caplog):
+    async with running() as server:
+        client, connection = await connect(server)
+        held = Held(server)
+        client.send(GET)
+        await until(lambda: connection.waits)
+        connection.exchanges.receive = None
+        held.step()
+        await until(lambda: not server.door.connections)
+    assert "a connection failed" in caplog.text
