@@ -73,6 +73,48 @@ def test_what_is_probably_no_digit_is_said(service, visit):
     assert page.page.inner_text("#warnings") == page.page.inner_text("#agree") == ""
 
 
+DOTS = [[(0.3, 0.5), (0.305, 0.5)], [(0.7, 0.5), (0.705, 0.5)]]
+WARNED = "() => document.getElementById('warnings').textContent.includes('unlike any digit')"
+NOT_WARNED = "() => !document.getElementById('warnings').textContent"
+AS_A_PICTURE = "**/predict?*digits=several*"
+
+
+def test_a_warning_about_digits_is_not_shown_for_a_model_of_other_classes(service, visit):
+    page = visit(service)
+    answer = page.page.request.get(f"{page.origin}/info").json()
+    for model in answer["models"]:
+        if model["name"] == "mlp":
+            model["labels"] = [f"class {label}" for label in range(10)]
+    page.page.route("**/info", lambda route: route.fulfill(json=answer))
+    page.page.reload()
+    page.page.wait_for_selector("#models tr")
+    page.draw(DOTS)
+    page.page.wait_for_function(WARNED)
+    page.page.click("#model-mlp button")
+    page.page.wait_for_function(NOT_WARNED)
+    page.page.click("#model-lenet button")
+    page.page.wait_for_function(WARNED)
+
+
+def test_undo_takes_the_warning_back_before_the_next_one_arrives(service, visit):
+    page = visit(service)
+    page.draw(DOTS)
+    page.page.wait_for_function(WARNED)
+    page.page.route(AS_A_PICTURE, lambda route: None)  # never answered
+    page.page.click("#undo")
+    page.page.wait_for_function(NOT_WARNED)
+
+
+def test_a_request_for_warnings_that_is_refused_leaves_none_of_an_earlier_drawing(service, visit):
+    page = visit(service)
+    page.expected.append("503")
+    page.draw(DOTS)
+    page.page.wait_for_function(WARNED)
+    page.page.route(AS_A_PICTURE, lambda route: route.fulfill(status=503))
+    page.page.fill("#width", "2")
+    page.page.wait_for_function(NOT_WARNED)
+
+
 def test_control_z_takes_a_stroke_back(service, visit):
     page = visit(service)
     page.draw(row([4, 7]))

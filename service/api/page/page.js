@@ -67,7 +67,8 @@ function forgetPixels() {
 }
 
 function undo() {
-  if (pixels.length) forgetPixels(); else strokes.pop();
+  if (!pixels.length) strokes.pop();
+  forgetPixels();
   pen = false;
   changed();
 }
@@ -235,7 +236,8 @@ function showVerdict(answer) {
   announce(`${read}, ${sure}.`);
 }
 
-const showWarnings = () => say("warnings", [...new Set(warnings.map(({ message }) => message))].join(" "));
+/** The service compares with digits, whatever the model's classes are. */
+const showWarnings = () => say("warnings", onlyDigits(model) ? [...new Set(warnings.map(({ message }) => message))].join(" ") : "");
 
 function showAnswer(answer) {
   const { predictions } = answer;
@@ -321,12 +323,14 @@ function compareNothing() {
 
 /** Send the drawing as a picture: the service has warnings for pictures alone. */
 const doubt = newest(async () => {
-  if (pixels.length || !images.length || !onlyDigits(model)) return;
-  const wanted = images, answer = await (await ask(`/predict?${new URLSearchParams({ model, digits: "several" })}`, await pictureOf(strokes, drawn.pen), "image/png")).json();
-  if (images !== wanted) return;
+  if (pixels.length || !images.length) return;
+  warnings = []; // Those of an earlier drawing, also if this request fails.
+  if (!onlyDigits(model)) return;
+  const wanted = images, of = drawn, answer = await (await ask(`/predict?${new URLSearchParams({ model, digits: "several" })}`, await pictureOf(strokes, drawn.pen), "image/png")).json();
+  if (images !== wanted || drawn !== of) return;
   warnings = answer.warnings ?? [];
   showWarnings();
-});
+}, showWarnings);
 
 function showModels() {
   const seen = new Set();
