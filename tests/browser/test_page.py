@@ -111,8 +111,52 @@ def test_a_request_for_warnings_that_is_refused_leaves_none_of_an_earlier_drawin
     page.draw(DOTS)
     page.page.wait_for_function(WARNED)
     page.page.route(AS_A_PICTURE, lambda route: route.fulfill(status=503))
-    page.page.fill("#width", "2")
+    with page.page.expect_response(AS_A_PICTURE) as refused:
+        page.page.fill("#width", "2")
+    refused.value.finished()
     page.page.wait_for_function(NOT_WARNED)
+    page.page.evaluate("fetch('/readyz').then((response) => response.text())")
+    assert page.page.is_hidden("#status")
+
+
+def test_the_picture_that_is_sent_for_warnings_has_the_line_width_of_the_answer(service, visit):
+    page = visit(service)
+    page.draw(STROKES[3])
+    page.reads("3,")
+    page.page.evaluate(
+        """() => {
+            const send = window.fetch;
+            window.fetch = (path, options) => {
+                if (path.includes("digits=several")) window.sent = options.body;
+                return send(path, options);
+            };
+        }"""
+    )
+    page.page.fill("#width", "2")
+    page.page.wait_for_function("() => window.sent")
+    difference = page.page.evaluate(
+        """async () => {
+            const response = await fetch("/explain", {
+                method: "POST", body: window.sent, headers: { "Content-Type": "image/png" } });
+            const [text] = (await response.json()).images;
+            const theirs = Uint8Array.from(atob(text), (one) => one.charCodeAt(0));
+            const canvas = document.querySelector("#seen canvas");
+            const { data } = canvas.getContext("2d").getImageData(0, 0, 28, 28);
+            return Math.max(...theirs.map((value, i) => Math.abs(value - data[4 * i])));
+        }"""
+    )
+    assert difference <= 1  # of 255, for the rounding of halves
+
+
+def test_the_picture_that_is_sent_for_warnings_has_at_most_64_digits(service, visit):
+    page = visit(service)
+    places = [((i % 10 + 0.5) / 10, (i // 10 + 0.5) / 10) for i in range(65)]
+    page.draw([[(x, y - 0.02), (x, y + 0.02)] for x, y in places])
+    page.page.wait_for_function("() => document.getElementById('live').textContent.length > 64")
+    with page.page.expect_response(AS_A_PICTURE) as answered:
+        page.page.fill("#width", "1.1")
+    assert answered.value.status == 200
+    assert page.page.locator("#seen button").count() == 64
 
 
 def test_control_z_takes_a_stroke_back(service, visit):

@@ -2,7 +2,7 @@
 
 import { broken, digitsOf, draw, imageOf, pictureOf, PIXELS, SIDE } from "./prepare.js";
 import { $, bars, colour, duration, make, fit, fresh, note, on, percent, say, showGrey } from "./show.js";
-import { ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
+import { Refused, ask, attempt, hasKey, newest, noteSuccess, onReturn } from "./talk.js";
 import { snippets } from "./snippets.js";
 import { showInside } from "./inside.js";
 import { watch } from "./service.js";
@@ -146,8 +146,11 @@ function changed() {
 let images = []; // Of the request that was answered last.
 let later, waiting; // The timer of what may wait, and since when something does.
 
+/** The strokes of the digits that are read: the service takes at most 64 in a picture. */
+const readDigits = () => drawn.digits.slice(0, 64);
+
 function current() {
-  const found = pixels.length ? pixels : drawn.digits.slice(0, 64).map((digit) => imageOf(digit, damage.width * drawn.pen)).filter(Boolean);
+  const found = pixels.length ? pixels : readDigits().map((digit) => imageOf(digit, damage.width * drawn.pen)).filter(Boolean);
   return found.map((image) => broken(image, damage));
 }
 
@@ -326,11 +329,15 @@ const doubt = newest(async () => {
   if (pixels.length || !images.length) return;
   warnings = []; // Those of an earlier drawing, also if this request fails.
   if (!onlyDigits(model)) return;
-  const wanted = images, of = drawn, answer = await (await ask(`/predict?${new URLSearchParams({ model, digits: "several" })}`, await pictureOf(strokes, drawn.pen), "image/png")).json();
+  const wanted = images, of = drawn, picture = await pictureOf(readDigits().flat(), damage.width * drawn.pen);
+  const answer = await (await ask(`/predict?${new URLSearchParams({ model, digits: "several" })}`, picture, "image/png")).json();
   if (images !== wanted || drawn !== of) return;
   warnings = answer.warnings ?? [];
   showWarnings();
-}, showWarnings);
+}, (error) => {
+  showWarnings();
+  return error instanceof Refused; // The answer is good without warnings.
+});
 
 function showModels() {
   const seen = new Set();
