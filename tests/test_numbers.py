@@ -218,7 +218,7 @@ CLAIMS = [
         ],
     ),
     (
-        r"not used counts from 4 KiB on: (\d+) MiB in a worker",
+        r"from 4 KiB on over HTTP/2: (\d+) MiB in a worker",
         [documented("bytes that are received and not used, of all")[0] / KIB**2],
     ),
     (

@@ -8,6 +8,7 @@ import pytest
 
 from service.budget import SMALL_BYTES, UNUSED_BYTES, Budget
 from service.errors import Overloaded
+from tests.documented import documented
 
 MIB = 1 << 20
 
@@ -74,11 +75,6 @@ def test_a_slow_body_gives_way_when_others_need_its_memory(run_virtually):
     run_virtually(main)
 
 
-@pytest.mark.states(
-    "limits",
-    "bytes that are received and not used, of all connections of a worker",
-    found="two connections that keep all of them, half of them, and a byte more than half",
-)
 class Keeper:
     """A connection that has received bytes and not used them."""
 
@@ -92,16 +88,22 @@ class Keeper:
         self.budget.keep(self, 0)
 
 
+@pytest.mark.states(
+    "limits",
+    "bytes that are received and not used, of all connections of a worker",
+    found="three connections that keep all of them together, and a byte more",
+)
 def test_those_that_keep_most_end_when_all_together_keep_too_much():
     budget = Budget(4 * MIB)
+    (most,) = map(int, documented("bytes that are received and not used, of all connections"))
     large, largest, small = (Keeper(budget) for _ in range(3))
-    budget.keep(large, UNUSED_BYTES // 4)
-    budget.keep(largest, UNUSED_BYTES // 2)
-    budget.keep(small, UNUSED_BYTES // 4)
+    budget.keep(large, most // 4)
+    budget.keep(largest, most // 2)
+    budget.keep(small, most // 4)
     assert not any((large.ended, largest.ended, small.ended)), "it is not too much"
-    budget.keep(small, UNUSED_BYTES // 4 + 1)
+    budget.keep(small, most // 4 + 1)
     assert (large.ended, largest.ended, small.ended) == (False, True, False)
-    budget.keep(small, UNUSED_BYTES)
+    budget.keep(small, most)
     assert (large.ended, small.ended) == (False, True)
 
 
