@@ -26,7 +26,7 @@ class AsgiExchange(Exchange):
     _gone = _whole = _handed_over = _begun = _complete = False
     _response: Mapping[str, Any] | None = None
     _length: int | None = None
-    """Of the answer's body, where the application says it."""
+    """Length of the answer's body, where the application says it."""
     _sent_bytes = 0
 
     def open(self) -> None:

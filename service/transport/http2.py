@@ -267,7 +267,7 @@ class Http2:
         self.unsent_bytes = 0
         """Bytes of all answers that wait for the client's windows."""
         self._held_bytes = 0
-        """Of all streams."""
+        """Sum over all streams."""
         self._all_bytes = 0
         """Received on this connection."""
         self._last = 0

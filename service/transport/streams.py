@@ -32,7 +32,7 @@ class OpenStreams:
         self._most = most
         self.count = 0
         self._waiting: dict[Writer, dict[Exchange, None]] = {}
-        """Of each connection, the one that waits longest first."""
+        """Requests of each connection, the one that waits longest first."""
         self._with: dict[int, dict[Writer, None]] = {}
         """The connections with so many that wait."""
         self._largest = 0
