@@ -183,7 +183,7 @@ class Settings(BaseSettings):
     http://collector:4318/v1/traces. Without it there are none. Needs the extra otel."""
 
     traces_one_in: NonNegativeInt = 100
-    """Of the requests whose caller has not decided it, one in this many is traced; 0: none."""
+    """One request in this many is traced, of those whose caller has not decided; 0 traces none."""
 
     traces_slower_ms: NonNegativeInt = 0
     """A request that takes longer is traced in any case, as is one that fails by our own fault; 0

@@ -321,7 +321,7 @@ sys.stdout.buffer.write(asyncio.run(metrics.exposition()))
 @pytest.mark.states(
     "metrics",
     "sums over several workers, of every kind of series",
-    found="numbers that three processes were told to count",
+    found="known numbers, counted in three processes",
 )
 def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
     exposition = b""

@@ -91,7 +91,7 @@ class Client(Transport):
         return self.closed or self.shut
 
     def status(self):
-        """Of the last answer over HTTP/1.1; None if there is none."""
+        """Status of the last answer over HTTP/1.1; None if there is none."""
         lines = bytes(self.written).split(b"HTTP/1.1 ")
         return int(lines[-1][:3]) if len(lines) > 1 else None
 
