@@ -100,7 +100,7 @@ def trained(recipe: Recipe, data: Path) -> Result:
         tensors = initial_tensors(model, np.random.default_rng(recipe.seed))
         network = Network(model, tensors, ops, recipe.dropout)
         with tempfile.TemporaryDirectory() as folder:
-            checkpoint = Checkpoint(Path(folder), recipe, dataset.sha256)
+            checkpoint = Checkpoint(Path(folder), recipe, dataset.sha256, validation)
             epochs, seconds = train(network, recipe, training, validation, checkpoint, leader=False)
         wrong = round((1 - epochs[-1].validation_accuracy) * len(validation))
         return network.tensors, seconds, wrong

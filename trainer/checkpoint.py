@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from lenet.files import temporary_prefix, write_atomically
 from trainer.errors import InvalidCheckpoint
+from trainer.mnist import Digits
 from trainer.network import Network
 from trainer.ops import LossScale, Tensor
 from trainer.optimizer import Sgd
@@ -86,11 +87,22 @@ class Checkpoint:
     """The file of one run's snapshot; its name identifies the run: a recipe on a dataset.
 
     `origin` identifies what else it depends on: the content of files that the recipe only names.
+    The file also identifies the images that are held out, `validation`: a later version of the
+    trainer may hold out others.
 
     A resumed run has the same bytes as an uninterrupted one.
     """
 
-    def __init__(self, folder: Path, recipe: Recipe, dataset_sha256: str, origin: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        recipe: Recipe,
+        dataset_sha256: str,
+        validation: Digits,
+        origin: str = "",
+    ) -> None:
+        held_out = hashlib.sha256(validation.images.tobytes() + validation.labels.tobytes())
+        self._held_out = held_out.hexdigest()
         self._run = f"{recipe.command()} on {dataset_sha256} {origin}".rstrip()
         name = hashlib.sha256(self._run.encode()).hexdigest()[:12]
         self.path = folder / f"{Path(recipe.model).stem}-{name}.safetensors"
@@ -104,14 +116,14 @@ class Checkpoint:
         state = {name: np.ascontiguousarray(value) for name, value in snapshot.read().items()}
         history = [[one.loss, one.accuracy, one.validation_accuracy] for one in snapshot.epochs]
         texts = {"epochs": json.dumps(history), "loss_scale": json.dumps(snapshot.loss_scale)}
-        content = save(state, {"run": self._run, **texts})
+        content = save(state, {"run": self._run, "held_out": self._held_out, **texts})
         write_atomically(self.path, content)
 
     def resume(self, snapshot: Snapshot) -> None:
         """Load the saved state, if there is one, into `snapshot`, its network and its optimizer.
 
         Raises:
-            InvalidCheckpoint: the file is broken or of another run.
+            InvalidCheckpoint: the file is broken, of another run, or of other held-out images.
         """
         if not self.path.exists():
             return
@@ -130,6 +142,10 @@ class Checkpoint:
             raise InvalidCheckpoint(self._refusal(f"cannot be read ({exc})")) from exc
         if metadata.get("run") != self._run:
             raise InvalidCheckpoint(self._refusal("belongs to another run"))
+        if metadata.get("held_out") != self._held_out:
+            raise InvalidCheckpoint(
+                self._refusal("is of an earlier version, or of a run that held out other images")
+            )
         expected = {name: (value.shape, value.dtype) for name, value in snapshot.read().items()}
         if expected != {name: (value.shape, value.dtype) for name, value in saved.items()}:
             raise InvalidCheckpoint(self._refusal("holds other tensors than the network"))

@@ -107,7 +107,9 @@ def fit(settings: Fit) -> None:
     with _writing(settings.out):
         folder.mkdir(parents=True, exist_ok=True)  # before minutes of training
     training, validation = dataset.hold_out(settings.validation_images)
-    checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, origin(model, found))
+    checkpoint = Checkpoint(
+        settings.checkpoints, settings, dataset.sha256, validation, origin(model, found)
+    )
     print(f"{settings.command()}\n{len(training)} training, {len(validation)} validation images")
     if dataset.is_held_out_by_class(settings.validation_images):
         print(

@@ -185,7 +185,7 @@ def _mistakes(trial: Trial, settings: Search, model: Model, dataset: Dataset) ->
             tensors = initial_tensors(model, np.random.default_rng(recipe.seed))
             network = Network(model, tensors, ops, recipe.dropout)
             with tempfile.TemporaryDirectory() as folder:
-                checkpoint = Checkpoint(Path(folder), recipe, dataset.sha256)
+                checkpoint = Checkpoint(Path(folder), recipe, dataset.sha256, validation)
                 epochs, _ = train(network, recipe, training, validation, checkpoint, leader=False)
             return epochs[-1].validation_accuracy
 

@@ -63,7 +63,7 @@ def accuracies(
     def work(ops: TrainingOps, _rank: int) -> tuple[dict[str, Any], float]:
         tensors = initial_tensors(network, np.random.default_rng(settings.seed))
         trained = Network(network, tensors, ops)
-        checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256)
+        checkpoint = Checkpoint(settings.checkpoints, settings, dataset.sha256, validation)
         train(trained, settings, training, validation, checkpoint)
         right = trained.logits(validation.images).argmax(axis=1) == validation.labels
         return trained.tensors, 100 * float(right.mean())

@@ -4,17 +4,20 @@ import sys
 
 import numpy as np
 import pytest
+from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 from lenet.model import named
 from trainer.checkpoint import Checkpoint, Epoch, Snapshot
 from trainer.errors import InvalidCheckpoint
+from trainer.mnist import Digits
 from trainer.network import Network, initial_tensors
 from trainer.ops_cpu import CpuOps
 from trainer.optimizer import Sgd
 from trainer.settings import Recipe
 
 RECIPE = Recipe(model="lenet")
+HELD_OUT = Digits(np.zeros((2, 28, 28), np.uint8), np.array([0, 1], np.uint8))
 EPOCHS = [Epoch(0.5, 0.8, 0.9), Epoch(0.25, 0.9, 0.95)]
 
 
@@ -61,9 +64,9 @@ def test_a_checkpoint_brings_tensors_velocities_and_epochs_into_another_process(
     snapshot.take(EPOCHS, (4096.0, 7))
     saved = values(network, sgd)
     change(network, sgd, 1)  # what is saved is the snapshot
-    Checkpoint(tmp_path, RECIPE, "0" * 64).save(snapshot)
+    Checkpoint(tmp_path, RECIPE, "0" * 64, HELD_OUT).save(snapshot)
     other, other_sgd, other_snapshot = new_state(seed=5)
-    Checkpoint(tmp_path, RECIPE, "0" * 64).resume(other_snapshot)
+    Checkpoint(tmp_path, RECIPE, "0" * 64, HELD_OUT).resume(other_snapshot)
     assert values(other, other_sgd) == saved
     assert other_snapshot.epochs == tuple(EPOCHS)
     assert other_snapshot.loss_scale == (4096.0, 7)
@@ -84,7 +87,7 @@ write_atomically(Path(sys.argv[1]), b"half of a checkpoint")
 def test_a_finished_run_leaves_nothing_of_a_write_that_was_killed(tmp_path):
     snapshot = new_state()[2]
     recipe = RECIPE.model_copy(update={"model": "a[1].json"})
-    ours, other = (Checkpoint(tmp_path, recipe, digit * 64) for digit in "01")
+    ours, other = (Checkpoint(tmp_path, recipe, digit * 64, HELD_OUT) for digit in "01")
     other.save(snapshot)
     killed = subprocess.run([sys.executable, "-c", KILLED, ours.path], check=False)
     assert killed.returncode == -signal.SIGKILL
@@ -111,7 +114,7 @@ def rewrite(path, **metadata):
 )
 def test_a_checkpoint_that_cannot_be_trusted_is_refused(tmp_path, damage, message):
     network, sgd, snapshot = new_state()
-    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64)
+    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64, HELD_OUT)
     checkpoint.save(snapshot)
     change(network, sgd, 1)
     before = values(network, sgd)
@@ -121,3 +124,21 @@ def test_a_checkpoint_that_cannot_be_trusted_is_refused(tmp_path, damage, messag
     assert str(caught.value).startswith(str(checkpoint.path))
     assert "delete it" in str(caught.value)
     assert values(network, sgd) == before
+
+
+def test_a_checkpoint_is_refused_when_other_images_are_held_out(tmp_path):
+    network, sgd, snapshot = new_state()
+    checkpoint = Checkpoint(tmp_path, RECIPE, "0" * 64, HELD_OUT)
+    checkpoint.save(snapshot)
+    change(network, sgd, 1)
+    before = values(network, sgd)
+    swapped = Digits(HELD_OUT.images, HELD_OUT.labels[::-1])
+    other = Checkpoint(tmp_path, RECIPE, "0" * 64, swapped)
+    with pytest.raises(InvalidCheckpoint, match="held out other images; delete it to train from"):
+        other.resume(snapshot)
+    assert values(network, sgd) == before
+    with safe_open(checkpoint.path, "numpy") as file:
+        run = file.metadata()["run"]
+    rewrite(checkpoint.path, run=run, epochs="[]")  # as earlier versions wrote it
+    with pytest.raises(InvalidCheckpoint, match="is of an earlier version, or"):
+        checkpoint.resume(snapshot)

@@ -31,9 +31,9 @@ def new_network(recipe=RECIPE, ops=None, kind=Network):
 
 def run(dataset, folder, recipe=RECIPE, network=None, **options):
     network = network or new_network(recipe)
-    checkpoint = Checkpoint(folder, recipe, dataset.sha256)
-    digits = dataset.hold_out(recipe.validation_images)
-    epochs, _ = train(network, recipe, *digits, checkpoint, **options)
+    training, validation = dataset.hold_out(recipe.validation_images)
+    checkpoint = Checkpoint(folder, recipe, dataset.sha256, validation)
+    epochs, _ = train(network, recipe, training, validation, checkpoint, **options)
     return network, epochs, checkpoint
 
 
@@ -156,7 +156,7 @@ def test_a_checkpoint_is_written_when_ten_seconds_have_passed_and_at_the_end(
     saved = []
     monkeypatch.setattr(Checkpoint, "save", lambda _, snapshot: saved.append(len(snapshot.epochs)))
     recipe = RECIPE.model_copy(update={"epochs": epochs, "model": "mlp"})
-    checkpoint = Checkpoint(tmp_path, recipe, tiny.sha256)
+    checkpoint = Checkpoint(tmp_path, recipe, tiny.sha256, tiny.hold_out(100)[1])
     clock = itertools.count(100.0, 4.0).__next__
     _, seconds = train(new_network(recipe), recipe, *tiny.hold_out(100), checkpoint, clock=clock)
     assert saved == expected
