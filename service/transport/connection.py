@@ -31,7 +31,7 @@ from service.transport.handshake import Handshake
 from service.transport.http1_exchanges import Http1Exchanges
 from service.transport.http2 import PREFACE
 from service.transport.http2_exchanges import Http2Exchanges
-from service.transport.receiver import BodyReceiver
+from service.transport.receiver import BodyReceiver, replace_protocol
 from service.transport.turns import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -228,7 +228,7 @@ class Connection(asyncio.Protocol):
     def receive_into(self, room: memoryview) -> None:
         """Write data that arrives from now on to `room`, and call `body_arrived` at its end."""
         self._receiver = BodyReceiver(self, room)
-        self._switch(self._receiver)
+        replace_protocol(self.transport, self._receiver)
 
     def body_arrived(self, size: int) -> None:
         """The next `size` bytes are there."""
@@ -253,18 +253,7 @@ class Connection(asyncio.Protocol):
         if self._receiver is not None:
             self._receiver.release()
             self._receiver = None
-            self._switch(self)
-
-    def _switch(self, protocol: asyncio.BaseProtocol) -> None:
-        transport = self.transport
-        if transport.is_closing():
-            return
-        reading = transport.is_reading()
-        if reading:  # uvloop looks at the protocol's kind when it begins to read
-            transport.pause_reading()
-        transport.set_protocol(protocol)
-        if reading:
-            transport.resume_reading()
+            replace_protocol(self.transport, self)
 
     # Turns, see `turns`.
 

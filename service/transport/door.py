@@ -27,7 +27,7 @@ from service.transport.streams import (
     MAX_OPEN_STREAMS,
     OpenStreams,
 )
-from service.transport.turns import Series, Turns
+from service.transport.turns import Series, SingleSteps, Turns
 
 _KNOWN_STARTS = 512
 
@@ -84,8 +84,8 @@ class HttpService:
         self.turns = turns or Turns()
         self.inflations = Series(self.turns)
         """Compressed messages, of which one at a time is decompressed: it takes the memory."""
-        self.handshake = asyncio.Lock()
-        """Held in the first step of a TLS handshake, 1 ms: one in an iteration of the loop."""
+        self.handshake_steps = SingleSteps()
+        """Steps of TLS handshakes. The one that signs takes 1 ms."""
         self.connections: set[Connection] = set()
         self.removed: Callable[[], None] = lambda: None
         self.refused: Callable[[], None] = lambda: None

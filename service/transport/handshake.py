@@ -4,18 +4,25 @@ A server that is made with a TLS context makes its protocol only after the hands
 connect and then keep silent would escape the limits of connections and of time. And a request in
 the clear could not be answered, so that its client would see a connection that closes for no
 reason.
+
+Each step of a handshake computes, the one that signs for 1 ms. The event loop takes one step in an
+iteration, of whichever client, so that many handshakes at a time do not keep it from other work.
 """
 
 from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, cast
+
+from service.transport.receiver import replace_protocol
 
 if TYPE_CHECKING:
     from ssl import SSLContext
 
     from service.transport.connection import Connection
+    from service.transport.turns import SingleSteps
 
 _UNLIMITED = 1 << 30
 """Bytes; `Connection` pauses writing by what its client has not taken."""
@@ -62,15 +69,14 @@ class Handshake(asyncio.Protocol):
             plain.set_protocol(connection)
             connection.refuse_clear()
             return
-        turn = connection.door.handshake
-        await turn.acquire()
+        turn = asyncio.Event()
+        connection.door.handshake_steps.add(turn.set)
+        await turn.wait()
         if plain.is_closing():
-            turn.release()
             return
         # `_hand_on` runs after `start_tls` has paused reading, and before TLS begins. Were
         # `start_tls` a task, a reset could come before it, which uvloop logs with a traceback.
         loop.call_soon(self._hand_on)
-        loop.call_soon(turn.release)
         secured: asyncio.Transport | None = None
         with suppress(OSError):  # another protocol, no right certificate, too late, gone
             secured = await loop.start_tls(
@@ -85,6 +91,8 @@ class Handshake(asyncio.Protocol):
             plain.abort()
             connection.connection_lost(None)
             return
+        assert self._tls is not None, "bug: a handshake without TLS"
+        replace_protocol(plain, self._tls)
         secured.set_write_buffer_limits(_UNLIMITED)
         connection.transport, connection.plain = secured, plain
         secured.set_protocol(connection)
@@ -142,3 +150,33 @@ class Handshake(asyncio.Protocol):
             buffer[:size] = rest[:size]
             protocol.buffer_updated(size)
             rest = rest[size:]
+        transport = self._connection.transport
+        transport.set_protocol(_Steps(transport, protocol, self._connection.door.handshake_steps))
+
+
+class _Steps(asyncio.BufferedProtocol):
+    """Takes the place of `tls` at the transport, and hands on what arrives as one of `steps`.
+
+    Until then it is in the buffer of `tls`, and reading pauses.
+    """
+
+    def __init__(
+        self, transport: asyncio.Transport, tls: asyncio.BufferedProtocol, steps: SingleSteps
+    ) -> None:
+        self._transport, self._tls, self._steps = transport, tls, steps
+        # Looked up by the transport at any time.
+        self.get_buffer = tls.get_buffer  # type: ignore[method-assign]
+        self.connection_lost = tls.connection_lost  # type: ignore[method-assign]
+        self.eof_received = tls.eof_received  # type: ignore[method-assign]
+        self.pause_writing = tls.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = tls.resume_writing  # type: ignore[method-assign]
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """`nbytes` bytes were written to the buffer."""
+        self._transport.pause_reading()
+        self._steps.add(partial(self._hand_on, nbytes))
+
+    def _hand_on(self, nbytes: int) -> None:
+        if not self._transport.is_closing():
+            self._transport.resume_reading()
+            self._tls.buffer_updated(nbytes)

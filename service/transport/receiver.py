@@ -12,6 +12,18 @@ _READ_BYTES = 512 * 1024
 """The most in one read: others wait for it, 0.1 ms."""
 
 
+def replace_protocol(transport: asyncio.Transport, protocol: asyncio.BaseProtocol) -> None:
+    """Have `protocol` receive what arrives at `transport` from now on."""
+    if transport.is_closing():
+        return
+    reading = transport.is_reading()
+    if reading:  # uvloop looks at the protocol's kind when it begins to read
+        transport.pause_reading()
+    transport.set_protocol(protocol)
+    if reading:
+        transport.resume_reading()
+
+
 class BodyReceiver(asyncio.BufferedProtocol):
     """Takes the place of `connection` at its transport until `room` is full.
 

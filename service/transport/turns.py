@@ -75,6 +75,30 @@ class Turns:
                 return
 
 
+class SingleSteps:
+    """Steps of which each iteration of the event loop takes one, in the order in which they came.
+
+    They are for work that cannot be divided and takes so long that two at once would be too much.
+    """
+
+    def __init__(self) -> None:
+        self._steps: deque[Callable[[], object]] = deque()
+
+    def add(self, step: Callable[[], object]) -> None:
+        """Call `step` in an iteration of its own, when those before it have been called."""
+        self._steps.append(step)
+        if len(self._steps) == 1:
+            asyncio.get_running_loop().call_soon(self._next)
+
+    def _next(self) -> None:
+        try:
+            self._steps[0]()
+        finally:
+            self._steps.popleft()
+            if self._steps:
+                asyncio.get_running_loop().call_soon(self._next)
+
+
 class Series:
     """Steps of which the first is done to its end before the second begins.
 

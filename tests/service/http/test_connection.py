@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gc
 import http.client
+import itertools
 import random
 import socket
 import ssl
@@ -465,9 +466,9 @@ async def test_bodies_that_wait_for_the_application_count_until_the_connection_e
     assert http2.received_bytes == 0
 
 
-async def test_the_connection_that_keeps_most_ends_when_too_much_waits(server):
+async def test_the_connection_that_keeps_most_ends_when_too_much_waits(server, caplog):
     for other in range(64):
-        server.door.budget.keep(other, UNUSED_BYTES // 64)
+        server.door.budget.keep(other, (UNUSED_BYTES - 590_000) // 64)
     client, connection = await connect(server)
     http2 = await opened_http2(client, connection)
     for stream in (1, 3, 5, 7):
@@ -478,6 +479,7 @@ async def test_the_connection_that_keeps_most_ends_when_too_much_waits(server):
     await until(lambda: not server.door.connections)
     assert server.door.budget.held_bytes == 0
     assert http2.received_bytes == 0
+    assert not caplog.records
 
 
 async def test_a_connection_of_http_2_that_only_answers_pings_is_closed_after_its_time(server):
@@ -519,6 +521,46 @@ def test_clients_that_reset_after_their_hello_leave_nothing_behind(tls, caplog):
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(main())
     assert not caplog.records
+
+
+@pytest.mark.parametrize("tls", ["TLS"], indirect=True)
+@pytest.mark.parametrize("records", [1, 2])
+def test_an_iteration_of_the_event_loop_answers_one_hello_when_many_arrive(tls, records):
+    iteration, answered = 0, []
+
+    def hello():
+        outgoing = ssl.MemoryBIO()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            tls[1].wrap_bio(ssl.MemoryBIO(), outgoing, server_hostname="localhost").do_handshake()
+        found = outgoing.read()
+        cuts = [5, *(100 for _ in range(records - 1)), len(found)]
+        return [
+            found[:3] + (end - begin).to_bytes(2, "big") + found[begin:end]
+            for begin, end in itertools.pairwise(cuts)
+        ]
+
+    async def main():
+        nonlocal iteration
+        tls[0].context.sni_callback = lambda *_: answered.append(iteration)
+        with contextlib.ExitStack() as stack:
+            async with running(tls) as server:
+                to = "127.0.0.1", server.port
+                clients = [
+                    stack.enter_context(socket.create_connection(to, PATIENCE_S)) for _ in range(20)
+                ]
+                hellos = [hello() for _ in clients]
+                for record in range(records):
+                    for client, parts in zip(clients, hellos, strict=True):
+                        client.sendall(parts[record])
+                    for _ in range(500):
+                        iteration += 1
+                        await asyncio.sleep(0)
+                assert len(answered) == len(set(answered)) == 20
+                for client in clients:
+                    client.close()
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())
 
 
 @pytest.mark.parametrize("tls", ["TLS"], indirect=True)
