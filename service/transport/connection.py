@@ -133,7 +133,6 @@ class Connection(asyncio.Protocol):
         self._waiting.clear()
         self.stop_receiving()
         self.exchanges.end()
-        self.exchanges.forget()
         self.resume_writing()
 
     def data_received(self, data: bytes) -> None:

@@ -182,9 +182,6 @@ class Http1Exchanges:
         if exchange is not None:
             exchange.cancel()
 
-    def forget(self) -> None:
-        """The connection is lost: `end` has released what came."""
-
     def check_time(self, now_s: float, header_s: float, _write_s: float) -> None:
         """Close the connection if it waited too long for its client."""
         http1, exchange, connection = self.http1, self.exchange, self._connection

@@ -320,7 +320,7 @@ class Http2:
         return self._held_bytes + len(self._buffer) - self._position + block
 
     def forget(self) -> None:
-        """Drop what came: the connection is lost. Not to be called within `receive`."""
+        """Drop what came; nothing more will be received. Not to be called within `receive`."""
         self._buffer, self._position, self._block = b"", 0, []
         self.in_block, self._held_bytes = False, 0
 

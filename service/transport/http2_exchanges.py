@@ -193,10 +193,8 @@ class Http2Exchanges:
             self._connection.transport.write(b"".join(out))
         out.clear()
         self.cancel_all()
-
-    def forget(self) -> None:
-        """The connection is lost: release what came."""
-        self.http2.forget()
+        # Soon, because this may be called by what is being parsed.
+        self.peer.loop.call_soon(self.http2.forget)
 
     def cancel_all(self) -> None:
         """Nothing is answered any more."""
