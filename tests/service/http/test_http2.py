@@ -1083,9 +1083,17 @@ FLOODS = {
         b"".join(get(number, (b"A", b"")) for number in range(1, 2002, 2)),
         *(
             "",
-            ", ".join(f"reset {number} PROTOCOL_ERROR" for number in range(1, 1998, 2))
-            + ", goaway 1999 ENHANCE_YOUR_CALM",
+            ", ".join(f"reset {number} PROTOCOL_ERROR" for number in range(1, 2 * 62, 2))
+            + ", goaway 125 ENHANCE_YOUR_CALM",
         ),
+    ),
+    "10.5 trailers of requests that were reset": (
+        post(1, length(0)) + data(1, b"a") + headers(field(b"a", b"")) * 63,
+        *(f"{OPEN}, 1 cancelled", f"reset 1 PROTOCOL_ERROR, {CALM_1}"),
+    ),
+    "10.5 few trailers of requests that were reset": (
+        post(1, length(0)) + data(1, b"a") + headers(field(b"a", b"")) * 62,
+        *(f"{OPEN}, 1 cancelled", "reset 1 PROTOCOL_ERROR"),
     ),
     "10.5 streams beyond the limit": (
         b"".join(get(number) for number in range(1, 400 + 2000, 2)),
@@ -1251,7 +1259,7 @@ def test_a_connection_rests_longer_after_more_header_fields():
     rests_s = []
     for count in (50, 100, 400):
         client = Client()
-        client.http2.receive(START + get(1, *[(b"a", b"")] * count))
+        client.http2.receive(START + get(1, *[(b"a", b"b" * 30)] * count))
         rests_s.append(client.http2.rest_s)
     assert rests_s == [0, pytest.approx(0.025, rel=0.1), pytest.approx(0.1, rel=0.1)]
 

@@ -357,6 +357,35 @@ def test_header_lists_of_calls_are_limited_and_those_of_twice_the_size_end_the_c
     run_virtually(main)
 
 
+@pytest.mark.states(
+    "limits",
+    "header fields in a small header block over HTTP/2",
+    found="blocks of indexed fields with as many bytes and one more",
+)
+def test_header_blocks_with_more_fields_than_their_size_allows_end_the_connection(run_virtually):
+    async def main(loop):
+        base, factor = map(int, documented("header fields in a small header block"))
+
+        def small(value_bytes):
+            ages = b"\x95" * 125  # age, without a value
+            return block() + ages + field(b"a", b"b" * value_bytes)
+
+        def excess(sent):
+            size = sum(len(name + value) + 32 for name, value in hpack.Decoder().decode(sent))
+            return size - base - factor * len(sent)
+
+        async def code(value_bytes):
+            client = Door(loop).open(START + headers(small(value_bytes)))
+            await settled()
+            return client.calm()
+
+        fits = excess(small(0))  # each byte of the value allows one more
+        assert [excess(small(size)) for size in (fits, fits - 1)] == [0, 1]
+        assert [await code(size) for size in (fits, fits - 1)] == [None, 11]
+
+    run_virtually(main)
+
+
 CHECK_BLOCK = call_headers(CHECK)
 
 
