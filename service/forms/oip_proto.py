@@ -39,12 +39,6 @@ _INLINE_FLOAT_BYTES = 1024 * 1024
 
 _MOST_US = 2**53
 
-_LARGEST_READ_AGAIN = 64 * 1024
-"""Bytes of a message without its inputs and raw images, which are read again for the id of a
-refused request."""
-
-_INPUTS_TAG = pb.ModelInferRequest.INPUTS_FIELD_NUMBER << 3 | 2
-
 _RAW_IMAGE = b"\x3a\x90\x06"
 """Prefix of one image in raw_input_contents: field 7, delimited, 784 bytes."""
 
@@ -66,19 +60,11 @@ class OipProtoForm:
     def decode_now(self, body: Body) -> Decoded | None:
         """Decode raw images of any number, and few numbers. Raw images are not copied."""
         message = memoryview(body) if isinstance(body, bytearray) else body
-        try:
-            return _read_one_image(message) or _decode_now(message, self.max_images)
-        except ServiceError as exc:
-            exc.asked = _identified(message)
-            raise
+        return _read_one_image(message) or _decode_now(message, self.max_images)
 
     def decode(self, body: bytes, between: Callable[[], None]) -> Decoded:
         """Decode any message."""
-        try:
-            return Decoded(*decode_message(body, self.max_images))
-        except ServiceError as exc:
-            exc.asked = _identified(body)
-            raise
+        return Decoded(*decode_message(body, self.max_images))
 
     def cost_s(self, body: Body) -> float:
         """Estimated seconds to decode it."""
@@ -87,20 +73,6 @@ class OipProtoForm:
     def write(self, asked: Asked, answered: Answered) -> Content:
         """A serialized ModelInferResponse. Outputs are raw if the images were."""
         return Content(b"", _encode(asked, answered))
-
-
-def _identified(message: bytes | memoryview) -> Asked | None:
-    """Whom a message is for that is refused, and its id, as far as they can be read."""
-    parts = split(message)
-    if parts is None:
-        return None
-    others = [part for part in parts[0] if part[0] != _INPUTS_TAG]
-    if sum(map(len, others)) > _LARGEST_READ_AGAIN:
-        return None
-    head = read_infer_request(b"".join(others))
-    if isinstance(head, InvalidInput):
-        return None
-    return Asked(head.model_name, head.model_version, head.id[:MAX_ID_CHARACTERS])
 
 
 def _decode_now(message: bytes | memoryview, max_images: int) -> Decoded | None:
@@ -144,14 +116,17 @@ def decode_request(
     request: pb.ModelInferRequest, raw: Sequence[bytes | memoryview], max_images: int
 ) -> tuple[Images, Asked]:
     """Decode a parsed request and its raw_input_contents, see `decode_message`."""
-    images = read_images(_inputs(request, raw), max_images)
-    outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
-    if len(request.id) > MAX_ID_CHARACTERS:
-        raise invalid("id", shown(request.id), f"at most {MAX_ID_CHARACTERS} characters")
-    model, version = request.model_name, request.model_version
-    return images, Asked(
-        model, version, request.id, outputs, bool(raw), timeout_us=_timeout_us(request)
-    )
+    model, version, name = request.model_name, request.model_version, request.id
+    try:
+        images = read_images(_inputs(request, raw), max_images)
+        outputs = requested_outputs(_outputs(request), len(images)) or ALL_OUTPUTS
+        if len(name) > MAX_ID_CHARACTERS:
+            raise invalid("id", shown(name), f"at most {MAX_ID_CHARACTERS} characters")
+        timeout_us = _timeout_us(request)
+    except ServiceError as exc:
+        exc.asked = Asked(model, version, name[:MAX_ID_CHARACTERS])
+        raise
+    return images, Asked(model, version, name, outputs, bool(raw), timeout_us=timeout_us)
 
 
 def _timeout_us(request: pb.ModelInferRequest) -> int:

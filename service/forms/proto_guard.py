@@ -76,8 +76,7 @@ def split(message: bytes | memoryview) -> tuple[list[memoryview], list[memoryvie
     try:
         for _ in range(MAX_FIELDS):
             begin = position
-            tag, position = _tag(message, position)
-            start, position = _value(message, position, tag & 7)
+            tag, start, position = _field(message, position)
             if position > len(message):
                 return None
             if tag == _RAW_TAG:
@@ -106,8 +105,7 @@ def _excess(message: bytes | memoryview) -> str | None:
             fields += 1
             if fields > MAX_FIELDS:
                 return f"{MAX_FIELDS} fields"
-            tag, position = _tag(message, position)
-            start, position = _value(message, position, tag & 7)
+            tag, start, position = _field(message, position)
             if position > end:
                 raise DecodeError("a truncated field")
             inside = large.get(tag >> 3)
@@ -126,34 +124,35 @@ def _excess(message: bytes | memoryview) -> str | None:
     return None
 
 
-def _tag(message: bytes | memoryview, position: int) -> tuple[int, int]:
-    """A field's number and wire type, and the position after them."""
+def _field(message: bytes | memoryview, position: int) -> tuple[int, int, int]:
+    """Number and wire type of the field at `position`; start, after its size, and end of its value.
+
+    The end may exceed `message`.
+    """
     tag, position = _varint(message, position)
     if tag < 8:
         raise DecodeError("a field without a number")
-    return tag, position
-
-
-def _value(message: bytes | memoryview, position: int, wire_type: int) -> tuple[int, int]:
-    """Start, after its size, and end of the value at `position`."""
-    match wire_type:
+    match tag & 7:
         case 0:
-            return position, _varint(message, position)[1]
+            return tag, position, _varint(message, position)[1]
         case 1:
-            return position, position + 8
+            return tag, position, position + 8
         case 2:  # _DELIMITED
             size, position = _varint(message, position)
-            return position, position + size
+            return tag, position, position + size
         case 5:
-            return position, position + 4
+            return tag, position, position + 4
         case _:
             raise DecodeError("a group")
 
 
 def _varint(message: bytes | memoryview, position: int) -> tuple[int, int]:
     """The number at `position`, seven bits a byte, lowest first, and the position after it."""
-    if position < len(message) and (first := message[position]) < 0x80:
-        return first, position + 1
+    if position + 1 < len(message):
+        if (first := message[position]) < 0x80:
+            return first, position + 1
+        if (second := message[position + 1]) < 0x80:
+            return first & 0x7F | second << 7, position + 2
     value = 0
     for shift, byte in enumerate(message[position : position + _LONGEST_VARINT_BYTES]):
         value |= (byte & 0x7F) << (7 * shift)

@@ -244,6 +244,7 @@ _SLOW: dict[str, Callable[[], list[bytes]]] = {
     "head": _heads,
     "connection": _heads,
     "http2": _blocks,
+    "grpc": lambda: [b"\x2a\0" * 1020, b"\xf8\x01\x80\0" * 1020],
     "json": lambda: [b'{"images":[' + b"[]," * 30_000 + b"0]}", b"[" * 90_000],
     "infer": lambda: [b'{"inputs":[' + b"{}," * 30_000 + b"0]}", b"[" * 90_000],
     "tensorflow": lambda: [b'{"instances":[' + b"[]," * 30_000 + b"0]}"],

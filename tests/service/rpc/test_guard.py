@@ -148,7 +148,7 @@ def test_a_message_is_refused_when_it_is_broken(message):
     assert error.field == "message"
 
 
-def test_a_refused_request_is_identified_without_reading_its_inputs_again():
+def test_a_refused_request_is_identified_when_it_was_parsed():
     numbers = delimited(0x22, b"\x01" * 70_000)  # packed, of no number of images
     tensor = pb.ModelInferRequest.InferInputTensor(
         name="image", datatype="UINT8", shape=[1, 28, 28]
