@@ -21,6 +21,7 @@ from lenet import distribution_commit, distribution_version
 from service.api.app import create_app
 from service.api.explain import explain_route
 from service.api.grpc_methods import methods
+from service.api.middleware import Application, Middleware
 from service.api.routes import image_routes
 from service.api.schemas import InfoResponse, LoadedModel
 from service.api.servicer import small_methods
@@ -55,7 +56,10 @@ transparency. With 384 JSON of 30 MB killed the process instead of being refused
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """An open service: `app`, `fast_routes` and the `methods` of gRPC are to be served."""
+    """An open service.
+
+    Our own server serves `app`, `fast_routes` and the `methods` of gRPC; any other `asgi`.
+    """
 
     models: Models
     repository: Repository
@@ -68,6 +72,11 @@ class Service:
     access: AccessLog | None
     faults: Faults | None
     """Set by `--fault-injection`."""
+
+    @property
+    def asgi(self) -> Application:
+        """Every HTTP route, keys and CORS included, as an ASGI application."""
+        return Middleware(self.app, self.gate, self.access)
 
 
 @asynccontextmanager
@@ -166,7 +175,7 @@ async def open_service(
             metrics=metrics,
             keys=keys,
             info=partial(_info, settings, grpc_port, placement, models, build),
-            explain=settings.explain == "on",
+            images=routes,
             max_images=settings.max_images,
         )
         gate = Gate(

@@ -28,6 +28,7 @@ from lenet import weightfile
 from service import errors
 from service.api import grpc_methods
 from service.api.app import create_app
+from service.api.routes import image_routes
 from service.errors import Forbidden, ServiceError, Unauthorized
 from service.observe.metrics import Metrics
 from service.process.keys import Keys
@@ -353,9 +354,8 @@ PAGES: dict[str, Callable[[], str]] = {
 
 def _openapi() -> dict[str, Any]:
     stand_in: Any = MagicMock()  # routes are described, none is called
-    app = create_app(
-        *[stand_in] * 5, explain=True, max_images=Settings.model_fields["max_images"].default
-    )
+    images = {**image_routes(stand_in), (b"POST", b"/explain"): stand_in}
+    app = create_app(*[stand_in] * 5, images, Settings.model_fields["max_images"].default)
     return app.openapi()
 
 

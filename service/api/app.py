@@ -1,12 +1,13 @@
-"""The FastAPI application: it documents all routes, and answers all but those that take images.
+"""The FastAPI application: every HTTP route, on any ASGI server.
 
-Those are answered on the connection, see `api.openapi`.
+Our own server answers the routes that take images itself, before the application: see
+`api.endpoints`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, cast
@@ -19,9 +20,10 @@ from starlette.exceptions import HTTPException
 from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
-from service.api.openapi import PROTOCOL, image_routes
+from service.api.endpoints import image_endpoint, path_of, response
+from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
-from service.api.routes import prefers
+from service.api.routes import ImageRoute, prefers
 from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
 from service.api.v2 import protocol_routes
@@ -32,13 +34,12 @@ from service.observe.metrics import CONTENT_TYPE, Metrics
 from service.process.keys import Keys
 from service.transport.answer import (
     INTERNAL_ERROR,
-    Answer,
     has_plain_errors,
     plain_error,
     plain_error_answer,
     refusal,
 )
-from service.transport.gate import DOCS_FILES, is_open
+from service.transport.gate import DOCS_FILES
 from service.transport.gate import PAGE_FILES as PAGE_PREFIX
 
 _MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
@@ -58,8 +59,7 @@ def create_app(
     metrics: Metrics,
     keys: Keys,
     info: Callable[[], InfoResponse],
-    *,
-    explain: bool,
+    images: Mapping[tuple[bytes, bytes], ImageRoute],
     max_images: int,
 ) -> FastAPI:
     """The application that answers with `models`.
@@ -70,7 +70,7 @@ def create_app(
         metrics: what GET /metrics exposes.
         keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
-        explain: whether POST /explain is answered.
+        images: the routes that take images, by method and path.
         max_images: images that a request may have.
     """
     app = FastAPI(
@@ -82,8 +82,10 @@ def create_app(
         redirect_slashes=False,  # the redirect would contain the request's Host header
         generate_unique_id_function=_operation_id,
     )
+    for (method, template), image in images.items():
+        path, methods = template.decode(), [method.decode()]
+        app.add_api_route(path, image_endpoint(image), methods=methods, **image_route(path))
     routers = (
-        image_routes(explained=explain),
         status_routes(models),
         protocol_routes(models, repository, metrics, keys, max_images),
     )
@@ -92,24 +94,24 @@ def create_app(
     _add_operations(app, models, metrics, info)
     _add_pages(app, needs_key=bool(keys))
 
-    if not explain:
+    if (b"POST", b"/explain") not in images:
 
         @app.post("/explain", include_in_schema=False)
         async def not_explained() -> Response:
-            return _response(refusal(404, "not_found", _NOT_EXPLAINED))
+            return response(refusal(404, "not_found", _NOT_EXPLAINED))
 
     async def on_service_error(_: Request, error: Exception) -> Response:
         # Only routes below /v1 and /v2 have placeholders.
-        return _response(plain_error_answer(cast("ServiceError", error)))
+        return response(plain_error_answer(cast("ServiceError", error)))
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
         return _routing_error_response(request, cast("HTTPException", error), paths)
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and the connection logs it.
-        if has_plain_errors(request.scope["path"]):
-            return _response(plain_error(500, "internal error; see the server log"))
-        return _response(INTERNAL_ERROR)
+        if has_plain_errors(path_of(request.scope)):
+            return response(plain_error(500, "internal error; see the server log"))
+        return response(INTERNAL_ERROR)
 
     routes = [route for one in (app, *routers) for route in one.routes]
     paths = [
@@ -134,14 +136,14 @@ def _add_operations(
         """200 while the event loop runs."""
         return Health(live=True, ready=models.ready)
 
-    async def ready(response: Response) -> Health:
+    async def ready(answer: Response) -> Health:
         """200 from the end of the warm-up to the beginning of the stop, else 503."""
-        response.status_code = 200 if models.ready else 503
+        answer.status_code = 200 if models.ready else 503
         return Health(live=True, ready=models.ready)
 
     for tag, owner, alive, prepared in (
         ("operations", "", "/healthz", "/readyz"),
-        (PROTOCOL, "server_", "/v2/health/live", "/v2/health/ready"),
+        (OIP_TAG, "server_", "/v2/health/live", "/v2/health/ready"),
     ):
         app.get(alive, name=f"{owner}live", tags=[tag], summary="Liveness")(live)
         app.get(
@@ -178,14 +180,14 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
         response_model=dict[str, str],
         responses={200: {"content": {HTML: {}}}},
     )
-    async def index(request: Request, response: Response) -> Any:
+    async def index(request: Request, answer: Response) -> Any:
         """The page to draw digits on, where the client prefers HTML, as browsers do.
 
         Otherwise the paths of this document, health, models and metrics.
         """
         if prefers(HTML, request.headers.get("accept", "")):
             return page.answer(request)
-        response.headers["Vary"] = "Accept"
+        answer.headers["Vary"] = "Accept"
         paths = {"docs": "/docs", "openapi": "/openapi.json", "models": "/info"}
         health = {"live": "/healthz", "ready": "/readyz", "metrics": "/metrics"}
         return {"name": DISTRIBUTION, "version": distribution_version(), **paths, **health}
@@ -198,20 +200,7 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
 
     @cache
     def openapi() -> dict[str, Any]:
-        document = generate()
-        if needs_key:
-            document["components"]["securitySchemes"] = {
-                "bearerAuth": {"type": "http", "scheme": "bearer"}
-            }
-            document["security"] = [{"bearerAuth": []}]
-        for path, operations in document["paths"].items():
-            for operation in operations.values():
-                operation["responses"].pop("422", None)  # FastAPI's own error
-                if needs_key and is_open(path.encode()):
-                    operation["security"] = []
-        for name in ("HTTPValidationError", "ValidationError"):
-            document["components"]["schemas"].pop(name, None)
-        return document
+        return complete(generate(), needs_key=needs_key)
 
     @cache
     def document() -> StaticFile:
@@ -237,21 +226,11 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
 
 
-def _response(answer: Answer) -> Response:
-    headers = [line.split(": ", 1) for line in answer.headers.decode().splitlines()]
-    return Response(
-        answer.content,
-        answer.status,
-        dict(headers),
-        media_type=answer.media_type.decode(),
-    )
-
-
 def _routing_error_response(
     request: Request, error: HTTPException, paths: Sequence[str]
 ) -> Response:
     headers = dict(error.headers or {})
-    path = request.scope["path"]
+    path = path_of(request.scope)
     if error.status_code == 405:
         methods = [
             headers.get("Allow", ""),
@@ -277,12 +256,10 @@ def _routing_error_response(
             f"expected {headers.get('Allow', 'another')}; see /docs"
         )
     code = _ROUTING_CODES.get(status, "invalid_input")
-    if has_plain_errors(path):
-        response = _response(plain_error(status, message))
-    else:
-        response = _response(refusal(status, code, message))
-    response.headers.update(headers)
-    return response
+    plain = has_plain_errors(path)
+    found = response(plain_error(status, message) if plain else refusal(status, code, message))
+    found.headers.update(headers)
+    return found
 
 
 def _nearest(path: str, templates: Sequence[str]) -> str:

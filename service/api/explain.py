@@ -18,14 +18,13 @@ from lenet.explanation import Change, Layer
 from lenet.nvtx import span
 from lenet.pixels import Images
 from service.api.routes import (
-    PARAMETERS,
     ImageRequest,
     ImageRoute,
     Reply,
     parameters_of,
     read_predict,
 )
-from service.api.schemas import MAX_EXPLAINED_IMAGES, MAX_NOISE
+from service.api.schemas import MAX_EXPLAINED_IMAGES, MAX_NOISE, ExplainQuery
 from service.engine.explainer import Explained, Explainer
 from service.errors import InvalidInput, invalid, shown
 from service.forms.form import JSON, Content
@@ -33,7 +32,6 @@ from service.forms.prediction import warnings
 from service.observe.traces import Traces
 from service.request import Requests, TimesS, Wanted
 
-_PARAMETERS = (*PARAMETERS, "index", "biases", "noisy", "noise")
 _INDEX = re.compile(r"[0-9]{1,5}")
 _NOISE = re.compile(r"[0-9]{1,2}(\.[0-9]{1,25})?([eE][+-]?[0-9]{1,3})?")
 
@@ -42,7 +40,7 @@ def explain_route(requests: Requests, explainer: Explainer) -> ImageRoute:
     """`POST /explain`, for fewer images than `requests` allow."""
     most = min(MAX_EXPLAINED_IMAGES, requests.limits.max_images)
     fewer = replace(requests, limits=replace(requests.limits, max_images=most))
-    read = partial(read_predict, names=_PARAMETERS)
+    read = partial(read_predict, query_model=ExplainQuery)
     return ImageRoute(
         fewer, "/explain", read, request=partial(_ExplainRequest, explainer), options=_options
     )
@@ -50,7 +48,7 @@ def explain_route(requests: Requests, explainer: Explainer) -> ImageRoute:
 
 def _options(query: bytes) -> tuple[int, Change]:
     """Which image is explained, and of which network. Raises: InvalidInput."""
-    parameters = parameters_of(query, _PARAMETERS)
+    parameters = parameters_of(query, tuple(ExplainQuery.model_fields))
     return _index(parameters), _change(parameters)
 
 

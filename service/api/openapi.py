@@ -1,27 +1,27 @@
-"""The OpenAPI document: parameters, errors, and the routes that take images.
+"""The OpenAPI document: what FastAPI cannot see in an endpoint that reads its request itself.
 
-Those routes are answered on the connection, before the application: see `transport.head`. Here
-FastAPI generates their documentation from the models of `schemas`, and the answers to other methods
-of their paths.
+Parameters and bodies come from the models of `schemas`; no endpoint is called through them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from functools import partial
-from typing import Annotated, Any
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from fastapi import APIRouter, Body, Depends, Header, Path, Query, Request, Response
-from fastapi.routing import APIRoute
-from starlette.exceptions import HTTPException
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 
+from service.api.routes import MAX_TIMEOUT_MS, MODEL_VERSION, PREFIX, TENSORFLOW, TIMEOUT_HEADER
 from service.api.schemas import (
     ENCODED_SEVEN,
     FLAT_SEVEN,
     SEVEN,
+    ChangeRequest,
     ErrorResponse,
     ExplainQuery,
     ExplainResponse,
+    IndexRequest,
     InferRequest,
     InferResponse,
     PredictQuery,
@@ -37,46 +37,84 @@ from service.forms.body import ACCEPTED
 from service.forms.body import OCTETS as BINARY
 from service.forms.oip_json import LENGTH_HEADER
 from service.transport.answer import STATUS
+from service.transport.gate import is_open
 
-PROTOCOL = "open inference protocol"
-TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-MAX_TIMEOUT_MS = 3_600_000
+OIP_TAG, TENSORFLOW_TAG = "open inference protocol", "TensorFlow Serving"
 
-PREFIX = "/v2"
-TENSORFLOW = "/v1"
-MODEL = "/models/{model}"
-MODEL_VERSION = f"{MODEL}/versions/{{version}}"
-
-
-# Parameters
+_REF = "#/components/schemas/{model}"
+_BODIES = (
+    *(PredictRequest, InferRequest, TensorflowRows, TensorflowColumns),
+    *(IndexRequest, ChangeRequest),
+)
 
 
-_Name = Annotated[str, Path(min_length=1, description="404 if it is not loaded.")]
+# Requests
 
 
-def _model(model: _Name) -> None: ...
+def request(
+    path: str,
+    *,
+    query: type[BaseModel] | None = None,
+    content: Mapping[str, Any] | None = None,
+    timed: bool = False,
+    required: bool = False,
+) -> dict[str, Any]:
+    """FastAPI's `openapi_extra` of a route.
+
+    Args:
+        path: its placeholders become parameters.
+        query: its fields become parameters.
+        content: the body by content type, as of `json`.
+        timed: whether the header for the deadline is read.
+        required: whether the body is.
+    """
+    parameters = [
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": "404 if it is not loaded.",
+            "schema": {"type": "string", "minLength": 1, "title": name.capitalize()},
+        }
+        for name in re.findall(r"\{(\w+)\}", path)
+    ]
+    fields = {} if query is None else query.model_json_schema()["properties"]
+    for name, field in fields.items():
+        described = {"description": field.pop("description"), "schema": field}
+        parameters.append({"name": name, "in": "query", "required": False, **described})
+    if timed:
+        parameters.append(_TIMEOUT)
+    extra: dict[str, Any] = {"parameters": parameters} if parameters else {}
+    if content is not None:
+        extra["requestBody"] = {"content": content} | ({"required": True} if required else {})
+    return extra
 
 
-def _version(version: _Name) -> None: ...
+_TIMEOUT = {
+    "name": TIMEOUT_HEADER,
+    "in": "header",
+    "required": False,
+    "description": "Deadline in milliseconds from the request's arrival, the upload of its body "
+    "included; at most the service's request_timeout_ms, see /info.",
+    "schema": {
+        "type": "integer",
+        "minimum": 1,
+        "maximum": MAX_TIMEOUT_MS,
+        "default": MAX_TIMEOUT_MS,
+        "title": TIMEOUT_HEADER,
+    },
+}
 
 
-OF_MODEL, _OF_VERSION = [Depends(_model)], [Depends(_model), Depends(_version)]
-OWNERS = ((MODEL, OF_MODEL), (MODEL_VERSION, _OF_VERSION))
-"""Paths that name a model, and a version of it, with the dependencies that document these names.
+def json(*models: type[BaseModel], **examples: Mapping[str, Any]) -> dict[str, Any]:
+    """The content of a body that is JSON in the form of one of `models`, of `_BODIES`."""
+    references = [{"$ref": _REF.format(model=one.__name__)} for one in models]
+    schema = references[0] if len(references) == 1 else {"anyOf": references, "title": "Body"}
+    shown = {name: {"value": one} for name, one in examples.items()}
+    return {"application/json": {"schema": schema} | ({"examples": shown} if shown else {})}
 
-They check nothing; endpoints read `Request.path_params`.
-"""
 
-Timeout = Annotated[
-    int,
-    Header(
-        alias=TIMEOUT_HEADER,
-        ge=1,
-        le=MAX_TIMEOUT_MS,
-        description="Deadline in milliseconds from the request's arrival, the upload of its body "
-        "included; at most the service's request_timeout_ms, see /info.",
-    ),
-]
+# Answers
 
 
 def _header(description: str, kind: str = "string") -> dict[str, Any]:
@@ -114,6 +152,13 @@ _FILE: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 _FILES = {"type": "array", "minItems": 1, "items": _FILE["schema"]}
 *_SINGLE, _FORM = (kind for kind in ACCEPTED if kind != "application/json")
 _IMAGES = {
+    **json(
+        PredictRequest,
+        base64={"images": [ENCODED_SEVEN]},
+        nested={"images": [SEVEN]},
+        flat={"images": [FLAT_SEVEN]},
+        single={"images": SEVEN},
+    ),
     **dict.fromkeys(_SINGLE, _FILE),
     _FORM: {
         "schema": {
@@ -125,13 +170,23 @@ _IMAGES = {
         "encoding": {"image": {"contentType": ", ".join(_SINGLE)}},
     },
 }
+_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": FLAT_SEVEN}
 _TENSORS = {
-    "schema": {
-        **_FILE["schema"],
-        "description": f"With the header {LENGTH_HEADER}: so many bytes of JSON, then the binary "
-        "tensors; with 0 the bytes of images, UINT8.",
-    }
+    **json(InferRequest, flat={"inputs": [_IMAGE]}),
+    BINARY: {
+        "schema": {
+            **_FILE["schema"],
+            "description": f"With the header {LENGTH_HEADER}: so many bytes of JSON, then the "
+            "binary tensors; with 0 the bytes of images, UINT8.",
+        }
+    },
 }
+_INSTANCES = json(
+    *(TensorflowRows, TensorflowColumns),
+    instances={"instances": [SEVEN]},
+    inputs={"inputs": [SEVEN]},
+    base64={"instances": [{"b64": ENCODED_SEVEN}]},
+)
 _TIMES = {
     "X-Model-Version": _header("The version that computed the whole answer."),
     "Server-Timing": _header(
@@ -142,109 +197,90 @@ _TIMES = {
 _LENGTH = {LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensors.", "integer")}
 
 
-def _examples(**documents: dict[str, Any]) -> Any:
-    return Body(openapi_examples={name: {"value": one} for name, one in documents.items()})
-
-
-_Images = Annotated[
-    PredictRequest,
-    _examples(
-        base64={"images": [ENCODED_SEVEN]},
-        nested={"images": [SEVEN]},
-        flat={"images": [FLAT_SEVEN]},
-        single={"images": SEVEN},
-    ),
-]
-_IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": FLAT_SEVEN}
-_Inputs = Annotated[InferRequest, _examples(flat={"inputs": [_IMAGE]})]
-_Instances = Annotated[
-    TensorflowRows | TensorflowColumns,
-    _examples(
-        instances={"instances": [SEVEN]},
-        inputs={"inputs": [SEVEN]},
-        base64={"instances": [{"b64": ENCODED_SEVEN}]},
-    ),
-]
-
-
-_OfPredict = Annotated[PredictQuery, Query()]
-_OfExplain = Annotated[ExplainQuery, Query()]
-_LIMIT = MAX_TIMEOUT_MS
-
-
-class _Documented(APIRoute):
-    """A route whose endpoint is never called; it has the signature to document."""
-
-    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        async def not_found(_: Request) -> Response:
-            # Starlette takes a path that ends in a line break for the path before it.
-            raise HTTPException(404)
-
-        return not_found
-
-
-def image_routes(*, explained: bool) -> APIRouter:
-    """The routes that take images, with `POST /explain` if it is on."""
-    router = APIRouter(route_class=_Documented)
-    add = partial(router.add_api_route, methods=["POST"])
-
-    def predict(query: _OfPredict, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
-        """One or many images of 28x28 pixels, ink high; or a picture of any size."""
-
-    add(
-        "/predict",
-        predict,
-        tags=["predict"],
-        summary="Recognise digits",
-        operation_id="predict",
-        response_model=PredictResponse,
-        responses=errors(ErrorResponse) | {200: {"headers": _TIMES, "content": {BINARY: _FILE}}},
-        openapi_extra={"requestBody": {"content": _IMAGES}},
+def image_route(path: str) -> dict[str, Any]:
+    """What the document says of a route that takes images, as arguments of FastAPI's."""
+    if path.startswith(PREFIX):
+        return _documented(
+            path,
+            "infer",
+            "Inference",
+            "JSON, or JSON followed by binary tensors, or the bytes of images.",
+            OIP_TAG,
+            _TENSORS,
+            InferResponse,
+            {"headers": _TIMES | _LENGTH, "content": {BINARY: _FILE}},
+        )
+    if path.startswith(TENSORFLOW):
+        return _documented(
+            path,
+            "predict_instances",
+            "Prediction",
+            "Images as `instances`, answered by row, or as `inputs`, by column.",
+            TENSORFLOW_TAG,
+            _INSTANCES,
+            TensorflowPredictions | TensorflowOutputs,
+            {"headers": _TIMES},
+        )
+    if path == "/explain":
+        return _documented(
+            path,
+            "explain",
+            "See inside",
+            "The outputs of each layer for one of at most 64 images, in float32 on the CPU.",
+            "predict",
+            _IMAGES,
+            ExplainResponse,
+            {"headers": _TIMES},
+            query=ExplainQuery,
+        )
+    return _documented(
+        path,
+        "predict",
+        "Recognise digits",
+        "One or many images of 28x28 pixels, ink high; or a picture of any size.",
+        "predict",
+        _IMAGES,
+        PredictResponse,
+        {"headers": _TIMES, "content": {BINARY: _FILE}},
+        query=PredictQuery,
     )
 
-    def explain(query: _OfExplain, body: _Images, timeout_ms: Timeout = _LIMIT) -> None:
-        """The outputs of each layer for one of at most 64 images, in float32 on the CPU."""
 
-    if explained:
-        add(
-            "/explain",
-            explain,
-            tags=["predict"],
-            summary="See inside",
-            operation_id="explain",
-            response_model=ExplainResponse,
-            responses=errors(ErrorResponse) | {200: {"headers": _TIMES}},
-            openapi_extra={"requestBody": {"content": _IMAGES}},
-        )
+def _documented(
+    path: str,
+    name: str,
+    summary: str,
+    description: str,
+    tag: str,
+    content: Mapping[str, Any],
+    answer: Any,
+    good: dict[str, Any],
+    query: type[BaseModel] | None = None,
+) -> dict[str, Any]:
+    error = ErrorResponse if query else ProtocolError
+    return {
+        "tags": [tag],
+        "summary": summary,
+        "description": description,
+        "operation_id": name + "_by_version" * (MODEL_VERSION in path),
+        "response_model": answer,
+        "responses": errors(error) | {200: good},
+        "openapi_extra": request(path, query=query, content=content, timed=True, required=True),
+    }
 
-    def infer(body: _Inputs, timeout_ms: Timeout = _LIMIT) -> None:
-        """JSON, or JSON followed by binary tensors, or the bytes of images."""
 
-    def predict_instances(body: _Instances, timeout_ms: Timeout = _LIMIT) -> None:
-        """Images as `instances`, answered by row, or as `inputs`, by column."""
-
-    outputs = {"headers": _TIMES | _LENGTH, "content": {BINARY: _FILE}}
-    for owner, dependencies in OWNERS:
-        suffix = "_by_version" if owner == MODEL_VERSION else ""
-        add(
-            f"{PREFIX}{owner}/infer",
-            infer,
-            dependencies=dependencies,
-            tags=[PROTOCOL],
-            summary="Inference",
-            operation_id=f"infer{suffix}",
-            response_model=InferResponse,
-            responses=errors(ProtocolError) | {200: outputs},
-            openapi_extra={"requestBody": {"content": {BINARY: _TENSORS}}},
-        )
-        add(
-            f"{TENSORFLOW}{owner}:predict",
-            predict_instances,
-            dependencies=dependencies,
-            tags=["TensorFlow Serving"],
-            summary="Prediction",
-            operation_id=f"predict_instances{suffix}",
-            response_model=TensorflowPredictions | TensorflowOutputs,
-            responses=errors(ProtocolError) | {200: {"headers": _TIMES}},
-        )
-    return router
+def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
+    """FastAPI's `document` with the models of bodies, and with keys if there are any."""
+    components = document["components"]
+    _, definitions = models_json_schema(
+        [(model, "validation") for model in _BODIES], ref_template=_REF
+    )
+    schemas = components["schemas"] | definitions["$defs"]
+    components["schemas"] = dict(sorted(schemas.items()))
+    if needs_key:
+        components["securitySchemes"] = {"bearerAuth": {"type": "http", "scheme": "bearer"}}
+        document["security"] = [{"bearerAuth": []}]
+        for path, operations in document["paths"].items():
+            for operation in operations.values() if is_open(path.encode()) else ():
+                operation["security"] = []
+    return document

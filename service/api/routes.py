@@ -11,14 +11,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast, get_args
 from urllib.parse import parse_qsl
 
-from service.api.openapi import (
-    MAX_TIMEOUT_MS,
-    MODEL,
-    MODEL_VERSION,
-    PREFIX,
-    TENSORFLOW,
-    TIMEOUT_HEADER,
-)
+from service.api.schemas import PredictQuery
 from service.errors import InvalidInput, ServiceError, UnsupportedMediaType, invalid, shown
 from service.forms.body import OCTETS, ImageForm, Limits
 from service.forms.form import Content, Form
@@ -28,10 +21,18 @@ from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer, error_answer, plain_error_answer
-from service.transport.head import FastRoute
 
-PARAMETERS = ("model", "version", "invert", "digits")
-"""Query parameters of `POST /predict`."""
+PREFIX = "/v2"
+"""Paths of the Open Inference Protocol begin so."""
+
+TENSORFLOW = "/v1"
+"""Paths of TensorFlow Serving's API begin so."""
+
+MODEL = "/models/{model}"
+MODEL_VERSION = f"{MODEL}/versions/{{version}}"
+
+TIMEOUT_HEADER = "X-Request-Timeout-Ms"
+MAX_TIMEOUT_MS = 3_600_000
 
 _INVERT = get_args(Invert)
 _DIGITS = get_args(Digits)
@@ -50,7 +51,7 @@ ReadForm: TypeAlias = Callable[[bytes, Headers, Mapping[str, str], Limits], tupl
 """Reads form, model and version from the query, the headers and the path."""
 
 
-def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], FastRoute]:
+def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], ImageRoute]:
     """The routes that take images, by method and path."""
     routes = [ImageRoute(requests, "/predict", read_predict)]
     for owner in (MODEL, MODEL_VERSION):
@@ -143,13 +144,13 @@ def read_predict(
     headers: Headers,
     path: Mapping[str, str],
     limits: Limits,
-    names: Sequence[str] = PARAMETERS,
+    query_model: type[PredictQuery] = PredictQuery,
 ) -> tuple[Form, str, str]:
-    """The head of `POST /predict`; `names` are those that the query may have.
+    """The head of `POST /predict`; `query_model` has the parameters that the query may have.
 
     Raises: InvalidInput, UnsupportedMediaType.
     """
-    parameters = parameters_of(query, names)
+    parameters = parameters_of(query, tuple(query_model.model_fields))
     form = ImageForm.of(
         headers.get("content-type", ""),
         cast("Invert", _choice(parameters, "invert", _INVERT)),

@@ -1,6 +1,7 @@
 """The pydantic models of parameters, bodies and answers, for the OpenAPI document.
 
-Predictions are neither read nor written by them, which would take too long; tests compare.
+Predictions are neither read nor written by them, which would take too long; tests compare. The
+names of the query's parameters, and what repositories are asked, are read by them.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import base64
 from datetime import datetime
 from typing import Annotated, Any, Literal, TypeAlias, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, StrictBool
 
 from service.pictures.headers import Digits, Invert
 
@@ -155,6 +156,18 @@ class InferRequest(BaseModel):
     id: str = Field("", max_length=1024)
     inputs: Annotated[list[InferInput], Field(min_length=1, max_length=1)]
     outputs: list[InferRequestedOutput] = []
+    parameters: dict[str, Any] = {}
+
+
+class IndexRequest(BaseModel):
+    """The filter of the model index."""
+
+    ready: StrictBool = Field(False, description="Only those that are loaded.")
+
+
+class ChangeRequest(BaseModel):
+    """A request to load or unload a model."""
+
     parameters: dict[str, Any] = {}
 
 

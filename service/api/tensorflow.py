@@ -13,7 +13,9 @@ from fastapi import Request as HttpRequest
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
-from service.api.openapi import OWNERS, TENSORFLOW, errors
+from service.api.endpoints import path_of
+from service.api.openapi import TENSORFLOW_TAG, errors, request
+from service.api.routes import MODEL, MODEL_VERSION, TENSORFLOW
 from service.api.schemas import ProtocolError
 from service.engine.models import Models
 
@@ -44,12 +46,12 @@ class ModelStatus(BaseModel):
 
 def status_routes(models: Models) -> APIRouter:
     """`GET` of a model: the state of its versions."""
-    router = APIRouter(prefix=TENSORFLOW, tags=["TensorFlow Serving"])
+    router = APIRouter(prefix=TENSORFLOW, tags=[TENSORFLOW_TAG])
 
-    async def status(request: HttpRequest) -> ModelStatus:
+    async def status(asked: HttpRequest) -> ModelStatus:
         """The versions of a model; AVAILABLE until the service stops."""
-        name, version = request.path_params["model"], request.path_params.get("version", "")
-        if verb_of(request.scope["path"]) and models.find(name, version) is None:
+        name, version = asked.path_params["model"], asked.path_params.get("version", "")
+        if verb_of(path_of(asked.scope)) and models.find(name, version) is None:
             raise HTTPException(405, headers={"Allow": "POST"})
         # HTTP begins when they are loaded.
         state: Literal["AVAILABLE", "UNLOADING"] = "AVAILABLE" if models.ready else "UNLOADING"
@@ -60,12 +62,12 @@ def status_routes(models: Models) -> APIRouter:
         )
 
     unknown = errors(ProtocolError, [404])
-    for path, dependencies in OWNERS:
+    for path in (MODEL, MODEL_VERSION):
         router.get(
             path,
             name="model_status",
-            dependencies=dependencies,
             summary="Model status",
             responses=unknown,
+            openapi_extra=request(path),
         )(status)
     return router

@@ -1,7 +1,7 @@
 """The routes of the Open Inference Protocol besides inference.
 
-These are metadata, configuration, statistics and the repository. Inference is answered on the
-connection, see `api.openapi`. Errors are objects with one string, `error`.
+These are metadata, configuration, statistics and the repository. Errors are objects with one
+string, `error`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, StrictBool, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from lenet import DISTRIBUTION, distribution_version
+from service.api import openapi
 from service.api.descriptions import (
     EXTENSIONS,
     ModelMetadata,
@@ -22,8 +23,9 @@ from service.api.descriptions import (
     model_statistics,
     repository_entries,
 )
-from service.api.openapi import OF_MODEL, OF_REPOSITORY, OWNERS, PREFIX, PROTOCOL, errors
-from service.api.schemas import ProtocolError
+from service.api.openapi import OF_REPOSITORY, OIP_TAG, errors
+from service.api.routes import MODEL, MODEL_VERSION, PREFIX
+from service.api.schemas import ChangeRequest, IndexRequest, ProtocolError
 from service.engine.models import Models, ServedModel
 from service.engine.repository import Repository
 from service.errors import InvalidInput, TooLarge, invalid, shown
@@ -58,18 +60,6 @@ class RepositoryEntry(BaseModel):
     reason: str
 
 
-class IndexRequest(BaseModel):
-    """The filter of the model index."""
-
-    ready: StrictBool = Field(False, description="Only those that are loaded.")
-
-
-class ChangeRequest(BaseModel):
-    """A request to load or unload a model."""
-
-    parameters: dict[str, Any] = {}
-
-
 _Body = TypeVar("_Body", IndexRequest, ChangeRequest)
 
 
@@ -80,7 +70,7 @@ def protocol_routes(
 
     Those of the repository need one of the administrator's `keys`.
     """
-    router = APIRouter(prefix=PREFIX, tags=[PROTOCOL])
+    router = APIRouter(prefix=PREFIX, tags=[OIP_TAG])
 
     @router.get("/", include_in_schema=False)
     @router.get("", summary="Server metadata")
@@ -137,11 +127,11 @@ def protocol_routes(
             named = request.path_params
             return await answer(models.select(named["model"], named.get("version", "")), response)
 
-        for owner, dependencies in OWNERS:
+        for owner in (MODEL, MODEL_VERSION):
             router.get(
                 owner + path,
                 name=f"model_{answer.__name__}",
-                dependencies=dependencies,
+                openapi_extra=openapi.request(owner),
                 response_model=kind,
                 summary=summary,
                 description=answer.__doc__,
@@ -157,7 +147,7 @@ def protocol_routes(
         "/repository/index",
         summary="Models and versions that are there",
         response_model=list[RepositoryEntry],
-        openapi_extra=_documented(IndexRequest),
+        openapi_extra=openapi.request("", content=openapi.json(IndexRequest)),
         responses=errors(ProtocolError, OF_REPOSITORY),
     )
     async def repository_index(request: Request) -> list[dict[str, str]]:
@@ -179,25 +169,19 @@ def protocol_routes(
         return Response()
 
     for name, endpoint in (("load", load), ("unload", unload)):
+        path = f"/repository{MODEL}/{name}"
         router.post(
-            f"/repository/models/{{model}}/{name}",
+            path,
             name=f"{name}_model",
-            dependencies=OF_MODEL,
             summary=f"{name.capitalize()} a model",
             response_class=Response,
-            openapi_extra=_documented(ChangeRequest),
+            openapi_extra=openapi.request(path, content=openapi.json(ChangeRequest)),
             responses=errors(ProtocolError, OF_REPOSITORY) | _UNKNOWN,
         )(endpoint)
     return router
 
 
 _UNKNOWN = errors(ProtocolError, [404])
-
-
-def _documented(kind: type[BaseModel]) -> dict[str, Any]:
-    """The body of a request to the repository, whose content type does not matter."""
-    content = {"application/json": {"schema": kind.model_json_schema()}}
-    return {"requestBody": {"content": content}}
 
 
 async def _administered(request: Request, keys: Keys, kind: type[_Body]) -> _Body:

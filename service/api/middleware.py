@@ -1,0 +1,80 @@
+"""What our own server does before it calls the application, for any other ASGI server."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from typing import Any, TypeAlias
+
+from service.api.endpoints import path_of, response
+from service.observe.access_log import AccessLog
+from service.observe.ids import Ids
+from service.process.listener import at
+from service.transport.answer import refusal
+from service.transport.gate import Gate
+from service.transport.head import RequestHead
+
+Scope: TypeAlias = MutableMapping[str, Any]
+Message: TypeAlias = MutableMapping[str, Any]
+Receive: TypeAlias = Callable[[], Awaitable[Message]]
+Send: TypeAlias = Callable[[Message], Awaitable[None]]
+Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
+
+
+class _Head(RequestHead):
+    """The headers of a request that another server has parsed."""
+
+    def __init__(self, scope: Mapping[str, Any], gate: Gate) -> None:
+        self.method = scope["method"].encode("latin-1")
+        self.headers = scope["headers"]
+        self.path, self.query = path_of(scope).encode(), scope["query_string"]
+        named: dict[str, str] = {}
+        for name, value in self.headers:
+            named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+        self.ids = Ids.read(named)
+        self.extra = self.ids.line + gate.cors_lines(named)
+        if repeated := self.repeated():
+            self.answer = refusal(400, "invalid_input", repeated)
+        else:
+            self.ask(named, {}, gate)
+
+
+class Middleware:
+    """Keys, CORS, request ids, the limits of a head, HEAD and the access log, around `app`."""
+
+    def __init__(self, app: Application, gate: Gate, access: AccessLog | None) -> None:
+        self._app, self._gate, self._access = app, gate, access
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answer a request, or have `app` answer it."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began_s = time.perf_counter()
+        head = _Head(scope, self._gate)
+        extra = [tuple(line.split(b": ", 1)) for line in head.extra.splitlines()]
+        is_head = scope["method"] == "HEAD"
+        status, size = 0, 0
+
+        async def send_with_extra(message: Message) -> None:
+            nonlocal status, size
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message = {**message, "headers": [*message.get("headers", ()), *extra]}
+            elif not is_head:
+                size += len(message.get("body", b""))
+            await send(message)
+
+        if is_head:  # its answer is that to GET; servers leave the body out
+            scope = {**scope, "method": "GET"}
+        app = self._app if head.answer is None else response(head.answer)
+        try:
+            await app(scope, receive, send_with_extra)
+        finally:
+            if self._access is not None and status:
+                client = at(*scope["client"]) if scope.get("client") else "-"
+                target = path_of(scope) + "?" * bool(head.query) + head.query.decode("latin-1")
+                request = f"{head.method.decode('latin-1')} {target}"
+                seconds = time.perf_counter() - began_s
+                scheme = scope.get("scheme", "http")
+                self._access.add(scheme, client, request, status, size, seconds, head.ids)
