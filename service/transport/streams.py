@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 MAX_OPEN_STREAMS = 8192
 """Requests that are open at a time."""
 
-MAX_INFLATERS = 256
+MAX_INFLATERS = 128
 """Compressed messages that arrive at a time: a decompressor takes 40 KB."""
 
 MAX_ENDLESS_CALLS = 1024
