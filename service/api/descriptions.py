@@ -80,8 +80,8 @@ def model_config(version: ModelVersion, max_images: int) -> dict[str, Any]:
 def model_statistics(version: ModelVersion, totals: Totals) -> dict[str, Any]:
     """The statistics extension: counts, and durations in nanoseconds, since the start.
 
-    `inference_count` are images, `execution_count` batches. Requests are not timed when they fail,
-    and of a batch only the computing is. `batch_size` is the next power of two.
+    `inference_count` are computed images, `execution_count` batches. Requests are not timed when
+    they fail, and of a batch only the computing is. `batch_size` is the next power of two.
     """
 
     def duration(count: float, seconds: float) -> dict[str, int]:

@@ -218,7 +218,11 @@ class Metrics:
         self._batches = self._counter(
             "lenet_batches", "Batches, by the reason for which they were cut.", *_MODEL, "reason"
         )
-        self._images = self._counter("lenet_images", "Images classified.", *_MODEL)
+        self._images = self._counter(
+            "lenet_images",
+            "Images in batches that were computed, also those whose requests failed afterwards.",
+            *_MODEL,
+        )
         self._padding_rows = self._counter(
             "lenet_padding_rows", "Rows computed only to fill a batch up.", *_MODEL
         )

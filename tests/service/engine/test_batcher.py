@@ -402,6 +402,7 @@ async def test_a_request_with_an_answer_that_is_not_finite_fails_and_its_batch_m
         await first
     assert tags_in(await second) == [2, 3]
     assert stage.batches == [[1, 2, 3]]
+    assert stage.watcher.ended == [(3, "idle", 1.0)]  # counted as computed
 
 
 @staged(max_wait_s=0.5)
