@@ -32,7 +32,8 @@ class _Parser(ArgumentParser):
     """Description of a valid value, by flag."""
 
     def error(self, message: str) -> NoReturn:
-        flag, _, reason = message.removeprefix("argument ").partition(": ")
+        flags, _, reason = message.removeprefix("argument ").partition(": ")
+        flag = flags.partition("/")[0]  # the first of several
         if reason == "expected one argument":
             message = f"{flag} is without a value, expected {self.expected.get(flag, 'one')}"
         raise InvalidSettings(f"{message.removeprefix('argument ')} (--help lists every setting)")
@@ -44,11 +45,13 @@ def parse(
     program: str,
     version: str | None = None,
     words: Mapping[str, str] = MappingProxyType({}),
+    synonyms: Mapping[str, str] = MappingProxyType({}),
 ) -> Settings:
     """The settings in `arguments` and the environment; --version prints `version`.
 
     `words` are fields that may also be given without their flags, in this order, and what usage and
-    messages call them: {"weights": "FILE"}, or "[FILE]" where it may be left out.
+    messages call them: {"weights": "FILE"}, or "[FILE]" where it may be left out. `synonyms` are
+    second flags of fields: {"rate": "--lr"}.
 
     Raises:
         InvalidSettings: flags or variables are unknown, missing or invalid; a line for each.
@@ -78,7 +81,8 @@ def parse(
         if field.default is False:
             options = {"action": BooleanOptionalAction}
         hidden = CLI_SUPPRESS in field.metadata
-        parser.add_argument(_flag(name), dest=name, help=SUPPRESS if hidden else text, **options)
+        flags = [_flag(name), *filter(None, [synonyms.get(name)])]
+        parser.add_argument(*flags, dest=name, help=SUPPRESS if hidden else text, **options)
     parser.expected = {_flag(name): _expected(schema) for name, schema in schemas.items()}
     known, unknown = parser.parse_known_args(arguments)
     given = vars(known)

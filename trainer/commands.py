@@ -64,6 +64,8 @@ from trainer.start import (
 )
 from trainer.tensor_files import read_tensors
 
+_SYNONYMS = {"rate": "--lr"}
+
 _EXIT_CODES: dict[type[Exception], int] = {
     InvalidSettings: 2,
     InvalidModel: 2,
@@ -364,7 +366,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
     try:
         match command:
             case "fit":
-                fit(parse(Fit, rest, program))
+                fit(parse(Fit, rest, program, synonyms=_SYNONYMS))
             case "compare":
                 compare(parse(Compare, rest, program, words={"run": "RUN", "other": "OTHER"}))
             case "export":
@@ -374,7 +376,7 @@ def run(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
             case "inspect":
                 inspect(parse(Inspect, rest, program, words={"weights": "[FILE]"}))
             case "search":
-                search(parse(Search, rest, program))
+                search(parse(Search, rest, program, synonyms=_SYNONYMS))
             case _:
                 raise InvalidSettings(
                     f"the command is {command}, expected fit, search, compare, import, export "

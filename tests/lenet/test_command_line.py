@@ -106,6 +106,18 @@ def test_a_wrong_flag_is_one_line_that_names_flag_value_and_expectation(argument
     assert "\n" not in str(caught.value)
 
 
+def test_a_field_may_have_a_second_flag():
+    def heated(*arguments):
+        return parse(Oven, ["--recipe=rye", *arguments], "oven", synonyms={"heat": "--warmth"})
+
+    assert heated("--warmth", "90").heat == heated("--warmth=90").heat == 90
+    assert heated("--heat", "80", "--warmth", "90").heat == 90
+    with pytest.raises(InvalidSettings, match=r"^--heat is without a value, expected a whole nu"):
+        heated("--warmth")
+    with pytest.raises(InvalidSettings, match=r"^--heat is '7', expected a whole number >= 50"):
+        heated("--warmth", "7")
+
+
 @pytest.mark.parametrize(
     ("line", "recipe"),
     [("rye", "rye"), ("--heat 90 rye", "rye"), ("--dry-run rye --heat 90", "rye")],

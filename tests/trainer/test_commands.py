@@ -267,6 +267,8 @@ def test_export_writes_an_onnx_model(arguments, tmp_path, capsys):
         (["--target", "99", "--gpus", "2"], 2, "--gpus is '2', expected 1 with --target 99"),
         (["--nesterov"], 2, "--nesterov is without a value, expected true or false"),
         (["--profile", "true"], 2, "true is unknown"),
+        (["fit", "--lr", "101"], 2, "--rate is '101', expected a number > 0 and <= 100"),
+        (["search", "--lr", "101"], 2, "--rate is '101', expected a number > 0 and <= 100"),
         (["inspect", "--precision", "bf16"], 2, "--precision is 'bf16', expected one of fp32, tf"),
         (["--epoch", "3"], 2, "--epoch is unknown; did you mean --epochs?"),
         (
