@@ -60,19 +60,24 @@ def is_label(name: object) -> bool:
     return isinstance(name, str) and 0 < len(name) <= MAX_LABEL_CHARACTERS and name.isprintable()
 
 
+def _is_count(value: object) -> bool:
+    return value is None or (type(value) is int and value >= 0)
+
+
 @dataclass(frozen=True, slots=True)
 class Training:
     """The origin of the weights.
 
     `accuracy` of the exported weights on the test set, 0 to 1, None if it was not measured;
-    `dataset_sha256` of the uncompressed dataset files, "" if they are not known; `labels`: the
-    names of the classes in order.
+    `dataset_sha256` of the uncompressed dataset files, "" if they are not known; `seed` and
+    `epochs` None for weights that were trained elsewhere; `labels`: the names of the classes in
+    order.
     """
 
     dataset_sha256: str
-    seed: int
+    seed: int | None
     command: str
-    epochs: int
+    epochs: int | None
     accuracy: float | None
     labels: tuple[str, ...]
 
@@ -84,9 +89,9 @@ class Training:
                 type(digest) is str and (not digest or _SHA256.fullmatch(digest)),
                 "64 hex digits or nothing",
             ),
-            ("seed", type(self.seed) is int and self.seed >= 0, "an integer >= 0"),
+            ("seed", _is_count(self.seed), "an integer >= 0, or null"),
             ("command", isinstance(self.command, str), "a string"),
-            ("epochs", type(self.epochs) is int and self.epochs >= 0, "an integer >= 0"),
+            ("epochs", _is_count(self.epochs), "an integer >= 0, or null"),
             (
                 "accuracy",
                 accuracy is None or (type(accuracy) is float and 0 <= accuracy <= 1),

@@ -306,9 +306,9 @@ def import_(settings: Import) -> None:
     folded = converted(tensors, found, source, layout, epsilon, *scaling)
     provenance = Training(
         dataset_sha256="" if dataset is None else dataset.sha256,
-        seed=0,
+        seed=None,
         command=settings.command(layout),
-        epochs=0,
+        epochs=None,
         accuracy=None,
         labels=names,
     )

@@ -282,10 +282,13 @@ def content(weights: WeightFile) -> str:
         )
     total = sum(tensor.size for tensor in weights.tensors.values())
     accuracy = "not measured" if training.accuracy is None else f"{training.accuracy:.2%}"
+    trained = f"{training.epochs} epochs, seed {training.seed}"
+    if training.epochs is None:
+        trained = "trained elsewhere"
     return "\n".join(
         (
             f"model {model.name}, {total} parameters, float32, batch norm folded in",
-            f"test accuracy {accuracy}, {training.epochs} epochs, seed {training.seed}",
+            f"test accuracy {accuracy}, {trained}",
             f"classes: {', '.join(training.labels)}",
             f"made by: {training.command}",
             f"dataset: {training.dataset_sha256 or 'not known'}",

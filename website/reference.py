@@ -198,9 +198,9 @@ _METADATA = {
 }
 _TRAINING = {
     "dataset_sha256": 'digest of the uncompressed dataset files, "" if unknown',
-    "seed": "seed of the run",
+    "seed": "seed of the run, null of imported weights",
     "command": "command that made the weights",
-    "epochs": "epochs trained",
+    "epochs": "epochs trained, null of imported weights",
     "accuracy": "on the test set, 0 to 1, null if it was not measured",
     "labels": "names of the classes, in order",
 }

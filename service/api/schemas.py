@@ -293,8 +293,8 @@ class LoadedModel(BaseModel):
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="Number of learned parameters.")
     accuracy: float | None = Field(description="On the test set; null if it was not measured.")
-    epochs: int
-    seed: int
+    epochs: int | None = Field(description="Null if the weights were trained elsewhere.")
+    seed: int | None = Field(description="Null if the weights were trained elsewhere.")
     dataset_sha256: str = Field(description="Empty if the dataset is not known.")
     labels: list[str]
     loaded_at: datetime = Field(description="When its file was read.")

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from lenet.cpu import CpuBackend
 from lenet.weightfile import WeightFile
-from trainer import importing, tensor_files
+from trainer import importing, inspect, tensor_files
 from trainer.commands import run
 from trainer.errors import InvalidImport
 from trainer.tensor_files import read_tensors
@@ -106,8 +106,13 @@ def test_a_state_dict_gives_the_probabilities_of_pytorch(tmp_path, described, ca
         f"{path}: accuracy not measured; --data FOLDER measures it, sha256 "
     )
     assert lines[-1].startswith(f"serve it: lenet-serve --weights {tmp_path / 'out'}")
-    training = WeightFile.read(tmp_path / "out/mine/1.safetensors").training
-    assert (training.accuracy, training.dataset_sha256, training.epochs) == (None, "", 0)
+    weights = WeightFile.read(path)
+    training = weights.training
+    assert (training.accuracy, training.dataset_sha256) == (None, "")
+    assert (training.epochs, training.seed) == (None, None)
+    assert "test accuracy not measured, trained elsewhere\n" in inspect.content(
+        WeightFile.read(path)
+    )
     assert training.command == (
         f"python -m trainer import --file {file.name} --model mine.json --layout torch "
         "--input-mean 0.1307 --input-deviation 0.3081"
