@@ -77,7 +77,7 @@ __device__ bool sum_over_grid(float (&values)[PLANES][LANES], float* partial, un
 }
 
 // Mean and variance of one channel from its sums about the running mean. Updates the running ones
-// unless the new ones are not finite: a step that overflows is skipped and must leave no trace.
+// unless the new ones are not finite. They move in a step in which only a gradient overflows.
 __device__ inline void moments(int channel, const float* sums, int count, float* mean,
                                float* variance, float* running_mean, float* running_variance) {
     const float offset = sums[channel] / count, pivot = running_mean[channel];
