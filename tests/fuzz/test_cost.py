@@ -29,6 +29,17 @@ def test_what_is_quadratic_is_found(parse, is_above):
     assert (cost_us > search.limit_us) == is_above
 
 
+def test_an_input_that_was_slow_for_a_while_is_measured_again():
+    search = Search(Target(), len, limit_us=2)
+    slow = times(3)  # the times of one input
+
+    def measure(parse, data):
+        return (100 if slow() else 1) * steps_of(parse, data)
+
+    search.go([b"x" * 1024], times(0), measure)
+    assert search.worst == [(0.5, b"x" * 1024)]
+
+
 def test_every_parser_takes_its_seeds():
     with ExitStack() as stack:
         for name, search in parsers(stack).items():
