@@ -14,8 +14,7 @@ def limits() -> dict[str, str]:
     """The second cell of each row of its table, by the first."""
     text = (PROJECT / "docs/operations.md").read_text()
     table = text.partition("\n## Limits\n")[2].partition("\n#")[0]
-    rows = re.findall(r"^\| (.*?) \| (.*?) \| .*\|$", table, re.MULTILINE)[2:]
-    return dict(rows)
+    return dict(re.findall(r"^\| (.*?) \| (.*?) \| .*\|$", table, re.MULTILINE)[2:])
 
 
 def documented(begin: str) -> list[float]:

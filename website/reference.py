@@ -279,12 +279,25 @@ class Statement(NamedTuple):
     test: str
 
 
+class _Constants(ast.NodeTransformer):
+    """Puts constants of a module in the place of their names."""
+
+    def __init__(self, module: ast.Module) -> None:
+        assigned = [node for node in module.body if isinstance(node, ast.Assign)]
+        self._values = {ast.unparse(node.targets[0]): node.value for node in assigned}
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return self._values.get(node.id, node)
+
+
 def marked() -> list[Statement]:
-    """Every `@pytest.mark.states(subject, text, found=...)` of the tests, by file and line."""
+    """Every row of `@pytest.mark.states` of the tests, by file and line."""
     found = []
     for path in sorted((ROOT / "tests").rglob("test_*.py")):
         source = path.read_text()
-        for test in ast.parse(source).body if "pytest.mark.states(" in source else ():
+        module = ast.parse(source if "pytest.mark.states(" in source else "")
+        constants = _Constants(module)
+        for test in module.body:
             if isinstance(test, ast.FunctionDef | ast.AsyncFunctionDef):
                 # The decorators, and the marks of single parameters in them.
                 nodes = [node for mark in test.decorator_list for node in ast.walk(mark)]
@@ -293,10 +306,11 @@ def marked() -> list[Statement]:
                         isinstance(node, ast.Call)
                         and ast.unparse(node.func) == "pytest.mark.states"
                     ):
-                        said = [ast.literal_eval(value) for value in node.args]
-                        how = {key.arg: ast.literal_eval(key.value) for key in node.keywords}
+                        values = (*node.args, *(one.value for one in node.keywords))
+                        subject, *said = (ast.literal_eval(constants.visit(one)) for one in values)
+                        rows = [said] if node.keywords else said[0].items()
                         place = str(path.relative_to(ROOT)), test.name
-                        found.append(Statement(*said, how["found"], *place))
+                        found += [Statement(subject, text, how, *place) for text, how in rows]
     return found
 
 
@@ -310,7 +324,8 @@ def statements() -> str:
         "Statements and their tests",
         "What the program prints, serves and documents, and how a test finds the same out in "
         "another way. Each row is a marker of its test, `@pytest.mark.states(subject, text, "
-        "found=...)`; `pytest -m states` runs them all.",
+        "found=...)`, or a pair in one, `@pytest.mark.states(subject, {text: found})`; "
+        "`pytest -m states` runs them all.",
         *(
             part
             for subject in sorted(sections)

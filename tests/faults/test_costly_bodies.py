@@ -16,6 +16,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.documented import documented
 from tests.faults.checks import cpu_s, loop_s, resident_bytes, until
 from tests.pictures import FORM, PNG, encoded, long_form, seven
 from tests.service_process import PATIENCE_S
@@ -177,10 +178,18 @@ def test_the_next_picture_is_answered_when_a_decoder_was_killed(start):
     assert service.log.count("a decoding process died") == 1
 
 
+@pytest.mark.states(
+    "limits", "memory of such a process", found="the limits in /proc of a decoding process"
+)
+@pytest.mark.states(
+    "limits",
+    "pixels of all pictures in a request; of a WebP",
+    found="pictures of as many pixels, and of a line more",
+)
 def test_the_largest_picture_fits_into_the_memory_of_a_decoder(start):
-    # A decoder has 256 MiB and twice the largest body.
+    rows, webp_rows = (int(n) // 4096 for n in documented("pixels of all pictures in a request"))
     service = start("--max-body-bytes", "1000000").ready()
-    broad = np.zeros((4000, 4000, 4), np.uint8)
+    broad = np.zeros((rows, 4096, 4), np.uint8)
     broad[..., 3] = 254
     broad[1000:3000, 1900:2100] = 255
     with connection(service) as client:
@@ -188,11 +197,13 @@ def test_the_largest_picture_fits_into_the_memory_of_a_decoder(start):
         (pid,) = decoders(service)
         limits = Path(f"/proc/{pid}/limits").read_text().splitlines()
         (data,) = [line.split()[3] for line in limits if line.startswith("Max data size")]
-        assert int(data) == 256 * MIB + 2_000_000
-        assert post(client, encoded(np.zeros((4097, 4096), np.uint8)), PNG)[0] == 413
-        webp = encoded(broad[:2097], "WEBP", lossless=True, quality=0)
+        assert int(data) == documented("memory of such a process")[0] + 2_000_000
+        assert post(client, encoded(np.zeros((rows + 1, 4096), np.uint8)), PNG)[0] == 413
+        webp = encoded(broad[:webp_rows], "WEBP", lossless=True, quality=0)
         assert post(client, webp, "image/webp")[0] == 200, "the largest WebP fits"
-        status, message = post(client, encoded(broad[:2098], "WEBP", quality=0), "image/webp")
+        status, message = post(
+            client, encoded(broad[: webp_rows + 1], "WEBP", quality=0), "image/webp"
+        )
         assert (status, b"expected at most 8388608" in message) == (413, True)
         assert decoders(service) == [pid]
 

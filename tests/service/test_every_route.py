@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from datetime import UTC, datetime
 
 import grpc
 import httpx
@@ -92,8 +93,9 @@ class Certificates:
         )
         self.renew()
 
-    def renew(self, kind=trustme.KeyType.ECDSA):
-        server = self.authority.issue_cert("127.0.0.1", "localhost", key_type=kind)
+    def renew(self, kind=trustme.KeyType.ECDSA, end=None):
+        names = ("127.0.0.1", "localhost")
+        server = self.authority.issue_cert(*names, key_type=kind, not_after=end)
         server.private_key_pem.write_to_path(self.folder / "server.key")
         (self.folder / "server.pem").write_bytes(
             b"".join(blob.bytes() for blob in server.cert_chain_pems)
@@ -301,6 +303,11 @@ def test_the_health_check_of_the_image_needs_no_key_and_no_certificate(
     assert check() == 1
 
 
+@pytest.mark.states(
+    "metrics",
+    "`lenet_certificate_end_timestamp_seconds`",
+    found="the date that the certificate was made with",
+)
 def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
     service = start(*certificates.flags).ready()
 
@@ -326,9 +333,13 @@ def test_the_certificate_is_read_again_on_a_hangup(start, certificates):
     key.write_bytes(good)
     # Another type of key has a place of its own in OpenSSL's context, beside the former one.
     for count, kind in enumerate((trustme.KeyType.RSA, trustme.KeyType.ECDSA), 1):
-        certificates.renew(kind)
+        end = datetime(2040 + count, 8, 9, 1, 2, 3, tzinfo=UTC)
+        certificates.renew(kind, end)
         service.signal(signal.SIGHUP)
         service.wait_for(r"certificate: read again, its end is \d{4}-\d\d-\d\dT", count)
+        *_, found = ask(service, "GET", "/metrics", context=certificates.context())
+        (end_s,) = re.findall(rb"\nlenet_certificate_end_timestamp_seconds (\S+)\n", found)
+        assert float(end_s) == end.timestamp()
         now = list(serial_numbers())
         assert not set(now) & set(before)
         before = now

@@ -16,6 +16,7 @@ from service.forms.tensors import (
     read_images,
     requested_outputs,
 )
+from tests.documented import documented
 
 MAX_IMAGES = 16
 SHAPES = {
@@ -192,12 +193,18 @@ def test_only_probabilities_can_be_classified():
     assert caught.value.field == "outputs[0].parameters.classification"
 
 
-@pytest.mark.parametrize(("rows", "classes"), [(410, 10), (4097, 1), (17, 10**9)])
-def test_a_classification_of_many_images_is_refused(rows, classes):
+@pytest.mark.states(
+    "limits",
+    "bytes of a request to the repository; characters of an `id`; classifications",
+    found="as many classifications, and an image more",
+)
+@pytest.mark.parametrize("classes", [1, 10, 10**9])
+def test_a_classification_of_many_images_is_refused(classes):
     wanted = RequestedOutput("probabilities", classes=classes)
-    assert requested_outputs([wanted], 409 if classes == 10 else 16) == (wanted,)
-    with pytest.raises(TooLarge, match=f"got {classes} classes of {rows} images"):
-        requested_outputs([wanted], rows)
+    rows = int(documented("bytes of a request to the repository")[2]) // min(classes, 256)
+    assert requested_outputs([wanted], rows) == (wanted,)
+    with pytest.raises(TooLarge, match=f"got {classes} classes of {rows + 1} images"):
+        requested_outputs([wanted], rows + 1)
 
 
 def test_shared_memory_is_refused():

@@ -18,10 +18,13 @@ from lenet.context import Target, open_backend
 from lenet.model import Model
 from service.errors import ExitCode
 from service.forms import open_inference_pb2 as pb
+from tests.documented import documented
 from tests.service_process import PATIENCE_S
 
 USER, ADMIN = "a-key-of-somebody", "a-key-of-an-administrator"
 RAW = "application/octet-stream"
+REPOSITORY_ROW = "bytes of a request to the repository; characters of an `id`; classifications"
+MOST_BYTES = int(documented(REPOSITORY_ROW)[0])
 IMAGES = np.random.default_rng(7).integers(0, 256, (3, 28, 28), np.uint8)
 
 
@@ -172,9 +175,11 @@ def test_loads_and_unloads_need_a_key_of_an_administrator(serve, kind):
         ('{"parameters": []}', 400, "parameters: got a list of 0, expected an object"),
         ('{"parameters": {"config": "{}"}}', 400, "parameters.'config': got a model's content"),
         ('{"parameters": {"file:1/model": "eA=="}}', 400, "models are read from the folder"),
-        (" " * 70_000, 413, "body: got more than 65536 bytes"),
+        ("{".ljust(MOST_BYTES), 400, "body: is not JSON"),
+        (" " * (MOST_BYTES + 1), 413, f"body: got more than {MOST_BYTES} bytes"),
     ],
 )
+@pytest.mark.states("limits", REPOSITORY_ROW, found="bodies of as many bytes, and one more")
 def test_a_wrong_body_is_refused(serve, body, status, message):
     service = serve(1)
     with contextlib.closing(HTTPConnection("127.0.0.1", service.port)) as connection:

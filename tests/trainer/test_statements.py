@@ -7,6 +7,7 @@ import json
 import re
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import create_autospec
 
 import numpy as np
 import pytest
@@ -29,13 +30,11 @@ class Trained:
     """A run: its lines, its files, and the float64 probabilities of a weight file."""
 
     def __init__(self, folder, lines):
-        (self.run,) = folder.glob("runs/*")
-        (path,) = folder.glob("out/mlp/*.safetensors")
+        (of_run,), (path,) = folder.glob("runs/*"), folder.glob("out/mlp/*.safetensors")
         self.path, self.lines, self.weights = path, lines, WeightFile.read(path)
-        self.summary = json.loads((self.run / "summary.json").read_text())
-        text = (self.run / "metrics.jsonl").read_text()
-        self.epochs = [json.loads(line) for line in text.splitlines()]
-        self.page = re.sub(r"</t[dh]>", " ", (self.run / "report.html").read_text())
+        self.summary = json.loads((of_run / "summary.json").read_text())
+        self.epochs = [*map(json.loads, (of_run / "metrics.jsonl").read_text().splitlines())]
+        self.page = re.sub(r"</t[dh]>", " ", (of_run / "report.html").read_text())
 
     def probabilities(self, digits):
         exact = {name: value.astype(np.float64) for name, value in self.weights.tensors.items()}
@@ -43,17 +42,6 @@ class Trained:
 
     def accuracy(self, digits):
         return np.mean(self.probabilities(digits).argmax(axis=1) == digits.labels)
-
-    @property
-    def last(self):
-        """The names and numbers of the line about the file."""
-        (line,) = (line for line in self.lines if line.startswith(f"{self.path}: "))
-        return re.fullmatch(
-            r".*: (?P<parameters>\d+) parameters, validation accuracy (?P<validation>[\d.]+)%, "
-            r"test accuracy (?P<test>[\d.]+)% \((?P<wrong>\d+) of (?P<images>\d+) wrong\), "
-            r"trained in (?P<seconds>[\d.]+) s, sha256 (?P<sha256>\w+)",
-            line,
-        ).groupdict()
 
 
 @pytest.fixture
@@ -69,20 +57,16 @@ def dataset(digits):
 def fit(dataset, write_idx, tmp_path, monkeypatch, capsys):
     """`fit(name, *more)` trains in a folder of its own, on a clock that only steps and evaluations
     of the network move."""
-    now_s = 100.0
+    step = create_autospec(CpuOps.sgd_step, side_effect=CpuOps.sgd_step)
+    logits = create_autospec(Network.logits, side_effect=Network.logits)
 
-    def timed(function, seconds):
-        def call(*arguments):
-            nonlocal now_s
-            now_s += seconds
-            return function(*arguments)
+    def now_s():
+        return 100 + STEP_S * step.call_count + EVALUATION_S * logits.call_count
 
-        return call
-
-    monkeypatch.setattr(CpuOps, "sgd_step", timed(CpuOps.sgd_step, STEP_S))
-    monkeypatch.setattr(Network, "logits", timed(Network.logits, EVALUATION_S))
-    monkeypatch.setattr(commands, "train", partial(train, clock=lambda: now_s))
-    monkeypatch.setattr("trainer.runs.time", SimpleNamespace(monotonic=lambda: now_s))
+    monkeypatch.setattr(CpuOps, "sgd_step", step)
+    monkeypatch.setattr(Network, "logits", logits)
+    monkeypatch.setattr(commands, "train", partial(train, clock=now_s))
+    monkeypatch.setattr("trainer.runs.time", SimpleNamespace(monotonic=now_s))
 
     def fit(name, *more):
         folder = tmp_path / name
@@ -98,60 +82,51 @@ def fit(dataset, write_idx, tmp_path, monkeypatch, capsys):
 
 @pytest.mark.states(
     "training",
-    "last line: validation accuracy, test accuracy, wrong of images",
-    found="the written file on the same images, by the float64 reference",
-)
-@pytest.mark.states(
-    "training",
-    "last line: parameters, sha256",
-    found="numbers of the architecture, counted by hand; the digest of the file's bytes",
-)
-@pytest.mark.states(
-    "training",
     "last line: seconds from the first step to the last; lines of epochs: seconds left; "
     "metrics.jsonl: seconds; summary.json: seconds of each phase",
     found="a clock outside that moves 0.25 s with each step and 1 s with each evaluation",
 )
 @pytest.mark.states(
     "training",
-    "report.html: test accuracy and loss, validation accuracy, epochs, parameters",
-    found="the same reference; epochs counted in metrics.jsonl",
+    {
+        "last line: validation accuracy, test accuracy, wrong of images": (
+            "the written file on the same images, by the float64 reference"
+        ),
+        "last line: parameters, sha256": "the architecture, by hand; the digest of its bytes",
+        "report.html: test accuracy and loss, validation accuracy, epochs, parameters": (
+            "the same reference; epochs counted in metrics.jsonl"
+        ),
+    },
 )
 @pytest.mark.process
 def test_a_run_says_what_its_file_does_on_the_same_images(fit, dataset):
     trained = fit("one", "--epochs", "3")
-    _, validation = dataset.hold_out(100)
-    test, last = dataset.test, trained.last
+    test, (_, validation) = dataset.test, dataset.hold_out(100)
     probabilities = trained.probabilities(test)
     accuracy, validated = trained.accuracy(test), trained.accuracy(validation)
     assert 0.5 < accuracy < 1 > validated > 0.5
-    assert last["test"] == f"{100 * accuracy:.2f}"
-    assert int(last["wrong"]) == round((1 - accuracy) * int(last["images"]))
-    assert int(last["images"]) == len(test) == 60
-    assert last["validation"] == f"{100 * validated:.2f}"
+    # 20 steps of 0.25 s an epoch, and an evaluation of 1 s between two of them.
+    assert [epoch["seconds"] for epoch in trained.epochs] == [5, 11, 17]
     count = 784 * 500 + 500 + 500 * 10 + 10
-    assert int(last["parameters"]) == count
-    assert last["sha256"] == hashlib.sha256(trained.path.read_bytes()).hexdigest()
-    epoch_s = 400 // 20 * STEP_S
-    took_s = [epoch_s, 2 * epoch_s + EVALUATION_S, 3 * epoch_s + 2 * EVALUATION_S]
-    assert [epoch["seconds"] for epoch in trained.epochs] == took_s == [5, 11, 17]
-    assert float(last["seconds"]) == took_s[-1]
+    digest = hashlib.sha256(trained.path.read_bytes()).hexdigest()
+    said = (
+        f"{trained.path}: {count} parameters, validation accuracy {100 * validated:.2f}%, "
+        f"test accuracy {100 * accuracy:.2f}% ({60 - round(60 * accuracy)} of 60 wrong), "
+        f"trained in 17.00 s, sha256 {digest}"
+    )
+    assert said in trained.lines
     left = [re.findall(r"(\d+) s left$", line) for line in trained.lines if "epoch " in line]
     assert left == [["10"], ["6"], []]  # 5.5, rounded up
     phases = trained.summary["phases"]
-    assert (phases["steps"], phases["validation"]) == (3 * epoch_s, 3 * EVALUATION_S)
+    assert (phases["steps"], phases["validation"]) == (3 * 5, 3 * EVALUATION_S)
     assert (phases["set-up"], phases["calibration"]) == (EVALUATION_S, EVALUATION_S)
     assert phases["reading"] == phases["checkpoints"] == 0
     assert trained.weights.training.accuracy == trained.summary["accuracy"] == accuracy
     loss = -np.log(probabilities[np.arange(60), test.labels]).mean()
     assert trained.summary["loss"] == pytest.approx(loss, rel=1e-5)  # float32 logits
-    for text in (
-        f"test accuracy {100 * accuracy:.2f}% ",
-        f"test loss {loss:.4f} nats ",
-        f"validation accuracy {100 * validated:.2f}% ",
-        f"epochs {len(trained.epochs)} ",
-        f"parameters {count:,} ",
-    ):
+    texts = [f"test accuracy {100 * accuracy:.2f}% ", f"test loss {loss:.4f} nats "]
+    texts += [f"validation accuracy {100 * validated:.2f}% ", f"parameters {count:,} "]
+    for text in (*texts, f"epochs {len(trained.epochs)} "):
         assert text in re.sub(r"<td>|<tr>", "", trained.page), text
 
 
@@ -187,21 +162,17 @@ def test_the_lines_of_epochs_say_what_the_network_did_on_the_training_images(fit
     spread = [log_p.max(axis=1) - log_p.min(axis=1) for log_p in (before, found)]
     np.testing.assert_allclose(spread[0] / spread[1], summary["temperature"], rtol=1e-4)
     predicted, confidence = found.argmax(axis=1), np.exp(found.max(axis=1))
-    pairs = list(zip(test.labels.tolist(), predicted.tolist(), strict=True))
-    for one in range(10):
-        assert summary["confusion"][one] == [pairs.count((one, other)) for other in range(10)]
-        right = pairs.count((one, one))
-        assert summary["recall"][one] == right / sum(true == one for true, _ in pairs)
-        assert summary["precision"][one] == right / max(1, sum(got == one for _, got in pairs))
-    tenths = [
-        [(c, p == t) for (t, p), c in zip(pairs, confidence, strict=True) if int(10 * c) == tenth]
-        for tenth in range(10)
-    ]
-    means = [np.mean(tenth, axis=0) for tenth in tenths if tenth]
-    sizes = [len(tenth) for tenth in tenths if tenth]
-    assert [images for *_, images in summary["calibration"]] == sizes
-    error = sum(abs(a - c) * n for (c, a), n in zip(means, sizes, strict=True)) / len(test)
-    assert summary["calibration_error"] == pytest.approx(error, rel=1e-4)
-    wrong = sum(true != got for true, got in pairs)
-    assert len(summary["worst"]) == wrong == trained.page.count(", taken for ")
-    assert {tuple(one[1:3]) for one in summary["worst"]} == {(t, p) for t, p in pairs if t != p}
+    is_right, confusion = predicted == test.labels, np.zeros((10, 10), int)
+    np.add.at(confusion, (test.labels, predicted), 1)
+    right, images, answers = confusion.diagonal(), confusion.sum(axis=1), confusion.sum(axis=0)
+    assert summary["confusion"] == confusion.tolist()
+    assert summary["recall"] == (right / images).tolist()
+    assert summary["precision"] == (right / np.maximum(1, answers)).tolist()
+    tenths = [(10 * confidence).astype(int) == tenth for tenth in range(10)]
+    gaps = [abs((is_right - confidence)[tenth].sum()) for tenth in tenths]
+    sizes = [np.count_nonzero(tenth) for tenth in tenths]
+    assert [images for *_, images in summary["calibration"]] == [size for size in sizes if size]
+    assert summary["calibration_error"] == pytest.approx(sum(gaps) / len(test), rel=1e-4)
+    wrong = list(zip(test.labels[~is_right], predicted[~is_right], strict=True))
+    assert len(summary["worst"]) == len(wrong) == trained.page.count(", taken for ")
+    assert {tuple(one[1:3]) for one in summary["worst"]} == set(wrong)

@@ -30,6 +30,7 @@ from service.observe.metrics import Metrics
 from service.observe.traces import Traces
 from service.transport.answer import STATUS
 from tests.conftest import draw_weights
+from tests.documented import documented
 from tests.service.http.doors import until
 
 JSON, RAW, NPY = "application/json", "application/octet-stream", "application/x-npy"
@@ -114,6 +115,9 @@ async def test_a_picture_of_every_type_is_answered_without_a_warning(served):
         assert list(response.json()) == ["model", "version", "predictions"]
 
 
+@pytest.mark.states(
+    "limits", "digits in a picture with `digits=several`", found="as many strokes, and one more"
+)
 async def test_each_digit_of_a_picture_has_a_prediction_when_there_are_several(served):
     answer = (await served.post(bars(4), PNG, query="?digits=several")).json()
     alone = [(await served.post(bars(1), PNG)).json()["predictions"][0]]
@@ -123,8 +127,15 @@ async def test_each_digit_of_a_picture_has_a_prediction_when_there_are_several(s
     body = form((PNG, bars(3)), (RAW, bytes(784)), (PNG, bars(2)))
     answer = (await served.post(body, FORM, query="?digits=several")).json()
     assert len(answer["predictions"]) == 6
+    (most,) = map(int, documented("digits in a picture with"))
+    for count, status in ((most, 200), (most + 1, 413)):
+        answer = await served.post(bars(count), PNG, query="?digits=several")
+        assert answer.status_code == status
 
 
+@pytest.mark.states(
+    "limits", "warnings in an answer", found="a form with a picture more, each with two digits"
+)
 async def test_several_digits_are_warned_of_where_one_was_expected(served):
     body = form((PNG, bars(1)), (RAW, bytes(784)), (PNG, bars(2)))
     answer = PredictResponse.model_validate_json((await served.post(body, FORM)).content)
@@ -132,6 +143,9 @@ async def test_several_digits_are_warned_of_where_one_was_expected(served):
     (warning,) = answer.warnings
     assert (warning.image, warning.code) == (2, "several_shapes")
     assert "?digits=several" in warning.message
+    (most,) = map(int, documented("warnings in an answer"))
+    found = (await served.post(form(*[(PNG, bars(2))] * (most + 1)), FORM)).json()
+    assert (len(found["predictions"]), len(found["warnings"])) == (most + 1, most)
 
 
 async def test_a_shape_unlike_any_digit_is_warned_of(served):
@@ -178,6 +192,7 @@ async def test_pixels_are_inverted_when_invert_says_so(served, images, one):
     assert inverted.content != (await served.post(one, query="?invert=false")).content
 
 
+MOST_COMMAS = int(documented("header fields of a request; bytes of its target")[3])
 ACCEPTS = {
     "application/octet-stream": RAW,
     "application/json;q=0.1, application/octet-stream": RAW,
@@ -193,9 +208,16 @@ ACCEPTS = {
     "application/octet-stream, application/*;q=0.2": RAW,
     "text/html, image/*": JSON,
     "*/*": JSON,
+    RAW + "," * MOST_COMMAS: RAW,
+    RAW + "," * (MOST_COMMAS + 1): JSON,
 }
 
 
+@pytest.mark.states(
+    "limits",
+    "header fields of a request; bytes of its target; parameters of its query",
+    found="an `Accept` that asks for bytes with as many commas, and one more",
+)
 async def test_probabilities_are_float32_rows_when_octets_are_accepted(served, images, expected):
     for accept, kind in ACCEPTS.items():
         response = await served.post(images.tobytes(), accept=accept)

@@ -14,6 +14,7 @@ from lenet.weightfile import WeightFile
 from service.api.schemas import ExplainResponse, InfoResponse
 from service.engine import explainer
 from tests.conftest import draw_weights
+from tests.documented import documented
 from tests.service.engine.test_explainer import Held
 from tests.service.http.doors import until
 from tests.service.http.test_app import FORM, JPEG, JSON, NPY, PNG, RAW, as_json, form, npy, picture
@@ -170,10 +171,16 @@ async def test_a_wrong_parameter_is_a_400_that_names_it(served, post, refusal, o
     assert await served.requests("invalid_input") == len(WRONG_QUERIES)
 
 
+@pytest.mark.states(
+    "limits",
+    "images in a request for an explanation; operations of a network",
+    found="as many images, and one more",
+)
 async def test_more_images_than_the_limit_are_a_413(post, refusal, one):
-    assert len(answer(await post(64 * one)).images) == 64
-    error = refusal(await post(65 * one), 413, "too_large")
-    assert "got 65 images, expected at most 64" in error.message
+    most = int(documented("images in a request for an explanation")[0])
+    assert len(answer(await post(most * one)).images) == most
+    error = refusal(await post((most + 1) * one), 413, "too_large")
+    assert f"got {most + 1} images, expected at most {most}" in error.message
 
 
 async def test_an_unknown_model_and_a_broken_body_are_refused_as_for_a_prediction(

@@ -10,7 +10,9 @@ from PIL import Image, ImageFile, PngImagePlugin
 
 from service.errors import InvalidInput, TooLarge
 from service.forms.body import Limits, decode
+from tests.documented import documented
 
+FILES_ROW = "run lengths in a BMP; blocks in a GIF; chunks in a PNG or WebP; scans in a JPEG"
 LIMITS = Limits(max_images=1, max_picture_pixels=4_000_000)
 PNG, JPEG = "image/png", "image/jpeg"
 
@@ -399,16 +401,24 @@ def test_a_progressive_jpeg_without_its_end_marker_is_refused():
         assert "not a readable" in refused(body[:size], JPEG)
 
 
+@pytest.mark.states("limits", FILES_ROW, found="files with as many chunks, and one more")
 def test_too_many_segments_are_refused():
-    assert "more than 16384 chunks" in refused(png_of(header(1, 1), *[(b"teXt", b"")] * 20_000))
+    most = int(documented(FILES_ROW)[2])
+    picture = encoded(seven())
+    body = picture[:33] + chunk(b"teXt", b"") * (most - 3) + picture[33:]  # three are its own
+    assert read(body).any()
+    assert f"more than {most} chunks" in refused(body[:33] + chunk(b"teXt", b"") + body[33:])
     body = b"\xff\xd8" + b"\xff\xfe\0\x02" * 20_000
     assert "more than 16384 segments" in refused(body, JPEG)
 
 
+@pytest.mark.states("limits", FILES_ROW, found="a progressive JPEG of as many scans, and one more")
 def test_too_many_scans_are_refused():
-    body = encoded(seven(), JPEG, progressive=True)
+    most, body = int(documented(FILES_ROW)[3]), encoded(seven(), JPEG, progressive=True)
     at = body.rindex(b"\xff\xda")
-    assert "more than 32 scans" in refused(body[:at] + body[at:-2] * 40 + body[-2:], JPEG)
+    scan, more = body[at:-2], most - body.count(b"\xff\xda")
+    assert read(body[:-2] + scan * more + body[-2:], JPEG).any()
+    assert f"more than {most} scans" in refused(body[:-2] + scan * (more + 1) + body[-2:], JPEG)
 
 
 # properties

@@ -11,8 +11,11 @@ from PIL.BmpImagePlugin import BmpRleDecoder
 from service.errors import InvalidInput, TooLarge
 from service.forms.body import Limits, decode
 from service.pictures.picture_files import read_grey
+from tests.documented import documented
 from tests.pictures import FORM, encoded, form
 
+FILES_ROW = "run lengths in a BMP; blocks in a GIF; chunks in a PNG or WebP; scans in a JPEG"
+MOST_RUNS, MOST_BLOCKS = map(int, documented(FILES_ROW)[:2])
 WEBP, GIF, BMP = "image/webp", "image/gif", "image/bmp"
 LIMITS = Limits(max_images=8, max_picture_pixels=100_000)
 SEVEN = np.zeros((28, 28), np.uint8)
@@ -205,11 +208,15 @@ def test_transparency_of_a_bmp_is_read():
         (8, 1, bytes((1, 0, 2)), "not a readable"),
         (8, 1, bytes((0, 9, 1)), "ends within its run lengths"),
         (4, 1, bytes((0, 1)), "not of 4 bits"),
-        (8, 1, bytes(70_000), "expected at most 65536; save it as PNG"),
+        (8, 1, bytes(MOST_RUNS), "no digit found"),
+        (8, 1, bytes(MOST_RUNS + 1), f"expected at most {MOST_RUNS}; save it as PNG"),
         (8, 4, bytes(8), "Unsupported BMP compression"),
         (7, 0, bytes(8), "Unsupported BMP pixel depth"),
         (8, 0, bytes(3), "truncated"),
     ],
+)
+@pytest.mark.states(
+    "limits", FILES_ROW, found="a BMP of as many bytes of run lengths, and one more"
 )
 def test_a_bmp_that_makes_no_picture_is_refused(bits, compression, rows, words):
     assert words in refused(bmp(bits, compression, rows), BMP)
@@ -231,7 +238,11 @@ def test_a_bmp_of_an_impossible_size_is_refused(size, compression):
 # GIF
 
 
+@pytest.mark.states("limits", FILES_ROW, found="a GIF whose comment has as many, and 1 % less")
 def test_too_many_blocks_of_a_gif_are_refused():
-    head = FILES["grey GIF"][: FILES["grey GIF"].index(b",")]
-    assert "more than 131072 blocks" in refused(head + b"!\xfe" + b"\1x" * 140_000, GIF)
-    assert "more than 131072 extensions" in refused(head + b"!\xfe\0" * 140_000, GIF)
+    head, comma, rest = FILES["grey GIF"].partition(b",")
+    comment = b"!\xfe" + b"\1x" * int(0.99 * MOST_BLOCKS) + b"\0"
+    assert read(head + comment + comma + rest, GIF).any()
+    words = f"more than {MOST_BLOCKS} "
+    assert words + "blocks" in refused(head + b"!\xfe" + b"\1x" * (MOST_BLOCKS + 1), GIF)
+    assert words + "extensions" in refused(head + b"!\xfe\0" * (MOST_BLOCKS + 1), GIF)

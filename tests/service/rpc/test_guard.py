@@ -4,10 +4,13 @@ import pytest
 
 from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
-from service.forms import proto_guard as guard
 from service.forms.form import Asked
 from service.forms.oip_proto import OipProtoForm
-from service.forms.proto_guard import MAX_FIELDS, MAX_OTHER_BYTES, read_infer_request
+from service.forms.proto_guard import read_infer_request
+from tests.documented import documented
+
+LIMITS_ROW = "fields of a gRPC message; its bytes besides pixels; numbers in `uint_contents`"
+MAX_FIELDS, MAX_OTHER_BYTES, MAX_NUMBERS = map(int, documented(LIMITS_ROW))
 
 
 def test_fields_of_every_wire_type_are_passed_over_when_unknown():
@@ -64,11 +67,12 @@ def refused_unread(message, monkeypatch):
         pytest.param(b"\x35" + bytes(4), as_contents, 2, id="fp32_contents not packed"),
     ],
 )
+@pytest.mark.states("limits", LIMITS_ROW, found="messages of as many fields, and one more")
 def test_a_message_is_refused_unread_when_it_has_too_many_fields(field, put, others, monkeypatch):
     most = MAX_FIELDS - others
     assert not isinstance(read_infer_request(put(field * most)), InvalidInput)
     message = refused_unread(put(field * (most + 1)), monkeypatch)
-    assert "more than 1024 fields" in message
+    assert f"more than {MAX_FIELDS} fields" in message
 
 
 def test_a_message_of_fields_without_a_number_is_malformed_at_once(monkeypatch):
@@ -95,10 +99,12 @@ def test_fields_are_counted_together_when_they_are_spread_over_inputs(monkeypatc
         pytest.param(0x42, as_contents, id="bytes_contents"),
     ],
 )
+@pytest.mark.states("limits", LIMITS_ROW, found="messages of two halves, and a byte more")
 def test_a_message_is_refused_unread_when_too_much_of_it_is_no_pixel(tag, put, monkeypatch):
     half = MAX_OTHER_BYTES // 2
     message = put(delimited(tag, bytes(half)) + delimited(tag, bytes(half + 1)))
-    assert "more than 65536 bytes besides the pixels" in refused_unread(message, monkeypatch)
+    words = f"more than {MAX_OTHER_BYTES} bytes besides the pixels"
+    assert words in refused_unread(message, monkeypatch)
 
 
 @pytest.mark.parametrize("name", ["uint_contents", "fp32_contents", "raw_input_contents"])
@@ -113,13 +119,14 @@ def test_pixels_are_read_when_they_are_many(name):
     assert read_infer_request(request.SerializeToString()) == request
 
 
+@pytest.mark.states("limits", LIMITS_ROW, found="messages of as many numbers, and one more")
 def test_a_message_is_refused_unread_when_it_has_too_many_numbers(monkeypatch):
-    monkeypatch.setattr(guard, "MAX_NUMBERS", 1000)
-    most = delimited(0x22, b"\xff\x01" * 600) + delimited(0x22, b"\x07" * 400)
+    few = b"\x07" * (MAX_NUMBERS - 600)
+    most = delimited(0x22, b"\xff\x01" * 600) + delimited(0x22, few)
     request = read_infer_request(as_contents(most))
-    assert len(request.inputs[0].contents.uint_contents) == 1000
+    assert len(request.inputs[0].contents.uint_contents) == MAX_NUMBERS
     message = refused_unread(as_contents(most + delimited(0x22, b"\x07")), monkeypatch)
-    assert "more than 1000 numbers in uint_contents" in message
+    assert f"more than {MAX_NUMBERS} numbers in uint_contents" in message
 
 
 def test_the_numbers_of_one_image_are_read_when_they_are_not_packed():
