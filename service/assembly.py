@@ -18,6 +18,8 @@ from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from lenet import distribution_commit, distribution_version
+from lenet.pixels import Images
+from service import direct
 from service.api.app import create_app
 from service.api.explain import explain_route
 from service.api.grpc_methods import methods
@@ -27,6 +29,7 @@ from service.api.schemas import InfoResponse, LoadedModel
 from service.api.servicer import small_methods
 from service.budget import Budget
 from service.decode.pool import Decoders
+from service.direct import Predictions
 from service.engine.deadlines import Deadlines
 from service.engine.devices import Placement, place
 from service.engine.explainer import Explainer
@@ -61,6 +64,7 @@ class Service:
     Our own server serves `app`, `fast_routes` and the `methods` of gRPC; any other `asgi`.
     """
 
+    settings: Settings
     models: Models
     repository: Repository
     app: FastAPI
@@ -78,18 +82,40 @@ class Service:
         """Every HTTP route, keys and CORS included, as an ASGI application."""
         return Middleware(self.app, self.gate, self.access)
 
+    async def predict(
+        self, images: Images, *, model: str = "", version: str = "", timeout_s: float | None = None
+    ) -> Predictions:
+        """Classify `images`, uint8 (n, 28, 28), ink high, in batches with all other requests.
+
+        `model`: the default one for "". `timeout_s`: at most, and by default, the service's limit.
+
+        Raises:
+            InvalidInput, TooLarge: not such images, or more than a request may have.
+            UnknownModel, Overloaded, DeadlineExceeded, InferenceFailed, Unavailable.
+        """
+        limit_s = self.settings.request_timeout_ms / 1e3
+        return await direct.predict(
+            self.models,
+            images,
+            model,
+            version,
+            timeout_s=min(timeout_s or limit_s, limit_s),
+            max_images=self.settings.max_images,
+        )
+
 
 @asynccontextmanager
 async def open_service(
     settings: Settings,
     *,
-    grpc_port: int,
+    grpc_port: int | None = None,
     shared: bool = False,
     folder: Path | None = None,
 ) -> AsyncIterator[Service]:
     """Open everything but the listeners, and close it on leaving.
 
-    `shared`: this is a worker of a supervisor; others may share `folder`, if there is one.
+    `grpc_port`: None if gRPC is not served. `shared`: this is a worker of a supervisor; others may
+    share `folder`, if there is one.
 
     Raises:
         InvalidWeightFile, GoldenMismatch: the weights must not be served.
@@ -186,6 +212,7 @@ async def open_service(
         models.ready = True
         try:
             yield Service(
+                settings=settings,
                 models=models,
                 repository=repository,
                 app=app,
@@ -245,7 +272,7 @@ def _engine_config(settings: Settings, placement: Placement, faults: Faults | No
 
 def _info(
     settings: Settings,
-    grpc_port: int,
+    grpc_port: int | None,
     placement: Placement,
     models: Models,
     build: tuple[str, str],

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, cast
 
 import orjson
@@ -189,8 +189,10 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
             return page.answer(request)
         answer.headers["Vary"] = "Accept"
         paths = {"docs": "/docs", "openapi": "/openapi.json", "models": "/info"}
-        health = {"live": "/healthz", "ready": "/readyz", "metrics": "/metrics"}
-        return {"name": DISTRIBUTION, "version": distribution_version(), **paths, **health}
+        paths |= {"live": "/healthz", "ready": "/readyz", "metrics": "/metrics"}
+        root = request.scope.get("root_path", "")
+        links = {name: f"{root}{path}" for name, path in paths.items()}
+        return {"name": DISTRIBUTION, "version": distribution_version(), **links}
 
     @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
     async def page_file(request: Request, name: str) -> Response:
@@ -202,22 +204,24 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
     def openapi() -> dict[str, Any]:
         return complete(generate(), needs_key=needs_key)
 
-    @cache
-    def document() -> StaticFile:
-        return StaticFile(orjson.dumps(openapi()), "application/json", _REVALIDATED)
+    @lru_cache
+    def document(root: str) -> StaticFile:
+        servers = {"servers": [{"url": root}]} if root else {}
+        return StaticFile(orjson.dumps(openapi() | servers), "application/json", _REVALIDATED)
 
     app.openapi = openapi  # type: ignore[method-assign]
+    files = DOCS_FILES.removeprefix("/")  # relative links lead to where the service is mounted
     docs = get_swagger_ui_html(
-        openapi_url="/openapi.json",
+        openapi_url="openapi.json",
         title=f"{DISTRIBUTION} - Swagger UI",
-        swagger_js_url=f"{DOCS_FILES}/swagger-ui-bundle.js",
-        swagger_css_url=f"{DOCS_FILES}/swagger-ui.css",
-        swagger_favicon_url=f"{DOCS_FILES}/favicon.png",
+        swagger_js_url=f"{files}/swagger-ui-bundle.js",
+        swagger_css_url=f"{files}/swagger-ui.css",
+        swagger_favicon_url=f"{files}/favicon.png",
     )
 
     @app.get("/openapi.json", include_in_schema=False)
     async def openapi_document(request: Request) -> Response:
-        return document().answer(request)
+        return document(request.scope.get("root_path", "")).answer(request)
 
     @app.get("/docs", include_in_schema=False)
     async def docs_page() -> Response:

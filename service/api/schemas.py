@@ -307,7 +307,7 @@ class InfoResponse(BaseModel):
     version: str
     commit: str = Field(description="Of the build; empty in a checkout.")
     python: str
-    grpc_port: int
+    grpc_port: int | None = Field(description="null if gRPC is not served.")
     default_model: str
     models: list[LoadedModel]
     limits: dict[str, int]

@@ -186,7 +186,7 @@ async function post(name, wanted) {
   const body = new Uint8Array(wanted.length * PIXELS);
   wanted.forEach((image, i) => body.set(image, i * PIXELS));
   const began = performance.now();
-  const response = await ask(`/predict?model=${encodeURIComponent(name)}`, body);
+  const response = await ask(`predict?model=${encodeURIComponent(name)}`, body);
   const answer = await response.json(), timing = response.headers.get("Server-Timing") ?? "";
   const trip = performance.now() - began, times = {};
   for (const [, stage, ms] of timing.matchAll(/(\w+);dur=([\d.]+)/g)) times[stage] = Number(ms);
@@ -330,7 +330,7 @@ const doubt = newest(async () => {
   warnings = []; // Those of an earlier drawing, also if this request fails.
   if (!onlyDigits(model)) return;
   const wanted = images, of = drawn, picture = await pictureOf(readDigits().flat(), damage.width * drawn.pen);
-  const answer = await (await ask(`/predict?${new URLSearchParams({ model, digits: "several" })}`, picture, "image/png")).json();
+  const answer = await (await ask(`predict?${new URLSearchParams({ model, digits: "several" })}`, picture, "image/png")).json();
   if (images !== wanted || drawn !== of) return;
   warnings = answer.warnings ?? [];
   showWarnings();
@@ -375,7 +375,7 @@ const explain = newest(async () => {
   }
   const damaged = [...parameters].length > 1, open = $("inside").open;
   if (!info?.explain || !images.length || !(open || damaged)) return;
-  const explanation = await (await ask(`/explain?${parameters}`, images[chosen])).json();
+  const explanation = await (await ask(`explain?${parameters}`, images[chosen])).json();
   if (!images.length) return; // Cleared meanwhile.
   const { label, name, confidence } = explanation.prediction;
   say("damaged", damaged ? `The damaged network reads ${name ?? label}, ${percent(confidence)} sure.` : "");
@@ -429,7 +429,7 @@ on("mend", "click", () => {
 
 async function addSamples() {
   const picture = new Image();
-  picture.src = "/page/digits.png";
+  picture.src = "page/digits.png";
   await picture.decode();
   const canvas = make("canvas", { width: 10 * SIDE, height: SIDE });
   const context = canvas.getContext("2d", { willReadFrequently: true });
@@ -459,7 +459,7 @@ async function take(file) {
   say("photo-note", "Reading the picture…");
   const explanation = await attempt(async () => {
     const [type, body] = await readable(file);
-    const path = `${info?.explain ? "/explain" : "/predict"}?${new URLSearchParams({ model, digits: "several" })}`;
+    const path = `${info?.explain ? "explain" : "predict"}?${new URLSearchParams({ model, digits: "several" })}`;
     return (await ask(path, body, type)).json();
   }, ({ status, message }) => {
     const wrong = refusalOf(file.name, status, message);
@@ -568,7 +568,7 @@ function route() {
 }
 
 async function start() {
-  info = await attempt(async () => (await ask("/info")).json());
+  info = await attempt(async () => (await ask("info")).json());
   if (!info) return;
   say("version", `${info.name} ${info.version}`);
   $("damage").hidden = $("inside-card").hidden = !info.explain;

@@ -15,7 +15,7 @@ export function watch(visible) {
 
 async function look() {
   await attempt(async () => {
-    const [text, info] = await Promise.all([ask("/metrics").then((one) => one.text()), ask("/info").then((one) => one.json())]);
+    const [text, info] = await Promise.all([ask("metrics").then((one) => one.text()), ask("info").then((one) => one.json())]);
     samples.push({ time: performance.now() / 1000, metrics: read(text) });
     if (samples.length > SLOTS + 1) samples.shift();
     show(info);

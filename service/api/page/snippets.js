@@ -8,7 +8,9 @@ export function snippets(images, model, info, withKey) {
   images.forEach((image, i) => bytes.set(image, i * BYTES));
   const base64 = (part) => btoa(String.fromCharCode(...part));
   const each = images.map(base64);
-  const { origin, hostname, host, protocol } = location;
+  const { hostname, host, protocol } = location;
+  const root = new URL(".", location).pathname.slice(0, -1); // where the service is mounted
+  const origin = `${location.origin}${root}`;
   const start = `${withKey ? "import os\n" : ""}import base64
 import numpy as np
 
@@ -41,7 +43,7 @@ answer = httpx.post("${origin}/predict", params={"model": "${model}"}, content=p
 print([one["label"] for one in answer.json()["predictions"]])`,
       needs: `pip install httpx numpy${needsKey}`,
     },
-    tritonclient: triton("http", host),
-    gRPC: triton("grpc", `${hostname}:${info?.grpc_port}`),
+    tritonclient: triton("http", `${host}${root}`),
+    ...(info?.grpc_port && { gRPC: triton("grpc", `${hostname}:${info.grpc_port}`) }),
   };
 }

@@ -81,7 +81,7 @@ function goAway() {
   note("The service does not answer. This page goes on asking.", true);
   const look = async () => {
     try {
-      if (!(await fetch("/readyz")).ok) throw new Away();
+      if (!(await fetch("readyz")).ok) throw new Away();
     } catch {
       setTimeout(look, 1000);
       return;

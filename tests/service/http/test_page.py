@@ -37,7 +37,8 @@ async def test_the_page_and_its_files_are_small_and_load_nothing_from_elsewhere(
         assert "unsafe" not in policy
         if answer.headers["content-type"].startswith("text/"):
             assert "://" not in re.sub(r"\{origin\}|http://www\.w3\.org/2000/svg", "", answer.text)
-            found = re.findall(r'(?:src|href)="(/page/[^"]+)"|"(/page/[^"]+)"', answer.text)
+            found = re.findall(r'(?:src|href)="(page/[^"]+)"|"(page/[^"]+)"', answer.text)
+            found = [tuple(f"/{one}" if one else "" for one in pair) for pair in found]
             found += [("", f"/page/{one}") for one in re.findall(r'from "\./([^"]+)"', answer.text)]
             names += [name for name in map("".join, found) if name not in names]
     assert {"/page/page.js", "/page/page.css", "/page/prepare.js", "/page/digits.png"} <= set(names)

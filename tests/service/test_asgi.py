@@ -1,0 +1,147 @@
+"""The service in another application, by the examples of docs/how-to/in-your-application.md."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import warnings
+
+import httpx
+import numpy as np
+import pytest
+
+import service.asgi
+from lenet.errors import InvalidSettings
+from service.assembly import open_service
+from service.engine.batcher import Batcher
+from service.errors import DeadlineExceeded, InvalidInput, TooLarge, UnknownModel
+from service.settings import Settings
+from tests.service_process import PROJECT
+
+PAGE = (PROJECT / "docs/how-to/in-your-application.md").read_text()
+MOUNTED, WITH_ITS_OWN, HTTPX, TESTCLIENT, WITHOUT_HTTP = re.findall(
+    r"^```python\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL
+)
+with warnings.catch_warnings():  # it prefers httpx2
+    warnings.simplefilter("ignore", DeprecationWarning)
+    warnings.simplefilter("ignore", UserWarning)
+    from fastapi.testclient import TestClient
+
+BYTES = {"Content-Type": "application/octet-stream"}
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """The committed weights, by variables as a server has them."""
+    monkeypatch.setenv("LENET_WEIGHTS", str(PROJECT / "weights"))
+    monkeypatch.setenv("LENET_MODELS", "lenet")
+    monkeypatch.setenv("LENET_DEVICE", "cpu")
+
+
+def run(example):
+    names = {}
+    exec(compile(example, "in-your-application.md", "exec"), names)
+    return names
+
+
+@pytest.mark.parametrize("example", [MOUNTED, WITH_ITS_OWN], ids=["alone", "with its own"])
+def test_a_mounted_service_answers_below_its_path(environment, example):
+    app = run(example)["app"]
+    with TestClient(app) as client:
+        answer = client.post("/digits/predict", content=bytes(784), headers=BYTES)
+        assert answer.status_code == 200
+        assert answer.headers["x-model-version"] == "2"
+        # Paths are those below the mount, in routing as in the words of errors.
+        wrong = client.post("/digits/v2/models/none/infer", content=b"{}")
+        assert (wrong.status_code, list(wrong.json())) == (404, ["error"])
+        assert isinstance(wrong.json()["error"], str)
+        unknown = client.get("/digits/predicts").json()["error"]["message"]
+        assert unknown.startswith("path: got '/predicts', expected /predict, ")
+        # Every link of the pages leads somewhere.
+        for page in ("/digits/", "/digits/docs"):
+            text = client.get(page, headers={"Accept": "text/html"}).text
+            links = re.findall(r"(?:src|href)=\"([^#\"][^\"]*)\"|url: '([^']+)'", text)
+            assert len(links) >= 3
+            for link in map("".join, links):
+                assert client.get(str(httpx.URL(f"http://a{page}").join(link).path)).is_success
+        assert client.get("/digits/openapi.json").json()["servers"] == [{"url": "/digits"}]
+        index = client.get("/digits/").json()
+        assert client.get(index["live"]).json()["live"]
+
+
+async def test_the_example_with_httpx_passes(environment):
+    await run(HTTPX)["test_a_black_image_has_a_label"]()
+
+
+def test_the_example_with_the_test_client_passes(environment):
+    run(TESTCLIENT)["test_the_service_is_ready"]()
+
+
+def test_the_example_without_http_gives_labels(environment):
+    labels = run(WITHOUT_HTTP)["labels"]
+    assert len(labels) == 3
+    assert len(set(labels)) == 1
+
+
+def test_a_mounted_service_says_what_it_lacks_when_nobody_opened_it():
+    with pytest.raises(RuntimeError, match=r"the service is not open; .*lifespan=service"):
+        TestClient(service.asgi.app).get("/readyz")
+
+
+async def test_a_wrong_variable_is_named(monkeypatch):
+    monkeypatch.setenv("LENET_MAX_IMAGES", "0")
+    with pytest.raises(InvalidSettings, match="LENET_MAX_IMAGES"):
+        async with service.asgi.open_app():
+            pytest.fail("it opened")
+
+
+# Without HTTP
+
+
+@pytest.fixture
+async def opened(tiny_weights):
+    settings = Settings(weights=tiny_weights, device="cpu", max_batch_rows=2, max_images=9)
+    async with open_service(settings) as opened:
+        yield opened
+
+
+async def test_predictions_are_those_of_the_images_when_they_are_split(opened):
+    images = np.random.default_rng(1).integers(0, 256, (9, 28, 28), np.uint8)
+    whole = await opened.predict(images)
+    assert (whole.model, whole.version) == ("lenet", "1")
+    assert whole.probabilities.shape == (9, 10)
+    for index in range(9):
+        one = await opened.predict(images[index : index + 1], model="lenet", version="1")
+        np.testing.assert_allclose(one.probabilities[0], whole.probabilities[index], rtol=1e-5)
+        assert one.labels[0] == whole.labels[index] == whole.probabilities[index].argmax()
+
+
+@pytest.mark.parametrize(
+    ("images", "options", "error", "words"),
+    [
+        (np.zeros((1, 28, 28)), {}, InvalidInput, r"got float64 \(1, 28, 28\), expected uint8"),
+        (np.zeros((28, 28), np.uint8), {}, InvalidInput, r"got uint8 \(28, 28\)"),
+        (np.zeros((0, 28, 28), np.uint8), {}, InvalidInput, "got none, expected at least one"),
+        (np.zeros((10, 28, 28), np.uint8), {}, TooLarge, "got 10, expected at most 9"),
+        (np.zeros((1, 28, 28), np.uint8), {"model": "x"}, UnknownModel, "'x'"),
+    ],
+)
+async def test_what_cannot_be_predicted_is_an_error(opened, images, options, error, words):
+    with pytest.raises(error, match=words):
+        await opened.predict(images, **options)
+
+
+async def test_a_deadline_and_a_cancelled_task_take_the_images_out_of_the_queue(
+    opened, monkeypatch
+):
+    monkeypatch.setattr(Batcher, "_dispatch", lambda batcher: None)  # nothing is ever computed
+    one = np.zeros((1, 28, 28), np.uint8)
+    with pytest.raises(DeadlineExceeded, match="no answer within 20 ms"):
+        await opened.predict(one, timeout_s=0.02)
+    task = asyncio.create_task(opened.predict(one))
+    await asyncio.sleep(0)
+    assert len(opened.models.get().batcher._queue) == 1
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert len(opened.models.get().batcher._queue) == 0
