@@ -4,6 +4,7 @@ running services."""
 from __future__ import annotations
 
 import asyncio
+import itertools
 import math
 import os
 import selectors
@@ -280,3 +281,18 @@ def start(tmp_path, tiny_weights):
     yield start_
     for service in services:
         service.end()
+
+
+@pytest.fixture
+def ranges(monkeypatch):
+    """The ranges that a profiler sees: what began, and the places in it of what ended."""
+    began, ended, numbers = [], [], itertools.count(1)
+
+    def begin(name):  # contexts have threads of their own
+        began.append(name)
+        return next(numbers)
+
+    monkeypatch.setattr("lenet.nvtx.active", True)
+    monkeypatch.setattr("lenet.nvtx.begin", begin)
+    monkeypatch.setattr("lenet.nvtx.end", lambda place: place and ended.append(place))
+    return began, ended

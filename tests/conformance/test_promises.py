@@ -1,286 +1,391 @@
-"""Each promise of the service over HTTP, by every door."""
+"""What the service promises, through each of its doors."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 
-import httpx
-import orjson
+import numpy as np
 import pytest
 
-from tests.conformance.conftest import DOORS
+from lenet.model import Model
+from lenet.reference import logits, softmax
+from service.engine.batcher import Batcher
+from tests.conformance.conftest import images
+from tests.conformance.doors import Ask, doors_that
 from tests.service.http.doors import until
 
-RAW = "application/octet-stream"
-BYTES = {"Content-Type": RAW}
-ONE = bytes(784)
-INFER, TENSORFLOW = "/v2/models/tiny/infer", "/v1/models/tiny:predict"
-KEY, ADMIN = "a-key-that-nobody-knows", "an-administrators-key"
+KEY, OTHER = "a-key-that-nobody-knows", "another-key-of-a-user"
 
 
-async def slowly(*pieces, end=None):
-    """A body of unknown length in `pieces`, which is complete once `end` is set."""
-    for piece in pieces:
-        yield piece
-        await asyncio.sleep(0)
-    if end is not None:
-        await end.wait()
+def bearer(key):
+    return {"authorization": f"Bearer {key}"}
 
 
-def error(response):
-    """Status, code and message of an answer that is an error."""
-    assert response.headers["content-type"] == "application/json"
-    found = response.json()["error"]
-    return response.status_code, found["code"], found["message"]
+@pytest.fixture
+def expected(tiny, random_weights):
+    """`expected(images, seed=0)`: what NumPy says to them with the weights drawn from `seed`."""
+
+    def expected(pixels, seed=0):
+        weights = random_weights(Model("tiny", tiny.blocks), seed)
+        return softmax(logits(weights.model, weights.tensors, pixels))
+
+    return expected
+
+
+def assert_answers(outcome, rows, version):
+    assert outcome.code in ("ok", None)
+    np.testing.assert_allclose(outcome.probabilities, rows, atol=1e-5)
+    assert outcome.labels == rows.argmax(axis=1).tolist()
+    assert outcome.model in ("tiny", None)
+    assert outcome.version == version
 
 
 # Answers
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "headers"),
-    [
-        ("/predict", ONE, BYTES),
-        ("/explain", ONE, BYTES),
-        (INFER, ONE, {"Inference-Header-Content-Length": "0"}),
-        (TENSORFLOW, orjson.dumps({"instances": [[0] * 784]}), {}),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-async def test_an_answer_has_its_body_its_version_and_its_times(open_door, path, body, headers):
-    async with open_door() as opened:
-        for content in (body, slowly(body[:100], body[100:])):
-            response = await opened.client.post(path, content=content, headers=headers)
-            assert response.status_code == 200, response.text
-            assert response.headers["x-model-version"] == "3"
-            assert response.headers["server-timing"].startswith("decode;dur=")
-            assert int(response.headers["content-length"]) == len(response.content)
-        assert await opened.outcomes() == ({} if path == "/explain" else {"ok": 2})
-
-
-async def test_large_bodies_and_large_answers_are_whole(open_door):
-    rows = 1000
-    images = (bytes(range(256)) * rows * 4)[: 784 * rows]
-    pieces = [images[at : at + 99_999] for at in range(0, len(images), 99_999)]
-    async with open_door(max_batch_rows=64) as opened:
-        answers = []
-        for content in (images, slowly(*pieces)):
-            response = await opened.client.post("/predict", content=content, headers=BYTES)
-            assert response.status_code == 200
-            assert int(response.headers["content-length"]) == len(response.content)
-            answers.append(response.json()["predictions"])
-        one = await opened.client.post("/predict", content=images[-784:], headers=BYTES)
-    assert [len(answer) for answer in answers] == [rows, rows]
-    assert answers[0] == answers[1]
-    assert answers[0][-1]["label"] == one.json()["predictions"][0]["label"]
-
-
-ORIGIN = "https://a.example"
-SAME = {
-    "request id": ("GET", "/healthz", {"X-Request-Id": "abc"}, b"", 200),
-    "another origin": (
-        "GET",
-        "/info",
-        {"Origin": ORIGIN, "Authorization": f"Bearer {KEY}"},
-        b"",
-        200,
-    ),
-    "an origin that may not": ("GET", "/healthz", {"Origin": "https://b.example"}, b"", 200),
-    "preflight": (
-        *("OPTIONS", "/predict", {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}),
-        *(b"", 200),
-    ),
-    "options": ("OPTIONS", "/predict", {"Authorization": f"Bearer {KEY}"}, b"", 204),
-    "head": ("HEAD", "/v2/health/ready", {}, b"", 200),
-    "page": ("GET", "/", {"Accept": "text/html"}, b"", 200),
-    "document": ("GET", "/openapi.json", {}, b"", 200),
-    "metadata": ("GET", "/v2/models/tiny", {"Authorization": f"Bearer {KEY}"}, b"", 200),
-    "no key": ("POST", "/predict", BYTES, ONE, 401),
-    "no key of v2": ("POST", INFER, {}, ONE, 401),
-    "a wrong key": ("GET", "/info", {"Authorization": "Bearer x"}, b"", 401),
-    "a key that may not": (
-        "POST",
-        "/v2/repository/index",
-        {"Authorization": f"Bearer {KEY}"},
-        b"",
-        403,
-    ),
-    "an administrator": (
-        "POST",
-        "/v2/repository/index",
-        {"Authorization": f"Bearer {ADMIN}"},
-        b"",
-        200,
-    ),
-}
-WRONG = {
-    "parameter": ("/predict?colour=red", {}, ONE, 400),
-    "choice": ("/predict?digits=two", {}, ONE, 400),
-    "parameters": ("/predict?" + "&" * 100, {}, ONE, 400),
-    "timeout": ("/predict", {"X-Request-Timeout-Ms": "0"}, ONE, 400),
-    "coding": ("/predict", {"Content-Encoding": "gzip"}, ONE, 415),
-    "type": ("/predict", {"Content-Type": "text/plain"}, ONE, 415),
-    "length": ("/predict", {}, ONE[1:], 400),
-    "nothing": ("/predict", {}, b"", 400),
-    "model": ("/predict?model=none", {}, ONE, 404),
-    "images": ("/predict", {}, bytes(784 * 5), 413),
-    "body": ("/predict", {}, bytes(784 * 14), 413),
-    "tensors": (INFER, {}, b"{", 400),
-    "tensors of too many bytes": (INFER, {}, bytes(10_001), 413),
-    "instances": (TENSORFLOW, {}, b"{}", 400),
-    "model of v2": ("/v2/models/none/infer", {}, b"{}", 404),
-    "header of v2": (INFER, {"Inference-Header-Content-Length": "x"}, ONE, 400),
-    "index": ("/explain?index=5", {}, ONE, 400),
-    "path": ("/predicts", {}, ONE, 404),
-    "line break": ("/predict%0A", {}, ONE, 404),
-    "method": ("/info", {}, ONE, 405),
-    "method of v2": ("/v2", {}, ONE, 405),
-}
-OWN = ("date", "connection", "server-timing", "content-encoding", "content-length")
-"""Headers in which answers differ from time to time, and those of the server."""
-
-
-@pytest.mark.parametrize(
-    ("method", "path", "headers", "body", "status"),
-    [
-        *(pytest.param(*row, id=name) for name, row in SAME.items()),
-        *(
-            pytest.param(
-                *("POST", path, {**BYTES, "Authorization": f"Bearer {KEY}", **headers}),
-                *(body, status),
-                id=name,
-            )
-            for name, (path, headers, body, status) in WRONG.items()
-        ),
-    ],
-)
-async def test_status_headers_and_words_are_the_same_by_every_door(
-    open_doors, method, path, headers, body, status
+@pytest.mark.parametrize("rows", [1, 5])
+async def test_each_image_has_its_probabilities_and_the_version_that_computed_them(
+    opened, device, expected, rows
 ):
-    settings = {"max_images": 4, "max_body_bytes": 10_000, "cors_origins": ORIGIN}
-    answers = {}
-    async with open_doors(*DOORS, api_keys=KEY, admin_keys=ADMIN, **settings) as opened:
-        for door, one in opened.items():
-            response = await one.client.request(method, path, content=body, headers=headers)
-            kept = {name: text for name, text in response.headers.items() if name not in OWN}
-            answers[door] = response.status_code, kept, response.content
-    assert answers["HTTP/1.1"][0] == status
-    for door, answer in answers.items():
-        assert answer == answers["HTTP/1.1"], door
+    pixels = images(rows)
+    async with opened() as service:
+        for named in ({}, {"model": "tiny"}, {"model": "tiny", "version": "3"}):
+            assert_answers(await service.ask(Ask(pixels, **named)), expected(pixels), "3")
+        await service.assert_counted(ok=3)
+        for name in ("lenet_images_total", "lenet_batch_rows_sum"):
+            assert await service.value(name) == 3 * rows
+        assert device.rows == 3 * rows
 
 
-async def test_a_header_that_may_be_given_once_is_refused_when_it_is_given_twice(open_door):
-    async with open_door() as opened:
-        response = await opened.client.get("/info", headers=[("Authorization", "Bearer x")] * 2)
-        words = "authorization: got 2 fields, expected at most one"
-        assert error(response) == (400, "invalid_input", words)
+async def test_callers_of_one_batch_get_their_own_rows(opened, device, expected):
+    asked = [images(rows, seed) for seed, rows in enumerate((1, 2, 9, 1, 3, 1))]
+    async with opened() as service:
+        device.hold()
+        first = await service.begin()
+        await until(lambda: device.batches)
+        clients = [await service.begin(Ask(pixels)) for pixels in asked]
+        await service.until_waiting(sum(map(len, asked)))
+        device.release()
+        await service.end(first)
+        for client, pixels in zip(clients, asked, strict=True):
+            assert_answers(await service.end(client), expected(pixels), "3")
+        assert len(device.batches) < 1 + len(asked)
+        await service.assert_counted(ok=1 + len(asked))
 
 
-# Time
+# Refusals
 
 
-async def test_a_request_is_answered_when_its_deadline_passes_in_the_queue(open_door, hold):
-    async with open_door() as opened:
-        headers = {**BYTES, "X-Request-Timeout-Ms": "30"}
-        response = await opened.client.post("/predict", content=ONE, headers=headers)
-        assert error(response) == (504, "deadline_exceeded", "no answer within 30 ms")
-        hold.release()
-        assert await opened.outcomes() == {"deadline_exceeded": 1}
+@pytest.mark.parametrize(
+    ("named", "field", "words"),
+    [
+        ({"model": "vgg"}, "model", "model 'vgg' is not loaded, expected one of tiny"),
+        ({"version": "2"}, "version", "version '2' of model 'tiny' is not loaded, expected '3'"),
+    ],
+)
+@pytest.mark.parametrize("cut", [0, 1])
+async def test_an_unknown_model_is_named_whatever_else_is_wrong(
+    opened, door, device, named, field, words, cut
+):
+    async with opened() as service:
+        outcome = await service.ask(Ask(cut=cut, **named))
+        door.assert_refused(outcome, "unknown_model", words, field=field)
+        assert await service.counted("model") == {("none", "unknown_model"): 1}
+    assert device.rows == 0
 
 
-@pytest.mark.parametrize("pieces", [(), (ONE,), (bytes(300_000),)], ids=len)
-async def test_a_body_that_does_not_come_in_time_is_refused(open_door, pieces):
-    end = asyncio.Event()  # until then this client reads no answer
-    async with open_door() as opened:
-        body = slowly(*pieces, end=end)
-        headers = {**BYTES, "X-Request-Timeout-Ms": "100"}
-        post = asyncio.create_task(opened.client.post("/predict", content=body, headers=headers))
-        await opened.until({"body_timeout": 1})
-        end.set()
-        size = sum(map(len, pieces))
-        words = f"body: got {size} bytes in 0.1 s, expected the whole body"
-        assert error(await post) == (408, "body_timeout", words)
+BAD = {
+    "garbage": (Ask(garbage=True), "invalid_input", "content", ""),
+    "a byte too few": (Ask(cut=1), "invalid_input", "pixels", "got 783 bytes, expected"),
+    "an image too many": (Ask(images(5)), "too_large", "count", "got 5 images, expected at most 4"),
+}
 
 
-# Limits
+@pytest.mark.parametrize(("ask", "code", "field", "words"), BAD.values(), ids=BAD)
+async def test_a_bad_request_is_refused_in_the_same_words_and_the_next_is_answered(
+    opened, door, device, ask, code, field, words
+):
+    async with opened(max_images=4) as service:
+        outcome = await service.ask(ask)
+        door.assert_refused(outcome, code, words, field=field)
+        assert device.rows == 0
+        assert (await service.ask(Ask(images(4)))).version == "3"
+        await service.assert_counted(**{code: 1, "ok": 1})
 
 
-async def test_a_body_of_unknown_length_ends_at_the_limit(open_door):
-    async with open_door(max_body_bytes=10_000) as opened:
-        content = slowly(bytes(6000), bytes(6000), bytes(6000))
-        response = await opened.client.post("/predict", content=content, headers=BYTES)
-        words = "body: got more, expected at most 10000 bytes; send fewer images at a time"
-        assert error(response) == (413, "too_large", words)
-        assert await opened.outcomes() == {"too_large": 1}
+LARGE = Ask(images(60))
+"""47,040 bytes of pixels, 62,720 in base64."""
 
 
-async def test_a_full_queue_refuses_and_says_when_to_come_back(open_door, hold):
-    async with open_door(max_queue_rows=2, max_images=2, max_batch_rows=1) as opened:
-        posts = [
-            asyncio.create_task(opened.client.post("/predict", content=ONE * 2, headers=BYTES))
-        ]
-        await hold.begun()
-        posts.append(
-            asyncio.create_task(opened.client.post("/predict", content=ONE, headers=BYTES))
-        )
-        for _ in posts:
-            await hold.submitted()
-        response = await opened.client.post("/predict", content=ONE * 2, headers=BYTES)
-        assert error(response)[:2] == (429, "overloaded")
-        assert int(response.headers["retry-after"]) >= 1
-        hold.release()
-        assert [(await post).status_code for post in posts] == [200, 200]
+async def test_a_body_that_is_too_large_is_refused_before_it_has_come(opened, door, device):
+    async with opened(max_body_bytes=40_000) as service:
+        client = await service.begin(LARGE, held_back=40_000)
+        words = " bytes, expected at most 40000 bytes"
+        door.assert_refused(await service.end(client), "too_large", words, field="content")
+        await service.assert_counted(too_large=1)
+    assert device.rows == 0
 
 
-async def test_bodies_beyond_the_memory_for_all_of_them_are_refused(open_door):
-    end = asyncio.Event()
-    async with open_door(max_in_flight_bytes=1_000_000, max_body_bytes=700_000) as opened:
-        first = asyncio.create_task(
-            opened.client.post("/predict", content=slowly(bytes(600_000), end=end), headers=BYTES)
-        )
-        await until(lambda: opened.service.budget.held_bytes >= 600_000)
-        response = await opened.client.post("/predict", content=bytes(600_000), headers=BYTES)
-        assert error(response)[:2] == (429, "overloaded")
-        assert "in flight" in response.json()["error"]["message"]
-        end.set()
-        assert (await first).status_code == 400  # no multiple of 784
-        assert opened.service.budget.held_bytes == 0
+async def test_a_key_is_needed_where_there_are_keys(opened, door, device):
+    async with opened(api_keys=f"{KEY},{OTHER}") as service:
+        for wrong in ({}, bearer(KEY[:-1]), bearer("wrong"), {"authorization": f"Basic {KEY}"}):
+            outcome = await service.ask(Ask(headers=wrong))
+            door.assert_refused(
+                outcome, "unauthorized", "authorization: got ", field="authorization"
+            )
+            assert outcome.status == door.status("unauthorized")
+            assert KEY not in outcome.message
+        assert device.rows == 0
+        for right in (KEY, OTHER):
+            assert (await service.ask(Ask(headers=bearer(right)))).version == "3"
+        await service.assert_counted(unauthorized=4, ok=2)
 
 
-# The client leaves, the service stops
+async def test_a_queue_without_room_refuses_by_images_and_says_when_to_come_back(
+    opened, door, device
+):
+    async with opened(max_queue_rows=3, max_images=3) as service:
+        accepted = await service.fill(3)
+        for rows in (1, 3):
+            outcome = await service.ask(Ask(images(rows)))
+            words = f"3 images wait and {rows} more would pass the limit of 3"
+            door.assert_refused(outcome, "overloaded", words, retry_after_s=1)
+        device.release()
+        for client in accepted:
+            assert (await service.end(client)).version == "3"
+        assert (await service.ask(Ask(images(3)))).version == "3"
+        assert device.rows == 1 + 3 + 3
+        await service.assert_counted(overloaded=2, ok=3)
 
 
-@pytest.mark.parametrize("door", [one for one in DOORS if one != "ASGITransport"], indirect=True)
-@pytest.mark.parametrize("where", ["in its body", "in the queue"])
-async def test_a_request_whose_client_leaves_is_cancelled(open_door, hold, where):
-    async with open_door(max_batch_rows=1) as opened:
-        content = ONE if where == "in the queue" else slowly(bytes(300_000), end=asyncio.Event())
-        post = asyncio.create_task(opened.client.post("/predict", content=content, headers=BYTES))
-        if where == "in the queue":
-            await hold.begun()
-        else:
-            await until(lambda: opened.service.budget.held_bytes >= 300_000)
-        post.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await post
-        await opened.client.aclose()
-        await opened.until({"cancelled": 1})
-        assert opened.service.budget.held_bytes == 0
-        hold.release()
+async def test_a_body_that_memory_has_no_room_for_is_refused_until_there_is(opened, door, device):
+    async with opened(max_body_bytes=70_000, max_in_flight_bytes=80_000) as service:
+        client = await service.begin(LARGE, held_back=1)
+        await until(lambda: service.service.budget.held_bytes)
+        refused = await service.begin(LARGE, held_back=1)
+        outcome = await service.end(refused)
+        door.assert_refused(outcome, "overloaded", "", field="body", retry_after_s=1)
+        client.send_rest()
+        assert len((await service.end(client)).labels) == 60
+        assert (await service.ask(LARGE)).version == "3"
+        await service.assert_counted(overloaded=1, ok=2)
 
 
-# httpx gives a connection of HTTP/2 up at the first GOAWAY, which announces the stop.
-@pytest.mark.parametrize("door", ["HTTP/1.1", "uvicorn"], indirect=True)
-async def test_what_was_accepted_is_answered_when_the_server_stops(open_door, hold):
-    async with open_door() as opened:
-        post = asyncio.create_task(opened.client.post("/predict", content=ONE, headers=BYTES))
-        await hold.begun()
-        stopping = opened.stop()
-        end = asyncio.Event()
-        asyncio.get_running_loop().call_later(0.3, end.set)
-        await end.wait()
-        hold.release()
-        assert (await post).status_code == 200
-        await stopping
-        with pytest.raises(httpx.ConnectError):
-            await opened.client.get("/healthz")
+# Deadlines
+
+
+async def test_images_behind_others_are_dropped_at_their_deadline_and_not_computed(
+    opened, door, device
+):
+    async with opened() as service:
+        accepted = await service.fill(1)
+        outcome = await service.ask(Ask(images(2), timeout_ms=30))
+        door.assert_refused(outcome, "deadline_exceeded", "no answer within 30 ms")
+        device.release()
+        for client in accepted:
+            assert (await service.end(client)).version == "3"
+        assert device.rows == 2
+        assert await service.value("lenet_rows_dropped_total", reason="late") == 2
+        await service.assert_counted(deadline_exceeded=1, ok=2)
+
+
+@pytest.mark.parametrize("asked_ms", [None, 3_600_000])
+async def test_the_deadline_of_the_service_holds_whatever_is_asked_for(opened, door, asked_ms):
+    async with opened(request_timeout_ms=20) as service:
+        with service.without_contexts():
+            outcome = await service.ask(Ask(timeout_ms=asked_ms))
+        door.assert_refused(outcome, "deadline_exceeded", "no answer within 20 ms")
+        await service.assert_counted(deadline_exceeded=1)
+
+
+async def test_a_body_that_does_not_come_is_given_up_at_the_deadline(opened, door, device):
+    async with opened(request_timeout_ms=100) as service:
+        outcome = await service.end(await service.begin(held_back=100))
+        door.assert_refused(outcome, "body_timeout", " bytes in 0.1 s, expected", field="content")
+        await service.assert_counted(body_timeout=1)
+    assert device.rows == 0
+
+
+# Clients that leave
+
+
+async def test_images_of_a_client_that_leaves_are_not_computed(opened, door, device):
+    async with opened() as service:
+        accepted = await service.fill(1)
+        for gone, how in enumerate(door.transport.leaves, 1):
+            client = await service.begin(Ask(images(2)))
+            await service.until_waiting(3)
+            client.leave(how)
+            await service.until_waiting(1)
+            await service.assert_counted(cancelled=gone)
+        device.release()
+        for client in accepted:
+            assert (await service.end(client)).version == "3"
+        assert device.rows == 2
+        assert await service.value("lenet_rows_dropped_total", reason="cancelled") == 2 * gone
+        await service.assert_counted(cancelled=gone, ok=2)
+
+
+async def test_a_client_that_leaves_while_its_images_are_computed_is_counted_as_cancelled(
+    opened, door, device
+):
+    async with opened() as service:
+        device.hold()
+        for gone, how in enumerate(door.transport.leaves, 1):
+            client = await service.begin()
+            await until(lambda gone=gone: device.batches or gone > 1)
+            client.leave(how)
+            await service.assert_counted(cancelled=gone)
+        device.release()
+        assert (await service.ask()).version == "3"
+        await service.assert_counted(cancelled=gone, ok=1)
+
+
+async def test_a_client_that_leaves_amid_its_body_takes_no_memory_with_it(opened, door, device):
+    async with opened() as service:
+        for gone, how in enumerate(door.transport.leaves, 1):
+            client = await service.begin(held_back=100)
+            await until(lambda: service.service.budget.held_bytes)
+            client.leave(how)
+            await service.assert_counted(cancelled=gone)
+            await service.assert_idle()
+    assert device.rows == 0
+
+
+# Faults
+
+
+async def test_a_batch_that_fails_is_an_error_without_its_cause(opened, door, device, caplog):
+    async with opened() as service:
+        device.error = RuntimeError("CUDA error 700 in /srv/secret.py")
+        outcome = await service.ask()
+        door.assert_refused(outcome, "inference_failed", "")
+        assert "secret" not in outcome.message
+        assert "secret" in caplog.text
+        device.error = None
+        assert (await service.ask()).version == "3"
+        await service.assert_counted(inference_failed=1, ok=1)
+
+
+async def test_a_bug_is_logged_and_hidden(opened, door, monkeypatch, caplog):
+    def fail(*_):
+        raise RuntimeError("bug in /srv/secret.py")
+
+    async with opened() as service:
+        with monkeypatch.context() as patch:
+            patch.setattr(Batcher, "enqueue", fail)
+            outcome = await service.ask(Ask(headers={"x-request-id": "r1"}))
+        door.assert_refused(outcome, "internal", "internal error; see the server log")
+        (record,) = [record for record in caplog.records if record.exc_info]
+        assert "secret" in str(record.exc_info[1])
+        assert (await service.ask()).version == "3"
+        await service.assert_counted(internal=1, ok=1)
+
+
+# Versions
+
+
+async def test_each_answer_is_of_one_version_when_the_weights_change_amid_its_batches(
+    opened, device, write, expected
+):
+    pixels = images(10)
+    rows = {"3": expected(pixels), "4": expected(pixels, seed=1)}
+    async with opened() as service:
+
+        def version():
+            return service.service.models.get().version.version
+
+        device.hold()
+        clients, reloading = [], None
+        while version() == "3":  # while many images of version 3 wait, one batch after another
+            while service.waiting < 20:
+                clients.append(await service.begin(Ask(pixels)))
+                await until(lambda: len(clients) * 10 <= device.rows + service.waiting)
+            if reloading is None:
+                write("tiny/4", seed=1)
+                reloading = asyncio.create_task(service.service.models.reload())
+            device.hold(batches=1)
+            await asyncio.sleep(0)
+        clients.append(await service.begin(Ask(pixels)))
+        device.release()
+        outcomes = [await service.end(client) for client in clients]
+        assert [outcomes[0].version, outcomes[-1].version] == ["3", "4"]
+        for outcome in outcomes:
+            assert_answers(outcome, rows[outcome.version], outcome.version)
+        await reloading
+        assert (await service.ask(Ask(version="4"))).version == "4"
+        assert (await service.ask(Ask(version="3"))).version is None
+        await service.assert_counted(ok=len(clients) + 1, unknown_model=1)
+
+
+# Stops
+
+
+async def test_a_service_that_stops_says_it_is_not_ready_and_answers_on(opened):
+    async with opened() as service:
+        assert await service.is_ready()
+        service.service.models.ready = False  # as a stop begins
+        assert not await service.is_ready()
+        assert (await service.ask()).version == "3"
+
+
+@doors_that("stop")
+async def test_a_stop_answers_what_was_accepted_and_takes_no_more(opened, device):
+    async with opened() as service:
+        accepted = await service.fill(2)
+        half_sent = await service.begin(held_back=100)
+        await until(lambda: service.service.budget.held_bytes)
+        service.stop()
+        await service.until_refused()
+        assert not service.service.models.ready
+        device.release()
+        half_sent.send_rest()
+        for client in (*accepted, half_sent):
+            assert (await service.end(client)).version == "3"
+        await service.serving
+        await service.assert_counted(ok=3)
+
+
+@doors_that("give up")
+async def test_what_a_stop_has_no_time_for_is_sent_elsewhere(opened, door, device):
+    async with opened(drain_timeout_s=0) as service:
+        clients = [*await service.fill(2), await service.begin(held_back=100)]
+        await until(lambda: service.service.budget.held_bytes)
+        service.stop()
+        for client in clients:
+            words = "the service stopped before the answer; send this to another instance"
+            outcome = await service.end(client)
+            door.assert_refused(outcome, "unavailable", words, retry_after_s=1)
+        device.release()
+        await service.serving
+        await service.assert_counted(unavailable=3)
+
+
+# Ids
+
+
+IDS = {"x-request-id": "r1", "traceparent": f"00-{'4b' * 16}-{'0a' * 8}-01"}
+
+
+async def test_an_answer_returns_the_id_of_its_request_where_there_are_headers(opened, door):
+    async with opened() as service:
+        outcome = await service.ask(Ask(headers=IDS))
+        assert outcome.headers.get("x-request-id") == door.form.returned_id("r1")
+
+
+@doors_that("log")
+async def test_the_ids_of_a_request_are_in_its_line_of_the_access_log(opened, door, capfd):
+    printed = []
+
+    def lines():
+        printed.append(capfd.readouterr().out)
+        return [json.loads(line) for line in "".join(printed).splitlines()]
+
+    async with opened(access_log="json", access_log_probes="off") as service:
+        await service.ask(Ask(headers=IDS))
+        await until(lines)
+        (line,) = lines()
+        assert (line["protocol"], line["status"]) == (door.form.protocol, door.status("ok"))
+        found = [line[name] for name in ("request_id", "trace_id", "span_id")]
+        assert found == ["r1", "4b" * 16, "0a" * 8]

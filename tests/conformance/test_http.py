@@ -1,0 +1,326 @@
+"""Promises of HTTP alone, by each server of HTTP: our own, and others."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import Counter
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import orjson
+import pytest
+import uvicorn
+
+from service.assembly import open_service
+from service.process.listener import listen
+from service.settings import Settings
+from service.transport.door import HttpService
+from service.transport.server import HttpServer
+from tests.service.http.conftest import settled
+from tests.service_process import PATIENCE_S
+
+DOORS = ("HTTP/1.1", "HTTP/2", "uvicorn", "ASGITransport")
+
+
+@dataclass
+class Opened:
+    """A service behind a door, and a client of it."""
+
+    service: Any
+    client: httpx.AsyncClient
+
+    async def outcomes(self):
+        """How many requests ended in each way."""
+        text = (await self.service.metrics.exposition()).decode()
+        found = re.findall(
+            r'^lenet_requests_total\{.*outcome="(\w+)".*\} (\d+)', text, re.MULTILINE
+        )
+        counts = Counter()
+        for outcome, count in found:
+            counts[outcome] += int(count)
+        return +counts
+
+    async def until(self, outcomes):
+        """Wait until requests have ended so, and in no other way."""
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.outcomes() != outcomes:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+def _wire(service):
+    door = HttpService(service.fast_routes, service.budget, gate=service.gate)
+    return HttpServer(service.app, door, PATIENCE_S)
+
+
+def _uvicorn(service):
+    return uvicorn.Server(
+        uvicorn.Config(service.asgi, lifespan="off", log_config=None, server_header=False)
+    )
+
+
+@asynccontextmanager
+async def _served(server, **versions):
+    (listener,) = listen("127.0.0.1", 0)
+    with listener:
+        listener.listen()
+        port = listener.getsockname()[1]
+        serving = asyncio.create_task(server.serve(sockets=[listener]))
+        url = f"http://127.0.0.1:{port}"
+        transport = httpx.AsyncHTTPTransport(**versions)
+        try:
+            yield httpx.AsyncClient(base_url=url, transport=transport, timeout=PATIENCE_S)
+        finally:
+            server.should_exit = True
+            await serving
+
+
+@asynccontextmanager
+async def _called(service):
+    transport = httpx.ASGITransport(service.asgi, raise_app_exceptions=False)
+    url = "http://127.0.0.1"
+    yield httpx.AsyncClient(base_url=url, transport=transport, timeout=PATIENCE_S)
+
+
+_OPEN = {
+    "HTTP/1.1": lambda service: _served(_wire(service)),
+    "HTTP/2": lambda service: _served(_wire(service), http1=False, http2=True),
+    "uvicorn": lambda service: _served(_uvicorn(service)),
+    "ASGITransport": _called,
+}
+
+
+@pytest.fixture
+def open_doors(folder, write):
+    """`open_doors("uvicorn", max_images=2)`: a context with an `Opened` for each door, by name.
+
+    When it is left, nothing of any request is held any more, however it ended.
+    """
+    write("tiny/3")
+
+    @asynccontextmanager
+    async def open_(*doors, **changes):
+        options = {"weights": folder, "default_model": "tiny", "max_batch_rows": 4, **changes}
+        async with open_service(Settings(device="cpu", **options), grpc_port=0) as service:
+            async with AsyncExitStack() as stack:
+                opened = {}
+                for door in doors:
+                    client = await stack.enter_async_context(_OPEN[door](service))
+                    opened[door] = Opened(service, await stack.enter_async_context(client))
+                yield opened
+            await settled(service)
+
+    return open_
+
+
+@pytest.fixture(params=DOORS)
+def door(request):
+    return request.param
+
+
+@pytest.fixture
+def open_door(door, open_doors):
+    """`open_door(max_images=2)`: a context with the `Opened` of the door that is tested."""
+
+    @asynccontextmanager
+    async def open_(**changes):
+        async with open_doors(door, **changes) as opened:
+            yield opened[door]
+
+    return open_
+
+
+RAW = "application/octet-stream"
+BYTES = {"Content-Type": RAW}
+ONE = bytes(784)
+INFER, TENSORFLOW = "/v2/models/tiny/infer", "/v1/models/tiny:predict"
+KEY, ADMIN = "a-key-that-nobody-knows", "an-administrators-key"
+
+
+async def slowly(*pieces, end=None):
+    """A body of unknown length in `pieces`, which is complete once `end` is set."""
+    for piece in pieces:
+        yield piece
+        await asyncio.sleep(0)
+    if end is not None:
+        await end.wait()
+
+
+def error(response):
+    """Status, code and message of an answer that is an error."""
+    assert response.headers["content-type"] == "application/json"
+    found = response.json()["error"]
+    return response.status_code, found["code"], found["message"]
+
+
+# Answers
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "headers"),
+    [
+        ("/predict", ONE, BYTES),
+        ("/explain", ONE, BYTES),
+        (INFER, ONE, {"Inference-Header-Content-Length": "0"}),
+        (TENSORFLOW, orjson.dumps({"instances": [[0] * 784]}), {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+async def test_an_answer_has_its_body_its_version_and_its_times(open_door, path, body, headers):
+    async with open_door() as opened:
+        for content in (body, slowly(body[:100], body[100:])):
+            response = await opened.client.post(path, content=content, headers=headers)
+            assert response.status_code == 200, response.text
+            assert response.headers["x-model-version"] == "3"
+            assert response.headers["server-timing"].startswith("decode;dur=")
+            assert int(response.headers["content-length"]) == len(response.content)
+        assert await opened.outcomes() == ({} if path == "/explain" else {"ok": 2})
+
+
+async def test_large_bodies_and_large_answers_are_whole(open_door):
+    rows = 1000
+    images = (bytes(range(256)) * rows * 4)[: 784 * rows]
+    pieces = [images[at : at + 99_999] for at in range(0, len(images), 99_999)]
+    async with open_door(max_batch_rows=64) as opened:
+        answers = []
+        for content in (images, slowly(*pieces)):
+            response = await opened.client.post("/predict", content=content, headers=BYTES)
+            assert response.status_code == 200
+            assert int(response.headers["content-length"]) == len(response.content)
+            answers.append(response.json()["predictions"])
+        one = await opened.client.post("/predict", content=images[-784:], headers=BYTES)
+    assert [len(answer) for answer in answers] == [rows, rows]
+    assert answers[0] == answers[1]
+    assert answers[0][-1]["label"] == one.json()["predictions"][0]["label"]
+
+
+ORIGIN = "https://a.example"
+SAME = {
+    "request id": ("GET", "/healthz", {"X-Request-Id": "abc"}, b"", 200),
+    "another origin": (
+        "GET",
+        "/info",
+        {"Origin": ORIGIN, "Authorization": f"Bearer {KEY}"},
+        b"",
+        200,
+    ),
+    "an origin that may not": ("GET", "/healthz", {"Origin": "https://b.example"}, b"", 200),
+    "preflight": (
+        *("OPTIONS", "/predict", {"Origin": ORIGIN, "Access-Control-Request-Method": "POST"}),
+        *(b"", 200),
+    ),
+    "options": ("OPTIONS", "/predict", {"Authorization": f"Bearer {KEY}"}, b"", 204),
+    "head": ("HEAD", "/v2/health/ready", {}, b"", 200),
+    "page": ("GET", "/", {"Accept": "text/html"}, b"", 200),
+    "document": ("GET", "/openapi.json", {}, b"", 200),
+    "metadata": ("GET", "/v2/models/tiny", {"Authorization": f"Bearer {KEY}"}, b"", 200),
+    "no key": ("POST", "/predict", BYTES, ONE, 401),
+    "no key of v2": ("POST", INFER, {}, ONE, 401),
+    "a wrong key": ("GET", "/info", {"Authorization": "Bearer x"}, b"", 401),
+    "a key that may not": (
+        "POST",
+        "/v2/repository/index",
+        {"Authorization": f"Bearer {KEY}"},
+        b"",
+        403,
+    ),
+    "an administrator": (
+        "POST",
+        "/v2/repository/index",
+        {"Authorization": f"Bearer {ADMIN}"},
+        b"",
+        200,
+    ),
+}
+WRONG = {
+    "parameter": ("/predict?colour=red", {}, ONE, 400),
+    "choice": ("/predict?digits=two", {}, ONE, 400),
+    "parameters": ("/predict?" + "&" * 100, {}, ONE, 400),
+    "timeout": ("/predict", {"X-Request-Timeout-Ms": "0"}, ONE, 400),
+    "coding": ("/predict", {"Content-Encoding": "gzip"}, ONE, 415),
+    "type": ("/predict", {"Content-Type": "text/plain"}, ONE, 415),
+    "length": ("/predict", {}, ONE[1:], 400),
+    "nothing": ("/predict", {}, b"", 400),
+    "model": ("/predict?model=none", {}, ONE, 404),
+    "images": ("/predict", {}, bytes(784 * 5), 413),
+    "body": ("/predict", {}, bytes(784 * 14), 413),
+    "tensors": (INFER, {}, b"{", 400),
+    "tensors of too many bytes": (INFER, {}, bytes(10_001), 413),
+    "instances": (TENSORFLOW, {}, b"{}", 400),
+    "model of v2": ("/v2/models/none/infer", {}, b"{}", 404),
+    "header of v2": (INFER, {"Inference-Header-Content-Length": "x"}, ONE, 400),
+    "index": ("/explain?index=5", {}, ONE, 400),
+    "path": ("/predicts", {}, ONE, 404),
+    "line break": ("/predict%0A", {}, ONE, 404),
+    "method": ("/info", {}, ONE, 405),
+    "method of v2": ("/v2", {}, ONE, 405),
+}
+OWN = ("date", "connection", "server-timing", "content-encoding", "content-length")
+"""Headers in which answers differ from time to time, and those of the server."""
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "headers", "body", "status"),
+    [
+        *(pytest.param(*row, id=name) for name, row in SAME.items()),
+        *(
+            pytest.param(
+                *("POST", path, {**BYTES, "Authorization": f"Bearer {KEY}", **headers}),
+                *(body, status),
+                id=name,
+            )
+            for name, (path, headers, body, status) in WRONG.items()
+        ),
+    ],
+)
+async def test_status_headers_and_words_are_the_same_by_every_door(
+    open_doors, method, path, headers, body, status
+):
+    settings = {"max_images": 4, "max_body_bytes": 10_000, "cors_origins": ORIGIN}
+    answers = {}
+    async with open_doors(*DOORS, api_keys=KEY, admin_keys=ADMIN, **settings) as opened:
+        for door, one in opened.items():
+            response = await one.client.request(method, path, content=body, headers=headers)
+            kept = {name: text for name, text in response.headers.items() if name not in OWN}
+            answers[door] = response.status_code, kept, response.content
+    assert answers["HTTP/1.1"][0] == status
+    for door, answer in answers.items():
+        assert answer == answers["HTTP/1.1"], door
+
+
+async def test_a_header_that_may_be_given_once_is_refused_when_it_is_given_twice(open_door):
+    async with open_door() as opened:
+        response = await opened.client.get("/info", headers=[("Authorization", "Bearer x")] * 2)
+        words = "authorization: got 2 fields, expected at most one"
+        assert error(response) == (400, "invalid_input", words)
+
+
+# Time
+
+
+@pytest.mark.parametrize("pieces", [(), (ONE,), (bytes(300_000),)], ids=len)
+async def test_a_body_that_does_not_come_in_time_is_refused(open_door, pieces):
+    end = asyncio.Event()  # until then this client reads no answer
+    async with open_door() as opened:
+        body = slowly(*pieces, end=end)
+        headers = {**BYTES, "X-Request-Timeout-Ms": "100"}
+        post = asyncio.create_task(opened.client.post("/predict", content=body, headers=headers))
+        await opened.until({"body_timeout": 1})
+        end.set()
+        size = sum(map(len, pieces))
+        words = f"body: got {size} bytes in 0.1 s, expected the whole body"
+        assert error(await post) == (408, "body_timeout", words)
+
+
+# Limits
+
+
+async def test_a_body_of_unknown_length_ends_at_the_limit(open_door):
+    async with open_door(max_body_bytes=10_000) as opened:
+        content = slowly(bytes(6000), bytes(6000), bytes(6000))
+        response = await opened.client.post("/predict", content=content, headers=BYTES)
+        words = "body: got more, expected at most 10000 bytes; send fewer images at a time"
+        assert error(response) == (413, "too_large", words)
+        assert await opened.outcomes() == {"too_large": 1}
