@@ -230,20 +230,19 @@ async def open_service(
 
 @contextmanager
 def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
-    """Chooses the requests to trace and sends their spans; None if tracing is off."""
+    """Samples requests and exports their spans; None if tracing is off."""
     url = settings.traces_endpoint
     if not url:
         yield None
         return
-    from service.observe import otlp  # needs an extra
+    from service.observe import spans  # needs an extra
 
-    traces = Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3)
-    scheme = "http" if settings.certificate is None else "https"
-    encoder = otlp.Encoder({"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}, scheme)
     chosen = f"one request in {settings.traces_one_in}" if settings.traces_one_in else "none"
     _log.info("traces to %s: %s, besides what callers, faults and slowness choose", url, chosen)
-    with otlp.sent(traces, encoder, url, version):
-        yield traces
+    statuses: spans.Statuses = {"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}
+    scheme = "http" if settings.certificate is None else "https"
+    with spans.exported(url, version, statuses, scheme) as made:
+        yield Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3, made)
 
 
 def _decoder_count(settings: Settings) -> int:

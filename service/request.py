@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
@@ -38,7 +38,10 @@ from service.errors import (
 from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
 from service.observe.metrics import NO_MODEL, Metrics, Transport
-from service.observe.traces import Batch, Ended, Operation, Span, Traces, new_span
+from service.observe.traces import Batch, Ended, Operation, Parent, Traces
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import SpanContext
 
 _log = logging.getLogger(__name__)
 
@@ -89,7 +92,7 @@ class Wanted:
     timeout_s: float
     operation: Operation
     """What is asked for, in traces."""
-    parent: Span | None = None
+    parent: Parent | None = None
     """The caller's span."""
     length: int | None = None
     """Bytes of the body, if that is known."""
@@ -297,16 +300,16 @@ class Request(Work):
         """Count the answer."""
         self._requests.metrics.predicted(self._requests.protocol, self._model, times_s)
 
-    def batch_span(self, traces: Traces) -> Span | None:
+    def batch_span(self, traces: Traces) -> SpanContext | None:
         """The batch that the images were computed in, in traces; None if there were several."""
         batch = self.batch
         if (result := batch.result) is None:
             return None
-        span: Span | None = batch.encoded.get("span")
+        span: SpanContext | None = batch.encoded.get("span")
         if span is None:
-            span = batch.encoded["span"] = new_span()
             sizes = self.batch_rows, result.computed_rows, batch.reason, result.device_s
-            traces.add(Batch(span, self._model, *sizes, self.first_cut_s, self.answered_s))
+            of = Batch(self._model, *sizes, self.first_cut_s, self.answered_s)
+            span = batch.encoded["span"] = traces.spans.batch(of)
         return span
 
     # From the decoded body to the answer.
@@ -390,13 +393,13 @@ class Request(Work):
             now_s - self._started_s,
         )
         self.count(times_s)
-        if self._requests.traces is not None:
-            steps_s = self._decoding_began_s, self.arrived_s, cut_s, self.answered_s, began_s
-            self._trace(self._requests.traces, "", now_s, steps_s)
         if nvtx.active:
             nvtx.end(self._range)
         self.done = True
         self.reply(content, rest, times_s)
+        if self._requests.traces is not None:
+            steps_s = self._decoding_began_s, self.arrived_s, cut_s, self.answered_s, began_s
+            self._trace(self._requests.traces, "", now_s, steps_s)
 
     # Deadline, memory, and other ends.
 
@@ -504,7 +507,7 @@ class Request(Work):
             if traces.wants(parent, code, now_s - began_s):
                 rows, batch = (self.rows, self.batch_span(traces)) if steps_s else (0, None)
                 of = self._requests.protocol, operation, parent, self._model, rows
-                traces.add(Ended(*of, code, began_s, now_s, steps_s, batch))
+                traces.spans.request(Ended(*of, code, began_s, now_s, steps_s), batch)
         except Exception:  # noqa: BLE001 - its client is answered all the same
             _log.exception("a request was not traced")
 

@@ -242,10 +242,10 @@ class Settings(BaseSettings):
     def _check_endpoint(cls, url: str) -> str:
         if url and not set(url) & _PRIVATE and not _COLLECTOR.fullmatch(url):
             raise ValueError("expected a URL with a path, as http://collector:4318/v1/traces")
-        if url and not _is_installed("opentelemetry.proto.trace"):
+        if url and not _is_installed("opentelemetry.exporter.otlp.proto.http"):
             raise ValueError(
-                "it needs OpenTelemetry's messages, which are not installed: "
-                "python -m pip install opentelemetry-proto"
+                "it needs OpenTelemetry's SDK, which is not installed: "
+                "python -m pip install opentelemetry-exporter-otlp-proto-http"
             )
         return url
 

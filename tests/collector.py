@@ -28,7 +28,7 @@ def attributes(owner):
 
 
 class Collector:
-    """`resources`, `spans` and the `headers` of what came; `refuses` so many spans of each.
+    """`resources`, `spans` and the `headers` of what came.
 
     `taken_bytes`: how much of an answer without end the service took.
     """
@@ -36,7 +36,7 @@ class Collector:
     def __init__(self, port):
         self.url = f"http://127.0.0.1:{port}/v1/traces"
         self.resources, self.spans, self.headers = [], [], []
-        self.refuses = self.taken_bytes = 0
+        self.taken_bytes = 0
 
     def take(self, path, headers, body):
         assert path == "/v1/traces"
@@ -46,9 +46,7 @@ class Collector:
             self.resources.append(attributes(resource.resource))
             for scope in resource.scope_spans:
                 self.spans += scope.spans
-        answer = ExportTraceServiceResponse()
-        answer.partial_success.rejected_spans = self.refuses
-        return answer.SerializeToString()
+        return ExportTraceServiceResponse().SerializeToString()
 
     def wait_for(self, count, name):
         """The spans called `name`, when there are so many. More must not come within a second."""
@@ -69,8 +67,11 @@ class Collector:
 
 
 @contextlib.contextmanager
-def collector(port=0, moved_to=None, endless=False):
-    """`moved_to`: every request is redirected there. `endless`: no answer ends below 64 MiB."""
+def collector(port=0, moved_to=None, endless=False, status=200):
+    """`moved_to`: every request is redirected there. `endless`: no answer ends below 64 MiB.
+
+    `status`: of every answer.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self):
@@ -81,7 +82,7 @@ def collector(port=0, moved_to=None, endless=False):
                 self.end_headers()
                 return
             answer = found.take(self.path, dict(self.headers), body)
-            self.send_response(200)
+            self.send_response(status)
             self.end_headers()
             self.wfile.write(answer)
             while endless and found.taken_bytes < ENDLESS_BYTES:

@@ -1,22 +1,25 @@
-"""Which requests OpenTelemetry gets spans of, and what is kept of them until a thread makes these.
+"""Which requests OpenTelemetry gets spans of, and what these are made of.
 
-At most `MOST_WAITING` requests and batches wait, the newer ones are dropped. Spans are made after
-the answer, of clock readings that it has anyway: on the event loop a request that is traced costs a
-few microseconds, any other a comparison.
+Spans are made after the answer, of clock readings that it has anyway: an untraced request costs a
+comparison.
 """
 
 from __future__ import annotations
 
 import math
-import random
-from collections import deque
+import time
 from collections.abc import Mapping
-from typing import NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from service.observe.ids import TRACEPARENT, Ids
 from service.observe.metrics import ModelKey, Transport
 
-MOST_WAITING = 1024
+if TYPE_CHECKING:
+    from service.observe.spans import Spans
+
+MOST_A_SECOND = 500
+"""Maximum number of traced requests of a worker in a second, each of which costs 0.2 ms: callers
+set the flag, and a fault may reach every request."""
 _MOST_PATH_CHARACTERS = 256
 
 FAULTS = frozenset(("internal", "inference_failed", "unavailable", "deadline_exceeded"))
@@ -29,13 +32,13 @@ _MOST_STATE_CHARACTERS = 512
 _SAMPLED = 1
 
 
-class Span(NamedTuple):
-    """W3C's ids of a span, 16 and 8 bytes; of a caller's also its flag and its `tracestate`."""
+class Parent(NamedTuple):
+    """The caller's span: W3C's ids of 16 and 8 bytes, its flag and its `tracestate`."""
 
     trace_id: bytes
     span_id: bytes
-    sampled: bool = True
-    state: str = ""
+    sampled: bool
+    state: str
 
 
 Operation: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
@@ -57,7 +60,6 @@ def grpc_operation(method: str) -> Operation:
 class Batch(NamedTuple):
     """A batch that a traced request was computed in. Seconds are on the monotonic clock."""
 
-    span: Span
     model: ModelKey
     rows: int
     computed_rows: int
@@ -74,7 +76,7 @@ class Ended(NamedTuple):
 
     protocol: Transport
     operation: Operation
-    parent: Span | None
+    parent: Parent | None
     model: ModelKey
     rows: int
     code: str
@@ -84,25 +86,28 @@ class Ended(NamedTuple):
     steps_s: tuple[float, ...] = ()
     """When decoding began, the request was queued, its first rows were cut, its last were answered
     and encoding began."""
-    batch: Span | None = None
-    """The batch with all of its rows, if there was one."""
 
 
 class Traces:
-    """Chooses the requests, and keeps what is known of them.
+    """Samples requests and makes their `spans`.
 
-    A request is chosen by the flag of its caller, or without one if it is the next of `one_in`
-    (0: never). One that ends with one of `FAULTS`, or takes longer than `slower_s`, always is.
+    A request is sampled by its caller's flag, or without one if it is the next of `one_in` (0:
+    never). One that ends with one of `FAULTS`, or takes longer than `slower_s`, always is. Beyond
+    `MOST_A_SECOND` none is.
     """
 
-    def __init__(self, one_in: int, slower_s: float) -> None:
+    def __init__(self, one_in: int, slower_s: float, spans: Spans) -> None:
         self._one_in = self._left = one_in or math.inf
         self._slower_s = slower_s
-        self._waiting: deque[Ended | Batch] = deque()
-        self._dropped = 0
+        self.spans = spans
+        self._second_ends_s = 0.0
+        self._left_in_second = 0
 
-    def wants(self, parent: Span | None, code: str, took_s: float) -> bool:
+    def wants(self, parent: Parent | None, code: str, took_s: float) -> bool:
         """Whether a request is traced that ended with `code`, an error's or ""."""
+        return self._is_sampled(parent, code, took_s) and self._is_below_limit()
+
+    def _is_sampled(self, parent: Parent | None, code: str, took_s: float) -> bool:
         if parent is None:
             self._left -= 1
             if self._left <= 0:
@@ -112,30 +117,15 @@ class Traces:
             return True
         return took_s > self._slower_s or code in FAULTS
 
-    def add(self, ended: Ended | Batch) -> None:
-        """Keep it for the thread that makes the spans."""
-        if len(self._waiting) < MOST_WAITING:
-            self._waiting.append(ended)
-        else:
-            self._dropped += 1
-
-    def take(self) -> tuple[list[Ended | Batch], int]:
-        """The requests and batches since the last call, and how many were dropped.
-
-        Called by the sender's thread.
-        """
-        taken = [self._waiting.popleft() for _ in range(len(self._waiting))]
-        dropped, self._dropped = self._dropped, 0
-        return taken, dropped
+    def _is_below_limit(self) -> bool:
+        now_s = time.monotonic()
+        if now_s >= self._second_ends_s:
+            self._second_ends_s, self._left_in_second = now_s + 1, MOST_A_SECOND
+        self._left_in_second -= 1
+        return self._left_in_second >= 0
 
 
-def new_span(trace_id: bytes | None = None) -> Span:
-    """A span of a trace, or of a new one."""
-    ids = random.getrandbits(192).to_bytes(24, "big")
-    return Span(trace_id or ids[:16], ids[16:])
-
-
-def parent_of(headers: Mapping[str, str]) -> Span | None:
+def parent_of(headers: Mapping[str, str]) -> Parent | None:
     """The caller's span, None without one; names of headers are in lower case."""
     if TRACEPARENT not in headers:
         return None
@@ -147,4 +137,4 @@ def parent_of(headers: Mapping[str, str]) -> Span | None:
         return None
     state = headers.get(_TRACESTATE, "")
     sampled = bool(int(ids[2], 16) & _SAMPLED)
-    return Span(trace_id, span_id, sampled, state if len(state) <= _MOST_STATE_CHARACTERS else "")
+    return Parent(trace_id, span_id, sampled, state if len(state) <= _MOST_STATE_CHARACTERS else "")

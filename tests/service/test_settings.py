@@ -130,7 +130,9 @@ def test_a_port_that_a_service_of_kubernetes_sets_is_explained(monkeypatch, name
 
 
 def test_traces_need_their_extra(monkeypatch):
-    monkeypatch.delitem(sys.modules, "opentelemetry.proto.trace", raising=False)
-    monkeypatch.setitem(sys.modules, "opentelemetry.proto", None)  # as if it were not installed
-    with pytest.raises(ValidationError, match="python -m pip install opentelemetry-proto"):
+    for name in [name for name in sys.modules if name.startswith("opentelemetry.exporter.otlp")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "opentelemetry.exporter.otlp", None)  # as if not installed
+    command = "python -m pip install opentelemetry-exporter-otlp-proto-http"
+    with pytest.raises(ValidationError, match=command):
         Settings(traces_endpoint="http://collector:4318/v1/traces")

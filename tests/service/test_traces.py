@@ -1,7 +1,7 @@
 from __future__ import annotations
 
-import logging
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -12,23 +12,22 @@ from threading import Thread
 
 import grpc
 import pytest
-from opentelemetry.proto.trace.v1.trace_pb2 import ScopeSpans, Status
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
+from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from service.errors import ServiceError
+from service.errors import ExitCode, ServiceError
 from service.forms import open_inference_pb2 as pb
-from service.observe import otlp
+from service.observe import spans
 from service.observe.metrics import NO_MODEL
 from service.observe.traces import (
     FAULTS,
-    MOST_WAITING,
+    MOST_A_SECOND,
     Batch,
     Ended,
-    Span,
+    Parent,
     Traces,
     grpc_operation,
     http_operation,
-    new_span,
     parent_of,
 )
 from service.transport.answer import STATUS
@@ -37,7 +36,7 @@ from tests.collector import ENDLESS_BYTES, attributes, collector
 from tests.service_process import PATIENCE_S
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-SAMPLED, UNSAMPLED = (Span(bytes(16), bytes(8), sampled) for sampled in (True, False))
+SAMPLED, UNSAMPLED = (Parent(b"t" * 16, b"p" * 8, sampled, "a=1") for sampled in (True, False))
 
 
 # What is chosen.
@@ -89,7 +88,7 @@ def test_a_tracestate_that_is_too_long_is_left_out():
 def test_the_caller_decides_else_one_in_n_and_what_is_slow_or_fails_is_always_chosen(
     one_in, parent, code, took_s, chosen
 ):
-    traces = Traces(one_in, slower_s=0.5)
+    traces = Traces(one_in, 0.5, None)
     assert [traces.wants(parent, code, took_s) for _ in chosen] == chosen
 
 
@@ -106,45 +105,54 @@ def test_every_error_has_a_status_in_spans():
     assert STATUS_NAMES["invalid_input"] == "INVALID_ARGUMENT"
 
 
-def test_what_waits_is_bounded_and_what_was_dropped_is_counted():
-    traces = Traces(1, 1.0)
-    for number in range(MOST_WAITING + 3):
-        traces.add(number)
-    assert traces.take() == (list(range(MOST_WAITING)), 3)
-    assert traces.take() == ([], 0)
+def test_no_more_than_the_limit_are_chosen_in_a_second(monkeypatch):
+    now_s = 100.0
+    monkeypatch.setattr("time.monotonic", lambda: now_s)
+    traces = Traces(1, 1.0, None)
+    for now_s in (100.0, 100.9, 101.0, 150.0):
+        chosen = sum(traces.wants(SAMPLED, "internal", 9.0) for _ in range(2 * MOST_A_SECOND))
+        assert chosen == (0 if now_s == 100.9 else MOST_A_SECOND)
 
 
-# What is made of it.
+# What is made of it, as a collector reads it.
 
-ENCODER = otlp.Encoder({"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}, "https")
-CLOCK_NS = 1_700_000_000 * 10**9
+STATUSES = {"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}
 STEPS_S = 1.001, 1.002, 1.004, 1.008, 1.016
 PREDICT = http_operation("POST", "/v1/models/{model}:predict", "/v1/models/lenet:predict")
 INFER = grpc_operation("a.B/C")
+BATCH = Batch(("lenet", "3"), 5, 8, "idle", 25e-6, 1.0, 2.0)
+CALL = Ended("grpc", INFER, None, ("lenet", "1"), 1, "", 1.0, 2.0)
 
 
-def spans_of(*ended):
-    spans = ScopeSpans()
-    for one in ended:
-        ENCODER.add(one, CLOCK_NS, spans)
-    for span in spans.spans:
-        assert len(span.trace_id) == 16
-        assert len(span.span_id) == 8
-    return list(spans.spans)
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith("OTEL_")]:
+        monkeypatch.delenv(name)
+
+
+def exported(url):
+    return spans.exported(url, "1.2", STATUSES, "https")
+
+
+def spans_of(*requests, batch=None):
+    with collector() as found:
+        with exported(found.url) as made:
+            of = None if batch is None else made.batch(batch)
+            for ended in requests:
+                made.request(ended, of)
+        return found.spans  # those of the last export too
 
 
 def seconds(span):
-    return [
-        round((ns - CLOCK_NS) / 1e9, 6)
-        for ns in (span.start_time_unix_nano, span.end_time_unix_nano)
-    ]
+    """Its times on the monotonic clock."""
+    clock_ns = time.time_ns() - time.monotonic_ns()
+    times_ns = span.start_time_unix_nano, span.end_time_unix_nano
+    return [pytest.approx((ns - clock_ns) / 1e9, abs=1e-4) for ns in times_ns]
 
 
-def test_an_answer_has_a_span_and_one_for_each_stage():
-    parent, batch = Span(b"t" * 16, b"p" * 8, True, "a=1"), new_span()
-    root, *stages = spans_of(
-        Ended("http", PREDICT, parent, ("lenet", "3"), 2, "", 1.0, 1.032, STEPS_S, batch)
-    )
+def test_an_answer_has_a_span_one_for_each_stage_and_a_link_to_its_batch():
+    ended = Ended("http", PREDICT, SAMPLED, ("lenet", "3"), 2, "", 1.0, 1.032, STEPS_S)
+    batch, root, *stages = spans_of(ended, batch=BATCH)
     assert (root.name, root.kind) == ("POST /v1/models/{model}:predict", OtlpSpan.SPAN_KIND_SERVER)
     assert (root.trace_id, root.parent_span_id, root.trace_state) == (b"t" * 16, b"p" * 8, "a=1")
     assert root.status.code == Status.STATUS_CODE_UNSET
@@ -170,6 +178,16 @@ def test_an_answer_has_a_span_and_one_for_each_stage():
     links = {span.name: [(link.trace_id, link.span_id) for link in span.links] for span in stages}
     assert links.pop("compute") == [(batch.trace_id, batch.span_id)]
     assert not any(links.values())
+    assert (batch.name, batch.parent_span_id, seconds(batch)) == ("batch", b"", [1.0, 2.0])
+    assert batch.trace_id != root.trace_id
+    assert attributes(batch) == {
+        "lenet.model": "lenet",
+        "lenet.model_version": "3",
+        "lenet.rows": 5,
+        "lenet.computed_rows": 8,
+        "lenet.cut_reason": "idle",
+        "lenet.device_us": 25.0,
+    }
 
 
 @pytest.mark.parametrize(
@@ -182,32 +200,18 @@ def test_an_answer_has_a_span_and_one_for_each_stage():
     ],
 )
 def test_an_error_has_one_span_with_its_code(code, http, rpc, status):
-    for protocol, operation, key, expected in (
+    ways = (
         ("http", PREDICT, "http.response.status_code", http),
         ("grpc", INFER, "rpc.response.status_code", rpc),
-    ):
-        (span,) = spans_of(Ended(protocol, operation, None, NO_MODEL, 0, code, 1.0, 2.0))
+    )
+    made = spans_of(*(Ended(*way[:2], None, NO_MODEL, 0, code, 1.0, 2.0) for way in ways))
+    for span, (*_, key, expected) in zip(made, ways, strict=True):
         found = attributes(span)
         assert (found[key], found["error.type"]) == (expected, code)
         assert "lenet.model" not in found
         assert span.status.code == status
         assert (span.parent_span_id, span.trace_state) == (b"", "")
     assert (span.name, found["rpc.system.name"], found["rpc.method"]) == ("a.B/C", "grpc", "a.B/C")
-
-
-def test_a_batch_has_a_trace_of_its_own():
-    of = new_span()
-    (span,) = spans_of(Batch(of, ("lenet", "3"), 5, 8, "idle", 25e-6, 1.0, 2.0))
-    assert (span.name, span.trace_id, span.span_id) == ("batch", of.trace_id, of.span_id)
-    assert seconds(span) == [1.0, 2.0]
-    assert attributes(span) == {
-        "lenet.model": "lenet",
-        "lenet.model_version": "3",
-        "lenet.rows": 5,
-        "lenet.computed_rows": 8,
-        "lenet.cut_reason": "idle",
-        "lenet.device_us": 25.0,
-    }
 
 
 @pytest.mark.states(
@@ -223,102 +227,75 @@ def test_a_long_path_is_cut():
 # What arrives.
 
 
-def one_ended():
-    return Ended("grpc", INFER, None, ("lenet", "1"), 1, "", 1.0, 2.0)
-
-
-@pytest.fixture(autouse=True)
-def plain_environment(monkeypatch):
-    for name in ("OTEL_EXPORTER_OTLP_HEADERS", "OTEL_SERVICE_NAME", "OTEL_RESOURCE_ATTRIBUTES"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def test_the_variables_of_opentelemetry_are_heeded(monkeypatch):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20x, b=2")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "digits")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=no,deployment.environment.name=t")
-    traces = Traces(1, 1.0)
     with collector() as found:
-        with otlp.sent(traces, ENCODER, found.url, "1.2"):
-            traces.add(one_ended())
+        with exported(found.url) as made:
+            made.request(CALL, None)
         (resource,) = found.resources
     assert (resource["service.name"], resource["service.version"]) == ("digits", "1.2")
     assert resource["deployment.environment.name"] == "t"
-    assert found.headers[0]["Authorization"] == "Bearer x"
-    assert found.headers[0]["B"] == "2"
-    assert [span.name for span in found.spans] == ["a.B/C"]  # sent at the end of the block
-
-
-def test_what_is_no_utf_8_in_a_variable_is_replaced(monkeypatch):
-    monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", os.fsdecode(b"place=\xe9t\xe9"))
-    with collector() as found:
-        with otlp.sent(traces := Traces(1, 1.0), ENCODER, found.url, "1.2"):
-            traces.add(one_ended())
-        (resource,) = found.resources
-    assert resource["place"] == "?t?"
     assert resource["process.pid"] == os.getpid()
+    headers = {name.lower(): value for name, value in found.headers[0].items()}
+    assert (headers["authorization"], headers["b"]) == ("Bearer x", "2")
 
 
-@pytest.mark.parametrize("header", ["authorization=Bearer%20s3cr3t", "authorization=s3cr3t%0A"])
+@pytest.mark.parametrize("header", ["authorization=Bearer%20s3cr3t", "authorization=s3cr3t%0Ax"])
 def test_the_collectors_key_goes_nowhere_else(monkeypatch, caplog, header):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
     with collector() as elsewhere, collector(moved_to=elsewhere.url) as found:
-        with otlp.sent(traces := Traces(1, 1.0), ENCODER, found.url, "1.2"):
-            traces.add(one_ended())
+        with exported(found.url) as made:
+            made.request(CALL, None)
         assert not elsewhere.headers
+    assert "s3cr3t" not in caplog.text
+    assert "InvalidHeader" in caplog.text or "%0A" not in header
+
+
+def test_a_collector_that_refuses_is_one_log_line(monkeypatch, caplog):
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    with collector(status=400) as found, exported(found.url) as made:
+        for number in range(3):
+            made.request(CALL, None)
+            found.wait_for(number + 1, "a.B/C")
     (record,) = caplog.records
-    assert "1 requests, batches or spans dropped" in record.getMessage()
-    assert "s3cr3t" not in record.getMessage()
+    assert record.getMessage() == "Failed to export spans batch code: 400, reason: Bad Request"
 
 
-def closed_port():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
-
-
-@pytest.mark.parametrize("how", ["away", "refuses", "talks nonsense"])
-def test_a_collector_that_takes_nothing_is_said_once(monkeypatch, caplog, how):
-    monkeypatch.setattr(otlp, "_EVERY_S", 0.05)
-    traces = Traces(1, 1.0)
-    with collector() as found:
-        found.refuses = 1
-        if how == "talks nonsense":
-            monkeypatch.setattr("http.client._MAXLINE", 3)  # no status line can be read
-        url = found.url if how != "away" else f"http://127.0.0.1:{closed_port()}/v1/traces"
-        with caplog.at_level(logging.WARNING), otlp.sent(traces, ENCODER, url, "1.2"):
-            for _ in range(5):
-                traces.add(one_ended())
-                time.sleep(0.1)
-    (record,) = caplog.records
-    said = f"traces to {url}: 1 requests, batches or spans dropped so far: "
-    assert said in record.getMessage()
-
-
-def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch, caplog):
-    monkeypatch.setattr(otlp, "_LAST_PATIENCE_S", 20.0)
-    with (
-        collector(endless=True) as found,
-        otlp.sent(traces := Traces(1, 1.0), ENCODER, found.url, "1.2"),
-    ):
-        traces.add(one_ended())
+def test_an_answer_without_end_is_not_read():
+    with collector(endless=True) as found, exported(found.url) as made:
+        made.request(CALL, None)
+    assert found.spans
     assert found.taken_bytes < ENDLESS_BYTES / 2  # what the kernel's buffers take
-    assert "1 requests, batches or spans dropped so far: DecodeError" in caplog.text
 
 
-def test_a_collector_that_does_not_answer_keeps_nothing_up(monkeypatch, caplog):
-    monkeypatch.setattr(otlp, "_PATIENCE_S", 3600.0)
-    monkeypatch.setattr(otlp, "_LAST_PATIENCE_S", 0.2)
-    traces = Traces(1, 1.0)
+def test_a_collector_that_does_not_answer_keeps_no_stop_up(monkeypatch):
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3600")
     with socket.create_server(("127.0.0.1", 0)) as silent:
-        url = f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces"
-        with otlp.sent(traces, ENCODER, url, "1.2"):
-            traces.add(one_ended())
+        with exported(f"http://127.0.0.1:{silent.getsockname()[1]}/v1/traces") as made:
+            made.request(CALL, None)
+            began_s = time.monotonic()
+        assert time.monotonic() - began_s < 15  # the SDK alone waits for 30
+
+
+def test_a_collector_that_is_away_costs_no_request(start):
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    url = f"http://127.0.0.1:{port}/v1/traces"
+    service = start("--traces-endpoint", url, "--traces-one-in", "1").ready()
+    for _ in range(50):
+        predict(service)
+    service.wait_for(f"Transient error .*port={port}.* encountered while exporting spans batch")
+    service.process.send_signal(signal.SIGTERM)
+    assert service.process.wait(PATIENCE_S) == ExitCode.STOPPED
+    assert service.log.count("exporting") == 1
 
 
 def test_nothing_of_it_is_imported_while_it_is_off():
     program = (
         "import sys, service.server\n"
-        "print(*(name for name in sys.modules if 'opentelemetry.proto' in name or 'otlp' in name))"
+        "print(*(name for name in sys.modules if 'opentelemetry.sdk' in name or 'otlp' in name))"
     )
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert (found.returncode, found.stdout.strip()) == (0, "")

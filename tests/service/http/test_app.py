@@ -27,7 +27,7 @@ from service.engine.queue import BatchQueue
 from service.errors import Overloaded, ServiceError, Unavailable
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
-from service.observe.traces import Traces
+from service.observe.spans import Spans
 from service.transport.answer import STATUS
 from tests.conftest import draw_weights
 from tests.documented import documented
@@ -243,7 +243,7 @@ async def test_a_request_that_cannot_be_traced_is_answered_and_counted_once(
     def fail(*_):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(Traces, "add", fail)
+    monkeypatch.setattr(Spans, "request", fail)
     nowhere = {"traces_endpoint": "http://127.0.0.1:9/v1/traces", "traces_one_in": 1}
     async with open_app(**nowhere) as served:
         assert (await served.client.post("/predict", json={"images": list(one)})).status_code == 200
