@@ -378,14 +378,15 @@ class Door(NamedTuple):
     Attributes:
         server: opens it, see `servers`.
         can: what not every server does: "stop" (leave a port, answer what was accepted), "give up"
-            (say so to whom it has no more time for), "log" (have an access log).
+            (say so to whom it has no more time for), "log" (have an access log), "log faults" (with
+            the id of the request).
     """
 
     name: str
     server: Callable[..., Any]
     transport: type[Transport]
     form: Form
-    can: frozenset[str] = frozenset(("stop", "give up", "log"))
+    can: frozenset[str] = frozenset(("stop", "give up", "log", "log faults"))
 
     def status(self, code):
         """The status of an error."""
@@ -408,8 +409,8 @@ DOORS = (
     Door("HTTP/1.1 TensorFlow", own, Http1, Tensorflow()),
     Door("gRPC", own, Http2, ModelInfer()),
     Door("stream", own, Http2, Stream()),
-    Door("uvicorn", uvicorn, Http1, Predict(), frozenset(("stop",))),
-    Door("ASGI", none, Asgi, Predict(), frozenset()),
+    Door("uvicorn", uvicorn, Http1, Predict(), frozenset(("stop", "log"))),
+    Door("ASGI", none, Asgi, Predict(), frozenset(("log",))),
 )
 
 

@@ -11,10 +11,12 @@ import pytest
 from lenet.model import Model
 from lenet.reference import logits, softmax
 from service.engine.batcher import Batcher
+from service.request import Request
 from tests.conformance.conftest import images
 from tests.conformance.doors import Ask, doors_that
 from tests.service.http.doors import until
 
+IDS = {"x-request-id": "r1", "traceparent": f"00-{'4b' * 16}-{'0a' * 8}-01"}
 KEY, OTHER = "a-key-that-nobody-knows", "another-key-of-a-user"
 
 
@@ -182,6 +184,7 @@ async def test_images_behind_others_are_dropped_at_their_deadline_and_not_comput
         accepted = await service.fill(1)
         outcome = await service.ask(Ask(images(2), timeout_ms=30))
         door.assert_refused(outcome, "deadline_exceeded", "no answer within 30 ms")
+        await service.until_waiting(1)
         device.release()
         for client in accepted:
             assert (await service.end(client)).version == "3"
@@ -268,17 +271,22 @@ async def test_a_batch_that_fails_is_an_error_without_its_cause(opened, door, de
         await service.assert_counted(inference_failed=1, ok=1)
 
 
-async def test_a_bug_is_logged_and_hidden(opened, door, monkeypatch, caplog):
+@pytest.mark.parametrize("place", [(Batcher, "enqueue"), (Request, "write")], ids=str)
+async def test_a_bug_is_logged_with_the_id_of_its_request_and_hidden(
+    opened, door, monkeypatch, caplog, place
+):
     def fail(*_):
         raise RuntimeError("bug in /srv/secret.py")
 
     async with opened() as service:
         with monkeypatch.context() as patch:
-            patch.setattr(Batcher, "enqueue", fail)
-            outcome = await service.ask(Ask(headers={"x-request-id": "r1"}))
+            patch.setattr(*place, fail)
+            outcome = await service.ask(Ask(headers=IDS))
         door.assert_refused(outcome, "internal", "internal error; see the server log")
         (record,) = [record for record in caplog.records if record.exc_info]
         assert "secret" in str(record.exc_info[1])
+        named = [one.request_id for one in caplog.records if "was answered with" in one.message]
+        assert named == ["r1"] * ("log faults" in door.can and "status" in door.form.says)
         assert (await service.ask()).version == "3"
         await service.assert_counted(internal=1, ok=1)
 
@@ -363,9 +371,6 @@ async def test_what_a_stop_has_no_time_for_is_sent_elsewhere(opened, door, devic
 
 
 # Ids
-
-
-IDS = {"x-request-id": "r1", "traceparent": f"00-{'4b' * 16}-{'0a' * 8}-01"}
 
 
 async def test_an_answer_returns_the_id_of_its_request_where_there_are_headers(opened, door):

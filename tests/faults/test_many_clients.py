@@ -202,59 +202,6 @@ def test_singles_are_answered_beside_requests_of_ten_thousand_images(served, dig
     assert p99_ms < quantiles_ms(others_s, 0.5)[0] / 4
 
 
-RANDOM_PATHS, RANDOM_MODELS = 400, 100
-
-
-def _strange(port, digits, count, models, seed):
-    generator = np.random.default_rng(seed)
-
-    def word():
-        return bytes(generator.integers(33, 127, 12, np.uint8)).translate(None, b"#?&%+=;")
-
-    with_connections = asyncio.run(_send_strange(port, digits, count, models, word))
-    assert with_connections == count + models
-
-
-async def _send_strange(port, digits, count, models, word):
-    body = digits.rows([0])[0]
-    sent = 0
-    connection = await AsyncConnection.open(port)
-    for number in range(count + models):
-        kind = number % 4
-        if number >= count:
-            message = request(body, path=b"/predict?model=" + word())
-        elif kind == 0:
-            message = request(method=b"GET", path=b"/" + word())
-        elif kind == 1:
-            message = request(
-                body, word().replace(b":", b"").translate(None, b'"(),/<>@[\\]{}') + b"x: " + word()
-            )
-        elif kind == 2:
-            message = request(body, kind=word())
-        else:
-            message = request(method=b"PATCH", path=b"/predict?" + word() + b"=" + word())
-        answer = await connection.ask(message)
-        sent += 1
-        if answer is None or answer.headers.get("connection") == "close":
-            await connection.close()
-            connection = await AsyncConnection.open(port)
-    await connection.close()
-    return sent
-
-
-def _no_series_more(served, digits, intact, count, models):
-    # Each outcome has its series from its first time on.
-    _strange(served.port, digits, 8, 1, seed=1)
-    before = set(samples(served))
-    with intact(rss_bytes=60_000_000):
-        _strange(served.port, digits, count, models, seed=2)
-    assert set(samples(served)) == before
-
-
-def test_strange_requests_make_no_series(served, digits, intact):
-    _no_series_more(served, digits, intact, 400, 100)
-
-
 async def _scrape(port, over, every_s):
     accept = b"Accept: " + b"application/openmetrics-text;q=0.1, " * 1500 + b"*/*"
     message = request(None, accept, method=b"GET", path=b"/metrics")

@@ -154,19 +154,6 @@ def test_every_worker_loads_and_unloads_what_one_of_them_was_asked_for(
     assert service.wait() == ExitCode.STOPPED
 
 
-@OF_BOTH
-def test_loads_and_unloads_need_a_key_of_an_administrator(serve, kind):
-    service = serve(1)
-    missing, refused = (401, 403) if kind is OverHttp else ("UNAUTHENTICATED", "PERMISSION_DENIED")
-    for key, expected in ((None, missing), ("wrong" * 5, missing), (USER, refused)):
-        for method in ("load", "unload"):
-            assert getattr(kind(service, key), method)("lenet")[0] == expected
-    assert predict(service, "lenet")[0] == 200
-    service.signal()
-    assert service.wait() == ExitCode.STOPPED
-    assert ADMIN not in service.log
-
-
 @pytest.mark.parametrize(
     ("body", "status", "message"),
     [

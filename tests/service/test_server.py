@@ -286,27 +286,6 @@ def until_closed(port):
             socket.create_connection(("127.0.0.1", port), PATIENCE_S).close()
 
 
-def test_grpc_refuses_new_calls_when_http_is_still_being_answered(start):
-    service = start("--drain-timeout-s", "60").ready()
-    with (
-        grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel,
-        service.in_flight() as slow,
-    ):
-        stub = Stub(channel)
-
-        def call_while_it_lives():
-            while service.process.poll() is None:
-                assert stub.ServerLive(pb.ServerLiveRequest()).live
-
-        service.signal()
-        with pytest.raises(grpc.RpcError) as caught:
-            call_while_it_lives()
-        assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        slow.sendall(bytes(784))
-        assert received(slow).startswith("HTTP/1.1 200 ")
-    assert service.wait() == ExitCode.STOPPED
-
-
 @pytest.mark.states(
     "times and counts in operations.md",
     "a stop ends within grace, drain and 3 s",

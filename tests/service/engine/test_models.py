@@ -349,18 +349,6 @@ async def test_the_newest_files_are_read_when_reloads_are_requested_at_once(engi
     assert reads.begun == 2 * 2, "the reload under way, and one for all that came meanwhile"
 
 
-async def test_an_answer_is_of_the_version_that_was_served_when_it_was_asked_for(engine, write):
-    write("a/4", seed=2)
-    engine.models.request_reload()
-    seen = []
-    async with asyncio.timeout(PATIENCE_S):
-        while "4" not in seen:
-            version = engine.models.get("a").version.version
-            seen.append(await engine.ask({"3": 1, "4": 2}[version]))
-            assert seen[-1] == version
-    assert "3" in seen
-
-
 async def test_a_reload_under_way_is_given_up_when_the_models_are_closed(
     open_engine, write, reads, caplog
 ):

@@ -21,10 +21,8 @@ from lenet.context import ExecutionContext
 from lenet.cpu import Computed
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
-from service.api.schemas import Health, InfoResponse, PredictResponse
-from service.engine.batcher import Batcher
-from service.engine.queue import BatchQueue
-from service.errors import Overloaded, ServiceError, Unavailable
+from service.api.schemas import InfoResponse, PredictResponse
+from service.errors import ServiceError
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
 from service.observe.spans import Spans
@@ -232,11 +230,6 @@ async def test_probabilities_are_float32_rows_when_octets_are_accepted(served, i
             np.testing.assert_allclose(rows, expected, atol=1e-5)
 
 
-async def test_the_loaded_model_answers_when_it_is_named(served, one):
-    for query in ("?model=tiny", "?version=3", "?model=tiny&version=3", "?model="):
-        assert (await served.post(one, query=query)).json()["model"] == "tiny"
-
-
 async def test_a_request_that_cannot_be_traced_is_answered_and_counted_once(
     open_app, one, monkeypatch, caplog
 ):
@@ -378,7 +371,6 @@ async def test_small_bodies_start_no_decoding_process_however_their_type_is_writ
 
 # Errors
 
-ONE = [[0] * 28 for _ in range(28)]
 MALFORMED = {
     "no body": (JSON, b"", "body", "got nothing, expected"),
     "nested too deep": (JSON, b"[" * 100_000, "body", "got 100000 lists in 100000 bytes"),
@@ -435,8 +427,6 @@ WRONG_QUERIES = [
     (400, "invalid_input", "?digits=2", "digits", "'2', expected one of one, several"),
     (400, "invalid_input", "?%ff=%00", "\ufffd", "is unknown"),
     (400, "invalid_input", "?" + "x" * 5000, "x" * 40, "is unknown"),
-    (404, "unknown_model", "?model=vgg", "model", "'vgg' is not loaded, expected one of tiny"),
-    (404, "unknown_model", "?version=2", "version", "'2' of model 'tiny' is not loaded, exp"),
     (404, "unknown_model", "?model=..%2F..%2Fetc", "model", "is not loaded"),
 ]
 
@@ -525,159 +515,7 @@ async def test_one_image_and_many_are_refused_alike_when_the_queue_is_full(
         assert (await served.post(images[:3].tobytes())).status_code == 200
 
 
-# Whatever becomes of a request
-
-
-async def succeed(call, body, **_):
-    call.complete(body)
-
-
-async def be_malformed(call, body, **_):
-    call.complete(body[1:])
-
-
-async def be_refused(call, body, monkeypatch, **_):
-    def refuse(*_):
-        raise Overloaded("full")
-
-    monkeypatch.setattr(BatchQueue, "push", refuse)
-    call.complete(body)
-
-
-async def find_a_bug(call, body, monkeypatch, **_):
-    monkeypatch.setattr(BatchQueue, "push", lambda *_: 1 / 0)
-    call.complete(body)
-
-
-async def fail_with_the_batch(call, body, monkeypatch, **_):
-    monkeypatch.setattr(ExecutionContext, "launch", lambda *_: 1 / 0)
-    call.complete(body)
-
-
-async def find_a_bug_at_the_end(call, body, monkeypatch, **_):
-    monkeypatch.setattr("service.forms.body.prediction_json", lambda _: 1 / 0)
-    call.complete(body)
-
-
-async def be_late(call, body, pool, **_):
-    while pool.acquire():
-        pass
-    call.complete(body)
-
-
-async def be_slow(call, body, **_):
-    call.data(body[1:])
-    call.wait_for_body()
-
-
-async def find_no_room(call, body, route, **_):
-    route.requests.budget.hold(route.requests.budget.max_bytes, 784)
-    call.data(body[1:])
-    with pytest.raises(Overloaded) as refused:
-        call.wait_for_body()
-    route.requests.budget.release(route.requests.budget.max_bytes)
-    call.fail(refused.value)
-
-
-async def leave(call, body, **_):
-    call.data(body[1:])
-    call.wait_for_body()
-    call.cancel()
-
-
-async def leave_the_queue(call, body, pool, **_):
-    while pool.acquire():
-        pass
-    call.complete(body)
-    await asyncio.sleep(0)
-    call.cancel()
-
-
-@pytest.mark.parametrize(
-    ("end", "query", "model", "outcome"),
-    [
-        (succeed, b"", "tiny", "ok"),
-        (be_malformed, b"", "tiny", "invalid_input"),
-        (succeed, b"model=vgg", "none", "unknown_model"),
-        (be_refused, b"", "tiny", "overloaded"),
-        (find_a_bug, b"", "tiny", "internal"),
-        (fail_with_the_batch, b"", "tiny", "inference_failed"),
-        (find_a_bug_at_the_end, b"", "tiny", "internal"),
-        (be_late, b"", "tiny", "deadline_exceeded"),
-        (be_slow, b"", "tiny", "body_timeout"),
-        (find_no_room, b"", "tiny", "overloaded"),
-        (leave, b"", "tiny", "cancelled"),
-        (leave_the_queue, b"", "tiny", "cancelled"),
-    ],
-)
-async def test_a_call_has_one_answer_one_outcome_and_one_range_however_it_ends(
-    open_app, monkeypatch, ranges, one, end, query, model, outcome
-):
-    async with open_app(request_timeout_ms=200) as served:
-        route = served.service.fast_routes[b"POST", b"/predict"]
-        replies = []
-        call = route.open(route.read(query, {"content-type": RAW}), replies.append)
-        pool = served.models.get().pool
-        await end(call, one, monkeypatch=monkeypatch, pool=pool, route=route)
-        await until(lambda: call.done)
-        for _ in range(2):  # what a connection may still do
-            call.fail(Unavailable("too late"))
-            call.complete()
-            call.cancel()
-        status = 200 if outcome == "ok" else STATUS.get(outcome)
-        assert [reply.status for reply in replies] == ([] if outcome == "cancelled" else [status])
-        families = await served.families()
-        requests = families["lenet_requests"].samples
-        counted = {(s.labels["model"], s.labels["outcome"]): s.value for s in requests if s.value}
-        assert counted == {(model, outcome): 1}
-        assert await served.value("lenet_request_duration_seconds_count", protocol="http") == (
-            outcome == "ok"
-        )
-        began, ended = ranges
-        assert began.count("request") == 1
-        assert sorted(ended) == list(range(1, len(began) + 1))
-
-
 # Server errors
-
-
-async def test_a_batch_that_fails_is_a_500_without_its_cause(served, monkeypatch, refusal, one):
-    def fail(context, images):
-        raise RuntimeError("CUDA error 700 in /srv/secret.py")
-
-    monkeypatch.setattr("lenet.context.ExecutionContext.launch", fail)
-    refusal(await served.post(one), 500, "inference_failed")
-    monkeypatch.undo()
-    assert (await served.post(one)).status_code == 200
-    assert await served.requests("inference_failed") == 1
-
-
-async def test_an_unexpected_error_is_a_500_without_trace_or_path(
-    served, monkeypatch, refusal, one, caplog
-):
-    def fail(*_):
-        raise RuntimeError("bug in /srv/secret.py")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Batcher, "enqueue", fail)
-        error = refusal(await served.post(one, x_request_id="r1"), 500, "internal")
-    (named,) = [record for record in caplog.records if "answered with 500" in record.message]
-    assert named.request_id == "r1"
-    assert error.message == "internal error; see the server log"
-    (record,) = [record for record in caplog.records if record.exc_info]
-    assert "/srv/secret.py" in str(record.exc_info[1])
-    assert (await served.post(one)).status_code == 200
-    assert await served.requests("internal") == 1
-
-
-async def test_a_stopping_service_is_a_503_with_retry_after(served, monkeypatch, refusal, one):
-    def refuse(*_):
-        raise Unavailable("the service is stopping", retry_after_s=1)
-
-    monkeypatch.setattr(Batcher, "enqueue", refuse)
-    response = await served.post(one)
-    refusal(response, 503, "unavailable")
-    assert response.headers["retry-after"] == "1"
 
 
 def test_every_error_has_a_status_and_none_is_422():
@@ -703,13 +541,6 @@ async def test_an_unread_body_is_not_taken_for_the_next_request(open_app, one):
 
 
 # Operations
-
-
-async def test_the_probes_agree_when_the_service_is_ready(served):
-    for path in ("/healthz", "/readyz"):
-        response = await served.client.get(path)
-        assert response.status_code == 200
-        assert Health.model_validate_json(response.content) == Health(live=True, ready=True)
 
 
 async def test_only_readiness_says_no_when_the_stop_begins(served, one):

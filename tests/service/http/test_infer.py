@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import struct
 
@@ -10,7 +9,6 @@ import numpy as np
 import pytest
 
 from service.forms.oip_json import _NOW_JSON_BYTES
-from tests.service.http.doors import until
 
 URL = "/v2/models/tiny/infer"
 LENGTH = "Inference-Header-Content-Length"
@@ -166,53 +164,10 @@ async def test_each_output_comes_in_the_form_that_is_asked_for(
     assert (LENGTH in answer.headers) == any(are_binary)
 
 
-async def test_a_timeout_of_the_request_s_own_is_its_deadline(open_app, images, hold):
-    async with open_app() as served:
-        document = {"inputs": [tensor(images)], "parameters": {"timeout": 50_000}}
-        answer = await infer(served, document)
-        assert answer.status_code == 504
-        assert answer.json() == {"error": "no answer within 50 ms"}
-        hold.release()
-
-
-ONE = np.zeros((1, 28, 28), np.uint8)
-
-
-@pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("/v2/models/vgg/infer", "model 'vgg' is not loaded, expected one of tiny"),
-        ("/v2/models/tiny/versions/4/infer", "version '4' of model 'tiny' is not loaded"),
-        ("/v2/models//infer", "path: got '/v2/models//infer'"),
-    ],
-)
-async def test_another_model_is_404_whatever_the_body(served, url, message):
-    for document in ({"inputs": [tensor(ONE)]}, {}):
-        answer = await infer(served, document, url)
-        assert answer.status_code == 404
-        assert answer.json()["error"].startswith(message)
-
-
-async def test_failures_are_counted_for_the_model_of_the_path(served, images):
-    for document in ({}, {"inputs": [tensor(images, shape=[6, 28, 28])]}):
-        assert (await infer(served, document)).status_code == 400
-    await infer(served, {}, "/v2/models/vgg/infer")
-    stats = (await served.client.get("/v2/models/tiny/stats")).json()["model_stats"][0]
-    assert stats["inference_stats"]["fail"]["count"] == 2
-    assert await served.requests("invalid_input") == 2
-    assert await served.requests("unknown_model") == 1
-
-
-async def test_overload_is_429_with_the_time_after_which_to_retry(open_app, images, hold):
-    async with open_app(max_queue_rows=5, max_images=5, max_batch_rows=4) as served:
-        first = [asyncio.create_task(infer(served, {"inputs": [tensor(images)]})) for _ in range(3)]
-        await until(lambda: any(task.done() for task in first))
-        hold.release()
-        answers = await asyncio.gather(*first)
-    refused = [answer for answer in answers if answer.status_code == 429]
-    assert refused
-    assert "images wait" in refused[0].json()["error"]
-    assert refused[0].headers["retry-after"]
+async def test_a_model_without_a_name_is_404(served):
+    answer = await served.client.post("/v2/models//infer", content=b"{}")
+    assert answer.status_code == 404
+    assert answer.json()["error"].startswith("path: got '/v2/models//infer'")
 
 
 async def test_the_statistics_count_what_was_done(served, images):

@@ -1,53 +1,36 @@
-"""Real models and a gRPC server on a loopback port that can be held up."""
+"""The service in this process, with gRPC on a loopback port, whose batches can be held up."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 import numpy as np
 import pytest
-from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
 
 from benchmarks.grpc_stub import Stub
-from lenet.context import ExecutionContext, Target
-from service.api.grpc_methods import methods
-from service.api.servicer import small_methods
-from service.budget import Budget
-from service.decode.pool import Decoders
-from service.engine.deadlines import Deadlines
-from service.engine.devices import Placement
-from service.engine.models import EngineConfig, Models
-from service.engine.repository import Repository
-from service.engine.versions import WeightsFolder
+from lenet.context import ExecutionContext
+from service.assembly import open_service
+from service.engine.batcher import Batcher
 from service.errors import Unavailable
 from service.forms import open_inference_pb2 as pb
-from service.forms.body import Limits
-from service.observe.metrics import Metrics
-from service.process.keys import Keys
 from service.process.listener import listen
-from service.request import Requests
+from service.settings import Settings
 from service.transport.door import HttpService
 from service.transport.server import HttpServer
 from tests.service_process import PATIENCE_S
-
-MAX_IMAGES = 64
 
 
 class Gate:
     """Holds batches up while it is closed."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         self._open = threading.Event()
         self._open.set()
         self.set, self.clear = self._open.set, self._open.clear
-
-    def hold(self, monkeypatch):
         launch, run = ExecutionContext.launch, ExecutionContext.run
 
         def launch_if_open(context, images):
@@ -61,176 +44,96 @@ class Gate:
         monkeypatch.setattr(ExecutionContext, "run", held_run)
 
 
-class WatchedModels(Models):
-    """The real one; says when a request comes, holds it at `gate`, can be made to fail."""
+class Running:
+    """An open service and its server.
 
-    def __init__(self, *arguments):
-        super().__init__(*arguments)
-        self.entered = asyncio.Event()
-        self.gate = Gate()
-        self.error = None
-        self.timeouts_s = []
+    Attributes:
+        entered: set when a request comes to a queue.
+        timeouts_s: how long each of them could wait.
+        error: raised instead of taking it.
+    """
 
-    def get(self, name="", version=""):
-        served = super().get(name, version)
-        return dataclasses.replace(served, batcher=WatchedBatcher(served.batcher, self))
+    def __init__(self, service, server, door, port, registry, monkeypatch):
+        self.models, self.budget, self.metrics = service.models, service.budget, service.metrics
+        self.decoders = service.fast_routes[b"POST", b"/predict"].requests.decoders
+        self.gate, self.port = Gate(monkeypatch), port
+        self.entered, self.timeouts_s, self.error = asyncio.Event(), [], None
+        self._server, self._door, self._registry = server, door, registry
+        enqueue = Batcher.enqueue
 
+        def watched_enqueue(batcher, request, images):
+            self.timeouts_s.append(request.deadline_s - asyncio.get_running_loop().time())
+            self.entered.set()
+            if self.error is not None:
+                raise self.error.with_traceback(None)  # that of the last call holds its message
+            enqueue(batcher, request, images)
 
-class WatchedBatcher:
-    """The real one, watched by `models`."""
+        monkeypatch.setattr(Batcher, "enqueue", watched_enqueue)
 
-    def __init__(self, batcher, models):
-        self._batcher, self._models = batcher, models
-
-    def __getattr__(self, name):
-        return getattr(self._batcher, name)
-
-    def enqueue(self, request, images):
-        models = self._models
-        models.timeouts_s.append(request.deadline_s - asyncio.get_running_loop().time())
-        models.entered.set()
-        if models.error is not None:
-            raise models.error.with_traceback(None)  # that of the last call holds its message
-        self._batcher.enqueue(request, images)
-
-
-class RunningGrpc:
-    """Models, their metrics, and servers in front of them."""
-
-    def __init__(self, models, metrics, registry, decoders, timeout_s):
-        self.models = models
-        self.decoders = decoders
-        self.deadlines = Deadlines()
-        self.timeout_s = timeout_s
-        self.budget = Budget(1 << 22)
-        self.metrics = metrics
-        self.registry = registry
+    def value(self, name, **labels):
+        """The sum of the samples `name` with these labels."""
+        self.metrics.flush()
+        wanted = labels.items()
+        samples = [one for family in self._registry.collect() for one in family.samples]
+        return sum(
+            one.value for one in samples if one.name == name and wanted <= one.labels.items()
+        )
 
     def requests(self, outcome):
         """How many gRPC requests ended with `outcome`, of all models."""
-        return sum(
-            count for (_, ended_with), count in self.outcomes().items() if ended_with == outcome
-        )
-
-    def value(self, name, **labels):
-        """A sample, 0 while it is not there."""
-        self.metrics.flush()
-        return self.registry.get_sample_value(name, labels) or 0
-
-    def outcomes(self):
-        """Counted gRPC requests: {(model, outcome): number}."""
-        self.metrics.flush()
-        return {
-            (sample.labels["model"], sample.labels["outcome"]): sample.value
-            for family in self.registry.collect()
-            for sample in family.samples
-            if sample.name == "lenet_requests_total"
-            and sample.value
-            and sample.labels["protocol"] == "grpc"
-        }
+        return self.value("lenet_requests_total", protocol="grpc", outcome=outcome)
 
     @asynccontextmanager
-    async def serve(self, **changes) -> AsyncIterator[Server]:
-        """A server on a port of its own; its `port`, and `stop(timeout_s)`."""
-        options = {
-            "max_body_bytes": 1 << 20,
-            "max_images": MAX_IMAGES,
-            "timeout_s": self.timeout_s,
-            "stop_timeout_s": 5.0,
-            "write_timeout_s": 30.0,
-            "keys": Keys(),
-            **changes,
-        }
-        requests = Requests(
-            self.models,
-            self.metrics,
-            Limits(options["max_images"]),
-            options["max_body_bytes"],
-            self.budget,
-            self.decoders,
-            self.deadlines,
-            options["timeout_s"],
-            "grpc",
-        )
-        answers = small_methods(
-            self.models, Repository(self.models), self.metrics, options["max_images"]
-        )
-        found = methods(requests, answers, self.models, options["keys"])
-        door = HttpService(
-            {}, self.budget, methods=found, write_timeout_s=options["write_timeout_s"]
-        )
-        server = Server(door, options["stop_timeout_s"])
-        (listener,) = listen("127.0.0.1", 0)
-        with listener:
-            listener.listen()
-            server.port = listener.getsockname()[1]
-            server.serving = asyncio.create_task(server.serve([listener]))
-            try:
-                yield server
-            finally:
-                await server.stop(options["stop_timeout_s"])
-
-    @asynccontextmanager
-    async def connect(self, **changes) -> AsyncIterator[Stub]:
-        """A client of a server of its own, `stub.server`."""
-        async with self.serve(**changes) as server, client(server) as stub:
+    async def connect(self, *options):
+        """A client with a connection of its own, and its `channel`."""
+        options = ("grpc.use_local_subchannel_pool", 1), *options
+        async with grpc.aio.insecure_channel(f"127.0.0.1:{self.port}", options) as channel:
+            stub = Stub(channel)
+            stub.channel = channel
             yield stub
-
-
-@asynccontextmanager
-async def client(server, *options) -> AsyncIterator[Stub]:
-    """A client with a connection of its own; `channel`, `server` and `port` go with it."""
-    options = ("grpc.use_local_subchannel_pool", 1), *options
-    async with grpc.aio.insecure_channel(f"127.0.0.1:{server.port}", options) as channel:
-        stub = Stub(channel)
-        stub.channel, stub.server, stub.port = channel, server, server.port
-        yield stub
-
-
-class Server(HttpServer):
-    """The real one without an application, which says where it is."""
-
-    def __init__(self, door, stop_timeout_s):
-        super().__init__(FastAPI(), door, stop_timeout_s)
 
     async def stop(self, timeout_s):
         """Stop like the service; calls that are open after `timeout_s` are dropped."""
         self._door.stop()
-        self.should_exit = True
-        self.config.timeout_graceful_shutdown = timeout_s
+        self._server.should_exit = True
+        self._server.config.timeout_graceful_shutdown = timeout_s
         await self.serving
         self._door.give_up(Unavailable("the service stopped before the answer"))
 
 
 @pytest.fixture
-def start_grpc(tmp_path, tiny, random_weights, monkeypatch):
-    """`start_grpc(timeout_s=30.0, max_queue_rows=256)` serves the models tiny and mlp."""
+def start_grpc(folder, write, random_weights, monkeypatch):
+    """`start_grpc(max_images=100)` serves the models tiny, the default one, and mlp."""
+    write("tiny/3")
+    (folder / "mlp").mkdir()
+    random_weights("mlp").write(folder / "mlp/3.safetensors")
 
     @asynccontextmanager
-    async def open_(timeout_s=30.0, max_queue_rows=256):
-        for model in (tiny, "mlp"):
-            weights = random_weights(model)
-            weights.write(tmp_path / weights.model.name / "3.safetensors")
+    async def open_(write_timeout_s=30.0, **changes):
+        options = {"default_model": "tiny", "contexts": 1, "max_batch_rows": 16, "max_images": 64}
+        options |= {"max_queue_rows": 256, "max_body_bytes": 1 << 20, "decoders": 2}
+        options |= {"max_in_flight_bytes": 1 << 22, "hang_timeout_s": 60.0, **changes}
         registry = CollectorRegistry()
-        metrics = Metrics(registry)
-        config = EngineConfig(
-            placement=Placement((Target("cpu"),), contexts=1, max_batch_rows=16),
-            max_queue_rows=max_queue_rows,
-            max_wait_s=0.0,
-            hang_timeout_s=60.0,
-            drain_timeout_s=5.0,
-        )
-        folder = WeightsFolder(tmp_path)
-        versions = folder.read_all(default_model="tiny")
-        parts = folder, versions, "tiny", config, metrics, Deadlines()
-        async with WatchedModels(*parts) as models:
-            models.ready = True
-            models.gate.hold(monkeypatch)
-            with Decoders(metrics, 2, 320 << 20) as decoders:
-                try:
-                    yield RunningGrpc(models, metrics, registry, decoders, timeout_s)
-                finally:
-                    models.gate.set()
+        monkeypatch.setattr("service.assembly.CollectorRegistry", lambda: registry)
+        async with open_service(Settings(weights=folder, **options), grpc_port=0) as service:
+            door = HttpService(
+                service.fast_routes,
+                service.budget,
+                gate=service.gate,
+                methods=service.methods,
+                write_timeout_s=write_timeout_s,
+            )
+            server = HttpServer(service.app, door, 5.0)
+            (listener,) = listen("127.0.0.1", 0)
+            listener.listen()
+            port = listener.getsockname()[1]
+            running = Running(service, server, door, port, registry, monkeypatch)
+            running.serving = asyncio.create_task(server.serve([listener]))
+            try:
+                yield running
+            finally:
+                await running.stop(5.0)
+                running.gate.set()
 
     return open_
 

@@ -15,7 +15,6 @@ from benchmarks.grpc_stub import health_stub
 from service.api import health_pb2, reflection_pb2
 from service.api.grpc_methods import HealthServicer
 from service.forms import open_inference_pb2 as pb
-from service.process.keys import Keys
 from tests.service_process import PATIENCE_S
 
 SERVICE = "inference.GRPCInferenceService"
@@ -117,7 +116,7 @@ async def test_streams_do_not_prolong_a_stop_and_end_as_unavailable(running, cap
         assert await next_status(watch) == "SERVING"
         await reflection.write(Question(list_services=""))
         await reflection.read()
-        await asyncio.wait_for(stub.server.stop(3600.0), PATIENCE_S)
+        await asyncio.wait_for(running.stop(3600.0), PATIENCE_S)
         for stream in (watch, reflection):
             assert await stream.code() is grpc.StatusCode.UNAVAILABLE
     assert not caplog.records
@@ -220,31 +219,3 @@ async def test_an_unexpected_error_is_logged_and_hidden(stub, running, monkeypat
         assert error.code() is grpc.StatusCode.INTERNAL
         assert error.details() == "internal error; see the server log"
     assert caplog.text.count("RuntimeError: secret of /srv") == 3
-
-
-async def test_a_key_is_needed_where_there_are_keys(running, raw_request):
-    user, admin = "u" * 16, "a" * 16
-    async with running.connect(keys=Keys([user], [admin])) as stub:
-
-        async def codes(key=None):
-            metadata = (("authorization", f"Bearer {key}"),) if key else ()
-            stream = stub.ModelStreamInfer(metadata=metadata)
-            await stream.done_writing()
-            calls = (
-                stub.ServerReady(pb.ServerReadyRequest(), metadata=metadata),
-                health_stub(stub.channel).Check(Check(), metadata=metadata),
-                stub.ModelInfer(raw_request(1), metadata=metadata),
-                stream,
-                reflect(stub, request_iterator=iter(()), metadata=metadata),
-                stub.RepositoryIndex(pb.RepositoryIndexRequest(), metadata=metadata),
-            )
-            return [(await call.code()).name for call in calls]
-
-        refused = "UNAUTHENTICATED"
-        assert await codes() == ["OK", "OK", refused, refused, refused, refused]
-        assert await codes("x" * 16) == ["OK", "OK", refused, refused, refused, refused]
-        assert await codes(user) == ["OK"] * 4 + ["INVALID_ARGUMENT", "PERMISSION_DENIED"]
-        assert await codes(admin) == ["OK"] * 4 + ["INVALID_ARGUMENT", "OK"]
-        error = await failure(health(stub, "vgg"))
-        assert error.details() == f"service: got 'vgg', expected one of {SERVICE}"
-    assert running.requests("unauthorized") == 4

@@ -10,7 +10,6 @@ import pytest
 
 from tests.documented import documented
 from tests.service.http.doors import until
-from tests.service.rpc.conftest import client
 from tests.service_process import PATIENCE_S
 
 
@@ -42,8 +41,8 @@ async def test_answers_are_in_the_order_of_requests_errors_among_them(stub, runn
     assert running.requests("invalid_input") == running.requests("unknown_model") == 1
 
 
-async def test_a_stream_goes_on_after_a_request_that_is_too_large(running, raw_request):
-    async with running.connect(max_body_bytes=100_000) as stub:
+async def test_a_stream_goes_on_after_a_request_that_is_too_large(start_grpc, raw_request):
+    async with start_grpc(max_body_bytes=100_000) as running, running.connect() as stub:
         requests = [
             *(raw_request(1, id=str(number)) for number in range(20)),
             raw_request(1, id="large", raw_input_contents=[bytes(150_000)]),
@@ -63,8 +62,8 @@ async def test_a_stream_goes_on_after_a_request_that_is_too_large(running, raw_r
     assert running.requests("too_large") == 2
 
 
-async def test_a_request_is_answered_before_the_next_is_sent(running, raw_request):
-    async with running.connect(timeout_s=1.0) as stub:
+async def test_a_request_is_answered_before_the_next_is_sent(start_grpc, raw_request):
+    async with start_grpc(request_timeout_ms=1000) as running, running.connect() as stub:
         call = stub.ModelStreamInfer()
         for rows in (1, 5):
             await asyncio.sleep(1.2)  # longer than a request may take
@@ -79,15 +78,15 @@ async def test_a_request_is_answered_before_the_next_is_sent(running, raw_reques
 async def test_a_stream_works_on_few_requests_at_a_time_and_holds_no_other_up(
     stub, running, raw_request
 ):
-    running.models.gate.clear()
+    running.gate.clear()
     held, other = stub.ModelStreamInfer(), stub.ModelStreamInfer()
     for _ in range(100):
         await held.write(raw_request(1))
-    await asyncio.wait_for(running.models.entered.wait(), PATIENCE_S)
+    await asyncio.wait_for(running.entered.wait(), PATIENCE_S)
     await other.write(raw_request(1, model_name="vgg"))
     assert "'vgg' is not loaded" in (await asyncio.wait_for(other.read(), PATIENCE_S)).error_message
-    assert len(running.models.timeouts_s) <= 32
-    running.models.gate.set()
+    assert len(running.timeouts_s) <= 32
+    running.gate.set()
     for _ in range(100):
         assert len(probabilities((await held.read()).infer_response)) == 1
     held.cancel()
@@ -95,14 +94,14 @@ async def test_a_stream_works_on_few_requests_at_a_time_and_holds_no_other_up(
 
 
 async def test_requests_of_a_client_that_leaves_are_cancelled(stub, running, raw_request, caplog):
-    running.models.gate.clear()
+    running.gate.clear()
     call = stub.ModelStreamInfer()
     for _ in range(3):
         await call.write(raw_request(1))
-    await until(lambda: len(running.models.timeouts_s) == 3)
+    await until(lambda: len(running.timeouts_s) == 3)
     call.cancel()
     await until(lambda: running.requests("cancelled") == 3)
-    running.models.gate.set()
+    running.gate.set()
     assert (await stub.ModelInfer(raw_request(1))).model_name == "tiny"
     assert not caplog.records
 
@@ -112,16 +111,16 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(
     running, raw_request, ended
 ):
     async with running.connect() as stub:
-        running.models.gate.clear()
+        running.gate.clear()
         stream = stub.ModelStreamInfer()
         for number in range(5):
             await stream.write(raw_request(1, id=str(number)))
         if ended:
             await stream.done_writing()
-        await until(lambda: len(running.models.timeouts_s) == 5)
-        stopping = asyncio.create_task(stub.server.stop(PATIENCE_S))
+        await until(lambda: len(running.timeouts_s) == 5)
+        stopping = asyncio.create_task(running.stop(PATIENCE_S))
         await asyncio.sleep(0.3)
-        running.models.gate.set()
+        running.gate.set()
         for number in range(5):
             assert (await stream.read()).infer_response.id == str(number)
         expected = grpc.StatusCode.OK if ended else grpc.StatusCode.UNAVAILABLE
@@ -132,10 +131,10 @@ async def test_what_a_stream_has_sent_is_answered_when_the_server_stops(
 SMALL_WINDOWS = (("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 1 << 16))
 
 
-async def test_a_client_that_does_not_read_in_time_loses_its_stream(running, raw_request):
+async def test_a_client_that_does_not_read_in_time_loses_its_stream(start_grpc, raw_request):
     async with (
-        running.serve(write_timeout_s=0.1) as server,
-        client(server, *SMALL_WINDOWS) as deaf,
+        start_grpc(write_timeout_s=0.1) as running,
+        running.connect(*SMALL_WINDOWS) as deaf,
     ):
         stream = deaf.ModelStreamInfer()
 
@@ -145,14 +144,16 @@ async def test_a_client_that_does_not_read_in_time_loses_its_stream(running, raw
 
         with pytest.raises((grpc.aio.AioRpcError, asyncio.InvalidStateError)):
             await asyncio.wait_for(send(), PATIENCE_S)
-        async with client(server) as other:
+        async with running.connect() as other:
             assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
     assert running.budget.held_bytes == 0
 
 
-async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(running, raw_request):
+async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(
+    start_grpc, raw_request
+):
     compressed = {"compression": grpc.Compression.Gzip}
-    async with running.connect(max_body_bytes=500_000) as stub:
+    async with start_grpc(max_body_bytes=500_000) as running, running.connect() as stub:
         requests = [
             raw_request(1, id="first"),
             raw_request(1, raw_input_contents=[bytes(1 << 25)]),  # 32 KB compressed
@@ -172,15 +173,15 @@ async def test_a_compressed_message_that_is_refused_costs_no_other_its_answer(ru
 )
 async def test_so_many_requests_of_a_stream_wait_for_their_answers(running, raw_request):
     (most,) = map(int, documented("requests of a stream of gRPC"))
-    running.models.gate.clear()
-    asked = running.models.timeouts_s
+    running.gate.clear()
+    asked = running.timeouts_s
     async with running.connect() as stub:
         stream = stub.ModelStreamInfer(iter([raw_request(1)] * (most + 5)))
         await until(lambda: len(asked) == most)
         for _ in range(100):  # turns of the event loop, which is the server's, too
             await asyncio.sleep(0)
         assert len(asked) == most
-        running.models.gate.set()
+        running.gate.set()
         answers = [answer.error_message async for answer in stream]
     assert answers == [""] * (most + 5)
 
@@ -200,12 +201,12 @@ async def fill(stream, raw_request):
 
 async def test_a_client_that_does_not_read_is_read_no_further(running, raw_request):
     """Answers fill the HTTP/2 windows, then the server takes no more requests."""
-    async with running.serve() as server, client(server, *SMALL_WINDOWS) as deaf:
+    async with running.connect(*SMALL_WINDOWS) as deaf:
         stream = deaf.ModelStreamInfer()
         sent, writing = await fill(stream, raw_request)
         computed = running.requests("ok")
         assert 0 < computed < sent
-        async with client(server) as other:
+        async with running.connect() as other:
             assert (await other.ModelInfer(raw_request(1))).model_name == "tiny"
         assert running.requests("ok") == computed + 1
         for number in range(1, sent + 1):
