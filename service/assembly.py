@@ -122,7 +122,7 @@ async def open_service(
         BackendUnavailable, DeviceError: the device cannot be used.
     """
     async with AsyncExitStack() as stack:
-        metrics = Metrics(CollectorRegistry())
+        metrics = Metrics(CollectorRegistry(), folder)
         stack.enter_context(metrics.flushed_regularly())
 
         began = time.perf_counter()

@@ -34,10 +34,11 @@ from pathlib import Path
 from service import logs
 from service.engine.versions import WeightsFolder
 from service.errors import STARTUP_ERRORS, ExitCode, exit_code
-from service.observe import metrics_files
+from service.observe import workers
 from service.process import allocator, mps
 from service.process.heartbeat import BEAT_S, Watch
 from service.process.listener import reserve
+from service.process.shared_folder import shared_folder
 from service.process.sharing import Inbox, Sharing
 from service.process.signals import SIGNALS, Signals, end_with_parent
 from service.settings import Settings
@@ -91,13 +92,13 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             ports = [stack.enter_context(reserve(settings.host, settings.port))]
             if not settings.one_port:
                 ports.append(stack.enter_context(reserve(settings.host, settings.grpc_port)))
-            stack.enter_context(metrics_files.shared_folder(settings.workers))
+            shared = stack.enter_context(shared_folder(settings.workers))
             shared_gpu = False
             # Under MPS a fault reaches every process, also those on other GPUs.
             alone = len(shares(settings.devices, settings.workers)) >= settings.workers
             if settings.mps == "auto" and not alone and mps.wanted(settings.device):
                 shared_gpu = stack.enter_context(mps.shared_gpu())
-            code = _Supervisor(settings, received, ports, shared_gpu).run()
+            code = _Supervisor(settings, received, ports, shared_gpu, shared).run()
     except STARTUP_ERRORS as exc:
         _log.error("%s", exc)
         return exit_code(exc)
@@ -128,6 +129,7 @@ class _Supervisor:
         signals: socket.socket,
         ports: Sequence[tuple[socket.socket, ...]],
         shared_gpu: bool,
+        folder: Path | None,
     ) -> None:
         self._settings = settings
         self._signals = signals
@@ -135,12 +137,12 @@ class _Supervisor:
         self._selector.register(signals, selectors.EVENT_READ)
         self._sharing = Sharing(ports, self._selector)
         self._shared_gpu = shared_gpu
+        self._folder = folder
         self._spawn = multiprocessing.get_context("spawn")
         self._workers: list[BaseProcess] = []
         self._watches: dict[BaseProcess, Watch] = {}
         self._inboxes: dict[BaseProcess, Inbox] = {}
         self._devices: dict[BaseProcess, tuple[int, ...]] = {}
-        self._unmerged: set[int] = set()  # process ids of workers that ended, whose counts wait
         self._first: list[BaseProcess] = []  # those that replace no other
         self._deaths: deque[float] = deque(maxlen=RESTARTS + 1)
         self._fault_s = -math.inf  # when a worker last ended because its device was lost
@@ -182,7 +184,6 @@ class _Supervisor:
             if now_s >= check_at_s:
                 check_at_s = now_s + BEAT_S  # not one after another after a suspend
                 self._kill_stuck()
-                self._merge()
             if now_s >= self._retry_at_s and not self._stopping and not self._left():
                 self._retry_at_s = math.inf
                 self._add(self._settings.workers - len(self._workers))
@@ -230,7 +231,7 @@ class _Supervisor:
             inbox = self._sharing.add()
             worker = self._spawn.Process(
                 target=_work,
-                args=(settings, self._shutdown_pipe, heartbeat, inbox),
+                args=(settings, self._shutdown_pipe, heartbeat, inbox, self._folder),
                 daemon=True,
             )
             # A worker inherits the signals that this thread blocks. Starting the resource tracker,
@@ -239,7 +240,6 @@ class _Supervisor:
             signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
             worker.start()
         assert worker.pid is not None, "bug: the worker was not started"
-        self._unmerged.discard(worker.pid)  # it goes on with these counts
         self._watches[worker] = Watch(beats, self._settings.hang_timeout_s)
         self._inboxes[worker] = inbox
         _log.info("worker %d started", worker.pid)
@@ -249,15 +249,11 @@ class _Supervisor:
         self._workers.remove(worker)
         self._selector.unregister(worker.sentinel)
         assert worker.pid is not None, "bug: the worker was not started"
-        metrics_files.remove_live(worker.pid)
-        self._unmerged.add(worker.pid)
-        self._merge()
+        if self._folder is not None:
+            workers.fold(self._folder, worker.pid)
         if (watch := self._watches.pop(worker, None)) is not None:
             watch.close()
             self._sharing.remove(self._inboxes.pop(worker))
-
-    def _merge(self) -> None:
-        self._unmerged = {pid for pid in self._unmerged if not metrics_files.merge(pid)}
 
     def _kill_stuck(self) -> None:
         for worker, watch in self._watches.items():
@@ -357,7 +353,11 @@ def shares(devices: tuple[int, ...], workers: int) -> list[tuple[int, ...]]:
 
 
 def _work(
-    settings: Settings, shutdown_pipe: Connection, heartbeat: Connection, inbox: Inbox
+    settings: Settings,
+    shutdown_pipe: Connection,
+    heartbeat: Connection,
+    inbox: Inbox,
+    folder: Path | None,
 ) -> None:
     # Until `run` sees the end of its pipe, which is after seconds of imports on a busy machine.
     end_with_parent(True)
@@ -370,8 +370,6 @@ def _work(
     with contextlib.suppress(OSError):  # the name in `top` and `ps -e`; Linux only
         Path("/proc/self/comm").write_text("lenet-worker")
     logs.configure(settings.log_level, settings.log_format)
-    folder = metrics_files.shared()
-    metrics_files.prepare()
     gc.disable()  # until it serves, as in `service.__main__`
     from service.server import run  # here alone: it takes half a second to import
 

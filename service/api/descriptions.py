@@ -13,7 +13,7 @@ from lenet.pixels import HEIGHT, WIDTH
 from service.engine.versions import Listed, ModelVersion
 from service.errors import invalid, shown
 from service.forms.tensors import ALL_OUTPUTS, INPUT, TensorMetadata, output_metadata
-from service.observe.samples import Totals
+from service.observe.metrics import Totals
 
 PLATFORM = "lenet_safetensors"
 EXTENSIONS = (

@@ -1,50 +1,47 @@
-"""Every series of the service, its unit and its buckets.
+"""What happens, counted in plain numbers, and their exposition by prometheus_client.
 
-A request or a batch pays for an addition in plain Python. The sums are flushed to prometheus_client
-once a second and before each exposition: in the files that several workers share, the library took
-21 us of a lone request (two cores, 2026-11-20).
+A request or a batch pays for additions in Python. Once a second, and before each exposition, the
+numbers are copied, and written to a file where several workers share theirs: see `workers`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import struct
+import math
 import time
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
-from itertools import product
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from pathlib import Path
 from typing import Literal, TypeAlias, get_args
 
 import numpy as np
-from prometheus_client import (
-    CollectorRegistry,
-    Counter,
-    Gauge,
-    Histogram,
-    ProcessCollector,
-    disable_created_metrics,
-    generate_latest,
+from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
 )
-from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 from lenet import distribution_version
 from lenet.backend import BatchResult
-from service.observe import metrics_files
-from service.observe.buffers import (
-    B,
-    Buffered,
-    BufferedCounter,
-    BufferedGauge,
-    BufferedHistogram,
+from service.observe.series import (
+    BELOW_S,
+    FAMILIES,
+    STAGE_BOUNDS_S,
     Family,
     Labels,
+    Numbers,
+    copied,
+    merged,
 )
-from service.observe.samples import Collected, Totals, WorkerProcess, all_workers
+from service.observe.workers import WorkerFile
 
 _log = logging.getLogger(__name__)
 
@@ -76,26 +73,39 @@ _ALERTED = ("overloaded", "deadline_exceeded", "unavailable", "inference_failed"
 NO_MODEL: ModelKey = ("none", "")
 """Labels of a request that failed before its model was found."""
 
-_MODEL = ("model", "version")
-
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-_REQUEST_BOUNDS_S = tuple(
-    round(mantissa * 10.0**exponent, 9)
-    for exponent in (-5, -4, -3, -2, -1, 0)
-    for mantissa in (1, 1.5, 2, 3, 5, 7)
-    if 5e-5 <= mantissa * 10.0**exponent <= 5
-)
-_BELOW_S = (1e-5, 2e-5, 3e-5)
-_STAGE_BOUNDS_S = (*_BELOW_S, *_REQUEST_BOUNDS_S)
-_STAGE_BOUNDS = np.array(_STAGE_BOUNDS_S)
-_STAGE_BINS = len(_STAGE_BOUNDS_S) + 1
+_STAGE_BOUNDS = np.array(STAGE_BOUNDS_S)
+_STAGE_BINS = len(STAGE_BOUNDS_S) + 1
 _TIMES = len(get_args(Stage)) + 1
 """Times of a predicted request: one for each stage, and their total."""
 _FIRST_BINS = _STAGE_BINS * np.arange(_TIMES)
-_SIZED = (*_MODEL, "rows")
 _POWERS = tuple(str(1 << exponent) for exponent in range(32))
-_ROW_BOUNDS = tuple(float(1 << exponent) for exponent in range(11))
+
+_PER_VERSION = (
+    *("lenet_queue_rows", "lenet_queue_limit_rows", "lenet_contexts", "lenet_contexts_busy"),
+    *("lenet_device_bytes", "lenet_workspace_bytes", "lenet_golden_error"),
+    "lenet_golden_tolerance",
+)
+_OF_PROCESS = ("process_cpu_seconds", "process_resident_memory_bytes", "process_open_fds")
+
+
+@dataclass(slots=True)
+class Totals:
+    """Totals of one version: requests, images, batches and seconds.
+
+    `stages_s`: by stage, and "total". `sized`: number and seconds of batches by the next power of
+    two of their rows.
+    """
+
+    predicted: int = 0
+    failed: int = 0
+    images: int = 0
+    batches: int = 0
+    last_s: float = 0.0
+    """When it last answered, as `time.time()`; 0 if it never did."""
+    stages_s: dict[str, float] = field(default_factory=dict)
+    sized: dict[int, list[float]] = field(default_factory=dict)
 
 
 class _Predictions:
@@ -123,230 +133,70 @@ class _Predictions:
         return self._bins.tolist(), self._seconds.tolist()
 
 
-class _Batches:
-    """Batches of a model since the last flush."""
+class _Series(dict[Labels, list[float]]):
+    """The numbers of a metric by the values of its labels, 0 before the first event."""
 
-    __slots__ = (
-        *("computed_rows", "device", "device_s", "duration", "failed", "failed_rows", "images"),
-        *("kinds", "sizes_s"),
-    )
+    def __init__(self, family: Family) -> None:
+        super().__init__() if family.labels else super().__init__({(): family.zero})
+        self._family, self._bounds = family, family.bounds
 
-    def __init__(self) -> None:
-        self.kinds: dict[tuple[int, CutReason, bool], int] = defaultdict(int)
-        """Batches by exponent of the next power of two, reason of the cut, and graph replay."""
-        self.sizes_s = [0.0] * len(_POWERS)
-        """Seconds by that exponent."""
-        self.images = self.computed_rows = 0
-        self.duration, self.device = [0] * _STAGE_BINS, [0] * _STAGE_BINS
-        self.device_s = 0.0
-        self.failed: dict[tuple[int, CutReason], int] = defaultdict(int)
-        self.failed_rows = 0
+    def __missing__(self, labels: Labels) -> list[float]:
+        self[labels] = zero = self._family.zero
+        return zero
 
-    def add(
-        self, rows: int, reason: CutReason, compute_s: float, result: BatchResult | None
-    ) -> None:
-        """Add a batch, see `Metrics.batch_ended`."""
-        exponent = (rows - 1).bit_length()
-        if result is None:
-            self.failed[exponent, reason] += 1
-            self.failed_rows += rows
-            return
-        self.kinds[exponent, reason, result.captured] += 1
-        self.sizes_s[exponent] += compute_s
-        self.images += rows
-        self.computed_rows += result.computed_rows
-        self.duration[bisect_left(_STAGE_BOUNDS_S, compute_s)] += 1
-        device_s = result.device_s
-        if device_s is not None:
-            self.device[bisect_left(_STAGE_BOUNDS_S, device_s)] += 1
-            self.device_s += device_s
+    def add(self, amount: float, *labels: str) -> None:
+        """Count `amount` more; one that is not finite would stay in the total for ever."""
+        if math.isfinite(amount):
+            self[labels][0] += amount
+
+    def observe(self, value: float, *labels: str) -> None:
+        """Count an event."""
+        values = self[labels]
+        values[bisect_left(self._bounds, value)] += 1
+        if math.isfinite(value):
+            values[-1] += value
+
+    def show(self, *values: tuple[str, ...]) -> None:
+        """Show the series with each combination of these label values before its first event."""
+        for labels in product(*values):
+            self[labels]
 
 
-class Metrics:
-    """The service's metrics, in `registry`."""
+class Metrics(Collector):
+    """The service's metrics, in `registry`; with `folder` those of all workers that share it."""
 
-    def __init__(self, registry: CollectorRegistry) -> None:
-        disable_created_metrics()  # type: ignore[no-untyped-call]
+    def __init__(self, registry: CollectorRegistry, folder: Path | None = None) -> None:
         self._registry = registry
-        self._buffers: list[Buffered] = []
-        # Set by the supervisor, before prometheus_client is imported in a worker.
-        self._shared = metrics_files.VARIABLE in os.environ
-        self._alone = False  # with files that were lost, which is reported
-        if self._shared:
-            self._buffers.append(WorkerProcess(registry))
-        else:
-            ProcessCollector(registry=registry)
-        build = self._gauge(
-            "lenet_build_info", "1, with the version as a label.", "version", mode="livemax"
-        )
-        build[distribution_version(),].set(1)
-        self._requests = self._counter(
-            "lenet_requests",
-            "Requests answered, by outcome: ok, except for explanations, or the code of the error. "
-            "The model is none, and the version empty, if the request failed before its model was "
-            "found. Outcomes with alerts are there from the start, others from their first.",
-            *(*_MODEL, "protocol", "outcome"),
-        )
-        self._request_duration = self._histogram(
-            "lenet_request_duration_seconds",
-            "From the headers of a request read to its answer made; predictions only.",
-            _REQUEST_BOUNDS_S,
-            "protocol",
-        )
-        self._explanation_duration = self._histogram(
-            "lenet_explanation_duration_seconds",
-            "From the headers of a request for an explanation read to its answer made.",
-            _REQUEST_BOUNDS_S,
-        )
-        self._stage_duration = self._histogram(
-            "lenet_stage_duration_seconds",
-            "Time of a predicted request in each stage.",
-            _STAGE_BOUNDS_S,
-            "stage",
-        )
-        self._batch_rows = self._histogram("lenet_batch_rows", "Images in a batch.", _ROW_BOUNDS)
-        self._batch_duration = self._histogram(
-            "lenet_batch_duration_seconds",
-            "From the cut of a batch to its result.",
-            _STAGE_BOUNDS_S,
-        )
-        self._device_duration = self._histogram(
-            "lenet_device_duration_seconds",
-            "Time of one batch by the device's clock, where it is read.",
-            _STAGE_BOUNDS_S,
-        )
-        self._batches = self._counter(
-            "lenet_batches", "Batches, by the reason for which they were cut.", *_MODEL, "reason"
-        )
-        self._images = self._counter(
-            "lenet_images",
-            "Images in batches that were computed, also those whose requests failed afterwards.",
-            *_MODEL,
-        )
-        self._padding_rows = self._counter(
-            "lenet_padding_rows", "Rows computed only to fill a batch up.", *_MODEL
-        )
-        self._stage_seconds = self._counter(
-            "lenet_stage_seconds",
-            "Time of all predicted requests in each stage, and in all.",
-            *(*_MODEL, "stage"),
-        )
-        self._sized = self._counter(
-            "lenet_sized_batches", "Batches by the next power of two of their rows.", *_SIZED
-        )
-        self._sized_seconds = self._counter(
-            "lenet_sized_batch_seconds", "From the cut of these batches to their results.", *_SIZED
-        )
-        self._last_prediction = self._gauge(
-            "lenet_last_prediction_timestamp_seconds",
-            "When a request was last predicted, to a second; 0 before the first.",
-            *_MODEL,
-            mode="max",
-        )
-        self._replays = self._counter(
-            "lenet_graph_replays",
-            "Batches; hit if a captured graph computed it. The CPU captures none.",
-            *(*_MODEL, "result"),
-        )
-        self._losses = self._counter(
-            "lenet_device_losses",
-            "Processes that ended because their device was lost: a sticky error, or a hang.",
-            "reason",
-        )
-        self._in_flight = self._gauge(
-            "lenet_in_flight_bytes",
-            "Bodies being received or decoded, and answers waiting to be sent: what is in use of "
-            "--max-in-flight-bytes.",
-        )
-        self._in_flight_bytes: Callable[[], int] = lambda: 0
-        self._decoder_ends = self._counter(
-            "lenet_decoder_ends",
-            "Decoding processes that ended: idle, killed for work that was cancelled, or died.",
-            "reason",
-        )
-        self._connections_refused = self._counter(
-            "lenet_connections_refused",
-            "Connections that were closed at once because as many as are allowed were open.",
-        )
-        self._dropped = self._counter(
-            "lenet_rows_dropped",
-            "Images that left the queue without a batch: cancelled, or too late.",
-            "reason",
-        )
-        self._queue_rows = self._gauge("lenet_queue_rows", "Images waiting in the queue.", *_MODEL)
-        self._queue_limit_rows = self._gauge(
-            "lenet_queue_limit_rows",
-            "Most images that may wait: --max-queue-rows of all workers.",
-            *_MODEL,
-        )
-        self._contexts = self._gauge("lenet_contexts", "Execution contexts.", *_MODEL)
-        self._busy = self._gauge("lenet_contexts_busy", "Execution contexts with a batch.", *_MODEL)
-        self._device_bytes = self._gauge(
-            "lenet_device_bytes", "Device memory of all contexts.", *_MODEL
-        )
-        self._workspace_bytes = self._gauge(
-            "lenet_workspace_bytes", "The part of lenet_device_bytes that is scratch.", *_MODEL
-        )
-        self._golden_error = self._gauge(
-            "lenet_golden_error",
-            "Largest golden logit difference at the self-test, relative to the largest logit.",
-            *_MODEL,
-            mode="livemax",
-        )
-        self._golden_tolerance = self._gauge(
-            "lenet_golden_tolerance",
-            "The lenet_golden_error beyond which a version is not served.",
-            *_MODEL,
-            mode="livemax",
-        )
-        self._per_version = (
-            *(self._queue_rows, self._queue_limit_rows, self._contexts, self._busy),
-            *(self._device_bytes, self._workspace_bytes),
-            *(self._golden_error, self._golden_tolerance),
-        )
-        workers = self._gauge("lenet_workers", "Processes that serve or start.")
-        workers[()].set(1)
-        _show(
-            self._counter(
-                "lenet_worker_deaths",
-                "Workers that ended, for whatever reason, while others go on.",
-            )
-        )
-        self._certificate_end: Family[BufferedGauge] | None = None
-        self._start_phase = self._gauge(
-            "lenet_start_phase_seconds",
-            "Time of each phase of the start; contexts holds most of device and all of warm_up. Of "
-            "several workers the longest.",
-            "phase",
-            mode="livemax",
-        )
-        self._model = self._gauge(
-            "lenet_model_info",
-            "1 for each loaded version of a model.",
-            *(*_MODEL, "sha256"),
-            mode="livemax",
-        )
-        self._reloads = self._counter(
-            "lenet_reloads",
-            "Loads and reloads of a model: ok if the newest file is served afterwards.",
-            *("model", "outcome"),
-        )
+        self._file = None if folder is None else WorkerFile(folder)
+        self._process = ProcessCollector(registry=registry if folder is None else None)
+        registry.register(self)
+        self._alone = False  # with files that could not be read, which is reported
+        of_process = _OF_PROCESS if folder is None else ()
+        hidden = {*of_process, "lenet_certificate_end_timestamp_seconds"}
+        self._series = {
+            name: _Series(family) for name, family in FAMILIES.items() if name not in hidden
+        }
+        series = self._series
+        self._requests = series["lenet_requests"]
         self._predictions: dict[tuple[Transport, ModelKey], _Predictions]
         self._predictions = defaultdict(_Predictions)
-        self._ended: dict[ModelKey, _Batches] = defaultdict(_Batches)
         self._loads: dict[ModelKey, Callable[[], Load]] = {}
         self._loaded: dict[ModelKey, Labels] = {}  # of lenet_model_info
-        _show(self._requests, *((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
-        _show(self._request_duration, get_args(Transport))
-        _show(self._stage_duration, get_args(Stage))
-        _show(self._losses, get_args(LossReason))
-        _show(self._decoder_ends, get_args(DecoderEnd))
-        _show(self._dropped, get_args(DropReason))
-        _show(self._connections_refused)
+        self._in_flight_bytes: Callable[[], int] = lambda: 0
+        series["lenet_build_info"][distribution_version(),] = [1]
+        series["lenet_workers"][()] = [1]
+        self._requests.show(*((label,) for label in NO_MODEL), get_args(Transport), _ALERTED)
+        series["lenet_request_duration_seconds"].show(get_args(Transport))
+        series["lenet_stage_duration_seconds"].show(get_args(Stage))
+        series["lenet_device_losses"].show(get_args(LossReason))
+        series["lenet_decoder_ends"].show(get_args(DecoderEnd))
+        series["lenet_rows_dropped"].show(get_args(DropReason))
+        self._own = copied(dict(series))
+        """The copy of the last flush."""
 
     def request_done(self, model: ModelKey, protocol: Transport, outcome: str) -> None:
         """Count an answer: `outcome` is ok or the code of a `ServiceError`."""
-        self._requests[*model, protocol, outcome].inc()
+        self._requests[*model, protocol, outcome][0] += 1
 
     def predicted(self, protocol: Transport, model: ModelKey, times_s: tuple[float, ...]) -> None:
         """A request was answered: seconds of decode, queue, compute and encode, and in all."""
@@ -358,7 +208,7 @@ class Metrics:
 
     def explained(self, seconds: float) -> None:
         """A request for an explanation was answered: seconds in all."""
-        self._explanation_duration[()].observe(seconds)
+        self._series["lenet_explanation_duration_seconds"].observe(seconds)
 
     def batch_ended(
         self,
@@ -369,23 +219,36 @@ class Metrics:
         result: BatchResult | None,
     ) -> None:
         """A batch of `rows` ended, `compute_s` after its cut; without `result` it failed."""
-        self._ended[model].add(rows, reason, compute_s, result)
+        series = self._series
+        series["lenet_batches"][*model, reason][0] += 1
+        series["lenet_batch_rows"].observe(rows)
+        if result is None:
+            return
+        size = _POWERS[(rows - 1).bit_length()]
+        series["lenet_graph_replays"][*model, "hit" if result.captured else "miss"][0] += 1
+        series["lenet_images"][model][0] += rows
+        series["lenet_padding_rows"][model][0] += result.computed_rows - rows
+        series["lenet_sized_batches"][*model, size][0] += 1
+        series["lenet_sized_batch_seconds"].add(compute_s, *model, size)
+        series["lenet_batch_duration_seconds"].observe(compute_s)
+        if result.device_s is not None:
+            series["lenet_device_duration_seconds"].observe(result.device_s)
 
     def decoder_ended(self, reason: DecoderEnd) -> None:
         """Count a decoding process that ended while serving."""
-        self._decoder_ends[reason,].inc()
+        self._series["lenet_decoder_ends"].add(1, reason)
 
     def connection_refused(self) -> None:
         """Count a connection beyond the limit."""
-        self._connections_refused[()].inc()
+        self._series["lenet_connections_refused"].add(1)
 
     def rows_dropped(self, rows: int, reason: DropReason) -> None:
         """Waiting rows left the queue without a batch."""
-        self._dropped[reason,].inc(rows)
+        self._series["lenet_rows_dropped"].add(rows, reason)
 
     def started(self, phase: str, seconds: float) -> None:
         """A phase of the start took `seconds`."""
-        self._start_phase[phase,].set(seconds)
+        self._series["lenet_start_phase_seconds"][phase,] = [seconds]
         self.flush()
 
     def model_loaded(
@@ -405,64 +268,50 @@ class Metrics:
 
         `load` is asked at each flush until it is unloaded.
         """
-        name, version = model
+        series, (name, version) = self._series, model
         each = ((name,), (version,))
-        _show(self._requests, *each, get_args(Transport), ("ok", *_ALERTED))
-        _show(self._reloads, (name,), get_args(ReloadOutcome))
-        _show(self._batches, *each, get_args(CutReason))
-        _show(self._replays, *each, ("hit", "miss"))
-        _show(self._images, *each)
-        _show(self._stage_seconds, *each, (*get_args(Stage), _TOTAL))
-        _show(self._last_prediction, *each)
-        _show(self._padding_rows, *each)
-        self._contexts[model].set(contexts)
-        _show(self._busy, *each)
-        _show(self._queue_rows, *each)
-        self._device_bytes[model].set(device_bytes)
-        self._workspace_bytes[model].set(workspace_bytes)
-        self._golden_error[model].set(golden_error)
-        self._golden_tolerance[model].set(golden_tolerance)
-        self._queue_limit_rows[model].set(queue_limit_rows)
+        self._requests.show(*each, get_args(Transport), ("ok", *_ALERTED))
+        series["lenet_reloads"].show((name,), get_args(ReloadOutcome))
+        series["lenet_batches"].show(*each, get_args(CutReason))
+        series["lenet_graph_replays"].show(*each, ("hit", "miss"))
+        series["lenet_stage_seconds"].show(*each, (*get_args(Stage), _TOTAL))
+        for shown in ("images", "last_prediction_timestamp_seconds", "padding_rows"):
+            series[f"lenet_{shown}"].show(*each)
+        series["lenet_contexts"][model] = [contexts]
+        series["lenet_queue_limit_rows"][model] = [queue_limit_rows]
+        series["lenet_golden_error"][model] = [golden_error]
+        series["lenet_golden_tolerance"][model] = [golden_tolerance]
+        series["lenet_device_bytes"][model] = [device_bytes]
+        series["lenet_workspace_bytes"][model] = [workspace_bytes]
         if (former := self._loaded.pop(model, None)) is not None:  # another file of the version
-            self._remove(self._model, former)
+            del series["lenet_model_info"][former]
         self._loads[model] = load
         self._loaded[model] = labels = (*model, sha256)
-        self._model[labels].set(1)
+        series["lenet_model_info"][labels] = [1]
         self.flush()
 
     def model_unloaded(self, model: ModelKey) -> None:
         """A version is not served any more. What it did stays counted."""
         del self._loads[model]
-        self._remove(self._model, self._loaded.pop(model))
-        for family in self._per_version:
-            self._remove(family, model)
+        del self._series["lenet_model_info"][self._loaded.pop(model)]
+        for name in _PER_VERSION:
+            self._series[name].pop(model, None)
         self.flush()
-
-    def _remove(self, family: Family[BufferedGauge], labels: Labels) -> None:
-        if self._shared:  # where the library cannot remove; `all_workers` leaves it out
-            family[labels].set(0)
-        elif family.pop(labels, None) is not None:
-            family.metric.remove(*labels)
 
     def reloaded(self, model: str, outcome: ReloadOutcome) -> None:
         """Count a reload of a model."""
-        self._reloads[model, outcome].inc()
+        self._series["lenet_reloads"].add(1, model, outcome)
         self.flush()
 
     def certificate_read(self, ends_s: float) -> None:
         """The certificate that is served from now on ends at `ends_s`, as `time.time()`."""
-        if self._certificate_end is None:  # made here: the library shows 0 of one without labels
-            self._certificate_end = self._gauge(
-                "lenet_certificate_end_timestamp_seconds",
-                "When the served certificate, or one of its chain, expires; absent without TLS.",
-                mode="livemin",  # a worker that could not read the next one still serves the last
-            )
-        self._certificate_end[()].set(ends_s)
+        family = FAMILIES["lenet_certificate_end_timestamp_seconds"]
+        self._series.setdefault(family.name, _Series(family))[()] = [ends_s]
         self.flush()
 
     def device_lost(self, reason: LossReason) -> None:
         """Count the loss that ends this process, and flush."""
-        self._losses[reason,].inc()
+        self._series["lenet_device_losses"].add(1, reason)
         self.flush()
 
     def watch_in_flight(self, in_flight_bytes: Callable[[], int]) -> None:
@@ -470,54 +319,38 @@ class Metrics:
         self._in_flight_bytes = in_flight_bytes
 
     def flush(self) -> None:
-        """Put everything that happened so far into the library's metrics."""
-        self._in_flight[()].set(self._in_flight_bytes())
+        """Copy everything that happened so far, for expositions of this and the other workers."""
+        series = self._series
+        series["lenet_in_flight_bytes"][()] = [self._in_flight_bytes()]
         for (protocol, model), predictions in self._predictions.items():
             self._add_predictions(protocol, model, predictions)
         self._predictions.clear()
-        for model, batches in self._ended.items():
-            self._add_batches(model, batches)
-        self._ended.clear()
         for model, load in self._loads.items():
             waiting_rows, busy = load()
-            self._queue_rows[model].set(waiting_rows)
-            self._busy[model].set(busy)
-        for buffer in self._buffers:
-            buffer.flush()
+            series["lenet_queue_rows"][model] = [waiting_rows]
+            series["lenet_contexts_busy"][model] = [busy]
+        if self._file is not None:  # prometheus_client's own do not add up over processes
+            for metric in self._process.collect():
+                if metric.name in _OF_PROCESS:
+                    series[metric.name][()] = [metric.samples[0].value]
+        self._own = copied(dict(series))
+        if self._file is not None:
+            self._file.write(self._own)
 
     def _add_predictions(
         self, protocol: Transport, model: ModelKey, predictions: _Predictions
     ) -> None:
         (*bins, total_bins), (*seconds, total_s) = predictions.take()
-        self._requests[*model, protocol, "ok"].inc(sum(total_bins))
-        self._last_prediction[model].set(time.time())
+        self._requests[*model, protocol, "ok"][0] += sum(total_bins)
+        series = self._series
+        series["lenet_last_prediction_timestamp_seconds"][model] = [time.time()]
         for stage, stage_bins, stage_s in zip(get_args(Stage), bins, seconds, strict=True):
-            self._stage_duration[stage,].add(stage_bins, stage_s)
-            self._stage_seconds[*model, stage].inc(stage_s)
-        first = len(_BELOW_S) + 1
+            _add(series["lenet_stage_duration_seconds"][stage,], stage_bins, stage_s)
+            series["lenet_stage_seconds"].add(stage_s, *model, stage)
+        first = len(BELOW_S) + 1
         request_bins = [sum(total_bins[:first]), *total_bins[first:]]
-        self._request_duration[protocol,].add(request_bins, total_s)
-        self._stage_seconds[*model, _TOTAL].inc(total_s)
-
-    def _add_batches(self, model: ModelKey, batches: _Batches) -> None:
-        row_bins = [0] * (len(_ROW_BOUNDS) + 1)
-        largest = len(_ROW_BOUNDS)
-        for (exponent, reason), count in batches.failed.items():
-            row_bins[min(exponent, largest)] += count
-            self._batches[*model, reason].inc(count)
-        for (exponent, reason, captured), count in batches.kinds.items():
-            row_bins[min(exponent, largest)] += count
-            self._batches[*model, reason].inc(count)
-            self._replays[*model, "hit" if captured else "miss"].inc(count)
-            self._sized[*model, _POWERS[exponent]].inc(count)
-        for exponent, seconds in enumerate(batches.sizes_s):
-            if seconds:
-                self._sized_seconds[*model, _POWERS[exponent]].inc(seconds)
-        self._batch_rows[()].add(row_bins, batches.images + batches.failed_rows)
-        self._batch_duration[()].add(batches.duration, sum(batches.sizes_s))
-        self._device_duration[()].add(batches.device, batches.device_s)
-        self._images[model].inc(batches.images)
-        self._padding_rows[model].inc(batches.computed_rows - batches.images)
+        _add(series["lenet_request_duration_seconds"][protocol,], request_bins, total_s)
+        series["lenet_stage_seconds"].add(total_s, *model, _TOTAL)
 
     @contextmanager
     def flushed_regularly(self) -> Iterator[None]:
@@ -547,67 +380,69 @@ class Metrics:
         return await asyncio.to_thread(self._totals)
 
     def _totals(self) -> dict[ModelKey, Totals]:
+        numbers = self._numbers()
         found: dict[ModelKey, Totals] = defaultdict(Totals)
-        for metric in self._families():
-            for sample in metric.samples:
-                if "version" in sample.labels and "model" in sample.labels:
-                    model = sample.labels["model"], sample.labels["version"]
-                    found[model].add(sample.name, sample.labels, sample.value)
+        for (name, version, _, outcome), (count,) in numbers["lenet_requests"].items():
+            of = found[name, version]
+            if outcome == "ok":
+                of.predicted += int(count)
+            else:
+                of.failed += int(count)
+        for (name, version), (count,) in numbers["lenet_images"].items():
+            found[name, version].images = int(count)
+        for (name, version, _), (count,) in numbers["lenet_batches"].items():
+            found[name, version].batches += int(count)
+        for (name, version), (at_s,) in numbers["lenet_last_prediction_timestamp_seconds"].items():
+            found[name, version].last_s = at_s
+        for (name, version, stage), (seconds,) in numbers["lenet_stage_seconds"].items():
+            found[name, version].stages_s[stage] = seconds
+        sizes_s = numbers["lenet_sized_batch_seconds"]
+        for (name, version, rows), (count,) in numbers["lenet_sized_batches"].items():
+            found[name, version].sized[int(rows)] = [count, *sizes_s[name, version, rows]]
         return found
 
     async def exposition(self) -> bytes:
         """All metrics in the Prometheus text format, of all workers where there are several."""
         self.flush()
-        return await asyncio.to_thread(self._generate)
+        return await asyncio.to_thread(generate_latest, self._registry)
 
-    def _generate(self) -> bytes:
-        return generate_latest(Collected(self._families()))
+    def collect(self) -> Iterator[Metric]:
+        """The metrics as of the last flush."""
+        numbers = self._numbers()
+        return (_metric(FAMILIES[name], numbers[name]) for name in FAMILIES if name in numbers)
 
-    def _families(self) -> list[Metric]:
-        """The metrics of all workers; of this one alone if the others' cannot be read."""
-        if self._shared:
+    def _numbers(self) -> Numbers:
+        """The numbers of all workers; of this one alone if the others' cannot be read."""
+        if self._file is not None:
             try:
-                if metrics_files.are_there():
-                    return list(all_workers())
-                reason = "this worker's files are gone"
-            # The folder, a file of it, or what is in one is not what this program left there.
-            except (OSError, ValueError, RuntimeError, struct.error) as exc:
-                reason = f"{type(exc).__name__}: {exc}"
-            if not self._alone:
-                self._alone = True
-                _log.warning(
-                    "metrics in %s cannot be read (%s): /metrics shows only the worker that "
-                    "answers, until the service is started again",
-                    *(os.environ.get(metrics_files.VARIABLE), reason),
-                )
-        return list(self._registry.collect())
-
-    def _counter(self, name: str, help_text: str, *labels: str) -> Family[BufferedCounter]:
-        counter = Counter(name, help_text, labels, registry=self._registry)
-        return self._buffered(Family(counter, BufferedCounter))
-
-    def _gauge(
-        self,
-        name: str,
-        help_text: str,
-        *labels: str,
-        mode: Literal["livesum", "livemax", "livemin", "max"] = "livesum",
-    ) -> Family[BufferedGauge]:
-        gauge = Gauge(name, help_text, labels, multiprocess_mode=mode, registry=self._registry)
-        return self._buffered(Family(gauge, BufferedGauge))
-
-    def _histogram(
-        self, name: str, help_text: str, bounds: tuple[float, ...], *labels: str
-    ) -> Family[BufferedHistogram]:
-        metric = Histogram(name, help_text, labels, buckets=bounds, registry=self._registry)
-        return self._buffered(Family(metric, partial(BufferedHistogram, bounds=bounds)))
-
-    def _buffered(self, family: Family[B]) -> Family[B]:
-        self._buffers.append(family)
-        return family
+                return merged([self._own, *self._file.others()])
+            except (OSError, ValueError) as exc:  # the files are not what this program left there
+                if not self._alone:
+                    self._alone = True
+                    _log.warning(
+                        "metrics of the other workers cannot be read (%s: %s): /metrics shows only "
+                        "the worker that answers, until the service is started again",
+                        *(type(exc).__name__, exc),
+                    )
+        return self._own
 
 
-def _show(family: Family[B], *values: tuple[str, ...]) -> None:
-    """Expose the series with each combination of these label values as 0 before the first event."""
-    for labels in product(*values):
-        family[labels]
+def _add(values: list[float], bins: list[int], total: float) -> None:
+    for index, count in enumerate(bins):
+        values[index] += count
+    if math.isfinite(total):
+        values[-1] += total
+
+
+def _metric(family: Family, series: dict[Labels, list[float]]) -> Metric:
+    if family.kind == "histogram":
+        histogram = HistogramMetricFamily(family.name, family.help_text, labels=family.labels)
+        bounds = [f"{bound}" for bound in family.bounds] + ["+Inf"]
+        for labels, (*counts, total) in series.items():
+            histogram.add_metric(labels, list(zip(bounds, accumulate(counts), strict=True)), total)
+        return histogram
+    kind = CounterMetricFamily if family.kind == "counter" else GaugeMetricFamily
+    metric = kind(family.name, family.help_text, labels=family.labels)
+    for labels, (value,) in series.items():
+        metric.add_metric(labels, value)
+    return metric

@@ -17,8 +17,8 @@ from tests.service_process import PATIENCE_S
 
 NOWHERE = """
 import resource, sys
-from service.observe import metrics_files
-metrics_files._SHARED_MEMORY = "/nowhere"
+from service.process import shared_folder
+shared_folder._SHARED_MEMORY = "/nowhere"
 from service.__main__ import main
 sys.exit(main())
 """
@@ -85,7 +85,7 @@ def test_a_removed_folder_costs_the_merged_metrics_and_nothing_else(start, tempo
     shutil.rmtree(folder)
     for _ in range(10):
         assert metrics(service)["lenet_contexts"] == 1, "of the worker that answers"
-    service.wait_for("WARNING .*metrics in .*shows only the worker that answers")
+    service.wait_for("WARNING .*metrics of the other .*shows only the worker that answers")
     kill_one(service, 3)
     assert_serving_and_stopping(service)
     assert service.log.count("shows only the worker") <= 2, "one line a worker"
@@ -98,8 +98,8 @@ def fill(folder):
             file.write(bytes(4096))
 
 
-def test_a_full_disk_costs_the_metrics_of_the_successor_and_nothing_else(start, temporary):
-    with mounted(temporary, "size=16m"):
+def test_a_full_disk_costs_the_merged_metrics_and_nothing_else(start, temporary):
+    with mounted(temporary, "size=4m"):
         service = start("--workers", "2").ready(2)
         fill(temporary)
         kill_one(service, 3)

@@ -50,7 +50,6 @@ REQUESTS = {
 COUNTING = """
 import os
 from service import supervisor
-from service.observe import metrics_files
 
 def count_reads():
     from service.transport.connection import Connection
@@ -62,14 +61,10 @@ def count_reads():
         receive(self, data)
     Connection.data_received = data_received
 
-work, prepare = supervisor._work, metrics_files.prepare
-
-def prepare_and_count():
-    prepare()  # before a library is imported
-    count_reads()
+work = supervisor._work
 
 def counting_work(*arguments):
-    metrics_files.prepare = prepare_and_count
+    count_reads()
     work(*arguments)
 
 def install(workers):

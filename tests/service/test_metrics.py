@@ -1,15 +1,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
+import math
 import time
-from pathlib import Path
 from typing import get_args
 
 import pytest
-from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from lenet import distribution_version
@@ -27,9 +24,6 @@ from service.observe.metrics import (
     Totals,
     Transport,
 )
-
-ROOT = Path(__file__).parents[2]
-
 
 TIMES_S = (0.125, 0.25, 0.5, 0.0625, 1.0)
 """Times of the stages, then their total."""
@@ -281,100 +275,13 @@ def test_each_answer_is_counted_and_timed_once_however_many_there_are(metrics, v
             assert value("lenet_stage_duration_seconds_sum", labels) == total_s
 
 
-# Several workers
-
-
-def sharing(folder):
-    """The environment of a process that keeps its series in `folder`."""
-    return {**os.environ, "PYTHONPATH": str(ROOT), "PROMETHEUS_MULTIPROC_DIR": str(folder)}
-
-
-WORKER = """
-import asyncio, sys
-from service.observe import metrics_files
-metrics_files.prepare()
-from prometheus_client import CollectorRegistry
-from lenet.backend import BatchResult
-from service.observe.metrics import Metrics
-rows = int(sys.argv[1])
-metrics = Metrics(CollectorRegistry())
-if rows:
-    numbers = {
-        "contexts": 2, "golden_error": 1e-7, "device_bytes": 10 * rows, "workspace_bytes": rows,
-        "load": lambda: (rows, 1), "queue_limit_rows": 10 * rows, "golden_tolerance": 1e-4,
-    }
-    LENET = "lenet", "2"
-    metrics.model_loaded(("lenet", "1"), "ab", **numbers)
-    metrics.model_loaded(LENET, "cd", **numbers)
-    metrics.model_unloaded(("lenet", "1"))
-    if rows == 4:
-        metrics.model_loaded(LENET, "ef", **numbers)
-    metrics.reloaded("lenet", "ok")
-    metrics.started("weights", rows / 10)
-    metrics.predicted("http", LENET, (0.1, 0.1, 0.1, 0.1, 0.5))
-    metrics.batch_ended(LENET, rows, "full", 0.1, BatchResult(None, rows + 1, rows == 3))
-    metrics.device_lost("hang")
-sys.stdout.buffer.write(asyncio.run(metrics.exposition()))
-"""
-
-
-@pytest.mark.states(
-    "metrics",
-    "sums over several workers, of every kind of series",
-    found="known numbers, counted in three processes",
-)
-def test_one_worker_answers_for_all_when_they_share_a_folder(tmp_path):
-    exposition = b""
-    for rows in (3, 4, 0):
-        exposition = subprocess.run(
-            [sys.executable, "-c", WORKER, str(rows)],
-            env=sharing(tmp_path),
-            check=True,
-            stdout=subprocess.PIPE,
-        ).stdout
-    values = {
-        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
-        for family in text_string_to_metric_families(exposition.decode())
-        for sample in family.samples
-    }
-    lenet, version = ("model", "lenet"), ("version", "2")
-    assert (
-        values["lenet_requests_total", (lenet, ("outcome", "ok"), ("protocol", "http"), version)]
-        == 2
-    )
-    assert values["lenet_images_total", (lenet, version)] == 7
-    assert values["lenet_batches_total", (lenet, ("reason", "full"), version)] == 2
-    assert values["lenet_request_duration_seconds_sum", (("protocol", "http"),)] == 1.0
-    assert values["lenet_batch_rows_count", ()] == 2
-    assert values["lenet_device_losses_total", (("reason", "hang"),)] == 2
-    assert values["lenet_graph_replays_total", (lenet, ("result", "hit"), version)] == 1
-    assert values["lenet_graph_replays_total", (lenet, ("result", "miss"), version)] == 1
-    assert values["lenet_padding_rows_total", (lenet, version)] == 2
-    assert values["lenet_device_bytes", (lenet, version)] == 70
-    assert values["lenet_workspace_bytes", (lenet, version)] == 7
-    assert values["lenet_contexts", (lenet, version)] == 4
-    assert values["lenet_contexts_busy", (lenet, version)] == 2
-    assert values["lenet_queue_rows", (lenet, version)] == 7
-    assert values["lenet_queue_limit_rows", (lenet, version)] == 70
-    assert values["lenet_start_phase_seconds", (("phase", "weights"),)] == 0.4
-    assert values["lenet_reloads_total", (lenet, ("outcome", "ok"))] == 2
-    assert {labels: value for (name, labels), value in values.items() if "model_info" in name} == {
-        (lenet, ("sha256", "cd"), version): 1.0,
-        (lenet, ("sha256", "ef"), version): 1.0,
-    }, "what each of them serves, and no more what both replaced"
-    assert ("lenet_contexts", (lenet, ("version", "1"))) not in values
-    assert values["lenet_images_total", (lenet, ("version", "1"))] == 0
-    assert values["process_resident_memory_bytes", ()] > 3e7, "three processes"
-    assert values["process_cpu_seconds_total", ()] > 0
-    assert values["process_open_fds", ()] >= 9
-    assert not [name for name, _ in values if name.endswith("_created")]
-    assert not [labels for _, labels in values if "pid" in dict(labels)]
-
-
-# Buffers
-
-BUCKETS = (0.5, 1.0, 2.5)
-
-
-def histogram():
-    return Histogram("size", "Of an event.", buckets=BUCKETS, registry=None)
+@pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf])
+def test_seconds_that_are_not_finite_stay_out_of_the_total(metrics, value, number):
+    for one in (number, 0.5):
+        metrics.explained(one)
+        metrics.batch_ended(LENET, 1, "full", one, result(1, True, one))
+        metrics.predicted("http", LENET, (one,) * 5)
+    for name in ("explanation", "batch", "device"):
+        assert value(f"lenet_{name}_duration_seconds_sum") == 0.5
+        assert value(f"lenet_{name}_duration_seconds_count") == 2
+    assert value("lenet_sized_batch_seconds_total", {**OF_LENET, "rows": "1"}) == 0.5

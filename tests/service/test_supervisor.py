@@ -310,9 +310,8 @@ class FakeProcess:
 
 
 @pytest.fixture
-def fake_workers(monkeypatch, tmp_path):
+def fake_workers(monkeypatch):
     """`fake_workers(*codes)`: workers that end with these codes, one after another."""
-    monkeypatch.setenv("PROMETHEUS_MULTIPROC_DIR", str(tmp_path))
     made = []
 
     def install(*codes):

@@ -1,0 +1,118 @@
+"""The folder in which several workers share their numbers: a file for each, and one for the dead.
+
+A worker replaces its file once a second. When it has ended, the supervisor adds its counts to those
+of the workers that ended before. Nothing about the files may end a process: what cannot be shared
+is reported once, and `/metrics` then shows the worker that answers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from pathlib import Path
+
+from service.observe.series import DEATHS, Numbers, decoded, encoded, lasting, merged
+
+_log = logging.getLogger(__name__)
+
+_LIVE, _DEAD = ".json", ".dead"
+_SUM = "dead-workers.sum"
+"""The counts of dead workers, after a line with the names of files that are added to them and may
+still be there."""
+_READ_AGAIN = 100
+_LOST = "/metrics of each worker shows only its own numbers"
+
+
+class WorkerFile:
+    """The file of this worker in `folder`."""
+
+    def __init__(self, folder: Path) -> None:
+        # A process id may come back; the name must not.
+        self._path = folder / f"{os.getpid()}-{time.monotonic_ns()}{_LIVE}"
+        self._reported = False
+
+    def write(self, numbers: Numbers) -> None:
+        """Replace it, or say once that this failed."""
+        try:
+            _replace(self._path, encoded(numbers))
+        except OSError as exc:
+            if not self._reported:
+                self._reported = True
+                folder, reason = self._path.parent, exc.strerror
+                _log.warning("metrics: cannot write to %s (%s); %s", folder, reason, _LOST)
+
+    def others(self) -> list[Numbers]:
+        """The numbers of all other workers, of dead ones those that last.
+
+        Raises:
+            OSError: the folder or this worker's file is gone.
+            ValueError: a file is not what `write` left there.
+        """
+        folder = self._path.parent
+        for _ in range(_READ_AGAIN):
+            names = {path.name for path in folder.iterdir()}
+            if self._path.name not in names:
+                raise FileNotFoundError("this worker's file is gone")
+            added, total = _read_dead(folder)
+            found = [total]
+            try:
+                for name in names - {self._path.name, *added}:
+                    if name.endswith((_LIVE, _DEAD)):
+                        numbers = decoded((folder / name).read_bytes())
+                        found.append(numbers if name.endswith(_LIVE) else _of_dead(numbers))
+            except FileNotFoundError:  # its worker has ended meanwhile
+                continue
+            return found
+        raise OSError("the files change all the time")
+
+
+def fold(folder: Path, pid: int) -> None:
+    """Add the counts of worker `pid`, which has ended, to those of the dead; its gauges go.
+
+    A scrape meanwhile sees them before or after, never twice and never missing.
+    """
+    try:
+        (folder / f"repository-{pid}").unlink(missing_ok=True)
+        live = list(folder.glob(f"{pid}-*{_LIVE}"))
+        for path in live:
+            path.rename(path.with_suffix(_DEAD))  # without its gauges, also if the disk is full
+        added, total = _read_dead(folder)
+        added = [name for name in added if (folder / name).exists()]
+        dead = [path for path in folder.glob(f"*{_DEAD}") if path.name not in added]
+        several = [_of_dead(decoded(path.read_bytes())) for path in dead]
+        if not live:  # it ended before its first file
+            several.append(_of_dead({}))
+        names = " ".join([*added, *(path.name for path in dead)])
+        content = encoded(merged([total, *several]))
+        _replace(folder / _SUM, names.encode() + b"\n" + content)
+        for name in names.split():
+            (folder / name).unlink(missing_ok=True)
+    except (OSError, ValueError) as exc:
+        _log.warning("metrics of worker %d are not added to those of the dead: %s", pid, exc)
+
+
+def _of_dead(numbers: Numbers) -> Numbers:
+    return merged([lasting(numbers), {DEATHS: {(): [1]}}])
+
+
+def _read_dead(folder: Path) -> tuple[list[str], Numbers]:
+    try:
+        names, _, content = (folder / _SUM).read_bytes().partition(b"\n")
+    except FileNotFoundError:
+        if not folder.is_dir():
+            raise
+        return [], {}
+    return names.decode().split(), decoded(content)
+
+
+def _replace(path: Path, content: bytes) -> None:
+    new = path.with_suffix(".new")
+    try:
+        new.write_bytes(content)
+        new.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink()
+        raise

@@ -1,0 +1,306 @@
+"""Metrics of several workers; tests/faults/test_metrics_files.py has their files fail."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.parser import text_string_to_metric_families
+
+from lenet.backend import BatchResult
+from service.observe.metrics import Metrics
+from service.observe.workers import fold
+from service.process import shared_folder as folders
+from service.process.shared_folder import FILE_BYTES, shared_folder
+
+MODEL = "lenet", "1"
+DEATHS = ("lenet_worker_deaths_total",)
+OK = (
+    "lenet_requests_total",
+    *(("model", "lenet"), ("outcome", "ok"), ("protocol", "http"), ("version", "1")),
+)
+PHASE = ("lenet_start_phase_seconds", ("phase", "weights"))
+
+
+@pytest.fixture
+def worker(tmp_path, monkeypatch):
+    """`worker(pid)`: the metrics of a worker with this process id, which has a model."""
+
+    def start(pid, model=MODEL, sha256="ab"):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "getpid", lambda: pid)
+            metrics = Metrics(CollectorRegistry(), tmp_path)
+        load(metrics, model, sha256)
+        return metrics
+
+    return start
+
+
+def load(metrics, model=MODEL, sha256="ab", rows=10):
+    numbers = {"contexts": 2, "golden_error": 1e-7, "device_bytes": 10, "workspace_bytes": 1}
+    numbers |= {"queue_limit_rows": 10 * rows, "golden_tolerance": 1e-4}
+    metrics.model_loaded(model, sha256, load=lambda: (rows, 1), **numbers)
+
+
+def predict(metrics, count=1, model=MODEL):
+    for _ in range(count):
+        metrics.predicted("http", model, (0.1, 0.1, 0.1, 0.1, 0.5))
+        metrics.batch_ended(model, 3, "full", 0.1, BatchResult(None, 4, True))
+    metrics.flush()
+
+
+def scrape(metrics):
+    """Samples by name and labels."""
+    text = asyncio.run(metrics.exposition()).decode()
+    samples = [one for family in text_string_to_metric_families(text) for one in family.samples]
+    found = {(one.name, *sorted(one.labels.items())): one.value for one in samples}
+    assert len(found) == len(samples)
+    return found
+
+
+def counts(found):
+    """What outlives a worker, but for the CPU time of those that live."""
+    kept = ("_total", "_bucket", "_count", "_sum", "last_prediction_timestamp_seconds")
+    return {key: one for key, one in found.items() if key[0].endswith(kept) and "cpu" not in key[0]}
+
+
+def files(folder):
+    return [path for path in folder.iterdir() if path.is_file()]
+
+
+@pytest.mark.states(
+    "metrics",
+    "sums over several workers, of every kind of series",
+    found="known numbers, counted by three workers",
+)
+def test_one_worker_answers_for_all_that_share_a_folder(worker):
+    lenet, version = ("model", "lenet"), ("version", "2")
+    of_model = "lenet", "2"
+    for pid, (rows, sha256) in enumerate({3: "cd", 4: "ef"}.items()):
+        one = worker(pid, sha256="old")
+        load(one, of_model, "cd", rows)
+        one.model_unloaded(MODEL)
+        load(one, of_model, sha256, rows)
+        one.reloaded("lenet", "ok")
+        one.started("weights", rows / 10)
+        one.certificate_read(1000.0 * rows)
+        one.predicted("http", of_model, (0.1, 0.1, 0.1, 0.1, 0.5))
+        one.batch_ended(of_model, rows, "full", 0.1, BatchResult(None, rows + 1, rows == 3))
+        one.device_lost("hang")
+    last = worker(9)
+    last.model_unloaded(MODEL)
+    found = scrape(last)
+    assert (
+        found["lenet_requests_total", lenet, ("outcome", "ok"), ("protocol", "http"), version] == 2
+    )
+    assert found["lenet_images_total", lenet, version] == 7
+    assert found["lenet_batches_total", lenet, ("reason", "full"), version] == 2
+    assert found["lenet_request_duration_seconds_sum", ("protocol", "http")] == 1.0
+    assert found["lenet_request_duration_seconds_bucket", ("le", "0.5"), ("protocol", "http")] == 2
+    assert found["lenet_batch_rows_count",] == 2
+    assert found["lenet_device_losses_total", ("reason", "hang")] == 2
+    assert found["lenet_graph_replays_total", lenet, ("result", "hit"), version] == 1
+    assert found["lenet_graph_replays_total", lenet, ("result", "miss"), version] == 1
+    assert found["lenet_padding_rows_total", lenet, version] == 2
+    assert found["lenet_device_bytes", lenet, version] == 20
+    assert found["lenet_contexts", lenet, version] == 4
+    assert found["lenet_contexts_busy", lenet, version] == 2
+    assert found["lenet_queue_rows", lenet, version] == 7
+    assert found["lenet_queue_limit_rows", lenet, version] == 70
+    assert found["lenet_golden_error", lenet, version] == 1e-7, "the largest, not the sum"
+    assert found["lenet_workers",] == 3
+    assert found[PHASE] == 0.4, "the longest"
+    assert found["lenet_certificate_end_timestamp_seconds",] == 3000, "of whose ends first"
+    assert found["lenet_reloads_total", lenet, ("outcome", "ok")] == 2
+    info = {key: value for key, value in found.items() if key[0] == "lenet_model_info"}
+    assert info == {
+        ("lenet_model_info", lenet, ("sha256", sha), version): 1 for sha in ("cd", "ef")
+    }
+    assert ("lenet_contexts", lenet, ("version", "1")) not in found
+    assert found["lenet_images_total", lenet, ("version", "1")] == 0
+    alone = scrape(Metrics(CollectorRegistry()))
+    for name in ("process_resident_memory_bytes", "process_open_fds", "process_cpu_seconds_total"):
+        assert found[name,] == pytest.approx(3 * alone[name,], rel=0.5), "three times this process"
+
+
+def test_sixteen_dead_workers_cost_a_scrape_half_as_much_again_and_every_count_stays(
+    worker, tmp_path
+):
+    live = [worker(pid) for pid in (1, 2)]
+    for number, one in enumerate(live):
+        predict(one, number + 1)
+    alone = files(tmp_path)
+    alone_bytes = sum(path.stat().st_size for path in alone)
+    dead = range(100, 116)
+    for pid in dead:
+        predict(one := worker(pid), pid)
+        one.started("weights", float(pid))
+    before = scrape(live[0])
+    assert before[OK] == 3 + sum(dead)
+    assert before[PHASE] == 115
+    for number, pid in enumerate(dead, 1):
+        fold(tmp_path, pid)
+        found = scrape(live[0])
+        assert found["lenet_workers",] == 18 - number
+        assert counts(found) == counts(before) | {DEATHS: number}
+    assert PHASE not in found, "of the dead"
+    assert len(files(tmp_path)) <= 1.5 * len(alone)
+    assert sum(path.stat().st_size for path in files(tmp_path)) <= 1.5 * alone_bytes
+
+
+@pytest.mark.parametrize("moment", range(5))
+def test_no_count_is_lost_or_doubled_while_a_worker_is_folded(
+    worker, tmp_path, monkeypatch, moment
+):
+    asking = worker(1)
+    for pid in (2, 3):
+        predict(worker(pid))
+    fold(tmp_path, 3)
+    read, reads = Path.read_bytes, iter(range(100))
+
+    def folding(path):
+        if next(reads) == moment:  # before this file is read
+            fold(tmp_path, 2)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", folding)
+    for _ in range(2):
+        assert scrape(asking)[OK] == 2
+
+
+def test_a_file_that_stays_after_it_was_folded_is_counted_once(worker, tmp_path, monkeypatch):
+    asking = worker(1)
+    predict(worker(2), 2)
+    unlink = Path.unlink
+
+    def keep_dead(path, missing_ok=False):
+        if path.suffix == ".dead":
+            raise OSError(13, "Permission denied")
+        unlink(path, missing_ok)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "unlink", keep_dead)
+        fold(tmp_path, 2)
+    assert len(files(tmp_path)) == 3
+    assert (scrape(asking)[OK], scrape(asking)[DEATHS]) == (2, 1)
+    predict(worker(3), 5)
+    fold(tmp_path, 3)
+    assert (scrape(asking)[OK], scrape(asking)[DEATHS]) == (7, 2)
+    assert len(files(tmp_path)) == 2
+
+
+def test_counts_that_cannot_be_folded_stay_without_their_gauges_and_are_folded_later(
+    worker, tmp_path, monkeypatch, caplog
+):
+    asking = worker(1)
+    predict(worker(2))
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        fold(tmp_path, 2)
+        (message,) = caplog.messages
+        assert message.startswith("metrics of worker 2 are not added to those of the dead: ")
+    found = scrape(asking)
+    assert (found[OK], found["lenet_workers",], found[DEATHS]) == (1, 1, 1)
+    predict(worker(3), 4)
+    fold(tmp_path, 3)
+    found = scrape(asking)
+    assert (found[OK], found["lenet_workers",], found[DEATHS]) == (5, 1, 2)
+    assert len(files(tmp_path)) == 2
+
+
+def full(*_):
+    raise OSError(28, "No space left on device")
+
+
+def test_a_worker_with_the_process_id_of_a_dead_one_adds_to_its_counts(worker, tmp_path):
+    asking = worker(1)
+    for number in (1, 2, 3):
+        predict(worker(2))
+        fold(tmp_path, 2)
+        assert scrape(asking)[OK] == number
+
+
+def test_a_worker_that_ended_before_its_first_file_is_counted(worker, tmp_path):
+    asking = worker(1)
+    fold(tmp_path, 77)
+    assert scrape(asking)[DEATHS] == 1
+
+
+@pytest.mark.parametrize("damage", ["folder", "file"])
+def test_files_that_cannot_be_read_are_one_warning_and_the_workers_own_numbers(
+    worker, tmp_path, caplog, damage
+):
+    predict(worker(1))
+    asking = worker(2)
+    predict(asking, 5)
+    if damage == "file":
+        (tmp_path / "1-1.json").write_bytes(b"{")
+    else:
+        for path in files(tmp_path):
+            path.unlink()
+        tmp_path.rmdir()
+    for _ in range(2):
+        assert scrape(asking)[OK] == 5
+    (message,) = [one for one in caplog.messages if "cannot be read" in one]
+    assert "/metrics shows only the worker that answers" in message
+
+
+def test_a_file_that_cannot_be_written_is_one_warning(worker, monkeypatch, caplog):
+    one = worker(1)
+    monkeypatch.setattr(Path, "write_bytes", full)
+    for _ in range(3):
+        predict(one)
+    (message,) = caplog.messages
+    assert "cannot write to" in message
+    assert "No space left on device" in message
+
+
+def test_a_folder_has_room_for_two_hundred_versions(worker, tmp_path):
+    one = worker(1)
+    for model in [(name, str(version)) for name in "abcde" for version in range(40)]:
+        load(one, model, "ab" * 32)
+        for power in range(11):
+            one.batch_ended(model, 1 << power, "full", 0.1, BatchResult(None, 1 << power, True))
+        predict(one, 1, model)
+    (path,) = files(tmp_path)
+    assert path.stat().st_size > 50_000
+    assert 2 * path.stat().st_size < FILE_BYTES, "beside its successor"
+
+
+# The folder
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    """The only place for folders."""
+    monkeypatch.setattr(folders.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(folders, "_SHARED_MEMORY", str(tmp_path / "nowhere"))
+    return tmp_path
+
+
+def test_a_folder_of_a_live_supervisor_stays_and_of_a_dead_one_goes(place):
+    dead, foreign = place / "lenet-serve-metrics-dead", place / "other-folder"
+    for folder in (dead, foreign):
+        folder.mkdir()
+    (dead / "1-1.json").touch()
+    (place / "lenet-serve-metrics-link").symlink_to(foreign)
+    with shared_folder(2) as first:
+        with shared_folder(2) as second:
+            assert first.is_dir()
+            assert second.is_dir()
+        assert not second.exists()
+        assert not dead.exists()
+    assert not first.exists()
+    assert foreign.is_dir()
+
+
+def test_a_place_without_room_is_one_warning_and_no_folder(place, monkeypatch, caplog):
+    monkeypatch.setattr(folders.tempfile, "tempdir", "/dev/null/nowhere")
+    with shared_folder(2) as folder:
+        assert folder is None
+    (message,) = caplog.messages
+    assert "no folder for the metrics of several workers: /dev/null/nowhere (Not a dir" in message
+    assert "set TMPDIR" in message
