@@ -208,9 +208,9 @@ async def _answer(
         max_connections=descriptors.connections(),
         methods=service.methods,
         turns=Turns() if heart is None else Turns(heart.turn),
+        app=service.app,
     )
     server = HttpServer(
-        service.app,
         door,
         settings.drain_timeout_s,
         service.metrics.connection_refused,
@@ -237,8 +237,7 @@ async def _answer(
     await asyncio.wait((serving,), timeout=settings.grace_s)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + settings.drain_timeout_s
-    door.stop()
-    server.should_exit = True
+    server.stop()
     await serving
     door.give_up(
         Unavailable(

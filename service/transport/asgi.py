@@ -100,7 +100,6 @@ class AsgiExchange(Exchange):
             "headers": list(head.headers),
             "client": peer.client,
             "server": peer.server,
-            "state": peer.app_state.copy(),
         }
 
     async def _receive(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""One connection: an asyncio protocol for HTTP/1.1 and HTTP/2, run by uvicorn (setting `http`).
+"""One connection: an asyncio protocol for HTTP/1.1 and HTTP/2.
 
 What comes goes to `Http1Exchanges` or, behind the preface of HTTP/2, to `Http2Exchanges`. Here is
 what both share: TLS, time, back-pressure, a stop and the end.
@@ -35,9 +35,6 @@ from service.transport.receiver import BodyReceiver, replace_protocol
 from service.transport.turns import SMALL_BYTES
 
 if TYPE_CHECKING:
-    from uvicorn import Config
-    from uvicorn.server import ServerState
-
     from service.transport.door import HttpService
 
 _log = logging.getLogger(__name__)
@@ -60,16 +57,8 @@ _COUNTED_BYTES = 4096
 class Connection(asyncio.Protocol):
     """The asyncio protocol of one connection."""
 
-    def __init__(
-        self,
-        door: HttpService,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        loop: asyncio.AbstractEventLoop,
-    ) -> None:
+    def __init__(self, door: HttpService, loop: asyncio.AbstractEventLoop) -> None:
         self.door, self.loop = door, loop
-        self._config, self._state, self._app_state = config, server_state, app_state
         self.transport: asyncio.Transport = None  # type: ignore[assignment]
         self.plain: asyncio.Transport | None = None  # what TLS writes to
         self.peer: Peer = None  # type: ignore[assignment]
@@ -97,16 +86,15 @@ class Connection(asyncio.Protocol):
     # The transport's calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        door, state = self.door, self._state
+        door = self.door
         self.transport = cast("asyncio.Transport", transport)
         self.peer = Peer(
             client=_address(self.transport, "peername"),
             server=_address(self.transport, "sockname"),
             scheme=door.scheme.decode(),
             loop=self.loop,
-            app=self._config.loaded_app,
-            app_state=self._app_state,
-            tasks=state.tasks,
+            app=door.app,
+            tasks=door.tasks,
             access=door.access,
             header_timeout_s=door.header_timeout_s,
             keep_alive_s=door.keep_alive_s,
@@ -119,7 +107,6 @@ class Connection(asyncio.Protocol):
             return
         door.add(self)
         self.stopping = door.stopping
-        state.connections.add(self)  # type: ignore[arg-type]
         if door.certificate is not None:
             shaking = Handshake(self).run(door.certificate.context, door.header_timeout_s)
             task = self.loop.create_task(shaking)
@@ -128,7 +115,6 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.door.remove(self)
-        self._state.connections.discard(self)
         self.closing = True
         self._waiting.clear()
         self.stop_receiving()
@@ -417,7 +403,7 @@ class Connection(asyncio.Protocol):
             transport.write_eof()
 
     def shutdown(self) -> None:
-        """Uvicorn stops: answer what has begun, and close."""
+        """The server stops: answer what has begun, and close."""
         if not (self.stopping or self.closing):
             self.stopping = True
             self.exchanges.stop()

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from collections.abc import Callable
-from typing import Any
-
-from uvicorn import Config
-from uvicorn.server import ServerState
+from email.utils import formatdate
 
 from service.budget import Budget
 from service.errors import ServiceError
@@ -17,6 +15,7 @@ from service.process.allocator import return_memory
 from service.process.tls import ServedCertificate
 from service.transport.answer import status_line
 from service.transport.connection import Connection
+from service.transport.exchange import Application
 from service.transport.gate import Gate
 from service.transport.head import FastRoutes, Head
 from service.transport.http2_fields import literals, status_field
@@ -39,10 +38,15 @@ _COLLECTED_CONNECTIONS = 1000
 """Maximum connections with which the garbage collector runs before: it looks at all of them."""
 
 
+async def _nothing(scope: object, receive: object, send: object) -> None:
+    """No application."""
+
+
 class HttpService:
     """Makes the protocol of each connection when called.
 
-    Times are in seconds: for the headers of a request, between requests, and for a client to read.
+    `app` answers what no route takes. Times are in seconds: for the headers of a request, between
+    requests, and for a client to read; those of `clock`, for the date, since the epoch.
     """
 
     def __init__(
@@ -60,6 +64,8 @@ class HttpService:
         write_timeout_s: float = 30.0,
         methods: Methods | None = None,
         turns: Turns | None = None,
+        app: Application = _nothing,
+        clock: Callable[[], float] = time.time,
     ) -> None:
         self.routes = routes
         self.methods = methods or {}
@@ -91,32 +97,30 @@ class HttpService:
         self.refused: Callable[[], None] = lambda: None
         """Called for each connection beyond the limit."""
         self.handshakes: set[asyncio.Task[None]] = set()
+        self.app = app
+        self.tasks: set[asyncio.Task[None]] = set()
+        """Runs of the application."""
         self.stopping = False
         self._sweeping = False
         self._sweep_s = max(0.01, min(1.0, header_timeout_s / 4, keep_alive_s / 4))
-        self._state = ServerState()
-        self._common: list[tuple[bytes, bytes]] = []
-        self._common_lines = self._common_block = b""
+        self._clock = clock
+        self.common_lines = b""
+        """Headers of all answers over HTTP/1.1."""
+        self.common_block = b""
+        """A header block of all answers over HTTP/2."""
         self._starts: dict[tuple[int, bytes, int], bytes] = {}
         self._blocks: dict[tuple[int, bytes, int], bytes] = {}
 
-    def __call__(
-        self,
-        config: Config,
-        server_state: ServerState,
-        app_state: dict[str, Any],
-        _loop: asyncio.AbstractEventLoop | None = None,
-    ) -> Connection:
-        """A connection of uvicorn's server."""
-        self._state = server_state
-        loop = _loop or asyncio.get_running_loop()
-        return Connection(self, config, server_state, app_state, loop)
+    def __call__(self, loop: asyncio.AbstractEventLoop | None = None) -> Connection:
+        """The protocol of a new connection."""
+        return Connection(self, loop or asyncio.get_running_loop())
 
     def add(self, connection: Connection) -> None:
         """Watch the time of a connection that was made."""
         self.connections.add(connection)
         if not self._sweeping:
             self._sweeping = True
+            self._renew_date()
             connection.loop.call_later(self._sweep_s, self._sweep, connection.loop)
 
     def remove(self, connection: Connection) -> None:
@@ -124,32 +128,17 @@ class HttpService:
         self.connections.discard(connection)
         self.removed()
 
-    def _renew(self) -> None:
-        """Take over date and whatever else uvicorn sends, which it renews every second."""
-        self._common = self._state.default_headers
-        self._common_lines = b"".join(b"%s: %s\r\n" % header for header in self._common)
-        self._common_block = literals((name.lower(), value) for name, value in self._common)
-        self._starts.clear()
-        self._blocks.clear()
-
-    @property
-    def common_lines(self) -> bytes:
-        """Headers of all answers over HTTP/1.1."""
-        if self._common is not self._state.default_headers:
-            self._renew()
-        return self._common_lines
-
-    @property
-    def common_block(self) -> bytes:
-        """A header block of all answers over HTTP/2."""
-        if self._common is not self._state.default_headers:
-            self._renew()
-        return self._common_block
+    def _renew_date(self) -> None:
+        """Once a second; without connections there is nobody to tell."""
+        date = formatdate(self._clock(), usegmt=True).encode()
+        line = b"date: %s\r\n" % date
+        if line != self.common_lines:
+            self.common_lines, self.common_block = line, literals(((b"date", date),))
+            self._starts.clear()
+            self._blocks.clear()
 
     def answer_start(self, status: int, media_type: bytes, length: int) -> bytes:
         """The head of an HTTP/1.1 answer up to the headers of its own, kept for a second."""
-        if self._common is not self._state.default_headers:
-            self._renew()
         key = status, media_type, length
         start = self._starts.get(key)
         if start is None:
@@ -157,7 +146,7 @@ class HttpService:
                 self._starts.clear()
             start = self._starts[key] = b"%s%scontent-type: %s\r\ncontent-length: %d\r\n" % (
                 status_line(status),
-                self._common_lines,
+                self.common_lines,
                 media_type,
                 length,
             )
@@ -165,15 +154,13 @@ class HttpService:
 
     def answer_block(self, status: int, media_type: bytes, length: int) -> bytes:
         """The header block of an HTTP/2 answer up to its own headers, kept for a second."""
-        if self._common is not self._state.default_headers:
-            self._renew()
         key = status, media_type, length
         block = self._blocks.get(key)
         if block is None:
             if len(self._blocks) >= _KNOWN_STARTS:
                 self._blocks.clear()
             fields = ((b"content-type", media_type), (b"content-length", b"%d" % length))
-            start = status_field(status) + self._common_block
+            start = status_field(status) + self.common_block
             block = self._blocks[key] = start + literals(fields)
         return block
 
@@ -188,6 +175,7 @@ class HttpService:
 
     def _sweep(self, loop: asyncio.AbstractEventLoop) -> None:
         """Close connections that waited too long, all at one timer."""
+        self._renew_date()
         now = loop.time()
         for connection in tuple(self.connections):
             connection.check_time(now)

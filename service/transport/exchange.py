@@ -7,9 +7,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from service.errors import ServiceError
 from service.observe.access_log import AccessLog
@@ -33,6 +33,10 @@ BUFFERED_BYTES = 64 * 1024
 refused request ends the connection, or its stream."""
 
 
+Application: TypeAlias = Callable[[Any, Any, Any], Awaitable[None]]
+"""An ASGI application."""
+
+
 @dataclass(frozen=True, slots=True)
 class Peer:
     """Both ends of a connection, and what its requests are served with."""
@@ -41,9 +45,7 @@ class Peer:
     server: tuple[str, int] | None
     scheme: str
     loop: asyncio.AbstractEventLoop
-    app: Callable[..., Any]
-    """The ASGI application."""
-    app_state: dict[str, Any]
+    app: Application
     tasks: set[asyncio.Task[None]]
     access: AccessLog | None
     header_timeout_s: float

@@ -1,4 +1,4 @@
-"""uvicorn, which runs the connections of the front door: set up, and stopped without a loss."""
+"""Accepts connections, or takes those that a supervisor hands over, and stops without a loss."""
 
 from __future__ import annotations
 
@@ -7,10 +7,7 @@ import contextlib
 import logging
 import math
 import socket
-from collections.abc import Callable, Iterator
-
-import uvicorn
-from fastapi import FastAPI
+from collections.abc import Callable, Iterable
 
 from service.process.sharing import take, take_all
 from service.transport.door import HttpService
@@ -27,71 +24,59 @@ _LOGGED_EVERY_S = 60.0
 """At most one line about refused connections."""
 
 
-class HttpServer(uvicorn.Server):
-    """uvicorn, without its listeners and without its signal handlers.
+class HttpServer:
+    """Serves the connections of listeners, or those that a supervisor hands over.
 
-    Connections are accepted here, since uvicorn cannot be given one that a supervisor accepted, and
-    libuv accepts one in each turn of the event loop: of 512 under load, the last waited 3 s. The
-    signal handlers would end the process before the contexts close. Overrides three methods, two of
-    which uvicorn does not document; pyproject.toml bounds the version.
+    libuv accepts one connection in each turn of the event loop: of 512 under load, the last waited
+    3 s. So they are taken here, several in a turn.
 
     Args:
+        stop_timeout_s: at a stop, how long the connections may take to end.
         refused: called for each connection beyond the limit of `door`.
         closed: called with the number of connections that have ended, whenever it grows.
     """
 
     def __init__(
         self,
-        app: FastAPI,
         door: HttpService,
         stop_timeout_s: float,
         refused: Callable[[], None] = lambda: None,
         closed: Callable[[int], None] = lambda _: None,
     ) -> None:
-        config = uvicorn.Config(
-            app,
-            http=asyncio.Protocol,  # not used
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            # Never 0: Python 3.11's wait_for then gives up before it looks. An int only for
-            # uvicorn's command line; it goes to asyncio.wait_for.
-            timeout_graceful_shutdown=max(1e-3, stop_timeout_s),  # type: ignore[arg-type]
-        )
-        super().__init__(config)
         self._door = door
+        self._stop_timeout_s = stop_timeout_s
         self._refused = refused
         self._closed = closed
+        self._stop = asyncio.Event()
         self._sources: set[socket.socket] = set()
         self._exhausted = asyncio.Event()  # no source is left
         self._taken = 0
         self._opening: set[asyncio.Task[object]] = set()
+        self._ended = asyncio.Event()  # a connection has, since it was last cleared
         self._refusals = 0
         """Since the last line about them."""
         self._logged_s = -math.inf
         door.removed, door.refused = self._count, self._refuse
 
-    async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        """Serve the connections of listeners, or those that a supervisor hands over.
+    async def serve(self, sockets: Iterable[socket.socket]) -> None:
+        """Serve until `stop` is called and every connection has ended.
 
         Args:
             sockets: each non-blocking, for `take`. They are closed at the end.
         """
-        self._sources.update(sockets or ())
+        self._sources.update(sockets)
         for source in self._sources:
-            self._watch(source)  # called when the event loop turns, which is after the set-up
-        await super().serve([])
+            self._watch(source)
+        await self._stop.wait()
+        await self._shut_down()
 
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        """Leave the signals alone."""
-        yield
+    def stop(self) -> None:
+        """End `serve`: take no more connections, and answer what has begun."""
+        self._door.stop()
+        self._stop.set()
 
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Take the connections that wait, which the kernel would reset, then stop as uvicorn does.
+    async def _shut_down(self) -> None:
+        """Take the connections that wait, which the kernel would reset, then end all.
 
         The supervisor closes its end after the last one.
         """
@@ -100,14 +85,28 @@ class HttpServer(uvicorn.Server):
                 self._forget(source)
                 for connection in take_all(source):
                     self._open(connection)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(_HANDED_OVER_S):
-                await self._exhausted.wait()
+        if self._sources:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_HANDED_OVER_S):
+                    await self._exhausted.wait()
         for source in tuple(self._sources):
             self._forget(source)
             source.close()
         await asyncio.gather(*self._opening, return_exceptions=True)
-        await super().shutdown(sockets)
+        door = self._door
+        for open_connection in tuple(door.connections):
+            open_connection.shutdown()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self._stop_timeout_s):
+                while door.connections:
+                    self._ended.clear()
+                    await self._ended.wait()
+                if door.tasks:
+                    await asyncio.wait(door.tasks)
+        if door.tasks:
+            _log.error("stop: %d requests of the application did not end in time", len(door.tasks))
+        for task in door.tasks:
+            task.cancel()
 
     def _watch(self, source: socket.socket) -> None:
         if source in self._sources:
@@ -135,9 +134,7 @@ class HttpServer(uvicorn.Server):
         self._taken += 1
         loop = asyncio.get_running_loop()
         opening = loop.create_task(
-            loop.connect_accepted_socket(
-                lambda: self._door(self.config, self.server_state, self.lifespan.state), connection
-            )
+            loop.connect_accepted_socket(lambda: self._door(loop), connection)
         )
         self._opening.add(opening)
         opening.add_done_callback(self._opened)
@@ -147,6 +144,7 @@ class HttpServer(uvicorn.Server):
         self._count()
 
     def _count(self) -> None:
+        self._ended.set()
         self._closed(self._taken - len(self._opening) - len(self._door.connections))
 
     def _refuse(self) -> None:

@@ -51,14 +51,15 @@ class Opened:
 
 
 def _wire(service):
-    door = HttpService(service.fast_routes, service.budget, gate=service.gate)
-    return HttpServer(service.app, door, PATIENCE_S)
+    door = HttpService(service.fast_routes, service.budget, gate=service.gate, app=service.app)
+    return HttpServer(door, PATIENCE_S)
 
 
 def _uvicorn(service):
-    return uvicorn.Server(
-        uvicorn.Config(service.asgi, lifespan="off", log_config=None, server_header=False)
-    )
+    config = uvicorn.Config(service.asgi, lifespan="off", log_config=None, server_header=False)
+    server = uvicorn.Server(config)
+    server.stop = lambda: setattr(server, "should_exit", True)
+    return server
 
 
 @asynccontextmanager
@@ -73,7 +74,7 @@ async def _served(server, **versions):
         try:
             yield httpx.AsyncClient(base_url=url, transport=transport, timeout=PATIENCE_S)
         finally:
-            server.should_exit = True
+            server.stop()
             await serving
 
 

@@ -16,8 +16,6 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import h11
-from uvicorn import Config
-from uvicorn.server import ServerState
 
 from service.budget import Budget
 from service.errors import InvalidInput, Overloaded, TooLarge
@@ -32,6 +30,7 @@ MAX_BODY_BYTES = 4096
 STATUSES = {200, 400, 408, 413, 417, 421, 429, 431, 501, 505}
 """Allowed statuses. 501 and 505 are RFC 9112's, for codings and versions."""
 
+_DATE_S = 1795341600.0
 _LIFETIME_S = 600.0
 
 
@@ -201,54 +200,40 @@ class ConnectionTarget(Target):
         logger, handler = logging.getLogger("service"), _Log()
         logger.addHandler(handler)
         self.undo.callback(logger.removeHandler, handler)
-        self._config: Config | None = None
 
     def serve(self, data: bytes) -> list[Found]:
         """The answers to `data` in one piece, with the service's own limit of headers."""
-        door, config, state, loop = self._opened(64 * 1024)
-        return self._answers([data], door, config, state, loop)
+        door, loop = self._opened(64 * 1024)
+        return self._answers([data], door, loop)
 
-    def _opened(self, max_header_bytes: int) -> tuple[HttpService, Config, ServerState, Turns]:
+    def _opened(self, max_header_bytes: int) -> tuple[HttpService, Turns]:
         # A new loop and door for each case, so that none depends on the one before.
         loop = Turns()
         route = Route(loop)
         budget = Budget(1 << 20)
         routes = {(b"POST", b"/fast"): route}
-        door = HttpService(routes, budget, max_header_bytes=max_header_bytes)
-        if self._config is None:
-            self._config = Config(
-                application, http=door, ws="none", lifespan="off", log_config=None
-            )
-            self._config.load()
-        state = ServerState()
-        state.default_headers = [(b"date", b"Sun, 22 Nov 2026 10:00:00 GMT")]
-        return door, self._config, state, loop
+        limits = {"max_header_bytes": max_header_bytes}
+        door = HttpService(routes, budget, app=application, clock=lambda: _DATE_S, **limits)
+        return door, loop
 
     def run(self, data: bytes) -> None:
-        door, config, state, loop = self._opened(MAX_HEADER_BYTES)
+        door, loop = self._opened(MAX_HEADER_BYTES)
         rng = random.Random(zlib.crc32(data))
         pieces, at = [], 0
         while at < len(data):
             size = rng.choice((1, 2, 3, 10, 100, 1000))
             pieces.append(data[at : at + size])
             at += size
-        ways = [self._answers(way, door, config, state, loop) for way in ([data], pieces, [data])]
+        ways = [self._answers(way, door, loop) for way in ([data], pieces, [data])]
         for answers in ways[1:]:
             compare(ways[0], answers)
         if len(door.head_cache) > 512:
             raise Finding(f"{len(door.head_cache)} header sections are kept")
         self._compare_with_h11(data, ways[0])
 
-    def _answers(
-        self,
-        pieces: list[bytes],
-        door: HttpService,
-        config: Config,
-        state: ServerState,
-        loop: Turns,
-    ) -> list[Found]:
+    def _answers(self, pieces: list[bytes], door: HttpService, loop: Turns) -> list[Found]:
         transport = Transport()
-        connection = loop.call(lambda: door(config, state, {}, loop))
+        connection = loop.call(lambda: door(loop))
         transport.protocol = connection
         loop.call(connection.connection_made, transport)
         end_s = loop.time() + _LIFETIME_S
@@ -269,7 +254,7 @@ class ConnectionTarget(Target):
             raise Finding("the connection is still open long after its client's end of data")
         loop.call(transport.protocol.connection_lost, None)
         loop.wait(loop.time() + 10)
-        if door.connections or state.connections or state.tasks:
+        if door.connections or door.tasks:
             raise Finding("something is left of a closed connection")
         if door.budget.held_bytes:
             raise Finding(f"{door.budget.held_bytes} bytes are held for a closed connection")

@@ -319,21 +319,17 @@ def test_all_that_is_stuck_is_answered_and_cut_after_the_same_time(start):
 
 @pytest.mark.parametrize("timeout_s", [0.0, 0.4])
 async def test_http_stops_at_once_when_nothing_runs_however_little_time_it_has(caplog, timeout_s):
-    async def app(scope, receive, send): ...
-
-    server = HttpServer(app, module.HttpService({}, Budget(1 << 20)), timeout_s)
-    server.should_exit = True
+    server = HttpServer(module.HttpService({}, Budget(1 << 20)), timeout_s)
+    server.stop()
     (listener,) = module.listen("127.0.0.1", 0)
     await server.serve([listener])
     assert not caplog.records, "nothing was left to cancel"
 
 
 async def test_the_server_reports_how_many_connections_have_ended():
-    async def app(scope, receive, send): ...
-
     ended = []
     door = module.HttpService({}, Budget(1 << 20), max_connections=2)
-    server = HttpServer(app, door, 1.0, closed=ended.append)
+    server = HttpServer(door, 1.0, closed=ended.append)
     (listener,) = module.listen("127.0.0.1", 0)
     module.allow_connections([listener])
     address = listener.getsockname()
@@ -352,7 +348,7 @@ async def test_the_server_reports_how_many_connections_have_ended():
     http2.close()
     await until_ended(3)
     refused.close()
-    server.should_exit = True
+    server.stop()
     await serving
 
 

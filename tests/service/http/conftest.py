@@ -79,9 +79,11 @@ def open_app(weights):
         options = {"weights": weights, "default_model": "tiny", "max_batch_rows": 4, **changes}
         settings = Settings(port=0, grpc_port=0, **options)
         async with open_service(settings, grpc_port=0) as service:
-            door = HttpService(service.fast_routes, service.budget, gate=service.gate)
+            door = HttpService(
+                service.fast_routes, service.budget, gate=service.gate, app=service.app
+            )
             refused = service.metrics.connection_refused
-            server = HttpServer(service.app, door, settings.drain_timeout_s, refused)
+            server = HttpServer(door, settings.drain_timeout_s, refused)
             (listener,) = bind("127.0.0.1", 0)
             with listener:
                 listener.listen()
@@ -94,7 +96,7 @@ def open_app(weights):
                     ) as client:
                         yield Served(service, settings, client, door, port)
                 finally:
-                    server.should_exit = True
+                    server.stop()
                     await serving
             await settled(service)
 

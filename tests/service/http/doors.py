@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from contextlib import asynccontextmanager
-
-from uvicorn import Config
-from uvicorn.server import ServerState
+from functools import partial
 
 from service.budget import Budget
 from service.errors import InvalidInput, TooLarge, UnknownModel
@@ -18,13 +16,15 @@ from tests.service_process import PATIENCE_S
 MAX_BODY_BYTES = 200_000
 HUGE = bytes(32 << 20)
 MEBIBYTE = bytes(1 << 20)
+DATE_S = 1795341600
+"""Sun, 22 Nov 2026 10:00:00 GMT, in all answers."""
 FIXED = {"/huge": HUGE, "/mebibyte": MEBIBYTE}
 
 
-async def application(scope, receive, send):
+async def application(events, scope, receive, send):
     """Answers with the body; /early before it came, /pieces in three, /mebibyte and /huge much."""
     path, body = scope["path"], b""
-    scope["state"]["begun"].append(path)
+    events["begun"].append(path)
     if path == "/streams":
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": b"first", "more_body": True})
@@ -32,7 +32,7 @@ async def application(scope, receive, send):
             pass
         return
     if path == "/answer":
-        status, headers, pieces = scope["state"]["answer"]
+        status, headers, pieces = events["answer"]
         await send({"type": "http.response.start", "status": status, "headers": headers})
         for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -49,9 +49,9 @@ async def application(scope, receive, send):
             body += message["body"]
             more = message["more_body"]
     if path == "/waits":  # for its client to leave
-        scope["state"]["waits"].set()
+        events["waits"].set()
         assert (await receive())["type"] == "http.disconnect"
-        scope["state"]["left"].set()
+        events["left"].set()
         return
     if path == "/headers":  # what the application sees
         body = b"\n".join(b"%s: %s" % pair for pair in scope["headers"])
@@ -191,10 +191,10 @@ class Client:
 
 
 class Running:
-    """A server; `open()` gives clients, `route` is the fast route, `state` uvicorn's."""
+    """A server; `open()` gives clients, `route` is the fast route."""
 
-    def __init__(self, route, door, state, events, port, tls):
-        self.route, self.door, self.state, self.port = route, door, state, port
+    def __init__(self, route, door, events, port, tls):
+        self.route, self.door, self.port = route, door, port
         self.events, self.tls = events, tls
         self.clients = []
 
@@ -214,9 +214,9 @@ class Running:
         return await client.answer(method)
 
     def stop(self):
-        """Stop like the service and uvicorn."""
+        """Stop like the service."""
         self.door.stop()
-        for connection in list(self.state.connections):
+        for connection in list(self.door.connections):
             connection.shutdown()
 
 
@@ -228,22 +228,17 @@ async def running(tls=(None, None), **options):
     """
     route = Echo()
     options["certificate"], context = tls
-    door = HttpService({(b"POST", b"/fast"): route}, Budget(1 << 30), **options)
-    config = Config(application, http=door, ws="none", lifespan="off", log_config=None)
-    config.load()
-    state = ServerState()
-    state.default_headers = [(b"date", b"Sun, 22 Nov 2026 10:00:00 GMT")]
     events = {"begun": [], "waits": asyncio.Event(), "left": asyncio.Event()}
-    listener = await asyncio.get_running_loop().create_server(
-        lambda: door(config=config, server_state=state, app_state=events), "127.0.0.1", 0
-    )
+    options = {"app": partial(application, events), "clock": lambda: DATE_S, **options}
+    door = HttpService({(b"POST", b"/fast"): route}, Budget(1 << 30), **options)
+    listener = await asyncio.get_running_loop().create_server(door, "127.0.0.1", 0)
     port = listener.sockets[0].getsockname()[1]
-    running = Running(route, door, state, events, port, context)
+    running = Running(route, door, events, port, context)
     try:
         yield running
     finally:
         for client in running.clients:
             client.writer.transport.abort()
-        await until(lambda: not state.connections and not state.tasks)
+        await until(lambda: not door.connections and not door.tasks)
         listener.close()
         await listener.wait_closed()

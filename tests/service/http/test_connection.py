@@ -633,7 +633,7 @@ async def test_a_connection_with_an_unread_small_answer_is_given_up(end):
             client.writer.write_eof()
         elif end == "stop":
             server.stop()
-        await until(lambda: not server.state.connections)
+        await until(lambda: not server.door.connections)
 
 
 async def test_answers_that_a_client_does_not_read_give_way_to_others(tls):
@@ -644,7 +644,7 @@ async def test_answers_that_a_client_does_not_read_give_way_to_others(tls):
         client.send(GET.replace(b"/ ", b"/huge ", 1))
         await until(lambda: budget.held_bytes > len(HUGE) / 2)
         async with asyncio.timeout(PATIENCE_S):
-            while server.state.connections:  # until it counts as slow
+            while server.door.connections:  # until it counts as slow
                 budget.add(max(0, budget.max_bytes - budget.held_bytes))
                 with contextlib.suppress(Overloaded):
                     budget.hold(784, 784)
@@ -793,7 +793,7 @@ async def test_connections_beyond_the_limit_are_closed_and_room_is_used_again():
         beyond = await server.open()
         with contextlib.suppress(ConnectionResetError):
             assert await beyond.rest() == b""
-        assert len(server.door.connections) == len(server.state.connections) == 2
+        assert len(server.door.connections) == 2
         kept[0].send(GET)
         assert (await kept[0].answer())[0] == 200
         kept[1].writer.close()
@@ -975,3 +975,15 @@ async def test_a_half_closed_client_of_http_1_0_gets_no_interim_answer(server):
     await asyncio.sleep(0.05)
     server.route.release()
     assert (await client.answer())[0] == 200, "RFC 9110, 15.2: no 1xx to a client of HTTP/1.0"
+
+
+async def test_answers_bear_the_date_of_the_second_in_which_they_are_sent():
+    now_s = [1795341600.0]
+    options = {"header_timeout_s": 0.04, "clock": lambda: now_s[0]}  # looked at every 10 ms
+    async with running(**options) as server:
+        client = await server.open()
+        for date in ("Sun, 22 Nov 2026 10:00:00 GMT", "Sun, 22 Nov 2026 10:00:01 GMT"):
+            await until(lambda: date.encode() in server.door.common_lines)  # noqa: B023
+            client.send(post(b"x"))
+            assert (await client.answer())[1]["date"] == date.lower()
+            now_s[0] += 1

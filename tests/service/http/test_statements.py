@@ -5,13 +5,12 @@ from __future__ import annotations
 import gzip
 import re
 import struct
+from functools import partial
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import hpack
 import pytest
-from uvicorn import Config
-from uvicorn.server import ServerState
 
 import tests.service.http.test_http2 as h2
 from service.api import grpc_methods
@@ -39,12 +38,8 @@ class Door:
         held.hold, self.loop = True, Turns()
         routes = {(b"POST", b"/fast"): Echo(), (b"POST", b"/held"): held}
         methods = grpc_methods.methods(stand_in, stand_in, models, Keys())
-        self.door = HttpService(routes, Budget(1 << 30), methods=methods)
-        self.config = Config(
-            application, http=self.door, ws="none", lifespan="off", log_config=None
-        )
-        self.config.load()
-        self.state = ServerState()
+        app = partial(application, {"begun": []})
+        self.door = HttpService(routes, Budget(1 << 30), methods=methods, app=app)
 
 
 class Client(Transport):
@@ -54,8 +49,7 @@ class Client(Transport):
         super().__init__()
         door = door or Door()
         self.loop, self.blocked, self.over_http2 = door.loop, blocked, sent.startswith(h2.START)
-        given = (door.config, door.state, {"begun": []}, self.loop)
-        connection = self.protocol = self.loop.call(door.door, *given)
+        connection = self.protocol = self.loop.call(door.door, self.loop)
         self.loop.call(connection.connection_made, self)
         self.send(sent)
         if blocked:

@@ -94,9 +94,8 @@ class Running:
 
     async def stop(self, timeout_s):
         """Stop like the service; calls that are open after `timeout_s` are dropped."""
-        self._door.stop()
-        self._server.should_exit = True
-        self._server.config.timeout_graceful_shutdown = timeout_s
+        self._server._stop_timeout_s = timeout_s
+        self._server.stop()
         await self.serving
         self._door.give_up(Unavailable("the service stopped before the answer"))
 
@@ -122,8 +121,9 @@ def start_grpc(folder, write, random_weights, monkeypatch):
                 gate=service.gate,
                 methods=service.methods,
                 write_timeout_s=write_timeout_s,
+                app=service.app,
             )
-            server = HttpServer(service.app, door, 5.0)
+            server = HttpServer(door, 5.0)
             (listener,) = listen("127.0.0.1", 0)
             listener.listen()
             port = listener.getsockname()[1]
