@@ -16,15 +16,17 @@ import math
 import os
 import signal
 import socket
+import ssl
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
 
+from service.api.middleware import Application
 from service.assembly import Service, open_service
 from service.engine.models import Models
 from service.errors import (
@@ -38,7 +40,7 @@ from service.errors import (
 from service.observe.metrics import Metrics
 from service.process import allocator, descriptors
 from service.process.heartbeat import Heartbeat
-from service.process.listener import allow_connections, at, listen
+from service.process.listener import BACKLOG, allow_connections, at, listen
 from service.process.sharing import Inbox
 from service.process.signals import Signals
 from service.process.stopping import Stop
@@ -48,7 +50,13 @@ from service.transport.door import HttpService
 from service.transport.server import HttpServer
 from service.transport.turns import Turns
 
+if TYPE_CHECKING:
+    import uvicorn
+
 _log = logging.getLogger(__name__)
+
+KEEP_ALIVE_S = 75
+"""How long uvicorn keeps a connection without a request; our own server does as long."""
 
 LAST_ANSWERS_S = 0.5
 """Seconds from the loss of the device to the stop: callers get answers, probes see it."""
@@ -118,6 +126,8 @@ async def _serve(
         service.repository.request_changes()
         if certificate is not None:
             _renew(certificate, service.metrics)
+            if settings.http_server == "uvicorn":
+                _log.warning("certificate: uvicorn presents that of its start until a restart")
 
     loop = asyncio.get_running_loop()
     requests.attach(begin_stop, on_hangup)
@@ -130,7 +140,9 @@ async def _serve(
             ports = _bind(settings) if inbox is None else inbox.ports
             for listener in itertools.chain(*ports):
                 stack.enter_context(listener)
-            grpc_port = ports[-1][0].getsockname()[1]
+            grpc_port = None
+            if settings.grpc_port != "off":
+                grpc_port = ports[-1][0].getsockname()[1]
             async with open_service(
                 settings, grpc_port=grpc_port, shared=shared, folder=folder
             ) as service:
@@ -157,7 +169,7 @@ async def _serve(
 def _bind(settings: Settings) -> tuple[tuple[socket.socket, ...], ...]:
     """The listeners of each port."""
     http = listen(settings.host, settings.port)
-    if settings.one_port:
+    if settings.one_port or settings.grpc_port == "off":
         return (http,)
     try:
         return http, listen(settings.host, settings.grpc_port)
@@ -196,9 +208,11 @@ async def _answer(
 ) -> None:
     """Serve until `stop`, then stop the connections and the queues within the drain timeout.
 
-    `ports`: the listeners for HTTP and, unless they are the same, for gRPC. All speak both.
+    `ports`: the listeners for HTTP and, unless they are the same, for gRPC. On our own server all
+    speak both.
     """
     _freeze_objects()
+    by_uvicorn, has_grpc = settings.http_server == "uvicorn", settings.grpc_port != "off"
     door = HttpService(
         service.fast_routes,
         service.budget,
@@ -206,7 +220,7 @@ async def _answer(
         access=service.access,
         certificate=certificate,
         max_connections=descriptors.connections(),
-        methods=service.methods,
+        methods=service.methods if has_grpc else {},
         turns=Turns() if heart is None else Turns(heart.turn),
         app=service.app,
     )
@@ -219,32 +233,73 @@ async def _answer(
     listeners = list(itertools.chain(*ports))
     allow_connections(listeners)  # before "ready" is logged, at which clients connect
     (host, port), (_, grpc_port) = (ports[index][0].getsockname()[:2] for index in (0, -1))
-    grpc_at = at(host, grpc_port)
-    sources = listeners
+    grpc_at = f"gRPC on {at(host, grpc_port)}" if has_grpc else "no gRPC"
+    theirs = list(ports[0]) if by_uvicorn else []
+    ours = [one for one in listeners if one not in theirs]
     if inbox is not None:
-        for listener in listeners:  # or clients would wait for a supervisor that was killed
+        for listener in ours:  # or clients would wait for a supervisor that was killed
             listener.close()
-        sources = [inbox.source]
+        ours = [inbox.source]
         inbox.begin()
     scheme = "http" if certificate is None else "https"
-    _log.info("ready: HTTP on %s://%s, gRPC on %s, pid %d", scheme, at(host, port), grpc_at, pid)
-    serving = asyncio.create_task(server.serve(sources))
+    by = ", HTTP by uvicorn" if by_uvicorn else ""
+    _log.info("ready: HTTP on %s://%s, %s, pid %d%s", scheme, at(host, port), grpc_at, pid, by)
+    serving = [asyncio.create_task(server.serve(ours))]
+    stop_all = [server.stop]
+    if by_uvicorn:
+        other, stop_other = _uvicorn(service.asgi, settings)
+        serving.append(asyncio.create_task(other.serve(sockets=theirs)))
+        stop_all.append(stop_other)
     stopping = asyncio.create_task(stop.wait())
-    await asyncio.wait((serving, stopping), return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait((*serving, stopping), return_when=asyncio.FIRST_COMPLETED)
     stopping.cancel()
     _log.info("stopping: not ready, %g s of grace", settings.grace_s)
     service.models.ready = False
-    await asyncio.wait((serving,), timeout=settings.grace_s)
+    await asyncio.wait(serving, timeout=settings.grace_s, return_when=asyncio.FIRST_COMPLETED)
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + settings.drain_timeout_s
-    server.stop()
-    await serving
+    for end in stop_all:
+        end()
+    await asyncio.gather(*serving)
     door.give_up(
         Unavailable(
             "the service stopped before the answer; send this to another instance", retry_after_s=1
         )
     )
     await service.models.drain(max(0.0, deadline_s - loop.time()))
+
+
+def _uvicorn(app: Application, settings: Settings) -> tuple[uvicorn.Server, Callable[[], None]]:
+    """Uvicorn for `app`, by its documented interface, and what stops it."""
+    import uvicorn  # where it is not chosen, nothing of it is loaded
+
+    certificate = settings.certificate
+    tls: dict[str, Any] = {}
+    if certificate is not None:
+        tls = {"ssl_certfile": certificate.certificate, "ssl_keyfile": certificate.key}
+        if certificate.client_ca is not None:
+            authority = {"ssl_ca_certs": certificate.client_ca, "ssl_cert_reqs": ssl.CERT_REQUIRED}
+            tls |= authority
+    config = uvicorn.Config(
+        app,
+        ws="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,  # the service's own has its form
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        limit_concurrency=descriptors.connections(),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        timeout_graceful_shutdown=max(1, math.ceil(settings.drain_timeout_s)),
+        **tls,
+    )
+    server = uvicorn.Server(config)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    return server, stop
 
 
 def _freeze_objects() -> None:

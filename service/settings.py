@@ -15,6 +15,7 @@ from pydantic import (
     NonNegativeInt,
     PositiveInt,
     SecretStr,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
@@ -32,7 +33,8 @@ _PRIVATE = frozenset("@?")
 """Begin what may be secret in a URL: a message that shows the URL would show it, too."""
 
 _DEFAULT_PORT = re.compile(r"http://.*:80|https://.*:443")
-Port = Annotated[int, Field(ge=0, le=65535)]
+_LAST_PORT = 65535
+Port = Annotated[int, Field(ge=0, le=_LAST_PORT)]
 
 
 def _default_weights() -> Path:
@@ -58,8 +60,12 @@ class Settings(BaseSettings):
     port: Port = 8000
     """HTTP port, /metrics included; 0 takes a free one."""
 
-    grpc_port: Port = 8001
-    """gRPC port; 0 takes a free one."""
+    grpc_port: Port | Literal["off"] = 8001
+    """gRPC port; 0 takes a free one, off serves no gRPC."""
+
+    http_server: Literal["wire", "uvicorn"] = "wire"
+    """Server of HTTP: wire is our own, uvicorn calls the same endpoints of FastAPI over HTTP/1.1
+    alone. gRPC is on wire in both cases, on a port of its own with uvicorn."""
 
     workers: PositiveInt = 1
     """Processes, each with its own contexts, on the same ports."""
@@ -229,12 +235,16 @@ class Settings(BaseSettings):
 
     @field_validator("port", "grpc_port", mode="before")
     @classmethod
-    def _check_port(cls, port: object) -> object:
+    def _check_port(cls, port: object, info: ValidationInfo) -> object:
         if isinstance(port, str) and port.startswith("tcp://"):
             raise ValueError(
                 "expected a port; Kubernetes sets this variable where a Service is called lenet or "
                 "lenet-grpc: set enableServiceLinks: false in the pod, or rename the Service"
             )
+        if info.field_name == "grpc_port" and port != "off":
+            text = str(port)
+            if not (text.isascii() and text.isdecimal() and int(text[:6]) <= _LAST_PORT):
+                raise ValueError(f"expected a whole number >= 0 and <= {_LAST_PORT}, or off")
         return port
 
     @field_validator("traces_endpoint")
@@ -319,6 +329,11 @@ class Settings(BaseSettings):
             raise ValueError(
                 "--traces-endpoint: got a URL with a user or a query, expected none, as logs show "
                 "it; a key belongs into OTEL_EXPORTER_OTLP_HEADERS"
+            )
+        if self.http_server == "uvicorn" and self.one_port:
+            raise ValueError(
+                f"--grpc-port is {self.grpc_port}, that of HTTP, where uvicorn speaks no gRPC: "
+                "expected another, or off"
             )
         if len(set(self.devices)) < len(self.devices):
             raise ValueError(

@@ -90,7 +90,7 @@ def supervise(settings: Settings, signals: Signals) -> ExitCode:
             if settings.certificate is not None:
                 settings.certificate.context()
             ports = [stack.enter_context(reserve(settings.host, settings.port))]
-            if not settings.one_port:
+            if settings.grpc_port != "off" and not settings.one_port:
                 ports.append(stack.enter_context(reserve(settings.host, settings.grpc_port)))
             shared = stack.enter_context(shared_folder(settings.workers))
             shared_gpu = False
@@ -135,7 +135,9 @@ class _Supervisor:
         self._signals = signals
         self._selector = selectors.DefaultSelector()
         self._selector.register(signals, selectors.EVENT_READ)
-        self._sharing = Sharing(ports, self._selector)
+        # uvicorn accepts by itself, from the listeners that it has in common with other workers.
+        accepted = 1 if settings.http_server == "uvicorn" else 0
+        self._sharing = Sharing(ports, self._selector, accepted)
         self._shared_gpu = shared_gpu
         self._folder = folder
         self._spawn = multiprocessing.get_context("spawn")

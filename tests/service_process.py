@@ -105,8 +105,10 @@ class Service:
 
     def ready(self, workers=1):
         """Wait until all workers are; afterwards `port` and `grpc_port` are known."""
-        match = self.wait_for(r"ready: HTTP on https?://[^ ]+:(\d+), gRPC on [^ ]+:(\d+)", workers)
-        self.port, self.grpc_port = int(match[1]), int(match[2])
+        match = self.wait_for(
+            r"ready: HTTP on https?://[^ ]+:(\d+), (?:gRPC on [^ ]+:(\d+)|no gRPC)", workers
+        )
+        self.port, self.grpc_port = int(match[1]), int(match[2] or 0)
         return self
 
     def started_workers(self):

@@ -266,3 +266,13 @@ def test_a_number_is_the_measured_one_wherever_it_stands(pattern, values):
         for text, value in zip(groups, values, strict=True):
             decimals = len(text.partition(".")[2])
             assert float(text.replace(",", "")) == round(value, decimals), name
+
+
+def test_what_uvicorn_costs_is_what_was_measured():
+    found = read("http-uvicorn")
+    page = PAGES[ROOT / "docs/benchmarks.md"]
+    for case, servers in found["cases"].items():
+        ours, other = (servers[name]["cpu_us"] for name in ("ours", "against"))
+        median, low, high = (1 / ratio for ratio in found["ratios"][case]["cpu_us"])
+        times = f"{median:.1f} ({high:.1f} to {low:.1f})"
+        assert f"| `{case}` | {ours:,.0f} | {other:,.0f} | {times} |" in page

@@ -395,6 +395,8 @@ def _kind(schema: dict[str, Any]) -> str:
     """The values that a schema allows."""
     if "anyOf" in schema:
         return " or ".join(_kind(one) for one in schema["anyOf"] if one.get("type") != "null")
+    if "const" in schema:
+        return f"`{schema['const']}`"
     if "enum" in schema:
         return " or ".join(f"`{value}`" for value in schema["enum"])
     kind = {"path": "path", "password": "secret"}.get(schema.get("format", ""), schema["type"])

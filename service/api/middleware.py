@@ -68,13 +68,14 @@ class Middleware:
         if is_head:  # its answer is that to GET; servers leave the body out
             scope = {**scope, "method": "GET"}
         app = self._app if head.answer is None else response(head.answer)
+        path = scope.get("raw_path") or scope["path"].encode()  # a mount changes the scope
+        target = path + b"?" * bool(head.query) + head.query
         try:
             await app(scope, receive, send_with_extra)
         finally:
             if self._access is not None and status:
                 client = at(*scope["client"]) if scope.get("client") else "-"
-                target = path_of(scope) + "?" * bool(head.query) + head.query.decode("latin-1")
-                request = f"{head.method.decode('latin-1')} {target}"
+                request = (head.method + b" " + target).decode("latin-1")
                 seconds = time.perf_counter() - began_s
                 scheme = scope.get("scheme", "http")
                 self._access.add(scheme, client, request, status, size, seconds, head.ids)

@@ -138,15 +138,19 @@ class _Share:
 class Sharing:
     """Hands the connections of `ports` over to workers, each known by its inbox.
 
-    Connections are allowed as long as a worker is there that asked for them. `selector` says what
-    to call `share` for.
+    From the first `accepted` of them workers accept by themselves. Connections are allowed as long
+    as a worker is there that asked for them. `selector` says what to call `share` for.
     """
 
     def __init__(
-        self, ports: Sequence[tuple[socket.socket, ...]], selector: selectors.BaseSelector
+        self,
+        ports: Sequence[tuple[socket.socket, ...]],
+        selector: selectors.BaseSelector,
+        accepted: int = 0,
     ) -> None:
         self._ports = tuple(ports)
-        self._listeners = tuple(itertools.chain(*self._ports))
+        self._theirs = tuple(itertools.chain(*self._ports[:accepted]))
+        self._listeners = tuple(itertools.chain(*self._ports[accepted:]))
         self._selector = selector
         self._starting: dict[socket.socket, _Share] = {}
         self._serving: list[_Share] = []  # of equals, the one that got none for longest first
@@ -206,7 +210,9 @@ class Sharing:
             if self._serving:
                 self._selector.unregister(listener)
             self._accepted += take_all(listener)
-        self._listeners = ()
+        for listener in self._theirs:
+            listener.close()
+        self._listeners = self._theirs = ()
         self._hand_over()
         for share in (*self._starting.values(), *self._serving):
             share.channel.shutdown(socket.SHUT_WR)
@@ -235,6 +241,7 @@ class Sharing:
         """No worker serves: refuse connections, so that clients try another instance."""
         for listener in self._listeners:
             self._selector.unregister(listener)
+        for listener in (*self._theirs, *self._listeners):
             with contextlib.suppress(OSError):  # not Linux: connections wait for a worker
                 listener.shutdown(socket.SHUT_RD)
         for connection in self._accepted:

@@ -32,8 +32,9 @@ def photograph(digits, size=(1200, 800)):
     return {"name": "photo.jpg", "mimeType": "image/jpeg", "buffer": file.getvalue()}
 
 
-def test_each_digit_that_is_drawn_is_read(service, visit):
-    page = visit(service)
+@pytest.mark.parametrize("by", ["wire", "uvicorn"])
+def test_each_digit_that_is_drawn_is_read(service, serve, visit, by):
+    page = visit(service if by == "wire" else serve("--http-server", by))
     for digit, strokes in STROKES.items():
         page.page.click("#clear")
         page.draw(strokes)

@@ -10,8 +10,6 @@ import asyncio
 import contextlib
 import os
 
-from uvicorn import Config, Server
-
 from service import server
 from service.process.listener import allow_connections, listen
 
@@ -25,18 +23,8 @@ async def own(service, settings):
         yield listeners[0].getsockname()[1], stop.set, task
 
 
-@contextlib.asynccontextmanager
-async def uvicorn(service, settings):
-    config = Config(service.asgi, lifespan="off", log_config=None, access_log=False)
-    serving, listeners = Server(config), listen("127.0.0.1", 0)
-    allow_connections(listeners)
-
-    def stop():
-        service.models.ready = False  # its lifespan does
-        serving.should_exit = True
-
-    async with _stopped(stop, serving.serve(sockets=[*listeners])) as task:
-        yield listeners[0].getsockname()[1], stop, task
+def uvicorn(service, settings):
+    return own(service, settings.model_copy(update={"http_server": "uvicorn", "grpc_port": "off"}))
 
 
 @contextlib.asynccontextmanager

@@ -142,9 +142,10 @@ json.dump(seen, sys.stdout)
 """
 
 
-@pytest.fixture(scope="module")
-def serving(tmp_path_factory):
-    with committed(tmp_path_factory.mktemp("service"), "--admin-keys", ADMIN) as service:
+@pytest.fixture(scope="module", params=["wire", "uvicorn"])
+def serving(tmp_path_factory, request):
+    flags = ("--admin-keys", ADMIN, "--http-server", request.param)
+    with committed(tmp_path_factory.mktemp("service"), *flags) as service:
         yield service
 
 

@@ -171,9 +171,10 @@ def test_every_route_and_call_is_in_these_lists(start):
     assert calls == {*CALLS, *ADMIN_CALLS, *others}
 
 
-def test_every_request_needs_a_key_but_those_for_health_and_pages(start):
+@pytest.mark.parametrize("by", ["wire", "uvicorn"])
+def test_every_request_needs_a_key_but_those_for_health_and_pages(start, by):
     keys = ("--api-keys", f"{KEY},{OTHER}", "--admin-keys", ADMIN)
-    service = start("--log-level", "debug", *keys).ready()
+    service = start("--log-level", "debug", *keys, "--http-server", by).ready()
     for method, path, body, headers in (*ROUTES, *REPOSITORY):
         for wrong in ({}, bearer("wrong"), bearer(KEY[:-1]), {"Authorization": f"Basic {KEY}"}):
             status, found, answer = ask(service, method, path, body, {**headers, **wrong})
@@ -265,8 +266,10 @@ def test_a_request_in_the_clear_is_refused_with_tls(start, certificates):
     assert service.lines[lines:] == []
 
 
-def test_a_client_needs_a_certificate_with_mutual_tls(start, certificates):
-    service = start(*certificates.flags, "--tls-client-ca", str(certificates.ca)).ready()
+@pytest.mark.parametrize("by", ["wire", "uvicorn"])
+def test_a_client_needs_a_certificate_with_mutual_tls(start, certificates, by):
+    flags = (*certificates.flags, "--tls-client-ca", str(certificates.ca))
+    service = start(*flags, "--http-server", by).ready()
     with pytest.raises((ssl.SSLError, ConnectionError)):
         ask(service, "GET", "/healthz", context=certificates.context())
     context = certificates.context(client=True)
@@ -399,10 +402,11 @@ EVERY = [
 ]
 
 
-@pytest.mark.parametrize("form", ["json", "text"])
-def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, form):
+@pytest.mark.parametrize(("form", "by"), [("json", "wire"), ("text", "wire"), ("text", "uvicorn")])
+def test_every_answer_bears_its_id_and_is_in_the_access_log(start, tmp_path, form, by):
+    flags = ("--access-log", form, "--admin-keys", ADMIN, "--http-server", by)
     with (tmp_path / "access").open("w") as output:
-        service = start("--access-log", form, "--admin-keys", ADMIN, output=output).ready()
+        service = start(*flags, output=output).ready()
     expected = []
     of_admin = [(*route, bearer(ADMIN)) for *route, _ in REPOSITORY]
     every = [*EVERY, *of_admin]

@@ -67,6 +67,7 @@ TEXTS = {
     "max_queue_rows": "40000",
     "max_in_flight_bytes": "67108864",
     "access_log": "json",
+    "http_server": "uvicorn",
     "access_log_probes": "off",
     "log_format": "json",
     "cors_origins": "https://a.example,http://localhost:3000",

@@ -259,8 +259,10 @@ def test_a_hangup_changes_nothing_when_the_service_stops(start, second_version):
 # Stopping
 
 
-def test_in_its_grace_the_service_answers_on_and_afterwards_what_it_accepted(start):
-    service = start("--grace-s", "2", "--drain-timeout-s", "3600").ready()
+@pytest.mark.parametrize("by", ["wire", "uvicorn"])
+def test_in_its_grace_the_service_answers_on_and_afterwards_what_it_accepted(start, by):
+    times = ("--grace-s", "2", "--drain-timeout-s", "3600")
+    service = start(*times, "--http-server", by).ready()
     with service.in_flight() as first, service.in_flight() as second:
         service.signal()
         service.wait_for("stopping: not ready, 2 s of grace")

@@ -96,6 +96,11 @@ def test_a_value_out_of_bounds_is_refused_by_name(name, wrong):
             {"models": "mlp,lenet", "default_model": "cnn"},
             "--default-model is cnn, expected one of --models: mlp, lenet",
         ),
+        ({"grpc_port": "on"}, "grpc_port is 'on'|whole number >= 0 and <= 65535, or off"),
+        (
+            {"http_server": "uvicorn", "port": 8001},
+            "--grpc-port is 8001, that of HTTP, where uvicorn speaks no gRPC: expected another, or",
+        ),
         ({"devices": "1,0,1"}, "--devices is 1,0,1, expected each GPU once"),
         ({"api_keys": ""}, "--api-keys: got an empty list"),
         ({"admin_keys": "short"}, "--admin-keys: key 1 of 1 has 5 characters"),

@@ -61,8 +61,11 @@ def until_counted(service, requests):
     "`lenet_worker_deaths_total`; `lenet_workers` after a death",
     found="a worker that the test killed",
 )
-def test_workers_count_together_and_a_killed_one_is_replaced_and_its_live_gauges_vanish(start_two):
-    service = start_two().ready(workers=2)
+@pytest.mark.parametrize("by", ["wire", "uvicorn"])
+def test_workers_count_together_and_a_killed_one_is_replaced_and_its_live_gauges_vanish(
+    start_two, by
+):
+    service = start_two("--http-server", by).ready(workers=2)
     for _ in range(40):
         assert service.predict()[0] == 200
     found = until_counted(service, 40)
