@@ -417,24 +417,6 @@ async def test_a_batch_waits_for_more_rows_when_it_may(stage):
     assert ended == [2, "waited"]
 
 
-@staged(Act(50.0))
-async def test_every_caller_left_is_sent_elsewhere_when_the_drain_takes_too_long(stage):
-    in_flight, split = stage.submit(1, rows=3), stage.submit(20, rows=3)
-    waiting, late = stage.submit(40, rows=9), stage.submit(60, timeout_s=2.0)
-    await stage.until(1.0)
-    await stage.batcher.drain(1.0)
-    assert stage.loop.time() == 2.0
-    tasks = (in_flight, split, waiting, late)
-    errors = await asyncio.gather(*tasks, return_exceptions=True)
-    assert [type(error) for error in errors[:3]] == [Unavailable] * 3
-    assert isinstance(errors[3], (Unavailable, DeadlineExceeded))
-    assert len({id(error) for error in errors}) == 4
-    assert stage.loop.time() == 2.0
-    assert stage.queue.rows == 0
-    await stage.until(60.0)
-    assert len(stage.batches) == 1
-
-
 @given(
     arrivals=st.lists(st.tuples(st.integers(0, 12), st.integers(1, 9)), min_size=1, max_size=8),
     contexts=st.integers(1, 3),
@@ -502,28 +484,6 @@ async def test_a_profiler_sees_each_request_wait_once_whatever_becomes_of_it(sta
 
 
 # --- while the model is replaced
-
-
-@staged(checks=(Act(0.5),))
-async def test_all_parts_are_of_the_version_that_was_served_when_the_request_came(stage):
-    large = stage.submit(100, rows=10)
-    await stage.until(0.5)
-    second = Version(1)
-    replaced = stage.loop.create_task(stage.batcher.replace(second))
-    await stage.until(1.25)  # one part of three is computed, the context is being asked
-    still = stage.submit(1)
-    await stage.until(1.75)
-    later = stage.submit(2)
-    for task, tags, version in (
-        (still, [1], stage.first),
-        (large, list(range(100, 110)), stage.first),
-        (later, [2], second),
-    ):
-        answer = await task
-        assert tags_in(answer) == tags
-        assert answer.version == version.version
-    assert await replaced is None
-    assert stage.batches == [*([100, 101, 102, 103], [1, 104, 105, 106], [2], [107, 108, 109])]
 
 
 @staged(checks=(Act(5.0), Act(5.0)), contexts=2)

@@ -83,19 +83,6 @@ def test_an_accepted_request_waits_hardly_longer_than_a_full_queue_takes(seed):
         assert max(times) < 1.3 * limit, f"{rows} rows"
 
 
-@pytest.mark.parametrize("rows", [1, 5])
-def test_a_request_is_refused_by_its_rows_when_they_pass_the_limit(rows):
-    queue = BatchQueue(4, 10)
-    push(queue, request(11 - rows))
-    with pytest.raises(Overloaded, match=f"{11 - rows} images wait and {rows} more") as refused:
-        push(queue, request(rows))
-    assert refused.value.retry_after_s == 1
-    assert queue.rows == 11 - rows
-    if rows > 1:
-        push(queue, request(rows - 1))
-        assert queue.rows == 10
-
-
 @pytest.mark.parametrize(
     ("rows", "max_wait_s", "draining", "reason"),
     [
