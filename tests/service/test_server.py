@@ -187,6 +187,35 @@ def test_it_says_once_when_it_is_ready_and_connections_that_come_all_at_once_are
     assert "ERROR" not in service.log
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_uvicorn_answers_every_connection_of_its_port(start, workers):
+    service = start("--http-server", "uvicorn", "--workers", str(workers)).ready(workers)
+    for _ in range(20):
+        with socket.create_connection(("127.0.0.1", service.port), PATIENCE_S) as connection:
+            connection.sendall(b"no HTTP\r\n\r\n")
+            assert received(connection).endswith("\r\n\r\nInvalid HTTP request received.")
+    with grpc.insecure_channel(f"127.0.0.1:{service.grpc_port}") as channel:
+        assert Stub(channel).ServerLive(pb.ServerLiveRequest()).live
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
+@pytest.mark.parametrize("by", ["wire", "uvicorn"])
+def test_there_is_no_grpc_when_it_is_off(start, by):
+    service = start("--http-server", by, grpc_port="off").ready()
+    assert '"grpc_port":null' in service.get("/info")[1]
+    assert service.predict()[0] == 200
+    with (
+        grpc.insecure_channel(f"127.0.0.1:{service.port}") as channel,
+        pytest.raises(grpc.RpcError) as caught,
+    ):
+        Stub(channel).ServerLive(pb.ServerLiveRequest())
+    expected = grpc.StatusCode.UNIMPLEMENTED if by == "wire" else grpc.StatusCode.UNAVAILABLE
+    assert caught.value.code() is expected
+    service.signal()
+    assert service.wait() == ExitCode.STOPPED
+
+
 def test_a_port_is_named_when_another_program_listened_there_first(start):
     with socket.socket() as other:
         other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
