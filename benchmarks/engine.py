@@ -1,8 +1,9 @@
 """`python -m benchmarks.engine`: the serving engine on this GPU, compared with PyTorch.
 
 --only selects parts: `limits`, the copy and matrix rates of the GPU; `buckets`, the network at each
-batch size and precision, ours before and after PyTorch's in the same process; `pool`, several
-contexts on one GPU; `gpus`, two contexts on each of several GPUs; `cold`, the start of the service;
+batch size and precision, ours before and after PyTorch's in the same process; `libraries`, our
+kernels beside cuDNN with cuBLAS and beside PyTorch for other networks too; `pool`, several contexts
+on one GPU; `gpus`, two contexts on each of several GPUs; `cold`, the start of the service;
 `figure`, a plot of the results so far. Each replay reads the same buffer: the largest bucket's
 pixels are 6 MB and stay in the cache of a large GPU after any copy, so more inputs would change
 nothing. Exit code: 0, 1 when PyTorch was not measured, the service did not start or no figure was
@@ -43,6 +44,7 @@ from benchmarks.command import (
     positive_int,
     provenance,
 )
+from benchmarks.engine_libraries import run_libraries
 from benchmarks.engine_report import (
     PRECISIONS,
     Document,
@@ -508,6 +510,7 @@ def run_figure(weights: WeightFile, options: argparse.Namespace, document: Docum
 PARTS = {
     "limits": run_limits,
     "buckets": run_buckets,
+    "libraries": run_libraries,
     "pool": run_pool,
     "gpus": run_gpus,
     "cold": run_cold,
@@ -587,6 +590,7 @@ def _parser() -> argparse.ArgumentParser:
         default=COMPILED_ROWS,
         help="those of --rows to measure with torch.compile, which takes up to minutes each",
     )
+    add("--networks", nargs="+", help="names of those to compare with libraries (default: all)")
     add("--duration", type=positive_float, default=2.0, help="seconds of a round of contexts")
     add("--gpus", type=positive_int, default=1, help="above 1: also measure that many GPUs")
     add("--weights", type=Path, help="weight file (default: the latest in weights/lenet)")

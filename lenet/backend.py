@@ -58,6 +58,11 @@ class Plan(Protocol):
         """How the network is computed."""
         ...
 
+    @property
+    def layers(self) -> Mapping[str, str]:
+        """Who computes each layer, by its name: a library, or a kernel of ours."""
+        ...
+
     def run(self, images: Images) -> BatchResult:
         """Compute `images`, uint8 (n, 28, 28), 1 <= n <= rows, and wait for the result."""
         ...

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lenet.backend import Backend, BatchResult, Pending, Plan
-from lenet.cuda.graphs import Precision
+from lenet.cuda.graphs import ConvolutionsBy, Precision
 from lenet.errors import BackendUnavailable, GoldenMismatch, InvalidModel, WrongThread
 from lenet.model import Model
 from lenet.nvtx import span
@@ -41,9 +41,9 @@ Row = TypeVar("Row", bound=np.generic)
 class Target:
     """The device that a context computes on, and how.
 
-    `index` is the number of the GPU. `precision` and `profile` apply to GPUs; with `profile`
-    nothing is captured, so that a profiler sees each layer by its name. `cpu_threads` applies to
-    the CPU.
+    `index` is the number of the GPU. `precision`, `convolutions` and `profile` apply to GPUs;
+    `convolutions` says whose kernels compute, and with `profile` nothing is captured, so that a
+    profiler sees each layer by its name. `cpu_threads` applies to the CPU.
     """
 
     device: Literal["cpu", "cuda"]
@@ -51,6 +51,7 @@ class Target:
     precision: Precision = "fp16"
     cpu_threads: int = 1
     profile: bool = False
+    convolutions: ConvolutionsBy = "auto"
 
 
 def choose(device: Device) -> tuple[Literal["cpu", "cuda"], str | None]:
@@ -114,7 +115,9 @@ def open_backend(target: Target, staging: Staging | None = None) -> Backend:
     from lenet.cuda.engine_cache import EngineCache, default_cache
 
     cache = EngineCache(default_cache())
-    return CudaBackend(target.index, target.precision, cache, target.profile, staging)
+    return CudaBackend(
+        target.index, target.precision, cache, target.profile, staging, target.convolutions
+    )
 
 
 def estimate_bytes(target: Target, model: Model, rows: int) -> int:
@@ -176,6 +179,11 @@ class ExecutionContext:
     def strategies(self) -> dict[int, str]:
         """The strategy of each bucket, by its rows. Any thread may ask."""
         return {bucket: plan.strategy for bucket, plan in sorted(self._plans.items())}
+
+    @property
+    def layers(self) -> dict[int, dict[str, str]]:
+        """Who computes each layer of each bucket, by its rows. Any thread may ask."""
+        return {bucket: dict(plan.layers) for bucket, plan in sorted(self._plans.items())}
 
     @property
     def device_bytes(self) -> int:

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -52,6 +52,7 @@ class CpuPlan:
     """A plan without padding. All plans of a backend share its session."""
 
     rows: int
+    layers: Mapping[str, str]
     _backend: CpuBackend
     _quick: bool = False
     """Whether `rows` images take less than `_QUICK_S`."""
@@ -117,7 +118,8 @@ class CpuBackend:
     def plan(self, weights: WeightFile, rows: int) -> CpuPlan:
         """See `lenet.backend.Backend.plan`."""
         self.load(weights)
-        plan = CpuPlan(rows, self)
+        layers = dict.fromkeys((shape.name for shape in weights.model.shapes()), CpuPlan.strategy)
+        plan = CpuPlan(rows, layers, self)
         black = np.zeros((rows, HEIGHT, WIDTH), np.uint8)
         for _ in range(3):  # the first run allocates
             start = time.perf_counter()

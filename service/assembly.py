@@ -306,6 +306,7 @@ def _loaded(model: ServedModel, placement: Placement) -> LoadedModel:
         device=placement.name,
         precision=placement.precision,
         strategies=model.pool.workers[0].context.strategies,
+        layers=model.pool.workers[0].context.layers,
         sha256=version.sha256,
         parameters=sum(math.prod(shape) for shape in version.weights.model.parameters().values()),
         accuracy=training.accuracy,

@@ -101,6 +101,11 @@ class Settings(BaseSettings):
     precision: Literal["fp16", "tf32", "fp32"] = "fp16"
     """Precision on a GPU. The CPU always computes in float32."""
 
+    convolutions: Literal["auto", "cudnn", "measured"] = "auto"
+    """Who computes on a GPU: auto takes our own kernels where they support the network, cudnn takes
+    cuDNN and cuBLAS for every layer, measured times both for each batch size at the first start and
+    takes the faster."""
+
     contexts: NonNegativeInt = 0
     """Execution contexts of each model in each worker, on each GPU: concurrent batches. 0 is 2 on a
     GPU, 1 on the CPU."""
@@ -204,7 +209,7 @@ class Settings(BaseSettings):
     @property
     def unused_on_cpu(self) -> str:
         """The settings that differ from their defaults and have no effect on the CPU."""
-        names = ("devices", "precision", "profile")
+        names = ("devices", "precision", "convolutions", "profile")
         defaults = type(self).model_fields
         changed = [name for name in names if getattr(self, name) != defaults[name].default]
         return ", ".join(f"--{name}" for name in changed)

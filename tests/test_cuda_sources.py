@@ -115,6 +115,7 @@ LENET = forward_and_backward(EPILOGUES) | {
     "conv1": (SERVING / "conv1.cu", conv1_macros((5, 5), 20)),
     "conv1-6-16": (SERVING / "conv1.cu", conv1_macros((5, 5), 6)),
     "conv1-32-64": (SERVING / "conv1.cu", conv1_macros((3, 3), 32, (1, 1))),
+    "bias-softmax": (SERVING / "bias_softmax.cu", {"PITCH": 16, "CLASSES": 10}),
     "hang": (SERVING / "hang.cu", {}),
     "unpack": (SERVING / "unpack.cu", {}),
     "unpack-training": (SERVING / "unpack.cu", {"SCALE": "0.00392156862745098f"}),

@@ -43,7 +43,7 @@ from trainer.importing import (
     table,
     without_prefix,
 )
-from trainer.inspect import content, measure, outline
+from trainer.inspect import SERVED, content, measure, outline, serving
 from trainer.loop import train
 from trainer.mnist import DIGITS, Digits, label_names, load
 from trainer.network import Network, initial_tensors
@@ -344,7 +344,14 @@ def _accuracy(exported: Exported, test: Digits | None) -> str:
 def inspect(settings: Inspect) -> None:
     """Print the table."""
     if settings.weights is not None:
-        print(content(WeightFile.read(settings.weights)))
+        weights = WeightFile.read(settings.weights)
+        print(content(weights))
+        if (reason := unavailable(settings.device)) is not None:
+            print(f"served on the CPU by ONNX Runtime; who computes on a GPU needs one: {reason}")
+            return
+        precision = SERVED[settings.precision]
+        print(f"served on GPU 0 in {precision}, with --convolutions {settings.convolutions}, by:")
+        print(serving(weights, precision, settings.convolutions))
         return
     model, reason = read_model(settings.model, len(DIGITS)), unavailable(settings.device)
     print(f"{model.name}, {settings.precision}, one step of {settings.batch} images")

@@ -7,7 +7,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from threading import Barrier, Event, Thread
 from typing import TYPE_CHECKING, TypeVar
 
-from lenet.cuda.device import check as check_gpu
+from lenet.cuda import device as cuda
 from lenet.cuda.device import devices, translated
 from lenet.cuda.engine_cache import EngineCache, default_cache
 from lenet.cuda.layers import MAX_CLASSES as SERVED_CLASSES
@@ -47,6 +47,16 @@ def unavailable(device: Device) -> str | None:
             raise DeviceUnavailable(f"--device is cuda: {exc}") from exc
         return "no usable GPU was found (--device cuda says why)"
     return None
+
+
+def check_gpu(device: int) -> None:
+    """Check that GPU number `device` and cuDNN can be used.
+
+    Raises:
+        BackendUnavailable: the message says what is missing.
+    """
+    cuda.check(device)
+    cuda.load_cudnn()
 
 
 def choose(device: Device, report: Callable[[str], None]) -> Device:

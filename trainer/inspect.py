@@ -1,4 +1,4 @@
-"""Describes a weight file, or the work and traffic of each call of one training step.
+"""Describes a weight file and who computes its layers, or each call of one training step.
 
 A real step runs on operations that record their calls. On a GPU each recorded call is then captured
 and timed alone, and compared with a large copy and a large matrix product: how near it is to the
@@ -18,7 +18,9 @@ from typing import Any, Literal, NamedTuple, cast
 
 import numpy as np
 
-from lenet.cuda.graphs import Convolution
+from lenet.context import ExecutionContext, Target, open_backend
+from lenet.cuda.graphs import Convolution, ConvolutionsBy
+from lenet.cuda.graphs import Precision as ServingPrecision
 from lenet.cuda.packing import layout, padded
 from lenet.model import IDENTITY, Block, ConvBlock, Model, Shape
 from lenet.pixels import HEIGHT, WIDTH
@@ -36,11 +38,26 @@ from trainer.settings import Precision, Recipe
 _STEPS = 100_000  # of the run; timing the update counts thousands of them
 _DIGITS = 50_000  # to draw from; fewer would fit into a cache
 _FLOAT32 = 4
+_SERVED_ROWS = 1024  # the service's default on a GPU
 _MAX_BYTE_TAPS = 256  # larger windows need two bytes for the position of a maximum
 _HEADINGS = ("layer", "part", "shape in -> out", "call", "MFLOP", "MB")
 _MEASURED = ("workspace B", "us", "roofline %", "engine")
+SERVED: dict[Precision, ServingPrecision] = {"fp32": "fp32", "tf32": "tf32", "mixed": "fp16"}
+"""The precision of the service for one of training."""
+
 _NUMBERS = frozenset(
-    {"MFLOP", "MB", "workspace B", "us", "roofline %", "parameters", "mean", "sd", "largest"}
+    {
+        "images",
+        "MFLOP",
+        "MB",
+        "workspace B",
+        "us",
+        "roofline %",
+        "parameters",
+        "mean",
+        "sd",
+        "largest",
+    }
 )
 _CUBLAS, _EPILOGUE = "cuBLAS product", "our epilogue kernels"
 _FIRST_BLOCK = "our first_block kernels"
@@ -297,6 +314,21 @@ def content(weights: WeightFile) -> str:
             "mean, sd and largest size of the weights, without the biases",
         )
     )
+
+
+def serving(weights: WeightFile, precision: ServingPrecision, convolutions: ConvolutionsBy) -> str:
+    """Who computes each layer on GPU 0: a row for each batch size of the service.
+
+    Raises:
+        LeNetError: the GPU cannot serve it; the message says why.
+    """
+    target = Target("cuda", precision=precision, convolutions=convolutions)
+    with ExecutionContext(open_backend(target), weights, _SERVED_ROWS) as context:
+        context.warm_up()
+        layers = context.layers
+    names = [shape.name for shape in weights.model.shapes()]
+    rows = [[str(bucket), *(who[name] for name in names)] for bucket, who in layers.items()]
+    return _table([("images", *names), *map(tuple, rows)])
 
 
 def _described(block: Block) -> str:

@@ -16,6 +16,8 @@ from typing import Annotated, Literal, Self, TypeAlias
 from pydantic import Field, ValidationInfo, field_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
+from lenet.cuda.graphs import ConvolutionsBy
+
 Share: TypeAlias = Annotated[float, Field(ge=0, lt=1)]
 Device: TypeAlias = Literal["auto", "cpu", "cuda"]
 Precision: TypeAlias = Literal["fp32", "tf32", "mixed"]
@@ -365,7 +367,7 @@ class Import(_Command):
 
 
 class Inspect(_Command):
-    """Print what is in a weight file, or the calls of a training step: work, traffic, time."""
+    """Print what is in a weight file and who computes it, or the calls of a training step."""
 
     model_config = SettingsConfigDict(env_prefix="LENET_TRAINER_INSPECT_")
 
@@ -378,6 +380,9 @@ class Inspect(_Command):
 
     precision: Precision = "mixed"
     """Arithmetic of the GPU: float32, products rounded to TF32, or float16 values."""
+
+    convolutions: ConvolutionsBy = "auto"
+    """Who computes a weight file's layers, as the service's setting of that name."""
 
     batch: int = Field(256, ge=2, le=60_000)
     """Images in the step."""

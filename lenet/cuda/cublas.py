@@ -3,12 +3,17 @@
 CuPy 14 rejects every cuBLAS call while a stream is captured, though cuBLAS allows it. So the
 library that CuPy has loaded is called through ctypes. With a workspace of its own cuBLAS allocates
 nothing in a capture, and its sums keep their order.
+
+Training uses a handle of cuBLAS, which takes 64 MiB of the GPU, with a workspace of 32 MiB. Serving
+uses cublasLt: its handles take nothing, and an algorithm says how much workspace it needs (H100,
+CUDA 13.0, 2026-11-26).
 """
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 from lenet.errors import BackendUnavailable, DeviceError
@@ -25,7 +30,7 @@ _COMPUTE = {"fp32": 69, "tf32": 77, "fp16": 68}  # cublasComputeType_t; 69 is pe
 _DEFAULT_ALGORITHM = -1
 _NOT_SUPPORTED = 15  # cublasStatus_t
 _TRANSPOSE_A, _EPILOGUE, _BIAS = 3, 7, 8  # cublasLtMatmulDescAttributes_t
-_WITH_BIAS = {False: 4, True: 6}  # cublasLtEpilogue_t; the second with ReLU
+_NOTHING, _WITH_BIAS = 1, {False: 4, True: 6}  # cublasLtEpilogue_t; the last with ReLU
 _WORKSPACE_SIZE, _REDUCTIONS = 1, 3  # cublasLtMatmulPreferenceAttributes_t
 _SUMS_IN_FLOAT = 2  # cublasLtReductionScheme_t: parts of a sum are added as float32
 _ONE = ctypes.c_float(1)
@@ -44,10 +49,10 @@ class _Algorithm(ctypes.Structure):
     )
 
 
-class Cublas:  # pragma: no cover - needs a GPU
-    """A cuBLAS handle on `stream`, for the thread that made it."""
+class _Library:  # pragma: no cover - needs a GPU
+    """The functions of cuBLAS and cublasLt, by name."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self) -> None:
         import cupy
         from cupy.cuda import cublas  # noqa: F401  # loads the library that is opened below
 
@@ -59,6 +64,27 @@ class Cublas:  # pragma: no cover - needs a GPU
                 f"libcublas.so.{major} cannot be loaded ({exc})", "CuPy's extra [ctk] installs it"
             ) from exc
         self._library.cublasGetStatusString.restype = ctypes.c_char_p
+
+    def __call__(self, function: str, *arguments: Any, allowed: int = 0) -> int:
+        """Call `function`; returns its status: 0, or `allowed`.
+
+        Raises:
+            DeviceError: it returned another one.
+        """
+        status = int(getattr(self._library, function)(*arguments))
+        if status not in (0, allowed):
+            text = self._library.cublasGetStatusString(status).decode()
+            raise DeviceError(f"{function}: {text}")
+        return status
+
+
+class Cublas:  # pragma: no cover - needs a GPU
+    """A cuBLAS handle on `stream`, for the thread that made it."""
+
+    def __init__(self, stream: Any) -> None:
+        import cupy
+
+        self._call = _Library()
         self._handle = ctypes.c_void_p()
         self._call("cublasCreate_v2", ctypes.byref(self._handle))
         try:
@@ -70,8 +96,7 @@ class Cublas:  # pragma: no cover - needs a GPU
 
     def bind(self, stream: Any) -> None:
         """Queue on `stream` from now on."""
-        self._stream = ctypes.c_void_p(stream.ptr)
-        self._call("cublasSetStream_v2", self._handle, self._stream)
+        self._call("cublasSetStream_v2", self._handle, ctypes.c_void_p(stream.ptr))
         # Setting the stream restores cuBLAS's own workspace.
         self._call(
             "cublasSetWorkspace_v2",
@@ -122,114 +147,100 @@ class Cublas:  # pragma: no cover - needs a GPU
             _DEFAULT_ALGORITHM,
         )
 
-    def dense(
-        self, x: Any, weight: Any, bias: Any, out: Any, arithmetic: Arithmetic, relu: bool
-    ) -> None:
-        """Write x (m, k) times the transpose of weight (n, k), plus bias (n,), to out (m, n).
-
-        With ReLU if requested. Row-major, C-contiguous CuPy arrays of one type, float32 or
-        float16. The algorithm is cuBLAS's first choice, the same each time.
-
-        Raises:
-            DeviceError: cuBLAS returned an error.
-        """
-        with ExitStack() as made:
-            operation, layouts, algorithm = self._dense(
-                made, x, weight, bias, out, arithmetic, relu
-            )
-            if algorithm is None:
-                raise DeviceError("cuBLAS has no algorithm for a product with bias")
-            weight_layout, x_layout, out_layout, _ = layouts
-            out_address = ctypes.c_void_p(out.data.ptr)
-            self._call(
-                "cublasLtMatmul",
-                self._handle,
-                operation,
-                ctypes.byref(_ONE),
-                ctypes.c_void_p(weight.data.ptr),
-                weight_layout,
-                ctypes.c_void_p(x.data.ptr),
-                x_layout,
-                ctypes.byref(_ZERO),
-                out_address,
-                out_layout,
-                out_address,
-                out_layout,
-                ctypes.byref(algorithm),
-                ctypes.c_void_p(self._workspace.data.ptr),
-                ctypes.c_size_t(WORKSPACE_BYTES),
-                self._stream,
-            )
-
-    def has_dense(
-        self, x: Any, weight: Any, bias: Any, out: Any, arithmetic: Arithmetic, relu: bool
-    ) -> bool:
-        """Whether cuBLAS has an algorithm for `dense` on this GPU."""
-        with ExitStack() as made:
-            return self._dense(made, x, weight, bias, out, arithmetic, relu)[-1] is not None
-
-    def _dense(
-        self,
-        made: ExitStack,
-        x: Any,
-        weight: Any,
-        bias: Any,
-        out: Any,
-        arithmetic: Arithmetic,
-        relu: bool,
-    ) -> tuple[ctypes.c_void_p, list[ctypes.c_void_p], _Algorithm | None]:
-        """The operation of `dense`, the layouts of its matrices, and cuBLAS's first choice."""
-        operation = self._made(made, "MatmulDesc", _COMPUTE[arithmetic], _TYPE["float32"])
-        self._set("MatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(1))
-        self._set("MatmulDesc", operation, _EPILOGUE, ctypes.c_uint32(_WITH_BIAS[relu]))
-        self._set("MatmulDesc", operation, _BIAS, ctypes.c_void_p(bias.data.ptr))
-        layouts = [self._layout(made, matrix) for matrix in (weight, x, out, out)]
-        preference = self._made(made, "MatmulPreference")
-        size = ctypes.c_size_t(WORKSPACE_BYTES)
-        self._set("MatmulPreference", preference, _WORKSPACE_SIZE, size)
-        self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_SUMS_IN_FLOAT))
-        algorithm, count = _Algorithm(), ctypes.c_int()
-        status = self._library.cublasLtMatmulAlgoGetHeuristic(
-            self._handle,  # a handle of cuBLAS is one of cublasLt, too
-            operation,
-            *layouts,
-            preference,
-            1,
-            ctypes.byref(algorithm),
-            ctypes.byref(count),
-        )
-        if status != _NOT_SUPPORTED:
-            self._check("cublasLtMatmulAlgoGetHeuristic", status)
-        found = status == 0 and count.value > 0
-        return operation, layouts, algorithm if found else None
-
     def close(self) -> None:
         """Destroy the handle and free its workspace."""
         self._call("cublasDestroy_v2", self._handle)
         self._workspace = None
 
-    def _layout(self, made: ExitStack, matrix: Any) -> ctypes.c_void_p:
+
+@dataclass(frozen=True, slots=True)
+class Product:  # pragma: no cover - needs a GPU
+    """A product with its epilogue, see `CublasLt.product`; `run` may be captured."""
+
+    workspace_bytes: int
+    _call: _Library
+    _arguments: tuple[Any, ...]
+
+    def run(self, stream: Any, workspace: int) -> None:
+        """Queue it on `stream`; `workspace` is the address of at least `workspace_bytes`.
+
+        Raises:
+            DeviceError: cuBLAS returned an error.
+        """
+        size, pointer = ctypes.c_size_t(self.workspace_bytes), ctypes.c_void_p(workspace or None)
+        self._call("cublasLtMatmul", *self._arguments, pointer, size, ctypes.c_void_p(stream.ptr))
+
+
+class CublasLt:  # pragma: no cover - needs a GPU
+    """A cublasLt handle: products with an epilogue, by algorithms that are chosen beforehand."""
+
+    def __init__(self) -> None:
+        self._call = _Library()
+        self._handle = ctypes.c_void_p()
+        self._made = ExitStack()
+        self._call("cublasLtCreate", ctypes.byref(self._handle))
+        self._made.callback(self._call, "cublasLtDestroy", self._handle)
+
+    def product(
+        self, x: Any, weight: Any, bias: Any, out: Any, arithmetic: Arithmetic, relu: bool = False
+    ) -> Product | None:
+        """Prepare out (m, n) = x (m, k) times the transpose of weight (n, k), plus bias (n,).
+
+        With ReLU if requested. Row-major, C-contiguous CuPy arrays. x and weight are both float32
+        or float16, out is float32 or has their type; bias has the type of out, or is None. The
+        algorithm is cuBLAS's first choice, the same each time.
+
+        Returns:
+            None if cuBLAS has no algorithm for it on this GPU.
+
+        Raises:
+            DeviceError: cuBLAS returned an error.
+        """
+        operation = self._make("MatmulDesc", _COMPUTE[arithmetic], _TYPE["float32"])
+        self._set("MatmulDesc", operation, _TRANSPOSE_A, ctypes.c_int32(1))
+        epilogue = _NOTHING if bias is None else _WITH_BIAS[relu]
+        self._set("MatmulDesc", operation, _EPILOGUE, ctypes.c_uint32(epilogue))
+        if bias is not None:
+            self._set("MatmulDesc", operation, _BIAS, ctypes.c_void_p(bias.data.ptr))
+        a, b, c = (self._layout(matrix) for matrix in (weight, x, out))
+        preference = self._make("MatmulPreference")
+        size = ctypes.c_size_t(WORKSPACE_BYTES)
+        self._set("MatmulPreference", preference, _WORKSPACE_SIZE, size)
+        self._set("MatmulPreference", preference, _REDUCTIONS, ctypes.c_uint32(_SUMS_IN_FLOAT))
+        algorithm, count = _Algorithm(), ctypes.c_int()
+        status = self._call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            *(self._handle, operation, a, b, c, c, preference, 1),
+            *(ctypes.byref(algorithm), ctypes.byref(count)),
+            allowed=_NOT_SUPPORTED,
+        )
+        if status or not count.value:
+            return None
+        x_at, weight_at, out_at = (ctypes.c_void_p(array.data.ptr) for array in (x, weight, out))
+        arguments = (
+            *(self._handle, operation, ctypes.byref(_ONE), weight_at, a, x_at, b),
+            *(ctypes.byref(_ZERO), out_at, c, out_at, c, ctypes.byref(algorithm)),
+        )
+        return Product(algorithm.workspace_bytes, self._call, arguments)
+
+    def close(self) -> None:
+        """Destroy the handle and the descriptors of all products."""
+        self._made.close()
+
+    def _layout(self, matrix: Any) -> ctypes.c_void_p:
         """The layout of a row-major matrix, as the column-major transpose."""
         rows, columns = matrix.shape
         shape = ctypes.c_uint64(columns), ctypes.c_uint64(rows), ctypes.c_int64(columns)
-        return self._made(made, "MatrixLayout", _TYPE[matrix.dtype.name], *shape)
+        return self._make("MatrixLayout", _TYPE[matrix.dtype.name], *shape)
 
-    def _made(self, made: ExitStack, kind: str, *arguments: Any) -> ctypes.c_void_p:
-        """A descriptor of cublasLt, which `made` destroys."""
+    def _make(self, kind: str, *arguments: Any) -> ctypes.c_void_p:
+        """A descriptor, destroyed by `close`."""
         descriptor = ctypes.c_void_p()
         self._call(f"cublasLt{kind}Create", ctypes.byref(descriptor), *arguments)
-        made.callback(self._call, f"cublasLt{kind}Destroy", descriptor)
+        self._made.callback(self._call, f"cublasLt{kind}Destroy", descriptor)
         return descriptor
 
     def _set(self, kind: str, descriptor: ctypes.c_void_p, attribute: int, value: Any) -> None:
         size = ctypes.c_size_t(ctypes.sizeof(value))
         function = f"cublasLt{kind}SetAttribute"
         self._call(function, descriptor, attribute, ctypes.byref(value), size)
-
-    def _call(self, function: str, *arguments: Any) -> None:
-        self._check(function, getattr(self._library, function)(*arguments))
-
-    def _check(self, function: str, status: int) -> None:
-        if status:
-            text = self._library.cublasGetStatusString(status).decode()
-            raise DeviceError(f"{function}: {text}")

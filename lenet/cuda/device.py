@@ -1,18 +1,20 @@
 """A stream of one GPU with its cuDNN and cuBLAS handles, owned by one thread.
 
-cuDNN requires that a handle stays on one thread, and CuPy's current device and stream belong to a
-thread, so a `Handle` checks its caller. The errors of CUDA's libraries become `DeviceError` here,
-and only here is it decided which of them leave the process unusable.
+The libraries are loaded and their handles opened when they are first used. cuDNN requires that a
+handle stays on one thread, and CuPy's current device and stream belong to a thread, so a `Handle`
+checks its caller. The errors of CUDA's libraries become `DeviceError` here, and only here is it
+decided which of them leave the process unusable.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple, Self
 
-from lenet.cuda.cublas import WORKSPACE_BYTES, Cublas
+from lenet.cuda.cublas import Cublas, CublasLt
 from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory, WrongThread
 
 CUDNN_MAJOR = 9
@@ -51,8 +53,8 @@ def _install(cuda: int | None = None) -> str:
     )
 
 
-def _libraries() -> tuple[Any, Any]:
-    """(cupy, cudnn).
+def _load_cupy() -> Any:
+    """The module `cupy`.
 
     Raises:
         BackendUnavailable: a package or a shared library is missing; the message says which.
@@ -65,6 +67,15 @@ def _libraries() -> tuple[Any, Any]:
         if isinstance(exc, ModuleNotFoundError) and exc.name == "cupy":
             reason = "CuPy is not installed"
         raise BackendUnavailable(reason, _install()) from exc
+    return cupy
+
+
+def load_cudnn() -> Any:
+    """The module `cudnn`, with a version of the library that this package supports.
+
+    Raises:
+        BackendUnavailable: it is missing or of another major version; the message says what to do.
+    """
     try:
         import cudnn
     except (ImportError, OSError, RuntimeError, AssertionError) as exc:
@@ -73,7 +84,19 @@ def _libraries() -> tuple[Any, Any]:
             f"cuDNN's Python package nvidia-cudnn-frontend cannot be loaded ({_line(exc)})",
             _install(),
         ) from exc
-    return cupy, cudnn
+    try:
+        version = int(cudnn.backend_version())
+    except (OSError, RuntimeError) as exc:
+        raise BackendUnavailable(
+            f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)})",
+            f"add its folder to LD_LIBRARY_PATH, or {_install()}",
+        ) from exc
+    if version // 10_000 != CUDNN_MAJOR:
+        raise BackendUnavailable(
+            f"found cuDNN {cudnn.backend_version_string()}, expected major version {CUDNN_MAJOR}",
+            _install(),
+        )
+    return cudnn
 
 
 def _line(problem: BaseException) -> str:
@@ -81,13 +104,13 @@ def _line(problem: BaseException) -> str:
 
 
 def devices() -> int:
-    """The number of GPUs, at least one, after a check of everything that a handle needs.
+    """The number of GPUs, at least one, after a check of CuPy and the driver.
 
     Raises:
-        BackendUnavailable: no GPU, no driver or one too old, no cuDNN or one of another major
-            version; the message says what was found, what is needed and what to do.
+        BackendUnavailable: no GPU, no driver or one too old; the message says what was found, what
+            is needed and what to do.
     """
-    cupy, cudnn = _libraries()
+    cupy = _load_cupy()
     runtime = cupy.cuda.runtime
     try:
         count = int(runtime.getDeviceCount())
@@ -103,18 +126,6 @@ def devices() -> int:
     if not count:
         raise BackendUnavailable(
             "there is no NVIDIA GPU", f"nvidia-smi must list one, or {_NO_GPU}"
-        )
-    try:
-        version = int(cudnn.backend_version())
-    except (OSError, RuntimeError) as exc:
-        raise BackendUnavailable(
-            f"libcudnn.so.{CUDNN_MAJOR} cannot be loaded ({_line(exc)})",
-            f"add its folder to LD_LIBRARY_PATH, or {_install()}",
-        ) from exc
-    if version // 10_000 != CUDNN_MAJOR:
-        raise BackendUnavailable(
-            f"found cuDNN {cudnn.backend_version_string()}, expected major version {CUDNN_MAJOR}",
-            _install(),
         )
     return count
 
@@ -231,20 +242,20 @@ class translated:  # noqa: N801 - read as a verb: with translated("doing this")
 
 
 def _foreign() -> tuple[type[Exception], ...]:
-    cupy, cudnn = _libraries()
+    cupy = _load_cupy()
+    cudnn = sys.modules.get("cudnn")  # None: it was not loaded, so the error is not its
     return (
         cupy.cuda.memory.OutOfMemoryError,
         cupy.cuda.runtime.CUDARuntimeError,
         cupy.cuda.driver.CUDADriverError,
         RuntimeError,  # NCCL's is one, and the cuDNN frontend raises it for every bad status
-        cudnn.cudnnGraphNotSupportedError,
+        *(() if cudnn is None else (cudnn.cudnnGraphNotSupportedError,)),
         cupy.cuda.compiler.CompileException,
     )
 
 
 def _translation(what: str, problem: Exception) -> DeviceError:
-    cupy, _ = _libraries()
-    cuda = cupy.cuda
+    cuda = _load_cupy().cuda
     if isinstance(problem, cuda.memory.OutOfMemoryError):
         return _out_of_memory(what, problem, cuda.runtime)
     if isinstance(problem, cuda.runtime.CUDARuntimeError | cuda.driver.CUDADriverError):
@@ -281,7 +292,7 @@ class Limits(NamedTuple):
 
 
 class Handle:  # pragma: no cover - needs a GPU
-    """A stream and a cuDNN handle on GPU `device`, for the thread that made it.
+    """A stream on GPU `device` and the handles of libraries, for the thread that made it.
 
     `device` and `stream` become the thread's current ones for CuPy, and stay so after `close`.
 
@@ -292,35 +303,54 @@ class Handle:  # pragma: no cover - needs a GPU
 
     def __init__(self, device: int = 0) -> None:
         check(device)
-        import cudnn
         import cupy
 
         self.device = device
         self._thread = threading.get_ident()
         self._open = True
         self._current = cupy.cuda.get_current_stream
-        self._set_stream = cudnn.set_stream
         self._free_blocks = cupy.get_default_memory_pool().free_all_blocks
+        self._opened = ExitStack()
+        self._cudnn: Any = None
         self._cublas: Cublas | None = None
-        with translated(f"opening GPU {device}"), ExitStack() as opened:
+        self._cublas_lt: CublasLt | None = None
+        with translated(f"opening GPU {device}"):
             cupy.cuda.Device(device).use()
-            self.stream = cupy.cuda.Stream(non_blocking=True)
+            self.stream = self._bound = cupy.cuda.Stream(non_blocking=True)
             self.stream.use()
-            self.cudnn = cudnn.create_handle()
-            opened.callback(cudnn.destroy_handle, self.cudnn)
-            self._bind(self.stream)
             properties = cupy.cuda.runtime.getDeviceProperties(device)
             self.capability = _capability(device)
-            self._opened = opened.pop_all()
         self.name: str = properties["name"].decode()
         self.multiprocessors: int = properties["multiProcessorCount"]
         shared_bytes = properties["sharedMemPerBlockOptin"]
         self.limits = Limits(self.capability, shared_bytes, self.multiprocessors)
-        self.cudnn_version: str = cudnn.backend_version_string()
+
+    @property
+    def cudnn(self) -> Any:
+        """The cuDNN handle. Its first use takes 8 MiB of the GPU, which a capture must not do.
+
+        Raises:
+            BackendUnavailable: see `load_cudnn`.
+            DeviceError: it cannot be opened.
+        """
+        self.check()
+        if self._cudnn is None:
+            cudnn = load_cudnn()
+            with translated("opening cuDNN"):
+                self._cudnn = cudnn.create_handle()
+                self._opened.callback(cudnn.destroy_handle, self._cudnn)
+                cudnn.set_stream(self._cudnn, self._bound.ptr)
+        return self._cudnn
+
+    @property
+    def cudnn_version(self) -> str:
+        """The version of cuDNN, which is loaded for it."""
+        version: str = load_cudnn().backend_version_string()
+        return version
 
     @property
     def cublas(self) -> Cublas:
-        """The cuBLAS handle. Its first use allocates `cublas_bytes`, which a capture must not do.
+        """The cuBLAS handle. Its first use takes 96 MiB of the GPU, which a capture must not do.
 
         Raises:
             BackendUnavailable: cuBLAS cannot be loaded.
@@ -334,9 +364,19 @@ class Handle:  # pragma: no cover - needs a GPU
         return self._cublas
 
     @property
-    def cublas_bytes(self) -> int:
-        """Device memory of the cuBLAS workspace; 0 until `cublas` is used."""
-        return 0 if self._cublas is None else WORKSPACE_BYTES
+    def cublas_lt(self) -> CublasLt:
+        """The cublasLt handle, without a workspace.
+
+        Raises:
+            BackendUnavailable: cuBLAS cannot be loaded.
+            DeviceError: it cannot be opened.
+        """
+        self.check()
+        if self._cublas_lt is None:
+            with translated("opening cuBLAS"):
+                self._cublas_lt = CublasLt()
+            self._opened.callback(self._cublas_lt.close)
+        return self._cublas_lt
 
     @contextmanager
     def on(self, stream: Any) -> Iterator[None]:
@@ -370,7 +410,8 @@ class Handle:  # pragma: no cover - needs a GPU
 
     def _bind(self, stream: Any) -> None:
         self._bound = stream
-        self._set_stream(self.cudnn, stream.ptr)
+        if self._cudnn is not None:
+            load_cudnn().set_stream(self._cudnn, stream.ptr)
         if self._cublas is not None:
             self._cublas.bind(stream)
 

@@ -1,4 +1,6 @@
-"""The fastest cuDNN engines, kept on disk between runs. Needs no GPU library.
+"""Measured choices, kept on disk between runs. Needs no GPU library.
+
+They are the fastest cuDNN engine of an operation, and who computes a bucket faster.
 
 Each choice is a file: a line of JSON with its key and name, then the engine as cuDNN serialized it.
 The files are not trusted: what is damaged is measured and built again.
@@ -24,7 +26,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """The `name` of an engine and its serialized form."""
+    """The `name` of an engine and its serialized form, or another name without a form."""
 
     name: str
     engine: bytes
@@ -37,22 +39,32 @@ def default_cache() -> Path:
 
 
 class EngineCache:
-    """Choices by key. Measure only while it is `locked`, so that threads and processes agree."""
+    """Choices by key. Measure only while it is `locked`, so that threads and processes agree.
+
+    A thread that has locked it may lock it again.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         # Where the folder is read-only, choices hold for this run, for threads that share this.
         self._unwritten: dict[str, Choice] = {}
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
+        self._depth = 0
 
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Exclude other threads and processes."""
         with self._lock, ExitStack() as stack:
-            with suppress(OSError):  # the folder is read-only: every process measures for itself
-                self._folder.mkdir(parents=True, exist_ok=True)
-                flock(stack.enter_context((self._folder / ".lock").open("w")), LOCK_EX)
-            yield
+            # The folder is read-only: every process measures for itself.
+            with suppress(OSError):
+                if not self._depth:
+                    self._folder.mkdir(parents=True, exist_ok=True)
+                    flock(stack.enter_context((self._folder / ".lock").open("w")), LOCK_EX)
+            self._depth += 1
+            try:
+                yield
+            finally:
+                self._depth -= 1
 
     def get(self, key: str) -> Choice | None:
         """The choice that was kept under `key`."""

@@ -156,6 +156,8 @@ class FusedNetwork:  # pragma: no cover - needs a GPU
     """
 
     def __init__(self, model: Model, weights: DeviceWeights, kernels: Kernels) -> None:
+        self.layers = dict.fromkeys((shape.name for shape in model.shapes()), "fused_network")
+        """Who computes each layer."""
         self._kernel = kernels.get(_SOURCE, "fused_network", macros(model))
         names = ("first", "first_bias", "second", "second_bias")
         convolutional = len(model.blocks) == 4

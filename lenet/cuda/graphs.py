@@ -19,6 +19,10 @@ Precision: TypeAlias = Literal["fp32", "tf32", "fp16"]
 """How an engine multiplies: float32 without tensor cores, or float32 rounded to TF32 or float16 on
 tensor cores. Sums are float32 in all three."""
 
+ConvolutionsBy: TypeAlias = Literal["auto", "cudnn", "measured"]
+"""Who computes the layers of a bucket: our kernels where they support the network, cuDNN and
+cuBLAS, or whichever of the two is faster."""
+
 
 class Uid(IntEnum):
     """The tensors of a graph, as keys of the addresses that an engine gets."""
@@ -48,6 +52,8 @@ class Convolution:
     dilation: Pair = (1, 1)
     bias: bool = False
     relu: bool = False
+    pitch: int = 0
+    """The image's channels in memory, the first c of which are read; 0: there are no more."""
 
     @property
     def output(self) -> tuple[int, int, int, int]:
@@ -61,9 +67,9 @@ class Convolution:
     def tensor_bytes(self) -> dict[Uid, int]:
         """The size of each tensor that an engine gets."""
         width = _width(self.precision)
-        image, filters, output = (
-            width * math.prod(shape) for shape in (self.image, self.filters, self.output)
-        )
+        n, h, w, c = self.image
+        shapes = (n, h, w, self.pitch or c), self.filters, self.output
+        image, filters, output = (width * math.prod(shape) for shape in shapes)
         if self.direction == "filter":
             return {Uid.INPUT: image, Uid.WEIGHT: output, Uid.OUTPUT: filters}
         if self.direction == "data":
@@ -84,7 +90,8 @@ class Convolution:
             "stride": list(self.stride),
             "dilation": list(self.dilation),
         }
-        image, filters = _channels_last(self.image), _channels_last(self.filters)
+        image = _channels_last(self.image, self.pitch)
+        filters = _channels_last(self.filters)
         output = _channels_last(self.output)
         if self.direction == "forward":
             x = _tensor(graph, Uid.INPUT, image)
@@ -120,10 +127,11 @@ def _graph(precision: Precision, handle: Any) -> Any:
     )
 
 
-def _channels_last(shape: Sequence[int]) -> tuple[list[int], list[int]]:
-    """(dimensions, strides) in cuDNN's order n c h w, of an (n, h, w, c) in memory."""
+def _channels_last(shape: Sequence[int], pitch: int = 0) -> tuple[list[int], list[int]]:
+    """(dimensions, strides) in cuDNN's order n c h w, of an (n, h, w, pitch or c) in memory."""
     n, h, w, c = shape
-    return [n, c, h, w], [h * w * c, 1, w * c, c]
+    wide = pitch or c
+    return [n, c, h, w], [h * w * wide, 1, w * wide, wide]
 
 
 def _tensor(graph: Any, uid: Uid, geometry: tuple[list[int], list[int]]) -> Any:

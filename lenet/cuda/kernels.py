@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from hashlib import sha256
 from pathlib import Path
-from threading import Thread
+from threading import Lock, Thread
 from typing import Any, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 
@@ -30,6 +31,13 @@ _WITH_PARAMETER = ("clipped_relu", "elu")
 
 NULL = np.uintp(0)
 """A null pointer as a kernel's argument."""
+
+_ModuleKey: TypeAlias = tuple[int, Path, tuple[str, ...]]
+
+_modules: WeakValueDictionary[_ModuleKey, Future[Any]] = WeakValueDictionary()
+"""Modules in use, by GPU, file and macros: the contexts of a model share them."""
+
+_modules_lock = Lock()
 
 
 def storage_dtype(precision: Precision) -> np.dtype[Any]:
@@ -79,25 +87,29 @@ class Kernel:  # pragma: no cover - needs a GPU
 class Kernels:  # pragma: no cover - needs a GPU
     """The kernels of one GPU. Each is compiled on its own thread, from when it is requested.
 
-    The large ones take half a second, so request all before the first is launched.
+    The large ones take half a second, so request all before the first is launched. What several
+    objects of this class request is compiled and loaded once.
     """
 
     def __init__(self, handle: Handle) -> None:
         self._handle = handle
-        self._modules: dict[tuple[Path, tuple[str, ...]], Future[Any]] = {}
+        self._modules: dict[_ModuleKey, Future[Any]] = {}
 
     def get(self, source: Path, name: str, macros: Macros) -> Kernel:
         """The function `name` of the CUDA file `source`, compiled with `macros`."""
         self._handle.check()
         defines = tuple(sorted(f"-D{key}={_literal(value)}" for key, value in macros.items()))
-        key = (source, defines)
-        if key not in self._modules:
-            module = self._modules[key] = Future()
-            arguments = source, defines, self._handle.device, module
-            Thread(
-                target=_compile, args=arguments, name=f"nvrtc-{source.name}", daemon=True
-            ).start()
-        return Kernel(source, name, self._modules[key])
+        key = (self._handle.device, source, defines)
+        with _modules_lock:
+            module = _modules.get(key)
+            if module is None:
+                module = _modules[key] = Future()
+                arguments = source, defines, self._handle.device, module
+                Thread(
+                    target=_compile, args=arguments, name=f"nvrtc-{source.name}", daemon=True
+                ).start()
+        self._modules[key] = module
+        return Kernel(source, name, module)
 
 
 def _compile(source: Path, defines: tuple[str, ...], device: int, compiled: Future[Any]) -> None:

@@ -6,12 +6,13 @@
                          support the block: `unpack.cu`, then as any other convolution
     convolution          cuDNN, then the `epilogue`: bias, activation, pooling. Without pooling
                          cuDNN adds the bias and applies ReLU itself
-    dense                a small one by `dense.cu`; else cuBLAS with bias and ReLU, or again
-                         `dense.cu` if cuBLAS has no algorithm. With another activation cuBLAS, then
-                         the epilogue
+    dense                a small one by `dense.cu`; else cuBLAS with bias and ReLU. With another
+                         activation cuBLAS, then the epilogue
     last dense           `dense_softmax.cu`: product, bias and softmax in one kernel
 
-Where our kernels of convolutions fail, on a GPU that they never ran on, cuDNN computes all of them.
+This is with our kernels. Without them, cuDNN computes every convolution and cuBLAS every product;
+what is left for us is `unpack.cu`, the epilogue, and `bias_softmax.cu` behind the last product.
+Where cuBLAS has no algorithm for a product, `dense.cu` or `dense_softmax.cu` computes the layer.
 
 The buffers are taken once, so the launches can be captured into a CUDA graph and replayed.
 """
@@ -29,7 +30,6 @@ import numpy as np
 from lenet.cuda import conv1, epilogue
 from lenet.cuda.capture import Launch
 from lenet.cuda.convolutions import Convolutions
-from lenet.cuda.cublas import WORKSPACE_BYTES
 from lenet.cuda.device import Handle, Limits
 from lenet.cuda.graphs import Convolution, Precision, Uid
 from lenet.cuda.kernels import FOLDER, Kernels, Macros, scalar, storage_dtype
@@ -41,8 +41,9 @@ from lenet.pixels import HEIGHT, WIDTH
 from lenet.weightfile import WeightFile
 
 if TYPE_CHECKING:  # these import CuPy, which packing does not need
+    from lenet.cuda.cublas import Product
     from lenet.cuda.engines import EngineCatalog
-    from lenet.cuda.memory import Arena, Buffers
+    from lenet.cuda.memory import Arena, Buffers, Workspace
     from lenet.cuda.weights import DeviceWeights
 
 _log = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ _log = logging.getLogger(__name__)
 MAX_CLASSES = 32
 """Each lane of a warp writes one class in `dense_softmax.cu`."""
 
-_TUNED_FROM_ROWS = 256  # smaller convolutions cost little more than their launch
+# Smaller convolutions cost little more than their launch. With cuDNN's first choice 32 images took
+# 44 us, and 256 with the fastest one 36 (TF32, two of 3x3, stride 2, H100, 2026-11-26).
+_TUNED_FROM_ROWS = 16
 _TWO_ROWS_FROM_ROWS = 4096  # a warp of dense_softmax.cu takes two rows from here on
 # Up to so many rows and multiplications `dense.cu` is as fast as cuBLAS or faster, but for 1 us at
 # most (H100, 2026-11-25, docs/benchmarks/dense-h100.txt).
@@ -62,8 +65,7 @@ _DENSE_MULTIPLICATIONS: dict[Precision, int] = {
 }
 _ROWS_OF_A_WARP = 8  # in dense.cu
 _FUSED_ACTIVATIONS = (IDENTITY, RELU)
-_ARENA_BYTES = 64 << 20  # what `lenet.cuda.memory.Arena` allocates at a time
-_WEIGHT_COPIES = 6  # three for each strategy
+_WEIGHT_COPIES = 6  # three for each of two strategies
 
 
 def check(model: Model) -> None:
@@ -86,12 +88,6 @@ def check(model: Model) -> None:
         )
 
 
-def has_own_convolutions(model: Model, precision: Precision, limits: Limits) -> bool:
-    """Whether kernels of ours compute one of its convolutions."""
-    both = Convolutions.of(model, precision, limits)
-    return both is not None or conv1.is_supported(model.blocks[0], precision)
-
-
 def is_small(rows: int, weights: int, precision: Precision) -> bool:
     """Whether `dense.cu` computes a hidden dense layer of so many weights."""
     return rows <= _DENSE_ROWS and rows * weights <= _DENSE_MULTIPLICATIONS[precision]
@@ -108,7 +104,7 @@ def pack(
 ) -> dict[str, Any]:
     """The tensors of `file` under their canonical names, as the layers read them.
 
-    `own`: whether our kernels of convolutions are used.
+    `own`: whether our kernels are used.
     """
     model, dtype = file.model, storage_dtype(precision)
     layouts, shapes = layout(model), model.shapes()
@@ -126,6 +122,10 @@ def pack(
         else:
             scaled = weight * np.float32(PIXEL_SCALE) if first else weight
             packed[names[0]] = layouts[names[0]].pack(scaled).astype(dtype)
+            if isinstance(block, ConvBlock) and precision == "fp32":
+                # Without tensor cores cuDNN is faster without the padding: 1.0 and 1.5 ms for 8,192
+                # images of 20 -> 50 channels (H100, 2026-11-26).
+                packed[names[0]] = packed[names[0]][..., : shape.input[0]]
         # A bias that a library adds has the type of the activations; our kernels add float32.
         added_by_library = is_fused(block) and shape is not shapes[-1] and not by_conv1
         wide = layouts[names[1]].pack(bias)
@@ -136,8 +136,8 @@ def pack(
 def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
     """About the most device memory that a backend takes for batches of up to `rows` images.
 
-    Images, answers, the output of each layer before and after its pooling, the weights and cuBLAS's
-    workspace; without cuDNN's workspaces and what CUDA takes for itself.
+    Images, answers, the output of each layer before and after its pooling, and the weights; without
+    the workspaces of cuDNN and cuBLAS and what CUDA takes for itself.
     """
     width = storage_dtype(precision).itemsize
     row_bytes = HEIGHT * WIDTH + 2 * 4 * model.classes
@@ -147,17 +147,12 @@ def estimate_bytes(model: Model, rows: int, precision: Precision) -> int:
             wide = channels if isinstance(block, DenseBlock) else padded(channels)
             row_bytes += width * wide * math.prod(sides)
     weights = sum(math.prod(shape) for shape in model.parameters().values())
-    uses_cublas = any(isinstance(block, DenseBlock) for block in model.blocks[:-1])
-    return (
-        max(rows * row_bytes, _ARENA_BYTES)
-        + 4 * _WEIGHT_COPIES * weights
-        + WORKSPACE_BYTES * uses_cublas
-    )
+    return rows * row_bytes + 4 * _WEIGHT_COPIES * weights
 
 
 @dataclass(frozen=True, slots=True)
 class BuildContext:
-    """Shared by all buckets of a backend; `weights` are packed by `pack`."""
+    """Shared by the buckets of a backend; `weights` are packed by `pack` for the same `own`."""
 
     handle: Handle
     precision: Precision
@@ -165,8 +160,9 @@ class BuildContext:
     engines: EngineCatalog
     kernels: Kernels
     arena: Arena
-    own: bool = True
-    """Whether our kernels of convolutions are used."""
+    workspace: Workspace
+    own: bool
+    """Whether our kernels are used."""
 
 
 class LayerByLayer:  # pragma: no cover - needs a GPU
@@ -177,7 +173,9 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
     """
 
     def __init__(self, model: Model, buffers: Buffers, build: BuildContext) -> None:
-        self._rows, self._build = buffers.rows, build
+        self.layers: dict[str, str] = {}
+        """Who computes each layer: cudnn, cublas, or the name of a kernel of ours."""
+        self._model, self._rows, self._build = model, buffers.rows, build
         self._dtype = storage_dtype(build.precision)
         self._launches: list[tuple[str, Launch]] = []
         self._from_host: list[tuple[str, Launch]] = []
@@ -195,7 +193,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         *hidden, (_, last) = rest
         for block, shape in hidden:
             x = self._block(block, shape.name, x)
-        self._dense_softmax(last.name, x, buffers)
+        self._last(last.name, x, buffers)
 
     def queue(self) -> None:
         """Compute all rows, from device memory to device memory; an NVTX range for each layer."""
@@ -226,6 +224,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
                 for pixels in (buffers.pixels, buffers.pixels_on_host)
             ),
         )
+        self.layers |= dict.fromkeys((first.name, second.name), "convolutions")
         return y
 
     def _conv1(self, block: ConvBlock, shape: BlockShape, buffers: Buffers) -> Any:
@@ -240,6 +239,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
                 for pixels in (buffers.pixels, buffers.pixels_on_host)
             ),
         )
+        self.layers[shape.name] = "first_convolution"
         return y
 
     def _unpack(self, buffers: Buffers) -> Any:
@@ -264,27 +264,22 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         relu = fused and block.activation == RELU
         if isinstance(block, ConvBlock):
             geometry = block.stride, block.padding, block.dilation
+            image, pitch = (*x.shape[:3], weight.shape[3]), x.shape[3]
             operation = Convolution(
-                "forward", precision, x.shape, weight.shape, *geometry, bias=fused, relu=relu
+                "forward",
+                *(precision, image, weight.shape, *geometry),
+                bias=fused,
+                relu=relu,
+                pitch=0 if pitch == weight.shape[3] else pitch,
             )
             y = self._take(*operation.output[1:])
             self._cudnn(name, operation, x, weight, bias, y)
         else:
             x, y = x.reshape(self._rows, -1), self._take(len(weight))
-            if is_small(self._rows, weight.size, precision):
+            small = self._build.own and is_small(self._rows, weight.size, precision)
+            if small or not self._cublas(name, x, weight, bias if fused else None, y, relu):
                 self._dense(block, name, x, weight, bias, y)
                 return y
-            cublas = self._build.handle.cublas
-            if fused:
-                arguments = x, weight, bias, y, precision, relu
-                if cublas.has_dense(*arguments):
-                    self._add(name, partial(cublas.dense, *arguments))
-                else:
-                    _report(f"dense.cu computes {name}: cuBLAS has no product with its epilogue")
-                    self._dense(block, name, x, weight, bias, y)
-            else:
-                product = partial(cublas.product, x, weight, y, precision, transpose_b=True)
-                self._add(name, product)
         return y if fused else self._epilogue(block, name, y, bias)
 
     def _dense(self, block: DenseBlock, name: str, x: Any, weight: Any, bias: Any, y: Any) -> None:
@@ -302,6 +297,24 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         grid = y.shape[1] // 4, -(-self._rows // _ROWS_OF_A_WARP)
         arguments = (x, weight, bias, y, np.int32(self._rows))
         self._add(name, partial(kernel, grid, (128,), arguments))
+        self.layers[name] = "dense"
+
+    def _cublas(
+        self, name: str, x: Any, weight: Any, bias: Any, y: Any, relu: bool = False
+    ) -> bool:
+        """Have cuBLAS compute it; False if it has no algorithm, which is logged."""
+        handle, workspace = self._build.handle, self._build.workspace
+        product = handle.cublas_lt.product(x, weight, bias, y, self._build.precision, relu)
+        if product is None:
+            report_once(
+                f"model {self._model.name}: our kernel computes {name}, as cuBLAS has no algorithm "
+                f"for it in {self._build.precision} on this {handle.name}"
+            )
+            return False
+        workspace.reserve(product.workspace_bytes)
+        self._add(name, partial(_run_product, product, handle, workspace))
+        self.layers[name] = "cublas"
+        return True
 
     def _cudnn(
         self, name: str, operation: Convolution, x: Any, weight: Any, bias: Any, y: Any
@@ -311,6 +324,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         if operation.bias:
             addresses[Uid.BIAS] = bias
         self._add(name, partial(engine.run, addresses))
+        self.layers[name] = "cudnn"
 
     def _epilogue(self, block: Block, name: str, x: Any, bias: Any) -> Any:
         h, w = x.shape[1:3] if x.ndim == 4 else (1, 1)
@@ -324,9 +338,33 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
         self._add(f"{name}.epilogue", launch)
         return y
 
-    def _dense_softmax(self, name: str, x: Any, buffers: Buffers) -> None:
+    def _last(self, name: str, x: Any, buffers: Buffers) -> None:
         weight, bias = self._tensors(name)
         flat = x.reshape(self._rows, -1)
+        if not self._build.own:
+            y = self._build.arena.take((self._rows, len(weight)), np.float32)
+            if self._cublas(name, flat, weight, None, y):
+                self._bias_softmax(name, y, bias, buffers)
+                return
+        self._dense_softmax(name, flat, weight, bias, buffers)
+
+    def _bias_softmax(self, name: str, x: Any, bias: Any, buffers: Buffers) -> None:
+        macros = {"PITCH": x.shape[1], "CLASSES": buffers.logits.shape[1]}
+        kernel = self._build.kernels.get(FOLDER / "bias_softmax.cu", "bias_softmax", macros)
+        grid = (-(-self._rows // 4),)  # four warps a block
+        self._add(
+            f"{name}.epilogue",
+            *(
+                partial(
+                    kernel, grid, (128,), (x, bias, buffers.logits, answers, np.int32(self._rows))
+                )
+                for answers in (buffers.probabilities, buffers.probabilities_on_host)
+            ),
+        )
+
+    def _dense_softmax(
+        self, name: str, flat: Any, weight: Any, bias: Any, buffers: Buffers
+    ) -> None:
         rows = 2 if self._rows >= _TWO_ROWS_FROM_ROWS else 1
         macros = {
             "SCALAR": scalar(self._dtype),
@@ -345,6 +383,7 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
                 for answers in (buffers.probabilities, buffers.probabilities_on_host)
             ),
         )
+        self.layers[name] = "dense_softmax"
 
     def _tensors(self, name: str) -> tuple[Any, Any]:
         weights = self._build.weights
@@ -355,9 +394,13 @@ class LayerByLayer:  # pragma: no cover - needs a GPU
 
 
 @cache
-def _report(text: str) -> None:
+def report_once(text: str) -> None:
     """Log `text` once a process, whatever the number of contexts and batch sizes."""
     _log.warning(text)
+
+
+def _run_product(product: Product, handle: Handle, workspace: Workspace) -> None:
+    product.run(handle.stream, workspace.pointer)
 
 
 def _queue(launches: list[tuple[str, Launch]]) -> None:  # pragma: no cover - needs a GPU

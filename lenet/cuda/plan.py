@@ -6,7 +6,7 @@ thread may launch it, since replaying a graph uses neither cuDNN nor cuBLAS.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -15,7 +15,7 @@ import numpy as np
 
 from lenet import nvtx
 from lenet.backend import BatchResult
-from lenet.cuda.capture import Launch, captured
+from lenet.cuda.capture import Launch, captured, time_us
 from lenet.cuda.device import Handle, translated
 from lenet.cuda.memory import Buffers
 from lenet.nvtx import span
@@ -37,10 +37,12 @@ took the CPU 95 us (an H200's host, 2026-11-23); that of few is short, and they 
 class ChosenStrategy:
     """How a bucket computes.
 
-    `launch` runs from host memory to host memory, `network` from device memory to device memory.
+    `layers` says who computes each layer: cudnn, cublas or the name of a kernel of ours. `launch`
+    runs from host memory to host memory, `network` from device memory to device memory.
     """
 
     strategy: Strategy
+    layers: Mapping[str, str]
     launch: Launch
     network: Launch
 
@@ -64,7 +66,7 @@ class CudaPlan:
         self.pixels: Images = buffers.host_pixels
         """Page-locked uint8 (rows, 28, 28); `run` copies its images here."""
         self.captured = captured
-        self.strategy = chosen.strategy
+        self.strategy, self.layers = chosen.strategy, chosen.layers
         self._buffers, self._stream, self._device = buffers, handle.stream, handle.device
         self._launch, self._network = chosen.launch, chosen.network
         self._events = cupy.cuda.Event(), cupy.cuda.Event()
@@ -136,6 +138,11 @@ class CudaPlan:
             self._buffers.copy_in()
             self._replay = captured(self._network, self._stream)
         self._replay()
+
+    def time_us(self, launches: int) -> float:
+        """Microseconds of one of `launches` in a row of the network alone; see `replay`."""
+        with translated("timing a batch"), self._stream:
+            return time_us(self.replay, 1, launches)
 
     def _start(self, staged: Images | None = None) -> bool:
         """Launch a batch, of `pixels` or of `staged` images; return whether the device times it."""

@@ -290,6 +290,10 @@ class LoadedModel(BaseModel):
         description="How batches of up to so many rows are computed.",
         examples=[{"1": "fused_network", "64": "layer_by_layer"}],
     )
+    layers: dict[int, dict[str, str]] = Field(
+        description="Who computes each layer of such a batch: a library, or a kernel of ours.",
+        examples=[{"64": {"conv1": "convolutions", "conv2": "cudnn", "dense1": "cublas"}}],
+    )
     sha256: str = Field(description="Of the weight file.")
     parameters: int = Field(description="Number of learned parameters.")
     accuracy: float | None = Field(description="On the test set; null if it was not measured.")

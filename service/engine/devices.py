@@ -74,7 +74,13 @@ def place(settings: Settings) -> Placement:
         target = Target("cpu", cpu_threads=settings.cpu_threads)
         return Placement((target,), contexts, max_batch_rows, busy_poll_s)
     targets = tuple(
-        Target("cuda", index, settings.precision, profile=settings.profile)
+        Target(
+            "cuda",
+            index,
+            settings.precision,
+            profile=settings.profile,
+            convolutions=settings.convolutions,
+        )
         for index in _indices(settings.devices, gpus())
     )
     # A small batch on one GPU does not keep another GPU from starting one.

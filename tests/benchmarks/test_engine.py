@@ -1,21 +1,26 @@
 """The arithmetic of the engine benchmark, and its contexts over the CPU backend."""
 
+import json
 from contextlib import contextmanager
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from benchmarks.engine import (
+    ROWS,
     digits,
     exact,
     measure_gpus,
     operations,
     rates,
 )
+from benchmarks.engine_libraries import OWN_NETWORKS, drawn, line, table
 from lenet import reference
 from lenet.cpu import CpuBackend
-from lenet.model import named
+from lenet.model import ARCHITECTURES, named
 
+ROOT = Path(__file__).parents[2]
 SHORT_S = 1e-6  # one batch
 
 
@@ -71,3 +76,36 @@ def test_several_devices_are_compared_with_one_in_threads_and_in_processes(tiny_
     for kind in ("threads", "processes"):
         rates = found[kind]
         assert rates["ratio"] == rates["images_per_s"] / rates["one_gpu_images_per_s"] > 0
+
+
+def test_a_line_names_who_computes_and_what_the_measurement_took():
+    entry = {"rows": 8, "auto_us": 5.04, "cudnn_us": 7.0, "measured_us": 7.1, "torch_us": None}
+    entry |= {"layers": "dense, dense_softmax", "taken": "cudnn"}
+    assert line(entry).split() == [
+        "8",
+        "5.0",
+        "7.0",
+        "-",
+        "7.1",
+        "cudnn;",
+        "dense,",
+        "dense_softmax",
+    ]
+
+
+def test_the_documented_table_is_that_of_the_measurement():
+    content = json.loads((ROOT / "docs" / "benchmarks" / "libraries.json").read_text())
+    names = [*ARCHITECTURES, *(model.name for model in OWN_NETWORKS)]
+    assert list(content["libraries"]) == [
+        f"{name}, {precision}" for name in names for precision in ("fp16", "tf32", "fp32")
+    ]
+    assert all(tuple(columns["rows"]) == ROWS for columns in content["libraries"].values())
+    assert table(content) in (ROOT / "docs" / "benchmarks.md").read_text()
+
+
+def test_a_network_is_drawn_with_its_own_golden_logits():
+    for model in OWN_NETWORKS:
+        weights = drawn(model)
+        logits = reference.logits(model, weights.tensors, weights.golden.images)
+        np.testing.assert_array_equal(logits, weights.golden.logits)
+        assert np.abs(logits).max() < 100

@@ -344,7 +344,10 @@ def test_what_is_loaded_is_what_the_files_and_the_system_say(start_committed):
     assert info == expected | {"grpc_port": service.grpc_port}
     assert began <= datetime.fromisoformat(model.pop("loaded_at")) <= datetime.now(UTC)
     strategies = model.pop("strategies")
+    layers = model.pop("layers")
+    assert layers.keys() == strategies.keys()
     assert set(strategies.values()) == {"onnxruntime"}
+    assert all(set(who.values()) == {"onnxruntime"} for who in layers.values())
     assert max(map(int, strategies)) == limits.pop("max_batch_rows") == 64
     tensors = [one["shape"] for name, one in header.items() if not name.startswith("golden.")]
     expected = {"name": "lenet", "version": "2", "device": "cpu", "precision": "fp32"}

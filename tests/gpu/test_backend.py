@@ -1,4 +1,7 @@
-"""The CUDA backend against float64 on NumPy: every architecture, precision and bucket."""
+"""The CUDA backend against float64 on NumPy: every architecture, precision and bucket.
+
+By our kernels and by cuDNN and cuBLAS.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,11 @@ import pytest
 
 from lenet import reference
 from lenet.context import ExecutionContext, Target, buckets, open_backend
-from lenet.cuda import layers
+from lenet.cuda import kernels, layers
 from lenet.cuda.backend import CudaBackend
-from lenet.cuda.convolutions import Convolutions
-from lenet.cuda.cublas import Cublas
+from lenet.cuda.cublas import CublasLt
 from lenet.cuda.engine_cache import EngineCache
+from lenet.cuda.kernels import Kernel
 from lenet.cuda.memory import page_locked
 from lenet.cuda.plan import STAGED_ROWS, CudaPlan
 from lenet.errors import GoldenMismatch, OutOfDeviceMemory
@@ -57,6 +60,15 @@ OTHERS = [
         ),
     ),
     Model(
+        "fused-by-cudnn",
+        (
+            ConvBlock(20, (3, 3), stride=(2, 2)),
+            ConvBlock(50, (3, 3), padding=(1, 1)),
+            DenseBlock(40, activation=Activation("tanh")),
+            DenseBlock(10, activation=IDENTITY),
+        ),
+    ),
+    Model(
         "fused-odd",
         (
             ConvBlock(
@@ -68,6 +80,23 @@ OTHERS = [
         ),
     ),
 ]
+
+
+OURS = {"convolutions", "first_convolution", "dense", "dense_softmax", "fused_network"}
+"""Our kernels that compute layers, by their names in CUDA."""
+
+
+@pytest.fixture(scope="session")
+def engines(tmp_path_factory):
+    """Where the tuned backends keep their choices."""
+    return EngineCache(tmp_path_factory.mktemp("engines"))
+
+
+@pytest.fixture(params=["auto", "auto, tuned", "cudnn", "cudnn, tuned"])
+def computed(request, engines):
+    """Who computes, and whether engines are tuned: options of a backend."""
+    by, _, tuned = request.param.partition(", ")
+    return {"convolutions": by, "cache": engines if tuned else None}
 
 
 @cache
@@ -86,12 +115,14 @@ def answer(plan, images):
     return plan.run(images).probabilities
 
 
-def check_every_bucket(weights, precision):
+def check_every_bucket(weights, precision, computed):
     """Every image of as many as the largest bucket has, in every bucket."""
     images, want = answers_of(weights, 1, LARGEST_BUCKET)
-    with opened(precision) as backend:
+    with opened(precision, **computed) as backend:
         for bucket in buckets(LARGEST_BUCKET):
             plan = backend.plan(weights, bucket)
+            if computed["convolutions"] == "cudnn":
+                assert set(plan.layers.values()) <= {"cudnn", "cublas"}
             starts = range(0, LARGEST_BUCKET, bucket)
             got = np.concatenate([answer(plan, images[at : at + bucket]) for at in starts])
             difference = np.abs(got - want)
@@ -101,20 +132,137 @@ def check_every_bucket(weights, precision):
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("name", ARCHITECTURES)
-def test_probabilities_agree_with_float64_in_every_bucket(name, precision, random_weights):
-    check_every_bucket(random_weights(name), precision)
+def test_probabilities_agree_with_float64_in_every_bucket(
+    name, precision, computed, random_weights
+):
+    check_every_bucket(random_weights(name), precision, computed)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("model", OTHERS, ids=lambda model: model.name)
-def test_other_networks_agree_with_float64_in_every_bucket(model, precision, random_weights):
-    check_every_bucket(random_weights(model), precision)
+def test_other_networks_agree_with_float64_in_every_bucket(
+    model, precision, computed, random_weights
+):
+    check_every_bucket(random_weights(model), precision, computed)
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_the_committed_weights_agree_with_float64_in_every_bucket(path, precision):
-    check_every_bucket(WeightFile.read(path), precision)
+def test_the_committed_weights_agree_with_float64_in_every_bucket(path, precision, computed):
+    check_every_bucket(WeightFile.read(path), precision, computed)
+
+
+@pytest.mark.parametrize("by", ["auto", "cudnn", "measured"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def test_the_committed_weights_compute_their_golden_logits(path, precision, by):
+    target = Target("cuda", precision=precision, convolutions=by)
+    with ExecutionContext(open_backend(target), WeightFile.read(path), 64) as context:
+        context.warm_up()
+        assert context.golden_error <= context.tolerance
+        assert set(context.layers) == set(buckets(64))
+
+
+@pytest.mark.parametrize("by", ["auto", "cudnn"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model", [*ARCHITECTURES, OTHERS[0]], ids=str)
+def test_the_named_kernels_are_those_that_a_profiler_sees(model, precision, by, random_weights):
+    profiler = pytest.importorskip("torch").profiler
+    weights = random_weights(model)
+    images = np.zeros((512, 28, 28), np.uint8)
+    with opened(precision, convolutions=by) as backend:
+        for rows, plan in backend.plans(weights, (8, 64, 512)).items():
+            activities = [profiler.ProfilerActivity.CUDA]
+            with profiler.profile(activities=activities, acc_events=True) as profile:
+                plan.run(images[:rows])
+            seen = {
+                event.name
+                for event in profile.events()
+                if event.device_type.name == "CUDA" and not event.name.startswith("Memcpy")
+            }
+            named = set(plan.layers.values())
+            assert list(plan.layers) == [shape.name for shape in weights.model.shapes()]
+            assert seen & OURS == named & OURS, (rows, seen, plan.layers)
+            epilogues = {"unpack", "epilogue_forward", "bias_softmax"}
+            assert bool(seen - OURS - epilogues) == bool(named & {"cudnn", "cublas"}), seen
+
+
+def test_our_kernels_of_a_named_network_need_no_cudnn():
+    """In a process of its own, into which no other test has loaded it."""
+    script = """
+from pathlib import Path
+from lenet.cuda.backend import CudaBackend
+from lenet.cuda.device import OLDEST_CAPABILITY
+from lenet.weightfile import WeightFile
+with CudaBackend() as backend:
+    plans = backend.plans(WeightFile.read(Path("weights/lenet/2.safetensors")), (1, 64, 512))
+    used = {who for plan in plans.values() for who in plan.layers.values()}
+    print("cudnn" in used, "libcudnn" in Path("/proc/self/maps").read_text())
+"""
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=root
+    )
+    used, loaded = done.stdout.split()
+    assert used == loaded
+
+
+def test_contexts_of_a_model_compile_its_kernels_once(random_weights, monkeypatch):
+    compiled = []
+    compile_ = kernels._compile
+    monkeypatch.setattr(
+        kernels,
+        "_compile",
+        lambda *arguments: (compiled.append(arguments[:3]), compile_(*arguments)),
+    )
+    weights = random_weights("lenet-6-16")
+    with opened("tf32") as first:
+        first.plans(weights, (1, 512))
+        once = len(compiled)
+        assert once == len(set(compiled)) > 1
+        with opened("tf32") as second:
+            second.plans(weights, (1, 512))
+        assert len(compiled) == once
+
+
+@pytest.mark.parametrize("precision", ["fp16", "fp32"])
+@pytest.mark.parametrize("name", ["lenet", "cnn-32-64"])
+def test_a_measured_backend_takes_the_faster_for_each_bucket_and_remembers_it(
+    name, precision, random_weights, tmp_path, monkeypatch
+):
+    weights, sizes = random_weights(name), (8, 64, 1024)
+    with opened(precision, EngineCache(tmp_path), convolutions="measured") as backend:
+        times = backend._times_us(weights, sizes)
+        chosen = {rows: plan.layers for rows, plan in backend.plans(weights, sizes).items()}
+    for rows, (own_us, library_us) in times.items():
+        own = bool(set(chosen[rows].values()) & OURS)
+        taken_us, other_us = (own_us, library_us) if own else (library_us, own_us)
+        assert taken_us <= 1.03 * other_us, (rows, own_us, library_us)
+    monkeypatch.setattr(
+        CudaBackend, "_times_us", lambda _self, _weights, rows: pytest.fail("again") if rows else {}
+    )
+    with opened(precision, EngineCache(tmp_path), convolutions="measured") as backend:
+        again = {rows: plan.layers for rows, plan in backend.plans(weights, sizes).items()}
+    assert again == chosen
+
+
+@pytest.mark.parametrize("own_us", [1.0, 3.0])
+def test_a_measured_bucket_is_computed_by_who_took_less_time(random_weights, monkeypatch, own_us):
+    times = {8: (own_us, 2.0), 64: (4 - own_us, 2.0)}
+    monkeypatch.setattr(CudaBackend, "_times_us", lambda *_: times)
+    weights = random_weights("lenet")
+    images, want = answers_of(weights, 3, 64)
+    with opened("fp16", convolutions="measured") as backend:
+        plans = backend.plans(weights, (8, 64))
+        own = {rows: bool(set(plan.layers.values()) & OURS) for rows, plan in plans.items()}
+        assert own == {8: own_us < 2, 64: own_us > 2}
+        for rows, plan in plans.items():
+            assert np.abs(answer(plan, images[:rows]) - want[:rows]).max() <= LARGEST["fp16"]
+        other = random_weights("lenet", 5)  # both ways get new weights
+        backend.load(other)
+        images, want = answers_of(other, 3, 64)
+        for rows, plan in plans.items():
+            assert np.abs(answer(plan, images[:rows]) - want[:rows]).max() <= LARGEST["fp16"]
 
 
 @pytest.mark.parametrize("name", ARCHITECTURES)
@@ -356,39 +504,75 @@ def test_a_network_that_overflows_in_halves_is_refused_with_the_precision_that_h
         context.warm_up()
 
 
+def plant_a_compile_error(monkeypatch):
+    """`convolutions.cu` and `dense_softmax.cu` do not compile."""
+    get = kernels.Kernels.get
+
+    def broken(self, source, name, macros):
+        planted = {"WARP": "1+"} if name in ("convolutions", "dense_softmax") else {}
+        return get(self, source, name, {**macros, **planted})
+
+    monkeypatch.setattr(kernels.Kernels, "get", broken)
+
+
+def plant_a_launch_error(monkeypatch):
+    """Both are launched with more threads than a block can have."""
+    call = Kernel.__call__
+
+    def broken(self, grid, block, *arguments):
+        planted = self._name in ("convolutions", "dense_softmax")
+        call(self, grid, (2048,) if planted else block, *arguments)
+
+    monkeypatch.setattr(Kernel, "__call__", broken)
+
+
+@pytest.mark.parametrize("plant", [plant_a_compile_error, plant_a_launch_error])
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("name", ["lenet", "cnn-32-64"])
-def test_cudnn_computes_the_convolutions_where_our_kernels_do_not_compile(
-    random_weights, monkeypatch, caplog, name, precision
+@pytest.mark.parametrize("name", ["lenet", "mlp"])
+def test_cudnn_and_cublas_compute_where_our_kernels_fail(
+    random_weights, monkeypatch, caplog, name, precision, plant
 ):
-    macros = Convolutions.macros
-    broken = {"TEAMS": "planted"}
-    monkeypatch.setattr(Convolutions, "macros", lambda self, split: macros(self, split) | broken)
+    plant(monkeypatch)
+    layers.report_once.cache_clear()
     weights = random_weights(name)
     images, want = answers_of(weights, 3, 64)
     with opened(precision) as backend:
-        plans = backend.plans(weights, (16, 64))
+        plans = backend.plans(weights, (8, 16, 64))
+        assert all(set(plan.layers.values()) <= {"cudnn", "cublas"} for plan in plans.values())
         assert np.abs(answer(plans[64], images) - want).max() <= LARGEST[precision]
         other = random_weights(name, 5)  # a reload packs its weights for cuDNN, too
         backend.load(other)
         images, want = answers_of(other, 3, 16)
         assert np.abs(answer(plans[16], images) - want).max() <= LARGEST[precision]
-    (record,) = caplog.records
-    assert "cuDNN computes its convolutions instead of our kernels, after: " in record.message
+    with opened(precision) as second:
+        second.plans(weights, (8, 16, 64))  # logs nothing more
+    (record,) = (record for record in caplog.records if record.levelname == "WARNING")
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    assert record.message.startswith(
+        f"model {name}: cuDNN and cuBLAS compute it instead of our kernels, which fail in "
+        f"{precision} on this {gpu}: "
+    )
 
 
+@pytest.mark.parametrize("by", ["auto", "cudnn"])
 def test_a_dense_layer_for_which_cublas_has_no_algorithm_is_computed_by_our_kernel(
-    random_weights, monkeypatch, caplog
+    random_weights, monkeypatch, caplog, by
 ):
-    monkeypatch.setattr(Cublas, "has_dense", lambda *_: False)
-    layers._report.cache_clear()
+    monkeypatch.setattr(CublasLt, "product", lambda *_: None)
+    layers.report_once.cache_clear()
     weights = random_weights("mlp")
     images, want = answers_of(weights, 3, 1024)
-    with opened("fp16") as backend:
+    with opened("fp16", convolutions=by) as backend:
         plans = backend.plans(weights, (512, 1024))
         assert np.abs(answer(plans[1024], images) - want).max() <= LARGEST["fp16"]
-    (record,) = caplog.records
-    assert record.message == "dense.cu computes dense1: cuBLAS has no product with its epilogue"
+        assert plans[1024].layers == {"dense1": "dense", "dense2": "dense_softmax"}
+    gpu = cupy.cuda.runtime.getDeviceProperties(0)["name"].decode()
+    messages = [record.message for record in caplog.records]
+    assert messages == [
+        f"model mlp: our kernel computes {name}, as cuBLAS has no algorithm for it in fp16 on this "
+        f"{gpu}"
+        for name in (("dense1",) if by == "auto" else ("dense1", "dense2"))
+    ]
 
 
 def test_a_profiled_backend_launches_nothing_by_itself(random_weights):
@@ -445,11 +629,21 @@ def test_a_network_too_large_for_the_device_does_not_fit_into_its_memory(random_
 @pytest.mark.states(
     "metrics",
     "on a GPU: `lenet_workspace_bytes`, a part of `lenet_device_bytes`",
-    found="the 32 MiB that cuBLAS is given",
+    found="what cuBLAS says that its algorithm needs",
 )
-def test_cublas_takes_its_workspace_when_a_hidden_layer_has_many_rows(random_weights):
-    with opened("fp16") as backend:
+def test_a_workspace_is_as_large_as_the_algorithms_say(random_weights, monkeypatch):
+    needed = []
+    product = CublasLt.product
+
+    def noted(*arguments):
+        made = product(*arguments)
+        needed.append(made.workspace_bytes)
+        return made
+
+    monkeypatch.setattr(CublasLt, "product", noted)
+    with opened("fp32") as backend:
         backend.plan(random_weights("mlp"), 16)
-        assert backend.workspace_bytes == 0
-        backend.plan(random_weights("mlp"), 256)
-        assert backend.workspace_bytes == 32 << 20 < backend.device_bytes
+        assert (backend.workspace_bytes, needed) == (0, [])
+        backend.plan(random_weights("mlp"), 1024)
+        assert needed
+        assert backend.workspace_bytes == max(needed) < backend.device_bytes

@@ -17,7 +17,9 @@ def enter(manager):
 CALLS = {
     "check": Handle.check,
     "synchronize": Handle.synchronize,
+    "cudnn": lambda handle: handle.cudnn,
     "cublas": lambda handle: handle.cublas,
+    "cublas_lt": lambda handle: handle.cublas_lt,
     "on": lambda handle: enter(handle.on(handle.stream)),
     "fork": lambda handle: enter(handle.fork(handle)),
     "join": lambda handle: handle.join(handle),

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 
 from lenet.cuda.engine_cache import default_cache
 from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model, named
+from trainer.commands import run
 from trainer.inspect import measure, outline
 
 WIDE = Model("wide", (ConvBlock(8, (8, 8)), DenseBlock(10, activation=IDENTITY)))
@@ -40,3 +42,14 @@ def test_every_call_is_timed_and_has_the_engine_of_its_shape(
     # No step is faster than its slowest call.
     assert float(sums.split("the whole captured step ")[1].split()[0]) > 0.9 * max(times)
     assert "TFLOP/s" in rates
+
+
+def test_a_weight_file_is_shown_with_who_computes_its_layers(capsys):
+    path = Path(__file__).parents[2] / "weights" / "lenet" / "2.safetensors"
+    for by, last in (("auto", "dense_softmax"), ("cudnn", "cublas")):
+        assert run(["inspect", str(path), "--precision", "tf32", "--convolutions", by], {}) == 0
+        heading, titles, first, *_, largest = capsys.readouterr().out.splitlines()[-13:]
+        assert heading == f"served on GPU 0 in tf32, with --convolutions {by}, by:"
+        assert titles.split() == ["images", "conv1", "conv2", "dense1", "dense2"]
+        assert first.split()[0] == "1"
+        assert (largest.split()[0], largest.split()[-1]) == ("1024", last)

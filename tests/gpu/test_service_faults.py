@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import http.client
+import json
 import os
 import random
 import signal
@@ -170,3 +171,52 @@ def test_reloads_do_not_take_gpu_memory(start, write):
     assert min(free[10:]) >= min(free[:10]) - 8 * MIB
     service.signal()
     assert service.wait() == ExitCode.STOPPED
+
+
+BROKEN = """
+from lenet.cuda import kernels
+
+get, call = kernels.Kernels.get, kernels.Kernel.__call__
+OURS = ("convolutions", "dense_softmax", "fused_network")
+
+
+def get_broken(self, source, name, macros):
+    planted = {"WARP": "1+"} if name in OURS else {}
+    return get(self, source, name, {**macros, **planted})
+
+
+def call_broken(self, grid, block, *arguments):
+    call(self, grid, (2048,) if self._name in OURS else block, *arguments)
+"""
+PLANTED = {
+    "compile": "kernels.Kernels.get = get_broken",
+    "launch": "kernels.Kernel.__call__ = call_broken",
+}
+
+
+@pytest.mark.parametrize("fault", PLANTED)
+def test_a_service_whose_kernels_fail_starts_and_answers_by_the_libraries(
+    start, fault, tmp_path, monkeypatch
+):
+    (tmp_path / "sitecustomize.py").write_text(f"{BROKEN}\n{PLANTED[fault]}\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    committed = ("--weights", str(WEIGHTS.parent), "--models", "lenet")
+    service = start("--device", "cuda", *committed).ready()
+    images = np.random.default_rng(0).integers(0, 256, (4, 28, 28), np.uint8)
+    weights = WeightFile.read(DEFAULT)
+    tensors = {name: tensor.astype(np.float64) for name, tensor in weights.tensors.items()}
+    exact = reference.softmax(reference.logits(weights.model, tensors, images))
+    connection = http.client.HTTPConnection("127.0.0.1", service.port)
+    with contextlib.closing(connection):
+        connection.request(
+            "POST", "/predict", images.tobytes(), {"Content-Type": RAW, "Accept": RAW}
+        )
+        answer = connection.getresponse()
+        got = np.frombuffer(answer.read(), np.float32).reshape(4, 10)
+    assert answer.status == 200
+    assert np.abs(got - exact).max() < 5e-3
+    lines = [line for line in service.lines if "cuDNN and cuBLAS compute it instead" in line]
+    assert len(lines) == 1, service.log  # for both contexts
+    (model,) = json.loads(service.get("/info")[1])["models"]
+    names = {"conv1": "cudnn", "conv2": "cudnn", "dense1": "cublas", "dense2": "cublas"}
+    assert model["layers"] == dict.fromkeys(("1", "2", "4"), names)

@@ -60,6 +60,7 @@ TEXTS = {
     "mps": "off",
     "devices": "1,0",
     "precision": "tf32",
+    "convolutions": "cudnn",
     "profile": "True",
     "fault_injection": "True",
     "host": "::1",

@@ -27,6 +27,7 @@ def test_gpus_are_given_by_number_or_all_of_them(monkeypatch, text, devices):
     ("changes", "names"),
     [
         ({"precision": "tf32"}, "--precision"),
+        ({"convolutions": "measured"}, "--convolutions"),
         ({"devices": "all", "profile": True}, "--devices, --profile"),
         (
             {"devices": (1,), "precision": "fp32", "profile": True},

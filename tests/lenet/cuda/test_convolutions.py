@@ -1,11 +1,25 @@
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import numpy as np
 import pytest
 
+from lenet.cuda import conv1
 from lenet.cuda.convolutions import Convolutions, Split, tiles
 from lenet.cuda.device import Limits
-from lenet.model import IDENTITY, Activation, ConvBlock, DenseBlock, Model, Pool, named
+from lenet.cuda.fused_network import MAX_ROWS, is_supported
+from lenet.model import (
+    ARCHITECTURES,
+    IDENTITY,
+    Activation,
+    ConvBlock,
+    DenseBlock,
+    Model,
+    Pool,
+    named,
+)
 
 H100 = Limits(90, 232_448, 132)
 HALVED = Pool("max")
@@ -113,3 +127,34 @@ def test_a_lane_finds_the_first_filters_in_two_halves(mma):
     k, column = mma.b(lane, place)
     expected = mma.first_filter(weight, 16 * step[0] + k[0], tile[0] * 8 + column[0])
     np.testing.assert_allclose(found.astype(float).sum(0), expected, rtol=2.0**-22, atol=2.0**-25)
+
+
+SHARED_KIB = {75: 64, 80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}
+"""The most shared memory of a block. Source: CUDA C++ programming guide, compute capabilities."""
+
+
+def takers(precision, limits):
+    """Who computes the convolutions of the named networks, as docs/operations.md says it."""
+    networks = [model for model in ARCHITECTURES.values() if isinstance(model.blocks[0], ConvBlock)]
+    ours = [one.name for one in networks if Convolutions.of(one.folded, precision, limits)]
+    assert all(conv1.is_supported(one.folded.blocks[0], precision) for one in networks)
+    if len(ours) == len(networks):
+        return "`convolutions.cu`"
+    named_ = ", ".join(f"`{name}`" for name in ours)
+    others = "`conv1.cu`, then cuDNN"
+    return f"{named_}: `convolutions.cu`; others: {others}" if ours else others
+
+
+@pytest.mark.parametrize("capability", SHARED_KIB)
+def test_the_documented_kernels_are_those_that_such_a_gpu_gets(capability):
+    limits = Limits(capability, SHARED_KIB[capability] << 10, 100)
+    text = (Path(__file__).parents[3] / "docs" / "operations.md").read_text()
+    major, minor = divmod(capability, 10)
+    (row,) = re.findall(
+        rf"^\| {major}\.{minor} \([^|]*\| ([^|]*) \| ([^|]*) \| ", text, re.MULTILINE
+    )
+    fused = all(is_supported(one.folded, capability) for one in ARCHITECTURES.values())
+    first = "up to 8 images `fused_network.cu`, then " if fused else ""
+    assert MAX_ROWS == 8
+    assert row == (first + takers("fp16", limits), takers("tf32", limits))
+    assert takers("fp32", limits) == takers("tf32", limits)

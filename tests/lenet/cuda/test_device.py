@@ -5,7 +5,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from lenet.cuda.device import Handle, check, devices, translated, usable
+from lenet.cuda.device import Handle, check, devices, load_cudnn, translated, usable
 from lenet.errors import BackendUnavailable, DeviceError, OutOfDeviceMemory
 
 INSTALL = (
@@ -76,10 +76,10 @@ def machine(monkeypatch):
     return machine
 
 
-def message():
-    """The message of `devices`, without line ends."""
+def message(load=devices):
+    """The message of `load`, without line ends."""
     with pytest.raises(BackendUnavailable) as caught:
-        devices()
+        load()
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
@@ -119,6 +119,16 @@ def message():
             "the GPUs cannot be counted (cudaErrorMpsConnectionFailed: no connection); see "
             "nvidia-smi, or use the cpu device",
         ),
+    ],
+)
+def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
+    vars(machine).update(changes)
+    assert message() == expected
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
         *(
             (
                 {"version": error("Unable to find symbol cudnnGetVersion")},
@@ -137,9 +147,11 @@ def message():
         ),
     ],
 )
-def test_what_is_missing_is_named_with_what_to_do(machine, changes, expected):
+def test_a_cudnn_that_is_missing_or_too_old_is_named_when_it_is_needed(machine, changes, expected):
+    assert load_cudnn() is sys.modules["cudnn"]
     vars(machine).update(changes)
-    assert message() == expected
+    assert message(load_cudnn) == expected
+    assert devices() == 1
 
 
 @pytest.mark.parametrize("error", [CudaError, DriverError])

@@ -103,3 +103,34 @@ def test_one_of_several_chooses_and_the_others_agree(folder, shared):
     for thread in threads:
         thread.join()
     assert len(made) == 1
+
+
+def test_a_thread_that_has_locked_it_may_lock_it_again_and_others_wait_to_the_end(folder):
+    cache, inner, end, entered = EngineCache(folder), threading.Event(), threading.Event(), []
+
+    def locked_twice():
+        with cache.locked():
+            with cache.locked():
+                pass
+            inner.set()
+            end.wait(PATIENCE_S)
+
+    def locked_once(one):
+        with one.locked():
+            entered.append(one)
+
+    first = threading.Thread(target=locked_twice, daemon=True)
+    first.start()
+    assert inner.wait(PATIENCE_S)
+    others = [
+        threading.Thread(target=locked_once, args=(one,), daemon=True)
+        for one in (cache, EngineCache(folder))
+    ]
+    for other in others:
+        other.start()
+        other.join(0.1)
+    assert entered == []
+    end.set()
+    for thread in (first, *others):
+        thread.join(PATIENCE_S)
+    assert len(entered) == 2

@@ -67,7 +67,13 @@ IMAGE, FILTERS = (7, 9, 11, 8), (16, 3, 5, 8)
 def test_operations_that_differ_have_different_cache_keys():
     base = {"direction": "forward", "precision": "fp16", "image": IMAGE, "filters": FILTERS}
     changes = [{}, {"direction": "data"}, {"precision": "tf32"}, {"relu": True}, {"bias": True}]
-    changes += [{option: (2, 2)} for option in OPTIONS]
+    changes += [{option: (2, 2)} for option in OPTIONS] + [{"pitch": 16}]
     operations = [Convolution(**{**base, **change}) for change in changes]
     assert len(set(operations)) == len({str(operation) for operation in operations}) == len(changes)
     assert hash(Convolution(**base)) == hash(operations[0])
+
+
+def test_an_image_with_further_channels_in_memory_is_as_large_as_with_them():
+    sizes = Convolution("forward", "fp32", IMAGE, FILTERS, pitch=32).tensor_bytes()
+    assert sizes[Uid.INPUT] == 4 * 7 * 9 * 11 * 32
+    assert sizes[Uid.WEIGHT] == 4 * 16 * 3 * 5 * 8

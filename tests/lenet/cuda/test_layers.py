@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lenet.cuda.device import Limits
-from lenet.cuda.layers import MAX_CLASSES, check, has_own_convolutions, pack
+from lenet.cuda.layers import MAX_CLASSES, check, pack
 from lenet.cuda.packing import PIXEL_SCALE, layout
 from lenet.errors import BackendUnavailable
 from lenet.model import IDENTITY, ConvBlock, DenseBlock, Model
@@ -66,7 +66,6 @@ def test_a_first_layer_that_takes_unpacked_pixels_has_their_scale_in_its_weights
 @pytest.mark.parametrize("limits", [TURING, HOPPER], ids=["turing", "hopper"])
 def test_without_our_kernels_convolutions_are_packed_as_cudnn_reads_them(random_weights, limits):
     file = random_weights("lenet")
-    assert has_own_convolutions(file.model, "fp16", limits)
     packed = pack(file, "fp16", limits, own=False)
     layouts = layout(file.model)
     for name, scale in (("conv1.weight", PIXEL_SCALE), ("conv2.weight", 1)):
@@ -74,5 +73,11 @@ def test_without_our_kernels_convolutions_are_packed_as_cudnn_reads_them(random_
         np.testing.assert_allclose(canonical, file.tensors[name] * scale, rtol=1e-3, atol=1e-5)
 
 
-def test_a_network_without_convolutions_has_no_kernels_of_ours_to_do_without(random_weights):
-    assert not has_own_convolutions(random_weights("mlp").model, "fp16", HOPPER)
+def test_without_tensor_cores_filters_have_no_channels_of_padding(random_weights):
+    file = random_weights("lenet")
+    packed = pack(file, "fp32", HOPPER, own=False)
+    assert packed["conv1.weight"].shape == (32, 5, 5, 1)
+    assert packed["conv2.weight"].shape == (64, 5, 5, 20)
+    channels_last = file.tensors["conv2.weight"].transpose(0, 2, 3, 1)
+    np.testing.assert_array_equal(packed["conv2.weight"][:50], channels_last)
+    assert not packed["conv2.weight"][50:].any()

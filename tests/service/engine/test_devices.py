@@ -53,9 +53,12 @@ def test_settings_that_auto_cannot_use_on_the_cpu_are_a_warning(gpus, caplog):
 @pytest.mark.parametrize(("wanted", "indices"), [("2,0", (2, 0)), ("all", (0, 1, 2))])
 def test_gpus_are_taken_in_the_order_given(gpus, wanted, indices):
     gpus(3)
-    placement = place(Settings(device="cuda", devices=wanted, precision="tf32", profile=True))
+    settings = Settings(
+        device="cuda", devices=wanted, precision="tf32", profile=True, convolutions="cudnn"
+    )
+    placement = place(settings)
     assert placement.targets == tuple(
-        Target("cuda", index, "tf32", profile=True) for index in indices
+        Target("cuda", index, "tf32", profile=True, convolutions="cudnn") for index in indices
     )
     assert placement.name == f"cuda:{','.join(map(str, indices))}"
 

@@ -563,6 +563,8 @@ async def test_info_lists_models_and_limits(served, weights, tiny):
     assert model.accuracy == 0.5
     assert (model.device, model.precision) == ("cpu", "fp32")
     assert set(model.strategies.values()) == {"onnxruntime"}
+    names = [shape.name for shape in file.model.shapes()]
+    assert model.layers == dict.fromkeys(model.strategies, dict.fromkeys(names, "onnxruntime"))
     assert max(model.strategies) == info.limits["max_batch_rows"]
     assert (info.commit, info.python) == ("", platform.python_version())
     assert info.default_model == "tiny"

@@ -1,0 +1,31 @@
+// The end of the last layer, behind a product of cuBLAS: bias, softmax.
+//
+// x:                      float (n, PITCH), of which CLASSES columns are read
+// bias:                   float (CLASSES)
+// logits, probabilities:  float (n, CLASSES); each row of probabilities sums to 1
+//
+// A warp computes a row. A NaN makes its row NaN. Macros: PITCH, CLASSES. Threads: 128. Grid: any
+// number of blocks, fastest with a warp for each row.
+
+#include <math_constants.h>
+#include "softmax.cuh"
+
+static_assert(CLASSES <= WARP && CLASSES <= PITCH, "a lane computes a class");
+
+extern "C" __global__ void __launch_bounds__(128)
+    bias_softmax(const float* __restrict__ x, const float* __restrict__ bias,
+                 float* __restrict__ logits, float* __restrict__ probabilities, int n) {
+    const int lane = threadIdx.x % WARP;
+    const float class_bias = lane < CLASSES ? bias[lane] : 0;
+    const int warps = gridDim.x * blockDim.x / WARP;
+    for (int row = (blockIdx.x * blockDim.x + threadIdx.x) / WARP; row < n; row += warps) {
+        float logit = -CUDART_INF_F;
+        if (lane < CLASSES) logit = x[static_cast<size_t>(row) * PITCH + lane] + class_bias;
+        const float probability = softmax(logit);
+        if (lane < CLASSES) {
+            const size_t offset = static_cast<size_t>(row) * CLASSES + lane;
+            logits[offset] = logit;
+            probabilities[offset] = probability;
+        }
+    }
+}
