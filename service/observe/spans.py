@@ -6,6 +6,7 @@ made one by one between other requests, by a `Tracer`, those of a request took 0
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -20,7 +21,12 @@ from typing import cast
 
 import requests
 from opentelemetry.exporter.otlp.proto.http import trace_exporter
-from opentelemetry.sdk.environment_variables import OTEL_BSP_SCHEDULE_DELAY
+from opentelemetry.sdk.environment_variables import (
+    OTEL_BSP_EXPORT_TIMEOUT,
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE,
+    OTEL_BSP_MAX_QUEUE_SIZE,
+    OTEL_BSP_SCHEDULE_DELAY,
+)
 from opentelemetry.sdk.resources import OTELResourceDetector, Resource
 from opentelemetry.sdk.trace import ReadableSpan
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -40,12 +46,24 @@ from opentelemetry.util.types import AttributeValue
 from service.observe.metrics import ModelKey, Transport
 from service.observe.traces import FAULTS, Batch, Ended, Parent
 
-_EXPORTED_EVERY_MS = 400.0
-"""Unless OpenTelemetry's variable says otherwise: a worker ends half a second after it has lost its
-device, and the SDK's default is 5 s."""
+_log = logging.getLogger(__name__)
+
+_DEFAULTS = {
+    OTEL_BSP_SCHEDULE_DELAY: 400,
+    OTEL_BSP_EXPORT_TIMEOUT: 30_000,
+    OTEL_BSP_MAX_QUEUE_SIZE: 2048,
+    OTEL_BSP_MAX_EXPORT_BATCH_SIZE: 512,
+}
+"""Those of the SDK, but for the delay, which is 5000 ms there: a worker ends half a second after it
+has lost its device."""
+_LARGEST = 2**31 - 1
 _LAST_EXPORT_S = 1.0
 """Maximum time for the last export, less than the last limit of a stop."""
 _LOGGED_EVERY_S = 60.0
+_SECRETIVE = "opentelemetry.util.re", "opentelemetry.trace.span"
+"""Loggers that quote a header, which may be the collector's key, or a client's `tracestate`."""
+_LIMITED = trace_exporter.__name__, "opentelemetry.sdk._shared_internal", *_SECRETIVE
+"""Loggers that write a line for each failure, dropped span or request."""
 
 _STAGES = ("decode", "queue", "compute", "encode")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
@@ -211,34 +229,89 @@ def exported(url: str, version: str, statuses: Statuses, scheme: str) -> Iterato
     )
     merged = own.merge(OTELResourceDetector().detect())
     resource = _Resource(merged.attributes, merged.schema_url)
+    with _limited_logs():
+        exporter = _Exporter(trace_exporter.OTLPSpanExporter(url, session=_session(url)))
+        queue = _number(OTEL_BSP_MAX_QUEUE_SIZE)
+        processor = BatchSpanProcessor(
+            exporter,
+            max_queue_size=queue,
+            schedule_delay_millis=_number(OTEL_BSP_SCHEDULE_DELAY),
+            max_export_batch_size=min(_number(OTEL_BSP_MAX_EXPORT_BATCH_SIZE), queue),
+            export_timeout_millis=_number(OTEL_BSP_EXPORT_TIMEOUT),
+        )
+        try:
+            yield Spans(processor, resource, version, statuses, scheme)
+        finally:
+            last = threading.Thread(target=processor.shutdown, name="traces", daemon=True)
+            last.start()
+            last.join(_LAST_EXPORT_S)
+
+
+def _session(url: str) -> requests.Session:
     session = requests.Session()
     session.stream = True  # the answer's body is not read: it might have no end
-    exporter = trace_exporter.OTLPSpanExporter(url, session=session)
-    delay_ms = None if OTEL_BSP_SCHEDULE_DELAY in os.environ else _EXPORTED_EVERY_MS
-    processor = BatchSpanProcessor(_Exporter(exporter), schedule_delay_millis=delay_ms)
-    logger, limit = logging.getLogger(trace_exporter.__name__), _OneLine()
-    logger.addFilter(limit)
+    session.trust_env = False  # ~/.netrc would replace the header Authorization
+    session.proxies = requests.utils.get_environ_proxies(url)
+    return session
+
+
+def _number(name: str) -> int:
+    """The variable `name`, or its default if it is empty or, which is logged, not a number."""
+    text = os.environ.get(name, "").strip()
+    if not text:
+        return _DEFAULTS[name]
+    with contextlib.suppress(ValueError):
+        if 1 <= (number := int(text)) <= _LARGEST:
+            return number
+    _log.warning(
+        "%s is %r, expected a whole number from 1 to %d: %d is used",
+        *(name, text, _LARGEST, _DEFAULTS[name]),
+    )
+    return _DEFAULTS[name]
+
+
+@contextmanager
+def _limited_logs() -> Iterator[None]:
+    """Inside, the loggers of `_LIMITED` write what `_OneLine` lets through."""
+    loggers, limit = [logging.getLogger(name) for name in _LIMITED], _OneLine()
+    for logger in loggers:
+        logger.addFilter(limit)
     try:
-        yield Spans(processor, resource, version, statuses, scheme)
+        yield
     finally:
-        last = threading.Thread(target=processor.shutdown, name="traces", daemon=True)
-        last.start()
-        last.join(_LAST_EXPORT_S)
-        logger.removeFilter(limit)
+        for logger in loggers:
+            logger.removeFilter(limit)
 
 
 class _OneLine(logging.Filter):
-    """Lets a line through every `_LOGGED_EVERY_S`: the exporter logs each failure."""
+    """Lets a message through every `_LOGGED_EVERY_S`, without what should not be quoted.
 
-    _next_s = -math.inf
+    An attempt that is repeated is not logged. The reason of the last one is added to the line that
+    says that the export failed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._next_s: dict[str, float] = {}
+        self._reason: object = None
 
     def filter(self, record: logging.LogRecord) -> bool:
         """See `logging.Filter`."""
-        if record.created < self._next_s:
-            return False
-        self._next_s = record.created + _LOGGED_EVERY_S
-        # The message of this error quotes a header, which may be the collector's key.
         given = record.args if isinstance(record.args, tuple) else ()
+        if record.msg.startswith("Transient error "):
+            self._reason = given[0]
+            return False
+        if record.created < self._next_s.get(record.msg, -math.inf):
+            return False
+        self._next_s[record.msg] = record.created + _LOGGED_EVERY_S
+        if record.name in _SECRETIVE:
+            record.args = ("(not shown)",) * len(given)
+            return True
+        # The message of this error quotes a header, which may be the collector's key.
         hidden = requests.exceptions.InvalidHeader
-        record.args = tuple(hidden.__name__ if isinstance(one, hidden) else one for one in given)
+        given = tuple(hidden.__name__ if isinstance(one, hidden) else one for one in given)
+        if "max retries" in record.msg and self._reason is not None:
+            record.msg = f"{record.msg.rstrip('.')}: %s"
+            given = (*given, self._reason)
+        record.args = given
         return True

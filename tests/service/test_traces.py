@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -8,7 +9,7 @@ import subprocess
 import sys
 import time
 from http.client import HTTPConnection
-from threading import Thread
+from threading import Event, Thread
 
 import grpc
 import pytest
@@ -227,7 +228,9 @@ def test_a_long_path_is_cut():
 # What arrives.
 
 
-def test_the_variables_of_opentelemetry_are_heeded(monkeypatch):
+def test_the_variables_of_opentelemetry_are_heeded(monkeypatch, tmp_path):
+    (tmp_path / "netrc").write_text("machine 127.0.0.1 login a password b\n")
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", "authorization=Bearer%20x, b=2")
     monkeypatch.setenv("OTEL_SERVICE_NAME", "digits")
     monkeypatch.setenv("OTEL_RESOURCE_ATTRIBUTES", "service.name=no,deployment.environment.name=t")
@@ -239,10 +242,25 @@ def test_the_variables_of_opentelemetry_are_heeded(monkeypatch):
     assert resource["deployment.environment.name"] == "t"
     assert resource["process.pid"] == os.getpid()
     headers = {name.lower(): value for name, value in found.headers[0].items()}
-    assert (headers["authorization"], headers["b"]) == ("Bearer x", "2")
+    assert (headers["authorization"], headers["b"]) == ("Bearer x", "2"), "not netrc's"
 
 
-@pytest.mark.parametrize("header", ["authorization=Bearer%20s3cr3t", "authorization=s3cr3t%0Ax"])
+@pytest.mark.parametrize("name", ["MAX_QUEUE_SIZE", "MAX_EXPORT_BATCH_SIZE", "SCHEDULE_DELAY"])
+@pytest.mark.parametrize(("text", "logged"), [("100", 0), ("", 0), ("0", 1), ("1.5", 1)])
+def test_a_number_that_is_none_is_one_log_line_and_the_default(
+    monkeypatch, caplog, name, text, logged
+):
+    monkeypatch.setenv(f"OTEL_BSP_{name}", text)
+    with collector() as found, exported(found.url) as made:
+        made.request(CALL, None)
+        found.wait_for(1, "a.B/C")
+    expected = f"OTEL_BSP_{name} is {text!r}, expected a whole number from 1 to 2147483647: "
+    assert [message.startswith(expected) for message in caplog.messages] == [True] * logged
+
+
+@pytest.mark.parametrize(
+    "header", ["authorization=Bearer%20s3cr3t", "authorization=s3cr3t%0Ax", "Bearer s3cr3t"]
+)
 def test_the_collectors_key_goes_nowhere_else(monkeypatch, caplog, header):
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_HEADERS", header)
     with collector() as elsewhere, collector(moved_to=elsewhere.url) as found:
@@ -251,6 +269,15 @@ def test_the_collectors_key_goes_nowhere_else(monkeypatch, caplog, header):
         assert not elsewhere.headers
     assert "s3cr3t" not in caplog.text
     assert "InvalidHeader" in caplog.text or "%0A" not in header
+    assert "Header format invalid" in caplog.text or "=" in header
+
+
+def test_a_clients_tracestate_is_not_logged(caplog):
+    parent = SAMPLED._replace(state="b4d")
+    spans = spans_of(*[CALL._replace(parent=parent)] * 3)
+    assert [span.trace_state for span in spans] == [""] * 3
+    assert "b4d" not in caplog.text
+    assert len(caplog.records) == 1
 
 
 def test_a_collector_that_refuses_is_one_log_line(monkeypatch, caplog):
@@ -261,6 +288,30 @@ def test_a_collector_that_refuses_is_one_log_line(monkeypatch, caplog):
             found.wait_for(number + 1, "a.B/C")
     (record,) = caplog.records
     assert record.getMessage() == "Failed to export spans batch code: 400, reason: Bad Request"
+
+
+def test_retries_are_not_logged_and_their_end_is_with_the_reason(monkeypatch, caplog):
+    monkeypatch.setattr("random.uniform", lambda *_: 0.0)  # tried again at once
+    with collector(status=503) as found, exported(found.url) as made:
+        made.request(CALL, None)
+        found.wait_for(6, "a.B/C")
+    (message,) = caplog.messages
+    assert message.startswith("Failed to export spans batch due to timeout, max retries")
+    assert message.endswith(": Service Unavailable")
+
+
+def test_a_full_queue_is_one_log_line(monkeypatch, caplog):
+    # Without the SDK's own filter, which lets a line through every 20 s.
+    monkeypatch.setattr(logging.getLogger("opentelemetry.sdk._shared_internal"), "filters", [])
+    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "2")
+    go_on = Event()
+    exporter = spans.trace_exporter.OTLPSpanExporter
+    monkeypatch.setattr(exporter, "export", lambda *_: go_on.wait(PATIENCE_S))
+    with exported("http://127.0.0.1:9/") as made:
+        for _ in range(20):
+            made.request(CALL, None)
+        go_on.set()
+    assert caplog.messages == ["Queue full, dropping Span."]
 
 
 def test_an_answer_without_end_is_not_read():
@@ -279,17 +330,19 @@ def test_a_collector_that_does_not_answer_keeps_no_stop_up(monkeypatch):
         assert time.monotonic() - began_s < 15  # the SDK alone waits for 30
 
 
-def test_a_collector_that_is_away_costs_no_request(start):
+def test_a_collector_that_is_away_costs_no_request(start, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     url = f"http://127.0.0.1:{port}/v1/traces"
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_TIMEOUT", "3")
     service = start("--traces-endpoint", url, "--traces-one-in", "1").ready()
     for _ in range(50):
         predict(service)
-    service.wait_for(f"Transient error .*port={port}.* encountered while exporting spans batch")
+    service.wait_for(f"Failed to export spans batch .*port={port}.*")
     service.process.send_signal(signal.SIGTERM)
     assert service.process.wait(PATIENCE_S) == ExitCode.STOPPED
-    assert service.log.count("exporting") == 1
+    assert service.log.count("Failed to export") == 1
+    assert "Transient" not in service.log
 
 
 def test_nothing_of_it_is_imported_while_it_is_off():
