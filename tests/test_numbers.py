@@ -225,7 +225,7 @@ CLAIMS = [
         r"`--max-in-flight-bytes` \((\d+) MiB\)[^|]*`--max-queue-rows` x 784 bytes \((\d+) MiB\)",
         [default("max_in_flight_bytes") / KIB**2, default("max_queue_rows") * 784 / KIB**2],
     ),
-    (r"(\d+) KiB a worker, removed at the end", [FILE_BYTES / KIB]),
+    (r"(\d+) KiB a worker there", [FILE_BYTES / KIB]),
     (r"8\.5 MB, of which ([\d.]+) are the six weight files", [DEFLATED_BYTES / 1e6]),
     (
         r"fewer than (\d+), or, with a supervisor \([^)]*\), than \d+ and (\d+) for each worker",

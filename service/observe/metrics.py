@@ -416,12 +416,13 @@ class Metrics(Collector):
         if self._file is not None:
             try:
                 return merged([self._own, *self._file.others()])
-            except (OSError, ValueError) as exc:  # the files are not what this program left there
+            except (OSError, ValueError, TypeError) as exc:
+                # The files are gone, or not what this program left there.
                 if not self._alone:
                     self._alone = True
                     _log.warning(
                         "metrics of the other workers cannot be read (%s: %s): /metrics shows only "
-                        "the worker that answers, until the service is started again",
+                        "the worker that answers until they can be",
                         *(type(exc).__name__, exc),
                     )
         return self._own

@@ -210,6 +210,10 @@ def decoded(data: bytes) -> Numbers:
 
     Raises:
         ValueError: it is not JSON.
+        TypeError: something is not a number. NaN, which JSON does not have, is null.
     """
     found = orjson.loads(data)
+    for name in found:
+        for _, values in found[name]:
+            sum(values)  # raises TypeError
     return {name: {tuple(labels): one for labels, one in found[name]} for name in found}

@@ -17,12 +17,11 @@ from service.observe.series import DEATHS, Numbers, decoded, encoded, lasting, m
 
 _log = logging.getLogger(__name__)
 
-_LIVE, _DEAD = ".json", ".dead"
+_LIVE, _DEAD, _NEW = ".json", ".dead", ".new"
 _SUM = "dead-workers.sum"
 """The counts of dead workers, after a line with the names of files that are added to them and may
 still be there."""
 _READ_AGAIN = 100
-_LOST = "/metrics of each worker shows only its own numbers"
 
 
 class WorkerFile:
@@ -34,21 +33,29 @@ class WorkerFile:
         self._reported = False
 
     def write(self, numbers: Numbers) -> None:
-        """Replace it, or say once that this failed."""
+        """Replace it, or remove it and say once that this failed.
+
+        Its old numbers would make counters go up and down, as one worker or another is scraped.
+        """
         try:
             _replace(self._path, encoded(numbers))
-        except OSError as exc:
+        except (OSError, TypeError) as exc:
+            with contextlib.suppress(OSError):
+                self._path.unlink()
             if not self._reported:
                 self._reported = True
-                folder, reason = self._path.parent, exc.strerror
-                _log.warning("metrics: cannot write to %s (%s); %s", folder, reason, _LOST)
+                _log.warning(
+                    "metrics: cannot write to %s (%s); until it can be written again /metrics of "
+                    "this worker shows only its own numbers, and that of the others omits them",
+                    *(self._path.parent, exc),
+                )
 
     def others(self) -> list[Numbers]:
         """The numbers of all other workers, of dead ones those that last.
 
         Raises:
             OSError: the folder or this worker's file is gone.
-            ValueError: a file is not what `write` left there.
+            ValueError, TypeError: a file is not what `write` left there.
         """
         folder = self._path.parent
         for _ in range(_READ_AGAIN):
@@ -71,17 +78,24 @@ class WorkerFile:
 def fold(folder: Path, pid: int) -> None:
     """Add the counts of worker `pid`, which has ended, to those of the dead; its gauges go.
 
-    A scrape meanwhile sees them before or after, never twice and never missing.
+    A scrape meanwhile sees them before or after, never twice and never missing. A file that cannot
+    be read is removed, which loses its counts.
     """
     try:
         (folder / f"repository-{pid}").unlink(missing_ok=True)
+        for path in folder.glob(f"{pid}-*{_NEW}"):  # it was killed while it wrote
+            path.unlink(missing_ok=True)
         live = list(folder.glob(f"{pid}-*{_LIVE}"))
         for path in live:
             path.rename(path.with_suffix(_DEAD))  # without its gauges, also if the disk is full
-        added, total = _read_dead(folder)
+        try:
+            added, total = _read_dead(folder)
+        except (ValueError, TypeError) as exc:
+            _report_lost(_SUM, exc)
+            added, total = [], {}
         added = [name for name in added if (folder / name).exists()]
         dead = [path for path in folder.glob(f"*{_DEAD}") if path.name not in added]
-        several = [_of_dead(decoded(path.read_bytes())) for path in dead]
+        several = [_read_or_lost(path) for path in dead]
         if not live:  # it ended before its first file
             several.append(_of_dead({}))
         names = " ".join([*added, *(path.name for path in dead)])
@@ -89,8 +103,21 @@ def fold(folder: Path, pid: int) -> None:
         _replace(folder / _SUM, names.encode() + b"\n" + content)
         for name in names.split():
             (folder / name).unlink(missing_ok=True)
-    except (OSError, ValueError) as exc:
+    except (OSError, ValueError, TypeError) as exc:
         _log.warning("metrics of worker %d are not added to those of the dead: %s", pid, exc)
+
+
+def _read_or_lost(path: Path) -> Numbers:
+    """The counts of a dead worker, of which one is its death: this one alone without the others."""
+    try:
+        return _of_dead(decoded(path.read_bytes()))
+    except (ValueError, TypeError) as exc:
+        _report_lost(path.name, exc)
+        return _of_dead({})
+
+
+def _report_lost(name: str, exc: Exception) -> None:
+    _log.warning("metrics of dead workers are lost: %s cannot be read (%s)", name, exc)
 
 
 def _of_dead(numbers: Numbers) -> Numbers:
@@ -108,7 +135,7 @@ def _read_dead(folder: Path) -> tuple[list[str], Numbers]:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    new = path.with_suffix(".new")
+    new = path.with_suffix(_NEW)
     try:
         new.write_bytes(content)
         new.replace(path)

@@ -16,8 +16,8 @@ _log = logging.getLogger(__name__)
 _PREFIX = "lenet-serve-metrics-"
 _SHARED_MEMORY = "/dev/shm"  # noqa: S108 - a writable folder in most containers
 FILE_BYTES = 1 << 20
-"""Room for the metrics of a worker while they are replaced. Five models take 10 KB, 200 versions
-370."""
+"""Room for the metrics of a worker while they are replaced. Five models take 11 KiB, 200 versions
+361."""
 
 
 @contextlib.contextmanager

@@ -229,15 +229,39 @@ def test_a_worker_that_ended_before_its_first_file_is_counted(worker, tmp_path):
     assert scrape(asking)[DEATHS] == 1
 
 
-@pytest.mark.parametrize("damage", ["folder", "file"])
+@pytest.mark.parametrize("name", ["2-0.json", "dead-workers.sum"])
+@pytest.mark.parametrize("content", [b"{", b'{"lenet_workers":[[[],[null]]]}', b"\xff"])
+def test_a_file_of_the_dead_that_cannot_be_read_is_removed(worker, tmp_path, caplog, name, content):
+    asking = worker(1)
+    predict(worker(3), 4)
+    (tmp_path / name).write_bytes(b"\n" + content)
+    fold(tmp_path, 2)
+    fold(tmp_path, 3)
+    found = scrape(asking)
+    assert (found[OK], found[DEATHS]) == (4, 2)
+    assert len(files(tmp_path)) == 2
+    (message,) = caplog.messages
+    assert message.startswith("metrics of dead workers are lost: ")
+
+
+def test_the_unfinished_file_of_a_killed_worker_is_removed(worker, tmp_path):
+    worker(1)
+    for name in ("2-5.new", "22-5.new"):
+        (tmp_path / name).touch()
+    fold(tmp_path, 2)
+    assert [path.name for path in files(tmp_path) if path.suffix == ".new"] == ["22-5.new"]
+
+
+@pytest.mark.parametrize("damage", ["folder", "file", "null"])
 def test_files_that_cannot_be_read_are_one_warning_and_the_workers_own_numbers(
     worker, tmp_path, caplog, damage
 ):
     predict(worker(1))
     asking = worker(2)
     predict(asking, 5)
-    if damage == "file":
-        (tmp_path / "1-1.json").write_bytes(b"{")
+    if damage != "folder":
+        null = b'{"lenet_golden_error":[[["lenet","2"],[null]]]}'
+        (tmp_path / "1-1.json").write_bytes(b"{" if damage == "file" else null)
     else:
         for path in files(tmp_path):
             path.unlink()
@@ -248,14 +272,28 @@ def test_files_that_cannot_be_read_are_one_warning_and_the_workers_own_numbers(
     assert "/metrics shows only the worker that answers" in message
 
 
-def test_a_file_that_cannot_be_written_is_one_warning(worker, monkeypatch, caplog):
+def test_a_worker_that_cannot_write_its_file_removes_it_until_it_can(worker, monkeypatch, caplog):
+    one, other = worker(1), worker(2)
+    predict(one)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "write_bytes", full)
+        for _ in range(3):
+            predict(one)
+        (message,) = caplog.messages
+        assert "cannot write to" in message
+        assert "No space left on device" in message
+        assert scrape(one)[OK] == 4
+    assert scrape(other)[OK] == 0
+    predict(one)
+    assert scrape(other)[OK] == scrape(one)[OK] == 5
+
+
+def test_numbers_that_cannot_be_encoded_are_one_warning(worker, caplog):
     one = worker(1)
-    monkeypatch.setattr(Path, "write_bytes", full)
-    for _ in range(3):
-        predict(one)
+    one.reloaded("\ud800", "ok")
+    one.flush()
     (message,) = caplog.messages
     assert "cannot write to" in message
-    assert "No space left on device" in message
 
 
 def test_a_folder_has_room_for_two_hundred_versions(worker, tmp_path):
