@@ -62,7 +62,7 @@ _FIRST_ANSWERS = ("first_answer_p50_ms", "first_answer_p99_ms", "first_answer_ma
 _NUMBERS = ("rps", "p50_ms", "p99_ms", "cpu_us", *_FIRST_ANSWERS)
 _BODIES_BYTES = 16 * 1024 * 1024  # wrk keeps all bodies in memory
 _DISTRIBUTIONS = (
-    *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools", "onnxruntime", "orjson"),
+    *("lenet-serve", "fastapi", "uvicorn", "uvloop", "httptools", "h11", "onnxruntime", "orjson"),
     *("pydantic", "mosec", "litserve", "mlserver", "ray"),
 )
 

@@ -175,6 +175,13 @@ def stopping() -> Unavailable:
     return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
 
 
+def stopped() -> Unavailable:
+    """The error of a request that is not answered at the end of the drain."""
+    return Unavailable(
+        "the service stopped before the answer; send this to another instance", retry_after_s=1
+    )
+
+
 _SHOWN_CHARACTERS = 40
 
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeAlias
 Format: TypeAlias = Literal["text", "json"]
 
 _LIBRARIES = {
-    "uvicorn.error": "WARNING",  # its start and stop repeat ours
+    "uvicorn.error": "ERROR",  # a warning for each malformed request
     "python_multipart": "ERROR",  # a warning for each malformed body: a bad client fills the log
     "PIL": "INFO",  # two lines a picture at debug
     "hpack": "INFO",  # every header at debug, keys included

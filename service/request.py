@@ -34,6 +34,7 @@ from service.errors import (
     ServiceError,
     TooLarge,
     UnknownModel,
+    invalid,
 )
 from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
@@ -165,11 +166,16 @@ class Request(Work):
 
         Raises:
             TooLarge: it is longer than allowed.
+            InvalidInput: it is longer than announced.
             Overloaded: all bodies together are.
         """
         self.moved_bytes += len(data)
-        if self._length is None and self.moved_bytes > self._requests.max_body_bytes:
-            raise self._requests.too_large(self._form.part, "more")
+        most = self._requests.max_body_bytes if self._length is None else self._length
+        if self.moved_bytes > most:
+            part = self._form.part
+            if self._length is None:
+                raise self._requests.too_large(part, "more")
+            raise invalid(part, "more", f"{most} bytes, the announced length")
         if self.done:
             return
         body = self._body
@@ -179,7 +185,6 @@ class Request(Work):
             self._body = data
         elif self.moved_bytes > (_GROWN_BYTES if self._length is None else SMALL_BYTES):
             # Allocated once; a growing bytearray would be copied repeatedly.
-            most = self._requests.max_body_bytes
             self._body = room = self.room() or np.empty(most, np.uint8).data
             room[: len(body)] = body
             room[len(body) : self.moved_bytes] = data

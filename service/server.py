@@ -34,8 +34,8 @@ from service.errors import (
     CannotListen,
     ExitCode,
     InvalidCertificate,
-    Unavailable,
     exit_code,
+    stopped,
 )
 from service.observe.metrics import Metrics
 from service.process import allocator, descriptors
@@ -57,6 +57,9 @@ _log = logging.getLogger(__name__)
 
 KEEP_ALIVE_S = 75
 """How long uvicorn keeps a connection without a request; our own server does as long."""
+
+MAX_HEADER_BYTES = 64 * 1024
+"""Most bytes of a header section that uvicorn waits to have whole; our own server takes as many."""
 
 LAST_ANSWERS_S = 0.5
 """Seconds from the loss of the device to the stop: callers get answers, probes see it."""
@@ -261,11 +264,7 @@ async def _answer(
     for end in stop_all:
         end()
     await asyncio.gather(*serving)
-    door.give_up(
-        Unavailable(
-            "the service stopped before the answer; send this to another instance", retry_after_s=1
-        )
-    )
+    door.give_up(stopped())
     await service.models.drain(max(0.0, deadline_s - loop.time()))
 
 
@@ -282,6 +281,8 @@ def _uvicorn(app: Application, settings: Settings) -> tuple[uvicorn.Server, Call
             tls |= authority
     config = uvicorn.Config(
         app,
+        http="h11",  # httptools has no limit of headers
+        h11_max_incomplete_event_size=MAX_HEADER_BYTES,
         ws="none",
         lifespan="off",
         log_config=None,

@@ -15,7 +15,7 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from service.api.routes import ImageRequest, ImageRoute
-from service.errors import ServiceError
+from service.errors import ServiceError, stopped
 from service.transport.answer import STATUS, Answer
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
@@ -37,19 +37,31 @@ def image_endpoint(route: ImageRoute) -> Endpoint:
         receiving = asyncio.create_task(_receive(request, call, wanted.length))
         try:
             await asyncio.wait((answered, receiving), return_when=asyncio.FIRST_COMPLETED)
-            if answered.done():
-                return response(answered.result())
-            receiving.result()
-            return Response(status_code=STATUS["cancelled"])  # which nobody reads
+            if not answered.done() and receiving.result():
+                return Response(status_code=STATUS["cancelled"])  # which nobody reads
+            await asyncio.wait((answered,))
+            return response(answered.result())
+        except asyncio.CancelledError:  # uvicorn's, at the end of its drain
+            call.fail(stopped())
+            if not answered.done():
+                raise
+            return response(answered.result())
         finally:
+            receiving.add_done_callback(_read_exception)
             receiving.cancel()
             call.cancel()  # if it is not answered
 
     return answer
 
 
-async def _receive(request: Request, call: ImageRequest, length: int | None) -> None:
-    """Give the body to `call`; return when it is refused, or the client is gone."""
+def _read_exception(task: asyncio.Task[bool]) -> None:
+    """Read the exception of a task whose result nobody needs, or asyncio logs it."""
+    if not task.cancelled():
+        task.exception()
+
+
+async def _receive(request: Request, call: ImageRequest, length: int | None) -> bool:
+    """Give the body to `call`; return whether the client is gone before the answer."""
     try:
         more = True
         while more and not call.done:
@@ -57,7 +69,7 @@ async def _receive(request: Request, call: ImageRequest, length: int | None) -> 
             message = await request.receive()
             if message["type"] == "http.disconnect":
                 call.cancel()
-                return
+                return True
             body, more = message.get("body", b""), message.get("more_body", False)
             if not more and len(body) == length:
                 call.complete(body)  # all of it in one message
@@ -68,20 +80,30 @@ async def _receive(request: Request, call: ImageRequest, length: int | None) -> 
                 call.complete()
     except ServiceError as exc:
         call.fail(exc)
-    if not call.done:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-        call.cancel()
+    # A middleware may repeat the body: then nothing more is read, and the answer is waited for.
+    if call.done or (await request.receive())["type"] != "http.disconnect":
+        return False
+    call.cancel()
+    return True
 
 
 def response(answer: Answer) -> Response:
     """`answer` as a response; a large one is sent in pieces."""
-    headers = dict(line.split(": ", 1) for line in answer.headers.decode("latin-1").splitlines())
-    headers["content-type"] = answer.media_type.decode()  # as it is: Response adds a charset
-    if not answer.rest:
-        return Response(answer.body, answer.status, headers)
-    headers["content-length"] = str(len(answer.body) + sum(map(len, answer.rest)))
-    return StreamingResponse(_pieces(answer), answer.status, headers)
+    found: Response
+    if answer.rest:
+        size = len(answer.body) + sum(map(len, answer.rest))
+        found = StreamingResponse(_pieces(answer), answer.status, {"content-length": str(size)})
+    else:
+        found = Response(answer.body, answer.status)
+    # Not by `headers`, which holds one line of a name; `media_type` would get a charset.
+    found.raw_headers += [*fields(answer.headers), (b"content-type", answer.media_type)]
+    return found
+
+
+def fields(lines: bytes) -> list[tuple[bytes, bytes]]:
+    """Header lines, each with its line end, as names in lower case and values."""
+    pairs = (line.partition(b": ") for line in lines.split(b"\r\n") if line)
+    return [(name.lower(), value) for name, _, value in pairs]
 
 
 async def _pieces(answer: Answer) -> AsyncIterator[bytes]:

@@ -6,13 +6,13 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
-from service.api.endpoints import path_of, response
+from service.api.endpoints import fields, path_of, response
 from service.observe.access_log import AccessLog
 from service.observe.ids import Ids
 from service.process.listener import at
 from service.transport.answer import refusal
 from service.transport.gate import Gate
-from service.transport.head import RequestHead
+from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]
@@ -26,17 +26,31 @@ class _Head(RequestHead):
 
     def __init__(self, scope: Mapping[str, Any], gate: Gate) -> None:
         self.method = scope["method"].encode("latin-1")
-        self.headers = scope["headers"]
+        headers = scope["headers"]
+        self.headers = headers[:MAX_FIELDS]
         self.path, self.query = path_of(scope).encode(), scope["query_string"]
         named: dict[str, str] = {}
         for name, value in self.headers:
             named.setdefault(name.decode("latin-1"), value.decode("latin-1"))
         self.ids = Ids.read(named)
         self.extra = self.ids.line + gate.cors_lines(named)
-        if repeated := self.repeated():
-            self.answer = refusal(400, "invalid_input", repeated)
+        path = scope.get("raw_path") or self.path
+        target_bytes = len(path) + bool(self.query) + len(self.query)
+        if len(headers) > MAX_FIELDS:
+            self._refuse(431, f"headers: got {len(headers)} fields, expected at most {MAX_FIELDS}")
+        elif target_bytes > MAX_TARGET_BYTES:
+            self._refuse(
+                414, f"target: got {target_bytes} bytes, expected at most {MAX_TARGET_BYTES}"
+            )
+        elif "content-length" in named and "transfer-encoding" in named:
+            self._refuse(400, "malformed HTTP request; expected HTTP/1.1")
+        elif repeated := self.repeated():
+            self._refuse(400, repeated)
         else:
             self.ask(named, {}, gate)
+
+    def _refuse(self, status: int, message: str) -> None:
+        self.answer = refusal(status, "invalid_input", message)
 
 
 class Middleware:
@@ -52,7 +66,7 @@ class Middleware:
             return
         began_s = time.perf_counter()
         head = _Head(scope, self._gate)
-        extra = [tuple(line.split(b": ", 1)) for line in head.extra.splitlines()]
+        extra = fields(head.extra)
         is_head = scope["method"] == "HEAD"
         status, size = 0, 0
 

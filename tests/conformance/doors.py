@@ -409,7 +409,7 @@ DOORS = (
     Door("HTTP/1.1 TensorFlow", own, Http1, Tensorflow()),
     Door("gRPC", own, Http2, ModelInfer()),
     Door("stream", own, Http2, Stream()),
-    Door("uvicorn", uvicorn, Http1, Predict(), frozenset(("stop", "log"))),
+    Door("uvicorn", uvicorn, Http1, Predict(), frozenset(("stop", "give up", "log"))),
     Door("ASGI", none, Asgi, Predict(), frozenset(("log",))),
 )
 

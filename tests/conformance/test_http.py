@@ -12,10 +12,10 @@ from typing import Any
 import httpx
 import orjson
 import pytest
-import uvicorn
 
 from service.assembly import open_service
 from service.process.listener import listen
+from service.server import _uvicorn as _uvicorn_of
 from service.settings import Settings
 from service.transport.door import HttpService
 from service.transport.server import HttpServer
@@ -56,9 +56,7 @@ def _wire(service):
 
 
 def _uvicorn(service):
-    config = uvicorn.Config(service.asgi, lifespan="off", log_config=None, server_header=False)
-    server = uvicorn.Server(config)
-    server.stop = lambda: setattr(server, "should_exit", True)
+    server, server.stop = _uvicorn_of(service.asgi, service.settings)
     return server
 
 
@@ -295,6 +293,54 @@ async def test_a_header_that_may_be_given_once_is_refused_when_it_is_given_twice
     async with open_door() as opened:
         response = await opened.client.get("/info", headers=[("Authorization", "Bearer x")] * 2)
         words = "authorization: got 2 fields, expected at most one"
+        assert error(response) == (400, "invalid_input", words)
+
+
+def refused_head(response, status, words):
+    found = error(response)
+    assert found[:2] == (status, "invalid_input")
+    assert re.fullmatch(words, found[2])
+
+
+async def test_the_fields_and_the_target_of_a_request_have_a_limit(open_door):
+    async with open_door() as opened:
+        fields = [(f"x-{number}", "") for number in range(150)]
+        response = await opened.client.get("/healthz", headers=fields)
+        refused_head(response, 431, r"headers: got (at least )?1\d\d fields, expected at most 100")
+        response = await opened.client.get("/healthz?" + 9000 * "a")
+        refused_head(response, 414, "target: got (at least )?9009 bytes, expected at most 8192")
+
+
+@pytest.mark.parametrize("door", ["HTTP/1.1", "uvicorn"], indirect=True)
+async def test_a_header_that_does_not_end_is_refused(open_door, door):
+    async with open_door() as opened:
+        url = opened.client.base_url
+        reader, writer = await asyncio.open_connection(url.host, url.port)
+        writer.write(
+            b"GET /healthz HTTP/1.1\r\nHost: a\r\nX: " + bytes(66_000).replace(b"\0", b"x")
+        )
+        async with asyncio.timeout(PATIENCE_S):
+            line = await reader.readline()
+        assert line.split()[1] == {"HTTP/1.1": b"431", "uvicorn": b"400"}[door]
+        writer.close()
+
+
+@pytest.mark.parametrize("door", ["HTTP/1.1", "uvicorn", "ASGITransport"], indirect=True)
+async def test_a_length_beside_chunks_is_refused(open_door):
+    headers = {**BYTES, "Content-Length": "5", "Transfer-Encoding": "chunked"}
+    async with open_door() as opened:
+        content = slowly(bytes(392_000), bytes(392_000))
+        response = await opened.client.post("/predict", content=content, headers=headers)
+        refused_head(response, 400, "malformed HTTP request; expected HTTP/1.1(, in the clear)?")
+
+
+@pytest.mark.parametrize("door", ["ASGITransport"], indirect=True)
+@pytest.mark.parametrize("pieces", [(ONE,), (bytes(392_000), bytes(392_000))], ids=len)
+async def test_a_body_longer_than_its_length_is_refused(open_door, pieces):
+    async with open_door() as opened:
+        headers = {**BYTES, "Content-Length": "783"}
+        response = await opened.client.post("/predict", content=slowly(*pieces), headers=headers)
+        words = "body: got more, expected 783 bytes, the announced length"
         assert error(response) == (400, "invalid_input", words)
 
 

@@ -12,10 +12,12 @@ import pytest
 
 import service.asgi
 from lenet.errors import InvalidSettings
+from service.api.endpoints import response
 from service.assembly import open_service
 from service.engine.batcher import Batcher
 from service.errors import DeadlineExceeded, InvalidInput, TooLarge, UnknownModel
 from service.settings import Settings
+from service.transport.answer import Answer
 from tests.service_process import PROJECT
 
 PAGE = (PROJECT / "docs/how-to/in-your-application.md").read_text()
@@ -93,6 +95,60 @@ async def test_a_wrong_variable_is_named(monkeypatch):
     with pytest.raises(InvalidSettings, match="LENET_MAX_IMAGES"):
         async with service.asgi.open_app():
             pytest.fail("it opened")
+
+
+async def call_predict(app, receive):
+    """The messages that answer `POST /predict` of one image, whose body `receive` sends."""
+    sent = []
+
+    async def send(message):
+        sent.append(message)
+
+    headers = [(b"content-type", b"application/octet-stream"), (b"content-length", b"784")]
+    scope = {"type": "http", "method": "POST", "path": "/predict", "query_string": b""}
+    await app({**scope, "headers": headers}, receive, send)
+    return sent
+
+
+async def test_a_middleware_that_repeats_the_body_for_ever_gets_an_answer(opened):
+    received = 0
+
+    async def receive():
+        nonlocal received
+        received += 1
+        if received > 9:
+            return {"type": "http.disconnect"}
+        return {"type": "http.request", "body": bytes(784)}
+
+    start, body = await call_predict(opened.asgi, receive)
+    assert (start["status"], received) == (200, 2), body
+    assert (b"x-model-version", b"1") in start["headers"]
+
+
+async def test_a_cancelled_request_is_sent_elsewhere(opened, monkeypatch):
+    monkeypatch.setattr(Batcher, "_dispatch", lambda batcher: None)  # nothing is ever computed
+    messages = [{"type": "http.request", "body": bytes(784)}]
+
+    async def receive():
+        if not messages:
+            task.cancel()  # as uvicorn does at the end of its drain
+            await asyncio.Event().wait()
+        return messages.pop()
+
+    task = asyncio.create_task(call_predict(opened.asgi, receive))
+    start, body = await task
+    assert start["status"] == 503
+    assert (b"retry-after", b"1") in start["headers"]
+    words = b"the service stopped before the answer; send this to another instance"
+    assert words in body["body"]
+    assert len(opened.models.get().batcher._queue) == 0
+
+
+def test_header_lines_of_one_name_stay_apart_in_a_response():
+    lines = b"Link: a\r\nLink: b\x85c\r\n"
+    found = response(Answer(200, b"text/plain", b"", lines)).raw_headers
+    assert [value for name, value in found if name == b"link"] == [b"a", b"b\x85c"]
+    assert (b"content-type", b"text/plain") in found
 
 
 # Without HTTP

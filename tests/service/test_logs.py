@@ -46,7 +46,7 @@ def test_lines_from_the_asked_for_level_on_are_written_to_standard_error(capsys,
 
 def test_libraries_do_not_fill_the_log(capsys):
     logs.configure("debug")
-    logging.getLogger("uvicorn.error").info("Started server process")
+    logging.getLogger("uvicorn.error").warning("Invalid HTTP request received.")
     logging.getLogger("python_multipart.multipart").warning("Skipping data after last boundary")
     logging.getLogger("PIL.PngImagePlugin").debug("STREAM b'IHDR' 16 13")
     logging.getLogger("hpack.hpack").debug("Decoded (authorization, Bearer 1234), consumed 9")
