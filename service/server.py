@@ -59,7 +59,7 @@ KEEP_ALIVE_S = 75
 """How long uvicorn keeps a connection without a request; our own server does as long."""
 
 MAX_HEADER_BYTES = 64 * 1024
-"""Most bytes of a header section that uvicorn waits to have whole; our own server takes as many."""
+"""Maximum bytes of an incomplete header section on uvicorn; our own server has the same limit."""
 
 LAST_ANSWERS_S = 0.5
 """Seconds from the loss of the device to the stop: callers get answers, probes see it."""

@@ -223,7 +223,7 @@ def test_random_and_mangled_requests_get_a_4xx_or_the_end(served, intact, seed):
 
 
 FLOOD_PIECES = 40
-"""Of 12 kB: 480 kB, of which 64 KiB are allowed; the rest may be on its way."""
+"""Maximum pieces of 12 kB, 480 kB in all, that a flood may send; 64 KiB are allowed."""
 
 
 def test_probes_are_quick_while_trailers_and_extensions_flood_in(served, digits, intact):
