@@ -65,6 +65,17 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"skipped {count}: {reason.removeprefix('Skipped: ')}")
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that the test starts run without coverage.
+
+    Its tracer holds a lock while it meets a file for the first time. A signal handler that raises
+    or sleeps there leaves the lock taken, and the process never ends. It also writes a file.
+    """
+    for name in [name for name in os.environ if name.startswith("COV")]:
+        monkeypatch.delenv(name)
+
+
 def draw_weights(model: Model | str, seed: int = 0) -> WeightFile:
     """A valid weight file: He-scaled random tensors, random images, float64 golden logits."""
     model = (named(model) if isinstance(model, str) else model).folded

@@ -126,11 +126,8 @@ def test_shared_memory_is_used_when_the_folder_for_temporary_files_cannot(
     assert "WARNING" not in service.log
 
 
-def test_a_read_only_machine_costs_the_merged_metrics_and_nothing_else(
-    start, temporary, monkeypatch
-):
-    for name in [name for name in os.environ if name.startswith("COV")]:
-        monkeypatch.delenv(name)  # measuring coverage would write a file at the end
+@pytest.mark.usefixtures("unmeasured")
+def test_a_read_only_machine_costs_the_merged_metrics_and_nothing_else(start, temporary):
     # No file may have a byte: as on a read-only root, neither TMPDIR nor /tmp nor . is writable.
     program = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))\n{NOWHERE}"
     service = start("--workers", "2", program=("-c", program)).ready(2)

@@ -258,6 +258,7 @@ def install():
 """
 
 
+@pytest.mark.usefixtures("unmeasured")
 def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
     service = start("--drain-timeout-s", "0.5", program=program_with(STUCK_LOOP)).ready()
     stick(service, service.process.pid)
@@ -266,6 +267,7 @@ def test_a_stop_abandons_a_stuck_event_loop_and_says_so(start):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unmeasured")
 def test_a_second_signal_exits_at_once_when_the_event_loop_is_stuck(start):
     service = start(program=program_with(STUCK_LOOP)).ready()
     stick(service, service.process.pid)
@@ -289,6 +291,7 @@ def test_a_stop_ends_a_stopped_worker_in_time(start, ready):
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("unmeasured")
 def test_a_stuck_worker_ends_in_time_when_its_supervisor_was_killed(start, tmp_path):
     (tmp_path / "stuck_worker.py").write_text(STUCK_WORKER)
     program = program_with("import stuck_worker; stuck_worker.install()")

@@ -35,7 +35,7 @@ PROGRAM = (
 
 
 @pytest.fixture
-def start_two(start, tmp_path):
+def start_two(start, tmp_path, unmeasured):
     """Two ready workers, whose event loop stands still after SIGUSR1."""
     (tmp_path / "stuck_worker.py").write_text(STUCK_WORKER)
 

@@ -13,7 +13,8 @@ import pytest
 from tests.service_process import PATIENCE_S
 from trainer.mnist import Dataset
 
-pytestmark = pytest.mark.process  # trains in processes that are killed
+# Trains in processes that are killed.
+pytestmark = [pytest.mark.process, pytest.mark.usefixtures("unmeasured")]
 
 ROOT = Path(__file__).parents[2]
 
