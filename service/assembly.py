@@ -38,12 +38,12 @@ from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
 from service.forms.body import Limits
-from service.observe.access_log import AccessLog, access_log
 from service.observe.metrics import NO_MODEL, Metrics
 from service.observe.traces import Traces
 from service.process.keys import Keys
 from service.request import Requests
 from service.settings import Settings
+from service.transport.access_log import AccessLog, access_log
 from service.transport.answer import STATUS
 from service.transport.gate import Gate
 from service.transport.grpc_status import STATUS_NAMES

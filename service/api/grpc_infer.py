@@ -20,6 +20,7 @@ from service.request import Request, Requests, TimesS, Wanted
 from service.transport.grpc import Call, GrpcStream, Method, timeout_s_of
 from service.transport.grpc_status import Status, StatusCode, status_of
 from service.transport.head import FastCall
+from service.transport.ids import Ids
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -38,7 +39,8 @@ def infer_methods(requests: Requests) -> dict[str, Method]:
         limit_s, timeout_s = requests.timeout_s, timeout_s_of(headers)
         if timeout_s is not None:
             limit_s = min(timeout_s, limit_s)
-        return Wanted(form, limit_s, operation, parent_of(headers))
+        parent = parent_of(Ids.read(headers).trace, headers.get("tracestate", ""))
+        return Wanted(form, limit_s, operation, parent)
 
     def method(name: str, open_call: Callable[[Requests, Wanted, GrpcStream], Call]) -> Method:
         reading = partial(read, grpc_operation(f"{SERVICE}/{name}"))

@@ -7,12 +7,12 @@ from collections.abc import Awaitable, Callable, Mapping, MutableMapping
 from typing import Any, TypeAlias
 
 from service.api.endpoints import fields, path_of, response
-from service.observe.access_log import AccessLog
-from service.observe.ids import Ids
 from service.process.listener import at
+from service.transport.access_log import AccessLog
 from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
+from service.transport.ids import Ids
 
 Scope: TypeAlias = MutableMapping[str, Any]
 Message: TypeAlias = MutableMapping[str, Any]

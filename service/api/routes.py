@@ -21,6 +21,7 @@ from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.answer import Answer, error_answer, plain_error_answer
+from service.transport.ids import Ids
 
 PREFIX = "/v2"
 """Paths of the Open Inference Protocol begin so."""
@@ -88,7 +89,8 @@ class ImageRoute:
         timeout_s = min(_timeout_s(headers) or requests.timeout_s, requests.timeout_s)
         asks_first = headers.get("expect", "").lower() == "100-continue"
         operation = http_operation("POST", self.template, self.template.format(**path))
-        length, parent = self._length(headers), parent_of(headers)
+        length, trace = self._length(headers), Ids.read(headers).trace
+        parent = parent_of(trace, headers.get("tracestate", ""))
         options = self.options(query)
         return Wanted(
             form, timeout_s, operation, parent, length, model, version, asks_first, options

@@ -39,8 +39,9 @@ from opentelemetry.trace import (
     Status,
     StatusCode,
     TraceFlags,
-    TraceState,
+    get_current_span,
 )
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
 from service.observe.metrics import ModelKey, Transport
@@ -68,6 +69,7 @@ _LIMITED = trace_exporter.__name__, "opentelemetry.sdk._shared_internal", *_SECR
 _STAGES = ("decode", "queue", "compute", "encode")
 _SAMPLED = TraceFlags(TraceFlags.SAMPLED)
 _IDS = RandomIdGenerator()
+_PROPAGATOR = TraceContextTextMapPropagator()
 
 Statuses = Mapping[Transport, Mapping[str, int | str]]
 """The status of each error's code and, by "", of an answer, by protocol."""
@@ -203,8 +205,8 @@ def _new_context(parent: SpanContext | None = None) -> SpanContext:
 
 
 def _context_of(parent: Parent) -> SpanContext:
-    ids = int.from_bytes(parent.trace_id, "big"), int.from_bytes(parent.span_id, "big")
-    return SpanContext(*ids, True, _SAMPLED, TraceState.from_header([parent.state]))
+    headers = {"traceparent": parent.trace, "tracestate": parent.state}
+    return get_current_span(_PROPAGATOR.extract(headers)).get_span_context()
 
 
 def _of_model(model: ModelKey) -> dict[str, AttributeValue]:

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from service.observe.ids import TRACEPARENT, Ids
 from service.observe.metrics import ModelKey, Transport
 
 if TYPE_CHECKING:
@@ -25,7 +23,6 @@ _MOST_PATH_CHARACTERS = 256
 FAULTS = frozenset(("internal", "inference_failed", "unavailable", "deadline_exceeded"))
 """Codes of errors that are not the client's fault."""
 
-_TRACESTATE = "tracestate"
 _MOST_STATE_CHARACTERS = 512
 """W3C Trace Context, 3.3.1.5: so many should be passed on."""
 
@@ -33,12 +30,15 @@ _SAMPLED = 1
 
 
 class Parent(NamedTuple):
-    """The caller's span: W3C's ids of 16 and 8 bytes, its flag and its `tracestate`."""
+    """The caller's span: its valid `traceparent`, and its `tracestate`."""
 
-    trace_id: bytes
-    span_id: bytes
-    sampled: bool
+    trace: str
     state: str
+
+    @property
+    def sampled(self) -> bool:
+        """Its flag."""
+        return bool(int(self.trace.split("-")[3], 16) & _SAMPLED)
 
 
 Operation: TypeAlias = tuple[str, tuple[tuple[str, str], ...]]
@@ -125,16 +125,8 @@ class Traces:
         return self._left_in_second >= 0
 
 
-def parent_of(headers: Mapping[str, str]) -> Parent | None:
-    """The caller's span, None without one; names of headers are in lower case."""
-    if TRACEPARENT not in headers:
+def parent_of(trace: str, state: str) -> Parent | None:
+    """The caller's span. `trace`: a valid `traceparent`, or "" for no caller."""
+    if not trace:
         return None
-    version, *ids = Ids.read(headers).trace.split("-")
-    if not ids or version == "ff":
-        return None
-    trace_id, span_id = map(bytes.fromhex, ids[:2])
-    if not (any(trace_id) and any(span_id)):
-        return None
-    state = headers.get(_TRACESTATE, "")
-    sampled = bool(int(ids[2], 16) & _SAMPLED)
-    return Parent(trace_id, span_id, sampled, state if len(state) <= _MOST_STATE_CHARACTERS else "")
+    return Parent(trace, state if len(state) <= _MOST_STATE_CHARACTERS else "")

@@ -10,9 +10,9 @@ from email.utils import formatdate
 
 from service.budget import Budget
 from service.errors import ServiceError
-from service.observe.access_log import AccessLog
 from service.process.allocator import return_memory
 from service.process.tls import ServedCertificate
+from service.transport.access_log import AccessLog
 from service.transport.answer import status_line
 from service.transport.connection import Connection
 from service.transport.exchange import Application

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
 from service.errors import ServiceError
-from service.observe.access_log import AccessLog
-from service.observe.ids import Ids
 from service.process.listener import at
+from service.transport.access_log import AccessLog
 from service.transport.answer import STATUS, Answer
 from service.transport.head import FastCall, RequestHead
+from service.transport.ids import Ids
 
 if TYPE_CHECKING:
     from service.transport.asgi import AsgiExchange

@@ -11,9 +11,9 @@ from urllib.parse import unquote_to_bytes
 import httptools
 
 from service.errors import ServiceError, invalid, shown
-from service.observe.ids import Ids
 from service.transport.answer import Answer, error_answer_below, refusal
 from service.transport.gate import Gate
+from service.transport.ids import Ids
 
 _LENGTH_DIGITS = 20
 """Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
 from service.errors import InvalidInput, ServiceError, shown
-from service.observe.ids import Ids
 from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.grpc import ENCODINGS, Method
@@ -22,6 +21,7 @@ from service.transport.head import (
 )
 from service.transport.http2 import MAX_HEADER_BYTES, Malformed
 from service.transport.http2_fields import Fields, is_field, is_value, lines_block, list_bytes
+from service.transport.ids import Ids
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")

@@ -33,11 +33,12 @@ from service.observe.traces import (
 )
 from service.transport.answer import STATUS
 from service.transport.grpc_status import STATUS_NAMES
+from service.transport.ids import Ids
 from tests.collector import ENDLESS_BYTES, attributes, collector
 from tests.service_process import PATIENCE_S
 
 TRACE, CALLER = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
-SAMPLED, UNSAMPLED = (Parent(b"t" * 16, b"p" * 8, sampled, "a=1") for sampled in (True, False))
+SAMPLED, UNSAMPLED = (Parent(f"00-{TRACE}-{CALLER}-0{flag}", "a=1") for flag in (1, 0))
 
 
 # What is chosen.
@@ -50,6 +51,7 @@ SAMPLED, UNSAMPLED = (Parent(b"t" * 16, b"p" * 8, sampled, "a=1") for sampled in
         (f"00-{TRACE}-{CALLER}-03", True),  # W3C's random flag beside it
         (f"00-{TRACE}-{CALLER}-00", False),
         (f"01-{TRACE}-{CALLER}-01-later", True),
+        (f"00-{TRACE}-{CALLER}-01-later", None),
         (f"ff-{TRACE}-{CALLER}-01", None),
         (f"00-{'0' * 32}-{CALLER}-01", None),
         (f"00-{TRACE}-{'0' * 16}-01", None),
@@ -59,16 +61,18 @@ SAMPLED, UNSAMPLED = (Parent(b"t" * 16, b"p" * 8, sampled, "a=1") for sampled in
     ],
 )
 def test_the_parent_is_read_as_w3c_says(header, sampled):
-    parent = parent_of({"traceparent": header, "tracestate": "a=1"})
+    parent = parent_of(Ids.read({"traceparent": header}).trace, "a=1")
     if sampled is None:
         assert parent is None
-    else:
-        assert parent == (bytes.fromhex(TRACE), bytes.fromhex(CALLER), sampled, "a=1")
+        return
+    assert parent.sampled is sampled
+    span = spans_of(CALL._replace(parent=parent))[0]
+    assert (span.trace_id.hex(), span.parent_span_id.hex()) == (TRACE, CALLER)
+    assert span.trace_state == "a=1"
 
 
 def test_a_tracestate_that_is_too_long_is_left_out():
-    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01", "tracestate": "a=" + "1" * 511}
-    assert parent_of(headers).state == ""
+    assert parent_of(SAMPLED.trace, "a=" + "1" * 511) == (SAMPLED.trace, "")
 
 
 @pytest.mark.parametrize(
@@ -155,7 +159,8 @@ def test_an_answer_has_a_span_one_for_each_stage_and_a_link_to_its_batch():
     ended = Ended("http", PREDICT, SAMPLED, ("lenet", "3"), 2, "", 1.0, 1.032, STEPS_S)
     batch, root, *stages = spans_of(ended, batch=BATCH)
     assert (root.name, root.kind) == ("POST /v1/models/{model}:predict", OtlpSpan.SPAN_KIND_SERVER)
-    assert (root.trace_id, root.parent_span_id, root.trace_state) == (b"t" * 16, b"p" * 8, "a=1")
+    assert (root.trace_id.hex(), root.parent_span_id.hex()) == (TRACE, CALLER)
+    assert root.trace_state == "a=1"
     assert root.status.code == Status.STATUS_CODE_UNSET
     assert seconds(root) == [1.0, 1.032]
     assert attributes(root) == {

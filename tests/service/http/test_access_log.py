@@ -6,8 +6,8 @@ import queue
 
 import pytest
 
-from service.observe.access_log import AccessLog
-from service.observe.ids import Ids
+from service.transport.access_log import AccessLog
+from service.transport.ids import Ids
 
 
 @pytest.mark.parametrize(

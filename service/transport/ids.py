@@ -9,8 +9,11 @@ from typing import NamedTuple
 REQUEST_ID, TRACEPARENT = "x-request-id", "traceparent"
 
 _REQUEST_ID = re.compile(r"[!-~]{1,128}")
-_TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}(-[!-~]{1,64})?")
-"""W3C Trace Context, 3.2; later versions may append fields."""
+_TRACEPARENT = re.compile(
+    r"(?!ff|00.{54})[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}"
+    r"(-[!-~]{1,64})?"
+)
+"""W3C Trace Context, 3.2; versions after 00 may append fields."""
 
 
 class Ids(NamedTuple):

@@ -15,7 +15,7 @@ from typing import Literal, TypeAlias
 
 import orjson
 
-from service.observe.ids import Ids
+from service.transport.ids import Ids
 
 Form: TypeAlias = Literal["off", "text", "json"]
 
