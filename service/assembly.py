@@ -24,9 +24,9 @@ from service.api.app import create_app
 from service.api.explain import explain_route
 from service.api.grpc_methods import methods
 from service.api.middleware import Application, Middleware
+from service.api.open_inference import OpenInference
 from service.api.routes import image_routes
 from service.api.schemas import InfoResponse, LoadedModel
-from service.api.servicer import small_methods
 from service.budget import Budget
 from service.decode.pool import Decoders
 from service.direct import Predictions
@@ -194,15 +194,13 @@ async def open_service(
         if settings.explain == "on":
             explainer = stack.enter_context(Explainer(deadlines))
             routes[b"POST", b"/explain"] = explain_route(requests, explainer)
-        servicer = small_methods(models, repository, metrics, settings.max_images)
+        answers = OpenInference(models, repository, metrics, settings.max_images)
         app = create_app(
-            models=models,
-            repository=repository,
+            answers=answers,
             metrics=metrics,
             keys=keys,
             info=partial(_info, settings, grpc_port, placement, models, build),
             images=routes,
-            max_images=settings.max_images,
         )
         gate = Gate(
             keys,
@@ -217,7 +215,7 @@ async def open_service(
                 repository=repository,
                 app=app,
                 fast_routes=routes,
-                methods=methods(replace(requests, protocol="grpc"), servicer, models, keys),
+                methods=methods(replace(requests, protocol="grpc"), answers, keys),
                 budget=budget,
                 gate=gate,
                 metrics=metrics,

@@ -162,12 +162,12 @@ def grpc() -> str:
 
     def refusing(keys: Keys) -> set[bytes]:
         """The methods that need a key where these exist."""
-        found = grpc_methods.methods(stand_in, stand_in, stand_in, keys)
+        found = grpc_methods.methods(stand_in, stand_in, keys)
         return {path for path, method in found.items() if _refuses(method)}
 
     of_administrators, of_users = refusing(Keys()), refusing(Keys(("user",)))
     rows = []
-    for path in sorted(grpc_methods.methods(stand_in, stand_in, stand_in, Keys())):
+    for path in sorted(grpc_methods.methods(stand_in, stand_in, Keys())):
         service, _, name = path.decode().strip("/").rpartition("/")
         # Both versions of reflection have the same messages, and only one descriptor.
         described = Default().FindServiceByName(service.replace("v1alpha", "v1"))
@@ -370,7 +370,7 @@ PAGES: dict[str, Callable[[], str]] = {
 def _openapi() -> dict[str, Any]:
     stand_in: Any = MagicMock()  # routes are described, none is called
     images = {**image_routes(stand_in), (b"POST", b"/explain"): stand_in}
-    app = create_app(*[stand_in] * 5, images, Settings.model_fields["max_images"].default)
+    app = create_app(*[stand_in] * 4, images)
     return app.openapi()
 
 

@@ -21,6 +21,7 @@ from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
 from service.api.endpoints import image_endpoint, path_of, response
+from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
 from service.api.routes import ImageRoute, prefers
@@ -28,7 +29,6 @@ from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
 from service.api.v2 import protocol_routes
 from service.engine.models import Models
-from service.engine.repository import Repository
 from service.errors import ServiceError, shown
 from service.observe.metrics import CONTENT_TYPE, Metrics
 from service.process.keys import Keys
@@ -54,25 +54,23 @@ _ROUTING_CODES = {404: "not_found", 405: "method_not_allowed"}
 
 
 def create_app(
-    models: Models,
-    repository: Repository,
+    answers: OpenInference,
     metrics: Metrics,
     keys: Keys,
     info: Callable[[], InfoResponse],
     images: Mapping[tuple[bytes, bytes], ImageRoute],
-    max_images: int,
 ) -> FastAPI:
-    """The application that answers with `models`.
+    """The application.
 
     Args:
-        models: are loaded, or will be before the first request.
-        repository: loads and unloads them.
+        answers: of the Open Inference Protocol; its models are loaded, or will be before the first
+            request.
         metrics: what GET /metrics exposes.
         keys: of whom models may be loaded and unloaded.
         info: what GET /info answers, asked for each time.
         images: the routes that take images, by method and path.
-        max_images: images that a request may have.
     """
+    models = answers.models
     app = FastAPI(
         title=DISTRIBUTION,
         summary="Handwritten digits, recognised over HTTP and gRPC.",
@@ -85,10 +83,7 @@ def create_app(
     for (method, template), image in images.items():
         path, methods = template.decode(), [method.decode()]
         app.add_api_route(path, image_endpoint(image), methods=methods, **image_route(path))
-    routers = (
-        status_routes(models),
-        protocol_routes(models, repository, metrics, keys, max_images),
-    )
+    routers = status_routes(models), protocol_routes(answers, keys)
     for router in routers:
         app.include_router(router)
     _add_operations(app, models, metrics, info)

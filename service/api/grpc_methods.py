@@ -1,15 +1,19 @@
 """The methods that are offered over gRPC: who may call them, and how each is answered.
 
 Besides the inference service these are the health protocol's and reflection.
+
+Statuses are Triton's where its clients act on them, with one difference: a full queue is
+RESOURCE_EXHAUSTED, so that a client can tell "send less" from UNAVAILABLE, "send elsewhere". Too
+many images are INVALID_ARGUMENT as in Triton, because a retry would not help.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import asdict, replace
 from functools import partial
-from inspect import iscoroutinefunction
+from inspect import isawaitable
 from typing import Any, Literal, TypeAlias
 
 from google.protobuf.descriptor_pool import Default
@@ -18,6 +22,7 @@ from google.protobuf.message import DecodeError, Message
 
 from service.api import health_pb2, reflection_pb2
 from service.api.grpc_infer import SERVICE, infer_methods
+from service.api.open_inference import GRPC_EXTENSIONS, OpenInference
 from service.engine.models import Models
 from service.errors import (
     BodyTimeout,
@@ -32,7 +37,7 @@ from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
 from service.request import Requests
 from service.transport.grpc import GrpcStream, Method, timeout_s_of
-from service.transport.grpc_status import Status, StatusCode, internal_error, status_of
+from service.transport.grpc_status import StatusCode, internal_error, status_of
 from service.transport.head import FastCall
 
 _HEALTH = "grpc.health.v1.Health"
@@ -40,8 +45,9 @@ _REFLECTION = "grpc.reflection.v1.ServerReflection"
 _EARLIER_REFLECTION = "grpc.reflection.v1alpha.ServerReflection"
 """The messages of both are the same on the wire."""
 
-_WATCH_S = 0.2
-"""How often watched statuses are looked at."""
+_WATCH_S = 0.5
+"""Seconds between two looks at a watched status. 1,024 watches, the most that may be open, take 2 %
+of a core (EPYC, 2026-11-26)."""
 
 _MESSAGE_S = 10.0
 """How long a message of a method without images may take."""
@@ -56,41 +62,62 @@ from it."""
 Access: TypeAlias = Literal["public", "user", "admin"]
 """Required rights: none, a key if keys are configured, or an administrator's key."""
 
-_SMALL_METHODS: dict[str, Access] = {
-    **dict.fromkeys(("ServerLive", "ServerReady"), "public"),  # probes have no keys
-    **dict.fromkeys(("ModelReady", "ServerMetadata", "ModelMetadata"), "user"),
-    **dict.fromkeys(("ModelConfig", "ModelStatistics"), "user"),
-    **dict.fromkeys(("RepositoryIndex", "RepositoryModelLoad", "RepositoryModelUnload"), "admin"),
-}
-"""Methods of the inference service that take no images."""
 
-
-def methods(
-    requests: Requests, inference: Mapping[str, Callable[[Any], Any]], models: Models, keys: Keys
-) -> dict[bytes, Method]:
+def methods(requests: Requests, answers: OpenInference, keys: Keys) -> dict[bytes, Method]:
     """All methods, by the path of a call."""
     tasks: set[asyncio.Task[None]] = set()
-    health = HealthServicer(models, tells_names=not keys)
+    health = HealthServicer(answers.models, tells_names=not keys)
+
+    def small(answer: Any, request: type[Message], *, is_stream: bool = False) -> Method:
+        open_call = partial(_SmallCall, answer, request, is_stream, tasks)
+        return Method(timeout_s_of, open_call, is_endless=is_stream)
+
     check = health_pb2.HealthCheckRequest
-
-    def small(call: type[_SmallCall], answer: Any, request: type[Message]) -> Method:
-        open_call = partial(call, answer, request, tasks)
-        return Method(timeout_s_of, open_call, is_endless=call is _StreamCall)
-
-    reflect = small(_StreamCall, answer_reflection, reflection_pb2.ServerReflectionRequest)
+    reflect = small(answer_reflection, reflection_pb2.ServerReflectionRequest, is_stream=True)
     found: dict[str, tuple[Access, Method]] = {
-        f"/{_HEALTH}/Check": ("public", small(_UnaryCall, health.check, check)),
-        f"/{_HEALTH}/Watch": ("public", small(_StreamCall, health.watch, check)),
+        f"/{_HEALTH}/Check": ("public", small(health.check, check)),
+        f"/{_HEALTH}/Watch": ("public", small(health.watch, check, is_stream=True)),
         f"/{_REFLECTION}/ServerReflectionInfo": ("user", reflect),
         f"/{_EARLIER_REFLECTION}/ServerReflectionInfo": ("user", reflect),
     }
     for name, method in infer_methods(requests).items():
         found[f"/{SERVICE}/{name}"] = "user", method
-    for name, access in _SMALL_METHODS.items():
-        unary = small(_UnaryCall, inference[name], getattr(pb, f"{name}Request"))
-        found[f"/{SERVICE}/{name}"] = access, unary
+    for name, (access, answer) in _small_methods(answers).items():
+        found[f"/{SERVICE}/{name}"] = access, small(answer, getattr(pb, f"{name}Request"))
     return {
         path.encode(): _guarded(method, keys, access) for path, (access, method) in found.items()
+    }
+
+
+def _small_methods(answers: OpenInference) -> dict[str, tuple[Access, Callable[[Any], Any]]]:
+    """The inference service's methods without images; each gets a message and returns fields.
+
+    A model that is not loaded is not ready, without an error, as in Triton, whose clients poll
+    `ModelReady` until a model is loaded; every other call answers NOT_FOUND.
+    """
+    models = answers.models
+
+    def model_ready(request: Any) -> dict[str, Any]:
+        found = models.find(request.name, request.version)
+        return {"ready": found is not None and models.ready}
+
+    def config(request: Any) -> dict[str, Any]:
+        return {"config": answers.config(request.name, request.version)}
+
+    async def index(request: Any) -> dict[str, Any]:
+        return {"models": [asdict(one) for one in await answers.index(request.ready)]}
+
+    return {
+        "ServerLive": ("public", lambda _: {"live": True}),  # probes have no keys
+        "ServerReady": ("public", lambda _: {"ready": models.ready}),
+        "ServerMetadata": ("user", lambda _: asdict(answers.server(GRPC_EXTENSIONS))),
+        "ModelReady": ("user", model_ready),
+        "ModelMetadata": ("user", lambda one: asdict(answers.metadata(one.name, one.version))),
+        "ModelConfig": ("user", config),
+        "ModelStatistics": ("user", lambda one: answers.statistics(one.name, one.version)),
+        "RepositoryIndex": ("admin", index),
+        "RepositoryModelLoad": ("admin", lambda one: answers.load(one.model_name, one.parameters)),
+        "RepositoryModelUnload": ("admin", lambda one: answers.unload(one.model_name)),
     }
 
 
@@ -116,16 +143,14 @@ class HealthServicer:
     def __init__(self, models: Models, *, tells_names: bool) -> None:
         self._models = models
         self._tells_names = tells_names
-        self._watches = 0
-        self._change: asyncio.Task[None] | None = None  # while something is watched
 
     def check(self, request: health_pb2.HealthCheckRequest) -> health_pb2.HealthCheckResponse:
         """SERVING while the server is ready."""
         found = self._status(request.service)
         if found == health_pb2.HealthCheckResponse.SERVICE_UNKNOWN:
-            known = self._known() if self._tells_names else {SERVICE}
-            names = ", ".join(sorted(known - {""}))
-            message = f"service: got {shown(request.service)}, expected one of {names}"
+            names = {SERVICE, *(self._models.names if self._tells_names else ())}
+            expected = f"one of {', '.join(sorted(names))}"
+            message = f"service: got {shown(request.service)}, expected {expected}"
             raise UnknownModel(message, field="service")
         return health_pb2.HealthCheckResponse(status=found)
 
@@ -135,40 +160,15 @@ class HealthServicer:
         """Yield the status now and at each change; SERVICE_UNKNOWN for an unknown name."""
         request = await anext(requests, health_pb2.HealthCheckRequest())
         last = None
-        self._watches += 1
-        try:
-            while True:
-                if (found := self._status(request.service)) != last:
-                    yield health_pb2.HealthCheckResponse(status=found)
-                    last = found
-                else:
-                    await self._changed()
-        finally:
-            self._watches -= 1
-            if not self._watches and self._change is not None:
-                self._change.cancel()
-                self._change = None
-
-    async def _changed(self) -> None:
-        """Wait for a change, with all others that do: one timer for all."""
-        if self._change is None or self._change.done():
-            # Read before the task begins: a change until then must end its wait.
-            self._change = asyncio.ensure_future(self._wait_for_change(self._snapshot()))
-        await asyncio.shield(self._change)
-
-    async def _wait_for_change(self, before: tuple[bool, set[str]]) -> None:
-        while before == self._snapshot():  # noqa: ASYNC110 - no event of the models
-            await asyncio.sleep(_WATCH_S)
-
-    def _snapshot(self) -> tuple[bool, set[str]]:
-        """Everything that statuses depend on."""
-        return self._models.ready, self._known()
-
-    def _known(self) -> set[str]:
-        return {"", SERVICE, *self._models.names}
+        while True:
+            if (found := self._status(request.service)) != last:
+                yield health_pb2.HealthCheckResponse(status=found)
+                last = found
+            else:
+                await asyncio.sleep(_WATCH_S)
 
     def _status(self, name: str) -> health_pb2.HealthCheckResponse.ServingStatus:
-        if name not in self._known():
+        if name not in ("", SERVICE) and self._models.find(name) is None:
             return health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
         if self._models.ready:
             return health_pb2.HealthCheckResponse.SERVING
@@ -219,21 +219,31 @@ def _describe(response: reflection_pb2.ServerReflectionResponse, file: Any) -> N
 
 
 class _SmallCall:
-    """A call with small messages: collects them and runs a task that answers."""
+    """A call with small messages, see `Call` and `FastCall`: collects them, and answers in a task.
+
+    Args:
+        answer: of a stream, yields the answers to the requests that it is given; else returns or
+            awaits the answer to the only one: a message, or its fields.
+        kind: the class of the requests.
+    """
 
     body_timeout_s = _MESSAGE_S
 
     def __init__(
         self,
-        answer: Any,
-        request: type[Message],
+        answer: Callable[[Any], Any],
+        kind: type[Message],
+        is_stream: bool,
         tasks: set[asyncio.Task[None]],
         timeout_s: float | None,
         exchange: GrpcStream,
     ) -> None:
-        self._answer, self._kind, self._tasks, self._exchange = answer, request, tasks, exchange
+        self._answer, self._kind, self._is_stream = answer, kind, is_stream
+        self._tasks, self._exchange = tasks, exchange
+        self._name = kind.DESCRIPTOR.name
         self._body = b""
         self._received = 0
+        self._requests: asyncio.Queue[Message | None] = asyncio.Queue()
         self._task: asyncio.Task[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
         if timeout_s is not None:
@@ -241,95 +251,70 @@ class _SmallCall:
             loop = asyncio.get_running_loop()
             self._timer = loop.call_later(timeout_s, self.fail, late)
 
-    # The message that arrives.
+    # `body_timeout_s` limits the time, and messages are small.
+    def wait(self) -> None: ...
+    def wait_for_body(self) -> None: ...
+    def room(self) -> None: ...
+    def arrived(self, size: int) -> None: ...
 
     def message(self, size: int | None) -> FastCall:
-        """A message begins."""
-        name = self._kind.DESCRIPTOR.name
         if size is not None and size > _MAX_SMALL_BYTES:
             raise self._too_large(f"{size} bytes")
-        if self._received and isinstance(self, _UnaryCall):
-            raise InvalidInput(f"message: got a second {name}, expected one", field="message")
+        if self._received and not self._is_stream:
+            raise InvalidInput(f"message: got a second {self._name}, expected one", field="message")
         self._received += 1
         self._body = b""
         return self
 
     def data(self, data: bytes) -> None:
-        """Receive the next piece of the message."""
         self._body += data
         if len(self._body) > _MAX_SMALL_BYTES:
             raise self._too_large("more")
 
-    def room(self) -> None:
-        """Returns None: messages are small."""
-
-    def arrived(self, size: int) -> None:
-        """Not called."""
-
-    def wait_for_body(self) -> None:
-        """Does nothing: `body_timeout_s` limits the time."""
-
     def complete(self, body: bytes | memoryview | None = None) -> None:
-        """The message is complete."""
         try:
             request = self._kind.FromString(self._body if body is None else bytes(body))
         except DecodeError:
-            name = self._kind.DESCRIPTOR.name
-            raise InvalidInput(f"message: not a {name}", field="message") from None
-        self.received(request)
-
-    def _too_large(self, found: str) -> InvalidInput:
-        expected = f"at most {_MAX_SMALL_BYTES} of a {self._kind.DESCRIPTOR.name}"
-        if self._kind is pb.RepositoryModelLoadRequest:
-            expected += "; models are read from the folder, and not from requests"
-        return invalid("message", found, expected)
-
-    def received(self, request: Message) -> None:
-        """Handle the next request."""
-        raise NotImplementedError
-
-    # The call.
+            raise InvalidInput(f"message: not a {self._name}", field="message") from None
+        self._requests.put_nowait(request)
+        if self._task is None:
+            self._task = task = asyncio.ensure_future(self._run())
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
     def half_close(self) -> None:
-        """The client sends no more. Raises: InvalidInput, if no request was received."""
         if not self._received:
             raise InvalidInput("message: got none, expected a request", field="message")
-
-    def wait(self) -> None:
-        """Does nothing: `body_timeout_s` limits the time."""
+        self._requests.put_nowait(None)
 
     def is_ahead(self) -> bool:
-        """Returns False: there is one answer."""
-        return False
+        return self._requests.qsize() >= _STREAM_AHEAD
 
     def stop(self, error: ServiceError) -> None:
-        """The service stops: a call that received a request is still answered."""
-        if not self._received:
+        if self._is_stream or not self._received:  # a stream has no end of its own
             self.fail(error)
 
     def fail(self, error: ServiceError) -> None:
-        """End the call with `error`."""
         if isinstance(error, BodyTimeout):
             error = BodyTimeout("message: it did not arrive in time", field="message")
         self.cancel()
         self._exchange.end(status_of(error))
 
     def cancel(self) -> None:
-        """The client is gone."""
         if self._timer is not None:
             self._timer.cancel()
         if self._task is not None:
             self._task.cancel()
 
-    def run(self, work: Callable[[], Awaitable[None]]) -> None:
-        """Answer in a task."""
-        self._task = task = asyncio.ensure_future(self._run(work))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _too_large(self, found: str) -> InvalidInput:
+        expected = f"at most {_MAX_SMALL_BYTES} of a {self._name}"
+        if self._kind is pb.RepositoryModelLoadRequest:
+            expected += "; models are read from the folder, and not from requests"
+        return invalid("message", found, expected)
 
-    async def _run(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _run(self) -> None:
         try:
-            await work()
+            await (self._answer_all() if self._is_stream else self._answer_one())
         except ServiceError as exc:
             self._exchange.end(status_of(exc))
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
@@ -338,70 +323,22 @@ class _SmallCall:
             if self._timer is not None:
                 self._timer.cancel()
 
-
-class _UnaryCall(_SmallCall):
-    """A call with one request and one answer."""
-
-    def received(self, request: Message) -> None:
-        """Answer it."""
-        if iscoroutinefunction(self._answer):
-            self.run(lambda: self._reply(request))
-            return
-        try:
-            found = self._answer(request)
-        except ServiceError as exc:
-            self.fail(exc)
-            return
-        except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
-            self._exchange.end(internal_error(exc))
-            return
-        self._write(found)
-
-    async def _reply(self, request: Message) -> None:
-        self._write(await self._answer(request))
-
-    def _write(self, found: Any) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if isinstance(found, dict):
-            name = self._kind.DESCRIPTOR.name.removesuffix("Request")
-            found = ParseDict(found, getattr(pb, f"{name}Response")())
+    async def _answer_one(self) -> None:
+        found = self._answer(await self._requests.get())
+        if isawaitable(found):
+            found = await found
+        if not isinstance(found, Message):
+            name = self._name.removesuffix("Request")
+            found = ParseDict(found or {}, getattr(pb, f"{name}Response")())
         self._exchange.reply(found.SerializeToString())
 
-
-class _StreamCall(_SmallCall):
-    """A call with streams of requests and answers."""
-
-    def __init__(self, *shared: Any) -> None:
-        super().__init__(*shared)
-        self._requests: asyncio.Queue[Message | None] = asyncio.Queue()
-
-    def received(self, request: Message) -> None:
-        """Have it answered."""
-        self._requests.put_nowait(request)
-        if self._task is None:
-            self.run(self._answer_all)
-
-    def half_close(self) -> None:
-        """There are no further requests."""
-        super().half_close()
-        self._requests.put_nowait(None)
-
-    def is_ahead(self) -> bool:
-        """Whether many requests wait."""
-        return self._requests.qsize() >= _STREAM_AHEAD
-
-    def stop(self, error: ServiceError) -> None:
-        """A stream has no end of its own."""
-        self.fail(error)
-
     async def _answer_all(self) -> None:
-        async for answer in self._answer(self._next()):
+        async for answer in self._answer(self._received_requests()):
             self._exchange.write(answer.SerializeToString())
             await self._exchange.drained()
-        self._exchange.end(Status(StatusCode.OK))
+        self._exchange.end()
 
-    async def _next(self) -> AsyncIterator[Message]:
+    async def _received_requests(self) -> AsyncIterator[Message]:
         while (request := await self._requests.get()) is not None:
             self._exchange.read_on()
             yield request

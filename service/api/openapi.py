@@ -52,42 +52,29 @@ _BODIES = (
 
 
 def request(
-    path: str,
     *,
     query: type[BaseModel] | None = None,
-    content: Mapping[str, Any] | None = None,
+    content: Mapping[str, Any],
     timed: bool = False,
     required: bool = False,
 ) -> dict[str, Any]:
     """FastAPI's `openapi_extra` of a route.
 
     Args:
-        path: its placeholders become parameters.
         query: its fields become parameters.
         content: the body by content type, as of `json`.
         timed: whether the header for the deadline is read.
         required: whether the body is.
     """
-    parameters = [
-        {
-            "name": name,
-            "in": "path",
-            "required": True,
-            "description": "404 if it is not loaded.",
-            "schema": {"type": "string", "minLength": 1, "title": name.capitalize()},
-        }
-        for name in re.findall(r"\{(\w+)\}", path)
-    ]
+    parameters = []
     fields = {} if query is None else query.model_json_schema()["properties"]
     for name, field in fields.items():
         described = {"description": field.pop("description"), "schema": field}
         parameters.append({"name": name, "in": "query", "required": False, **described})
     if timed:
         parameters.append(_TIMEOUT)
-    extra: dict[str, Any] = {"parameters": parameters} if parameters else {}
-    if content is not None:
-        extra["requestBody"] = {"content": content} | ({"required": True} if required else {})
-    return extra
+    body = {"content": content} | ({"required": True} if required else {})
+    return {"requestBody": body} | ({"parameters": parameters} if parameters else {})
 
 
 _TIMEOUT = {
@@ -145,6 +132,9 @@ def errors(
         for status in statuses
     }
 
+
+UNKNOWN = errors(ProtocolError, [404])
+"""The answer of a route with a model in its path when it is not loaded."""
 
 # The routes that take images
 
@@ -265,18 +255,22 @@ def _documented(
         "operation_id": name + "_by_version" * (MODEL_VERSION in path),
         "response_model": answer,
         "responses": errors(error) | {200: good},
-        "openapi_extra": request(path, query=query, content=content, timed=True, required=True),
+        "openapi_extra": request(query=query, content=content, timed=True, required=True),
     }
 
 
 def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
-    """FastAPI's `document` with the models of bodies, and with keys if there are any."""
+    """FastAPI's `document` with paths' parameters, models of bodies, and keys if there are any."""
     components = document["components"]
     _, definitions = models_json_schema(
         [(model, "validation") for model in _BODIES], ref_template=_REF
     )
     schemas = components["schemas"] | definitions["$defs"]
     components["schemas"] = dict(sorted(schemas.items()))
+    for path, operations in document["paths"].items():
+        placed = [_placeholder(name) for name in re.findall(r"\{(\w+)\}", path)]
+        for operation in operations.values() if placed else ():
+            operation["parameters"] = placed + operation.get("parameters", [])
     if needs_key:
         components["securitySchemes"] = {"bearerAuth": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"bearerAuth": []}]
@@ -284,3 +278,13 @@ def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
             for operation in operations.values() if is_open(path.encode()) else ():
                 operation["security"] = []
     return document
+
+
+def _placeholder(name: str) -> dict[str, Any]:
+    return {
+        "name": name,
+        "in": "path",
+        "required": True,
+        "description": "404 if it is not loaded.",
+        "schema": {"type": "string", "minLength": 1, "title": name.capitalize()},
+    }

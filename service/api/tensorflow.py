@@ -8,15 +8,13 @@ from __future__ import annotations
 
 from typing import Literal
 
-from fastapi import APIRouter
-from fastapi import Request as HttpRequest
+from fastapi import APIRouter, Request
 from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from service.api.endpoints import path_of
-from service.api.openapi import TENSORFLOW_TAG, errors, request
+from service.api.openapi import TENSORFLOW_TAG, UNKNOWN
 from service.api.routes import MODEL, MODEL_VERSION, TENSORFLOW
-from service.api.schemas import ProtocolError
 from service.engine.models import Models
 
 
@@ -48,7 +46,9 @@ def status_routes(models: Models) -> APIRouter:
     """`GET` of a model: the state of its versions."""
     router = APIRouter(prefix=TENSORFLOW, tags=[TENSORFLOW_TAG])
 
-    async def status(asked: HttpRequest) -> ModelStatus:
+    @router.get(MODEL_VERSION, summary="Model status", responses=UNKNOWN)
+    @router.get(MODEL, summary="Model status", responses=UNKNOWN)
+    async def model_status(asked: Request) -> ModelStatus:
         """The versions of a model; AVAILABLE until the service stops."""
         name, version = asked.path_params["model"], asked.path_params.get("version", "")
         if verb_of(path_of(asked.scope)) and models.find(name, version) is None:
@@ -61,13 +61,4 @@ def status_routes(models: Models) -> APIRouter:
             model_version_status=versions, name=served[0].version.name, ready=models.ready
         )
 
-    unknown = errors(ProtocolError, [404])
-    for path in (MODEL, MODEL_VERSION):
-        router.get(
-            path,
-            name="model_status",
-            summary="Model status",
-            responses=unknown,
-            openapi_extra=request(path),
-        )(status)
     return router

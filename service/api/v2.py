@@ -1,4 +1,4 @@
-"""The routes of the Open Inference Protocol besides inference.
+"""The HTTP routes of the Open Inference Protocol besides inference.
 
 These are metadata, configuration, statistics and the repository. Errors are objects with one
 string, `error`.
@@ -6,42 +6,27 @@ string, `error`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, ValidationError
 
-from lenet import DISTRIBUTION, distribution_version
 from service.api import openapi
-from service.api.descriptions import (
+from service.api.open_inference import (
     EXTENSIONS,
     ModelMetadata,
-    check_repository_parameters,
-    model_config,
-    model_metadata,
-    model_statistics,
-    repository_entries,
+    OpenInference,
+    RepositoryEntry,
+    ServerMetadata,
 )
-from service.api.openapi import OF_REPOSITORY, OIP_TAG, errors
+from service.api.openapi import OF_REPOSITORY, OIP_TAG, UNKNOWN, errors
 from service.api.routes import MODEL, MODEL_VERSION, PREFIX
 from service.api.schemas import ChangeRequest, IndexRequest, ProtocolError
-from service.engine.models import Models, ServedModel
-from service.engine.repository import Repository
 from service.errors import InvalidInput, TooLarge, invalid, shown
-from service.observe.metrics import Metrics
 from service.process.keys import Keys
 
 _MAX_BODY_BYTES = 64 * 1024
 """Limit of repository request bodies."""
-
-
-class ServerMetadata(BaseModel):
-    """The server."""
-
-    name: str
-    version: str
-    extensions: list[str]
 
 
 class ModelReadiness(BaseModel):
@@ -51,22 +36,11 @@ class ModelReadiness(BaseModel):
     ready: bool
 
 
-class RepositoryEntry(BaseModel):
-    """A version of a model."""
-
-    name: str
-    version: str
-    state: Literal["READY", "UNAVAILABLE"] = Field(description="UNAVAILABLE: it is not loaded.")
-    reason: str
-
-
 _Body = TypeVar("_Body", IndexRequest, ChangeRequest)
 
 
-def protocol_routes(
-    models: Models, repository: Repository, metrics: Metrics, keys: Keys, max_images: int
-) -> APIRouter:
-    """The routes that answer with `models`, of which a request may have `max_images` images.
+def protocol_routes(answers: OpenInference, keys: Keys) -> APIRouter:
+    """The routes that answer with `answers`.
 
     Those of the repository need one of the administrator's `keys`.
     """
@@ -76,112 +50,76 @@ def protocol_routes(
     @router.get("", summary="Server metadata")
     async def server_metadata() -> ServerMetadata:
         """Name, version and the extensions of the protocol that are supported."""
-        return ServerMetadata(
-            name=DISTRIBUTION, version=distribution_version(), extensions=list(EXTENSIONS)
-        )
-
-    async def statistics_of(served: Sequence[ServedModel]) -> dict[str, Any]:
-        totals = await metrics.totals()
-        versions = [one.version for one in served]
-        return {"model_stats": [model_statistics(one, totals[one.key]) for one in versions]}
+        return answers.server(EXTENSIONS)
 
     @router.get("/models/stats", summary="Statistics of all models")
     async def all_statistics() -> dict[str, Any]:
         """Counts and durations of every model."""
-        return await statistics_of(models.served)
+        return await answers.statistics()
 
-    async def metadata(served: Sequence[ServedModel], _: Response) -> ModelMetadata:
-        """The tensors of a model; -1 in a shape is the number of images."""
-        version = served[0].version
-        versions = [one.version.version for one in models.select(version.name)]
-        return model_metadata(version, versions)
-
-    async def readiness(served: Sequence[ServedModel], response: Response) -> ModelReadiness:
-        """200 if it is loaded and the server is ready."""
-        response.status_code = 200 if models.ready else 503
-        return ModelReadiness(name=served[0].version.name, ready=models.ready)
-
-    async def config(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
-        """The configuration that Triton's clients read. `max_batch_size`: images a request."""
-        return model_config(served[0].version, max_images)
-
-    async def statistics(served: Sequence[ServedModel], _: Response) -> dict[str, Any]:
+    async def model_statistics(request: Request) -> dict[str, Any]:
         """Counts and durations since the start, of all workers, as Triton's clients read them.
 
         Of the version, or of all of the model.
         """
-        return await statistics_of(served)
+        return await answers.statistics(**request.path_params)
 
-    def add(
-        path: str,
-        answer: Callable[[Sequence[ServedModel], Response], Coroutine[Any, Any, Any]],
-        kind: Any,
-        summary: str,
-    ) -> None:
-        """The route with and without a version.
+    async def model_metadata(request: Request) -> ModelMetadata:
+        """The tensors of a model; -1 in a shape is the number of images."""
+        return answers.metadata(**request.path_params)
 
-        `answer` gets the version, or all of the model, the highest first.
-        """
+    async def model_readiness(request: Request, response: Response) -> ModelReadiness:
+        """200 if it is loaded and the server is ready."""
+        name, ready = answers.metadata(**request.path_params).name, answers.models.ready
+        response.status_code = 200 if ready else 503
+        return ModelReadiness(name=name, ready=ready)
 
-        async def endpoint(request: Request, response: Response) -> Any:
-            named = request.path_params
-            return await answer(models.select(named["model"], named.get("version", "")), response)
+    async def model_config(request: Request) -> dict[str, Any]:
+        """The configuration that Triton's clients read. `max_batch_size`: images a request."""
+        return answers.config(**request.path_params)
 
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": ModelReadiness}}
+    for endpoint, path, summary, responses in (
+        (model_statistics, "/stats", "Model statistics", UNKNOWN),
+        (model_metadata, "", "Model metadata", UNKNOWN),
+        (model_readiness, "/ready", "Model readiness", UNKNOWN | not_ready),
+        (model_config, "/config", "Model configuration", UNKNOWN),
+    ):
         for owner in (MODEL, MODEL_VERSION):
-            router.get(
-                owner + path,
-                name=f"model_{answer.__name__}",
-                openapi_extra=openapi.request(owner),
-                response_model=kind,
-                summary=summary,
-                description=answer.__doc__,
-                responses=_UNKNOWN | ({503: {"model": kind}} if answer is readiness else {}),
-            )(endpoint)
-
-    add("/stats", statistics, dict[str, Any], "Model statistics")
-    add("", metadata, ModelMetadata, "Model metadata")
-    add("/ready", readiness, ModelReadiness, "Model readiness")
-    add("/config", config, dict[str, Any], "Model configuration")
+            router.get(owner + path, summary=summary, responses=responses)(endpoint)
 
     @router.post(
         "/repository/index",
         summary="Models and versions that are there",
-        response_model=list[RepositoryEntry],
-        openapi_extra=openapi.request("", content=openapi.json(IndexRequest)),
+        openapi_extra=openapi.request(content=openapi.json(IndexRequest)),
         responses=errors(ProtocolError, OF_REPOSITORY),
     )
-    async def repository_index(request: Request) -> list[dict[str, str]]:
+    async def repository_index(request: Request) -> list[RepositoryEntry]:
         """Every version in the weights folder; with `ready` those that are loaded."""
         asked = await _administered(request, keys, IndexRequest)
-        return repository_entries(await repository.index(), asked.ready)
+        return await answers.index(asked.ready)
 
-    async def load(request: Request) -> Response:
+    async def load_model(request: Request) -> Response:
         """Load a model, or what its files are now if it is loaded."""
         asked = await _administered(request, keys, ChangeRequest)
-        check_repository_parameters(asked.parameters)
-        await repository.load(request.path_params["model"])
+        await answers.load(request.path_params["model"], asked.parameters)
         return Response()
 
-    async def unload(request: Request) -> Response:
+    async def unload_model(request: Request) -> Response:
         """Unload a model; requests that came before are answered."""
         await _administered(request, keys, ChangeRequest)
-        await repository.unload(request.path_params["model"])
+        await answers.unload(request.path_params["model"])
         return Response()
 
-    for name, endpoint in (("load", load), ("unload", unload)):
-        path = f"/repository{MODEL}/{name}"
+    for verb, change in (("load", load_model), ("unload", unload_model)):
         router.post(
-            path,
-            name=f"{name}_model",
-            summary=f"{name.capitalize()} a model",
+            f"/repository{MODEL}/{verb}",
+            summary=f"{verb.capitalize()} a model",
             response_class=Response,
-            openapi_extra=openapi.request(path, content=openapi.json(ChangeRequest)),
-            responses=errors(ProtocolError, OF_REPOSITORY) | _UNKNOWN,
-        )(endpoint)
+            openapi_extra=openapi.request(content=openapi.json(ChangeRequest)),
+            responses=errors(ProtocolError, OF_REPOSITORY) | UNKNOWN,
+        )(change)
     return router
-
-
-_UNKNOWN = errors(ProtocolError, [404])
 
 
 async def _administered(request: Request, keys: Keys, kind: type[_Body]) -> _Body:

@@ -210,10 +210,11 @@ async def test_an_unexpected_error_is_logged_and_hidden(stub, running, monkeypat
         raise RuntimeError("secret of /srv")
 
     monkeypatch.setattr(type(running.models), "served", property(fail))
+    monkeypatch.setattr(type(running.models), "find", fail)
     for call in (
         stub.ModelStatistics(pb.ModelStatisticsRequest()),
-        health(stub),
-        anext(aiter(health_stub(stub.channel).Watch(Check()))),
+        health(stub, "tiny"),
+        anext(aiter(health_stub(stub.channel).Watch(Check(service="tiny")))),
     ):
         error = await failure(call)
         assert error.code() is grpc.StatusCode.INTERNAL
