@@ -10,10 +10,10 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.routing import Router
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from lenet import DISTRIBUTION
 from lenet.command_line import parse
-from service.api.middleware import Application, Receive, Scope, Send
 from service.assembly import open_service
 from service.settings import Settings
 
@@ -22,7 +22,7 @@ _STATE = "lenet_serve"
 
 
 @asynccontextmanager
-async def open_app(settings: Settings | None = None) -> AsyncIterator[Application]:
+async def open_app(settings: Settings | None = None) -> AsyncIterator[ASGIApp]:
     """The service as an ASGI application, open while the block runs.
 
     `settings`: those of the environment by default. Those of listeners, workers and TLS are the

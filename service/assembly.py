@@ -16,6 +16,7 @@ from pathlib import Path
 
 from fastapi import FastAPI
 from prometheus_client import CollectorRegistry
+from starlette.types import ASGIApp
 
 from lenet import distribution_commit, distribution_version
 from lenet.pixels import Images
@@ -23,7 +24,7 @@ from service import direct
 from service.api.app import create_app
 from service.api.explain import explain_route
 from service.api.grpc_methods import methods
-from service.api.middleware import Application, Middleware
+from service.api.middleware import Middleware
 from service.api.open_inference import OpenInference
 from service.api.routes import image_routes
 from service.api.schemas import InfoResponse, LoadedModel
@@ -78,7 +79,7 @@ class Service:
     """Set by `--fault-injection`."""
 
     @property
-    def asgi(self) -> Application:
+    def asgi(self) -> ASGIApp:
         """Every HTTP route, keys and CORS included, as an ASGI application."""
         return Middleware(self.app, self.gate, self.access)
 

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import uvloop
+from starlette.types import ASGIApp
 
-from service.api.middleware import Application
 from service.assembly import Service, open_service
 from service.engine.models import Models
 from service.errors import (
@@ -268,7 +268,7 @@ async def _answer(
     await service.models.drain(max(0.0, deadline_s - loop.time()))
 
 
-def _uvicorn(app: Application, settings: Settings) -> tuple[uvicorn.Server, Callable[[], None]]:
+def _uvicorn(app: ASGIApp, settings: Settings) -> tuple[uvicorn.Server, Callable[[], None]]:
     """Uvicorn for `app`, by its documented interface, and what stops it."""
     import uvicorn  # where it is not chosen, nothing of it is loaded
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from typing import Any, cast
 
 import orjson
@@ -32,13 +32,7 @@ from service.engine.models import Models
 from service.errors import ServiceError, shown
 from service.observe.metrics import CONTENT_TYPE, Metrics
 from service.process.keys import Keys
-from service.transport.answer import (
-    INTERNAL_ERROR,
-    has_plain_errors,
-    plain_error,
-    plain_error_answer,
-    refusal,
-)
+from service.transport.answer import has_plain_errors, plain_error, plain_error_answer, refusal
 from service.transport.gate import DOCS_FILES
 from service.transport.gate import PAGE_FILES as PAGE_PREFIX
 
@@ -100,19 +94,15 @@ def create_app(
         return response(plain_error_answer(cast("ServiceError", error)))
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
-        return _routing_error_response(request, cast("HTTPException", error), paths)
+        return _routing_error_response(request, cast("HTTPException", error), ["/docs", *paths])
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and the connection logs it.
-        if has_plain_errors(path_of(request.scope)):
-            return response(plain_error(500, "internal error; see the server log"))
-        return response(INTERNAL_ERROR)
+        path = path_of(request.scope)
+        return _error_response(path, 500, "internal", "internal error; see the server log")
 
-    routes = [route for one in (app, *routers) for route in one.routes]
-    paths = [
-        "/docs",
-        *(one.path for one in routes if isinstance(one, APIRoute) and one.include_in_schema),
-    ]
+    routes = (route for one in (app, *routers) for route in one.routes)
+    paths = [one.path for one in routes if isinstance(one, APIRoute) and one.include_in_schema]
     app.add_exception_handler(ServiceError, on_service_error)
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
@@ -121,7 +111,7 @@ def create_app(
 
 def _operation_id(route: APIRoute) -> str:
     """The name that generated clients give to the function for a route."""
-    return route.name + ("_by_version" if "{version}" in route.path else "")
+    return route.name + "_by_version" * ("{version}" in route.path)
 
 
 def _add_operations(
@@ -136,18 +126,14 @@ def _add_operations(
         answer.status_code = 200 if models.ready else 503
         return Health(live=True, ready=models.ready)
 
+    not_ready: dict[int | str, dict[str, Any]] = {503: {"model": Health}}
     for tag, owner, alive, prepared in (
         ("operations", "", "/healthz", "/readyz"),
         (OIP_TAG, "server_", "/v2/health/live", "/v2/health/ready"),
     ):
-        app.get(alive, name=f"{owner}live", tags=[tag], summary="Liveness")(live)
-        app.get(
-            prepared,
-            name=f"{owner}ready",
-            tags=[tag],
-            summary="Readiness",
-            responses={503: {"model": Health}},
-        )(ready)
+        add = partial(app.get, tags=[tag])
+        add(alive, name=f"{owner}live", summary="Liveness")(live)
+        add(prepared, name=f"{owner}ready", summary="Readiness", responses=not_ready)(ready)
 
     @app.get("/metrics", tags=["operations"], summary="Prometheus metrics", response_class=Response)
     async def metrics_text() -> Response:
@@ -225,22 +211,23 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
     app.mount(DOCS_FILES, StaticFiles(packages=[("fastapi_offline", "static")]))
 
 
+def _error_response(path: str, status: int, code: str, message: str) -> Response:
+    """An error in the form of errors below `path`."""
+    plain = has_plain_errors(path)
+    return response(plain_error(status, message) if plain else refusal(status, code, message))
+
+
 def _routing_error_response(
     request: Request, error: HTTPException, paths: Sequence[str]
 ) -> Response:
     headers = dict(error.headers or {})
-    path = path_of(request.scope)
-    if error.status_code == 405:
-        methods = [
-            headers.get("Allow", ""),
-            "HEAD" if headers.get("Allow") == "GET" else "",
-            "OPTIONS",
-        ]
+    path, status, allowed = path_of(request.scope), error.status_code, headers.get("Allow", "")
+    if status == 405:
+        methods = (allowed, "HEAD" if allowed == "GET" else "", "OPTIONS")
         headers["Allow"] = ", ".join(filter(None, methods))
-    if request.method == "OPTIONS" and (error.status_code == 405 or path == "*"):
+    if request.method == "OPTIONS" and (status == 405 or path == "*"):
         return Response(status_code=204, headers=headers)
-    status, verb = error.status_code, verb_of(path)
-    if verb not in ("", "predict"):  # of TensorFlow Serving's API
+    if (verb := verb_of(path)) not in ("", "predict"):  # of TensorFlow Serving's API
         status = 404
         message = f"path: got {shown(path)}, but {shown(verb)} is not offered; predict is"
     elif status == 404:
@@ -250,13 +237,10 @@ def _routing_error_response(
             hint = "; /info lists the models"
         message = f"path: got {shown(path)}, expected {_MAIN_PATHS} or another of /docs{hint}"
     else:
-        message = (
-            f"method: got {shown(request.method)} for {shown(path)}, "
-            f"expected {headers.get('Allow', 'another')}; see /docs"
-        )
+        expected = f"expected {headers.get('Allow', 'another')}; see /docs"
+        message = f"method: got {shown(request.method)} for {shown(path)}, {expected}"
     code = _ROUTING_CODES.get(status, "invalid_input")
-    plain = has_plain_errors(path)
-    found = response(plain_error(status, message) if plain else refusal(status, code, message))
+    found = _error_response(path, status, code, message)
     found.headers.update(headers)
     return found
 
@@ -265,11 +249,9 @@ def _nearest(path: str, templates: Sequence[str]) -> str:
     """The path that is most like `path`, with the model and version named there; "" if none is."""
     if len(path) > _LONGEST_PATH:
         return ""
-    given = path.split("/")
-    known = [
-        "/".join(_filled(segment, given[at : at + 1]) for at, segment in enumerate(one.split("/")))
-        for one in templates
-    ]
+    # A template may have more parts than the path.
+    given = [part.partition(":")[0] for part in path.split("/")] + [""] * 9
+    known = ["/".join(map(_filled, template.split("/"), given)) for template in templates]
     protocol = path[:4] if path[:4] in ("/v1/", "/v2/") else "/"
     same = [one for one in known if one.startswith(protocol)]
     wanted = path.replace("predict", "infer") if protocol == "/v2/" else path  # its own word
@@ -277,7 +259,6 @@ def _nearest(path: str, templates: Sequence[str]) -> str:
     return next(iter(close or get_close_matches(path, known, n=1, cutoff=0.7)), "")
 
 
-def _filled(segment: str, given: Sequence[str]) -> str:
+def _filled(segment: str, value: str) -> str:
     """A part of a template with what a path has in its place."""
-    value = given[0].partition(":")[0] if given else ""
     return re.sub(r"\{(\w+)\}", lambda found: value or found[1].upper(), segment)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import base64
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,16 +17,10 @@ import orjson
 from lenet.explanation import Change, Layer
 from lenet.nvtx import span
 from lenet.pixels import Images
-from service.api.routes import (
-    ImageRequest,
-    ImageRoute,
-    Reply,
-    parameters_of,
-    read_predict,
-)
+from service.api.routes import ImageRequest, ImageRoute, Reply, parameters_of, read_predict
 from service.api.schemas import MAX_EXPLAINED_IMAGES, MAX_NOISE, ExplainQuery
 from service.engine.explainer import Explained, Explainer
-from service.errors import InvalidInput, invalid, shown
+from service.errors import invalid, shown
 from service.forms.form import JSON, Content
 from service.forms.prediction import warnings
 from service.observe.traces import Traces
@@ -49,11 +43,27 @@ def explain_route(requests: Requests, explainer: Explainer) -> ImageRoute:
 def _options(query: bytes) -> tuple[int, Change]:
     """Which image is explained, and of which network. Raises: InvalidInput."""
     parameters = parameters_of(query, tuple(ExplainQuery.model_fields))
-    return _index(parameters), _change(parameters)
+    index, noise = parameters.get("index", "0"), parameters.get("noise", "0")
+    biases, noisy = parameters.get("biases", "on"), parameters.get("noisy", "")
+    if not _INDEX.fullmatch(index):
+        raise invalid("index", shown(index), "the number of an image, 0 is the first")
+    if biases not in ("on", "off"):
+        raise invalid("biases", shown(biases), "on or off")
+    if not _NOISE.fullmatch(noise) or float(noise) > MAX_NOISE:
+        expected = f"a number from 0 to {MAX_NOISE}, in standard deviations of the weights"
+        raise invalid("noise", shown(noise), expected)
+    if noisy and "noise" not in parameters:
+        raise invalid("noise", "none", "it with noisy, as in noise=0.5")
+    if float(noise) and not noisy:
+        raise invalid("noisy", "none", "it with noise, as in noisy=conv1")
+    return int(index), Change(biases == "on", noisy, float(noise))
 
 
 class _ExplainRequest(ImageRequest, Explained):
-    """One request for an explanation: an `Explainer` takes the place of the batcher."""
+    """A request for an explanation: an `Explainer` takes the place of the batcher, and its batch.
+
+    The answer is JSON, see `ExplainResponse`, and counted apart from predictions.
+    """
 
     def __init__(
         self, explainer: Explainer, route: ImageRoute, wanted: Wanted, reply: Reply
@@ -63,20 +73,17 @@ class _ExplainRequest(ImageRequest, Explained):
         self.index, self.change = wanted.options
 
     def compute(self, images: Images) -> None:
-        """Have one of `images` explained. Raises: ServiceError."""
         if self.index >= len(images):
             expected = f"0 to {len(images) - 1}, as the request has {len(images)} images"
             raise invalid("index", str(self.index), expected)
         self._explainer.enqueue(self, images, self._find().version)
 
     def withdraw(self) -> None:
-        """Nobody waits for the layers any more."""
         if self.waits:
             self._explainer.cancel(self)
 
     @span("encode")
     def write(self) -> Content:
-        """JSON, see `ExplainResponse`."""
         version = self.version
         document: dict[str, Any] = {
             "model": version.name,
@@ -90,39 +97,10 @@ class _ExplainRequest(ImageRequest, Explained):
         document["layers"] = [_layer(layer) for layer in self.layers]
         return Content(JSON, orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY))
 
-    def batch_span(self, traces: Traces) -> None:
-        """There is no batch."""
+    def batch_span(self, traces: Traces) -> None: ...
 
     def count(self, times_s: TimesS) -> None:
-        """Count an answer, apart from predictions."""
         self._requests.metrics.explained(times_s[-1])
-
-
-def _index(parameters: Mapping[str, str]) -> int:
-    text = parameters.get("index", "0")
-    if not _INDEX.fullmatch(text):
-        raise invalid("index", shown(text), "the number of an image, 0 is the first")
-    return int(text)
-
-
-def _change(parameters: Mapping[str, str]) -> Change:
-    """Read the changes to the model from the query. Raises: InvalidInput."""
-    biases = parameters.get("biases", "on")
-    if biases not in ("on", "off"):
-        raise invalid("biases", shown(biases), "on or off")
-    noisy, text = parameters.get("noisy", ""), parameters.get("noise", "0")
-    if not _NOISE.fullmatch(text) or float(text) > MAX_NOISE:
-        expected = f"a number from 0 to {MAX_NOISE}, in standard deviations of the weights"
-        raise invalid("noise", shown(text), expected)
-    if noisy and "noise" not in parameters:
-        raise InvalidInput(
-            "noise: got none, expected it with noisy, as in noise=0.5", field="noise"
-        )
-    if float(text) and not noisy:
-        raise InvalidInput(
-            "noisy: got none, expected it with noise, as in noisy=conv1", field="noisy"
-        )
-    return Change(biases == "on", noisy, float(text))
 
 
 def _prediction(logits: Layer, names: Sequence[str]) -> dict[str, Any]:
@@ -131,20 +109,13 @@ def _prediction(logits: Layer, names: Sequence[str]) -> dict[str, Any]:
     assert probabilities is not None, "bug: not the last layer"
     label = int(probabilities.argmax())
     name = {} if names[label] == str(label) else {"name": names[label]}
-    return {
-        "label": label,
-        **name,
-        "confidence": probabilities[label],
-        "probabilities": probabilities,
-    }
+    confidence = {"confidence": probabilities[label], "probabilities": probabilities}
+    return {"label": label, **name, **confidence}
 
 
 def _layer(layer: Layer) -> dict[str, Any]:
     document: dict[str, Any] = {"name": layer.name, "kind": layer.kind, "shape": layer.shape}
     if layer.logits is not None:
-        document["values"] = layer.logits
-        return document
-    document |= {"low": layer.low, "high": layer.high}
-    if layer.data is not None:
-        document["data"] = base64.b64encode(layer.data).decode()
-    return document
+        return document | {"values": layer.logits}
+    data = {} if layer.data is None else {"data": base64.b64encode(layer.data).decode()}
+    return document | {"low": layer.low, "high": layer.high} | data

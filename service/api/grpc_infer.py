@@ -53,7 +53,7 @@ def infer_methods(requests: Requests) -> dict[str, Method]:
 
 
 class _Single(Request):
-    """A call of `ModelInfer`: its request."""
+    """A call of `ModelInfer`, and its request. A stop lets it end if the request has begun."""
 
     __slots__ = ("_exchange", "_received")
 
@@ -64,15 +64,12 @@ class _Single(Request):
         self._exchange, self._received = exchange, False
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
-        """Answer with one message."""
         self._exchange.reply(content.body)
 
     def reply_error(self, error: ServiceError) -> None:
-        """End the call with the status of `error`."""
         self._exchange.end(status_of(error))
 
     def message(self, size: int | None) -> FastCall:
-        """The request begins."""
         if self._received:
             raise InvalidInput("message: got a second, expected one request", field="message")
         self._received = True
@@ -80,20 +77,16 @@ class _Single(Request):
         return self
 
     def half_close(self) -> None:
-        """It has to be there by now."""
         if not self._received:
             raise InvalidInput("message: got none, expected a request", field="message")
 
     def wait(self) -> None:
-        """Limit its time."""
         self.wait_for_body()
 
     def is_ahead(self) -> bool:
-        """It never is."""
         return False
 
     def stop(self, error: ServiceError) -> None:
-        """It is answered, if it has begun."""
         if not self._received:
             self.fail(error)
 
@@ -114,13 +107,11 @@ class _Streamed(Request):
         self.message: bytes | None = None
 
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
-        """Answer with a message."""
         response = pb.ModelStreamInferResponse()
         response.infer_response.MergeFromString(content.body)
         self._end(response)
 
     def reply_error(self, error: ServiceError) -> None:
-        """Answer with a message that says the error."""
         response = pb.ModelStreamInferResponse(error_message=status_of(error).details)
         response.infer_response.id = self.asked.id or ""
         self._end(response)
@@ -133,7 +124,10 @@ class _Streamed(Request):
 
 
 class _Stream:
-    """A call of `ModelStreamInfer`. Each request has the time that a call of `ModelInfer` has."""
+    """A call of `ModelStreamInfer`.
+
+    Each request, which may come at any time, has the time that a call of `ModelInfer` has.
+    """
 
     body_timeout_s = math.inf
 
@@ -147,7 +141,6 @@ class _Stream:
         """How the call ends when all is answered."""
 
     def message(self, size: int | None) -> FastCall:
-        """The next request begins."""
         places = 1 + (size or 0) // _BYTES_OF_ONE
         request = _Streamed(self, self._requests, self._wanted, places)
         self._open.append(request)
@@ -156,26 +149,21 @@ class _Stream:
         return request
 
     def half_close(self) -> None:
-        """There are no further requests."""
         self._last = self._last or Status(StatusCode.OK)
         self.write()
 
-    def wait(self) -> None:
-        """A request may come at any time."""
+    def wait(self) -> None: ...
 
     def is_ahead(self) -> bool:
-        """Whether many requests wait for their answers, or many answers for the client."""
-        return (
-            self._last is not None or self._places >= _STREAM_AHEAD or not self._exchange.is_read()
-        )
+        # Many requests wait for their answers, or many answers for the client.
+        full = self._places >= _STREAM_AHEAD or not self._exchange.is_read()
+        return self._last is not None or full
 
     def stop(self, error: ServiceError) -> None:
-        """Begin no further request."""
         self._last = self._last or status_of(error)
         self.write()
 
     def fail(self, error: ServiceError) -> None:
-        """End the call: what the client sends cannot be read, or a stop takes too long."""
         unanswered = tuple(self._open)
         self._last = status_of(error)
         if not unanswered:
@@ -185,7 +173,6 @@ class _Stream:
         self.write()
 
     def cancel(self) -> None:
-        """The client is gone."""
         for request in self._open:
             request.cancel()
         self._open.clear()

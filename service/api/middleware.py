@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
-from typing import Any, TypeAlias
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from service.api.endpoints import fields, path_of, response
 from service.process.listener import at
@@ -13,12 +15,6 @@ from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.head import MAX_FIELDS, MAX_TARGET_BYTES, RequestHead
 from service.transport.ids import Ids
-
-Scope: TypeAlias = MutableMapping[str, Any]
-Message: TypeAlias = MutableMapping[str, Any]
-Receive: TypeAlias = Callable[[], Awaitable[Message]]
-Send: TypeAlias = Callable[[Message], Awaitable[None]]
-Application: TypeAlias = Callable[[Scope, Receive, Send], Awaitable[None]]
 
 
 class _Head(RequestHead):
@@ -56,7 +52,7 @@ class _Head(RequestHead):
 class Middleware:
     """Keys, CORS, request ids, the limits of a head, HEAD and the access log, around `app`."""
 
-    def __init__(self, app: Application, gate: Gate, access: AccessLog | None) -> None:
+    def __init__(self, app: ASGIApp, gate: Gate, access: AccessLog | None) -> None:
         self._app, self._gate, self._access = app, gate, access
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -12,27 +12,9 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
-from service.api.routes import MAX_TIMEOUT_MS, MODEL_VERSION, PREFIX, TENSORFLOW, TIMEOUT_HEADER
-from service.api.schemas import (
-    ENCODED_SEVEN,
-    FLAT_SEVEN,
-    SEVEN,
-    ChangeRequest,
-    ErrorResponse,
-    ExplainQuery,
-    ExplainResponse,
-    IndexRequest,
-    InferRequest,
-    InferResponse,
-    PredictQuery,
-    PredictRequest,
-    PredictResponse,
-    ProtocolError,
-    TensorflowColumns,
-    TensorflowOutputs,
-    TensorflowPredictions,
-    TensorflowRows,
-)
+from service.api import schemas
+from service.api.routes import PREFIX, TENSORFLOW
+from service.api.schemas import ENCODED_SEVEN, FLAT_SEVEN, SEVEN
 from service.forms.body import ACCEPTED
 from service.forms.body import OCTETS as BINARY
 from service.forms.oip_json import LENGTH_HEADER
@@ -43,54 +25,10 @@ OIP_TAG, TENSORFLOW_TAG = "open inference protocol", "TensorFlow Serving"
 
 _REF = "#/components/schemas/{model}"
 _BODIES = (
-    *(PredictRequest, InferRequest, TensorflowRows, TensorflowColumns),
-    *(IndexRequest, ChangeRequest),
+    *(schemas.PredictRequest, schemas.InferRequest),
+    *(schemas.TensorflowRows, schemas.TensorflowColumns),
+    *(schemas.IndexRequest, schemas.ChangeRequest),
 )
-
-
-# Requests
-
-
-def request(
-    *,
-    query: type[BaseModel] | None = None,
-    content: Mapping[str, Any],
-    timed: bool = False,
-    required: bool = False,
-) -> dict[str, Any]:
-    """FastAPI's `openapi_extra` of a route.
-
-    Args:
-        query: its fields become parameters.
-        content: the body by content type, as of `json`.
-        timed: whether the header for the deadline is read.
-        required: whether the body is.
-    """
-    parameters = []
-    fields = {} if query is None else query.model_json_schema()["properties"]
-    for name, field in fields.items():
-        described = {"description": field.pop("description"), "schema": field}
-        parameters.append({"name": name, "in": "query", "required": False, **described})
-    if timed:
-        parameters.append(_TIMEOUT)
-    body = {"content": content} | ({"required": True} if required else {})
-    return {"requestBody": body} | ({"parameters": parameters} if parameters else {})
-
-
-_TIMEOUT = {
-    "name": TIMEOUT_HEADER,
-    "in": "header",
-    "required": False,
-    "description": "Deadline in milliseconds from the request's arrival, the upload of its body "
-    "included; at most the service's request_timeout_ms, see /info.",
-    "schema": {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": MAX_TIMEOUT_MS,
-        "default": MAX_TIMEOUT_MS,
-        "title": TIMEOUT_HEADER,
-    },
-}
 
 
 def json(*models: type[BaseModel], **examples: Mapping[str, Any]) -> dict[str, Any]:
@@ -99,6 +37,11 @@ def json(*models: type[BaseModel], **examples: Mapping[str, Any]) -> dict[str, A
     schema = references[0] if len(references) == 1 else {"anyOf": references, "title": "Body"}
     shown = {name: {"value": one} for name, one in examples.items()}
     return {"application/json": {"schema": schema} | ({"examples": shown} if shown else {})}
+
+
+def small_body(model: type[BaseModel]) -> dict[str, Any]:
+    """FastAPI's `openapi_extra` of a route with a body, which may be left out, of `_BODIES`."""
+    return {"requestBody": {"content": json(model)}}
 
 
 # Answers
@@ -120,7 +63,8 @@ OF_REPOSITORY = (400, 401, 403, 413, 503)
 
 
 def errors(
-    model: type[ErrorResponse | ProtocolError], statuses: Sequence[int] = _OF_PREDICTIONS
+    model: type[schemas.ErrorResponse | schemas.ProtocolError],
+    statuses: Sequence[int] = _OF_PREDICTIONS,
 ) -> dict[int | str, dict[str, Any]]:
     """Answers with an error in the shape of `model`, as FastAPI's `responses`."""
     return {
@@ -133,7 +77,7 @@ def errors(
     }
 
 
-UNKNOWN = errors(ProtocolError, [404])
+UNKNOWN = errors(schemas.ProtocolError, [404])
 """The answer of a route with a model in its path when it is not loaded."""
 
 # The routes that take images
@@ -143,7 +87,7 @@ _FILES = {"type": "array", "minItems": 1, "items": _FILE["schema"]}
 *_SINGLE, _FORM = (kind for kind in ACCEPTED if kind != "application/json")
 _IMAGES = {
     **json(
-        PredictRequest,
+        schemas.PredictRequest,
         base64={"images": [ENCODED_SEVEN]},
         nested={"images": [SEVEN]},
         flat={"images": [FLAT_SEVEN]},
@@ -162,7 +106,7 @@ _IMAGES = {
 }
 _IMAGE = {"name": "image", "datatype": "UINT8", "shape": [1, 28, 28], "data": FLAT_SEVEN}
 _TENSORS = {
-    **json(InferRequest, flat={"inputs": [_IMAGE]}),
+    **json(schemas.InferRequest, flat={"inputs": [_IMAGE]}),
     BINARY: {
         "schema": {
             **_FILE["schema"],
@@ -172,7 +116,7 @@ _TENSORS = {
     },
 }
 _INSTANCES = json(
-    *(TensorflowRows, TensorflowColumns),
+    *(schemas.TensorflowRows, schemas.TensorflowColumns),
     instances={"instances": [SEVEN]},
     inputs={"inputs": [SEVEN]},
     base64={"instances": [{"b64": ENCODED_SEVEN}]},
@@ -190,54 +134,49 @@ _LENGTH = {LENGTH_HEADER: _header("Bytes of JSON in an answer with binary tensor
 def image_route(path: str) -> dict[str, Any]:
     """What the document says of a route that takes images, as arguments of FastAPI's."""
     if path.startswith(PREFIX):
-        return _documented(
-            path,
+        return _image_route(
             "infer",
             "Inference",
             "JSON, or JSON followed by binary tensors, or the bytes of images.",
             OIP_TAG,
             _TENSORS,
-            InferResponse,
+            schemas.InferResponse,
             {"headers": _TIMES | _LENGTH, "content": {BINARY: _FILE}},
         )
     if path.startswith(TENSORFLOW):
-        return _documented(
-            path,
+        return _image_route(
             "predict_instances",
             "Prediction",
             "Images as `instances`, answered by row, or as `inputs`, by column.",
             TENSORFLOW_TAG,
             _INSTANCES,
-            TensorflowPredictions | TensorflowOutputs,
+            schemas.TensorflowPredictions | schemas.TensorflowOutputs,
             {"headers": _TIMES},
         )
     if path == "/explain":
-        return _documented(
-            path,
+        return _image_route(
             "explain",
             "See inside",
             "The outputs of each layer for one of at most 64 images, in float32 on the CPU.",
             "predict",
             _IMAGES,
-            ExplainResponse,
+            schemas.ExplainResponse,
             {"headers": _TIMES},
-            query=ExplainQuery,
+            schemas.ExplainQuery,
         )
-    return _documented(
-        path,
+    return _image_route(
         "predict",
         "Recognise digits",
         "One or many images of 28x28 pixels, ink high; or a picture of any size.",
         "predict",
         _IMAGES,
-        PredictResponse,
+        schemas.PredictResponse,
         {"headers": _TIMES, "content": {BINARY: _FILE}},
-        query=PredictQuery,
+        schemas.PredictQuery,
     )
 
 
-def _documented(
-    path: str,
+def _image_route(
     name: str,
     summary: str,
     description: str,
@@ -247,16 +186,30 @@ def _documented(
     good: dict[str, Any],
     query: type[BaseModel] | None = None,
 ) -> dict[str, Any]:
-    error = ErrorResponse if query else ProtocolError
+    parameters = [*_parameters("query", query), *_parameters("header", schemas.ImageHeaders)]
     return {
+        "name": name,
         "tags": [tag],
         "summary": summary,
         "description": description,
-        "operation_id": name + "_by_version" * (MODEL_VERSION in path),
         "response_model": answer,
-        "responses": errors(error) | {200: good},
-        "openapi_extra": request(query=query, content=content, timed=True, required=True),
+        "responses": errors(schemas.ErrorResponse if query else schemas.ProtocolError)
+        | {200: good},
+        "openapi_extra": {
+            "parameters": parameters,
+            "requestBody": {"content": content, "required": True},
+        },
     }
+
+
+def _parameters(place: str, model: type[BaseModel] | None) -> list[dict[str, Any]]:
+    """The fields of `model` as parameters, none of which is required."""
+    fields = {} if model is None else model.model_json_schema()["properties"]
+    return [
+        {"name": name, "in": place, "required": False, "description": field.pop("description")}
+        | {"schema": field}
+        for name, field in fields.items()
+    ]
 
 
 def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:

@@ -5,13 +5,14 @@ A new form gets a function here that reads its head, and a line in `image_routes
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias, cast, get_args
+from typing import Any, TypeAlias, get_args
 from urllib.parse import parse_qsl
 
-from service.api.schemas import PredictQuery
+from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
 from service.errors import InvalidInput, ServiceError, UnsupportedMediaType, invalid, shown
 from service.forms.body import OCTETS, ImageForm, Limits
 from service.forms.form import Content, Form
@@ -31,12 +32,6 @@ TENSORFLOW = "/v1"
 
 MODEL = "/models/{model}"
 MODEL_VERSION = f"{MODEL}/versions/{{version}}"
-
-TIMEOUT_HEADER = "X-Request-Timeout-Ms"
-MAX_TIMEOUT_MS = 3_600_000
-
-_INVERT = get_args(Invert)
-_DIGITS = get_args(Digits)
 
 _MAX_SEPARATORS = 100
 """Maximum number of commas and semicolons in `Accept` and `Accept-Encoding`; one with more is
@@ -83,10 +78,9 @@ class ImageRoute:
             UnsupportedMediaType: the body is compressed, or of an unknown type.
             TooLarge: Content-Length exceeds the limit.
         """
-        requests = self.requests
         path = path or {}
-        form, model, version = self.read_form(query, headers, path, requests.limits)
-        timeout_s = min(_timeout_s(headers) or requests.timeout_s, requests.timeout_s)
+        form, model, version = self.read_form(query, headers, path, self.requests.limits)
+        timeout_s = min(_timeout_s(headers), self.requests.timeout_s)
         asks_first = headers.get("expect", "").lower() == "100-continue"
         operation = http_operation("POST", self.template, self.template.format(**path))
         length, trace = self._length(headers), Ids.read(headers).trace
@@ -155,8 +149,8 @@ def read_predict(
     parameters = parameters_of(query, tuple(query_model.model_fields))
     form = ImageForm.of(
         headers.get("content-type", ""),
-        cast("Invert", _choice(parameters, "invert", _INVERT)),
-        cast("Digits", _choice(parameters, "digits", _DIGITS)),
+        _choice(parameters, "invert", Invert),
+        _choice(parameters, "digits", Digits),
         limits,
         binary=prefers(OCTETS, headers.get("accept", "")),
     )
@@ -169,21 +163,17 @@ def read_infer(
     """The head of inference by the Open Inference Protocol. Raises: InvalidInput."""
     json_bytes = None
     if (text := headers.get(LENGTH_HEADER.lower())) is not None:
-        if not (text.isascii() and text.isdecimal() and len(text) <= len(str(2**63))):
+        if not re.fullmatch("[0-9]{1,19}", text):
             raise invalid(LENGTH_HEADER, shown(text), "the length of the JSON in bytes")
         json_bytes = int(text)
-    return (
-        OipJsonForm(json_bytes, limits.max_images),
-        path.get("model", ""),
-        path.get("version", ""),
-    )
+    return OipJsonForm(json_bytes, limits.max_images), path["model"], path.get("version", "")
 
 
 def read_tensorflow(
     query: bytes, headers: Headers, path: Mapping[str, str], limits: Limits
 ) -> tuple[Form, str, str]:
     """The head of a prediction by TensorFlow Serving's API."""
-    return TensorflowForm(limits.max_images), path.get("model", ""), path.get("version", "")
+    return TensorflowForm(limits.max_images), path["model"], path.get("version", "")
 
 
 def weights(header: str) -> dict[str, float]:
@@ -237,8 +227,9 @@ def parameters_of(query: bytes, expected: Sequence[str]) -> dict[str, str]:
     return found
 
 
-def _choice(parameters: Mapping[str, str], name: str, choices: Sequence[str]) -> str:
-    """The value of a query parameter, the first choice if there is none. Raises: InvalidInput."""
+def _choice(parameters: Mapping[str, str], name: str, literal: Any) -> Any:
+    """The value of a query parameter, by default the first of `literal`. Raises: InvalidInput."""
+    choices = get_args(literal)
     found = parameters.get(name, choices[0])
     if found not in choices:
         raise InvalidInput(
@@ -248,14 +239,12 @@ def _choice(parameters: Mapping[str, str], name: str, choices: Sequence[str]) ->
     return found
 
 
-def _timeout_s(headers: Mapping[str, str]) -> float | None:
-    """The `X-Request-Timeout-Ms` of a request, in seconds; None if it has none."""
+def _timeout_s(headers: Mapping[str, str]) -> float:
+    """The `X-Request-Timeout-Ms` of a request, in seconds; infinite if it has none."""
     text = headers.get(TIMEOUT_HEADER.lower())
     if text is None:
-        return None
-    if not (text.isascii() and text.isdecimal() and len(text) <= 7) or not (
-        1 <= int(text) <= MAX_TIMEOUT_MS
-    ):
+        return math.inf
+    if not re.fullmatch("[0-9]{1,7}", text) or not 1 <= int(text) <= MAX_TIMEOUT_MS:
         raise invalid(TIMEOUT_HEADER, shown(text), f"whole milliseconds from 1 to {MAX_TIMEOUT_MS}")
     return int(text) / 1e3
 

@@ -16,6 +16,7 @@ from service.pictures.headers import Digits, Invert
 
 MAX_EXPLAINED_IMAGES = 64
 MAX_NOISE = 10
+TIMEOUT_HEADER, MAX_TIMEOUT_MS = "X-Request-Timeout-Ms", 3_600_000
 
 
 def example_seven() -> list[list[int]]:
@@ -53,6 +54,19 @@ class ExplainQuery(PredictQuery):
     biases: Literal["on", "off"] = Field("on", description="off computes with all biases 0.")
     noisy: str = Field("", description="The layer whose weights get normal noise of one seed.")
     noise: float = Field(0, ge=0, le=MAX_NOISE, description="In deviations of these weights.")
+
+
+class ImageHeaders(BaseModel):
+    """The headers of a request with images that are read, besides those of HTTP."""
+
+    timeout_ms: int = Field(
+        MAX_TIMEOUT_MS,
+        validation_alias=TIMEOUT_HEADER,
+        ge=1,
+        le=MAX_TIMEOUT_MS,
+        description="Deadline in milliseconds from the request's arrival, the upload of its body "
+        "included; at most the service's request_timeout_ms, see /info.",
+    )
 
 
 # Bodies of requests
@@ -195,13 +209,16 @@ class PredictionWarning(BaseModel):
     message: str = Field(description="What was found, what to do.")
 
 
-class PredictResponse(BaseModel):
-    """The predictions, in the order of the images."""
-
+class _Computed(BaseModel):
     model: str = Field(examples=["lenet"])
     version: str = Field(examples=["1"])
-    predictions: list[ImagePrediction]
     warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
+
+
+class PredictResponse(_Computed):
+    """The predictions, in the order of the images."""
+
+    predictions: list[ImagePrediction]
 
 
 class ExplainedLayer(BaseModel):
@@ -219,15 +236,12 @@ class ExplainedLayer(BaseModel):
     values: list[float] | None = Field(None, description="Of the logits, instead of the above.")
 
 
-class ExplainResponse(BaseModel):
+class ExplainResponse(_Computed):
     """The outputs of each layer for one image."""
 
-    model: str = Field(examples=["lenet"])
-    version: str = Field(examples=["1"])
     images: list[str] = Field(description="All images as prepared, 784 bytes each in base64.")
     index: int = Field(description="Which of them is explained.")
     prediction: ImagePrediction
-    warnings: list[PredictionWarning] = Field([], description="About pictures; at most 256.")
     layers: list[ExplainedLayer]
 
 

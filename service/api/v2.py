@@ -91,7 +91,7 @@ def protocol_routes(answers: OpenInference, keys: Keys) -> APIRouter:
     @router.post(
         "/repository/index",
         summary="Models and versions that are there",
-        openapi_extra=openapi.request(content=openapi.json(IndexRequest)),
+        openapi_extra=openapi.small_body(IndexRequest),
         responses=errors(ProtocolError, OF_REPOSITORY),
     )
     async def repository_index(request: Request) -> list[RepositoryEntry]:
@@ -116,7 +116,7 @@ def protocol_routes(answers: OpenInference, keys: Keys) -> APIRouter:
             f"/repository{MODEL}/{verb}",
             summary=f"{verb.capitalize()} a model",
             response_class=Response,
-            openapi_extra=openapi.request(content=openapi.json(ChangeRequest)),
+            openapi_extra=openapi.small_body(ChangeRequest),
             responses=errors(ProtocolError, OF_REPOSITORY) | UNKNOWN,
         )(change)
     return router
