@@ -26,7 +26,7 @@ from service.api.explain import explain_route
 from service.api.grpc_methods import methods
 from service.api.middleware import Middleware
 from service.api.open_inference import OpenInference
-from service.api.routes import image_routes
+from service.api.paths import POLICY, image_routes
 from service.api.schemas import InfoResponse, LoadedModel
 from service.budget import Budget
 from service.decode.pool import Decoders
@@ -38,6 +38,7 @@ from service.engine.faults import Faults
 from service.engine.models import EngineConfig, Models, ServedModel
 from service.engine.repository import Repository, unloaded
 from service.engine.versions import WeightsFolder
+from service.errors import GRPC_STATUS, STATUS
 from service.forms.body import Limits
 from service.observe.metrics import NO_MODEL, Metrics
 from service.observe.traces import Traces
@@ -45,9 +46,7 @@ from service.process.keys import Keys
 from service.request import Requests
 from service.settings import Settings
 from service.transport.access_log import AccessLog, access_log
-from service.transport.answer import STATUS
 from service.transport.gate import Gate
-from service.transport.grpc_status import STATUS_NAMES
 from service.transport.head import FastRoutes
 from service.transport.http2_head import Methods
 
@@ -207,6 +206,7 @@ async def open_service(
             keys,
             settings.cors_origins,
             lambda error: metrics.request_done(NO_MODEL, "http", error.code),
+            POLICY,
         )
         models.ready = True
         try:
@@ -238,7 +238,7 @@ def _traces(settings: Settings, version: str) -> Iterator[Traces | None]:
 
     chosen = f"one request in {settings.traces_one_in}" if settings.traces_one_in else "none"
     _log.info("traces to %s: %s, besides what callers, faults and slowness choose", url, chosen)
-    statuses: spans.Statuses = {"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}
+    statuses: spans.Statuses = {"http": STATUS | {"": 200}, "grpc": GRPC_STATUS | {"": "OK"}}
     scheme = "http" if settings.certificate is None else "https"
     with spans.exported(url, version, statuses, scheme) as made:
         yield Traces(settings.traces_one_in, (settings.traces_slower_ms or math.inf) / 1e3, made)

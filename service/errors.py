@@ -1,20 +1,22 @@
 """Errors of a request and of the start, independent of a transport.
 
-HTTP and gRPC map each error to a status of their own: `transport.answer`, `transport.grpc_status`.
+Those of a request are `Refusal`s of the transport, which names some kinds itself. Each has a status
+over HTTP and one over gRPC.
 
-ServiceError
-├── InvalidInput            malformed bytes or values; `field` names which
-├── TooLarge                the body or the number of images exceeds its limit
-├── UnsupportedMediaType    the body's content type or encoding cannot be read
-├── UnknownModel            the requested model or version is not loaded
+Refusal
 ├── Unauthorized            no right key came with the request
 ├── Forbidden               the key that came may not do this, or nobody may
-├── Overloaded              a queue is full; retry after `retry_after_s`
-├── DeadlineExceeded        the deadline passed before the answer was ready
-│   └── BodyTimeout         the deadline passed before the body had arrived
-├── Cancelled               the client disconnected or cancelled
-├── Unavailable             starting, stopping, or the device is lost; retry
-└── InferenceFailed         the batch failed on the server's side
+└── ServiceError
+    ├── InvalidInput            malformed bytes or values; `field` names which
+    ├── TooLarge                the body or the number of images exceeds its limit
+    ├── UnsupportedMediaType    the body's content type or encoding cannot be read
+    ├── UnknownModel            the requested model or version is not loaded
+    ├── Overloaded              a queue is full; retry after `retry_after_s`
+    ├── DeadlineExceeded        the deadline passed before the answer was ready
+    │   └── BodyTimeout         the deadline passed before the body had arrived
+    ├── Cancelled               the client disconnected or cancelled
+    ├── Unavailable             starting, stopping, or the device is lost; retry
+    └── InferenceFailed         the batch failed on the server's side
 
 InvalidCertificate          the files of a certificate cannot be used
 
@@ -24,7 +26,6 @@ OSError
 
 from __future__ import annotations
 
-import json
 from enum import IntEnum
 from typing import Any
 
@@ -35,99 +36,80 @@ from lenet.errors import (
     InvalidModel,
     InvalidWeightFile,
 )
+from service.transport import refusal
+from service.transport.refusal import Forbidden, Refusal, StatusCode, Unauthorized
+from service.transport.refusal import shown as shown
 
 
-class ServiceError(Exception):
-    """An error that is reported to the client.
+class ServiceError(Refusal):
+    """An error of the service that is reported to the client.
 
     Attributes:
-        code: from a closed set, stable for clients.
-        message: what was received, what was expected, what to do.
-        field: the part of the request that is wrong; "" if no single part is.
-        retry_after_s: when a retry may succeed.
         asked: what could be read of a body that is refused, see `service.forms.form`.
     """
 
-    code = "internal"
     asked: Any = None
 
-    def __init__(self, message: str, *, field: str = "", retry_after_s: int | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.field = field
-        self.retry_after_s = retry_after_s
 
-
-class InvalidInput(ServiceError):
+class InvalidInput(refusal.InvalidInput, ServiceError):
     """The request is malformed."""
 
-    code = "invalid_input"
 
-
-class TooLarge(ServiceError):
+class TooLarge(refusal.TooLarge, ServiceError):
     """The request exceeds a size limit."""
-
-    code = "too_large"
 
 
 class UnsupportedMediaType(ServiceError):
     """The body's content type or encoding is not supported."""
 
-    code = "unsupported_media_type"
+    code, status, grpc_status = "unsupported_media_type", 415, StatusCode.INVALID_ARGUMENT
 
 
 class UnknownModel(ServiceError):
     """The requested model or version is not loaded."""
 
-    code = "unknown_model"
+    code, status, grpc_status = "unknown_model", 404, StatusCode.NOT_FOUND
 
 
-class Unauthorized(ServiceError):
-    """The request came without a right key."""
-
-    code = "unauthorized"
-
-
-class Forbidden(ServiceError):
-    """The request may not be made with this key, or not at all."""
-
-    code = "forbidden"
-
-
-class Overloaded(ServiceError):
+class Overloaded(refusal.Overloaded, ServiceError):
     """A queue has no room for this request."""
-
-    code = "overloaded"
 
 
 class DeadlineExceeded(ServiceError):
     """The deadline passed before the answer was ready."""
 
-    code = "deadline_exceeded"
+    code, status, grpc_status = "deadline_exceeded", 504, StatusCode.DEADLINE_EXCEEDED
 
 
-class BodyTimeout(DeadlineExceeded):
+class BodyTimeout(refusal.BodyTimeout, DeadlineExceeded):
     """The body did not arrive before the deadline."""
-
-    code = "body_timeout"
 
 
 class Cancelled(ServiceError):
     """The client disconnected or cancelled."""
 
-    code = "cancelled"
+    code, status, grpc_status = "cancelled", 499, StatusCode.CANCELLED
 
 
-class Unavailable(ServiceError):
+class Unavailable(refusal.Unavailable, ServiceError):
     """The server cannot answer now; a retry may succeed."""
-
-    code = "unavailable"
 
 
 class InferenceFailed(ServiceError):
     """The batch that held this request failed."""
 
     code = "inference_failed"
+
+
+_KINDS = (
+    *(InvalidInput, Unauthorized, Forbidden, UnknownModel, BodyTimeout, TooLarge),
+    *(UnsupportedMediaType, Overloaded, Cancelled, ServiceError, InferenceFailed, Unavailable),
+    DeadlineExceeded,
+)
+STATUS = {kind.code: kind.status for kind in _KINDS}
+"""HTTP status by error code. 422 is not used."""
+GRPC_STATUS = {kind.code: kind.grpc_status.name for kind in _KINDS}
+"""gRPC status by error code."""
 
 
 class InvalidCertificate(Exception):
@@ -172,7 +154,7 @@ def exit_code(error: Exception) -> ExitCode:
 
 def stopping() -> Unavailable:
     """The error of a request that the stopping service cannot answer."""
-    return Unavailable("the service is stopping; send this to another instance", retry_after_s=1)
+    return Unavailable(refusal.STOPPING, retry_after_s=1)
 
 
 def stopped() -> Unavailable:
@@ -182,18 +164,6 @@ def stopped() -> Unavailable:
     )
 
 
-_SHOWN_CHARACTERS = 40
-
-
 def invalid(field: str, got: str, expected: str) -> InvalidInput:
     """The error "FIELD: got GOT, expected EXPECTED"."""
     return InvalidInput(f"{field}: got {got}, expected {expected}", field=field)
-
-
-def shown(value: object, characters: int = _SHOWN_CHARACTERS) -> str:
-    """A client's value for a message, cut after `characters`; a container by its length alone."""
-    if isinstance(value, list | dict):
-        return f"{'a list' if type(value) is list else 'an object'} of {len(value)}"
-    if isinstance(value, str):
-        return repr(value[:characters]) + ("..." if len(value) > characters else "")
-    return json.dumps(value)

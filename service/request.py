@@ -40,6 +40,7 @@ from service.forms.body import Limits
 from service.forms.form import NOTHING, Asked, Body, Content, Decoded, Form
 from service.observe.metrics import NO_MODEL, Metrics, Transport
 from service.observe.traces import Batch, Ended, Operation, Parent, Traces
+from service.transport.refusal import INTERNAL, Refusal
 
 if TYPE_CHECKING:
     from opentelemetry.trace import SpanContext
@@ -80,7 +81,7 @@ class Requests:
             field=part,
         )
 
-    def refused(self, error: ServiceError) -> None:
+    def refused(self, error: Refusal) -> None:
         """Count a request that its head has ended."""
         self.metrics.request_done(NO_MODEL, self.protocol, error.code)
 
@@ -151,7 +152,7 @@ class Request(Work):
         """Answer with `content`, of which `rest` is what follows its `body`."""
         raise NotImplementedError
 
-    def reply_error(self, error: ServiceError) -> None:
+    def reply_error(self, error: Refusal) -> None:
         """Answer with `error`."""
         raise NotImplementedError
 
@@ -256,12 +257,12 @@ class Request(Work):
                 self._watch()
                 decoders = self._requests.decoders
                 self._job = decoders.start(self._form, body, self._on_decoded, self._release)
-        except ServiceError as exc:
+        except Refusal as exc:
             self._refuse(exc)
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
             self._crash()
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """Answer with `error`, if nothing is answered yet."""
         if not self.done:
             self._close(error.code)
@@ -332,9 +333,9 @@ class Request(Work):
         except Exception:  # noqa: BLE001 - the edge of a request: its client gets it
             self._crash()
 
-    def _refuse(self, error: ServiceError) -> None:
+    def _refuse(self, error: Refusal) -> None:
         """End a request whose body cannot be decoded."""
-        asked: Asked | None = error.asked
+        asked: Asked | None = error.asked if isinstance(error, ServiceError) else None
         if asked is not None and not self.done:
             self.asked = asked
             try:
@@ -440,8 +441,8 @@ class Request(Work):
         _log.exception("a request failed")
         if self.done:
             return
-        self._close(ServiceError.code)
-        self.reply_error(ServiceError("internal error; see the server log"))
+        self._close(Refusal.code)
+        self.reply_error(Refusal(INTERNAL))
 
     def evict(self) -> None:
         """The body arrives slowly while memory is short: fail."""

@@ -16,8 +16,7 @@ import pytest
 import lenet
 import service
 import trainer
-from service.errors import ExitCode
-from service.transport.answer import STATUS
+from service.errors import STATUS, ExitCode
 
 ROOT = Path(__file__).parents[1]
 GPU = {"cupy", "cupyx", "cudnn"}

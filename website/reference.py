@@ -28,14 +28,13 @@ from lenet import weightfile
 from service import errors
 from service.api import grpc_methods
 from service.api.app import create_app
-from service.api.routes import image_routes
-from service.errors import Forbidden, ServiceError, Unauthorized
+from service.api.paths import image_routes
+from service.errors import GRPC_STATUS, STATUS
 from service.observe.metrics import Metrics
 from service.process.keys import Keys
 from service.settings import Settings
-from service.transport.answer import STATUS
 from service.transport.grpc import Method
-from service.transport.grpc_status import STATUS_NAMES
+from service.transport.refusal import Forbidden, Refusal, Unauthorized
 from tests.deploy.promql import registered
 from trainer import __main__ as trainer
 from trainer import settings as trainer_settings
@@ -129,7 +128,7 @@ def error_codes() -> str:
     rows = []
     for code, status in STATUS.items():
         meaning = meanings.get(kinds[code].__name__, "an error of the program; the log has it")
-        rows.append((f"`{code}`", str(status), STATUS_NAMES[code], meaning))
+        rows.append((f"`{code}`", str(status), GRPC_STATUS[code], meaning))
     return _page(
         "Errors",
         "Over HTTP the code is `error.code` of the answer, over gRPC the trailer "
@@ -144,7 +143,7 @@ def error_codes() -> str:
 
 
 def _is_error(kind: object) -> bool:
-    return isinstance(kind, type) and issubclass(kind, ServiceError)
+    return isinstance(kind, type) and issubclass(kind, Refusal)
 
 
 def _refuses(method: Method) -> bool:

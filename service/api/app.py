@@ -21,20 +21,21 @@ from starlette.staticfiles import StaticFiles
 
 from lenet import DISTRIBUTION, distribution_version
 from service.api.endpoints import image_endpoint, path_of, response
+from service.api.errors import plain_error, plain_error_answer
 from service.api.open_inference import OpenInference
 from service.api.openapi import OIP_TAG, complete, image_route
 from service.api.page import HTML, Page, StaticFile
+from service.api.paths import DOCS_FILES, PAGE_FILES, path_like
 from service.api.routes import ImageRoute, prefers
 from service.api.schemas import Health, InfoResponse
 from service.api.tensorflow import status_routes, verb_of
 from service.api.v2 import protocol_routes
 from service.engine.models import Models
-from service.errors import ServiceError, shown
+from service.errors import shown
 from service.observe.metrics import CONTENT_TYPE, Metrics
 from service.process.keys import Keys
-from service.transport.answer import has_plain_errors, plain_error, plain_error_answer, refusal
-from service.transport.gate import DOCS_FILES
-from service.transport.gate import PAGE_FILES as PAGE_PREFIX
+from service.transport.answer import refusal
+from service.transport.refusal import INTERNAL, Refusal
 
 _MAIN_PATHS = "/predict, /v2/models/MODEL/infer, /v1/models/MODEL:predict, /info"
 _LONGEST_PATH = 64
@@ -89,21 +90,20 @@ def create_app(
         async def not_explained() -> Response:
             return response(refusal(404, "not_found", _NOT_EXPLAINED))
 
-    async def on_service_error(_: Request, error: Exception) -> Response:
+    async def on_refusal(_: Request, error: Exception) -> Response:
         # Only routes below /v1 and /v2 have placeholders.
-        return response(plain_error_answer(cast("ServiceError", error)))
+        return response(plain_error_answer(cast("Refusal", error)))
 
     async def on_routing_error(request: Request, error: Exception) -> Response:
         return _routing_error_response(request, cast("HTTPException", error), ["/docs", *paths])
 
     async def on_internal_error(request: Request, error: Exception) -> Response:
         # Starlette raises it again after this answer, and the connection logs it.
-        path = path_of(request.scope)
-        return _error_response(path, 500, "internal", "internal error; see the server log")
+        return response(path_like(path_of(request.scope)).error(Refusal(INTERNAL)))
 
     routes = (route for one in (app, *routers) for route in one.routes)
     paths = [one.path for one in routes if isinstance(one, APIRoute) and one.include_in_schema]
-    app.add_exception_handler(ServiceError, on_service_error)
+    app.add_exception_handler(Refusal, on_refusal)
     app.add_exception_handler(HTTPException, on_routing_error)
     app.add_exception_handler(Exception, on_internal_error)
     return app
@@ -175,7 +175,7 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
         links = {name: f"{root}{path}" for name, path in paths.items()}
         return {"name": DISTRIBUTION, "version": distribution_version(), **links}
 
-    @app.get(PAGE_PREFIX + "{name}", include_in_schema=False)
+    @app.get(PAGE_FILES + "{name}", include_in_schema=False)
     async def page_file(request: Request, name: str) -> Response:
         return page.answer(request, name)
 
@@ -213,7 +213,7 @@ def _add_pages(app: FastAPI, *, needs_key: bool) -> None:
 
 def _error_response(path: str, status: int, code: str, message: str) -> Response:
     """An error in the form of errors below `path`."""
-    plain = has_plain_errors(path)
+    plain = path_like(path).error is plain_error_answer
     return response(plain_error(status, message) if plain else refusal(status, code, message))
 
 

@@ -15,8 +15,9 @@ from fastapi.responses import StreamingResponse
 from starlette.exceptions import HTTPException
 
 from service.api.routes import ImageRequest, ImageRoute
-from service.errors import ServiceError, stopped
-from service.transport.answer import STATUS, Answer
+from service.errors import Cancelled, stopped
+from service.transport.answer import Answer
+from service.transport.refusal import Refusal
 
 Endpoint: TypeAlias = Callable[[Request], Awaitable[Response]]
 
@@ -30,7 +31,7 @@ def image_endpoint(route: ImageRoute) -> Endpoint:
         query = request.scope["query_string"]
         try:
             wanted = route.read(query, request.headers, request.path_params)
-        except ServiceError as exc:
+        except Refusal as exc:
             return response(route.refuse(exc))
         answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
         call = route.open(wanted, answered.set_result)
@@ -38,7 +39,7 @@ def image_endpoint(route: ImageRoute) -> Endpoint:
         try:
             await asyncio.wait((answered, receiving), return_when=asyncio.FIRST_COMPLETED)
             if not answered.done() and receiving.result():
-                return Response(status_code=STATUS["cancelled"])  # which nobody reads
+                return Response(status_code=Cancelled.status)  # which nobody reads
             await asyncio.wait((answered,))
             return response(answered.result())
         except asyncio.CancelledError:  # uvicorn's, at the end of its drain
@@ -78,7 +79,7 @@ async def _receive(request: Request, call: ImageRequest, length: int | None) -> 
                 call.data(body)
             if not more:
                 call.complete()
-    except ServiceError as exc:
+    except Refusal as exc:
         call.fail(exc)
     # A middleware may repeat the body: then nothing more is read, and the answer is waited for.
     if call.done or (await request.receive())["type"] != "http.disconnect":

@@ -11,16 +11,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
-from service.errors import InvalidInput, ServiceError
+from service.api.errors import status_of
+from service.errors import InvalidInput
 from service.forms import open_inference_pb2 as pb
 from service.forms.form import Content
 from service.forms.oip_proto import OipProtoForm
 from service.observe.traces import Operation, grpc_operation, parent_of
 from service.request import Request, Requests, TimesS, Wanted
 from service.transport.grpc import Call, GrpcStream, Method, timeout_s_of
-from service.transport.grpc_status import Status, StatusCode, status_of
+from service.transport.grpc_status import OK, Status
 from service.transport.head import FastCall
 from service.transport.ids import Ids
+from service.transport.refusal import Refusal
 
 SERVICE = "inference.GRPCInferenceService"
 
@@ -66,7 +68,7 @@ class _Single(Request):
     def reply(self, content: Content, rest: list[bytes], times_s: TimesS) -> None:
         self._exchange.reply(content.body)
 
-    def reply_error(self, error: ServiceError) -> None:
+    def reply_error(self, error: Refusal) -> None:
         self._exchange.end(status_of(error))
 
     def message(self, size: int | None) -> FastCall:
@@ -86,7 +88,7 @@ class _Single(Request):
     def is_ahead(self) -> bool:
         return False
 
-    def stop(self, error: ServiceError) -> None:
+    def stop(self, error: Refusal) -> None:
         if not self._received:
             self.fail(error)
 
@@ -111,7 +113,7 @@ class _Streamed(Request):
         response.infer_response.MergeFromString(content.body)
         self._end(response)
 
-    def reply_error(self, error: ServiceError) -> None:
+    def reply_error(self, error: Refusal) -> None:
         response = pb.ModelStreamInferResponse(error_message=status_of(error).details)
         response.infer_response.id = self.asked.id or ""
         self._end(response)
@@ -149,7 +151,7 @@ class _Stream:
         return request
 
     def half_close(self) -> None:
-        self._last = self._last or Status(StatusCode.OK)
+        self._last = self._last or OK
         self.write()
 
     def wait(self) -> None: ...
@@ -159,11 +161,11 @@ class _Stream:
         full = self._places >= _STREAM_AHEAD or not self._exchange.is_read()
         return self._last is not None or full
 
-    def stop(self, error: ServiceError) -> None:
+    def stop(self, error: Refusal) -> None:
         self._last = self._last or status_of(error)
         self.write()
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         unanswered = tuple(self._open)
         self._last = status_of(error)
         if not unanswered:

@@ -21,14 +21,13 @@ from google.protobuf.json_format import ParseDict
 from google.protobuf.message import DecodeError, Message
 
 from service.api import health_pb2, reflection_pb2
+from service.api.errors import internal_error, status_of
 from service.api.grpc_infer import SERVICE, infer_methods
 from service.api.open_inference import GRPC_EXTENSIONS, OpenInference
 from service.engine.models import Models
 from service.errors import (
-    BodyTimeout,
     DeadlineExceeded,
     InvalidInput,
-    ServiceError,
     UnknownModel,
     invalid,
     shown,
@@ -37,8 +36,8 @@ from service.forms import open_inference_pb2 as pb
 from service.process.keys import Keys
 from service.request import Requests
 from service.transport.grpc import GrpcStream, Method, timeout_s_of
-from service.transport.grpc_status import StatusCode, internal_error, status_of
 from service.transport.head import FastCall
+from service.transport.refusal import BodyTimeout, Refusal
 
 _HEALTH = "grpc.health.v1.Health"
 _REFLECTION = "grpc.reflection.v1.ServerReflection"
@@ -201,7 +200,7 @@ async def answer_reflection(
                 case _:
                     raise KeyError("no such request")
         except KeyError as exc:
-            response.error_response.error_code = StatusCode.NOT_FOUND
+            response.error_response.error_code = UnknownModel.grpc_status
             response.error_response.error_message = str(exc.args[0])[:200]
         yield response
 
@@ -290,11 +289,11 @@ class _SmallCall:
     def is_ahead(self) -> bool:
         return self._requests.qsize() >= _STREAM_AHEAD
 
-    def stop(self, error: ServiceError) -> None:
+    def stop(self, error: Refusal) -> None:
         if self._is_stream or not self._received:  # a stream has no end of its own
             self.fail(error)
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         if isinstance(error, BodyTimeout):
             error = BodyTimeout("message: it did not arrive in time", field="message")
         self.cancel()
@@ -315,7 +314,7 @@ class _SmallCall:
     async def _run(self) -> None:
         try:
             await (self._answer_all() if self._is_stream else self._answer_one())
-        except ServiceError as exc:
+        except Refusal as exc:
             self._exchange.end(status_of(exc))
         except Exception as exc:  # noqa: BLE001 - the transport's edge: the client gets it
             self._exchange.end(internal_error(exc))

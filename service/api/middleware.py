@@ -40,7 +40,7 @@ class _Head(RequestHead):
             )
         elif "content-length" in named and "transfer-encoding" in named:
             self._refuse(400, "malformed HTTP request; expected HTTP/1.1")
-        elif repeated := self.repeated():
+        elif repeated := self.repeated(gate):
             self._refuse(400, repeated)
         else:
             self.ask(named, {}, gate)

@@ -13,13 +13,13 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 
 from service.api import schemas
+from service.api.paths import path_like
 from service.api.routes import PREFIX, TENSORFLOW
 from service.api.schemas import ENCODED_SEVEN, FLAT_SEVEN, SEVEN
+from service.errors import STATUS
 from service.forms.body import ACCEPTED
 from service.forms.body import OCTETS as BINARY
 from service.forms.oip_json import LENGTH_HEADER
-from service.transport.answer import STATUS
-from service.transport.gate import is_open
 
 OIP_TAG, TENSORFLOW_TAG = "open inference protocol", "TensorFlow Serving"
 
@@ -228,7 +228,7 @@ def complete(document: dict[str, Any], *, needs_key: bool) -> dict[str, Any]:
         components["securitySchemes"] = {"bearerAuth": {"type": "http", "scheme": "bearer"}}
         document["security"] = [{"bearerAuth": []}]
         for path, operations in document["paths"].items():
-            for operation in operations.values() if is_open(path.encode()) else ():
+            for operation in operations.values() if path_like(path).is_open else ():
                 operation["security"] = []
     return document
 

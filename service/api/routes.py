@@ -1,6 +1,6 @@
 """The HTTP routes that take images: the form of each path, and its answers.
 
-A new form gets a function here that reads its head, and a line in `image_routes`.
+A new form gets a function here that reads its head, and a line in `paths`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any, TypeAlias, get_args
 from urllib.parse import parse_qsl
 
 from service.api.schemas import MAX_TIMEOUT_MS, TIMEOUT_HEADER, PredictQuery
-from service.errors import InvalidInput, ServiceError, UnsupportedMediaType, invalid, shown
+from service.errors import InvalidInput, UnsupportedMediaType, invalid, shown
 from service.forms.body import OCTETS, ImageForm, Limits
 from service.forms.form import Content, Form
 from service.forms.oip_json import LENGTH_HEADER, OipJsonForm
@@ -21,8 +21,9 @@ from service.forms.tensorflow import TensorflowForm
 from service.observe.traces import http_operation, parent_of
 from service.pictures.headers import Digits, Invert
 from service.request import Request, Requests, TimesS, Wanted
-from service.transport.answer import Answer, error_answer, plain_error_answer
+from service.transport.answer import Answer, error_answer
 from service.transport.ids import Ids
+from service.transport.refusal import Refusal
 
 PREFIX = "/v2"
 """Paths of the Open Inference Protocol begin so."""
@@ -47,16 +48,6 @@ ReadForm: TypeAlias = Callable[[bytes, Headers, Mapping[str, str], Limits], tupl
 """Reads form, model and version from the query, the headers and the path."""
 
 
-def image_routes(requests: Requests) -> dict[tuple[bytes, bytes], ImageRoute]:
-    """The routes that take images, by method and path."""
-    routes = [ImageRoute(requests, "/predict", read_predict)]
-    for owner in (MODEL, MODEL_VERSION):
-        infer, predict = f"{PREFIX}{owner}/infer", f"{TENSORFLOW}{owner}:predict"
-        routes.append(ImageRoute(requests, infer, read_infer, plain_error_answer))
-        routes.append(ImageRoute(requests, predict, read_tensorflow, plain_error_answer))
-    return {(b"POST", route.template.encode()): route for route in routes}
-
-
 @dataclass(frozen=True, slots=True)
 class ImageRoute:
     """A route that takes images; `error` gives its errors their form."""
@@ -65,7 +56,7 @@ class ImageRoute:
     template: str
     """Its path, which may have placeholders."""
     read_form: ReadForm
-    error: Callable[[ServiceError], Answer] = error_answer
+    error: Callable[[Refusal], Answer] = error_answer
     request: Callable[[ImageRoute, Wanted, Reply], ImageRequest] | None = None
     options: Callable[[bytes], Any] = lambda _: None
     """Reads further options from the query."""
@@ -90,7 +81,7 @@ class ImageRoute:
             form, timeout_s, operation, parent, length, model, version, asks_first, options
         )
 
-    def refuse(self, error: ServiceError) -> Answer:
+    def refuse(self, error: Refusal) -> Answer:
         """The answer to a request that `read` rejected."""
         self.requests.refused(error)
         return self.error(error)
@@ -130,7 +121,7 @@ class ImageRequest(Request):
         lines = content.lines + _timing(times_s, self.batch_rows, self.version.version)
         self._answer(Answer(200, content.media_type, body, lines, rest))
 
-    def reply_error(self, error: ServiceError) -> None:
+    def reply_error(self, error: Refusal) -> None:
         """Answer with `error` in its route's form."""
         self._answer(self._error(error))
 

@@ -9,7 +9,7 @@ import hashlib
 import hmac
 from collections.abc import Iterable
 
-from service.errors import Forbidden, ServiceError, Unauthorized
+from service.transport.refusal import Forbidden, Refusal, Unauthorized
 
 MIN_CHARACTERS = 16
 """Least length of a key: 96 random bits in base64."""
@@ -29,7 +29,7 @@ class Keys:
     def __bool__(self) -> bool:
         return bool(self._keys)
 
-    def check(self, authorization: str | None, *, admin: bool = False) -> ServiceError | None:
+    def check(self, authorization: str | None, *, admin: bool = False) -> Refusal | None:
         """The error to answer with, None if the key is accepted.
 
         `authorization` is None if the header is missing. `admin`: the request loads or unloads

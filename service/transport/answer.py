@@ -1,4 +1,4 @@
-"""Answers over HTTP: their parts, the JSON of an error, and its status."""
+"""Answers over HTTP: their parts, and the JSON of an error."""
 
 from __future__ import annotations
 
@@ -8,26 +8,9 @@ from http import HTTPStatus
 
 import orjson
 
-from service.errors import ServiceError, Unauthorized
+from service.transport.refusal import Refusal, Unauthorized
 
 JSON = b"application/json"
-
-STATUS = {
-    "invalid_input": 400,
-    "unauthorized": 401,
-    "forbidden": 403,
-    "unknown_model": 404,
-    "body_timeout": 408,
-    "too_large": 413,
-    "unsupported_media_type": 415,
-    "overloaded": 429,
-    "cancelled": 499,
-    "internal": 500,
-    "inference_failed": 500,
-    "unavailable": 503,
-    "deadline_exceeded": 504,
-}
-"""HTTP status by error code. 422 is not used."""
 
 
 @dataclass(slots=True)  # not frozen: one is made for each request
@@ -51,12 +34,12 @@ class Answer:
         return b"".join((self.body, *self.rest))
 
 
-def error_answer(error: ServiceError) -> Answer:
-    """`error` in the JSON that every error has."""
-    return refusal(STATUS[error.code], error.code, error.message, error.field, headers_of(error))
+def error_answer(error: Refusal) -> Answer:
+    """`error` in JSON, as an object with code, field and message."""
+    return refusal(error.status, error.code, error.message, error.field, headers_of(error))
 
 
-def headers_of(error: ServiceError) -> bytes:
+def headers_of(error: Refusal) -> bytes:
     """The header lines of its answer: when a retry may succeed, or what a client has to send."""
     if isinstance(error, Unauthorized):
         return b"www-authenticate: Bearer\r\n"
@@ -72,31 +55,6 @@ def refusal(status: int, code: str, message: str, field: str = "", headers: byte
     body = orjson.dumps({"error": {"code": code, "field": field, "message": text}})
     return Answer(status, JSON, body, headers)
 
-
-def has_plain_errors(path: str) -> bool:
-    """Whether errors below `path` have the form of `plain_error`."""
-    return path == "/v2" or path.startswith(("/v2/", "/v1/"))
-
-
-def plain_error_answer(error: ServiceError) -> Answer:
-    """`error` in that form."""
-    return plain_error(STATUS[error.code], error.message, headers_of(error))
-
-
-def error_answer_below(path: bytes, error: ServiceError) -> Answer:
-    """`error` in the form of errors below `path`."""
-    form = plain_error_answer if has_plain_errors(path.decode("latin-1")) else error_answer
-    return form(error)
-
-
-def plain_error(status: int, message: str, headers: bytes = b"") -> Answer:
-    """An error as the Open Inference Protocol and TensorFlow Serving have it: one string."""
-    text = message.encode("utf-8", "replace").decode()
-    return Answer(status, JSON, orjson.dumps({"error": text}), headers)
-
-
-INTERNAL_ERROR = refusal(500, "internal", "internal error; see the server log")
-"""The answer to an exception that is not a `ServiceError`."""
 
 _STATUS_LINES = {
     status.value: b"HTTP/1.1 %d %s\r\n" % (status.value, status.phrase.encode())

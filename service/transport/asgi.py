@@ -8,11 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 from urllib.parse import unquote
 
-from service.errors import ServiceError
-from service.transport.answer import INTERNAL_ERROR, error_answer
 from service.transport.exchange import Exchange
 from service.transport.head import RequestHead
 from service.transport.http2_fields import is_field
+from service.transport.refusal import INTERNAL, Refusal
 
 _log = logging.getLogger(__name__)
 
@@ -60,13 +59,13 @@ class AsgiExchange(Exchange):
         self._arrived.set()
         self.sent()
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """Answer with `error`, or give the answer up in its middle."""
         self.cancel()
         if self._begun:
             self.writer.reset(self)
         else:
-            self.answer(error_answer(error))
+            self.refuse(error)
 
     async def _run(self) -> None:
         try:
@@ -82,7 +81,7 @@ class AsgiExchange(Exchange):
             if self._begun:
                 self.writer.reset(self, fault=True)
             else:
-                self.answer(INTERNAL_ERROR)
+                self.refuse(Refusal(INTERNAL))
 
     def _scope(self) -> dict[str, Any]:
         peer, head = self.writer.peer, self.head

@@ -25,13 +25,13 @@ from collections.abc import Callable
 from socket import SO_ERROR, SOL_SOCKET
 from typing import TYPE_CHECKING, Any, cast
 
-from service.errors import ServiceError
 from service.transport.exchange import Peer
 from service.transport.handshake import Handshake
 from service.transport.http1_exchanges import Http1Exchanges
 from service.transport.http2 import PREFACE
 from service.transport.http2_exchanges import Http2Exchanges
 from service.transport.receiver import BodyReceiver, replace_protocol
+from service.transport.refusal import Refusal
 from service.transport.turns import SMALL_BYTES
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ class Connection(asyncio.Protocol):
             app=door.app,
             tasks=door.tasks,
             access=door.access,
+            policy=door.gate.policy,
             header_timeout_s=door.header_timeout_s,
             keep_alive_s=door.keep_alive_s,
         )
@@ -408,7 +409,7 @@ class Connection(asyncio.Protocol):
             self.stopping = True
             self.exchanges.stop()
 
-    def give_up(self, error: ServiceError) -> None:
+    def give_up(self, error: Refusal) -> None:
         """The stop takes too long."""
         for exchange in self.exchanges.open:
             exchange.fail(error)

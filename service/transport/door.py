@@ -9,7 +9,6 @@ from collections.abc import Callable
 from email.utils import formatdate
 
 from service.budget import Budget
-from service.errors import ServiceError
 from service.process.allocator import return_memory
 from service.process.tls import ServedCertificate
 from service.transport.access_log import AccessLog
@@ -20,6 +19,7 @@ from service.transport.gate import Gate
 from service.transport.head import FastRoutes, Head
 from service.transport.http2_fields import literals, status_field
 from service.transport.http2_head import Http2Head, Methods
+from service.transport.refusal import Refusal
 from service.transport.streams import (
     MAX_ENDLESS_CALLS,
     MAX_INFLATERS,
@@ -168,7 +168,7 @@ class HttpService:
         """Connections made from now on answer one request, too."""
         self.stopping = True
 
-    def give_up(self, error: ServiceError) -> None:
+    def give_up(self, error: Refusal) -> None:
         """Answer the requests that are not answered yet with `error`."""
         for connection in tuple(self.connections):
             connection.give_up(error)

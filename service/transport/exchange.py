@@ -11,19 +11,20 @@ from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeAlias
 
-from service.errors import ServiceError
 from service.process.listener import at
 from service.transport.access_log import AccessLog
-from service.transport.answer import STATUS, Answer
+from service.transport.answer import Answer
+from service.transport.gate import Policy
 from service.transport.head import FastCall, RequestHead
 from service.transport.ids import Ids
+from service.transport.refusal import Refusal, TooLarge, Unavailable
 
 if TYPE_CHECKING:
     from service.transport.asgi import AsgiExchange
 
 _log = logging.getLogger(__name__)
 
-_FAILURES = (STATUS["internal"], STATUS["unavailable"])
+_FAILURES = (Refusal.status, Unavailable.status)
 """Logged with the ids that the client sent. Late answers are not: any client can cause them."""
 
 _LOGGED_CHARACTERS = 200
@@ -48,6 +49,7 @@ class Peer:
     app: Application
     tasks: set[asyncio.Task[None]]
     access: AccessLog | None
+    policy: Policy
     header_timeout_s: float
     keep_alive_s: float
 
@@ -147,10 +149,10 @@ class Exchange:
         self.cancel()
         return False
 
-    def stop(self, error: ServiceError) -> None:
+    def stop(self, error: Refusal) -> None:
         """The service stops: what has begun is answered."""
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """Answer with `error`."""
 
     def cancel(self) -> None:
@@ -209,6 +211,11 @@ class Exchange:
         self.log_http(answer.status, len(answer.body))
         self.writer.answer(self, answer)
 
+    def refuse(self, error: Refusal) -> None:
+        """Answer with `error` in the form of its path."""
+        path = b"" if self.head is None else self.head.path
+        self.answer(self.writer.peer.policy.answer(path, error))
+
 
 class FastExchange(Exchange):
     """A request on a fast route, or one whose head was refused."""
@@ -233,7 +240,7 @@ class FastExchange(Exchange):
             answer = head.route.refuse(head.error)
         most_bytes = 0 if answer.status == 200 else BUFFERED_BYTES  # 200: to a preflight
         unread = head.expects_continue or head.chunked or (head.length or 0) > most_bytes
-        if unread or answer.status == STATUS["too_large"]:
+        if unread or answer.status == TooLarge.status:
             self._reply(answer)
         else:  # a small body is read and dropped, so that the connection can be kept
             self._refusal = answer
@@ -264,7 +271,7 @@ class FastExchange(Exchange):
                 call.data(data)
             if end:
                 call.complete()
-        except ServiceError as exc:
+        except Refusal as exc:
             call.fail(exc)
 
     def room(self) -> memoryview | None:
@@ -277,7 +284,7 @@ class FastExchange(Exchange):
         if self._call is not None:
             try:
                 self._call.arrived(size)
-            except ServiceError as exc:
+            except Refusal as exc:
                 self._call.fail(exc)
 
     def wait(self) -> None:
@@ -285,7 +292,7 @@ class FastExchange(Exchange):
         if self._call is not None:
             try:
                 self._call.wait_for_body()
-            except ServiceError as exc:
+            except Refusal as exc:
                 self._call.fail(exc)
 
     def cut_off(self) -> bool:
@@ -295,7 +302,7 @@ class FastExchange(Exchange):
         self._reply(self._refusal)
         return True
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """Answer with `error`, or with why the request may not pass."""
         if self._call is not None:
             self._call.fail(error)

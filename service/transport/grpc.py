@@ -19,17 +19,19 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-from service.errors import (
-    InvalidInput,
-    Overloaded,
-    ServiceError,
-    shown,
-)
 from service.transport.exchange import Exchange, Writer
-from service.transport.grpc_status import OK, Status, StatusCode, WrongCompressedFlag, status_of
+from service.transport.grpc_status import OK, Status
 from service.transport.head import FastCall
 from service.transport.http2 import Http2, Stream
 from service.transport.http2_fields import literals, status_field
+from service.transport.refusal import (
+    InvalidInput,
+    Overloaded,
+    Refusal,
+    StatusCode,
+    WrongCompressedFlag,
+    shown,
+)
 
 if TYPE_CHECKING:
     from service.transport.http2_head import Http2Head
@@ -87,7 +89,7 @@ class Method:
 
     Args:
         read: reads the options in a call's headers, names in lower case. Equal ones are read once.
-            Raises ServiceError.
+            Raises Refusal.
         open: begins a call.
         refused: counts a call that failed at its headers.
         is_limited: whether its calls wait for a batch, and are refused where too many are open.
@@ -96,7 +98,7 @@ class Method:
 
     read: Callable[[Mapping[str, str]], Any]
     open: Callable[[Any, GrpcStream], Call]
-    refused: Callable[[ServiceError], None] = lambda _: None
+    refused: Callable[[Refusal], None] = lambda _: None
     is_limited: bool = False
     is_endless: bool = False
 
@@ -110,27 +112,27 @@ class Call(Protocol):
     def message(self, size: int | None) -> FastCall:
         """A message of `size` bytes begins, None if not known. Returns its receiver.
 
-        Raises: ServiceError.
+        Raises: Refusal.
         """
         ...
 
     def half_close(self) -> None:
-        """The client sends no more messages. Raises: ServiceError."""
+        """The client sends no more messages. Raises: Refusal."""
         ...
 
     def wait(self) -> None:
-        """No message is there for now. Raises: ServiceError."""
+        """No message is there for now. Raises: Refusal."""
         ...
 
     def is_ahead(self) -> bool:
         """Whether further messages have to wait."""
         ...
 
-    def stop(self, error: ServiceError) -> None:
+    def stop(self, error: Refusal) -> None:
         """The service stops: begin nothing new."""
         ...
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """End the call with `error`."""
         ...
 
@@ -183,7 +185,7 @@ class GrpcStream(Exchange):
         if head.error is not None:
             if method is not None:
                 method.refused(head.error)
-            self.end(status_of(head.error))
+            self.end(self.writer.peer.policy.status(head.error))
             return
         assert method is not None, "bug: neither a method nor an error"
         self._call = method.open(head.wanted, self)
@@ -221,7 +223,7 @@ class GrpcStream(Exchange):
             self._ended = end
             self._unread += data
             self._read()
-        except ServiceError as exc:
+        except Refusal as exc:
             call.fail(exc)
 
     def wait(self) -> None:
@@ -240,7 +242,7 @@ class GrpcStream(Exchange):
         if self._call is not None:
             try:
                 step()
-            except ServiceError as exc:
+            except Refusal as exc:
                 self.fail(exc)
 
     def _guard_message(self, step: Callable[[], None]) -> None:
@@ -249,7 +251,7 @@ class GrpcStream(Exchange):
         assert message is not None, "bug: no message"
         try:
             step()
-        except ServiceError as exc:
+        except Refusal as exc:
             if self._inflater is not None:
                 self._forget_inflater()
                 self.read_on()
@@ -260,7 +262,7 @@ class GrpcStream(Exchange):
         self.writer.peer.loop.call_soon(self._guarded, self._read)
 
     def _read(self) -> None:
-        """Hand on what has arrived. Raises: ServiceError."""
+        """Hand on what has arrived. Raises: Refusal."""
         data = memoryview(self._unread)
         position = 0
         try:
@@ -371,7 +373,7 @@ class GrpcStream(Exchange):
         return self._inflater is inflater and inflater.busy
 
     def _inflated(self) -> None:
-        """The decompressor has no more to do for now. Raises: ServiceError."""
+        """The decompressor has no more to do for now. Raises: Refusal."""
         self._end_inflated()
         self._read()
 
@@ -444,12 +446,12 @@ class GrpcStream(Exchange):
             call.cancel()
             self.log("CANCELLED", 0, self._method, "grpc")
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """End the call with `error`."""
         if self._call is not None:
             self._call.fail(error)
 
-    def stop(self, error: ServiceError) -> None:
+    def stop(self, error: Refusal) -> None:
         """The service stops: what has begun is answered."""
         if self._call is not None:
             self._call.stop(error)
@@ -483,12 +485,12 @@ class _Inflater:
         return len(self._input)
 
     def take(self, piece: bytes, last: bool) -> None:
-        """The next bytes. Raises: ServiceError."""
+        """The next bytes. Raises: Refusal."""
         self._input, self._last = self._input + piece, last
         self.step(_FIRST_BYTES)
 
     def step(self, most_bytes: int) -> None:
-        """Make up to `most_bytes` of the message. Raises: ServiceError."""
+        """Make up to `most_bytes` of the message. Raises: Refusal."""
         self.busy = False
         try:
             found = self._decompressor.decompress(self._input, most_bytes)

@@ -10,10 +10,10 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from service.errors import ServiceError, invalid, shown
-from service.transport.answer import Answer, error_answer_below, refusal
+from service.transport.answer import Answer, refusal
 from service.transport.gate import Gate
 from service.transport.ids import Ids
+from service.transport.refusal import InvalidInput, Refusal, shown
 
 _LENGTH_DIGITS = 20
 """Digits of 2^64, the parser's limit; it accepts any number of leading zeros."""
@@ -27,16 +27,6 @@ MAX_TARGET_BYTES = 8 * 1024
 _MAX_PARAMETERS = 100
 """Maximum number of parameters in a query."""
 
-_SINGLE = frozenset(
-    (
-        b"authorization",
-        b"content-type",
-        b"inference-header-content-length",
-        b"x-request-timeout-ms",
-    )
-)
-"""Fields that may be given once: of two, a proxy may read the other."""
-
 HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=%:\[\]-]*")
 
 
@@ -44,7 +34,7 @@ class FastCall(Protocol):
     """One request on a fast route."""
 
     def data(self, data: bytes) -> None:
-        """The next piece of the body. Raises ServiceError if it is refused."""
+        """The next piece of the body. Raises Refusal if it is refused."""
         ...
 
     def room(self) -> memoryview | None:
@@ -66,7 +56,7 @@ class FastCall(Protocol):
         """The body is complete; `body` is all of it, if `data` was not called."""
         ...
 
-    def fail(self, error: ServiceError) -> None:
+    def fail(self, error: Refusal) -> None:
         """Answer with `error`."""
         ...
 
@@ -81,11 +71,11 @@ class FastRoute(Protocol):
     def read(self, query: bytes, headers: Mapping[str, str], path: Mapping[str, str] = ...) -> Any:
         """Read the options of a request; `path` has the values of the path's placeholders.
 
-        Raises: ServiceError: the request is refused.
+        Raises: Refusal: the request is refused.
         """
         ...
 
-    def refuse(self, error: ServiceError) -> Answer:
+    def refuse(self, error: Refusal) -> Answer:
         """The answer to a request that `read` rejected."""
         ...
 
@@ -143,16 +133,16 @@ class RequestHead:
     ids: Ids
     wanted: Any = None
     answer: Answer | None = None
-    error: ServiceError | None = None
+    error: Refusal | None = None
     route: FastRoute | None = None
 
     def aim(self, target: bytes) -> None:
         """Take path and query from the target."""
         self.path, _, self.query = target.partition(b"#")[0].partition(b"?")
 
-    def repeated(self) -> str:
+    def repeated(self, gate: Gate) -> str:
         """The error of a field that is given more often than it may be; "" if there is none."""
-        names = [name for name, _ in self.headers if name in _SINGLE]
+        names = [name for name, _ in self.headers if name in gate.single]
         if len(set(names)) == len(names):
             return ""
         name = max(names, key=names.count)
@@ -161,19 +151,19 @@ class RequestHead:
     def ask(self, named: Mapping[str, str], routes: FastRoutes, gate: Gate) -> None:
         """Find the route, and let the gate and the route decide."""
         if (count := self.query.count(b"&") + 1) > _MAX_PARAMETERS:
-            error = invalid("query", f"{count} parameters", f"at most {_MAX_PARAMETERS}")
-            self.answer = error_answer_below(self.path, error)
+            message = f"query: got {count} parameters, expected at most {_MAX_PARAMETERS}"
+            self.answer = gate.policy.answer(self.path, InvalidInput(message, field="query"))
             return
         self.route, values = find(routes, self.method, unquote_to_bytes(self.path))
         self.answer = gate.check(self.method, self.path, named)
         if self.answer is None and self.route is not None:
             try:
                 self.wanted = self.route.read(self.query, named, values)
-            except ServiceError as exc:
+            except Refusal as exc:
                 self.error = without_frames(exc)
 
 
-def without_frames(error: ServiceError) -> ServiceError:
+def without_frames(error: Refusal) -> Refusal:
     """The error without its frames, which hold the connection."""
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
@@ -219,7 +209,7 @@ class Head(RequestHead):
             raise Refused(400, f"host: got {found}, expected exactly one")
         if hosts and not HOST.fullmatch(hosts[0]):
             raise Refused(400, f"host: got {shown(hosts[0].decode('latin-1'))}, expected a name")
-        if repeated := self.repeated():
+        if repeated := self.repeated(gate):
             raise Refused(400, repeated)
         codings = by_name.get(b"transfer-encoding", [])
         self.chunked = bool(codings)

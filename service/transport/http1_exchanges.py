@@ -7,12 +7,12 @@ from collections.abc import Iterable, Sequence
 from socket import SO_ERROR, SOL_SOCKET
 from typing import TYPE_CHECKING
 
-from service.errors import BodyTimeout
-from service.transport.answer import INTERNAL_ERROR, Answer, status_line
+from service.transport.answer import Answer, status_line
 from service.transport.asgi import AsgiExchange
 from service.transport.exchange import BUFFERED_BYTES, Exchange, FastExchange
 from service.transport.head import Head
 from service.transport.http1 import Http1
+from service.transport.refusal import INTERNAL, BodyTimeout, Refusal
 
 if TYPE_CHECKING:
     from service.transport.connection import Connection
@@ -276,7 +276,7 @@ class Http1Exchanges:
             return
         exchange.cancel()
         self._closes = True
-        exchange.answer(INTERNAL_ERROR)
+        exchange.refuse(Refusal(INTERNAL))
 
     # Called by exchanges, see `exchange.Writer`.
 

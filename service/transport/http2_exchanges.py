@@ -9,7 +9,6 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from service.errors import BodyTimeout, stopping
 from service.transport.answer import Answer
 from service.transport.asgi import AsgiExchange
 from service.transport.exchange import Exchange, FastExchange
@@ -17,6 +16,7 @@ from service.transport.grpc import GrpcStream
 from service.transport.http2 import ErrorCode, Http2, Stream
 from service.transport.http2_fields import Fields, lines_block, literals, status_field
 from service.transport.http2_head import Http2Head
+from service.transport.refusal import STOPPING, BodyTimeout, Unavailable
 from service.transport.streams import too_many_open
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class Http2Exchanges:
             return
         self.http2.end()
         for exchange in self.open:
-            exchange.stop(stopping())
+            exchange.stop(Unavailable(STOPPING, retry_after_s=1))
         self.look_for_end()
 
     def look_for_end(self) -> None:

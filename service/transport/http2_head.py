@@ -6,11 +6,9 @@ import re
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 
-from service.errors import InvalidInput, ServiceError, shown
 from service.transport.answer import refusal
 from service.transport.gate import Gate
 from service.transport.grpc import ENCODINGS, Method
-from service.transport.grpc_status import HeadersTooLarge, Unimplemented
 from service.transport.head import (
     HOST,
     MAX_FIELDS,
@@ -22,6 +20,13 @@ from service.transport.head import (
 from service.transport.http2 import MAX_HEADER_BYTES, Malformed
 from service.transport.http2_fields import Fields, is_field, is_value, lines_block, list_bytes
 from service.transport.ids import Ids
+from service.transport.refusal import (
+    HeadersTooLarge,
+    InvalidInput,
+    Refusal,
+    Unimplemented,
+    shown,
+)
 
 _METHOD = re.compile(rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+")
 _PATH = re.compile(rb"/[!-~]*")
@@ -69,7 +74,7 @@ class Http2Head(RequestHead):
         elif count > MAX_FIELDS:
             excess = f"got {count} fields, expected at most {MAX_FIELDS}"
         if self.is_grpc:
-            self._read_call(named, methods, excess)
+            self._read_call(named, methods, gate, excess)
         else:
             self._read_request(named, routes, gate, excess, len(target))
 
@@ -89,7 +94,7 @@ class Http2Head(RequestHead):
             message = f"target: got {target_bytes} bytes, expected at most {MAX_TARGET_BYTES}"
             self.answer = refusal(414, "invalid_input", message)
             return
-        if repeated := self.repeated():
+        if repeated := self.repeated(gate):
             self.answer = refusal(400, "invalid_input", repeated)
             return
         if self.method == b"CONNECT":
@@ -99,13 +104,15 @@ class Http2Head(RequestHead):
         self.ask(named, routes, gate)
         self.once = self.once or self.answer is not None  # the gate counts each
 
-    def _read_call(self, named: Mapping[str, str], methods: Methods, excess: str) -> None:
+    def _read_call(
+        self, named: Mapping[str, str], methods: Methods, gate: Gate, excess: str
+    ) -> None:
         self.method_of_grpc = method = methods.get(self.path)
         self.encoding = named.get("grpc-encoding", "identity")
         try:
             if excess:
                 raise HeadersTooLarge(f"metadata: {excess}", field="metadata")
-            if repeated := self.repeated():
+            if repeated := self.repeated(gate):
                 raise InvalidInput(repeated, field=repeated.partition(":")[0])
             if method is None:
                 found = shown(self.path.decode("latin-1"), _METHOD_CHARACTERS)
@@ -118,7 +125,7 @@ class Http2Head(RequestHead):
                 found = shown(self.encoding)
                 raise Unimplemented(f"grpc-encoding: got {found}, expected one of {expected}")
             self.wanted = method.read(named)
-        except ServiceError as exc:
+        except Refusal as exc:
             self.error = without_frames(exc)
 
     def for_timeouts(self, fields: Fields) -> Callable[[bytes], Http2Head] | None:
@@ -136,7 +143,7 @@ class Http2Head(RequestHead):
         head.__dict__.update(self.__dict__)
         try:
             head.wanted = method.read({**named, "grpc-timeout": timeout.decode("latin-1")})
-        except ServiceError as exc:
+        except Refusal as exc:
             head.error = without_frames(exc)
         return head
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
-from service.errors import Overloaded
+from service.transport.refusal import Overloaded
 
 if TYPE_CHECKING:
     from service.transport.exchange import Exchange, Writer

@@ -10,8 +10,7 @@ import promql_parser as promql
 from prometheus_client import CollectorRegistry
 
 from lenet.backend import BatchResult
-from service import errors
-from service.errors import ServiceError
+from service.errors import STATUS
 from service.observe import metrics as names
 from service.observe.metrics import NO_MODEL, Metrics
 
@@ -34,11 +33,7 @@ def registered() -> dict[str, dict[str, set[str]]]:
     load = {"contexts": 1, "golden_error": 0.0, "device_bytes": 0, "workspace_bytes": 0}
     load |= {"queue_limit_rows": 1, "golden_tolerance": 1e-4, "load": lambda: (0, 0)}
     metrics.model_loaded(_MODEL, "ab", **load)
-    codes = {
-        kind.code
-        for kind in vars(errors).values()
-        if isinstance(kind, type) and issubclass(kind, ServiceError)
-    }
+    codes = set(STATUS)
     for protocol in get_args(names.Transport):
         metrics.predicted(protocol, _MODEL, (0.1,) * 5)
         for code in codes:

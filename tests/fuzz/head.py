@@ -12,7 +12,8 @@ import httptools
 
 from lenet.explanation import Change
 from service.api.explain import explain_route
-from service.api.routes import image_routes, prefers
+from service.api.paths import POLICY, image_routes
+from service.api.routes import prefers
 from service.errors import InvalidInput, TooLarge, UnsupportedMediaType
 from service.forms.body import ACCEPTED, Limits
 from service.request import Requests, Wanted
@@ -54,7 +55,7 @@ class _Reader:
                 self.pairs,
                 parser.should_keep_alive(),
                 self._routes,
-                Gate(),
+                Gate(policy=POLICY),
             )
         except Refused as exc:
             self.head = exc

@@ -16,7 +16,7 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span as OtlpSpan
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 
-from service.errors import ExitCode, ServiceError
+from service.errors import GRPC_STATUS, STATUS, ExitCode
 from service.forms import open_inference_pb2 as pb
 from service.observe import spans
 from service.observe.metrics import NO_MODEL
@@ -31,9 +31,8 @@ from service.observe.traces import (
     http_operation,
     parent_of,
 )
-from service.transport.answer import STATUS
-from service.transport.grpc_status import STATUS_NAMES
 from service.transport.ids import Ids
+from service.transport.refusal import Refusal
 from tests.collector import ENDLESS_BYTES, attributes, collector
 from tests.service_process import PATIENCE_S
 
@@ -105,9 +104,9 @@ def test_every_error_has_a_status_in_spans():
     def kinds(kind):
         return {kind}.union(*map(kinds, kind.__subclasses__()))
 
-    codes = {kind.code for kind in kinds(ServiceError)}
-    assert codes == set(STATUS) == set(STATUS_NAMES) - {""}
-    assert STATUS_NAMES["invalid_input"] == "INVALID_ARGUMENT"
+    codes = {kind.code for kind in kinds(Refusal)}
+    assert codes == set(STATUS) == set(GRPC_STATUS)
+    assert GRPC_STATUS["invalid_input"] == "INVALID_ARGUMENT"
 
 
 def test_no_more_than_the_limit_are_chosen_in_a_second(monkeypatch):
@@ -121,7 +120,7 @@ def test_no_more_than_the_limit_are_chosen_in_a_second(monkeypatch):
 
 # What is made of it, as a collector reads it.
 
-STATUSES = {"http": STATUS | {"": 200}, "grpc": STATUS_NAMES}
+STATUSES = {"http": STATUS | {"": 200}, "grpc": GRPC_STATUS | {"": "OK"}}
 STEPS_S = 1.001, 1.002, 1.004, 1.008, 1.016
 PREDICT = http_operation("POST", "/v1/models/{model}:predict", "/v1/models/lenet:predict")
 INFER = grpc_operation("a.B/C")

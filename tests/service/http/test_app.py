@@ -22,11 +22,11 @@ from lenet.cpu import Computed
 from lenet.reference import logits, softmax
 from lenet.weightfile import WeightFile
 from service.api.schemas import InfoResponse, PredictResponse
-from service.errors import ServiceError
+from service.errors import STATUS
 from service.forms.body import ACCEPTED
 from service.observe.metrics import Metrics
 from service.observe.spans import Spans
-from service.transport.answer import STATUS
+from service.transport.refusal import Refusal
 from tests.conftest import draw_weights
 from tests.documented import documented
 from tests.service.http.doors import until
@@ -522,7 +522,7 @@ def test_every_error_has_a_status_and_none_is_422():
     def codes(kind):
         return {kind.code}.union(*map(codes, kind.__subclasses__()))
 
-    assert codes(ServiceError) == set(STATUS)
+    assert codes(Refusal) == set(STATUS)
     assert 422 not in STATUS.values()
 
 

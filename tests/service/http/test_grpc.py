@@ -12,6 +12,8 @@ from types import SimpleNamespace
 import hpack
 import pytest
 
+from service.api.errors import status_of
+from service.api.paths import POLICY
 from service.errors import (
     Cancelled,
     DeadlineExceeded,
@@ -28,10 +30,11 @@ from service.errors import (
 )
 from service.transport.gate import Gate
 from service.transport.grpc import GrpcStream, timeout_s_of
-from service.transport.grpc_status import Status, StatusCode, status_of
+from service.transport.grpc_status import Status
 from service.transport.http2 import Malformed
 from service.transport.http2_head import Http2Head
 from service.transport.ids import Ids
+from service.transport.refusal import StatusCode
 from service.transport.streams import OpenStreams
 
 MOST = 1_000_000
@@ -61,6 +64,7 @@ class Client:
     active_s, client = 0.0, None
 
     def __init__(self):
+        self.policy = POLICY
         self.http2 = self.peer = self.loop = self.door = self.inflations = self.access = self
         self.inflaters = OpenStreams(1)
         self.written, self.used, self.later, self.most_held = [], 0, [], 0

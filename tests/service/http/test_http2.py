@@ -9,6 +9,7 @@ from hpack import Encoder
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+from service.api.paths import POLICY
 from service.process.keys import Keys
 from service.transport.gate import Gate
 from service.transport.grpc import Method, timeout_s_of
@@ -1318,9 +1319,9 @@ def test_a_target_is_as_long_as_it_may_be_over_http_2(path, status):
     ["authorization", "content-type", "x-request-timeout-ms", "inference-header-content-length"],
 )
 def test_a_request_with_two_values_for_one_field_is_refused(name):
-    fields = ((name.encode(), b"1"), (b"a", b"b"), (b"a", b"b"))
-    assert Http2Head((*POST, *fields), {}, {}, Gate()).answer is None
-    refusal = Http2Head((*POST, *fields, fields[0]), {}, {}, Gate()).answer
+    fields, gate = ((name.encode(), b"1"), (b"a", b"b"), (b"a", b"b")), Gate(policy=POLICY)
+    assert Http2Head((*POST, *fields), {}, {}, gate).answer is None
+    refusal = Http2Head((*POST, *fields, fields[0]), {}, {}, gate).answer
     assert refusal.status == 400
     assert f"{name}: got 2 fields, expected at most one" in refusal.body.decode()
 

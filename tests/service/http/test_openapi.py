@@ -21,8 +21,8 @@ from service.api.schemas import (
     TensorflowRows,
     example_seven,
 )
+from service.errors import STATUS
 from service.forms.body import ACCEPTED
-from service.transport.answer import STATUS
 
 ROOT = Path(__file__).parents[3]
 JSON, RAW = "application/json", "application/octet-stream"

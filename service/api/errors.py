@@ -1,0 +1,44 @@
+"""The shapes of errors that are not `transport.answer`'s."""
+
+from __future__ import annotations
+
+import logging
+
+import orjson
+
+from service.transport.answer import JSON, Answer, headers_of
+from service.transport.grpc_status import Status
+from service.transport.grpc_status import status_of as transport_status_of
+from service.transport.refusal import INTERNAL, Refusal
+
+_log = logging.getLogger(__name__)
+
+
+def plain_error_answer(error: Refusal) -> Answer:
+    """`error` in the form of `plain_error`."""
+    return plain_error(error.status, error.message, headers_of(error))
+
+
+def plain_error(status: int, message: str, headers: bytes = b"") -> Answer:
+    """An error as the Open Inference Protocol and TensorFlow Serving have it: one string."""
+    text = message.encode("utf-8", "replace").decode()
+    return Answer(status, JSON, orjson.dumps({"error": text}), headers)
+
+
+def status_of(error: Refusal) -> Status:
+    """The status of a call that failed.
+
+    Metadata: `lenet-error-code`, `lenet-error-field` if a field is wrong, and what the transport
+    says.
+    """
+    metadata = [("lenet-error-code", error.code)]
+    if error.field:
+        field = error.field.encode("unicode_escape").decode()  # it may quote the client
+        metadata.append(("lenet-error-field", field))
+    return transport_status_of(error, metadata)
+
+
+def internal_error(error: Exception) -> Status:
+    """Log an unexpected error, and hide it from the client."""
+    _log.error("a gRPC call failed", exc_info=error)
+    return status_of(Refusal(INTERNAL))

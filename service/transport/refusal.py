@@ -1,0 +1,134 @@
+"""Errors that are told to a client, with their status over HTTP and over gRPC.
+
+Refusal
+├── InvalidInput            malformed bytes or values; `field` names which
+│   ├── Unimplemented       no such method of gRPC, or it does not understand the call
+│   ├── HeadersTooLarge     the metadata of a call exceeds its limit
+│   └── WrongCompressedFlag a message is compressed, and its call names no encoding
+├── Unauthorized            no right key came with the request
+├── Forbidden               the key that came may not do this, or nobody may
+├── BodyTimeout             the body did not arrive in time
+├── TooLarge                the body exceeds its limit
+├── Overloaded              there is no room; retry after `retry_after_s`
+└── Unavailable             starting or stopping; retry
+"""
+
+from __future__ import annotations
+
+import json
+from enum import IntEnum
+
+
+class StatusCode(IntEnum):
+    """The codes of gRPC that are used here; https://grpc.io/docs/guides/status-codes/."""
+
+    OK = 0
+    CANCELLED = 1
+    INVALID_ARGUMENT = 3
+    DEADLINE_EXCEEDED = 4
+    NOT_FOUND = 5
+    PERMISSION_DENIED = 7
+    RESOURCE_EXHAUSTED = 8
+    UNIMPLEMENTED = 12
+    INTERNAL = 13
+    UNAVAILABLE = 14
+    UNAUTHENTICATED = 16
+
+
+class Refusal(Exception):
+    """An error that is told to the client. A service derives its own errors from it.
+
+    Attributes:
+        code: from a closed set, stable for clients.
+        status: over HTTP.
+        grpc_status: over gRPC.
+        message: what was received, what was expected, what to do.
+        field: the part of the request that is wrong; "" if no single part is.
+        retry_after_s: when a retry may succeed.
+    """
+
+    code, status, grpc_status = "internal", 500, StatusCode.INTERNAL
+
+    def __init__(self, message: str, *, field: str = "", retry_after_s: int | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.retry_after_s = retry_after_s
+
+
+class InvalidInput(Refusal):
+    """The request is malformed."""
+
+    code, status, grpc_status = "invalid_input", 400, StatusCode.INVALID_ARGUMENT
+
+
+class Unimplemented(InvalidInput):
+    """There is no such method, or it does not understand the call."""
+
+    grpc_status = StatusCode.UNIMPLEMENTED
+
+
+class HeadersTooLarge(InvalidInput):
+    """The metadata of a call exceeds its limit."""
+
+    grpc_status = StatusCode.RESOURCE_EXHAUSTED
+
+
+class WrongCompressedFlag(InvalidInput):
+    """A message is marked as compressed, and its call has no encoding. A code of the protocol's."""
+
+    grpc_status = StatusCode.INTERNAL
+
+
+class Unauthorized(Refusal):
+    """The request came without a right key."""
+
+    code, status, grpc_status = "unauthorized", 401, StatusCode.UNAUTHENTICATED
+
+
+class Forbidden(Refusal):
+    """The request may not be made with this key, or not at all."""
+
+    code, status, grpc_status = "forbidden", 403, StatusCode.PERMISSION_DENIED
+
+
+class BodyTimeout(Refusal):
+    """The body did not arrive in time."""
+
+    code, status, grpc_status = "body_timeout", 408, StatusCode.DEADLINE_EXCEEDED
+
+
+class TooLarge(Refusal):
+    """The request exceeds a size limit. In gRPC a retry would not help, as in Triton."""
+
+    code, status, grpc_status = "too_large", 413, StatusCode.INVALID_ARGUMENT
+
+
+class Overloaded(Refusal):
+    """There is no room for this request now."""
+
+    code, status, grpc_status = "overloaded", 429, StatusCode.RESOURCE_EXHAUSTED
+
+
+class Unavailable(Refusal):
+    """The server cannot answer now; a retry may succeed."""
+
+    code, status, grpc_status = "unavailable", 503, StatusCode.UNAVAILABLE
+
+
+INTERNAL = "internal error; see the server log"
+"""The message of an unexpected error, which is hidden from the client."""
+
+STOPPING = "the service is stopping; send this to another instance"
+
+
+_SHOWN_CHARACTERS = 40
+
+
+def shown(value: object, characters: int = _SHOWN_CHARACTERS) -> str:
+    """A client's value for a message, cut after `characters`; a container by its length alone."""
+    if isinstance(value, list | dict):
+        return f"{'a list' if type(value) is list else 'an object'} of {len(value)}"
+    if isinstance(value, str):
+        return repr(value[:characters]) + ("..." if len(value) > characters else "")
+    return json.dumps(value)
